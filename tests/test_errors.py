@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pickle
 import re
+import subprocess
+import threading
 from pathlib import Path
 
 import cloudpickle
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.processes.portable_exceptions import portable_exception
+from keras_strategies.processes.portable_exceptions import PortableException
 
 ROOT = Path(__file__).parents[1]
 CLASSES = [value for value in vars(ks.errors).values() if isinstance(value, type)]
@@ -47,7 +49,7 @@ def test_an_error_of_another_process_has_one_address(pickler) -> None:
     for _ in range(2):
         error = pickler.loads(pickler.dumps(error))
     assert str(error) == str(ks.errors.BatchError("No rows."))
-    assert str(portable_exception(error, "on worker 1")) == str(error)
+    assert str(sent(error)) == str(error)
 
 
 def test_a_quoted_error_gives_its_address_to_the_one_that_quotes_it() -> None:
@@ -65,3 +67,57 @@ def test_an_error_defined_elsewhere_has_the_entry_of_its_base() -> None:
         pass
 
     assert address_of(OwnError("")) == "docs/troubleshooting.md#layouterror"
+
+
+def sent(error: Exception) -> Exception:
+    """The error as another process receives it."""
+    message = pickle.loads(pickle.dumps(PortableException.of(error, "on worker 1")))
+    return message.error()
+
+
+class _Coded(Exception):
+    def __init__(self, code: int, *, lock: object = None):
+        super().__init__(f"code {code}")
+        self.code, self.lock = code, lock
+
+
+class _Missing(FileNotFoundError):
+    def __init__(self, path: str, *, kind: str):
+        super().__init__(2, "not there", path)
+        self.kind = kind
+
+
+class _Unprintable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        _Coded(3),
+        _Coded(3, lock=threading.Lock()),
+        _Missing("/x", kind="table"),
+        KeyError("a"),
+        subprocess.CalledProcessError(3, "ls"),
+        UnicodeDecodeError("utf8", b"a", 0, 1, "reason"),
+        ExceptionGroup("two", [_Coded(1), ValueError("x")]),
+        ks.errors.BatchError("No rows."),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_arrive_with_class_text_and_attributes(error) -> None:
+    found = sent(error)
+    assert type(found) is type(error)
+    assert str(found) == str(error)
+    for name in ("code", "kind", "filename", "errno", "returncode"):
+        assert getattr(found, name, None) == getattr(error, name, None)
+    assert any(note.startswith("Raised on worker 1:") for note in found.__notes__)
+
+
+def test_errors_without_text_and_of_unknown_classes_arrive() -> None:
+    assert type(sent(_Unprintable())) is _Unprintable
+    message = PortableException(b"not a pickle", "Unknown: the reason", "Raised there")
+    found = message.error(ks.errors.PeerError)
+    assert isinstance(found, ks.errors.PeerError)
+    assert found.text == "Unknown: the reason"

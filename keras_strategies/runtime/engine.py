@@ -75,6 +75,11 @@ class Engine(abc.ABC):
     has_process_per_mesh_device: ClassVar[bool] = False
     #: The error of an iterator that has ended.
     out_of_range_error: ClassVar[type[OutOfRangeError]] = OutOfRangeError
+    #: The exceptions that end iterations.
+    end_errors: ClassVar[tuple[type[Exception], ...]] = (
+        StopIteration,
+        StopAsyncIteration,
+    )
 
     # Devices and tensors
 

@@ -25,6 +25,15 @@ EVERYWHERE = {
         "test_fit_and_evaluate_are_exact_while_workers_die",
     ),
     "test_fit": ("test_a_step_that_raises_reaches_the_caller_and_fit_works_again",),
+    "test_functions": (
+        "test_a_function_uses_the_iterator_that_it_refers_to_now",
+        "test_an_exhausted_iterator_is_an_error_of_its_own",
+        "test_results_of_the_script_arrive_as_they_are",
+        "test_variables_and_metrics_are_arguments",
+        "test_models_and_optimizers_are_arguments",
+        "test_methods_of_models_say_where_to_call_them[fit]",
+        "test_methods_of_models_say_where_to_call_them[predict]",
+    ),
     "test_keras_rs": (),
     "test_loss_scale": (
         "test_without_staleness_it_equals_one_device[two servers-clipped]",

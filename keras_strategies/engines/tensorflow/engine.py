@@ -81,6 +81,7 @@ class TensorFlowEngine(Engine):
         }
     )
     out_of_range_error = TensorFlowOutOfRangeError
+    end_errors = (*Engine.end_errors, tf.errors.OutOfRangeError)
 
     def __init__(self) -> None:
         loop_over(ProgramIterable, lambda given: given.iterator_in_program())

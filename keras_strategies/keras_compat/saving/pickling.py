@@ -13,6 +13,17 @@ from keras_strategies.keras_compat.strategy_attribute import STRATEGY_ATTRIBUTE
 _NOT_SENT = ("train_function", "test_function", "predict_function", "_jax_state")
 
 
+def is_keras_object(made: Any) -> bool:
+    """Whether an object is a layer, model, optimizer, metric or another saveable one.
+
+    Keras 3.15: `KerasSaveable`, and `Operation`, which layers and operations share.
+    """
+    from keras.src.ops.operation import Operation
+    from keras.src.saving.keras_saveable import KerasSaveable
+
+    return isinstance(made, (KerasSaveable, Operation))
+
+
 def object_state(made: Any) -> dict[str, Any] | None:
     """The attributes of a Keras object, for its copy in another process.
 
@@ -22,10 +33,7 @@ def object_state(made: Any) -> dict[str, Any] | None:
     Returns:
         dict of attributes; None for objects that pickle handles.
     """
-    from keras.src.ops.operation import Operation
-    from keras.src.saving.keras_saveable import KerasSaveable
-
-    if not isinstance(made, (KerasSaveable, Operation)):
+    if not is_keras_object(made):
         return None
     state = {
         name: value

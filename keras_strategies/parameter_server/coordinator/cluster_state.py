@@ -23,6 +23,8 @@ class QueuedTask:
         deaths: int, number of workers that died while they ran it.
         is_started: bool, whether a worker has received it.
         timeouts: int, number of these deaths that `step_timeout_seconds` caused.
+        variables: see `ScheduledTask`.
+        worker_values: see `ScheduledTask`.
     """
 
     definition: int
@@ -35,6 +37,8 @@ class QueuedTask:
     is_started: bool = False
     deaths: int = 0
     timeouts: int = 0
+    variables: tuple[int, ...] = ()
+    worker_values: tuple[int, ...] = ()
 
 
 @dataclass

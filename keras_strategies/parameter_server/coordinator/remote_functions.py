@@ -14,10 +14,14 @@ from keras_strategies.keras_compat.models.layers import layer_settings
 from keras_strategies.parameter_server.coordinator.cluster_state import QueuedTask
 from keras_strategies.parameter_server.coordinator.remote_values import (
     RemoteValue,
-    with_references,
+    as_sent,
 )
 from keras_strategies.parameter_server.coordinator.scheduler import Scheduler
-from keras_strategies.parameter_server.variables.object_pickling import ObjectPickler
+from keras_strategies.parameter_server.variables.object_pickling import (
+    ObjectPickler,
+    PickledObject,
+    WorkerValue,
+)
 from keras_strategies.parameter_server.variables.optimizer_registry import (
     OptimizerRegistry,
 )
@@ -31,9 +35,6 @@ from keras_strategies.parameter_server.wire.task_messages import (
     ReleasedNumbers,
     WorkerReference,
     WorkerResource,
-)
-from keras_strategies.parameter_server.wire.variable_description import (
-    VariableDescription,
 )
 from keras_strategies.runtime.compiled_functions import original_function
 from keras_strategies.strategies.base.strategy import Strategy
@@ -74,6 +75,7 @@ class _Sent:
         local: tuple of int, numbers of variables on no server.
         variables: tuple of int, numbers of all variables.
         optimizers: tuple of int, numbers of optimizers.
+        worker_values: weak references to values that exist once per worker.
         settings: of a model's layers and its other parts.
     """
 
@@ -81,6 +83,7 @@ class _Sent:
     local: tuple[int, ...]
     variables: tuple[int, ...]
     optimizers: tuple[int, ...]
+    worker_values: tuple[weakref.ref[WorkerValue], ...] = ()
     settings: Any = None
 
 
@@ -141,12 +144,19 @@ class RemoteFunctions:
         self._scheduler.tasks.raise_error()
         self.release()
         sent, uses = self._definition(fn, how)
-        arguments = with_references((tuple(args), dict(kwargs)))
-        blob, generation, variables, optimizers = self._dump(arguments)
-        used = (uses, *map(self._registry.find, variables), *optimizers)
+        sends = self._dump(as_sent((tuple(args), dict(kwargs))))
         value = RemoteValue()
         self._scheduler.schedule(
-            QueuedTask(sent.number, blob, generation, value.set, sent.local, used)
+            QueuedTask(
+                sent.number,
+                sends.blob,
+                sends.generation,
+                value.set,
+                tuple({*sent.local, *_local(sends)}),
+                (uses, self._used_objects(sends)),
+                variables=tuple(sends.variables),
+                worker_values=sends.worker_numbers,
+            )
         )
         return value
 
@@ -174,17 +184,21 @@ class RemoteFunctions:
 
     def add_value(self, fn: Callable[[], Any]) -> WorkerReference:
         """Defines a value that each worker creates at its first use."""
-        blob, generation, _, _ = self._pickler.dump(fn)
+        made = self._pickler.dump(fn)
         self._makers.append(fn)
         number = next(self._numbers)
-        self._scheduler.add_resource(WorkerResource(number, "value", blob, generation))
+        self._scheduler.add_resource(
+            WorkerResource(
+                number, "value", made.blob, made.generation, made.worker_numbers
+            )
+        )
         return WorkerReference(number)
 
     def add_iterator(self, dataset: WorkerReference) -> WorkerReference:
         """Defines an iterator over each worker's dataset."""
         number = next(self._numbers)
         self._scheduler.add_resource(
-            WorkerResource(number, "iterator", dataset.number, 0)
+            WorkerResource(number, "iterator", dataset.number, 0, (dataset.number,))
         )
         return WorkerReference(number)
 
@@ -244,19 +258,26 @@ class RemoteFunctions:
             named: the function or the model to name in messages.
             settings: of a model.
         """
-        blob, generation, variables, optimizers = self._dump(what)
+        sends = self._dump(what)
         self._registry.warn_of_imbalance()
         number = next(self._numbers)
         self._scheduler.define(
             FunctionDefinition(
-                number, kind, blob, generation, tuple(variables), _name(kind, named)
+                number,
+                kind,
+                sends.blob,
+                sends.generation,
+                tuple(sends.variables),
+                _name(kind, named),
+                sends.worker_numbers,
             )
         )
         self._definitions[number] = _Sent(
             number,
-            tuple(n for n, found in variables.items() if found.kind == "local"),
-            tuple(variables),
-            tuple(map(self._pickler.number_of, optimizers)),
+            _local(sends),
+            tuple(sends.variables),
+            tuple(map(self._pickler.number_of, sends.optimizers)),
+            tuple(map(weakref.ref, sends.worker_values)),
             settings,
         )
         uses = self._uses(number)
@@ -274,26 +295,25 @@ class RemoteFunctions:
             objects = [
                 *map(self._registry.find, sent.variables),
                 *map(self._pickler.find, sent.optimizers),
+                *(reference() for reference in sent.worker_values),
             ]
             if any(found is None for found in objects):
                 return None
             self._used[number] = uses = _UsedObjects(objects)
         return uses
 
-    def _dump(
-        self, what: Any
-    ) -> tuple[bytes, int, dict[int, VariableDescription], list[Any]]:
-        """Pickles an object for workers, and sends servers the optimizers in it.
+    def _used_objects(self, sends: PickledObject) -> _UsedObjects:
+        """Objects that pickled arguments use."""
+        variables = map(self._registry.find, sends.variables)
+        return _UsedObjects([*variables, *sends.optimizers, *sends.worker_values])
 
-        Returns:
-            The bytes, their generation, and the variables and optimizers in them.
-        """
-        dump = self._pickler.dump
-        dumped = dump(what)
-        if self._optimizers.send_all(dumped[3], dumped[2]):
+    def _dump(self, what: Any) -> PickledObject:
+        """Pickles an object for workers, and sends servers the optimizers in it."""
+        sends = self._pickler.dump(what)
+        if self._optimizers.send_all(sends.optimizers, sends.variables):
             # Optimizers have been built, or their variables have been moved.
-            dumped = dump(what)
-        return dumped
+            sends = self._pickler.dump(what)
+        return sends
 
     # Release
 
@@ -321,6 +341,11 @@ class RemoteFunctions:
         self._scheduler.release(
             ReleasedNumbers(tuple(definitions), tuple(variables), tuple(objects))
         )
+
+
+def _local(sends: PickledObject) -> tuple[int, ...]:
+    """Numbers of the variables on no server in a pickled object."""
+    return tuple(n for n, found in sends.variables.items() if found.kind == "local")
 
 
 def _run_step(strategy: Strategy, fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 
 from keras_strategies.errors import ClusterTimeoutError, InvalidTypeError
+from keras_strategies.parameter_server.variables.object_pickling import WorkerValue
 from keras_strategies.parameter_server.wire.task_messages import WorkerReference
 
 
@@ -34,6 +35,10 @@ class RemoteValue:
         if self._error is not None:
             return f"<RemoteValue, failed: {type(self._error).__name__}: {self._error}>"
         return f"<RemoteValue of {_shortened(self._value)}>"
+
+    def __reduce__(self) -> Any:
+        # Another process receives the value.
+        return _identity, (self.fetch(),)
 
     def set(self, value: Any, error: BaseException | None) -> None:
         """Sets the value or the error."""
@@ -73,7 +78,7 @@ class RemoteValue:
         return keras.tree.map_structure(_to_tensor, self.fetch(timeout))
 
 
-class PerWorkerValues:
+class PerWorkerValues(WorkerValue):
     """Reference to a value that exists once per worker.
 
     Created by `create_per_worker_values` and `create_per_worker_dataset`, and passed to
@@ -91,7 +96,7 @@ class PerWorkerValues:
         reference: WorkerReference,
         iterate: Callable[[WorkerReference], WorkerReference],
     ):
-        self.reference = reference
+        super().__init__(reference)
         self._iterate = iterate
 
     def __repr__(self) -> str:
@@ -113,22 +118,25 @@ class PerWorkerValues:
 PerWorkerValue = PerWorkerValues
 
 
+def _identity(value: Any) -> Any:
+    return value
+
+
 def _shortened(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def with_references(structure: Any) -> Any:
-    """Arguments as they are sent: references, fetched values and NumPy arrays."""
-    if isinstance(structure, PerWorkerValues):
-        return structure.reference
+def as_sent(structure: Any) -> Any:
+    """Arguments as they are sent: fetched values, and NumPy arrays for tensors."""
     if isinstance(structure, RemoteValue):
         return structure.fetch()
     if type(structure) in (list, tuple):
-        return type(structure)(with_references(item) for item in structure)
+        return type(structure)(as_sent(item) for item in structure)
     if type(structure) is dict:
-        return {key: with_references(item) for key, item in structure.items()}
-    if keras.ops.is_tensor(structure):
+        return {key: as_sent(item) for key, item in structure.items()}
+    # Variables are tensors on TensorFlow.
+    if keras.ops.is_tensor(structure) and not isinstance(structure, keras.Variable):
         return keras.ops.convert_to_numpy(structure)
     return structure
 

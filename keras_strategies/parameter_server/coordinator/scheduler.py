@@ -12,6 +12,7 @@ from typing import Any
 from keras_strategies.errors import (
     ClosureCancelledError,
     ClusterTimeoutError,
+    InvalidTypeError,
     SnapshotError,
     WorkerError,
 )
@@ -29,10 +30,12 @@ from keras_strategies.parameter_server.coordinator.task_queue import TaskQueue
 from keras_strategies.parameter_server.variables.coordinator_variables import (
     CoordinatorVariables,
 )
+from keras_strategies.parameter_server.variables.object_pickling import load_result
 from keras_strategies.parameter_server.wire.request_service import Service
 from keras_strategies.parameter_server.wire.server_addresses import ServerAddresses
 from keras_strategies.parameter_server.wire.task_messages import (
     FunctionDefinition,
+    PickledResult,
     ReleasedNumbers,
     ScheduledTask,
     ShardPlacement,
@@ -424,6 +427,8 @@ class Scheduler:
             done=self.tasks.first_unfinished,
             generation=pending.generation,
             pulls_ahead=self._pulls_ahead,
+            variables=pending.variables,
+            worker_values=pending.worker_values,
         )
         if not worker.in_flight:
             worker.last_progress = time.monotonic()
@@ -447,8 +452,15 @@ class Scheduler:
     ) -> None:
         worker.last_heartbeat = worker.last_progress = time.monotonic()
         if result.error is not None:
-            self.tasks.fail(pending, result.error)
+            self.tasks.fail(pending, result.error.error())
             return
+        value = result.value
+        if isinstance(value, PickledResult):
+            try:
+                value = load_result(value)
+            except InvalidTypeError as error:
+                self.tasks.fail(pending, error)
+                return
         worker.steps += result.steps
         worker.seconds += result.seconds
         sent, received = result.traffic
@@ -459,7 +471,7 @@ class Scheduler:
         worker.most_staleness = max(worker.most_staleness, most)
         self.done_steps += result.steps
         self._local.add(result.local)
-        self.tasks.finish(pending, result.value)
+        self.tasks.finish(pending, value)
 
     def _on_snapshots(self, problem: str | None) -> None:
         """Handles a server's snapshot problem; None after recovery."""

@@ -12,27 +12,70 @@ import itertools
 import pickle
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
 import keras
+import numpy as np
 
+from keras_strategies.errors import InvalidTypeError
 from keras_strategies.keras_compat.models.strategy_models import set_strategy
 from keras_strategies.keras_compat.optimizers.optimizer_parts import is_optimizer
 from keras_strategies.keras_compat.saving.pickling import (
     class_of,
     container_state,
     fill_container,
+    is_keras_object,
     object_state,
     rebuilt,
     renew_identities,
 )
 from keras_strategies.parameter_server.variables.weak_numbers import WeakNumbers
+from keras_strategies.parameter_server.wire.task_messages import (
+    PickledResult,
+    WorkerReference,
+)
 from keras_strategies.parameter_server.wire.variable_description import (
     VariableDescription,
 )
 from keras_strategies.runtime.compiled_functions import original_function
+
+
+class WorkerValue:
+    """A value that exists once per worker, pickled as a reference to it.
+
+    Args:
+        reference: the reference in messages.
+    """
+
+    def __init__(self, reference: WorkerReference):
+        self.reference = reference
+
+
+@dataclass(frozen=True)
+class PickledObject:
+    """A pickled object, and what it refers to.
+
+    Args:
+        blob: bytes.
+        generation: int, higher for later pickles.
+        variables: descriptions of the variables, by number.
+        optimizers: list of optimizers.
+        worker_values: list of `WorkerValue`.
+    """
+
+    blob: bytes
+    generation: int
+    variables: dict[int, VariableDescription]
+    optimizers: list[Any]
+    worker_values: list[WorkerValue]
+
+    @property
+    def worker_numbers(self) -> tuple[int, ...]:
+        """tuple of int, the numbers of the values that exist once per worker."""
+        return tuple(value.reference.number for value in self.worker_values)
 
 
 class UnpicklingContext:
@@ -41,6 +84,8 @@ class UnpicklingContext:
     def __init__(self) -> None:
         self.objects: dict[int, Any] = {}
         self.generations: dict[int, int] = {}
+        #: Values that exist once per worker, by number.
+        self.worker_values: Mapping[int, Any] = {}
 
     def variable(self, description: VariableDescription) -> Any:
         """The variable with this number."""
@@ -91,12 +136,16 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._number_of = number_of
         self._strategy = strategy
         self.variables: dict[int, VariableDescription] = {}
+        self.worker_values: dict[int, WorkerValue] = {}
 
     def reducer_override(self, made: Any) -> Any:
         if isinstance(made, keras.Variable):
             description = self._describe(made)
             self.variables[description.number] = description
             return _variable, (description,)
+        if isinstance(made, WorkerValue):
+            self.worker_values[made.reference.number] = made
+            return _worker_value, (made.reference.number,)
         if made is self._strategy:
             return _strategy, ()
         if callable(made) and not isinstance(made, type):
@@ -158,14 +207,8 @@ class ObjectPickler:
         """Numbers of objects that have been garbage-collected since the last call."""
         return self._numbers.take_released()
 
-    def dump(
-        self, value: Any
-    ) -> tuple[bytes, int, dict[int, VariableDescription], list[Any]]:
-        """Pickles any object for workers, including Keras objects.
-
-        Returns:
-            The bytes, their generation, the variables in them, and the optimizers.
-        """
+    def dump(self, value: Any) -> PickledObject:
+        """Pickles any object for workers, including Keras objects."""
         seen: list[Any] = []
 
         def number_of(made: Any) -> int:
@@ -184,7 +227,100 @@ class ObjectPickler:
             )
             raise
         optimizers = [made for made in seen if is_optimizer(made)]
-        return file.getvalue(), next(self._generation), pickler.variables, optimizers
+        return PickledObject(
+            file.getvalue(),
+            next(self._generation),
+            pickler.variables,
+            optimizers,
+            list(pickler.worker_values.values()),
+        )
+
+
+class _ContentsPickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles variables and Keras objects as their identities."""
+
+    def reducer_override(self, made: Any) -> Any:
+        if isinstance(made, keras.Variable) or is_keras_object(made):
+            return id, (id(made),)
+        return super().reducer_override(made)
+
+
+def contents_key(made: Any) -> Hashable:
+    """A key that is equal for objects with equal contents and the same Keras objects.
+
+    Args:
+        made: an object that exists as long as the key is used.
+    """
+    file = io.BytesIO()
+    try:
+        _ContentsPickler(file).dump(made)
+    except Exception:  # Pickling runs the object's own code.
+        parts = made if isinstance(made, list) else [made]
+        return tuple(map(id, parts))
+    return file.getvalue()
+
+
+class _ResultPickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles results of functions: classes of scripts by value, variables as arrays.
+
+    Args:
+        file: binary file to write to.
+        buffers: list that receives the memory of arrays.
+    """
+
+    def __init__(self, file: Any, buffers: list[Any]):
+        super().__init__(file, protocol=5, buffer_callback=buffers.append)
+
+    def reducer_override(self, made: Any) -> Any:
+        if isinstance(made, keras.Variable):
+            return _identity, (np.asarray(keras.ops.convert_to_numpy(made)),)
+        if is_keras_object(made):
+            raise InvalidTypeError(
+                f"A scheduled function returned {made!r}, a Keras object of the "
+                "worker. Return values instead, such as `metric.result()` or "
+                "`layer.get_weights()`: the coordinator has the object already."
+            )
+        return super().reducer_override(made)
+
+
+def dump_result(value: Any) -> PickledResult:
+    """Pickles the return value of a function.
+
+    Raises:
+        TypeError: if it cannot be pickled.
+    """
+    file, buffers = io.BytesIO(), list[Any]()
+    try:
+        _ResultPickler(file, buffers).dump(value)
+    except InvalidTypeError:
+        raise
+    except Exception as error:  # Pickling runs the user's code.
+        raise InvalidTypeError(
+            f"A scheduled function returned a {type(value).__name__} that cannot be "
+            f"sent to the coordinator: {type(error).__name__}: {error}. Return arrays, "
+            "numbers, strings or objects that can be pickled."
+        ) from error
+    return PickledResult(file.getvalue(), tuple(buffers))
+
+
+def load_result(result: PickledResult) -> Any:
+    """Unpickles the return value of a function.
+
+    Raises:
+        TypeError: if its class cannot be unpickled in this process.
+    """
+    try:
+        return pickle.loads(result.blob, buffers=result.buffers)
+    except Exception as error:  # Unpickling runs the user's code.
+        raise InvalidTypeError(
+            "The return value of a scheduled function cannot be unpickled by the "
+            f"coordinator: {type(error).__name__}: {error}. Return arrays, numbers, "
+            "strings or objects of a class that can be unpickled."
+        ) from error
+
+
+def _identity(value: Any) -> Any:
+    return value
 
 
 def load(blob: bytes, context: UnpicklingContext, generation: int) -> Any:
@@ -215,6 +351,10 @@ def _context() -> UnpicklingContext:
 
 def _variable(description: VariableDescription) -> Any:
     return _context().variable(description)
+
+
+def _worker_value(number: int) -> Any:
+    return _context().worker_values[number]
 
 
 def _strategy() -> Any:

@@ -134,7 +134,7 @@ class OptimizerRegistry:
             for variable in trained_variables(optimizer)
         }
         has_moved = self._place(optimizer, trained)
-        blob, _, _, _ = self._pickler.dump(optimizer)
+        blob = self._pickler.dump(optimizer).blob
         slots: dict[int, list[int]] = {each: [] for each in trained}
         scalars = []
         for variable in optimizer.variables:

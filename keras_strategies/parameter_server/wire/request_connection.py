@@ -185,7 +185,7 @@ class Connection:
                 self._replies[found] = reply
         status, value = self._replies.pop(number)
         if status == "error":
-            raise value if isinstance(value, Exception) else PeerError(str(value))
+            raise value.error(PeerError)
         return value
 
     def receive(self, timeout: float) -> Any:

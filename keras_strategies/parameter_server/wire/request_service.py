@@ -17,7 +17,6 @@ from typing import Any
 
 from keras_strategies.cluster.own_address import own_address
 from keras_strategies.cluster.spec import split_address
-from keras_strategies.errors import PeerError
 from keras_strategies.parameter_server.wire.arrays.array_messages import (
     nbytes,
     pack,
@@ -38,7 +37,7 @@ from keras_strategies.parameter_server.wire.cluster_keys import (
     needs_keys,
 )
 from keras_strategies.parameter_server.wire.request_connection import LINGER_MS
-from keras_strategies.processes.portable_exceptions import portable_exception
+from keras_strategies.processes.portable_exceptions import PortableException
 
 #: Callable of a request and of an allocator of arrays that returns the reply.
 Handle = Callable[[Any, Empty], Any]
@@ -229,8 +228,8 @@ def serve(
 def answer(
     handle: Handle, message: Any, empty: Empty = empty_aligned
 ) -> tuple[str, Any]:
-    """Result of a request: `("ok", reply)` or `("error", exception)`."""
+    """Result of a request: `("ok", reply)` or `("error", PortableException)`."""
     try:
         return "ok", handle(message, empty)
     except Exception as error:  # Raised in the requesting process.
-        return "error", portable_exception(error, "in another process", PeerError)
+        return "error", PortableException.of(error, "in another process")

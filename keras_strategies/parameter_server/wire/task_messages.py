@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from keras_strategies.parameter_server.wire.variable_description import ShardRange
+from keras_strategies.processes.portable_exceptions import PortableException
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class FunctionDefinition:
         generation: int, higher for later pickles.
         variables: tuple of int, the numbers of the variables in it.
         name: str, for messages: `"function 'step' (train.py:12)"`.
+        worker_values: tuple of int, the numbers of the `WorkerResource`s in it.
     """
 
     number: int
@@ -30,6 +32,7 @@ class FunctionDefinition:
     generation: int
     variables: tuple[int, ...]
     name: str = "a function"
+    worker_values: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,9 @@ class ScheduledTask:
         generation: int, of the arguments.
         pulls_ahead: bool, whether this step's push pulls the values of the step after
             the next one, which then misses this update.
+        variables: tuple of int, the numbers of the variables in the arguments.
+        worker_values: tuple of int, the numbers of the `WorkerResource`s in the
+            arguments.
     """
 
     number: int
@@ -55,6 +61,21 @@ class ScheduledTask:
     done: int = 0
     generation: int = 0
     pulls_ahead: bool = False
+    variables: tuple[int, ...] = ()
+    worker_values: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class PickledResult:
+    """The return value of a function, unpickled separately from its message.
+
+    Args:
+        blob: bytes.
+        buffers: tuple of buffers, the memory of its arrays.
+    """
+
+    blob: bytes
+    buffers: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -63,8 +84,9 @@ class TaskResult:
 
     Args:
         number: int, the task's.
-        value: the returned value, with NumPy arrays.
-        error: the exception; None without one.
+        value: the result of a model's steps, with NumPy arrays; of a function a
+            `PickledResult`.
+        error: `PortableException`; None without one.
         local: changes of variables on no server.
         seconds: float, duration.
         steps: int, number of steps.
@@ -74,7 +96,7 @@ class TaskResult:
 
     number: int
     value: Any = None
-    error: BaseException | None = None
+    error: PortableException | None = None
     local: dict[int, np.ndarray] = field(default_factory=dict)
     seconds: float = 0.0
     steps: int = 1
@@ -134,9 +156,11 @@ class WorkerResource:
         blob: bytes, the pickled function, or int, the number of the dataset's
             `WorkerReference`.
         generation: int.
+        worker_values: tuple of int, the numbers of other `WorkerResource`s in it.
     """
 
     number: int
     kind: str
     blob: Any
     generation: int
+    worker_values: tuple[int, ...] = ()

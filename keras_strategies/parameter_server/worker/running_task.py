@@ -34,7 +34,7 @@ class RunningTask:
     Args:
         programs: runs its steps.
         task: the message.
-        numbers: tuple of int, the variables of its function.
+        numbers: tuple of int, the variables of its function and its arguments.
     """
 
     def __init__(

@@ -14,6 +14,7 @@ from keras_strategies.parameter_server.engines.engine_interface import (
     StepProgram,
     StepResult,
 )
+from keras_strategies.parameter_server.variables.object_pickling import contents_key
 from keras_strategies.parameter_server.worker.step_execution import (
     PullPlan,
     StepExecution,
@@ -32,8 +33,7 @@ class StepPrograms:
         self.variables = execution.variables
         #: Whether variables have local values instead of the servers'.
         self.in_program = True  # Until a task runs.
-        # Programs of each definition, with the model or the function: the `id` in a
-        # function's key must not be reused.
+        # Programs of each definition, with what must exist as long.
         self._programs: dict[int, dict[Hashable, tuple[StepProgram, Any]]] = {}
 
     def clear(self) -> None:
@@ -76,14 +76,16 @@ class StepPrograms:
             definition: int, of the scheduled function that calls it.
             fn: callable.
             arguments: structure.
-            numbers: tuple of int, the variables of the scheduled function.
+            numbers: tuple of int, the variables of the scheduled function and its
+                arguments.
         """
         own = self._programs.setdefault(definition, {})
         leaves = keras.tree.flatten(arguments)
         sent = [is_array(leaf) for leaf in leaves]
         rest = [None if a else x for a, x in zip(sent, leaves, strict=True)]
         shape = keras.tree.map_structure(lambda leaf: 0, arguments)
-        key = (id(fn), repr(shape), repr(rest))
+        others = None if all(sent) else contents_key(rest)
+        key = (id(fn), repr(shape), others, numbers)
         if key not in own:
 
             def body(arrays: Any) -> Any:
@@ -95,7 +97,9 @@ class StepPrograms:
                 return fn(*args, **kwargs)
 
             variables = self.execution.step_variables(numbers)
-            own[key] = self.execution.engine.program(body, variables, True), fn
+            # The `id`s in the key must not be reused.
+            kept = (fn, rest)
+            own[key] = self.execution.engine.program(body, variables, True), kept
         batch = [to_numpy(leaf) for a, leaf in zip(sent, leaves, strict=True) if a]
         return own[key][0], batch
 
@@ -146,6 +150,9 @@ class StepPrograms:
 
 
 def is_array(leaf: Any) -> bool:
+    """Whether an argument of a step is an array or a tensor: not a variable."""
+    if isinstance(leaf, keras.Variable):
+        return False
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from keras_strategies.parameter_server.variables.object_pickling import (
@@ -11,7 +13,6 @@ from keras_strategies.parameter_server.variables.object_pickling import (
 from keras_strategies.parameter_server.wire.task_messages import (
     FunctionDefinition,
     ScheduledTask,
-    WorkerReference,
     WorkerResource,
 )
 
@@ -21,14 +22,21 @@ class TaskFunctions:
 
     Args:
         context: the worker's variables.
+        running: callable that returns a context manager for functions of users.
     """
 
-    def __init__(self, context: UnpicklingContext):
+    def __init__(
+        self,
+        context: UnpicklingContext,
+        running: Callable[[], contextlib.AbstractContextManager[None]],
+    ):
         self._context = context
+        self._running = running
         self._definitions: dict[int, FunctionDefinition] = {}
         self._functions: dict[int, Any] = {}
         self._resources: dict[int, WorkerResource] = {}
         self._values: dict[int, Any] = {}
+        context.worker_values = self._values
 
     def clear(self) -> None:
         """Discards everything, for a new coordinator with other numbers."""
@@ -59,6 +67,7 @@ class TaskFunctions:
         """The function or the model of a definition."""
         number = definition.number
         if number not in self._functions:
+            self._create_values(definition.worker_values)
             self._functions[number] = load(
                 definition.blob, self._context, definition.generation
             )
@@ -66,23 +75,20 @@ class TaskFunctions:
 
     def arguments(self, task: ScheduledTask) -> Any:
         """Arguments and keyword arguments of a call, with this worker's values."""
-        return self._resolved(load(task.arguments, self._context, task.generation))
+        self._create_values(task.worker_values)
+        return load(task.arguments, self._context, task.generation)
 
-    def _resolved(self, structure: Any) -> Any:
-        if isinstance(structure, WorkerReference):
-            return self._value(structure.number)
-        if isinstance(structure, (list, tuple)) and type(structure) in (list, tuple):
-            return type(structure)(self._resolved(item) for item in structure)
-        if type(structure) is dict:
-            return {key: self._resolved(item) for key, item in structure.items()}
-        return structure
+    def _create_values(self, numbers: Iterable[int]) -> None:
+        """Creates this worker's values: unpickled objects refer to them."""
+        for number in numbers:
+            if number not in self._values:
+                self._values[number] = self._created(self._resources[number])
 
-    def _value(self, number: int) -> Any:
-        if number not in self._values:
-            resource = self._resources[number]
-            if resource.kind == "iterator":
-                self._values[number] = iter(self._value(resource.blob))
-            else:
-                make = load(resource.blob, self._context, resource.generation)
-                self._values[number] = make()
-        return self._values[number]
+    def _created(self, resource: WorkerResource) -> Any:
+        self._create_values(resource.worker_values)
+        if resource.kind == "iterator":
+            with self._running():
+                return iter(self._values[resource.blob])
+        make = load(resource.blob, self._context, resource.generation)
+        with self._running():
+            return make()

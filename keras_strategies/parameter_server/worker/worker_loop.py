@@ -7,17 +7,19 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 
-from keras_strategies.errors import WorkerError
+from keras_strategies.engines import get_engine
+from keras_strategies.errors import OutOfRangeError, WorkerError
 from keras_strategies.keras_compat.optimizers.applying import applying_through
 from keras_strategies.parameter_server.engines.engine_interface import (
     StepProgram,
     StepResult,
 )
+from keras_strategies.parameter_server.variables.object_pickling import dump_result
 from keras_strategies.parameter_server.wire.heartbeat import coordinator_lost_message
 from keras_strategies.parameter_server.wire.request_connection import Connection
 from keras_strategies.parameter_server.wire.step_messages import StepReply
@@ -43,7 +45,7 @@ from keras_strategies.parameter_server.worker.step_execution import (
 )
 from keras_strategies.parameter_server.worker.step_programs import StepPrograms
 from keras_strategies.parameter_server.worker.task_functions import TaskFunctions
-from keras_strategies.processes.portable_exceptions import portable_exception
+from keras_strategies.processes.portable_exceptions import PortableException
 
 #: Seconds between checks of the connection to the coordinator.
 _CHECK_SECONDS = 1.0
@@ -75,7 +77,7 @@ class Worker:
         self.host = execution.variables.host = WorkerVariableHost(self.programs)
         self._execution = execution
         self._variables = execution.variables
-        self._functions = TaskFunctions(execution.variables)
+        self._functions = TaskFunctions(execution.variables, self._running)
         self._connection = connection
         self._registration = (index, incarnation, os.getpid(), device)
         self._coordinator_seconds = coordinator_seconds
@@ -167,13 +169,12 @@ class Worker:
         start = time.monotonic()
         definition = self._functions.definition(task)
         try:
-            function = self._functions.function(definition)
-            self._load_local(task)
-            running_task = RunningTask(self.programs, task, definition.variables)
+            numbers = tuple(dict.fromkeys((*definition.variables, *task.variables)))
+            running_task = RunningTask(self.programs, task, numbers)
             self.host.running_task = running_task
             if definition.kind == "call":
                 self._await_replies()
-                value = self._call(running_task, function)
+                value = self._call(running_task, definition)
                 steps = max(1, running_task.steps)
             else:
                 value = self._model_steps(running_task, definition)
@@ -196,7 +197,8 @@ class Worker:
             if not self._tasks or not task.pulls_ahead:
                 self._await_replies()
         except Exception as error:  # The user's; raised on the coordinator.
-            failed = TaskResult(task.number, error=self._portable(error))
+            found = self._portable(_raised_again(error, definition.name))
+            failed = TaskResult(task.number, error=found)
             self._pipeline.drop()
             with contextlib.suppress(Exception):  # The first error is reported.
                 self._await_replies()
@@ -210,8 +212,8 @@ class Worker:
         before, self._last_traffic = self._last_traffic, self._execution.servers.traffic
         return self._last_traffic[0] - before[0], self._last_traffic[1] - before[1]
 
-    def _portable(self, error: Exception) -> Exception:
-        return portable_exception(error, f"on worker {self.index}")
+    def _portable(self, error: Exception) -> PortableException:
+        return PortableException.of(error, f"on worker {self.index}")
 
     def _report(self, result: TaskResult) -> None:
         try:
@@ -228,19 +230,39 @@ class Worker:
     def _set_value(self, number: int, value: Any) -> None:
         self._execution.engine.set_value(self._variables.by_number[number], value)
 
-    def _call(self, running_task: RunningTask, function: Callable[..., Any]) -> Any:
+    def _call(self, running_task: RunningTask, definition: FunctionDefinition) -> Any:
+        function = self._functions.function(definition)
         args, kwargs = self._functions.arguments(running_task.task)
-        self.programs.in_program = False
-        strategy = self._variables.strategy()
-        with strategy.scope(), applying_through(running_task.apply):
+        self._load_local(running_task.task)
+        with self._running():
             value = function(*args, **kwargs)
-        return keras.tree.map_structure(portable_value, value)
+        return dump_result(keras.tree.map_structure(portable_value, value))
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        """A context for functions of users: variables are those of the servers."""
+        task = self.host.running_task
+        assert task is not None, "outside of a task"
+        before, self.programs.in_program = self.programs.in_program, False
+        try:
+            with self._variables.strategy().scope(), applying_through(task.apply):
+                yield
+        except (Exception, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # `SystemExit` would end this worker.
+            raise WorkerError(
+                f"A scheduled function ended with {type(error).__name__}: {error}. "
+                "Raise an `Exception` to stop training, or return a value."
+            ) from error
+        finally:
+            self.programs.in_program = before
 
     def _model_steps(
         self, running_task: RunningTask, definition: FunctionDefinition
     ) -> Any:
         """Runs a model's steps on one or several batches."""
         program = self._model_program(definition)
+        self._load_local(running_task.task)
         batches = running_task.task.arguments
         outputs = []
         for i, batch in enumerate(batches):
@@ -365,6 +387,25 @@ class Worker:
             definition.kind,
             definition.variables,
         )
+
+
+def _raised_again(error: Exception, name: str) -> Exception:
+    """The error that a task raises on the coordinator.
+
+    Not `StopIteration`, which would end generators and loops of the coordinator that
+    call `fetch`, nor an error of TensorFlow that is no `OutOfRangeError` of this
+    package.
+    """
+    engine = get_engine()
+    if not isinstance(error, engine.end_errors) or isinstance(error, OutOfRangeError):
+        return error
+    exhausted = engine.out_of_range_error(
+        f"An iterator in {name} has no more values: {type(error).__name__} was raised. "
+        "Schedule as many steps as each worker has batches, repeat the dataset in "
+        "`dataset_fn`, or pass a new `iter(per_worker_dataset)`."
+    )
+    exhausted.__cause__ = error
+    return exhausted
 
 
 def _sum(one: Any, other: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from keras_strategies.parameter_server.worker.step_execution import (
     WorkerVariables,
 )
 from keras_strategies.parameter_server.worker.worker_loop import Worker
+from keras_strategies.parameter_server.worker.worker_models import WorkerModels
 from keras_strategies.runtime.placement import Placement
 from keras_strategies.runtime.replicas.collectives import SingleReplica
 from keras_strategies.runtime.thread_scheduling import scheduled_as_batch
@@ -39,6 +41,8 @@ class WorkerStrategy(Strategy):
     def __init__(self, worker: Worker, device: Device):
         super().__init__(Placement((device,), device, mirrored=False))
         parameter_server_engine().install()
+        models = WorkerModels(self.placement)
+        self._drivers = dataclasses.replace(self._drivers, fit=models)
         self._worker = worker
         self._replica = context.ReplicaContext(self, 0, SingleReplica())
 
