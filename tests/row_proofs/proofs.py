@@ -18,7 +18,10 @@ from keras_strategies.runtime.row_proofs.row_prover import RowProver
 from row_proofs.cases import BATCH, SIZES, RowCase
 
 # On JAX a step is one program, and nothing is split.
-PROVERS = {"tensorflow": "tensorflow.row_proofs.prover:TensorFlowRowProver"}
+PROVERS = {
+    "tensorflow": "tensorflow.row_proofs.prover:TensorFlowRowProver",
+    "torch": "torch.row_proofs.torch_row_prover:TorchRowProver",
+}
 _PACKAGE = "keras_strategies.engines"
 needs_prover = pytest.mark.skipif(
     keras.backend.backend() not in PROVERS, reason="this backend has no prover"

@@ -6,9 +6,10 @@ Tested with Torch 2.9 to 2.13. `PRIVATE_NAMES` has a row for each name;
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,13 +26,17 @@ __all__ = [
     "TorchDispatchMode",
     "compile_graph",
     "create_gloo_group",
+    "decomposition_of",
     "default_mps_generator",
+    "fake_tensor_mode",
     "gloo_device",
     "has_global_hooks",
     "is_graph_retained",
     "module_hooks",
     "schema_arguments",
     "set_timeout",
+    "silent_fake_tensors",
+    "storage_key",
     "submodules",
     "tree_flatten",
     "tree_map",
@@ -51,6 +56,11 @@ PRIVATE_NAMES = (
         ("_get_current_graph_task_keep_graph",),
         "Whether replicas retain the graph for a second backward pass.",
     ),
+    Private(
+        "torch._decomp",
+        ("decomposition_table",),
+        "Row proofs: operations in terms of others.",
+    ),
     Private("torch._inductor", ("compile", "config"), "Compiled steps of workers."),
     Private(
         "torch._inductor.config", ("compile_threads",), "No pool of processes for them."
@@ -60,6 +70,12 @@ PRIVATE_NAMES = (
         ("_schema",),
         "The arguments that an operation changes.",
     ),
+    Private(
+        "torch._subclasses.fake_tensor",
+        ("FakeTensorMode", "log"),
+        "Row proofs: tensors without values.",
+    ),
+    Private("torch.UntypedStorage", ("_cdata",), "Tensors that share their memory."),
     Private(
         "torch.distributed.ProcessGroupGloo",
         ("_Options",),
@@ -143,6 +159,39 @@ def schema_arguments(operation: Any) -> Sequence[Any]:
     """The arguments of an ATen operation, with `alias_info`."""
     arguments: Sequence[Any] = operation._schema.arguments
     return arguments
+
+
+def fake_tensor_mode() -> Any:
+    """A mode in which operations compute shapes and dtypes, not values."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextlib.contextmanager
+def silent_fake_tensors() -> Iterator[None]:
+    """Leaves out the log of operations that fail on fake tensors; they raise."""
+    from torch._subclasses.fake_tensor import log
+
+    was_disabled = log.disabled
+    log.disabled = True
+    try:
+        yield
+    finally:
+        log.disabled = was_disabled
+
+
+def decomposition_of(operation: Any) -> Callable[..., Any] | None:
+    """A function of other operations that computes an ATen operation; None without."""
+    from torch._decomp import decomposition_table
+
+    found: Callable[..., Any] | None = decomposition_table.get(operation)
+    return found
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """A number that tensors have in common while they share their memory."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def set_timeout(options: Any, timeout: datetime.timedelta) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
+
+import keras
 
 
 def seed_offset(variable: Any, replica_id: int) -> int:
@@ -13,9 +17,33 @@ def seed_offset(variable: Any, replica_id: int) -> int:
     lie far apart (multiples of 2^31 / the golden ratio), not side by side.
     Any other variable has the offset 0.
     """
-    if variable.name != "seed_generator_state":
+    if not is_seed_state(variable):
         return 0
     return (replica_id * 1_327_217_885) % 2**31
+
+
+def is_seed_state(variable: Any) -> bool:
+    """Whether a variable is the state of a `keras.random.SeedGenerator`."""
+    return bool(variable.name == "seed_generator_state")
+
+
+@contextlib.contextmanager
+def global_generator_restored() -> Iterator[None]:
+    """A global seed generator inside, which draws without a seed use; as before after.
+
+    Keras 3.15 creates it in the first such draw, as the global attribute
+    "global_seed_generator".
+    """
+    from keras.src.backend.common import global_state
+
+    name = "global_seed_generator"
+    before = global_state.get_global_attribute(name)
+    if before is None:
+        global_state.set_global_attribute(name, keras.random.SeedGenerator(0))
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute(name, before)
 
 
 def seed_states(model: Any) -> list[Any]:
@@ -24,7 +52,7 @@ def seed_states(model: Any) -> list[Any]:
     Keras 3.15: `SeedGenerator.state` is a variable of this name. Keras saves the
     variables of layers, and these are of generators.
     """
-    return [v for v in model.variables if v.name == "seed_generator_state"]
+    return list(filter(is_seed_state, model.variables))
 
 
 def set_initializer_seed(initializer: Any, seed: int) -> None:

@@ -1,0 +1,1 @@
+"""Row proofs on Torch: recorded operations of a layer call, and rules for each."""

@@ -1,0 +1,255 @@
+"""One recording of a layer call with a number of rows, and of its backward passes."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+
+from keras_strategies import context
+from keras_strategies.engines.torch.compat import fake_tensor_mode, silent_fake_tensors
+from keras_strategies.engines.torch.row_proofs.call_recorder import CallRecorder
+from keras_strategies.engines.torch.row_proofs.proof_replica import (
+    ProofReplica,
+    RecordedCollectives,
+)
+from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
+from keras_strategies.keras_compat.models.layers import get_mask, set_mask
+from keras_strategies.keras_compat.variables.generator_seeds import (
+    global_generator_restored,
+    is_seed_state,
+)
+from keras_strategies.keras_compat.variables.values import raw_value
+from keras_strategies.runtime.engine import StrategyCore
+from keras_strategies.runtime.row_proofs.layer_calls import LayerCall
+from keras_strategies.runtime.state.replica_state import ReplicaState
+
+
+class CallFailed(Exception):
+    """The call raised an error on fake tensors."""
+
+
+class CallRecording:
+    """A layer call on fake tensors of the CPU, whatever the device of the replicas.
+
+    Placements follow from what operations compute, which is the same on every device.
+
+    Args:
+        strategy: the strategy.
+        call: the call, with tensors of the global batch.
+        with_rows: for each leaf, whether it has the rows.
+        rows: int, the number of rows of this recording.
+        replicas: int, how many replicas have rows.
+        branches: the truth values that Python reads, see `CallRecorder`.
+    """
+
+    def __init__(
+        self,
+        strategy: StrategyCore,
+        call: LayerCall,
+        with_rows: Sequence[bool],
+        rows: int,
+        replicas: int,
+        branches: Sequence[bool],
+    ):
+        self.recorder = CallRecorder(fake_tensor_mode(), branches)
+        self.rows = rows
+        self._call = call
+        collectives = RecordedCollectives(self.recorder, rows, call.rows, replicas)
+        self._replica = ProofReplica(strategy, collectives)
+        #: The arguments that get gradients, and whether they have rows.
+        self.arguments: list[tuple[torch.Tensor, bool]] = []
+        #: Arguments and variables with their versions, and whether they have rows.
+        self.inputs: list[tuple[torch.Tensor, int, bool]] = []
+        self._leaves = [
+            self._argument(i, leaf, has_rows)
+            for i, (leaf, has_rows) in enumerate(
+                zip(call.leaves, with_rows, strict=True)
+            )
+        ]
+        self._state = ReplicaState(self._copy, assigned=_assigned_value)
+        self.outputs: list[Any] = []
+        self.masks: list[Any] = []
+        self.losses: list[Any] = []
+
+    def _argument(self, index: int, leaf: Any, has_rows: bool) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        found = self._input(("argument", index), leaf, has_rows)
+        if found.requires_grad:
+            self.arguments.append((found, has_rows))
+        mask = get_mask(leaf)
+        if mask is not None:
+            set_mask(found, self._input(("mask", index), mask, has_rows))
+        return found
+
+    def _input(self, origin: Any, tensor: torch.Tensor, has_rows: bool) -> torch.Tensor:
+        shape = list(tensor.shape)
+        if has_rows:
+            shape[0] = self.rows
+        is_float = tensor.is_floating_point() or tensor.is_complex()
+        found = self.recorder.add_input(origin, shape, tensor.dtype, is_float)
+        self.inputs.append((found, self.recorder.version(found), has_rows))
+        return found
+
+    def _copy(self, variable: Any) -> torch.Tensor | None:
+        """The value of a variable: seeds have one, so that generators accept it."""
+        raw = raw_value(variable)
+        if raw is None:
+            return None
+        if is_seed_state(variable):
+            return self.recorder.add_zeros(raw.shape, raw.dtype)
+        origin = "variable", id(variable)
+        found = self.recorder.add_input(origin, raw.shape, raw.dtype, raw.requires_grad)
+        self.inputs.append((found, self.recorder.version(found), False))
+        return found
+
+    @property
+    def changes_inputs(self) -> bool:
+        """Whether an argument or the value of a variable was changed in place."""
+        version = self.recorder.version
+        return any(version(tensor) != before for tensor, before, _ in self.inputs)
+
+    @property
+    def variables(self) -> list[torch.Tensor]:
+        """The copies of trained variables that the call has read."""
+        return [value for _, value in self._state.reads.values() if value.requires_grad]
+
+    @property
+    def updates(self) -> dict[int, tuple[Any, Any]]:
+        """Variables that the call assigns and their values, by `id(variable)`."""
+        return self._state.updates
+
+    def forward(self) -> None:
+        """Records the call.
+
+        Raises:
+            CallFailed: if it raises.
+        """
+        args, kwargs = self._call.arguments(self._leaves)
+        scope = self._state.scope()
+        with (
+            self._recording(),
+            torch.enable_grad(),
+            scope,
+            context.on_replica(self._replica),
+            layer_calls_through(self._inner_call),
+            self._in_layer(self._call.layer),
+        ):
+            outputs = self._call.call(*args, **kwargs)
+        self.outputs = keras.tree.flatten(outputs)
+        self.masks = [get_mask(leaf) for leaf in self.outputs]
+        self.losses = list(scope.losses)
+
+    def backward(
+        self, group: int, tensors: Sequence[torch.Tensor]
+    ) -> tuple[list[int], list[torch.Tensor | None]]:
+        """Records a backward pass.
+
+        Args:
+            group: int, the number of the backward pass.
+            tensors: outputs and losses.
+
+        Returns:
+            The versions of the gradients of these, and the gradients of `arguments` and
+            `variables`.
+
+        Raises:
+            CallFailed: if it raises.
+        """
+        sources = [tensor for tensor, _ in self.arguments] + self.variables
+        given = [
+            self.recorder.add_input(("gradient", group, i), t.shape, t.dtype)
+            for i, t in enumerate(tensors)
+        ]
+        versions = [self.recorder.version(tensor) for tensor in given]
+        if not sources or not tensors:
+            return versions, [None] * len(sources)
+        self.recorder.place = None
+        with self._recording(), context.on_replica(self._replica):
+            found = torch.autograd.grad(
+                list(tensors), sources, given, retain_graph=True, allow_unused=True
+            )
+        return versions, list(found)
+
+    @contextlib.contextmanager
+    def _recording(self) -> Iterator[None]:
+        try:
+            with (
+                random_state_restored(),
+                global_generator_restored(),
+                silent_fake_tensors(),
+                keras.device("cpu"),
+                self.recorder,
+            ):
+                yield
+        except Exception as error:
+            # Errors of the layer's own code; the unsplit call raises them again.
+            name, text = type(error).__name__, error_text(error)
+            self.recorder.reject(f"with {self.rows} rows it raises {name}: {text}")
+            raise CallFailed(self.recorder.problem) from error
+
+    def _inner_call(self, layer: Any, call: Any, args: Any, kwargs: Any) -> Any:
+        with self._in_layer(layer):
+            return call(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _in_layer(self, layer: Any) -> Iterator[None]:
+        recorder = self.recorder
+        before = recorder.place
+        recorder.places.append(layer)
+        recorder.place = len(recorder.places) - 1
+        try:
+            yield
+        finally:
+            recorder.place = before
+
+
+def error_text(error: Exception) -> str:
+    """The first line of an error of a call, without what Keras adds to it."""
+    lines = re.sub(r"\x1b\[\d+m", "", str(error)).split("\n")
+    if lines[0].startswith("Exception encountered when calling"):
+        lines = lines[1:]
+    return next((line for line in lines if line.strip()), "").strip()
+
+
+def _assigned_value(
+    variable: Any, read: Callable[[], torch.Tensor], value: torch.Tensor
+) -> torch.Tensor:
+    """The value that the call reads after an assignment, as on replicas."""
+    current = read()
+    if torch.is_grad_enabled() and current.requires_grad:
+        assigned: torch.Tensor = _Assigned.apply(current, value.detach())
+        return assigned
+    return value.detach()
+
+
+class _Assigned(torch.autograd.Function):
+    """A trained variable's new value; its gradient is the variable's."""
+
+    @staticmethod
+    def forward(ctx, current, value):  # type: ignore[no-untyped-def]
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        return gradient, None
+
+
+@contextlib.contextmanager
+def random_state_restored() -> Iterator[None]:
+    """Restores the random state of Python, NumPy and Torch."""
+    python, numpy = random.getstate(), np.random.get_state()
+    own = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(own)

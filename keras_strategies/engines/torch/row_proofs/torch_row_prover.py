@@ -1,0 +1,281 @@
+"""Row proofs on Torch: recorded calls, and the placements of their results."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import torch
+
+from keras_strategies.engines.torch.row_proofs.call_recorder import CallRecorder
+from keras_strategies.engines.torch.row_proofs.call_recording import (
+    CallFailed,
+    CallRecording,
+)
+from keras_strategies.engines.torch.row_proofs.propagation import (
+    Propagation,
+    RecordingsDiffer,
+)
+from keras_strategies.engines.torch.row_proofs.value_placements import SAME, Placed
+from keras_strategies.runtime.row_proofs.layer_calls import LayerCall
+from keras_strategies.runtime.row_proofs.row_placements import (
+    MEAN,
+    RowKind,
+    RowPlacement,
+    RowProof,
+)
+from keras_strategies.runtime.row_proofs.row_prover import RowProver
+
+_ROWS = Placed(RowKind.ROWS)
+
+
+class TorchRowProver(RowProver):
+    """Records the ATen operations of calls on fake tensors, and propagates placements.
+
+    A call is recorded with the rows of the global batch and with those of each replica,
+    so a proof holds for these numbers of rows.
+    """
+
+    def prove(
+        self, call: LayerCall, with_rows: Sequence[bool], sizes: Sequence[int]
+    ) -> RowProof:
+        counts = [size for size in sizes if size]
+        found: list[RowProof] = []
+        # Truth values that Python reads, each with both results.
+        todo: list[list[bool]] = [[]]
+        while todo:
+            branches = todo.pop()
+            proof = _Proof(self, call, with_rows, counts, branches)
+            try:
+                found.append(proof.result())
+            except _Problem as problem:
+                return RowProof(problem=str(problem))
+            taken = proof.branches
+            todo += [
+                [*taken[:i], not taken[i]] for i in range(len(branches), len(taken))
+            ]
+        return _of_all_branches(found)
+
+
+def _of_all_branches(proofs: Sequence[RowProof]) -> RowProof:
+    """One proof for a call, whichever branches Python takes."""
+    first = proofs[0]
+    for proof in proofs[1:]:
+        if (proof.outputs, proof.losses, proof.updates) != (
+            first.outputs,
+            first.losses,
+            first.updates,
+        ):
+            return RowProof(
+                problem="its results depend on truth values that Python reads"
+            )
+    draws = any(proof.draws for proof in proofs)
+    return dataclasses.replace(first, draws=draws)
+
+
+class _Problem(Exception):
+    """Why a call cannot be split by rows."""
+
+
+class _Proof:
+    """The proof of one call."""
+
+    def __init__(
+        self,
+        prover: TorchRowProver,
+        call: LayerCall,
+        with_rows: Sequence[bool],
+        sizes: Sequence[int],
+        branches: Sequence[bool],
+    ):
+        self._strategy = prover.strategy
+        counts = _counts(call.rows, sizes)
+        self._recordings = [
+            CallRecording(prover.strategy, call, with_rows, rows, len(sizes), branches)
+            for rows in counts
+        ]
+        recorders = [recording.recorder for recording in self._recordings]
+        self._propagation = Propagation(counts, recorders)
+        self._groups = 0
+
+    @property
+    def branches(self) -> list[bool]:
+        """The truth values that Python has read."""
+        return self._recordings[0].recorder.branches
+
+    def result(self) -> RowProof:
+        for recording in self._recordings:
+            self._record(recording)
+        first = self._recordings[0]
+        for _, version, has_rows in first.inputs:
+            self._propagation.place(version, _ROWS if has_rows else SAME)
+        self._advance()
+        outputs = [self._output(*leaves) for leaves in self._columns("outputs")]
+        self._check_masks(outputs)
+        losses = [self._placement("loss", ls) for ls in self._columns("losses")]
+        updates = self._updates()
+        self._check_inputs()
+        self._differentiate(outputs, losses)
+        return RowProof(outputs, losses, updates, draws=self._propagation.draws)
+
+    def _record(self, recording: CallRecording) -> None:
+        try:
+            recording.forward()
+        except CallFailed as error:
+            raise _Problem(str(error)) from error
+        if recording.recorder.problem:
+            raise _Problem(recording.recorder.problem)
+
+    def _advance(self) -> None:
+        try:
+            self._propagation.advance()
+        except RecordingsDiffer as error:
+            raise _Problem(f"its operations differ with the rows: {error}") from error
+        if self._propagation.problem:
+            raise _Problem(self._propagation.problem)
+
+    def _columns(self, name: str) -> list[tuple[Any, ...]]:
+        """Results of all recordings, by result."""
+        found = [getattr(recording, name) for recording in self._recordings]
+        if len(set(map(len, found))) > 1:
+            raise _Problem(f"how many {name} it has depends on the number of rows")
+        return list(zip(*found, strict=True))
+
+    # Results of the call.
+
+    def _output(self, *leaves: Any) -> RowPlacement | None:
+        if isinstance(leaves[0], torch.Tensor):
+            return self._placement("output", leaves)
+        first = leaves[0]
+        if any(type(leaf) is not type(first) or leaf != first for leaf in leaves[1:]):
+            raise _Problem("one of its outputs is no tensor and depends on the rows")
+        return None
+
+    def _placement(self, what: str, values: Sequence[Any]) -> RowPlacement:
+        placed = self._placed(values).joined()
+        if not placed.is_joined:
+            raise _Problem(placed.reason or f"its {what} mixes rows")
+        return placed
+
+    def _placed(self, values: Sequence[Any]) -> Placed:
+        recorders = [recording.recorder for recording in self._recordings]
+        versions = tuple(
+            _version(recorder, value)
+            for recorder, value in zip(recorders, values, strict=True)
+        )
+        try:
+            return self._propagation.placed(versions)
+        except RecordingsDiffer as error:
+            raise _Problem(f"its results differ with the rows: {error}") from error
+
+    def _check_masks(self, outputs: Sequence[RowPlacement | None]) -> None:
+        for output, masks in zip(outputs, self._columns("masks"), strict=True):
+            if masks[0] is None:
+                continue
+            if self._placement("mask", masks) != output:
+                raise _Problem("the mask of an output has other rows than the output")
+
+    def _updates(self) -> Mapping[int, RowPlacement]:
+        found = {}
+        for key, (variable, _) in self._recordings[0].updates.items():
+            values = [
+                recording.updates[key][1]
+                for recording in self._recordings
+                if key in recording.updates
+            ]
+            name = f"the value that it assigns to variable {variable.path!r}"
+            if len(values) < len(self._recordings):
+                raise _Problem(f"{name} depends on the number of rows")
+            placed = self._placement(name, values)
+            if placed.kind not in (RowKind.SAME, RowKind.MEAN):
+                raise _Problem(f"{name} is placed by {placed.kind.value} over rows")
+            is_float = keras.backend.is_float_dtype(variable.dtype)
+            if not self._strategy.sync_batch_norm and is_float:
+                placed = MEAN
+            found[key] = placed
+        return found
+
+    def _check_inputs(self) -> None:
+        for recording in self._recordings:
+            if recording.changes_inputs:
+                raise _Problem("it changes an argument or a variable in place")
+
+    # The backward pass.
+
+    def _differentiate(
+        self,
+        outputs: Sequence[RowPlacement | None],
+        losses: Sequence[RowPlacement],
+    ) -> None:
+        columns = [*self._columns("outputs"), *self._columns("losses")]
+        results = list(zip([*outputs, *losses], columns, strict=True))
+        # The gradients of a mean, or of a value that is equal on all replicas, are
+        # weighted by the replicas' fractions of the rows.
+        for power, kinds in (
+            (0, (RowKind.ROWS, RowKind.SUM)),
+            (-1, (RowKind.MEAN, RowKind.SAME)),
+        ):
+            group = [
+                (placement, column)
+                for placement, column in results
+                if placement is not None
+                and placement.kind in kinds
+                and column[0].requires_grad
+            ]
+            if group:
+                self._check_gradients(power, group)
+
+    def _check_gradients(
+        self, power: int, group: Sequence[tuple[RowPlacement, tuple[Any, ...]]]
+    ) -> None:
+        gradients: list[list[torch.Tensor | None]] = []
+        given: list[int] = []
+        self._groups += 1
+        for i, recording in enumerate(self._recordings):
+            try:
+                versions, found = recording.backward(
+                    self._groups, [column[i] for _, column in group]
+                )
+            except CallFailed as error:
+                raise _Problem(f"its backward pass fails: {error}") from error
+            gradients.append(found)
+            if i == 0:
+                given = versions
+            if recording.recorder.problem:
+                raise _Problem(f"{recording.recorder.problem} in the backward pass")
+        for (placement, _), version in zip(group, given, strict=True):
+            is_rows = placement.kind is RowKind.ROWS
+            placed = _ROWS.changed(multiple=placement.multiple) if is_rows else SAME
+            self._propagation.place(version, placed)
+        self._advance()
+        first = self._recordings[0]
+        of_rows = [has_rows for _, has_rows in first.arguments]
+        of_rows += [False] * (len(gradients[0]) - len(of_rows))
+        for has_rows, column in zip(of_rows, zip(*gradients, strict=True), strict=True):
+            if all(gradient is None for gradient in column):
+                continue
+            if any(gradient is None for gradient in column):
+                raise _Problem("its gradients depend on the number of rows")
+            placed = self._placed(column)
+            if not placed.is_joined:
+                raise _Problem(placed.reason)
+            if not placed.is_gradient(power, has_rows):
+                what = "an argument" if has_rows else "a variable, or of an argument"
+                raise _Problem(
+                    f"the gradient of {what} is not "
+                    f"{'by rows' if has_rows else 'a sum over rows'}"
+                )
+
+
+def _counts(rows: int, sizes: Sequence[int]) -> list[int]:
+    """The numbers of rows to record a call with; that of all rows first."""
+    others = sorted(set(sizes) - {rows}, reverse=True)
+    return [rows, *(others or [2 * rows])]
+
+
+def _version(recorder: CallRecorder, value: Any) -> int:
+    if not isinstance(value, torch.Tensor):
+        raise _Problem("a loss or an assigned value is no tensor")
+    return recorder.version(value)
