@@ -15,9 +15,9 @@ import torch
 from keras_strategies import context
 from keras_strategies.engines.torch.compat import fake_tensor_mode, silent_fake_tensors
 from keras_strategies.engines.torch.row_proofs.call_recorder import CallRecorder
-from keras_strategies.engines.torch.row_proofs.proof_replica import (
-    ProofReplica,
+from keras_strategies.engines.torch.row_proofs.recorded_replica import (
     RecordedCollectives,
+    RecordedReplica,
 )
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.layers import get_mask, set_mask
@@ -62,7 +62,7 @@ class CallRecording:
         self.rows = rows
         self._call = call
         collectives = RecordedCollectives(self.recorder, rows, call.rows, replicas)
-        self._replica = ProofReplica(strategy, collectives)
+        self._replica = RecordedReplica(strategy, collectives)
         #: The arguments that get gradients, and whether they have rows.
         self.arguments: list[tuple[torch.Tensor, bool]] = []
         #: Arguments and variables with their versions, and whether they have rows.
@@ -136,6 +136,8 @@ class CallRecording:
         scope = self._state.scope()
         with (
             self._recording(),
+            # As in a training step, also where gradients are off.
+            torch.inference_mode(False),
             torch.enable_grad(),
             scope,
             context.on_replica(self._replica),
@@ -182,7 +184,7 @@ class CallRecording:
     def _recording(self) -> Iterator[None]:
         try:
             with (
-                random_state_restored(),
+                self._restored_random_state(),
                 global_generator_restored(),
                 silent_fake_tensors(),
                 keras.device("cpu"),
@@ -194,6 +196,20 @@ class CallRecording:
             name, text = type(error).__name__, error_text(error)
             self.recorder.reject(f"with {self.rows} rows it raises {name}: {text}")
             raise CallFailed(self.recorder.problem) from error
+
+    @contextlib.contextmanager
+    def _restored_random_state(self) -> Iterator[None]:
+        """Restores the random state of Python, NumPy and Torch."""
+        python, numpy = random.getstate(), np.random.get_state()
+        own, before = torch.get_rng_state(), _numbers_of_numpy()
+        try:
+            yield
+        finally:
+            if (random.getstate(), _numbers_of_numpy()) != (python, before):
+                self.recorder.reject("it draws random numbers of Python or NumPy")
+            random.setstate(python)
+            np.random.set_state(numpy)
+            torch.set_rng_state(own)
 
     def _inner_call(self, layer: Any, call: Any, args: Any, kwargs: Any) -> Any:
         with self._in_layer(layer):
@@ -242,14 +258,7 @@ class _Assigned(torch.autograd.Function):
         return gradient, None
 
 
-@contextlib.contextmanager
-def random_state_restored() -> Iterator[None]:
-    """Restores the random state of Python, NumPy and Torch."""
-    python, numpy = random.getstate(), np.random.get_state()
-    own = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(own)
+def _numbers_of_numpy() -> list[Any]:
+    """The state of NumPy's random numbers, as values that can be compared."""
+    name, keys, *position = np.random.get_state()
+    return [name, keys.tobytes(), *position]  # type: ignore

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import torch
 
+from keras_strategies.engines.torch.compat import has_global_hooks, module_hooks
 from keras_strategies.engines.torch.row_proofs.call_recorder import CallRecorder
 from keras_strategies.engines.torch.row_proofs.call_recording import (
     CallFailed,
@@ -19,6 +20,7 @@ from keras_strategies.engines.torch.row_proofs.propagation import (
     RecordingsDiffer,
 )
 from keras_strategies.engines.torch.row_proofs.value_placements import SAME, Placed
+from keras_strategies.keras_compat.models.layers import sublayers
 from keras_strategies.runtime.row_proofs.layer_calls import LayerCall
 from keras_strategies.runtime.row_proofs.row_placements import (
     MEAN,
@@ -57,6 +59,22 @@ class TorchRowProver(RowProver):
                 [*taken[:i], not taken[i]] for i in range(len(branches), len(taken))
             ]
         return _of_all_branches(found)
+
+    def has_hooks(self, layer: Any) -> str:
+        if has_global_hooks() or any(
+            any(hooks) for each in sublayers(layer) for hooks in module_hooks(each)
+        ):
+            return "it has hooks of torch"
+        return ""
+
+    def surroundings(self) -> Any:
+        return (
+            torch.get_default_dtype(),
+            *(
+                (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+                for kind in ("cpu", "cuda")
+            ),
+        )
 
 
 def _of_all_branches(proofs: Sequence[RowProof]) -> RowProof:

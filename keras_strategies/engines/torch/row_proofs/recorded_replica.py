@@ -7,18 +7,19 @@ from typing import Any
 
 import torch
 
-from keras_strategies import context
 from keras_strategies.engines.torch.row_proofs.call_recorder import CallRecorder
 from keras_strategies.runtime.engine import StrategyCore
 from keras_strategies.runtime.replicas.collectives import (
     MergeArguments,
-    ReplicaCollectives,
     call_merged,
 )
-from keras_strategies.types import ReduceOp
+from keras_strategies.runtime.row_proofs.proof_replica import (
+    MarkedCollectives,
+    ProofReplica,
+)
 
 
-class RecordedCollectives(ReplicaCollectives):
+class RecordedCollectives(MarkedCollectives):
     """Collectives whose results are equal on all replicas, and gradients likewise.
 
     Args:
@@ -29,22 +30,21 @@ class RecordedCollectives(ReplicaCollectives):
     """
 
     def __init__(self, recorder: CallRecorder, rows: int, total: int, replicas: int):
+        super().__init__(self._marked, _WithGradient.apply)
         self.recorder = recorder
         self._rows = rows
         self._total = total
         self._replicas = replicas
 
-    def all_reduce(
-        self, replica: int, op: ReduceOp, tensors: Sequence[Any]
-    ) -> Sequence[Any]:
-        return [_Collective.apply(self, tensor, tensor.shape) for tensor in tensors]
+    def _marked(self, tensor: torch.Tensor) -> Any:
+        return _Collective.apply(self, tensor, tensor.shape)
 
     def all_gather(
         self, replica: int, tensors: Sequence[Any], axis: int
     ) -> Sequence[Any]:
-        return [self.gathered(tensor, axis) for tensor in tensors]
+        return [self._gathered(tensor, axis) for tensor in tensors]
 
-    def gathered(self, tensor: torch.Tensor, axis: int) -> Any:
+    def _gathered(self, tensor: torch.Tensor, axis: int) -> Any:
         shape = list(tensor.shape)
         if shape[axis] % self._rows == 0:
             shape[axis] = shape[axis] // self._rows * self._total
@@ -57,11 +57,6 @@ class RecordedCollectives(ReplicaCollectives):
     ) -> Any:
         self.recorder.reject("it makes a `merge_call`")
         return call_merged(merge, [arguments])[0]
-
-    def with_gradient(
-        self, fn: Callable[..., tuple[Any, Callable[..., Any]]], tensor: Any
-    ) -> Any:
-        return _WithGradient.apply(fn, tensor)
 
 
 class _Collective(torch.autograd.Function):
@@ -93,7 +88,7 @@ class _WithGradient(torch.autograd.Function):
         return None, ctx.gradient(*gradients)
 
 
-class ProofReplica(context.ReplicaContext):
+class RecordedReplica(ProofReplica):
     """The replica of a recorded call.
 
     Args:
@@ -102,18 +97,10 @@ class ProofReplica(context.ReplicaContext):
     """
 
     def __init__(self, strategy: StrategyCore, collectives: RecordedCollectives):
-        super().__init__(strategy, 0, collectives)
+        super().__init__(strategy, collectives)
         self._recorded = collectives
 
     @property
     def replica_id_in_sync_group(self) -> int:
         self._recorded.recorder.reject("it reads the number of its replica")
         return super().replica_id_in_sync_group
-
-    @property
-    def synchronizes_batch_norm(self) -> bool:
-        # Statistics of each replica are what the user has chosen.
-        return True
-
-    def gather_batch_statistics(self, value: Any) -> Any:
-        return self._recorded.gathered(value, 0)
