@@ -15,6 +15,8 @@ from harness.elastic_training import (
 from harness.processes import TIMEOUT
 from harness.training import ADAM_TOLERANCE
 
+from keras_strategies.cluster.group.exit_watchdog import GRACE
+
 pytestmark = pytest.mark.multiprocess
 
 
@@ -83,6 +85,18 @@ def test_a_worker_that_is_slow_in_validation_is_one_step_behind_at_most(
     )
     elastic.await_kill(2)
     assert_like_one_device(elastic)
+
+
+@pytest.mark.skipif(
+    keras.backend.backend() != "jax", reason="the engine with an exit watchdog"
+)
+def test_a_worker_that_compiles_when_the_chief_is_lost_continues(cluster):
+    """It waits for no one, and may take longer than a wait for a lost worker."""
+    elastic = cluster(kills=[Kill(2, 3)], compiles=GRACE + 2, epochs=2)
+    elastic.await_kill(2)
+    elastic.await_kill(0)
+    found = assert_like_one_device(elastic)
+    assert found[1]["trained"] == 2 * STEPS_PER_EPOCH
 
 
 def test_too_few_workers_are_an_error_after_a_wait(cluster):

@@ -69,6 +69,8 @@ class Settings:
         lags: int, a worker that waits for a loss, for `LAG` seconds, before it
             validates for the second time; None for none.
         mixes_rows: bool, whether a layer computes from all rows, and is not split.
+        compiles: float, seconds for which worker 1 traces its step after the first
+            loss; the chief kills itself meanwhile.
     """
 
     folder: str
@@ -85,6 +87,7 @@ class Settings:
     unfinished: list[tuple[int, int]] = field(default_factory=list)
     lags: int | None = None
     mixes_rows: bool = False
+    compiles: float = 0.0
     addresses: list[str] = field(default_factory=list)
 
 
@@ -225,6 +228,16 @@ def notice_loss_after_steps(actions: Any, is_meant: Any) -> None:
     actions.step = step_with_loss
 
 
+def compile_slowly(folder: Path, index: int, seconds: float) -> None:
+    """Called in a trace after the first loss, on the chief and on worker 1."""
+    compiling = folder / "compiling"
+    if index == 0:
+        wait_until(compiling.exists, "worker 1 compiles")
+        os.kill(os.getpid(), signal.SIGKILL)
+    compiling.touch()
+    time.sleep(seconds)
+
+
 def kills_of(settings: Settings, index: int, is_eager: bool) -> list[Kill]:
     """The kills of one worker, as far as its steps are eager."""
     kills = [Kill(**each) for each in settings.kills if each["index"] == index]
@@ -281,6 +294,8 @@ def train() -> None:
         def call(self, x: Any, training: bool = False) -> Any:
             if is_eager and not isinstance(x, keras.KerasTensor):
                 die("layer" if training else "validation")
+            elif settings.compiles and index >= 0 and strategy.workers.group.count == 2:
+                compile_slowly(folder, index, settings.compiles)
             return x + keras.ops.mean(x, 0) if settings.mixes_rows else x
 
     keras.utils.set_random_seed(11)

@@ -51,7 +51,9 @@ class ExitWatchdog:
         end: Callable[[], None] = _exit,
     ):
         self._group = group
-        self._grace = grace
+        self._exit_grace = grace
+        #: Seconds after a loss in which a wait may end.
+        self.grace = grace
         self._end = end
         self._lock = threading.Lock()
         self._waits = 0
@@ -82,14 +84,14 @@ class ExitWatchdog:
         ).start()
 
     def _watch(self, loss: LostWorker) -> None:
-        until = time.monotonic() + self._grace
+        until = time.monotonic() + self.grace
         while time.monotonic() < until:
             time.sleep(_TICK)
             if not self._waits or self._loss is not loss:
                 return
         text = (
             f"{self._group.describe(loss)}\nThis process still waits for it after "
-            f"{self._grace:g} s and exits."
+            f"{self.grace:g} s and exits."
         )
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
@@ -112,5 +114,5 @@ class ExitWatchdog:
             # Open until the timeout, when the traceback is written.
             self._nowhere = open(os.devnull, "w")  # noqa: SIM115
             faulthandler.dump_traceback_later(
-                self._grace, exit=True, file=self._nowhere
+                self._exit_grace, exit=True, file=self._nowhere
             )

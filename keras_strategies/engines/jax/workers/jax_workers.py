@@ -23,7 +23,7 @@ import numpy as np
 from jax import numpy as jnp
 
 from keras_strategies.cluster.group import WorkerGroup
-from keras_strategies.cluster.group.exit_watchdog import ExitWatchdog
+from keras_strategies.cluster.group.exit_watchdog import GRACE, ExitWatchdog
 from keras_strategies.cluster.group.worker_group import LostWorker
 from keras_strategies.collectives.packing import pack_indices
 from keras_strategies.devices import Device, parse_device
@@ -131,6 +131,9 @@ class JaxWorkers(Workers):
         """
         sockets = self._runtime.sockets
         assert sockets is not None
+        # Elastic workers: a wait ends with its sockets. A step that still compiles or
+        # computes then does not wait for the lost worker, and may take longer.
+        self.exit_watchdog.grace = max(GRACE, group.timeout)
 
         def end_waits(loss: LostWorker) -> None:
             sockets.shutdown()
