@@ -7,7 +7,6 @@ from typing import Any
 
 import keras
 
-from keras_strategies import context
 from keras_strategies.errors import InvalidArgumentError, InvalidTypeError
 from keras_strategies.parameter_server.coordinator.cluster_status import (
     Status,
@@ -22,6 +21,7 @@ from keras_strategies.parameter_server.parameter_server_strategy import (
     ParameterServerStrategy,
 )
 from keras_strategies.parameter_server.resizing.cluster_resize import ClusterResize
+from keras_strategies.parameter_server.worker.current_worker import CurrentWorker
 from keras_strategies.runtime.compiled_functions import original_function
 
 
@@ -174,8 +174,7 @@ class ClusterCoordinator:
                 "`fn` of `create_per_worker_values` must be a callable that returns "
                 f"the value. Received: {fn!r} of type {type(fn).__name__}"
             )
-        functions = self._strategy.functions
-        return PerWorkerValues(functions.add_value(fn), functions.add_iterator)
+        return self._strategy.functions.add_value(fn)
 
     def status(self) -> Status:
         """A table of the workers and servers: alive, steps, queue, bytes.
@@ -235,14 +234,16 @@ class ClusterCoordinator:
 
 
 def get_current_worker_index() -> int | None:
-    """int, the number of the worker that runs this function; None elsewhere.
+    """int, the number of the worker of this process; None on the coordinator.
+
+    Scheduled functions and those of `create_per_worker_dataset` and
+    `create_per_worker_values` run on workers, also on threads that they start.
 
     Example:
 
     >>> coordinator.schedule(ks.get_current_worker_index).fetch()
     """
-    index: int | None = getattr(context.current_strategy(), "worker_index", None)
-    return index
+    return CurrentWorker.index
 
 
 # Name of `tf.distribute.coordinator`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 
 import keras
 import numpy as np
@@ -127,3 +128,62 @@ def test_a_function_is_sent_again_when_it_refers_to_another_model(synchronous) -
             total = keras.Variable(value, name="total", trainable=False)
         gc.collect()
         assert coordinator.schedule(step).fetch(clusters.SECONDS) == value
+
+
+def values_on_workers(strategy) -> dict[int, int]:
+    """Number of values that exist once per worker, by worker."""
+
+    def count():
+        from keras_strategies import context
+
+        worker = context.current_strategy()._worker
+        # Another function for another worker.
+        time.sleep(0.02)
+        return worker.index, len(worker._functions._values)
+
+    coordinator = ks.ClusterCoordinator(strategy)
+    found: dict[int, int] = {}
+    while len(found) < len(strategy.cluster.scheduler.workers):
+        calls = [coordinator.schedule(count) for _ in range(4)]
+        found |= dict(call.fetch(clusters.SECONDS) for call in calls)
+    return found
+
+
+def test_values_of_workers_are_released_with_their_handles(synchronous) -> None:
+    """As in `tf.distribute`, the tests of which count the resources of a worker."""
+    coordinator = ks.ClusterCoordinator(synchronous)
+
+    def dataset():
+        while True:
+            yield np.full(3, ks.get_current_worker_index())
+
+    def first(iterator, values):
+        return next(iterator), values["index"]
+
+    before = values_on_workers(synchronous)
+    datasets = coordinator.create_per_worker_dataset(dataset)
+    values = coordinator.create_per_worker_values(
+        lambda: {"index": ks.get_current_worker_index()}
+    )
+    for _ in range(3):
+        iterator = iter(datasets)
+        result = coordinator.schedule(first, args=(iterator, values))
+        rows, index = result.fetch(clusters.SECONDS)
+        # Functions of datasets and values know their worker.
+        assert index in before and set(rows) == {index}
+    del iterator, result
+    gc.collect()
+    clusters.wait_until(
+        lambda: values_on_workers(synchronous) == {i: n + 2 for i, n in before.items()},
+        "the iterators have left the workers",
+    )
+    iterator = iter(datasets)
+    waiting = [coordinator.schedule(first, args=(iterator, values)) for _ in range(5)]
+    del datasets, values, iterator
+    gc.collect()
+    # What scheduled functions use exists until they have run.
+    assert [len(call.fetch(clusters.SECONDS)[0]) for call in waiting] == [3] * 5
+    gc.collect()
+    clusters.wait_until(
+        lambda: values_on_workers(synchronous) == before, "all values have left"
+    )

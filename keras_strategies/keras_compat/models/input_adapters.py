@@ -106,6 +106,8 @@ def batches_adapter(
 def numpy_pass(adapter: Any) -> Iterator[Any]:
     """A pass over an adapter's batches as NumPy arrays, in the order of `fit`.
 
+    Ragged and sparse tensors of TensorFlow are yielded as they are.
+
     Keras 3.15: `get_numpy_iterator` of an adapter makes the iterator of a dataset when
     the first batch is read. So do the other backends' iterators; on TensorFlow `fit`
     iterates over the dataset, whose iterator is made at once.
@@ -114,16 +116,34 @@ def numpy_pass(adapter: Any) -> Iterator[Any]:
 
     if keras.backend.backend() != "tensorflow":
         return adapter.get_numpy_iterator()  # type: ignore[no-any-return]
-    if isinstance(adapter, TFDatasetAdapter):
-        to_numpy = keras.ops.convert_to_numpy
+    if isinstance(adapter, TFDatasetAdapter) or _has_composites(adapter):
         return (
-            keras.tree.map_structure(to_numpy, batch, none_is_leaf=False)
+            keras.tree.map_structure(_to_numpy, batch, none_is_leaf=False)
             for batch in iter(adapter.get_tf_dataset())
         )
     begin = getattr(adapter, "begin", None)
     if begin is not None:
         begin()
     return adapter.get_numpy_iterator()  # type: ignore[no-any-return]
+
+
+def _has_composites(adapter: Any) -> bool:
+    """Whether `fit` was given ragged or sparse tensors (`ArrayDataAdapter._inputs`)."""
+    from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+
+    return isinstance(adapter, ArrayDataAdapter) and any(
+        map(_is_composite, keras.tree.flatten(adapter._inputs))
+    )
+
+
+def _is_composite(value: Any) -> bool:
+    import tensorflow as tf
+
+    return isinstance(value, (tf.RaggedTensor, tf.SparseTensor))
+
+
+def _to_numpy(value: Any) -> Any:
+    return value if _is_composite(value) else keras.ops.convert_to_numpy(value)
 
 
 def is_adapter(value: Any) -> bool:

@@ -38,6 +38,7 @@ from keras_strategies.parameter_server.coordinator.remote_functions import (
 )
 from keras_strategies.parameter_server.coordinator.remote_values import RemoteValue
 from keras_strategies.parameter_server.coordinator.scheduler import Scheduler
+from keras_strategies.parameter_server.engines.composite_tensors import is_composite
 from keras_strategies.training.progress_bar import WorkerProgress, with_progress
 
 #: Tasks per worker that are scheduled ahead of their callbacks.
@@ -406,13 +407,18 @@ def _take(batches: Iterable[Any], count: int) -> Iterable[Any]:
 
 
 def _on_host(batch: Any) -> Any:
-    """A batch of NumPy arrays, without trailing None."""
+    """A batch of NumPy arrays and composite tensors, without trailing None."""
     parts = list(batch) if isinstance(batch, (tuple, list)) else [batch]
     while parts and parts[-1] is None:
         parts.pop()
     return tuple(
         keras.tree.map_structure(
-            lambda leaf: None if leaf is None else _contiguous(as_numpy(leaf)), part
+            lambda leaf: (
+                leaf
+                if leaf is None or is_composite(leaf)
+                else _contiguous(as_numpy(leaf))
+            ),
+            part,
         )
         for part in parts
     )

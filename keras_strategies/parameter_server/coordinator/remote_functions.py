@@ -13,10 +13,15 @@ from keras_strategies.keras_compat.models.building import compiled_parts
 from keras_strategies.keras_compat.models.layers import layer_settings
 from keras_strategies.parameter_server.coordinator.cluster_state import QueuedTask
 from keras_strategies.parameter_server.coordinator.remote_values import (
+    PerWorkerValues,
     RemoteValue,
     as_sent,
 )
 from keras_strategies.parameter_server.coordinator.scheduler import Scheduler
+from keras_strategies.parameter_server.engines.composite_tensors import (
+    expanded,
+    on_host,
+)
 from keras_strategies.parameter_server.variables.object_pickling import (
     ObjectPickler,
     PickledObject,
@@ -124,8 +129,6 @@ class RemoteFunctions:
         )
         # Definitions that no later task uses.
         self._replaced: list[int] = []
-        # Functions of per-worker values, kept alive: workers call them at any time.
-        self._makers: list[Any] = []
 
     # Calls
 
@@ -163,7 +166,8 @@ class RemoteFunctions:
     def schedule_steps(
         self, definition: ModelDefinition, batches: list[Any]
     ) -> RemoteValue:
-        """Schedules a model's steps on batches of NumPy arrays."""
+        """Schedules a model's steps on batches of arrays and composite tensors."""
+        batches = [expanded(batch, on_host) for batch in batches]
         value = RemoteValue()
         number, local, uses = definition.number, definition.local, definition.uses
         self._scheduler.schedule(QueuedTask(number, batches, 0, value.set, local, uses))
@@ -182,25 +186,32 @@ class RemoteFunctions:
 
     # Values of each worker
 
-    def add_value(self, fn: Callable[[], Any]) -> WorkerReference:
+    def add_value(self, fn: Callable[[], Any]) -> PerWorkerValues:
         """Defines a value that each worker creates at its first use."""
         made = self._pickler.dump(fn)
-        self._makers.append(fn)
-        number = next(self._numbers)
-        self._scheduler.add_resource(
-            WorkerResource(
-                number, "value", made.blob, made.generation, made.worker_numbers
-            )
+        resource = WorkerResource(
+            next(self._numbers),
+            "value",
+            made.blob,
+            made.generation,
+            made.worker_numbers,
         )
-        return WorkerReference(number)
+        return self._add_resource(resource, fn)
 
-    def add_iterator(self, dataset: WorkerReference) -> WorkerReference:
+    def add_iterator(self, dataset: PerWorkerValues) -> PerWorkerValues:
         """Defines an iterator over each worker's dataset."""
-        number = next(self._numbers)
-        self._scheduler.add_resource(
-            WorkerResource(number, "iterator", dataset.number, 0, (dataset.number,))
+        number = dataset.reference.number
+        resource = WorkerResource(next(self._numbers), "iterator", number, 0, (number,))
+        return self._add_resource(resource, dataset)
+
+    def _add_resource(self, resource: WorkerResource, source: Any) -> PerWorkerValues:
+        self._scheduler.add_resource(resource)
+        return PerWorkerValues(
+            WorkerReference(resource.number),
+            source,
+            self.add_iterator,
+            self._scheduler.release_resource,
         )
-        return WorkerReference(number)
 
     # Definitions
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import keras
 
 from keras_strategies.errors import ClusterTimeoutError, InvalidTypeError
+from keras_strategies.parameter_server.engines.composite_tensors import is_composite
 from keras_strategies.parameter_server.variables.object_pickling import WorkerValue
 from keras_strategies.parameter_server.wire.task_messages import WorkerReference
 
@@ -56,7 +58,8 @@ class RemoteValue:
             timeout: float, seconds; None to wait as long as it takes.
 
         Returns:
-            The function's return value, with NumPy arrays for tensors.
+            The function's return value, with NumPy arrays for dense tensors; ragged and
+            sparse ones are tensors.
 
         Raises:
             Exception: the function's error.
@@ -85,26 +88,35 @@ class PerWorkerValues(WorkerValue):
     scheduled functions, which receive the value of their worker. A restarted worker
     creates its value again.
 
+    Workers discard the value when this object no longer exists on the coordinator, and
+    no scheduled function uses it.
+
     Args:
         reference: the reference in messages.
-        iterate: callable of a dataset's reference that creates an iterator over it on
-            each worker, and returns its reference.
+        source: the function that creates it, or the dataset that it iterates over.
+        iterate: callable of a dataset's `PerWorkerValues` that creates an iterator over
+            it on each worker, and returns its `PerWorkerValues`.
+        release: callable of a number, called when this object no longer exists.
     """
 
     def __init__(
         self,
         reference: WorkerReference,
-        iterate: Callable[[WorkerReference], WorkerReference],
+        source: Any,
+        iterate: Callable[[PerWorkerValues], PerWorkerValues],
+        release: Callable[[int], None],
     ):
         super().__init__(reference)
+        self._source = source
         self._iterate = iterate
+        weakref.finalize(self, release, reference.number).atexit = False
 
     def __repr__(self) -> str:
         return f"<PerWorkerValues {self.reference.number}, one on each worker>"
 
     def __iter__(self) -> PerWorkerValues:
         """An iterator over each worker's dataset, for scheduled functions."""
-        return PerWorkerValues(self._iterate(self.reference), self._iterate)
+        return self._iterate(self)
 
     def __next__(self) -> Any:
         raise InvalidTypeError(
@@ -136,12 +148,18 @@ def as_sent(structure: Any) -> Any:
     if type(structure) is dict:
         return {key: as_sent(item) for key, item in structure.items()}
     # Variables are tensors on TensorFlow.
-    if keras.ops.is_tensor(structure) and not isinstance(structure, keras.Variable):
+    if (
+        keras.ops.is_tensor(structure)
+        and not isinstance(structure, keras.Variable)
+        and not is_composite(structure)
+    ):
         return keras.ops.convert_to_numpy(structure)
     return structure
 
 
 def _to_tensor(value: Any) -> Any:
+    if keras.ops.is_tensor(value):
+        return value
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return keras.ops.convert_to_tensor(value)
     return value

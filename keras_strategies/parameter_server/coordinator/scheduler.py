@@ -120,6 +120,7 @@ class Scheduler:
         self.done_steps = 0
         self._definitions: dict[int, FunctionDefinition] = {}
         self._resources: dict[int, WorkerResource] = {}
+        self._released_resources: collections.deque[int] = collections.deque()
         self._to_send: collections.deque[tuple[bytes, Any]] = collections.deque()
         self._is_closed = False
         # Whether new tasks wait, as during a resize.
@@ -139,6 +140,10 @@ class Scheduler:
     def add_resource(self, resource: WorkerResource) -> None:
         with self.condition:
             self._resources[resource.number] = resource
+
+    def release_resource(self, number: int) -> None:
+        """Discards a value of each worker; from any thread, holding any lock."""
+        self._released_resources.append(number)
 
     def release(self, released: ReleasedNumbers) -> None:
         """Discards released definitions here, and all released objects on workers."""
@@ -294,6 +299,7 @@ class Scheduler:
                     self.supervisor.update_processes()
                 self.supervisor.check_heartbeats()
                 self._check_progress()
+                self._release_resources()
                 self._assign()
                 to_send, self._to_send = self._to_send, collections.deque()
                 is_closed = self._is_closed
@@ -304,6 +310,21 @@ class Scheduler:
                     self._service.send(receiver, (0, message))
             if is_closed:
                 return
+
+    def _release_resources(self) -> None:
+        """Discards values of workers that nothing on the coordinator refers to."""
+        numbers: list[int] = []
+        while self._released_resources:
+            numbers.append(self._released_resources.popleft())
+        if not numbers:
+            return
+        released = ReleasedNumbers((), (), (), tuple(numbers))
+        for number in numbers:
+            del self._resources[number]
+        for worker in self.workers.values():
+            worker.known.difference_update(("resource", number) for number in numbers)
+            if worker.sender is not None:
+                self._to_send.append((worker.sender, ("release", released)))
 
     def _worker_lost(self, worker: WorkerState, reason: str) -> None:
         again = list(worker.in_flight)

@@ -175,6 +175,14 @@ class ParameterServerEngine(abc.ABC):
     def install(self) -> None:  # noqa: B027
         """Installs hooks for this backend; may be called repeatedly."""
 
+    def expanded(self, value: Any) -> tuple[Any, list[Any]] | None:
+        """The type and the components of a composite tensor; None for other values."""
+        return None
+
+    def composed(self, spec: Any, components: Sequence[Any]) -> Any:
+        """The composite tensor of a type and components, tensors or NumPy arrays."""
+        raise NotImplementedError
+
     def model_body(self, model: Any, kind: str) -> Body:
         """Keras's step of a model, for `kind` "train", "test" or "predict"."""
         step: Body = getattr(model, f"{kind}_step")

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import sparse
 
 from keras_strategies.engines.jax.compat import (
     devices_are_fixed,
@@ -209,6 +210,16 @@ class JaxParameterServerEngine(ParameterServerEngine):
     """Steps and updates are jitted; arrays are passed without copies where possible."""
 
     pads_rows = True
+
+    def expanded(self, value: Any) -> tuple[Any, list[Any]] | None:
+        if not isinstance(value, sparse.JAXSparse):
+            return None
+        components, shape = value.tree_flatten()
+        return (type(value), shape), list(components)
+
+    def composed(self, spec: Any, components: Sequence[Any]) -> Any:
+        kind, shape = spec
+        return kind.tree_unflatten(shape, list(map(jnp.asarray, components)))
 
     def on_cpu(self) -> contextlib.AbstractContextManager[Any]:
         if not devices_are_fixed():

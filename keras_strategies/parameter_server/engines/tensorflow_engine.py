@@ -411,6 +411,15 @@ class TensorFlowParameterServerEngine(ParameterServerEngine):
     def is_tracing(self) -> bool:
         return super().is_tracing() or not tf.executing_eagerly()
 
+    def expanded(self, value: Any) -> tuple[Any, list[Any]] | None:
+        if not isinstance(value, (tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices)):
+            return None
+        return _open_spec(value), tf.nest.flatten(value, expand_composites=True)
+
+    def composed(self, spec: Any, components: Sequence[Any]) -> Any:
+        tensors = list(map(tf.convert_to_tensor, components))
+        return tf.nest.pack_sequence_as(spec, tensors, expand_composites=True)
+
     def model_body(self, model: Any, kind: str) -> Body:
         step = super().model_body(model, kind)
         return CompilableStep(step, is_requested=True) if model.jit_compile else step
@@ -462,6 +471,21 @@ class TensorFlowParameterServerEngine(ParameterServerEngine):
             )
 
         return run
+
+
+def _open_spec(value: Any) -> Any:
+    """The type of a composite tensor with any number of rows, as of other batches."""
+    spec = tf.type_spec_from_value(value)
+    if value.shape.rank in (None, 0):
+        return spec
+    shape = [None, *value.shape[1:]]
+    if isinstance(spec, tf.SparseTensorSpec):
+        return tf.SparseTensorSpec(shape, spec.dtype)
+    if isinstance(spec, tf.RaggedTensorSpec):
+        return tf.RaggedTensorSpec(
+            shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype
+        )
+    return spec
 
 
 def _flat_program(

@@ -32,6 +32,7 @@ from keras_strategies.keras_compat.saving.pickling import (
     rebuilt,
     renew_identities,
 )
+from keras_strategies.parameter_server.engines.composite_tensors import reduced
 from keras_strategies.parameter_server.variables.weak_numbers import WeakNumbers
 from keras_strategies.parameter_server.wire.task_messages import (
     PickledResult,
@@ -146,6 +147,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(made, WorkerValue):
             self.worker_values[made.reference.number] = made
             return _worker_value, (made.reference.number,)
+        composite = reduced(made)
+        if composite is not None:
+            return composite
         if made is self._strategy:
             return _strategy, ()
         if callable(made) and not isinstance(made, type):
@@ -280,6 +284,9 @@ class _ResultPickler(cloudpickle.Pickler):  # type: ignore[misc]
                 "worker. Return values instead, such as `metric.result()` or "
                 "`layer.get_weights()`: the coordinator has the object already."
             )
+        composite = reduced(made)
+        if composite is not None:
+            return composite
         return super().reducer_override(made)
 
 

@@ -128,11 +128,13 @@ class ReleasedNumbers:
         definitions: numbers of `FunctionDefinition`s.
         variables: numbers of variables.
         objects: numbers of Keras objects.
+        resources: numbers of `WorkerResource`s.
     """
 
     definitions: tuple[int, ...]
     variables: tuple[int, ...]
     objects: tuple[int, ...]
+    resources: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 
 from keras_strategies.keras_compat.optimizers.optimizer_parts import trained_variables
+from keras_strategies.parameter_server.engines.composite_tensors import is_composite
 from keras_strategies.parameter_server.engines.engine_interface import (
     OptimizerCall,
     StepResult,
@@ -251,7 +252,12 @@ def _to_tensor(value: Any) -> Any:
 
 
 def portable_value(value: Any) -> Any:
-    """A tensor or variable as a NumPy array; other values unchanged."""
+    """A tensor or variable as a NumPy array; other values unchanged.
+
+    Ragged and sparse tensors have no array, and are sent as they are.
+    """
+    if is_composite(value):
+        return value
     if isinstance(value, keras.Variable) or keras.ops.is_tensor(value):
         return to_numpy(value)
     return value

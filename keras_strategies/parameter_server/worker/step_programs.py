@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import keras
 import numpy as np
 
+from keras_strategies.parameter_server.engines.composite_tensors import (
+    composed,
+    expanded,
+    has_expanded,
+)
 from keras_strategies.parameter_server.engines.engine_interface import (
     LookupMismatchError,
     StepProgram,
@@ -19,6 +25,56 @@ from keras_strategies.parameter_server.worker.step_execution import (
     PullPlan,
     StepExecution,
 )
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a function's program was created from, which exists as long.
+
+    Args:
+        fn: the function.
+        arguments: list, without arrays.
+    """
+
+    fn: Callable[..., Any]
+    arguments: list[Any]
+
+
+class _SplitArguments:
+    """Arrays of a structure, and its other parts, which a program depends on.
+
+    Args:
+        structure: of arrays, tuples of `expanded` for composite tensors, and any other
+            values.
+    """
+
+    def __init__(self, structure: Any):
+        self._structure = structure
+        leaves = keras.tree.flatten(structure)
+        self._sent = [is_array(leaf) for leaf in leaves]
+        pairs = list(zip(self._sent, leaves, strict=True))
+        #: The arrays.
+        self.arrays = [to_numpy(leaf) for sent, leaf in pairs if sent]
+        #: The other leaves, None for arrays.
+        self.rest = [None if sent else leaf for sent, leaf in pairs]
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for structures with equal other parts."""
+        shape = keras.tree.map_structure(lambda leaf: 0, self._structure)
+        others = None if all(self._sent) else contents_key(self.rest)
+        return repr(shape), others
+
+    def body(self, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """A function of the arrays that calls one of the structure."""
+        sent, rest, structure = self._sent, self.rest, self._structure
+
+        def body(arrays: Any) -> Any:
+            found = iter(arrays)
+            leaves = [next(found) if a else x for a, x in zip(sent, rest, strict=True)]
+            return call(composed(keras.tree.pack_sequence_as(structure, leaves)))
+
+        return body
 
 
 class StepPrograms:
@@ -44,24 +100,39 @@ class StepPrograms:
         """Discards the programs of a definition."""
         self._programs.pop(definition, None)
 
+    def release_argument(self, value: Any) -> None:
+        """Discards the programs of functions that were called with an object."""
+        for programs in self._programs.values():
+            for key, (_, kept) in list(programs.items()):
+                if isinstance(kept, _Call) and any(value is x for x in kept.arguments):
+                    del programs[key]
+
     def of_model(
-        self, number: int, model: Any, kind: str, variables: tuple[int, ...]
-    ) -> StepProgram:
-        """The program of a model's step.
+        self, number: int, model: Any, kind: str, variables: tuple[int, ...], batch: Any
+    ) -> tuple[StepProgram, Any]:
+        """The program of a model's step on a batch, and the batch for it.
 
         Args:
             number: int, of the step's definition.
             model: Keras model.
             kind: str, `"train"`, `"test"` or `"predict"`.
             variables: tuple of int, numbers of the model's variables.
+            batch: structure of NumPy arrays, with tuples of `expanded` for composite
+                tensors.
         """
         own = self._programs.setdefault(number, {})
-        if kind not in own:
-            engine = self.execution.engine
+        engine = self.execution.engine
+        key: Hashable = kind
+        split = _SplitArguments(batch) if has_expanded(batch) else None
+        if split is not None:
+            key = (kind, split.key)
+        if key not in own:
             body = engine.model_body(model, kind)
+            if split is not None:
+                body = split.body(body)
             step_variables = self.execution.step_variables(variables)
-            own[kind] = engine.program(body, step_variables, kind == "train"), model
-        return own[kind][0]
+            own[key] = engine.program(body, step_variables, kind == "train"), model
+        return own[key][0], batch if split is None else split.arrays
 
     def of_function(
         self,
@@ -80,28 +151,20 @@ class StepPrograms:
                 arguments.
         """
         own = self._programs.setdefault(definition, {})
-        leaves = keras.tree.flatten(arguments)
-        sent = [is_array(leaf) for leaf in leaves]
-        rest = [None if a else x for a, x in zip(sent, leaves, strict=True)]
-        shape = keras.tree.map_structure(lambda leaf: 0, arguments)
-        others = None if all(sent) else contents_key(rest)
-        key = (id(fn), repr(shape), others, numbers)
+        split = _SplitArguments(expanded(arguments))
+        key = (id(fn), split.key, numbers)
         if key not in own:
 
-            def body(arrays: Any) -> Any:
-                found = iter(arrays)
-                filled = [
-                    next(found) if a else x for a, x in zip(sent, rest, strict=True)
-                ]
-                args, kwargs = keras.tree.pack_sequence_as(arguments, filled)
-                return fn(*args, **kwargs)
+            def call(given: Any) -> Any:
+                args, kwargs = given
+                return expanded(fn(*args, **kwargs))
 
             variables = self.execution.step_variables(numbers)
+            body = split.body(call)
             # The `id`s in the key must not be reused.
-            kept = (fn, rest)
+            kept = _Call(fn, split.rest)
             own[key] = self.execution.engine.program(body, variables, True), kept
-        batch = [to_numpy(leaf) for a, leaf in zip(sent, leaves, strict=True) if a]
-        return own[key][0], batch
+        return own[key][0], split.arrays
 
     def compute(
         self, program: StepProgram, plan: PullPlan, pulled: Any, batch: Any
@@ -109,7 +172,8 @@ class StepPrograms:
         """Runs a program on the pulled values."""
         result = self._run(program, plan, pulled, batch)
         # A program may return a variable as it is.
-        result.outputs = keras.tree.map_structure(self._copy_shared, result.outputs)
+        outputs = keras.tree.map_structure(self._copy_shared, result.outputs)
+        result.outputs = composed(outputs)
         return result
 
     def _copy_shared(self, value: Any) -> Any:

@@ -59,6 +59,12 @@ class TaskFunctions:
         self._definitions.pop(number, None)
         self._functions.pop(number, None)
 
+    def release_values(self, numbers: Iterable[int]) -> list[Any]:
+        """Discards values of this worker; returns those that have been created."""
+        for number in numbers:
+            self._resources.pop(number, None)
+        return [self._values.pop(n) for n in numbers if n in self._values]
+
     def definition(self, task: ScheduledTask) -> FunctionDefinition:
         """The definition of a task's function."""
         return self._definitions[task.definition]

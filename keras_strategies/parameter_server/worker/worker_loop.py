@@ -162,6 +162,8 @@ class Worker:
             self.programs.release(number)
         self._variables.release(released.variables)
         self._variables.release_objects(released.objects)
+        for value in self._functions.release_values(released.resources):
+            self.programs.release_argument(value)
 
     # Tasks
 
@@ -261,16 +263,18 @@ class Worker:
         self, running_task: RunningTask, definition: FunctionDefinition
     ) -> Any:
         """Runs a model's steps on one or several batches."""
-        program = self._model_program(definition)
+        # Unpickled before values are loaded: the task may have its first variables.
+        self._functions.function(definition)
         self._load_local(running_task.task)
         batches = running_task.task.arguments
         outputs = []
-        for i, batch in enumerate(batches):
+        for i in range(len(batches)):
+            program, batch = self._model_program(definition, batches[i])
             if self._pipeline.is_waiting:
                 self._await_replies()
             ready = self._pipeline.take(running_task.task, i)
             if ready is None:
-                ready = self._pull(program, running_task.task, i)
+                ready = self._pull(program, batch, running_task.task, i)
             plan, pulled = ready
             running_task.steps += 1
             result = self.programs.compute(program, plan, pulled, batch)
@@ -283,10 +287,10 @@ class Worker:
         return outputs[-1]
 
     def _pull(
-        self, program: StepProgram, task: ScheduledTask, i: int
+        self, program: StepProgram, batch: Any, task: ScheduledTask, i: int
     ) -> tuple[PullPlan, dict[int, StepReply]]:
         """Pulls the values of a step, and begins to pull those of the next one."""
-        plan = self._execution.plan(program, task.arguments[i])
+        plan = self._execution.plan(program, batch)
         numbers = self._execution.servers.send_steps(plan.pulls)
         if task.pulls_ahead:
             self._pipeline.send({}, self._planned(self._upcoming_steps(task, i, 1)))
@@ -336,8 +340,10 @@ class Worker:
         steps = []
         for task, index in following:
             try:
-                program = self._model_program(self._functions.definition(task))
-                plan = self._execution.plan(program, task.arguments[index])
+                program, batch = self._model_program(
+                    self._functions.definition(task), task.arguments[index]
+                )
+                plan = self._execution.plan(program, batch)
             except Exception:  # Raised again when that step runs.
                 break
             steps.append(PrefetchedStep(task, index, plan))
@@ -380,12 +386,16 @@ class Worker:
                 result = TaskResult(result.number, error=self._portable(error))
             self._report(result)
 
-    def _model_program(self, definition: FunctionDefinition) -> StepProgram:
+    def _model_program(
+        self, definition: FunctionDefinition, batch: Any
+    ) -> tuple[StepProgram, Any]:
+        """The program of a model's step on a batch, and the batch for it."""
         return self.programs.of_model(
             definition.number,
             self._functions.function(definition),
             definition.kind,
             definition.variables,
+            batch,
         )
 
 

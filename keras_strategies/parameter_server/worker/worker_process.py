@@ -17,6 +17,7 @@ from keras_strategies.parameter_server.wire.heartbeat import start_heartbeats
 from keras_strategies.parameter_server.wire.request_connection import Connection
 from keras_strategies.parameter_server.wire.server_addresses import ServerAddresses
 from keras_strategies.parameter_server.wire.server_connections import ServerConnections
+from keras_strategies.parameter_server.worker.current_worker import CurrentWorker
 from keras_strategies.parameter_server.worker.step_execution import (
     StepExecution,
     WorkerVariables,
@@ -50,11 +51,6 @@ class WorkerStrategy(Strategy):
     def replica_context_in_scope(self) -> context.ReplicaContext | None:
         """This worker's only replica during a step; None outside."""
         return self._replica if self._worker.programs.in_program else None
-
-    @property
-    def worker_index(self) -> int:
-        """int, the number of this worker."""
-        return self._worker.index
 
     def run(
         self,
@@ -121,6 +117,7 @@ def run_worker(
         str(device),
     )
     variables.set_strategy(WorkerStrategy(worker, device))
+    CurrentWorker.index = index
     start_heartbeats(control, keys, index, incarnation, addresses=found)
     try:
         with _default_device(device):
