@@ -14,13 +14,14 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import keras
 import pytest
-from harness import backend_tables, fork_server, leaks, references
+from harness import backend_tables, devices, fork_server, leaks, references
 from harness.strategies import STRATEGIES, StrategyCase
 
 import keras_strategies as ks
 from keras_strategies import engines
 
 keras.config.disable_traceback_filtering()
+devices.install()
 # Its engine is the tests' own.
 engines.ENGINES["numpy"] = "harness.numpy_engine:NumpyEngine"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -70,9 +70,6 @@ def _check_torch() -> None:
     from keras_strategies.parameter_server.engines.torch_graphs import GraphRecorder
 
     python_accelerator.install()
-    # Generators are those of the CPU.
-    make = torch.Generator
-    torch.Generator = lambda device="cpu": make("cpu")
     _check_arguments(torch_steps, "as_array", torch.Tensor)
     graph = GraphRecorder.graph
 

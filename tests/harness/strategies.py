@@ -9,6 +9,7 @@ from typing import Any
 import keras
 
 import keras_strategies as ks
+from harness import devices
 
 
 @dataclass(frozen=True)
@@ -20,8 +21,8 @@ class StrategyCase:
     make: Callable[[], Any]
 
 
-def _devices(count: int) -> list[str]:
-    return [f"cpu:{i}" for i in range(count)]
+def _devices(count: int, first: int = 0) -> list[str]:
+    return [f"{devices.KIND}:{i}" for i in range(first, first + count)]
 
 
 def _mirrored(count: int) -> Any:
@@ -51,14 +52,17 @@ MODEL_PARALLEL = {
 STRATEGIES = {
     case.name: case
     for case in (
-        StrategyCase("one_device", 1, lambda: ks.OneDeviceStrategy("cpu:0")),
+        StrategyCase("one_device", 1, lambda: ks.OneDeviceStrategy(_devices(1)[0])),
         StrategyCase("mirrored_2", 2, lambda: _mirrored(2)),
         StrategyCase("mirrored_4", 4, lambda: _mirrored(4)),
         StrategyCase(
             "central",
             2,
             lambda: ks.CentralStorageStrategy(
-                ["cpu:1", "cpu:2"], "cpu:0", always_split=True
+                # Others than that of the storage.
+                _devices(2, first=int(devices.KIND == "cpu")),
+                "cpu:0",
+                always_split=True,
             ),
         ),
     )
@@ -68,6 +72,11 @@ if keras.backend.backend() == "torch":
     # other backends it does what `mirrored_2` does.
     STRATEGIES["mirrored_2_default"] = StrategyCase(
         "mirrored_2_default", 2, lambda: ks.MirroredStrategy(_devices(2))
+    )
+if devices.KIND != "cpu":
+    # All accelerators, as users write it.
+    STRATEGIES["default_options"] = StrategyCase(
+        "default_options", devices.COUNT, lambda: ks.MirroredStrategy()
     )
 if keras.backend.backend() == "jax":
     STRATEGIES |= {name: MODEL_PARALLEL[name] for name in ("model_2x2", "fsdp_2x2")}

@@ -18,6 +18,7 @@ from typing import Any
 
 import cloudpickle
 
+from harness import devices as devices_of_tests
 from harness.forker import Forked, Forker
 from keras_strategies.cluster.resolvers.local_processes import free_addresses
 
@@ -33,17 +34,20 @@ class WorkerPool:
     Args:
         forker: what starts them.
         workers: int, how many processes.
-        devices: int, virtual CPU devices of each.
+        devices: int, devices of each.
+        kind: str, what they are: `"cpu"`, or a kind of `harness.devices`.
     """
 
-    def __init__(self, forker: Forker, workers: int, devices: int = 1):
+    def __init__(
+        self, forker: Forker, workers: int, devices: int = 1, kind: str = "cpu"
+    ):
         self.workers, self.devices = workers, devices
         self._key = os.urandom(16)
         self._folder = tempfile.TemporaryDirectory()
         addresses = free_addresses(workers)
         with connections.Listener(("127.0.0.1", 0), authkey=self._key) as listener:
             self._processes = [
-                self._start(forker, i, devices, addresses, listener.address)
+                self._start(forker, i, f"{kind}:{devices}", addresses, listener.address)
                 for i in range(workers)
             ]
             listener._listener._socket.settimeout(START_SECONDS)  # type: ignore[attr-defined]
@@ -57,15 +61,16 @@ class WorkerPool:
         self._lines = [line for _, line in sorted(found, key=lambda pair: pair[0])]
 
     def _start(
-        self, forker: Forker, index: int, devices: int, addresses: list[str], home: Any
+        self, forker: Forker, index: int, devices: str, addresses: list[str], home: Any
     ) -> Forked:
         task = {"type": "worker", "index": index}
         config = {"cluster": {"worker": addresses}, "task": task}
         return forker.start(
             Path(self._folder.name) / f"worker{index}.log",
             __file__,
-            *(home[0], str(home[1]), self._key.hex(), str(index), str(devices)),
+            *(home[0], str(home[1]), self._key.hex(), str(index)),
             TF_CONFIG=json.dumps(config),
+            **{devices_of_tests.VARIABLE: devices},
             OMP_NUM_THREADS="1",
         )
 
@@ -163,7 +168,7 @@ class Cluster:
         return self.pool.call(self.devices, function, args)
 
 
-def _serve(host: str, port: str, key: str, index: str, devices: str) -> None:
+def _serve(host: str, port: str, key: str, index: str) -> None:
     import keras
 
     import keras_strategies as ks
@@ -173,12 +178,13 @@ def _serve(host: str, port: str, key: str, index: str, devices: str) -> None:
         options = ks.CommunicationOptions(timeout_seconds=SILENCE_SECONDS)
         return ks.MultiWorkerMirroredStrategy(
             communication_options=options,
-            devices=[f"cpu:{i}" for i in range(count)],
+            devices=[f"{devices_of_tests.KIND}:{i}" for i in range(count)],
         )
 
     keras.config.disable_traceback_filtering()
     line = connections.Client((host, int(port)), authkey=bytes.fromhex(key))
-    strategy_on(int(devices))
+    devices_of_tests.install()
+    strategy_on(devices_of_tests.COUNT)
     line.send(int(index))
     while True:
         try:
