@@ -69,10 +69,16 @@ if TORCH:
         "custom_steps": "steps of a model's own, in calls that are not split",
         "frozen": "calls without gradients that are not split",
     }
+if "default_options" in STRATEGIES:
+    PATHS["default_options"] = {
+        "conv_bn": "all accelerators of the machine, found by the strategy",
+    }
 
 
 def _parameters() -> Iterator[Any]:
-    others = [name for name in STRATEGIES if name.startswith(("one", "mir", "cen"))]
+    others = [
+        name for name in STRATEGIES if name.startswith(("one", "mir", "cen", "def"))
+    ]
     for case in CASES:
         for name in others:
             if name == "mirrored_2_default" and case.name.startswith("jit_compile"):

@@ -73,6 +73,21 @@ def test_arguments_on_the_device_of_a_replica_are_not_moved(mirrored):
     assert [tuple(each.shape) for each in found] == [(4, 3), (3, 3), (4, 3)]
 
 
+def test_replicas_differ_where_a_function_first_draws_in_a_later_call(mirrored):
+    draws = False
+
+    def fn(x: Any) -> Any:
+        return torch.rand_like(x) if draws else x
+
+    keras.utils.set_random_seed(3)
+    x = ks.PerReplica([torch.zeros(8), torch.zeros(8)])
+    for _ in range(2):
+        mirrored.run(fn, args=(x,))
+    draws = True
+    found = [part for _ in range(3) for part in mirrored.run(fn, args=(x,)).values]
+    assert len({str(part.tolist()) for part in found}) == 6
+
+
 def test_a_number_and_a_tensor_are_not_one_sum(mirrored):
     def fn(value: Any) -> Any:
         context = ks.get_replica_context()

@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 from keras import layers, ops
-from row_proofs import case_layers as own
-from row_proofs.case_layers import AddLoss, Apply, Around, Tracked
 
 from keras_strategies.runtime.row_proofs.row_placements import (
     MEAN,
@@ -23,6 +21,8 @@ from keras_strategies.runtime.row_proofs.row_placements import (
     RowKind,
     RowPlacement,
 )
+from row_proofs import case_layers as own
+from row_proofs.case_layers import AddLoss, Apply, Around, Tracked
 
 #: Rows of the batch, and of each replica.
 BATCH = 8

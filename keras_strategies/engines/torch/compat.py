@@ -14,6 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import overrides
+from torch.autograd import forward_ad
+from torch.utils import _python_dispatch
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
@@ -23,16 +27,24 @@ from keras_strategies.runtime.thread_scheduling import scheduled_as_batch
 __all__ = [
     "PRIVATE_NAMES",
     "RANDOM_FUNCTIONS",
+    "DeviceContext",
     "TorchDispatchMode",
     "compile_graph",
     "create_gloo_group",
     "decomposition_of",
     "default_mps_generator",
+    "dispatch_modes",
     "fake_tensor_mode",
+    "function_modes",
     "gloo_device",
+    "has_forward_gradients",
     "has_global_hooks",
     "is_graph_retained",
+    "is_transformed",
     "module_hooks",
+    "pushed_dispatch_mode",
+    "pushed_function_mode",
+    "saved_tensors_hooks_of_thread",
     "schema_arguments",
     "set_timeout",
     "silent_fake_tensors",
@@ -42,6 +54,8 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
     "version_of",
+    "why_saved_tensors_hooks_are_disabled",
+    "with_forward_gradients",
 ]
 
 PRIVATE_NAMES = (
@@ -51,6 +65,7 @@ PRIVATE_NAMES = (
         "Random numbers of replicas.",
     ),
     Private("torch.Tensor", ("_version",), "Whether a tensor has changed in place."),
+    Private("torch._C", ("_is_fwd_grad_enabled",), "State of the caller's thread."),
     Private(
         "torch._C._autograd",
         ("_get_current_graph_task_keep_graph",),
@@ -60,6 +75,19 @@ PRIVATE_NAMES = (
         "torch._decomp",
         ("decomposition_table",),
         "Row proofs: operations in terms of others.",
+    ),
+    Private(
+        "torch._C._autograd",
+        (
+            "_saved_tensors_hooks_get_disabled_error_message",
+            "_top_saved_tensors_default_hooks",
+        ),
+        "State of the caller's thread.",
+    ),
+    Private(
+        "torch._C._functorch",
+        ("peek_interpreter_stack",),
+        "Calls in transforms of `torch.func` are not split.",
     ),
     Private("torch._inductor", ("compile", "config"), "Compiled steps of workers."),
     Private(
@@ -75,7 +103,17 @@ PRIVATE_NAMES = (
         ("FakeTensorMode", "log"),
         "Row proofs: tensors without values.",
     ),
+    Private(
+        "torch._subclasses.fake_tensor.FakeTensorMode",
+        ("_mode_key",),
+        "The place of a mode of Torch's own on its stack.",
+    ),
     Private("torch.UntypedStorage", ("_cdata",), "Tensors that share their memory."),
+    Private(
+        "torch.autograd.forward_ad",
+        ("_current_level", "_set_fwd_grad_enabled"),
+        "State of the caller's thread; calls in forward mode are not split.",
+    ),
     Private(
         "torch.distributed.ProcessGroupGloo",
         ("_Options",),
@@ -106,9 +144,22 @@ PRIVATE_NAMES = (
         "Calls of layers with hooks run as always.",
     ),
     Private(
+        "torch.overrides",
+        ("_get_current_function_mode_stack", "_pop_mode", "_push_mode"),
+        "State of the caller's thread.",
+    ),
+    Private(
+        "torch.utils._device", ("DeviceContext",), "The default device of a thread."
+    ),
+    Private(
         "torch.utils._python_dispatch",
         ("TorchDispatchMode",),
         "Operations of a layer call: their random numbers and their cost.",
+    ),
+    Private(
+        "torch.utils._python_dispatch",
+        ("_get_current_dispatch_mode_stack", "_pop_mode", "_push_mode"),
+        "State of the caller's thread.",
     ),
     Private(
         "torch.utils._pytree",
@@ -127,6 +178,70 @@ RANDOM_FUNCTIONS = (torch._standard_gamma, torch._sample_dirichlet)
 def is_graph_retained() -> bool:
     """Whether the backward pass of this thread keeps its graph."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def function_modes() -> list[Any]:
+    """The `TorchFunctionMode`s of this thread, the innermost last."""
+    return list(overrides._get_current_function_mode_stack())
+
+
+def dispatch_modes() -> list[Any]:
+    """The `TorchDispatchMode`s of this thread, the innermost last."""
+    return list(_python_dispatch._get_current_dispatch_mode_stack())
+
+
+@contextlib.contextmanager
+def pushed_function_mode(mode: Any) -> Iterator[None]:
+    """A function mode that has been entered by another thread, in this one."""
+    overrides._push_mode(mode)
+    try:
+        yield
+    finally:
+        overrides._pop_mode()
+
+
+@contextlib.contextmanager
+def pushed_dispatch_mode(mode: Any) -> Iterator[None]:
+    """A dispatch mode that has been entered by another thread, in this one."""
+    _python_dispatch._push_mode(mode)
+    try:
+        yield
+    finally:
+        _python_dispatch._pop_mode(getattr(mode, "_mode_key", None))
+
+
+def saved_tensors_hooks_of_thread() -> tuple[Any, Any] | None:
+    """The innermost `saved_tensors_hooks` of this thread."""
+    found: tuple[Any, Any] | None
+    found = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return found
+
+
+def why_saved_tensors_hooks_are_disabled() -> str | None:
+    """The message of `disable_saved_tensors_hooks` in this thread."""
+    found: str | None
+    found = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+    return found
+
+
+def has_forward_gradients() -> bool:
+    """Whether operations of this thread compute derivatives in forward mode."""
+    return bool(torch._C._is_fwd_grad_enabled())
+
+
+def with_forward_gradients(enabled: bool) -> contextlib.AbstractContextManager[Any]:
+    """A context with or without derivatives in forward mode."""
+    context: contextlib.AbstractContextManager[Any]
+    context = forward_ad._set_fwd_grad_enabled(enabled)
+    return context
+
+
+def is_transformed() -> bool:
+    """Whether this thread is in a transform of `torch.func`, or in forward mode."""
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+    )
 
 
 def default_mps_generator() -> torch.Generator:

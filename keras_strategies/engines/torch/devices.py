@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from keras_strategies.devices import Device
+from keras_strategies.devices import KINDS, Device
 
 # Kinds with another name in torch.
 _TORCH_KIND = {"gpu": "cuda", "tpu": "xla"}
@@ -47,6 +47,15 @@ class DeviceName(str):
     __hash__ = str.__hash__
 
 
+def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor on a device; on its own device the tensor itself.
+
+    The host does not wait for a transfer to an accelerator, whose operations are
+    ordered after it. Those of the host are not, so that it waits for its own memory.
+    """
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
 def device_of(tensor: torch.Tensor) -> Device:
     kind = _KIND.get(tensor.device.type, tensor.device.type)
     return Device(kind, tensor.device.index or 0)
@@ -61,13 +70,14 @@ def device_of_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.devi
 
 
 def accelerators() -> list[Device]:
-    """The accelerators of this process, of the kinds that torch finds."""
-    found = [Device("gpu", i) for i in range(torch.cuda.device_count())]
-    if torch.backends.mps.is_available():
-        found.append(Device("mps", 0))
-    if hasattr(torch, "xpu") and torch.xpu.is_available():
-        found += [Device("xpu", i) for i in range(torch.xpu.device_count())]
-    return found
+    """The accelerators of this process, of the kind that torch finds."""
+    # Without a check whether it is available, which would start CUDA in this process;
+    # where it is not, there are none.
+    found = torch.accelerator.current_accelerator()
+    kind = None if found is None else _KIND.get(found.type, found.type)
+    if kind not in KINDS:
+        return []
+    return [Device(kind, i) for i in range(torch.accelerator.device_count())]
 
 
 def memories(devices: Sequence[Device]) -> tuple[Device, ...]:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.collectives.packing import pack_indices
 from keras_strategies.engines.torch.compat import create_gloo_group, gloo_device
+from keras_strategies.engines.torch.host_staging import gloo_for
 from keras_strategies.engines.torch.nccl_works import NcclWorks, create_nccl_group
 from keras_strategies.errors import ClusterError, WorkerError
 from keras_strategies.runtime.engine_sockets import EngineSockets
@@ -82,7 +83,8 @@ class TorchWorkers(Workers):
                 if use_nccl
                 else self._gloo(store)
             )
-        return self._groups[kind]
+        group = self._groups[kind]
+        return group if use_nccl else gloo_for(group, device)
 
     def _uses_nccl(self, device: torch.device) -> bool:
         is_ring = self.options.implementation is CommunicationImplementation.RING

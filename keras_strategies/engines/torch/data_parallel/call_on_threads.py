@@ -10,7 +10,7 @@ import torch
 from keras_strategies import context
 from keras_strategies.engines.torch.compat import is_graph_retained, version_of
 from keras_strategies.engines.torch.data_parallel.worker_sums import WorkerSums
-from keras_strategies.engines.torch.devices import torch_device
+from keras_strategies.engines.torch.devices import moved, torch_device
 from keras_strategies.engines.torch.replicas.replica_random import (
     NoRandom,
     ReplicaRandom,
@@ -20,6 +20,7 @@ from keras_strategies.engines.torch.replicas.replica_variables import ReplicaVar
 from keras_strategies.engines.torch.replicas.thread_collectives import (
     ThreadCollectives,
 )
+from keras_strategies.engines.torch.replicas.thread_state import Streams
 from keras_strategies.errors import ContextError
 from keras_strategies.keras_compat.thread_state import thread_state, with_thread_state
 from keras_strategies.keras_compat.variables.values import raw_value
@@ -60,6 +61,9 @@ class CallOnThreads(CallOnReplicas):
             replicas, replica_set=row_split.replica_set, reduction=call.reduction
         )
         self._state = thread_state()
+        # Autograd runs the backward pass of an operation on its stream, but makes only
+        # the stream of one device current.
+        self._streams = Streams(self._devices)
         self._versions: list[int] = []
         self._retains_graph = False
 
@@ -69,7 +73,7 @@ class CallOnThreads(CallOnReplicas):
         own = self.row_split.own(tensor.detach())
         parts = torch.split(own, list(self.row_split.sizes))
         local = [
-            part.to(device, non_blocking=True)
+            moved(part, device)
             for part, device in zip(parts, self._devices, strict=True)
         ]
         if tensor.requires_grad and torch.is_grad_enabled():
@@ -123,11 +127,14 @@ class CallOnThreads(CallOnReplicas):
         if torch.is_grad_enabled():
             return self._differentiable_gradients(gradients)
         self._retains_graph = is_graph_retained()
-        if self.row_split.workers is None:
-            return super().backward(gradients)
-        with WorkerSums(self.ops, self.targets, self.row_split, self.reduction) as sums:
-            columns = self.replica_columns(gradients)
-        return sums.gradients(columns)
+        with self._streams.current():
+            if self.row_split.workers is None:
+                return super().backward(gradients)
+            with WorkerSums(
+                self.ops, self.targets, self.row_split, self.reduction
+            ) as sums:
+                columns = self.replica_columns(gradients)
+            return sums.gradients(columns)
 
     def begin_backward(self, shares: Sequence[Sequence[Any] | None]) -> None:
         super().begin_backward(shares)
@@ -145,7 +152,7 @@ class CallOnThreads(CallOnReplicas):
         return torch.autograd.grad(
             [part for part, _ in pairs],
             list(sources),
-            [share.to(part.device, non_blocking=True) for part, share in pairs],
+            [moved(share, part.device) for part, share in pairs],
             allow_unused=True,
             retain_graph=self._retains_graph,
         )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from keras_strategies.engines.torch.compat import is_transformed
 from keras_strategies.engines.torch.data_parallel.call_cost import CallCost, measure
 from keras_strategies.engines.torch.data_parallel.call_on_threads import CallOnThreads
 from keras_strategies.engines.torch.data_parallel.row_probing import TorchProbes
@@ -55,7 +56,7 @@ class TorchDataParallelCall(DataParallelCall):
         super().__init__(strategy, PRIMITIVES, TorchProbes(strategy), routes)
         self._threads = threads
         self._variables = variables
-        self._random_calls = RandomCalls()
+        self._random_calls = RandomCalls(self.placement)
         self._random: ReplicaRandom = NoRandom()
         # On one physical device a small call is faster unsplit and computes the same,
         # unless each replica normalizes by its own batch statistics.
@@ -110,7 +111,8 @@ class TorchDataParallelCall(DataParallelCall):
             return super().__call__(layer, call, args, kwargs)
 
     def can_split(self, layer: Any, tensors: Sequence[Any]) -> bool:
-        return not self.has_foreign_variables(
+        # In transforms of `torch.func`, derivatives have levels of their thread.
+        return not is_transformed() and not self.has_foreign_variables(
             layer, wraps_torch_modules, "torch modules"
         )
 

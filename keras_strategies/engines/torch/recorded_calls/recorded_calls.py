@@ -34,12 +34,18 @@ from typing import Any
 import keras
 import torch
 
-from keras_strategies.engines.torch.compat import has_global_hooks
+from keras_strategies.engines.torch.compat import (
+    DeviceContext,
+    function_modes,
+    has_global_hooks,
+    is_transformed,
+)
 from keras_strategies.engines.torch.recorded_calls.layer_state import LayerState
 from keras_strategies.engines.torch.recorded_calls.operation_recorder import (
     OperationRecorder,
 )
 from keras_strategies.engines.torch.recorded_calls.result_comparison import has_results
+from keras_strategies.engines.torch.replicas.replica_random import OwnRandomNumbers
 from keras_strategies.keras_compat.models.keras_classes import calls_only_builtin_keras
 from keras_strategies.keras_compat.models.layer_calls import calls_of_thread_through
 from keras_strategies.keras_compat.models.layers import (
@@ -49,6 +55,7 @@ from keras_strategies.keras_compat.models.layers import (
     has_one_precision,
     rematerializes,
 )
+from keras_strategies.keras_compat.thread_state import torch_device_in_scope
 from keras_strategies.keras_compat.variables.values import values_in_scope
 
 _logger = logging.getLogger(__name__)
@@ -58,6 +65,8 @@ _RECORDED_CALL = 3
 # Maximum number of kinds of calls, and of recordings of one kind, of a layer.
 _MOST_KINDS = 32
 _MOST_RECORDINGS = 4
+# Function modes that need not see the functions of a layer; others are a user's.
+_KNOWN_MODES = frozenset((DeviceContext, OwnRandomNumbers))
 _PLAIN = (type(None), bool, int, float, str)
 _ATTRIBUTE = "_keras_strategies_recordings"
 
@@ -162,6 +171,8 @@ class RecordedCalls:
             try:
                 key = (
                     torch.is_grad_enabled(),
+                    # Keras moves arguments there before it computes.
+                    torch_device_in_scope(),
                     _key(args, leaves),
                     _key(kwargs, leaves),
                 )
@@ -227,6 +238,8 @@ def _is_special(leaves: Sequence[torch.Tensor]) -> bool:
         torch.is_autocast_enabled(leaves[0].device.type)
         or torch.is_inference_mode_enabled()
         or has_global_hooks()
+        or is_transformed()
+        or any(type(mode) not in _KNOWN_MODES for mode in function_modes())
         or any(
             type(leaf) is not torch.Tensor or get_mask(leaf) is not None
             for leaf in leaves

@@ -27,7 +27,8 @@ from keras_strategies.engines.torch.compat import (
     RANDOM_FUNCTIONS,
     default_mps_generator,
 )
-from keras_strategies.engines.torch.devices import device_of_call
+from keras_strategies.engines.torch.devices import device_of_call, torch_device
+from keras_strategies.runtime.placement import Placement
 
 # Functions that take a `generator`.
 _DRAWS = frozenset(
@@ -106,12 +107,19 @@ class NoRandom(ReplicaRandom):
 
 
 class RandomCalls:
-    """Records which layers and functions draw random numbers."""
+    """Records which layers and functions draw random numbers.
 
-    def __init__(self) -> None:
+    Args:
+        placement: the replicas.
+    """
+
+    def __init__(self, placement: Placement) -> None:
         self._draws: weakref.WeakKeyDictionary[Any, dict[Any, bool]] = (
             weakref.WeakKeyDictionary()
         )
+        self._first = placement.replica_counts.first
+        devices = dict.fromkeys(map(torch_device, placement.replicas))
+        self._accelerators = [device for device in devices if device.type != "cpu"]
 
     @contextlib.contextmanager
     def call(self, owner: Any, variant: Any) -> Iterator[ReplicaRandom]:
@@ -124,11 +132,51 @@ class RandomCalls:
         known = self._draws.setdefault(owner, {})
         random = ReplicaRandom() if known.get(variant, True) else NoRandom()
         before = torch.default_generator.get_state()
-        yield random
+        with self._separate_accelerators(before) as was_drawn_on:
+            yield random
         # A layer may draw in a later call only: by a schedule, or in a rare branch.
-        known[variant] = random.was_used or not torch.equal(
-            before, torch.default_generator.get_state()
+        known[variant] = (
+            random.was_used
+            or was_drawn_on()
+            or not torch.equal(before, torch.default_generator.get_state())
         )
+
+    @contextlib.contextmanager
+    def _separate_accelerators(
+        self, state: torch.Tensor
+    ) -> Iterator[Callable[[], bool]]:
+        """Seeds the generators of accelerators apart, for draws that are not found.
+
+        A seed of the process is that of each accelerator, so that replicas would draw
+        the same numbers from them.
+
+        Args:
+            state: the state of the process's generator, which it does not change.
+
+        Returns:
+            A callable that returns, at the end, whether an accelerator has drawn.
+        """
+        if not self._accelerators:
+            yield lambda: False
+            return
+        own = torch.Generator(device="cpu")
+        own.set_state(state)
+        seed = int(torch.randint(0, 2**62, (), generator=own, device="cpu"))
+        generators = list(map(_process_generator, self._accelerators))
+        before = [generator.get_state() for generator in generators]
+        for i, generator in enumerate(generators):
+            generator.manual_seed(seed + self._first + i)
+        seeded = [generator.get_state() for generator in generators]
+        was_drawn = False
+        try:
+            yield lambda: was_drawn
+        finally:
+            after = [generator.get_state() for generator in generators]
+            was_drawn = not all(map(torch.equal, seeded, after))
+            for generator, earlier in zip(generators, before, strict=True):
+                generator.set_state(earlier)
+            if was_drawn:  # The next call has another seed.
+                torch.randint(0, 2**62, (), device="cpu")
 
 
 class OwnRandomNumbers(TorchFunctionMode):
@@ -205,9 +253,11 @@ class OwnRandomNumbers(TorchFunctionMode):
 
 
 def _process_generator(device: torch.device) -> torch.Generator:
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return torch.cuda.default_generators[index]
+    if device.type == "cpu":
+        return torch.default_generator
     if device.type == "mps":
         return default_mps_generator()
-    return torch.default_generator
+    module = torch.get_device_module(device)
+    index = module.current_device() if device.index is None else device.index
+    found: torch.Generator = module.default_generators[index]
+    return found

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import keras
 import torch
 
-from keras_strategies.engines.torch.compat import version_of
-from keras_strategies.engines.torch.devices import torch_device
+from keras_strategies.engines.torch.compat import is_transformed, version_of
+from keras_strategies.engines.torch.devices import moved, torch_device
 from keras_strategies.engines.torch.recorded_calls.recorded_calls import RecordedCalls
 from keras_strategies.engines.torch.replicas.replica_random import RandomCalls
 from keras_strategies.engines.torch.replicas.replica_threads import ReplicaThreads
@@ -36,6 +36,7 @@ from keras_strategies.runtime.state.run_state import (
     RunState,
     SequentialRunNeededError,
 )
+from keras_strategies.values import map_structure
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
@@ -73,9 +74,10 @@ class TorchRun(ReplicaRun):
         super().__init__(strategy, PRIMITIVES)
         self._threads = threads
         self._variables = variables
-        self._random_calls = RandomCalls()
+        self._random_calls = RandomCalls(self.placement)
         self._layer_calls = RecordedCalls()
         self._has_run: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._devices = [torch_device(device) for device in self.placement.replicas]
 
     # Dynamo cannot follow threads: a compiled step runs around this call.
     @torch.compiler.disable
@@ -85,6 +87,15 @@ class TorchRun(ReplicaRun):
         args: Sequence[tuple[Any, ...]],
         kwargs: Sequence[dict[str, Any]],
     ) -> list[Any]:
+        if is_transformed():
+            raise ContextError(
+                f"`run` of {getattr(fn, '__qualname__', fn)!r} was called in a "
+                "transform of `torch.func` or in `torch.autograd.forward_ad`, whose "
+                "derivatives do not pass through replicas. Call the transform inside "
+                "of the function."
+            )
+        args = self._on_replicas(args)
+        kwargs = self._on_replicas(kwargs)
         owner = _owner(fn)
         # The first run of a function may build models, so it is sequential.
         sequential = owner not in self._has_run or len(args) == 1
@@ -101,6 +112,18 @@ class TorchRun(ReplicaRun):
             results = self._run(fn, args, kwargs, owner, collectives, merging)
         self._has_run.add(owner)
         return results
+
+    def _on_replicas(self, arguments: Sequence[Any]) -> list[Any]:
+        """Arguments with their tensors on the devices of the replicas."""
+        return [
+            map_structure(
+                lambda leaf, device=device: (
+                    moved(leaf, device) if isinstance(leaf, torch.Tensor) else leaf
+                ),
+                own,
+            )
+            for own, device in zip(arguments, self._devices, strict=True)
+        ]
 
     def _collectives(
         self, is_sequential: bool, merging: MergeContext

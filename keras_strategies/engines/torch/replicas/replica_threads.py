@@ -16,6 +16,7 @@ import torch
 from keras_strategies.devices import Device
 from keras_strategies.engines.torch.devices import DeviceName, torch_device
 from keras_strategies.engines.torch.replicas.replica_random import ReplicaRandom
+from keras_strategies.engines.torch.replicas.thread_state import CallerState
 from keras_strategies.keras_compat.thread_state import thread_state, with_thread_state
 
 if TYPE_CHECKING:
@@ -96,7 +97,8 @@ class ReplicaThreads:
 
     def __init__(self, devices: Sequence[Device]):
         self._devices = tuple(devices)
-        self._names = [DeviceName(torch_device(device)) for device in devices]
+        self._torch_devices = [torch_device(device) for device in devices]
+        self._names = list(map(DeviceName, self._torch_devices))
         cpus = sum(device.kind == "cpu" for device in devices)
         self._kernels = max(1, torch.get_num_threads() // cpus) if cpus else 0
         _shared.register(self)
@@ -113,7 +115,6 @@ class ReplicaThreads:
         raised when all have ended. An interrupt of this thread is handled likewise.
         """
         state = thread_state()
-        grad = torch.is_grad_enabled()
 
         def replica(task: Callable[[], Any], replica_id: int) -> Any:
             own = {**state, "torch_device": self._names[replica_id]}
@@ -121,7 +122,6 @@ class ReplicaThreads:
                 collectives.start(replica_id)
                 with (
                     with_thread_state(own),
-                    torch.set_grad_enabled(grad),
                     random.numbers(collectives.first + replica_id),
                 ):
                     return task()
@@ -131,15 +131,18 @@ class ReplicaThreads:
             finally:
                 collectives.finish(replica_id)
 
+        if len(self._devices) == 1:
+            # The caller would only wait for a separate thread.
+            return [replica(task, i) for i, task in enumerate(tasks)]
+        caller = CallerState(self._torch_devices)
+
         def on_thread(task: Callable[[], Any], replica_id: int) -> Any:
             if self._kernels and _kernels.count != self._kernels:
                 torch.set_num_threads(self._kernels)
                 _kernels.count = self._kernels
-            return replica(task, replica_id)
+            device = self._torch_devices[replica_id]
+            return caller.run(device, lambda: replica(task, replica_id))
 
-        if len(self._devices) == 1:
-            # The caller would only wait for a separate thread.
-            return [replica(task, i) for i, task in enumerate(tasks)]
         with _shared.taken(len(tasks)) as threads:
             futures: list[Future[Any]] = [
                 thread.submit(on_thread, task, i)

@@ -9,7 +9,7 @@ import torch
 
 from keras_strategies.devices import Device
 from keras_strategies.engines.torch.compat import version_of
-from keras_strategies.engines.torch.devices import torch_device
+from keras_strategies.engines.torch.devices import moved, torch_device
 from keras_strategies.keras_compat.variables.generator_seeds import seed_offset
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.placement import Placement
@@ -39,7 +39,7 @@ class ReplicaVariables:
         elif self._placement.mirrored:
             local = self._mirrors.get(raw, device)
         else:
-            local = raw.detach().to(device, non_blocking=True)
+            local = moved(raw.detach(), device)
         if seed_offset(variable, 1):
             first = self._placement.replica_counts.first
             offset = seed_offset(variable, first + replica_id)
@@ -79,7 +79,7 @@ class _Mirrors:
             return entry[2].detach()
         # A new tensor, not a copy in place: an unfinished backward pass may still
         # need the old values.
-        copy = raw.detach().to(device, non_blocking=True)
+        copy = moved(raw.detach(), device)
         gone = weakref.ref(raw, lambda _: self._copies.pop(key, None))
         self._copies[key] = (gone, version_of(raw), copy)
         return copy.detach()

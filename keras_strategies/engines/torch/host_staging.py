@@ -1,0 +1,55 @@
+"""Collectives of Gloo on tensors of accelerators that it does not support."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+
+#: The types of devices with tensors that Gloo takes.
+_SUPPORTED = ("cpu", "cuda")
+
+
+def gloo_for(group: Any, device: torch.device) -> Any:
+    """A Gloo process group with collectives on tensors of a device."""
+    return group if device.type in _SUPPORTED else _HostStagedGroup(group)
+
+
+class _HostStagedGroup:
+    """Collectives on copies in the host's memory, which are copied back."""
+
+    def __init__(self, group: Any):
+        self._group = group
+
+    def allreduce(self, tensors: Sequence[torch.Tensor], options: Any) -> _Work:
+        copies = [tensor.cpu() for tensor in tensors]
+        return _Work(self._group.allreduce(copies, options), tensors, copies)
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], options: Any) -> _Work:
+        copies = [tensor.cpu() for tensor in tensors]
+        return _Work(self._group.broadcast(copies, options), tensors, copies)
+
+    def allgather(
+        self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]
+    ) -> _Work:
+        copies = [[part.cpu() for part in parts] for parts in outputs]
+        work = self._group.allgather(copies, [tensor.cpu() for tensor in inputs])
+        return _Work(work, [*chain(*outputs)], [*chain(*copies)])
+
+
+class _Work:
+    """A collective; `wait` copies its results back."""
+
+    def __init__(
+        self, work: Any, tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]
+    ):
+        self._work = work
+        self._tensors = tensors
+        self._copies = copies
+
+    def wait(self) -> None:
+        self._work.wait()
+        for tensor, copy in zip(self._tensors, self._copies, strict=True):
+            tensor.copy_(copy)

@@ -1,0 +1,112 @@
+"""Current devices, streams and default devices of replicas on accelerators.
+
+`test_accelerators.py` runs these tests, on simulated accelerators or GPUs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from harness import devices, models
+from harness.data import classes
+from harness.training import assert_same, state_of
+
+if keras.backend.backend() != "torch" or devices.KIND == "cpu":
+    pytest.skip("run by `test_accelerators.py`", allow_module_level=True)
+
+import torch
+
+import keras_strategies as ks
+from keras_strategies.devices import Device
+from keras_strategies.engines.torch.devices import torch_device
+
+DEVICES = [torch_device(Device("gpu", i)) for i in range(2)]
+
+
+def streams() -> tuple[int, ...]:
+    """This thread's current device, and the current stream of each device."""
+    found = [torch.accelerator.current_stream(device).stream_id for device in DEVICES]
+    return (torch.accelerator.current_device_index(), *found)
+
+
+class _Noted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, layer: Any) -> Any:
+        ctx.layer = layer
+        layer.forward_notes.append((streams(), layer.note()))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        ctx.layer.backward_notes.append(streams())
+        return gradient, None
+
+
+class Noting(keras.layers.Layer):
+    def __init__(self, note: Any = lambda: None) -> None:
+        super().__init__()
+        self.note = note
+        self.forward_notes: list[Any] = []
+        self.backward_notes: list[Any] = []
+
+    def call(self, x: Any) -> Any:
+        return _Noted.apply(x, self)
+
+
+def trained(layer: Noting) -> None:
+    """A step of `fit`, with its notes."""
+    strategy = ks.MirroredStrategy(["gpu:0", "gpu:1"], always_split=True)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3), layer])
+        model.compile("sgd", "sparse_categorical_crossentropy")
+    rows = classes(8)
+    model.fit(rows.x, rows.y, batch_size=8, shuffle=False, verbose=0)
+
+
+def test_the_current_device_is_that_of_the_replica() -> None:
+    layer = Noting()
+    trained(layer)
+    assert {found[0] for found, _ in layer.forward_notes[-2:]} == {0, 1}
+    assert {found[0] for found in layer.backward_notes} == {0, 1}
+
+
+def test_the_callers_streams_are_those_of_replicas_forward_and_backward() -> None:
+    layer = Noting()
+    with torch.Stream(DEVICES[1]) as one, torch.Stream(DEVICES[0]) as zero:
+        trained(layer)
+    current = (zero.stream_id, one.stream_id)
+    assert 0 not in current
+    assert {found[1:] for found, _ in layer.forward_notes[-2:]} == {current}
+    assert {found[1:] for found in layer.backward_notes} == {current}
+    assert streams()[1:] == (0, 0)
+
+
+def test_a_default_device_is_that_of_the_replica() -> None:
+    layer = Noting(lambda: torch.empty(1).device)
+    with DEVICES[0]:
+        trained(layer)
+    assert {device for _, device in layer.forward_notes[-2:]} == set(DEVICES)
+
+
+@pytest.mark.parametrize("names", [("gpu:1", "cpu:0"), ("cpu:0", "gpu:1")])
+def test_an_accelerator_and_a_cpu_equal_one_device(names) -> None:
+    found = []
+    for strategy in (
+        ks.OneDeviceStrategy("cpu:0"),
+        ks.MirroredStrategy(names, always_split=True),
+    ):
+        keras.utils.set_random_seed(7)
+        with strategy.scope():
+            model = models.dense_bn()
+            model.compile(
+                keras.optimizers.SGD(0.1, momentum=0.9),
+                "sparse_categorical_crossentropy",
+            )
+        rows = classes(23)
+        model.fit(rows.x, rows.y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+        found.append({**state_of(model), "p": model.predict(rows.x, verbose=0)})
+    assert np.isfinite(found[0]["p"]).all()
+    assert_same(*({"p": each["p"], **each} for each in found), 1e-5, str(names))

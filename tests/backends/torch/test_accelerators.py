@@ -1,0 +1,136 @@
+"""Torch on several accelerators of one process: those of GPUs, or simulated ones.
+
+`harness.python_accelerator` adds accelerators to a process, each with memory, random
+numbers and a thread of autograd of its own, on any machine. The tests of other files
+are for any devices; here they run on 2 and 4 accelerators, in processes of their own.
+On a machine with GPUs, `pytest -m gpu` runs them on these.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import keras
+import pytest
+from harness.devices import VARIABLE
+from harness.forker import Forker
+from harness.training import alone, assert_same, train
+from harness.worker_cases import WORKER_CASES
+from harness.worker_pool import WorkerPool
+
+if keras.backend.backend() != "torch":
+    pytest.skip("tests of the Torch backend", allow_module_level=True)
+
+import torch
+
+TESTS = Path(__file__).parents[2]
+PYTEST = TESTS / "harness" / "pytest_process.py"
+
+
+def exactness(*cases: str) -> tuple[str, ...]:
+    return tuple(
+        f"test_exactness.py::test_same_as_one_device[{case}]" for case in cases
+    )
+
+
+#: By the number of accelerators: what is different with their memory and threads.
+SUITES = {
+    2: (
+        *exactness(
+            "structures-mirrored_2",  # Several inputs and outputs.
+            "masked_tagger-mirrored_2",  # Masks and weights of rows.
+            "penalties-mirrored_2",  # Losses that layers add, and a last odd batch.
+            "stateful_layers-mirrored_2",
+            "custom_steps-mirrored_2",
+            "custom_step_two_players-mirrored_2",
+            "conv_bn-mirrored_2_default",
+            "global_clipnorm_accumulation_ema-mirrored_2",
+            "global_clipnorm_accumulation_ema-central",
+            "steps_per_execution_bn_weights-central",
+            "on_batch-central",
+            "mixed_float16_skips-central",
+            "mixed_bfloat16-mirrored_2",
+        ),
+        "backends/torch/test_accelerator_threads.py",
+        "test_exactness.py::test_dropout_repeats_with_the_seed[mirrored_2]",
+        "custom_loops/test_linear_model.py",
+        "custom_loops/test_optimizers.py",
+        "custom_loops/test_run.py",
+        "custom_loops/test_torch.py",
+        "custom_loops/test_training.py",
+        "test_model_integration.py::"
+        "test_a_saved_model_opens_with_and_without_a_strategy[mirrored_2]",
+    ),
+    4: (
+        *exactness(
+            "conv_bn-one_device",
+            "conv_bn-default_options",  # evaluate and predict, too.
+            "sizes-mirrored_4",  # Uneven parts and replicas without rows.
+            "mixed_float16_skips-mirrored_4",
+        ),
+        "custom_loops/test_training.py::"
+        "test_the_portable_loop_equals_one_device[mirrored_4-35-16-False]",
+    ),
+}
+#: Tests about devices by name.
+NAMES = "devices_are_those_of_the_replica or a_replica_context_says_what_it_is"
+
+
+def run_suite(folder: Path, devices: str, suite: tuple[str, ...]) -> None:
+    """Runs tests in a process with devices of `harness.devices`."""
+    files = [str(TESTS / name) for name in suite]
+    left_out = NAMES if len(suite) < 9 else f"{NAMES} or mirrored_4"
+    marks = ["-m", "not nightly and not gpu", "-k", f"not ({left_out})"]
+    options = ["-q", "-p", "no:cacheprovider", f"--rootdir={TESTS.parent}"]
+    # A backward pass that waits for itself ends with the stacks of all threads.
+    options += ["-o", "faulthandler_timeout=60", "-o", "faulthandler_exit_on_timeout=1"]
+    with Forker("torch", imports_strategies=True) as forker:
+        process = forker.start(
+            folder / "pytest.log",
+            str(PYTEST),
+            *(*options, *marks, *files),
+            **{VARIABLE: devices, "OMP_NUM_THREADS": "1"},
+        )
+        code, _ = process.wait(600)
+    text = process.text()
+    assert code == 0, text[-10_000:]
+    passed = re.search(r"(\d+) passed", text)
+    assert passed is not None and int(passed[1]) >= len(suite), text[-2000:]
+
+
+@pytest.mark.parametrize("count", SUITES)
+def test_strategies_on_simulated_accelerators(tmp_path, count: int) -> None:
+    run_suite(tmp_path, f"simulated:{count}", SUITES[count])
+
+
+#: Statistics of batches, and losses that layers add, over all of their devices.
+WORKERS = ("conv_bn", "two_losses_and_a_penalty")
+
+
+def test_two_workers_with_two_simulated_accelerators_each() -> None:
+    with Forker("torch") as forker:
+        pool = WorkerPool(forker, 2, 2, "simulated")
+        try:
+            cases = [each.case for each in WORKER_CASES if each.case.name in WORKERS]
+            for case in cases:
+                for found in pool.cluster(2)(train_on_workers, case.name):
+                    assert_same(alone(case), found, case.tolerance, case.name)
+        finally:
+            pool.close()
+
+
+def train_on_workers(strategy, name: str):
+    from harness.worker_cases import WORKER_CASES
+
+    assert {device.kind for device in strategy.placement.replicas} == {"gpu"}
+    [case] = [each.case for each in WORKER_CASES if each.case.name == name]
+    return train(case, strategy)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", SUITES)
+def test_strategies_on_gpus(tmp_path, count: int) -> None:
+    if torch.cuda.device_count() < count:
+        pytest.skip(f"needs {count} GPUs")
+    run_suite(tmp_path, f"gpu:{count}", SUITES[count])

@@ -1,0 +1,296 @@
+"""Torch's thread-local state of the caller is that of replicas, as on one device."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from harness.data import classes
+from harness.strategies import STRATEGIES
+
+if keras.backend.backend() != "torch":
+    pytest.skip("tests of the Torch backend", allow_module_level=True)
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import keras_strategies as ks
+
+# What is called unsplit has the caller's state.
+pytestmark = pytest.mark.filterwarnings("error:.*cannot be split by rows")
+WORD = contextvars.ContextVar("word", default="")
+
+
+class Noting(keras.layers.Layer):
+    """A dense layer of torch's own functions that notes the state that it sees."""
+
+    def __init__(self, note: Any = lambda: None) -> None:
+        super().__init__()
+        self.note = note
+        self.notes: list[Any] = []
+
+    def build(self, shape: Any) -> None:
+        self.kernel = self.add_weight(shape=(shape[-1], 3), initializer="ones")
+
+    def call(self, x: Any) -> Any:
+        x = torch.matmul(x, self.kernel.value)
+        self.notes.append((threading.get_ident(), self.note()))
+        return torch.tanh(x * x)
+
+
+def trained(name: str, layer: keras.layers.Layer, context: Any) -> list[Any]:
+    """Weights and outputs after a step in a context, within a custom `train_step`."""
+    outputs = []
+
+    class Model(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+            self.build((None, 6))
+
+        def build(self, shape: Any) -> None:
+            self.layer.build(shape)
+            self.built = True
+
+        def call(self, x: Any) -> Any:
+            return self.layer(x)
+
+        def train_step(self, batch: Any) -> dict[str, Any]:
+            x, _ = batch
+            self.zero_grad()
+            with context():
+                found = self(x * 0.01, training=True)
+                loss = found.float().square().sum()
+                loss.backward()
+            outputs.append(found.detach())
+            variables = self.trainable_weights
+            gradients = [variable.value.grad for variable in variables]
+            with torch.no_grad():
+                self.optimizer.apply(gradients, variables)
+            return {"loss": loss}
+
+    with STRATEGIES[name].make().scope():
+        model = Model()
+        model.compile(keras.optimizers.SGD(0.1))
+    rows = classes(7)
+    model.fit(rows.x, rows.y, batch_size=7, shuffle=False, verbose=0)
+    return [outputs[0].dtype, outputs[0].float(), *model.get_weights()]
+
+
+def assert_as_one_device(context: Any, rtol: float = 1e-6) -> None:
+    one = trained("one_device", Noting(), context)
+    two = trained("mirrored_2", Noting(), context)
+    assert one[0] == two[0]
+    for expected, found in zip(one[1:], two[1:], strict=True):
+        np.testing.assert_allclose(found, expected, rtol=rtol)
+
+
+def noted(note: Any, context: Any) -> set[Any]:
+    """What each of two replicas notes, beside their threads, which differ."""
+    layer = Noting(note)
+    trained("mirrored_2", layer, context)
+    # The last two calls are those of the replicas; others probe the layer.
+    assert len({thread for thread, _ in layer.notes[-2:]}) == 2
+    return {found for _, found in layer.notes[-2:]}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype) -> None:
+    def context() -> Any:
+        return torch.autocast("cpu", dtype=dtype)
+
+    assert trained("one_device", Noting(), context)[0] == dtype
+    # The sums of gradients of both replicas are rounded apart.
+    assert_as_one_device(context, rtol=1e-2)
+
+
+def test_autocast_that_is_switched_off_inside_of_the_layer() -> None:
+    layer = Noting(lambda: torch.get_autocast_dtype("cpu"))
+    before = torch.get_autocast_dtype("cpu")
+
+    @contextlib.contextmanager
+    def context() -> Any:
+        torch.set_autocast_dtype("cpu", torch.float16)
+        try:
+            yield
+        finally:
+            torch.set_autocast_dtype("cpu", before)
+
+    trained("mirrored_2", layer, context)
+    assert {dtype for _, dtype in layer.notes[-2:]} == {torch.float16}
+
+
+def test_hooks_of_saved_tensors() -> None:
+    packed: dict[int, list[torch.Tensor]] = {}
+    unpacked = []
+
+    def pack(tensor: torch.Tensor) -> Any:
+        packed.setdefault(threading.get_ident(), []).append(tensor)
+        return tensor.double()
+
+    def unpack(tensor: torch.Tensor) -> torch.Tensor:
+        unpacked.append(tensor)
+        return tensor.float()
+
+    def context() -> Any:
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+    trained("mirrored_2", Noting(), context)
+    # Both replicas' threads, besides that of the loss.
+    assert len(packed) == 3
+    assert len(unpacked) == sum(map(len, packed.values()))
+    assert_as_one_device(context)
+    assert_as_one_device(torch.autograd.graph.save_on_cpu)
+
+
+def test_hooks_of_saved_tensors_that_are_disabled() -> None:
+    def note() -> str:
+        try:
+            torch.autograd.graph.save_on_cpu().__enter__()
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    def context() -> Any:
+        return torch.autograd.graph.disable_saved_tensors_hooks("not here")
+
+    assert noted(note, context) == {"not here"}
+
+
+def test_inference_mode_and_no_grad() -> None:
+    model_of = {}
+    for name in ("one_device", "mirrored_2"):
+        with STRATEGIES[name].make().scope():
+            layer = Noting(torch.is_inference_mode_enabled)
+            layer.build((None, 6))
+            model_of[name] = keras.Sequential([keras.Input((6,)), layer])
+            model_of[name].compile()
+    x = classes(7).x
+    with torch.inference_mode():
+        found = [model.predict(x, verbose=0) for model in model_of.values()]
+    np.testing.assert_allclose(*found, rtol=1e-6)
+    assert [note for _, note in layer.notes[-2:]] == [True, True]
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Any] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.tanh:
+            self.found.append(threading.get_ident())
+            func = torch.sin
+        return func(*args, **(kwargs or {}))
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Any] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in (torch.ops.aten.tanh.default, torch.ops.aten.tanh_backward.default):
+            self.found.append((func, threading.get_ident()))
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_of_functions_and_operations() -> None:
+    assert_as_one_device(_Functions)
+    modes = []
+
+    def context() -> _Operations:
+        modes.append(_Operations())
+        return modes[-1]
+
+    trained("mirrored_2", Noting(), context)
+    # Forward and backward, on both replicas; this thread probes the layer.
+    own = threading.get_ident()
+    found = [each for each in modes[-1].found if each[1] != own]
+    assert len(found) == 4 and len(set(found)) == 4
+
+
+def test_the_default_device() -> None:
+    def note() -> str:
+        return torch.empty(1).device.type
+
+    assert noted(note, lambda: torch.device("meta")) == {"meta"}
+
+
+def test_denormal_numbers() -> None:
+    @contextlib.contextmanager
+    def context() -> Any:
+        torch.set_flush_denormal(True)
+        try:
+            yield
+        finally:
+            torch.set_flush_denormal(False)
+
+    def note() -> bool:
+        return bool(torch.tensor([1e-39]).mul(1.0) == 0)
+
+    assert noted(note, context) == {True}
+    assert noted(note, contextlib.nullcontext) == {False}
+
+
+def test_context_variables() -> None:
+    @contextlib.contextmanager
+    def context() -> Any:
+        token = WORD.set("here")
+        try:
+            yield
+        finally:
+            WORD.reset(token)
+
+    assert noted(WORD.get, context) == {"here"}
+
+
+def test_a_layer_in_a_transform_is_not_split() -> None:
+    with STRATEGIES["mirrored_2"].make().scope():
+        layer = Noting()
+        layer.build((None, 6))
+
+        class Model(keras.Model):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = layer
+                self.built = True
+
+            def train_step(self, batch: Any) -> dict[str, Any]:
+                x = batch[0]
+                derivatives.append(
+                    torch.func.jvp(lambda x: self.layer(x), (x,), (x * 0 + 1,))[1]
+                )
+                derivatives.append(torch.func.vjp(self.layer, x)[1](x[:, :3])[0])
+                return {"loss": 0.0}
+
+        model = Model()
+        model.compile()
+    derivatives: list[torch.Tensor] = []
+    rows = classes(7)
+    model.fit(rows.x, rows.y, batch_size=7, shuffle=False, verbose=0)
+    x = torch.tensor(rows.x)
+    outputs = x.sum(1, keepdim=True)
+    slope = 2 * outputs * (1 - torch.tanh(outputs**2) ** 2)
+    found = [each.detach().cpu() for each in derivatives]
+    np.testing.assert_allclose(found[0], (6 * slope).expand(7, 3), rtol=1e-4, atol=1e-6)
+    expected = (slope * x[:, :3].sum(1, keepdim=True)).expand(7, 6)
+    np.testing.assert_allclose(found[1], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_run_in_a_transform_is_an_error(mirrored) -> None:
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return mirrored.run(lambda: x * x).values[0].sum()
+
+    with pytest.raises(ks.errors.ContextError, match=r"torch\.func"):
+        torch.func.grad(loss)(torch.ones(3))
