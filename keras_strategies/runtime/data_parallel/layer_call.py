@@ -120,7 +120,7 @@ class DataParallelCall(abc.ABC):
         """
         return False
 
-    def sizes_in_program(self, layer: Any, rows: Any, count: int) -> list[Any]:
+    def sizes_in_program(self, layer_call: LayerCall, count: int) -> list[Any]:
         """Rows for each replica, in a program for any number of rows."""
         raise NotImplementedError
 
@@ -203,7 +203,7 @@ class DataParallelCall(abc.ABC):
         if isinstance(rows, int):
             every: list[Any] = split_sizes(rows, total)
         else:
-            every = self.sizes_in_program(layer, rows, total)
+            every = self.sizes_in_program(layer_call, total)
         # Replicas without rows do not participate.
         if workers is None:
             row_split = RowSplit.local(self._primitives, every)

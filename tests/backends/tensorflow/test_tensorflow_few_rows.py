@@ -86,12 +86,17 @@ def batches_of_some(x, y, counts):
     return data.map(lambda count: (x, y, tf.repeat(count, len(x))))
 
 
+def maximum_layers():
+    return keras.Sequential([layers.GlobalMaxPooling2D(), layers.Dense(3)])
+
+
 # Two replicas run what four run, and take half as long to trace; with four, several
 # have no rows.
 ODD_LAYERS = {
     "images": (lambda: keras.Sequential(image_layers()), ((9, 6, 6, 2), "float"), 4),
     "sentences": (lambda: keras.Sequential(sentence_layers()), ((9, 5), "int"), 2),
     "attention": (attention_layers, ((9, 5, 4), "float"), 2),
+    "maximum": (maximum_layers, ((9, 6, 6, 2), "float"), 2),
 }
 
 
@@ -116,8 +121,37 @@ def test_replicas_without_rows_add_nothing(kind):
     assert_same(STRATEGIES[f"mirrored_{replicas}"](), make, train, 2e-5)
 
 
+class Pooling(layers.Layer):
+    """A layer of a user, whose name says nothing."""
+
+    def call(self, x):
+        return ops.max_pool(x, 2)
+
+
+class Filter(layers.Layer):
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(3, 3, 2, 3))
+
+    def call(self, x):
+        return ops.conv(x, self.kernel, padding="same")
+
+
+def with_operations():
+    x = keras.Input((6, 6, 2))
+    return keras.Model(x, ops.max_pool(ops.relu(x), 2))
+
+
 @pytest.mark.parametrize(
-    "layer", [layers.Conv2D(3, 3, padding="same"), layers.MaxPooling2D()]
+    "layer",
+    [
+        layers.Conv2D(3, 3, padding="same"),
+        layers.MaxPooling2D(),
+        Pooling(),
+        Filter(),
+        with_operations(),
+        keras.Sequential([layers.TimeDistributed(layers.Conv1D(2, 2))]),
+    ],
+    ids=lambda layer: layer.name,
 )
 def test_kernels_that_fail_on_no_rows_are_not_given_any(layer):
     x, y = random_values((9, 6, 6, 2), "float"), random_values((9, 3), "float")

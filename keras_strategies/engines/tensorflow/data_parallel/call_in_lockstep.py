@@ -29,7 +29,6 @@ from keras_strategies.engines.tensorflow.replicas.mirrored_variables import (
     MirroredVariable,
 )
 from keras_strategies.errors import ContextError
-from keras_strategies.keras_compat.models.layers import sublayers
 from keras_strategies.keras_compat.variables.generator_seeds import seed_offset
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.data_parallel.call_on_replicas import (
@@ -47,9 +46,13 @@ class CallInLockstep(CallOnReplicas):
     Args:
         call: the layer call and its rows.
         engine: the replicas' threads.
+        all_have_rows: bool, whether a program for any number of rows asserts that each
+            replica has one.
     """
 
-    def __init__(self, call: SplitCall, engine: ReplicaEngine):
+    def __init__(
+        self, call: SplitCall, engine: ReplicaEngine, all_have_rows: bool = False
+    ):
         super().__init__(call)
         self._engine = engine
         self.sizes = call.row_split.sizes
@@ -68,8 +71,7 @@ class CallInLockstep(CallOnReplicas):
         self._used_tapes: set[int] = set()
         self._zeros: dict[Any, tuple[Any, Any]] = {}
         self._is_static = all(isinstance(size, int) for size in self.sizes)
-        # In a program for any number of rows, `sizes_in_program` asserts it.
-        self._all_have_rows = self._is_static or needs_rows(call.layer_call.layer)
+        self._all_have_rows = self._is_static or all_have_rows
         self._collectives = LockstepCollectives(
             replicas, placement.variables, call.row_split.replica_set, call.reduction
         )
@@ -397,13 +399,3 @@ class CallInLockstep(CallOnReplicas):
                     gradient = tf.cast(gradient, target.tensor.dtype)
                 returned.append(gradient)
             return returned
-
-
-def needs_rows(layer: Any) -> bool:
-    """Whether a layer has kernels that fail on zero rows in TensorFlow 2.21.
-
-    On CPUs, a convolution of zero rows has the output channels of its input, and the
-    gradient of max pooling ends the process.
-    """
-    names = (type(sub).__name__ for sub in sublayers(layer))
-    return any("Conv" in name or "MaxPool" in name for name in names)

@@ -9,13 +9,15 @@ import tensorflow as tf
 
 from keras_strategies.engines.tensorflow.data_parallel.call_in_lockstep import (
     CallInLockstep,
-    needs_rows,
 )
 from keras_strategies.engines.tensorflow.data_parallel.elastic_steps import (
     TensorFlowElasticSteps,
 )
 from keras_strategies.engines.tensorflow.data_parallel.row_probing import (
     TensorFlowProbes,
+)
+from keras_strategies.engines.tensorflow.data_parallel.zero_rows import (
+    fails_on_zero_rows,
 )
 from keras_strategies.engines.tensorflow.replicas.lockstep_replicas import (
     NestedCollectiveError,
@@ -29,6 +31,7 @@ from keras_strategies.keras_compat.backends.keras_on_tensorflow import (
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.runtime.data_parallel.call_on_replicas import SplitCall
 from keras_strategies.runtime.data_parallel.layer_call import DataParallelCall
+from keras_strategies.runtime.row_checks.layer_probes import LayerCall
 from keras_strategies.user_warnings import warn_user
 
 if TYPE_CHECKING:
@@ -49,6 +52,8 @@ class TensorFlowDataParallelCall(DataParallelCall):
     def __init__(self, strategy: StrategyCore, engine: ReplicaEngine):
         super().__init__(strategy, PRIMITIVES, TensorFlowProbes(strategy))
         self._engine = engine
+        # Of the last program for any number of rows, whether each replica has one.
+        self._all_have_rows = False
         #: The rollback of steps of elastic workers; None for a fixed group.
         self.elastic: TensorFlowElasticSteps | None = None
         workers = workers_of(self.placement)
@@ -85,11 +90,13 @@ class TensorFlowDataParallelCall(DataParallelCall):
         )
 
     def on_replicas(self, call: SplitCall) -> CallInLockstep:
-        return CallInLockstep(call, self._engine)
+        return CallInLockstep(call, self._engine, self._all_have_rows)
 
-    def sizes_in_program(self, layer: Any, rows: Any, count: int) -> list[Any]:
-        if needs_rows(layer):
-            rows = self._at_least_one_each(layer, rows)
+    def sizes_in_program(self, layer_call: LayerCall, count: int) -> list[Any]:
+        rows = layer_call.rows
+        self._all_have_rows = fails_on_zero_rows(layer_call)
+        if self._all_have_rows:
+            rows = self._at_least_one_each(layer_call.layer, rows)
         base, larger = rows // count, rows % count
         return [base + tf.cast(i < larger, base.dtype) for i in range(count)]
 

@@ -141,7 +141,7 @@ class TensorFlowProbes(LayerProbes):
             # On GPUs, TF32 rounds by more than the differences that probes detect.
             _full_precision(self._device),
             _kernels_alone(self._device),
-            _operation_seeds_restored(),
+            operation_seeds_restored(),
             _replaced(numbers),
         ):
             yield numbers
@@ -166,7 +166,7 @@ def _replaced(numbers: ConstantNumbers) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _operation_seeds_restored() -> Iterator[None]:
+def operation_seeds_restored() -> Iterator[None]:
     """Restores operation seeds, so that checks do not change later random numbers."""
     if compat.global_seed() is None:
         yield

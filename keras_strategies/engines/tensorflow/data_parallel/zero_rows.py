@@ -1,0 +1,67 @@
+"""Layer calls with operations that fail on zero rows, in TensorFlow 2.21.
+
+On CPUs, a convolution of zero rows has the output channels of its input, and the
+gradient of max pooling ends the process. Operations count, not layers: a layer or a
+functional model may call `keras.ops.conv` itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_strategies.engines.tensorflow import compat
+from keras_strategies.engines.tensorflow.data_parallel.row_probing import (
+    operation_seeds_restored,
+)
+from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
+from keras_strategies.keras_compat.models.layers import get_mask, set_mask
+from keras_strategies.keras_compat.variables.values import raw_value
+from keras_strategies.runtime.row_checks.layer_probes import LayerCall
+from keras_strategies.runtime.state.replica_state import ReplicaState
+
+_CONVOLUTIONS = ("Conv", "DepthwiseConv", "Dilation2D")
+_POOLING = ("MaxPool", "FractionalMaxPool")
+
+
+def fails_on_zero_rows(layer_call: LayerCall) -> bool:
+    """Whether a layer call has operations that fail on zero rows."""
+    try:
+        operations = _operations(layer_call)
+    except Exception:
+        # A layer may raise any error in another graph. Then its kernels are not known,
+        # and every replica must have a row.
+        return True
+    return any(name.startswith((*_CONVOLUTIONS, *_POOLING)) for name in operations)
+
+
+def _operations(layer_call: LayerCall) -> set[str]:
+    """The types of the operations of a call, also in its loops and functions."""
+    graph = compat.new_graph("operations")
+    with (
+        layer_calls_through(None),
+        operation_seeds_restored(),
+        ReplicaState(raw_value).scope(),
+        graph.as_default(),
+    ):
+        args, kwargs = layer_call.arguments(
+            [_placeholder(leaf) for leaf in layer_call.leaves]
+        )
+        layer_call.call(*args, **kwargs)
+    definition = graph.as_graph_def()
+    found = {node.op for node in definition.node}
+    for function in definition.library.function:
+        found |= {node.op for node in function.node_def}
+    return found
+
+
+def _placeholder(leaf: Any) -> Any:
+    if not keras.ops.is_tensor(leaf):
+        return leaf
+    placeholder = tf.compat.v1.placeholder(leaf.dtype, leaf.shape)
+    mask = get_mask(leaf)
+    if mask is not None:
+        set_mask(placeholder, tf.compat.v1.placeholder(mask.dtype, mask.shape))
+    return placeholder
