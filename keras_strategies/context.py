@@ -147,7 +147,8 @@ class ReplicaContext:
                 and `timeout_seconds` must be those of the strategy.
 
         Returns:
-            The structure, reduced. Its gradient is the same all-reduce.
+            The structure, reduced. Its gradient is the same all-reduce. A mean of
+            integers is a float.
 
         Raises:
             ValueError: for an unknown operation, or options that differ from those of
@@ -166,7 +167,27 @@ class ReplicaContext:
         return self._on_tensors(lambda tensors: self._all_reduce(op, tensors), value)
 
     def _all_reduce(self, op: ReduceOp, tensors: Sequence[Any]) -> Sequence[Any]:
+        if op is ReduceOp.MEAN:
+            wholes = [i for i, tensor in enumerate(tensors) if _is_whole(tensor)]
+            if wholes:
+                return self._mean(tensors, wholes)
         return self._collectives.all_reduce(self._local_id, op, tensors)
+
+    def _mean(self, tensors: Sequence[Any], wholes: Sequence[int]) -> list[Any]:
+        """Means of tensors; those of integers, by number, are fractions."""
+        floats = [i for i in range(len(tensors)) if i not in wholes]
+        found: list[Any] = [None] * len(tensors)
+        for op, numbers in ((ReduceOp.SUM, wholes), (ReduceOp.MEAN, floats)):
+            own = [tensors[i] for i in numbers]
+            if op is ReduceOp.SUM:
+                own = [_without_overflow(tensor) for tensor in own]
+            if own:
+                reduced = self._collectives.all_reduce(self._local_id, op, own)
+                for i, tensor in zip(numbers, reduced, strict=True):
+                    found[i] = tensor
+        for i in wholes:
+            found[i] = keras.ops.divide(found[i], self.num_replicas_in_sync)
+        return found
 
     def _on_tensors(
         self, collective: Callable[[list[Any]], Sequence[Any]], value: Any
@@ -251,6 +272,18 @@ class ReplicaContext:
             f"<ReplicaContext {self._replica_id} of {self.num_replicas_in_sync} "
             f"on {self.devices[0]}>"
         )
+
+
+def _is_whole(tensor: Any) -> bool:
+    """Whether a tensor holds integers."""
+    dtype = keras.backend.standardize_dtype(tensor.dtype)
+    return dtype.startswith(("int", "uint"))
+
+
+def _without_overflow(tensor: Any) -> Any:
+    """An integer tensor of at least 32 bits, which sums over replicas fit into."""
+    dtype = keras.backend.standardize_dtype(tensor.dtype)
+    return keras.ops.cast(tensor, "int32") if dtype.endswith(("8", "16")) else tensor
 
 
 def check_returns(fn: Callable[..., Any], what: str) -> None:

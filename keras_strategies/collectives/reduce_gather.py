@@ -10,12 +10,19 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_strategies.collectives import local_results
 from keras_strategies.collectives.call_options import call_options
 from keras_strategies.collectives.cross_device_ops import ReductionToOneDevice
 from keras_strategies.errors import GatherError, InvalidArgumentError
 from keras_strategies.runtime.state.replica_state import HALF
+from keras_strategies.runtime.state.run_state import is_local
 from keras_strategies.types import CommunicationOptions, ReduceOp
-from keras_strategies.values import DistributedValues, PerReplica, map_structure
+from keras_strategies.values import (
+    DistributedValues,
+    Mirrored,
+    PerReplica,
+    map_structure,
+)
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import Engine, StrategyCore
@@ -50,6 +57,10 @@ def _axes(axis: Any) -> tuple[int, ...]:
 def _reduce_leaf(
     strategy: StrategyCore, op: ReduceOp, leaf: Any, axes: tuple[int, ...] | None
 ) -> Any:
+    if _is_shared(strategy, leaf) and axes is None:
+        if op is ReduceOp.SUM:
+            raise shared_value_error("reduce", leaf)
+        return leaf
     tensors = components(strategy, leaf)
     dtype = keras.backend.standardize_dtype(tensors[0].dtype)
     if dtype in HALF and op in (ReduceOp.SUM, ReduceOp.MEAN):
@@ -57,6 +68,29 @@ def _reduce_leaf(
         wide = [_on_own_device(strategy, ops.cast, t, "float32") for t in tensors]
         return ops.cast(_reduce_tensors(strategy, op, wide, axes), dtype)
     return _reduce_tensors(strategy, op, tensors, axes)
+
+
+def _is_shared(strategy: StrategyCore, leaf: Any) -> bool:
+    """Whether a value is one object for several local replicas, or their copies."""
+    if isinstance(leaf, keras.Variable):
+        is_shared = not is_local(leaf)
+    else:
+        is_shared = isinstance(leaf, Mirrored) or not isinstance(
+            leaf, DistributedValues
+        )
+    return is_shared and strategy.replicas_here > 1
+
+
+def shared_value_error(method: str, value: Any) -> InvalidArgumentError:
+    """The error for a sum of a value that is the same on all replicas."""
+    return InvalidArgumentError(
+        f"`{method}` with SUM received a value that is not a `PerReplica`: {value!r}. "
+        "Its sum over replicas would be a multiple of it. Such values are results of "
+        "`reduce` and `gather`, variables, and results of `run` that are one object on "
+        "all replicas: Python numbers, arguments and captured tensors. Omit the call "
+        "for a reduced value. Otherwise use 'MEAN', return a tensor that each replica "
+        "makes, or multiply by `strategy.num_replicas_in_sync`."
+    )
 
 
 def _reduce_tensors(
@@ -179,6 +213,8 @@ def components(strategy: StrategyCore, leaf: Any) -> list[Any]:
     """A tensor for each replica; other values are the same on all replicas."""
     if isinstance(leaf, DistributedValues):
         values = list(leaf.values)
+    elif isinstance(leaf, keras.Variable) and is_local(leaf):
+        values = list(local_results.results(strategy, leaf))
     else:
         values = [leaf] * strategy.replicas_here
     return [
@@ -242,6 +278,10 @@ def reduce_onto(
     options: Any,
 ) -> list[Any]:
     """Reduces values onto devices; see `StrategyExtended.batch_reduce_to`."""
+    if op is ReduceOp.SUM:
+        for value, _ in pairs:
+            if _is_shared(strategy, value):
+                raise shared_value_error("reduce_to", value)
     checked = call_options(options, strategy.workers)
     ops_ = strategy.cross_device_ops or ReductionToOneDevice()
     packs = CommunicationOptions(bytes_per_pack=checked.bytes_per_pack)

@@ -96,6 +96,17 @@ def check_rows(batch: Any, what: str) -> int | None:
     return rows.pop() if rows else None
 
 
+def has_rows(batch: Any) -> bool:
+    """Whether all arrays of a batch have the same first axis, its rows.
+
+    Args:
+        batch: structure of arrays, or of specifications with a `shape`.
+    """
+    shapes = [shape_of(leaf) for leaf in named_leaves(batch).values()]
+    rows = {shape[0] for shape in shapes if shape} - {None}
+    return all(shapes) and len(rows) < 2
+
+
 def _check_kinds(leaves: Mapping[str, Any], what: str) -> None:
     """Raises for strings, objects and ragged rows, except on TensorFlow."""
     backend = keras.backend.backend()
@@ -196,14 +207,18 @@ def leaf_specs(batch: Any) -> Any:
     """Shape and dtype of each leaf, with an open number of rows.
 
     Returns:
-        The structure, with `keras.KerasTensor` of shape `(None, ...)` for leaves.
+        The structure, with `keras.KerasTensor` for leaves: of shape `(None, ...)`, or
+        of the leaf's own shape where the leaves have no rows in common.
     """
+    of_rows = has_rows(batch)
 
     def spec(leaf: Any) -> Any:
         if leaf is None:
             return None
-        dtype = keras.backend.standardize_dtype(leaf.dtype)
-        return keras.KerasTensor((None, *shape_of(leaf)[1:]), dtype=dtype)
+        array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+        dtype = keras.backend.standardize_dtype(array.dtype)
+        shape = shape_of(array)
+        return keras.KerasTensor((None, *shape[1:]) if of_rows else shape, dtype=dtype)
 
     return map_structure(spec, batch)
 

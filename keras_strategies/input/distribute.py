@@ -13,7 +13,13 @@ from keras_strategies.input import auto_shard
 from keras_strategies.input.arrays import ArrayDataset, are_arrays
 from keras_strategies.input.distributed_dataset import DistributedDataset
 from keras_strategies.input.feeds import EqualStepsFeed, Feed, PerReplicaFeed, SplitFeed
-from keras_strategies.input.sources import PlacedSource, Source, is_tf_data, source_of
+from keras_strategies.input.sources import (
+    PlacedSource,
+    Source,
+    is_tf_data,
+    source_of,
+    source_of_elements,
+)
 from keras_strategies.runtime.replicas.replica_counts import ReplicaCounts
 from keras_strategies.types import InputContext, InputOptions, InputReplicationMode
 
@@ -65,16 +71,16 @@ def from_function(
     pipelines = strategy.input_context()
     count = strategy.placement.replica_counts.count
     if options.experimental_replication_mode is not InputReplicationMode.PER_REPLICA:
-        sources: list[Source] = [source_of(dataset_fn(pipelines))]
+        sources: list[Source] = [source_of_elements(dataset_fn(pipelines))]
     elif not options.experimental_place_dataset_on_device:
-        sources = [source_of(dataset_fn(pipelines)) for _ in range(count)]
+        sources = [source_of_elements(dataset_fn(pipelines)) for _ in range(count)]
     else:
         sources = []
         for device in strategy.placement.replicas:
             on_device = functools.partial(strategy.engine.on_device, device)
             with on_device():
                 sources.append(
-                    PlacedSource(source_of(dataset_fn(pipelines)), on_device)
+                    PlacedSource(source_of_elements(dataset_fn(pipelines)), on_device)
                 )
     return _distributed(strategy, PerReplicaFeed(sources, count), options)
 

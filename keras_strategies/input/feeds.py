@@ -9,7 +9,14 @@ from typing import Any
 
 from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.errors import InputError
-from keras_strategies.input.batches import join_rows, rows_of, take_rows, to_host
+from keras_strategies.input.batches import (
+    check_rows,
+    has_rows,
+    join_rows,
+    rows_of,
+    take_rows,
+    to_host,
+)
 from keras_strategies.input.row_splits import replica_ranges
 from keras_strategies.input.sources import JoinedSource, Source
 from keras_strategies.runtime.replicas.replica_counts import ReplicaCounts
@@ -97,6 +104,9 @@ class SplitFeed(Feed):
 class PerReplicaFeed(Feed):
     """Assigns batches of the user's pipelines to replicas without splitting.
 
+    Elements may be values without rows. A replica without a batch in the last step gets
+    zero rows; a last step without a value for each replica is omitted.
+
     Args:
         sources: one pipeline, its batches for the replicas in turn, or one for
             each local replica.
@@ -108,6 +118,10 @@ class PerReplicaFeed(Feed):
         self._count = count
 
     def source(self) -> Source:
+        for source in self._sources:
+            if not source.has_rows:
+                # Raises: models train on rows.
+                check_rows(source.spec(), source.what)
         if len(self._sources) == self._count == 1:
             return self._sources[0]
         return JoinedSource(
@@ -140,8 +154,12 @@ class PerReplicaFeed(Feed):
             present = [batch for batch in found if batch is not nothing]
             if not present:
                 return
-            empty = take_rows(present[0], 0, 0)
-            yield [empty if batch is nothing else batch for batch in found]
+            if len(present) < len(found):
+                if not has_rows(present[0]):
+                    return
+                empty = take_rows(present[0], 0, 0)
+                found = [empty if batch is nothing else batch for batch in found]
+            yield found
 
     def steps(self, keep: Callable[[Any], bool], copy: bool) -> Iterator[list[Any]]:
         # One pipeline yields the batches of all replicas, and may reuse their memory
@@ -151,6 +169,8 @@ class PerReplicaFeed(Feed):
             reuses = self._sources[0].may_reuse_memory and (copy or several)
             parts = [to_host(batch, keep, reuses) for batch in found]
             missing = self._count - len(parts)
+            if missing and not has_rows(parts[0]):
+                return
             yield parts + [take_rows(parts[0], 0, 0) for _ in range(missing)]
 
     @property
@@ -158,9 +178,11 @@ class PerReplicaFeed(Feed):
         counts = [source.cardinality for source in self._sources]
         if any(count is None for count in counts):
             return None
-        if len(counts) == 1:
-            return -(-counts[0] // self._count)  # type: ignore[operator]
-        return max(counts)  # type: ignore[type-var]
+        has_rows = self._sources[0].has_rows
+        if len(counts) > 1:
+            return max(counts) if has_rows else min(counts)  # type: ignore[type-var]
+        steps, rest = divmod(counts[0], self._count)  # type: ignore[operator]
+        return steps + bool(rest and has_rows)
 
     def spec(self) -> Any:
         return self._sources[0].spec()
@@ -191,13 +213,19 @@ class EqualStepsFeed(Feed):
         stream = f"steps {next(_streams)}"
         steps = self._own.steps(keep, copy)
         empty: list[Any] | None = None
+        of_rows = True
         while True:
             parts = next(steps, None)
             flags = self._group.gather_values("a batch", parts is not None, stream)
             if not any(flags):
                 return
             if parts is not None:
-                empty = [take_rows(part, 0, 0) for part in parts]
+                of_rows = has_rows(parts[0])
+            if not of_rows and not all(flags):
+                return
+            if parts is not None:
+                if of_rows:
+                    empty = [take_rows(part, 0, 0) for part in parts]
                 yield parts
             elif empty is not None:
                 yield empty

@@ -12,7 +12,7 @@ import keras
 
 from keras_strategies.errors import InputError, InvalidArgumentError
 from keras_strategies.input.arrays import ArrayDataset, are_arrays, from_arrays
-from keras_strategies.input.batches import check_rows, leaf_specs, loaded
+from keras_strategies.input.batches import check_rows, has_rows, leaf_specs, loaded
 from keras_strategies.keras_compat.models.first_batches import is_read_once
 from keras_strategies.keras_compat.models.input_adapters import (
     batches_adapter,
@@ -34,6 +34,8 @@ class Source(abc.ABC):
     may_reuse_memory = False
     #: Whether batches are slices of arrays in memory, for which prefetch gains nothing.
     is_in_memory = False
+    #: Whether elements may be values without rows, each for one replica.
+    may_be_values = False
 
     def __init__(self, given: Any):
         self.given = given
@@ -48,7 +50,8 @@ class Source(abc.ABC):
 
     def _checked(self) -> Iterator[Any]:
         for batch in self.read():
-            check_rows(batch, self.what)
+            if not self.may_be_values:
+                check_rows(batch, self.what)
             yield batch
 
     @abc.abstractmethod
@@ -82,6 +85,11 @@ class Source(abc.ABC):
         self._peeked = itertools.chain(first, batches)
         return leaf_specs(first[0])
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether elements are batches, if that is known before they are read."""
+        return True
+
     def model_input(self, class_weight: dict[int, float] | None = None) -> Any:
         """The input of Keras's `fit`, `evaluate` and `predict` for this source.
 
@@ -93,12 +101,19 @@ class Source(abc.ABC):
 
 
 class TfDataSource(Source):
-    """A `tf.data.Dataset`."""
+    """A `tf.data.Dataset`.
 
-    def __init__(self, given: Any):
+    Args:
+        given: the dataset.
+        may_be_values: bool, whether elements may be values without rows.
+    """
+
+    def __init__(self, given: Any, may_be_values: bool = False):
         super().__init__(given)
-        # Checked by its specification, before anything is read.
-        check_rows(given.element_spec, self.what)
+        self.may_be_values = may_be_values
+        if not may_be_values:
+            # Checked by its specification, before anything is read.
+            check_rows(given.element_spec, self.what)
         self._begun: Iterator[Any] | None = None
 
     def read(self) -> Iterator[Any]:
@@ -107,6 +122,10 @@ class TfDataSource(Source):
 
     def begin(self) -> None:
         self._begun = iter(self.given)
+
+    @property
+    def has_rows(self) -> bool:
+        return has_rows(self.given.element_spec)
 
     @property
     def cardinality(self) -> int | None:
@@ -209,6 +228,12 @@ class IterableSource(Source):
         return self._remaining
 
     @property
+    def has_rows(self) -> bool:
+        # Other iterables may be readable once.
+        first = self.given[:1] if isinstance(self.given, (list, tuple)) else ()
+        return all(map(has_rows, first))
+
+    @property
     def cardinality(self) -> int | None:
         return length_of(self.given)
 
@@ -287,6 +312,7 @@ class PlacedSource(Source):
         super().__init__(source.given)
         self._source = source
         self._on_device = on_device
+        self.may_be_values = source.may_be_values
         self.may_reuse_memory = source.may_reuse_memory
 
     def read(self) -> Iterator[Any]:
@@ -309,8 +335,21 @@ class PlacedSource(Source):
     def cardinality(self) -> int | None:
         return self._source.cardinality
 
+    @property
+    def has_rows(self) -> bool:
+        return self._source.has_rows
+
     def spec(self) -> Any:
         return self._source.spec()
+
+
+def source_of_elements(dataset: Any) -> Source:
+    """The source for a dataset of batches, or of values without rows, for replicas."""
+    if is_tf_data(dataset):
+        return TfDataSource(dataset, may_be_values=True)
+    source = source_of(dataset)
+    source.may_be_values = True
+    return source
 
 
 def source_of(dataset: Any, batch_size: int | None = None) -> Source:

@@ -113,6 +113,10 @@ class Engine(abc.ABC):
     def to_device(self, value: Any, device: Device) -> Any:
         """A tensor with this value on that device."""
 
+    def movable(self, tensor: Any) -> Any:
+        """The tensor, for operations with tensors on other devices; see the engines."""
+        return tensor
+
     @abc.abstractmethod
     def device_of(self, tensor: Any) -> Device:
         """The device of a tensor; of several, the first one."""

@@ -292,3 +292,72 @@ def test_a_loop_over_a_dataset_that_is_not_converted_is_told_so(mirrored):
 
     with pytest.raises(RuntimeError, match="iterated by Python while TensorFlow"):
         epoch()
+
+
+@pytest.mark.parametrize("devices", [["cpu:0"], ["cpu:0", "cpu:1"]])
+@pytest.mark.parametrize("jit", [None, True], ids=["", "xla"])
+def test_a_tf_function_in_run_may_do_what_a_replica_does(devices, jit):
+    """Eager `run` of a `tf.function`, on one replica as on several; there too."""
+    strategy = ks.MirroredStrategy(devices)
+    count = len(devices)
+    with strategy.scope():
+        metric = keras.metrics.Mean()
+        mean = keras.Variable(1.0, aggregation="mean")
+        seen = keras.Variable(
+            0.0, synchronization="on_read", aggregation="sum", trainable=False
+        )
+        optimizer = keras.optimizers.SGD(0.5)
+        optimizer.build([mean])
+
+    @tf.function(jit_compile=jit)
+    def step(x):
+        context = ks.get_replica_context()
+        metric.update_state(x)
+        mean.assign_add(tf.reduce_sum(x))
+        seen.assign_add(1.0)
+        optimizer.apply([tf.ones(()) / count], [mean])
+        merged = context.merge_call(lambda _, y: y, (x,))
+        return context.all_reduce("SUM", x), context.all_gather(merged, 0), mean + 0.0
+
+    x = tf.constant([1.0, 2.0])
+    for i in (1, 2):
+        total, gathered, value = strategy.run(step, (x,))
+        local = [
+            strategy.experimental_local_results(each)[0].numpy().tolist()
+            for each in (total, gathered, value)
+        ]
+        assert local[0] == [count * 1.0, count * 2.0]
+        assert local[1] == [1.0, 2.0] * count
+        assert local[2] == float(mean) == 1.0 + i * 2.5
+        assert float(seen) == count * i
+        assert float(metric.result()) == 1.5
+    assert step.experimental_get_tracing_count() == 0
+
+
+@pytest.mark.parametrize("devices", [["cpu:0"], ["cpu:0", "cpu:1"]])
+@pytest.mark.parametrize("in_function", [False, True], ids=["eager", "function"])
+def test_merge_call_in_an_init_scope(devices, in_function):
+    """There: the argument on each replica, and the updates of a trace."""
+    strategy = ks.MirroredStrategy(devices)
+    with strategy.scope():
+        v = keras.Variable(1.0)
+    calls = []
+
+    def merged(strategy, x):
+        calls.append(tf.executing_eagerly())
+        strategy.extended.update(v, lambda v: v.assign_add(1.0))
+        return x
+
+    def step(x):
+        with tf.init_scope():
+            found = ks.get_replica_context().merge_call(merged, (tf.constant(2.0),))
+        return found + x
+
+    call = tf.function(lambda x: strategy.run(step, (x,))) if in_function else None
+    for i in (1, 2):
+        found = (call or (lambda x: strategy.run(step, (x,))))(tf.constant(3.0))
+        parts = strategy.experimental_local_results(found)
+        assert [float(part) for part in parts] == [5.0] * len(devices)
+        assert len(calls) == (1 if in_function else i)
+    assert all(calls)
+    assert float(v) == 1.0 + len(calls)

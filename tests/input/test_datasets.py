@@ -566,3 +566,66 @@ def test_text_and_ragged_rows_are_for_tensorflow_alone(mirrored, backend_name, k
         return
     with pytest.raises(ValueError, match=r"batch\['word'\] of .*KERAS_BACKEND"):
         list(mirrored.experimental_distribute_dataset(datasets[kind]))
+
+
+# Values without rows, from a function. What `tf.distribute` gives stands beside each.
+
+
+def scalars(kind: str, count: int):
+    if kind == "list":
+        return [np.int32(i) for i in range(count)]
+    tf = pytest.importorskip("tensorflow")
+    return tf.data.Dataset.range(count).map(lambda i: tf.cast(i, "int32"))
+
+
+@pytest.mark.parametrize("kind", ["list", "tf_data"])
+def test_values_from_a_function_go_to_the_replicas(mirrored, kind) -> None:
+    dataset = mirrored.distribute_datasets_from_function(lambda _: scalars(kind, 5))
+    found = [
+        [int(part) for part in mirrored.experimental_local_results(step)]
+        for step in dataset
+    ]
+    assert found == [[0, 1], [2, 3]]  # There: the same.
+    assert len(dataset) == 2
+    spec = dataset.element_spec
+    assert [tuple(own.shape) for own in spec.values] == [(), ()]
+    sums = [
+        float(mirrored.reduce("SUM", mirrored.run(lambda x: x + 1, (step,))))
+        for step in dataset
+    ]
+    assert sums == [3.0, 7.0]
+
+
+def test_structures_of_values_with_different_axes(mirrored) -> None:
+    def dataset_fn(context):
+        del context
+        rows = np.arange(12, dtype="int32").reshape(4, 3)
+        return [{"n": np.int32(i), "row": rows[i]} for i in range(4)]
+
+    options = ks.InputOptions(experimental_replication_mode="PER_REPLICA")
+    for given, expected in ((None, [[0, 1], [2, 3]]), (options, [[0, 0], [1, 1]])):
+        dataset = mirrored.distribute_datasets_from_function(dataset_fn, given)
+        steps = list(dataset)[:2]
+        found = [
+            [int(part["n"]) for part in mirrored.experimental_local_results(step)]
+            for step in steps
+        ]
+        assert found == expected  # There: the same.
+        [_, second] = mirrored.experimental_local_results(steps[0])
+        row = keras.ops.convert_to_numpy(second["row"]).tolist()
+        assert row == [3 * expected[0][1] + i for i in range(3)]
+
+
+def test_one_replica_takes_every_value() -> None:
+    strategy = ks.OneDeviceStrategy("cpu:0")
+    dataset = strategy.distribute_datasets_from_function(lambda _: scalars("list", 3))
+    assert [int(step) for step in dataset] == [0, 1, 2]  # There: the same.
+
+
+def test_models_train_on_rows_not_on_values(mirrored) -> None:
+    with mirrored.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    dataset = mirrored.distribute_datasets_from_function(lambda _: scalars("list", 4))
+    with pytest.raises(ValueError, match=r"is not batched: it yielded batch of shape"):
+        model.fit(dataset, verbose=0)

@@ -50,7 +50,10 @@ class BatchTransfer:
 def _are_alike(leaves: Sequence[Sequence[Any]]) -> bool:
     """Whether the parts of each array are NumPy arrays of one shape, with rows."""
     return all(
-        type(part) is np.ndarray and part.size and part.shape == column[0].shape
+        type(part) is np.ndarray
+        and part.size
+        and part.shape
+        and part.shape == column[0].shape
         for column in zip(*leaves, strict=True)
         for part in column
     )

@@ -16,6 +16,11 @@ from keras_strategies.runtime.thread_scheduling import scheduled_as_batch
 
 PRIVATE_NAMES = (
     Private(
+        "jax._src.array.ArrayImpl",
+        ("_arrays",),
+        "Reduced values may be used with variables on several devices.",
+    ),
+    Private(
         "jax._src.core",
         ("set_current_trace", "trace_ctx", "trace_state_clean"),
         "Threads of replicas continue one trace.",
@@ -321,3 +326,10 @@ def passed_on(fn: Any, batch: Any) -> list[int | None]:
     jaxpr = jax.make_jaxpr(fn)(batch).jaxpr
     leaves = {id(variable): i for i, variable in enumerate(jaxpr.invars)}
     return [leaves.get(id(variable)) for variable in jaxpr.outvars]
+
+
+def uncommitted(array: Any) -> Any:
+    """The same array on one device, not committed to it."""
+    from jax._src.array import ArrayImpl
+
+    return ArrayImpl(array.aval, array.sharding, array._arrays, committed=False)

@@ -11,7 +11,7 @@ import jax
 
 from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.devices import Device
-from keras_strategies.engines.jax import device_collectives, devices
+from keras_strategies.engines.jax import compat, device_collectives, devices
 from keras_strategies.engines.jax.array_placement import local_value
 from keras_strategies.engines.jax.batch_transfer import BatchTransfer
 from keras_strategies.engines.jax.fit.central_storage_trainer import (
@@ -82,6 +82,13 @@ class JaxEngine(Engine):
         if isinstance(value, jax.core.Tracer):
             return value  # The compiler places traced values.
         return jax.device_put(local_value(value), devices.jax_device(device))
+
+    def movable(self, tensor: Any) -> Any:
+        # JAX moves uncommitted arrays to the device of the committed ones.
+        if not isinstance(tensor, jax.Array) or isinstance(tensor, jax.core.Tracer):
+            return tensor
+        is_on_one = len(tensor.sharding.device_set) == 1
+        return compat.uncommitted(tensor) if is_on_one else tensor
 
     def transfers(self, targets: Sequence[Device]) -> Transfer:
         return BatchTransfer([devices.jax_device(target) for target in targets])

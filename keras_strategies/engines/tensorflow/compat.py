@@ -209,6 +209,11 @@ PRIVATE_NAMES = (
         ("_component_specs", "_from_components", "_serialize", "_to_components"),
         "The type of per-replica values.",
     ),
+    Private(
+        f"{_PYTHON}.eager.polymorphic_function.polymorphic_function.Function",
+        ("_jit_compile",),
+        "A `tf.function` that is passed to `run` is traced with its replica.",
+    ),
 )
 
 
@@ -814,3 +819,8 @@ def make_composite(kind: type, spec_of: Callable[[Any], tf.TypeSpec]) -> None:
             setattr(kind, name, member)
     kind._type_spec = property(spec_of)  # type: ignore[attr-defined]
     composite.register(kind)
+
+
+def is_for_xla(function: tf.types.experimental.PolymorphicFunction) -> bool | None:
+    """The `jit_compile` of a `tf.function`."""
+    return function._jit_compile  # type: ignore[no-any-return]

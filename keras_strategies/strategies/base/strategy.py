@@ -32,7 +32,7 @@ from keras_strategies.training.tensorflow_calls import (
     replacements_named,
 )
 from keras_strategies.types import ReduceOp, RunOptions, check_flag
-from keras_strategies.values import regroup, select_replica
+from keras_strategies.values import map_structure, regroup, select_replica
 
 # Attributes of strategies for other modules of this package; `dir` omits them.
 _INTERNAL = frozenset(
@@ -200,8 +200,9 @@ class Strategy(StrategyInput, StrategyReports, StrategyCheckpoints):
 
         Args:
             reduce_op: `ReduceOp` or its name, in any case.
-            value: a structure of `PerReplica`; any other value is taken to be the
-                same on every replica.
+            value: a structure of `PerReplica` and on-read variables. Any other value
+                is the same on every replica: its mean, minimum and maximum are the
+                value itself.
             axis: int, or a sequence of them: axes to reduce along as well, along which
                 lengths may differ between replicas; None to reduce over replicas only.
 
@@ -210,7 +211,8 @@ class Strategy(StrategyInput, StrategyReports, StrategyCheckpoints):
             of elements on all replicas together.
 
         Raises:
-            ValueError: for an unknown operation or shapes that do not fit.
+            ValueError: for an unknown operation, shapes that do not fit, or the sum of
+                a value that is the same on every replica.
             RuntimeError: inside `run`; use `ReplicaContext.all_reduce` there.
 
         Example:
@@ -221,9 +223,10 @@ class Strategy(StrategyInput, StrategyReports, StrategyCheckpoints):
         op = ReduceOp.parse(reduce_op)
         assert isinstance(op, ReduceOp)
         with context.entered(self):
-            return self._in_loop(
+            found = self._in_loop(
                 "reduce", lambda: reduce_gather.reduce(self, op, value, axis)
             )
+        return self._movable(found)
 
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenates the replicas' values.
@@ -241,9 +244,16 @@ class Strategy(StrategyInput, StrategyReports, StrategyCheckpoints):
         """
         self._check_outside_replicas("gather")
         with context.entered(self):
-            return self._in_loop(
+            found = self._in_loop(
                 "gather", lambda: reduce_gather.gather(self, value, axis)
             )
+        return self._movable(found)
+
+    def _movable(self, value: Any) -> Any:
+        """A value for operations with variables, which may be on several devices."""
+        if self.workers is not None:
+            return value
+        return map_structure(self._engine.movable, value)
 
     def _in_loop(self, fn: Any, call: Callable[[], Any]) -> Any:
         """Makes a call in which workers exchange values, also elastic workers."""
@@ -272,7 +282,8 @@ class Strategy(StrategyInput, StrategyReports, StrategyCheckpoints):
             device; of a structure, one for each replica, with its components. Of
             anything else, and of a variable of one replica, `(value,)`.
         """
-        return local_results.results(self, value)
+        found = local_results.results(self, value)
+        return tuple(self._movable(own) for own in found)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
         # Copies of a model train under the same strategy.

@@ -147,7 +147,10 @@ class StrategyExtended:
             )
         op = ReduceOp.parse(reduce_op)
         assert isinstance(op, ReduceOp)
-        return reduce_onto(self._strategy, op, value_destination_pairs, options)
+        found = reduce_onto(self._strategy, op, value_destination_pairs, options)
+        if self._strategy.workers is not None:
+            return found
+        return [self._strategy.engine.movable(value) for value in found]
 
     def update(
         self,

@@ -12,7 +12,7 @@ from keras_strategies.input.arrays import from_arrays
 from keras_strategies.input.distributed_dataset import DistributedDataset
 from keras_strategies.strategies.base.strategy_checks import StrategyChecks
 from keras_strategies.types import InputContext, InputOptions
-from keras_strategies.values import PerReplica
+from keras_strategies.values import PerReplica, map_structure
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,15 @@ class StrategyInput(StrategyChecks):
     def experimental_distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], Any]
     ) -> Any:
-        """Makes a per-replica value from a function.
+        """Makes a per-replica value, or a structure of them, from a function.
 
         Args:
             value_fn: callable of a `ValueContext`, which identifies the replica;
-                returns its component.
+                returns its component, or a structure of components.
 
         Returns:
-            A `PerReplica` of the components; with one replica, its component.
+            The structure, with a `PerReplica` of the components as each leaf; with one
+            replica, its components.
 
         Example:
 
@@ -54,7 +55,9 @@ class StrategyInput(StrategyChecks):
             value_fn(ValueContext(counts.first + i, counts.total))
             for i in range(counts.count)
         ]
-        return values[0] if counts.count == 1 else PerReplica(values)
+        if counts.count == 1:
+            return values[0]
+        return map_structure(lambda *own: PerReplica(own), *values)
 
     def experimental_distribute_dataset(
         self,

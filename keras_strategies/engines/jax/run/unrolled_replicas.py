@@ -101,7 +101,8 @@ class UnrolledReplicas(TracedReplicas):
     ) -> Sequence[Any]:
         def merge(every: list[list[Any]]) -> list[Any]:
             reduced = [reduce_parts(op, list(c)) for c in zip(*every, strict=True)]
-            return [reduced] * len(every)
+            # Results of `run` that are one object are the same on all replicas.
+            return [[jnp.copy(tensor) for tensor in reduced] for _ in every]
 
         found: list[Any] = collective_call("all_reduce", tensors, merge)
         return found
@@ -114,7 +115,7 @@ class UnrolledReplicas(TracedReplicas):
             for column in columns:
                 check_axis([part.shape for part in column], axis)
             gathered = [jnp.concatenate(column, axis) for column in columns]
-            return [gathered] * len(every)
+            return [[jnp.copy(tensor) for tensor in gathered] for _ in every]
 
         found: list[Any] = collective_call("all_gather", tensors, merge)
         return found

@@ -295,11 +295,29 @@ class LockstepCollectives(ReplicaCollectives):
     def merge_call(
         self, replica: int, merge: Callable[..., Any], arguments: MergeArguments
     ) -> Any:
+        if tf.executing_eagerly() and self._graph is not None:
+            return self._merge_call_in_init_scope(replica, merge, arguments)
+
         def merged(arguments: list[MergeArguments]) -> list[Any]:
             with self._merging():
                 return call_merged(merge, arguments)
 
         return self.exchange(replica, "merge_call", arguments, merged, False)
+
+    def _merge_call_in_init_scope(
+        self, replica: int, merge: Callable[..., Any], arguments: MergeArguments
+    ) -> Any:
+        """Calls a merged function eagerly, while the program is traced.
+
+        The replicas meet in the graph; the function is outside of it again.
+        """
+
+        def lifted(*args: Any, **kwargs: Any) -> Any:
+            with tf.init_scope():
+                return merge(*args, **kwargs)
+
+        with self._graph.as_default():
+            return self.merge_call(replica, lifted, arguments)
 
 
 def _check_kinds(kinds: Sequence[str]) -> None:

@@ -124,10 +124,9 @@ class TensorFlowRun(ReplicaRun):
     ) -> list[Any]:
         fn = program_of(fn)
         if isinstance(fn, tf.types.experimental.PolymorphicFunction):
-            if self.replica_set.counts.total > 1:
-                program = self._program(fn)
-                with self._watched():
-                    return program(list(args), list(kwargs))  # type: ignore[no-any-return]
+            program = self._program(fn)
+            with self._watched():
+                return program(list(args), list(kwargs))  # type: ignore[no-any-return]
         elif not tf.executing_eagerly():
             # AutoGraph converts `if` and `for` on tensors, as in the code around `run`.
             fn = tf.__internal__.autograph.tf_convert(
@@ -155,7 +154,14 @@ class TensorFlowRun(ReplicaRun):
 
             # TensorFlow warns of retracing by code object; a partial function has none.
             own = functools.partial(program)
-            found = tf.function(own, reduce_retracing=True)
+            found = tf.function(
+                own,
+                reduce_retracing=True,
+                # XLA compiles programs for one device.
+                jit_compile=compat.is_for_xla(fn)
+                if self.replica_set.counts.total == 1
+                else None,
+            )
             self._programs[fn] = self.replica_set, found
         return found
 
