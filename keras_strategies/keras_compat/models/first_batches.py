@@ -79,3 +79,8 @@ def _begin_pass(adapter: Any) -> None:
     for name in ("_dataset", "_dataloader"):
         if hasattr(adapter, name):
             iter(getattr(adapter, name))
+    begin = getattr(adapter, "begin", None)
+    if begin is not None:
+        # A `batches_adapter`: the pass that is not read, and the one that is.
+        begin()
+        begin()
