@@ -66,6 +66,12 @@ EVERYWHERE = {
     "test_steps_that_differ": (),
     "test_store": (),
     "test_streams": ("test_every_batch_is_seen_once[generator]",),
+    "test_tensorflow_objects": (
+        "test_a_dataset_is_each_workers",
+        "test_preprocessing_layers_run_on_workers",
+        "test_a_model_of_strings_equals_one_device",
+        "test_a_model_without_compile_predicts_strings",
+    ),
     "test_training": (
         "test_every_kind_of_input[arrays]",
         "test_every_kind_of_input[tf_data]",

@@ -75,11 +75,19 @@ def symbolic_build(model: Any, batch: Any) -> None:
     `dtype` of the leaves only. It traces the model for the shapes of its outputs; a
     functional model has symbolic outputs already.
     """
+    batch = keras.tree.map_structure(_with_strings, batch)
     outputs = _known_outputs(model)
     if outputs is not None:
         with contextlib.suppress(Exception):  # Keras's own build raises the error.
             _build_from_outputs(model, batch, outputs)
     model._symbolic_build(data_batch=batch)
+
+
+def _with_strings(leaf: Any) -> Any:
+    """A specification of an array of strings; other leaves unchanged."""
+    if getattr(getattr(leaf, "dtype", None), "kind", "") in ("O", "S", "U"):
+        return keras.KerasTensor(leaf.shape, "string")
+    return leaf
 
 
 def _known_outputs(model: Any) -> Any:

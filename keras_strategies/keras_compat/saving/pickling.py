@@ -9,8 +9,16 @@ from keras_strategies.keras_compat.optimizers.optimizer_classes import optimizer
 from keras_strategies.keras_compat.optimizers.optimizer_parts import is_optimizer
 from keras_strategies.keras_compat.strategy_attribute import STRATEGY_ATTRIBUTE
 
-# Attributes that are not sent with a model: compiled functions, and arrays of a loop.
-_NOT_SENT = ("train_function", "test_function", "predict_function", "_jax_state")
+# Attributes that are not sent with a model: compiled functions, arrays of a loop, and
+# what `adapt` has counted.
+_NOT_SENT = (
+    "train_function",
+    "test_function",
+    "predict_function",
+    "_jax_state",
+    "token_counts",
+    "token_document_counts",
+)
 
 
 def is_keras_object(made: Any) -> bool:

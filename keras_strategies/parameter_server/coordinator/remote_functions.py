@@ -235,7 +235,8 @@ class RemoteFunctions:
         """
         self.release()
         number_of = self._pickler.number_of
-        parts = (model.optimizer, *compiled_parts(model))
+        # A model that is not compiled can predict.
+        parts = (getattr(model, "optimizer", None), *compiled_parts(model))
         settings = (
             layer_settings(model),
             *(None if part is None else number_of(part) for part in parts),

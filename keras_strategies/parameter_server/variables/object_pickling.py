@@ -33,6 +33,9 @@ from keras_strategies.keras_compat.saving.pickling import (
     renew_identities,
 )
 from keras_strategies.parameter_server.engines.composite_tensors import reduced
+from keras_strategies.parameter_server.variables.tensorflow_objects import (
+    tensorflow_reduction,
+)
 from keras_strategies.parameter_server.variables.weak_numbers import WeakNumbers
 from keras_strategies.parameter_server.wire.task_messages import (
     PickledResult,
@@ -167,6 +170,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             state = container_state(made)
             if state is not None:
                 return _empty, (type(made),), state, None, None, _fill
+            of_tensorflow = tensorflow_reduction(made)
+            if of_tensorflow is not None:
+                return of_tensorflow
             if type(made).__module__.startswith("tensorflow.python.distribute"):
                 return _tensorflow_strategy, ()
         return super().reducer_override(made)
