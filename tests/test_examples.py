@@ -128,3 +128,19 @@ def test_the_recommender_finds_the_tastes_that_it_was_not_told() -> None:
     assert int(liked[1]) > 90
     # Three epochs of 200 steps, each done once; ten for the test, five to recommend.
     assert "\n615 steps done, 0 under way, 0 queued" in output
+
+
+@pytest.mark.nightly
+@pytest.mark.multiprocess
+@pytest.mark.skipif(
+    keras.backend.backend() != "tensorflow", reason="the tutorial is TensorFlow's"
+)
+def test_the_tutorial_on_parameter_servers_learns_its_rule() -> None:
+    output = run_example("parameter_server_tutorial.py")
+    accuracies = re.findall(r"accuracy is ([\d.]+)\.", output)
+    assert len(accuracies) == 4 and float(accuracies[-1]) > 0.95, output
+    loss = re.search(r"Final loss is ([\d.]+)\.", output)
+    accuracy = re.search(r"Evaluation accuracy: ([\d.]+)\.", output)
+    assert loss is not None and accuracy is not None, output
+    assert float(loss[1]) < 0.1
+    assert float(accuracy[1]) > 0.95
