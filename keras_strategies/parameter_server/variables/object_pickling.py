@@ -150,9 +150,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(made, WorkerValue):
             self.worker_values[made.reference.number] = made
             return _worker_value, (made.reference.number,)
-        composite = reduced(made)
-        if composite is not None:
-            return composite
+        # Datasets and iterators are composite tensors too.
+        found = tensorflow_reduction(made) or reduced(made)
+        if found is not None:
+            return found
         if made is self._strategy:
             return _strategy, ()
         if callable(made) and not isinstance(made, type):
@@ -170,9 +171,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             state = container_state(made)
             if state is not None:
                 return _empty, (type(made),), state, None, None, _fill
-            of_tensorflow = tensorflow_reduction(made)
-            if of_tensorflow is not None:
-                return of_tensorflow
             if type(made).__module__.startswith("tensorflow.python.distribute"):
                 return _tensorflow_strategy, ()
         return super().reducer_override(made)
