@@ -17,6 +17,8 @@ import pytest
 from architecture.package_source import OWN, Module, accessed, package_source
 from architecture.private_names import FRAMEWORKS
 
+import keras_strategies as ks
+from keras_strategies.errors import BackendError
 from keras_strategies.keras_compat import patching
 from keras_strategies.keras_compat.manifest import GROUPS, Patch
 from keras_strategies.keras_compat.private_names import PRIVATE, Private
@@ -52,6 +54,98 @@ def test_a_replaced_attribute_has_its_signature(row: Patch) -> None:
         f"Keras {keras.__version__}: {row.owner}.{row.name} has the signature {found}; "
         f"{row.around} was written for {row.signature}"
     )
+
+
+#: For each owner a class or module that users, or modules of Keras, call it by.
+CALLED = {
+    "keras.src.trainers.trainer.BaseTrainer | keras.src.trainers.trainer.Trainer": (
+        "keras.Model"
+    ),
+    "keras.src.models.model.Trainer": "keras.Model",
+    "keras.src.backend.common.variables.Variable": "keras.Variable",
+    "keras.src.layers.layer.Layer": "keras.layers.Dense",
+    "keras.src.layers.normalization.batch_normalization.BatchNormalization": (
+        "keras.layers.BatchNormalization"
+    ),
+    "keras.src.optimizers.base_optimizer.BaseOptimizer": "keras.optimizers.Adam",
+    "keras.src.optimizers.loss_scale_optimizer.LossScaleOptimizer": (
+        "keras.optimizers.LossScaleOptimizer"
+    ),
+    "keras.src.optimizers.multi_optimizer.MultiOptimizer": (
+        "keras.src.optimizers.MultiOptimizer"
+    ),
+    "keras.src.trainers.epoch_iterator.EpochIterator": (
+        f"keras.src.backend.{ENGINE}.trainer."
+        f"{ {'jax': 'JAX', 'tensorflow': 'TF', 'torch': 'Torch'}[ENGINE] }EpochIterator"
+    ),
+    "keras.src.callbacks.callback_list.CallbackList": "keras.callbacks.CallbackList",
+    "keras.src.saving.saving_api": "keras.src.saving.saving_api",
+    "keras.src.saving.saving_lib": "keras.src.saving.saving_api.saving_lib",
+    "keras.src.saving.saving_lib.H5IOStore": "keras.src.saving.saving_lib.H5IOStore",
+    "keras.src.saving.saving_lib.ShardedH5IOStore": (
+        "keras.src.saving.saving_lib.ShardedH5IOStore"
+    ),
+    "keras.src.backend": "keras.src.saving.saving_lib.backend",
+    "keras.src.backend.{backend}.numpy | keras.src.backend.{backend}.ops.numpy": (
+        "keras.src.ops.numpy.backend.numpy"
+    ),
+    "keras.src.backend.nn": "keras.src.ops.nn.backend.nn",
+    "keras.src.losses.loss": "keras.Loss",
+    "keras.src.backend.jax.trainer": "keras.src.models.model.Trainer",
+    "keras.src.backend.jax.trainer.JAXEpochIterator": "keras.src.models.model.Trainer",
+    "keras.src.backend.jax.distribution_lib": ("keras.src.backend.distribution_lib"),
+    "keras.src.backend.tensorflow.optimizer.TFOptimizer": "keras.optimizers.Adam",
+    "keras.src.backend.tensorflow.trainer.TFEpochIterator": (
+        "keras.src.models.model.Trainer"
+    ),
+    "keras.src.backend.torch.trainer.TorchEpochIterator": (
+        "keras.src.models.model.Trainer"
+    ),
+    "keras.src.backend.torch.layer.TorchLayer": "keras.layers.Dense",
+    "keras.src.backend.torch.core": "keras.Variable",
+}
+
+
+@pytest.mark.parametrize("row", PATCHES)
+def test_a_replaced_attribute_is_the_one_that_keras_calls(row: Patch) -> None:
+    """Keras has had copies of modules and classes that nothing calls."""
+    if not patching.is_present(row):
+        pytest.skip("not of this backend or version")
+    owner = patching.owner_of(row)
+    caller = patching.resolved(CALLED[row.owner])
+    assert caller is not None, CALLED[row.owner]
+    kinds = getattr(caller, "__mro__", ())
+    assert (
+        owner in (caller, *kinds)
+        or owner in map(inspect.getmodule, kinds)
+        or any(
+            vars(inspect.getmodule(kind)).get(owner.__name__) is owner for kind in kinds
+        )
+    ), f"Keras calls {CALLED[row.owner]}, and {row.owner} is replaced"
+
+
+def test_copies_of_a_function_are_replaced_together() -> None:
+    """Each name of a function of the backend that is replaced under two names."""
+    if ENGINE != "torch":
+        pytest.skip("only Keras on Torch has such names")
+    functions = {
+        inspect.unwrap(vars(patching.resolved(owner))["convert_to_numpy"])
+        for owner in ("keras.src.backend", "keras.src.backend.torch.core")
+    }
+    assert len(functions) == 1
+
+
+def test_an_unlisted_version_of_keras_is_an_error(monkeypatch) -> None:
+    rows = [row for group in GROUPS.values() for row in group.patches]
+    patching.is_present.cache_clear()
+    monkeypatch.setattr(keras, "__version__", "3.99.1")
+    try:
+        with pytest.raises(BackendError, match=r"Keras 3\.99\.1 is installed.*3\.15"):
+            patching.is_present(rows[0])
+        with pytest.raises(BackendError, match=r"Keras 3\.99\.1 is installed"):
+            ks.OneDeviceStrategy("cpu:0")
+    finally:
+        patching.is_present.cache_clear()
 
 
 @pytest.mark.parametrize(("row", "name"), NAMES)

@@ -114,7 +114,12 @@ class _Installed:
 
 
 def install(hooks: ModelHooks) -> None:
-    """Hooks Keras, once; later calls do nothing."""
+    """Hooks Keras, once; later calls do nothing.
+
+    Raises:
+        BackendError: for a version of Keras that is not supported.
+    """
+    patching.supported_version()
     if not patching.is_installed("strategies"):
         _Installed.hooks = hooks
         patching.install("strategies")

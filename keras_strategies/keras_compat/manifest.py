@@ -17,9 +17,9 @@ class Patch:
     """An attribute of Keras that is replaced.
 
     Args:
-        owner: str, full name of the class or module, in which `{backend}` stands for
-            the backend's name. Versions that name it differently are separated by
-            `" | "`.
+        owner: str, full name of the class or module that Keras uses, in which
+            `{backend}` stands for the backend's name. Versions that name it differently
+            are separated by `" | "`.
         name: str, the attribute.
         signature: str, the original's, of several versions likewise.
         around: str, the function of this package that is called instead, as
@@ -62,6 +62,8 @@ _SAVING = "keras.src.saving.saving_lib"
 _JAX = "keras.src.backend.jax"
 _TENSORFLOW = "keras.src.backend.tensorflow"
 _TORCH = "keras.src.backend.torch"
+# Keras calls functions of the backend, and of some of its modules, by their names here.
+_BACKENDS = "keras.src.backend"
 _BACKEND = "keras.src.backend.{backend}"
 _APPLY = "(self, grads, trainable_variables=None)"
 
@@ -336,7 +338,7 @@ GROUPS: dict[str, Group] = {
         "From a strategy of model parallelism on Torch on.",
         (
             Patch(
-                f"{_TORCH}.ops",
+                _BACKENDS,
                 "convert_to_numpy",
                 "(x)",
                 "backends.keras_on_torch.to_numpy",
@@ -346,16 +348,16 @@ GROUPS: dict[str, Group] = {
                 versions=VERSIONS[1:],
             ),
             Patch(
-                f"{_TORCH}.ops.core",
+                f"{_TORCH}.core",
                 "convert_to_numpy",
                 "(x)",
                 "backends.keras_on_torch.to_numpy",
-                "As that of `ops`, which is the same function.",
+                "The same function, for modules of the backend.",
                 backend="torch",
                 versions=VERSIONS[1:],
             ),
             Patch(
-                f"{_TORCH}.ops.nn",
+                f"{_BACKENDS}.nn",
                 "dot_product_attention",
                 "(query, key, value, bias=None, mask=None, scale=None, "
                 "is_causal=False, flash_attention=None, attn_logits_soft_cap=None)",

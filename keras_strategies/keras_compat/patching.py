@@ -11,7 +11,8 @@ from typing import Any
 
 import keras
 
-from keras_strategies.keras_compat.manifest import GROUPS, Patch
+from keras_strategies.errors import BackendError
+from keras_strategies.keras_compat.manifest import GROUPS, VERSIONS, Patch
 
 #: Replaced attributes by group: owner, name and original.
 installed: dict[str, list[tuple[Any, str, Any]]] = {}
@@ -94,9 +95,31 @@ def uninstall() -> None:
 
 @functools.cache
 def is_present(patch: Patch) -> bool:
-    """Whether the backend and the version of Keras have the patched attribute."""
+    """Whether the backend and the version of Keras have the patched attribute.
+
+    Raises:
+        BackendError: for a version of Keras that is not supported.
+    """
+    backends = ("", keras.backend.backend())
+    return patch.backend in backends and supported_version() in patch.versions
+
+
+def supported_version() -> str:
+    """The version of Keras, such as `"3.15"`.
+
+    Raises:
+        BackendError: for one that the manifest does not list: nothing could be
+            replaced in it, and models would train without their strategy.
+    """
     version = ".".join(keras.__version__.split(".")[:2])
-    return patch.backend in ("", keras.backend.backend()) and version in patch.versions
+    if version not in VERSIONS:
+        raise BackendError(
+            f"Keras {keras.__version__} is installed. Strategies replace parts of it "
+            f"that change between versions, and support {' and '.join(VERSIONS)}. "
+            f"Install one of them (`pip install 'keras=={VERSIONS[0]}.*'`), or a "
+            "newer keras-strategies."
+        )
+    return version
 
 
 @functools.cache
