@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
-from keras_strategies.errors import ContextError, InvalidArgumentError
+from keras_strategies.errors import ContextError, InvalidArgumentError, InvalidTypeError
 
 
 class DistributedValues:
@@ -47,6 +47,24 @@ class DistributedValues:
                 "`keras.ops.convert_to_numpy(x)`."
             )
         raise AttributeError(text, name=name, obj=self)
+
+    def _no_number(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise InvalidTypeError(
+            f"A {type(self).__name__} is no number: it holds one value per replica. "
+            "Reduce it with `strategy.reduce('sum', value)`, or 'mean', or unpack it "
+            "with `strategy.experimental_local_results(value)`."
+        )
+
+    __float__ = __int__ = __complex__ = __index__ = __array__ = _no_number
+    __neg__ = __abs__ = __round__ = _no_number
+    __add__ = __sub__ = __mul__ = __matmul__ = __truediv__ = __pow__ = _no_number
+    __radd__ = __rsub__ = __rmul__ = __rmatmul__ = __rtruediv__ = __rpow__ = _no_number
+    __lt__ = __le__ = __gt__ = __ge__ = _no_number
+
+    def __format__(self, specification: str) -> str:
+        if specification:
+            self._no_number()
+        return str(self)
 
     def __repr__(self) -> str:
         body = ",\n".join(f"  {i}: {value!r}" for i, value in enumerate(self.values))

@@ -6,11 +6,12 @@ from collections import OrderedDict, defaultdict, namedtuple
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 
 import keras_strategies as ks
 from keras_strategies.input.row_splits import split_sizes
-from keras_strategies.values import map_structure, regroup, select_replica
+from keras_strategies.values import PerReplica, map_structure, regroup, select_replica
 
 Point = namedtuple("Point", "x y")
 
@@ -149,3 +150,26 @@ def test_structures_of_frameworks_keep_a_value_as_a_leaf(mirrored, name) -> None
     result = mirrored.run(by_replica)
     reduced = trees()[name](lambda x: mirrored.reduce("SUM", x, axis=None), result)
     assert float(reduced["loss"]) == 3.0  # `tf.distribute`: 3.
+
+
+NUMBERS = {
+    "float": float,
+    "int": int,
+    "round": round,
+    "index": lambda value: [1, 2][value],
+    "sum": lambda value: value + 1,
+    "difference": lambda value: 1 - value,
+    "quotient": lambda value: value / 2,
+    "less": lambda value: value < 3,
+    "format": lambda value: f"{value:.3f}",
+    "array": np.asarray,
+    "tensor": keras.ops.convert_to_numpy,
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_values_of_replicas_are_no_numbers_and_say_what_to_do(name) -> None:
+    value = PerReplica([np.float32(1), np.float32(2)])
+    with pytest.raises(TypeError, match=r"Reduce it with `strategy\.reduce"):
+        NUMBERS[name](value)
+    assert f"{value}" == str(value)

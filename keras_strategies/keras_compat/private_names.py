@@ -135,7 +135,15 @@ PRIVATE = (
     ),
     Private(
         "keras.src.layers.layer.Layer",
-        ("_clear_losses", "_flatten_layers", "_losses", "_remat_mode", "_trainable"),
+        (
+            "_clear_losses",
+            "_flatten_layers",
+            "_losses",
+            "_non_trainable_variables",
+            "_remat_mode",
+            "_trainable",
+            "_trainable_variables",
+        ),
         "The sublayers of a model, its switches, and the losses of its last call.",
     ),
     Private(
@@ -232,6 +240,11 @@ PRIVATE = (
             "_symbolic_build",
         ),
         "Models that are built and trained by parts of `fit`.",
+    ),
+    Private(
+        "keras.src.models.model",
+        ("Trainer",),
+        "Training of models, and of layers that have it as a base.",
     ),
     Private(
         "keras.src.callbacks.backup_and_restore",

@@ -27,7 +27,8 @@ def check_table_optimizers(model: Any) -> None:
         ValueError: if a table has another optimizer than the model.
     """
     keras_rs = sys.modules.get("keras_rs")
-    optimizer = model.optimizer
+    # A model that was not compiled has none: Keras says what to do.
+    optimizer = getattr(model, "optimizer", None)
     if keras_rs is None or optimizer is None:
         return
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):

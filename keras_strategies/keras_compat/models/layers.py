@@ -7,12 +7,27 @@ from typing import Any
 
 import keras
 
+from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.keras_compat.thread_state import current_stateless_scope
 
 
 def sublayers(layer: Any) -> list[Any]:
     """A layer and all layers in it (`Layer._flatten_layers`)."""
     return list(layer._flatten_layers())
+
+
+def added_later(model: Any) -> set[int]:
+    """The `id`s of variables outside of every scope, of layers that have others.
+
+    Keras adds them to a layer that is built: `enable_lora`, `Layer.quantize`.
+    """
+    found: set[int] = set()
+    for layer in sublayers(model):
+        own = [*layer._trainable_variables, *layer._non_trainable_variables]
+        outside = {id(v) for v in own if strategy_of(v) is None}
+        if len(outside) < len(own):
+            found |= outside
+    return found
 
 
 def trainable_switches(layer: Any) -> tuple[bool, ...]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+from keras.src.models.model import Trainer
 
 from keras_strategies.keras_compat import patching
 from keras_strategies.keras_compat.backends.keras_on_jax import record_read_jax_state
@@ -42,7 +43,7 @@ def set_strategy(made: Any, strategy: Any) -> None:
         return
     # object.__setattr__: neither Keras nor TensorFlow may track a strategy.
     object.__setattr__(made, STRATEGY_ATTRIBUTE, strategy)
-    if isinstance(made, keras.Model) and not isinstance(made, StrategyModel):
+    if isinstance(made, Trainer) and not isinstance(made, StrategyTrainer):
         # `__class__` of an object of the subclass is the class of the user.
         object.__setattr__(made, "__class__", _subclass(type(made)))
 
@@ -59,7 +60,8 @@ def _subclass(kind: Any) -> Any:
         # Keras serializes, clones and names models by it.
         "__class__": property(lambda self: kind),
     }
-    bases = (StrategyModel,) if kind is keras.Model else (kind, StrategyModel)
+    own = StrategyModel if issubclass(kind, keras.Model) else StrategyTrainer
+    bases = (own,) if kind is keras.Model else (kind, own)
     return types.new_class(kind.__name__, bases, {}, lambda body: body.update(names))
 
 
@@ -81,7 +83,7 @@ def _method(name: str) -> Any:
                     raise
 
     def once(self: Any, *args: Any, **kwargs: Any) -> Any:
-        original = getattr(super(StrategyModel, type(self)), name)
+        original = getattr(super(StrategyTrainer, type(self)), name)
         try:
             bound = _signature(original).bind(self, *args, **kwargs)
         except TypeError:
@@ -132,8 +134,11 @@ def _write(model: Any, name: str, filepath: Any, *args: Any, **kwargs: Any) -> A
         return getattr(super(StrategyModel, model), name)(path, *args, **kwargs)
 
 
-class StrategyModel(keras.Model):
-    """A model of a strategy. It stands before `keras.Model` among the bases."""
+class StrategyTrainer(Trainer):  # type: ignore[misc]
+    """Training of a strategy's model. It stands before Keras's `Trainer` in the bases.
+
+    Also of classes that have Keras's `Trainer` and are layers, but no `keras.Model`.
+    """
 
     compile = _method("compile")
     fit = _method("fit")
@@ -185,6 +190,15 @@ class StrategyModel(keras.Model):
     def get_metrics_result(self) -> Any:
         # Keras 3.16 on Torch sums metrics over processes, which have the same here.
         return base_trainer().get_metrics_result(self)
+
+
+class StrategyModel(StrategyTrainer, keras.Model):
+    """A model of a strategy. It stands before `keras.Model` among the bases."""
+
+    def quantize(self, *args: Any, **kwargs: Any) -> None:
+        # Adds variables to layers.
+        with installed_hooks().method(self, "quantize"):
+            super().quantize(*args, **kwargs)
 
     def save(self, filepath: Any, *args: Any, **kwargs: Any) -> Any:
         return _write(self, "save", filepath, *args, **kwargs)

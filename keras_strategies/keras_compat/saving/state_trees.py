@@ -43,7 +43,8 @@ def _renamed(model: Any, tree: Any) -> dict[str, dict[str, Any]]:
         }
         renamed = {_slot(path, joined): value for path, value in slots.items()}
         own = {_last(v.path): v.path for v in model.optimizer.variables}
-        _check(set(own), set(renamed), "optimizer")
+        if not _is_unbuilt(slots, joined, own):
+            _check(set(own), set(renamed), "optimizer")
         found["optimizer_variables"] = {own[k]: v for k, v in renamed.items()}
     if "metrics_variables" in flat:
         # Metrics are reset in each epoch, and some are made in the first one.
@@ -63,6 +64,24 @@ def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
 
 def _last(path: str) -> str:
     return path.rsplit("/", 1)[-1]
+
+
+def _is_unbuilt(
+    slots: dict[str, Any], joined: dict[str, str], own: dict[str, str]
+) -> bool:
+    """Whether an optimizer was saved before it was built, with its settings only.
+
+    Then Keras assigns these and leaves the slots as they are. The first part of a path
+    is the optimizer's name, a number aside.
+    """
+    names = {_order(path)[0][0] for path in slots}
+    return (
+        names == {_order(path)[0][0] for path in own.values()}
+        and {_last(path) for path in slots} <= set(own)
+        and not any(
+            _last(path).startswith(f"{old}_") for path in slots for old in joined
+        )
+    )
 
 
 def _slot(path: str, joined: dict[str, str]) -> str:

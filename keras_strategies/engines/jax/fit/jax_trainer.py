@@ -32,6 +32,7 @@ from keras_strategies.keras_compat.models.input_adapters import (
     BatchPlacer,
     batches_placed_by,
 )
+from keras_strategies.keras_compat.models.layers import added_later
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.drivers import CheckpointDriver, FitDriver
@@ -136,9 +137,19 @@ class JaxTrainer(FitDriver, CheckpointDriver):
                 self.place(variable)
 
     def _check_model(self, model: Any) -> None:
-        """Raises `ModelScopeError` if variables are on other devices."""
-        for variable in (*model.trainable_variables, *model.non_trainable_variables):
-            if not self.is_placed(variable):
+        """Raises `ModelScopeError` if variables are on other devices.
+
+        Those that a layer of the scope was given later, as by `enable_lora`, are moved.
+        """
+        variables = (*model.trainable_variables, *model.non_trainable_variables)
+        misplaced = [v for v in variables if not self.is_placed(v)]
+        if not misplaced:
+            return
+        added = added_later(model)
+        for variable in misplaced:
+            if id(variable) in added:
+                self.place(variable)
+            else:
                 raise ModelScopeError(
                     f"Variable {variable.path!r} of model {model.name!r} is on "
                     f"{_device_names(variable)}, but {self.strategy!r} places "

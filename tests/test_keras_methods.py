@@ -1,0 +1,140 @@
+"""Methods of Keras that change or restore a model: as without a strategy."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras.src.models.model import Trainer
+
+import keras_strategies as ks
+
+X = np.linspace(-1, 1, 21).reshape(7, 3).astype("float32")
+Y = np.linspace(2, -1, 7).reshape(7, 1).astype("float32")
+
+
+def scope_of(strategy: Any) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if strategy is None else strategy.scope()
+
+
+def new_model(optimizer: str = "adam") -> keras.Model:
+    init = keras.initializers.RandomNormal(seed=3)
+    model = keras.Sequential(
+        [
+            keras.Input((3,)),
+            keras.layers.Dense(4, "tanh", kernel_initializer=init, name="first"),
+            keras.layers.Dense(1, kernel_initializer=init, name="second"),
+        ]
+    )
+    model.compile(optimizer, "mse")
+    return model
+
+
+def fitted(model: Any) -> Any:
+    return model.fit(X, Y, batch_size=4, epochs=2, shuffle=False, verbose=0)
+
+
+@pytest.mark.parametrize("name", ["fit", "train_on_batch", "test_on_batch"])
+def test_a_model_that_was_not_compiled_says_what_to_do(mirrored, name) -> None:
+    with mirrored.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    with pytest.raises(ValueError, match=r"You must call `compile\(\)` before"):
+        getattr(model, name)(X, Y)
+
+
+def test_a_quantized_model_predicts_as_on_one_device(strategy) -> None:
+    results = []
+    for each in (None, strategy):
+        with scope_of(each):
+            model = new_model()
+        # Outside of the scope, and after the model's functions were made.
+        model.predict(X, verbose=0)
+        model.quantize("int8")
+        results.append(model.predict(X, verbose=0))
+        assert model.evaluate(X, Y, verbose=0) > 0
+    np.testing.assert_allclose(results[1], results[0], atol=1e-5)
+
+
+def test_a_layer_that_is_given_variables_later_trains_on_all_devices(strategy) -> None:
+    results = []
+    for each in (None, strategy):
+        keras.utils.set_random_seed(1)
+        with scope_of(each):
+            model = new_model()
+        fitted(model)
+        model.get_layer("first").enable_lora(2)
+        for variable in model.get_layer("first").trainable_variables:
+            values = np.linspace(0.1, 1, int(np.prod(variable.shape)))
+            variable.assign(values.reshape(variable.shape))
+        model.compile("sgd", "mse")
+        results.append(fitted(model).history["loss"])
+    np.testing.assert_allclose(results[1], results[0], rtol=1e-5)
+
+
+def test_a_layer_that_was_made_outside_is_still_an_error(mirrored) -> None:
+    if keras.backend.backend() != "jax":
+        pytest.skip("other backends copy its variables to the replicas")
+    layer = keras.layers.Dense(1)
+    layer.build((None, 3))
+    with mirrored.scope():
+        model = keras.Sequential([keras.Input((3,)), layer])
+    with pytest.raises(ks.errors.ModelScopeError, match="made outside"):
+        model.predict(X, verbose=0)
+
+
+def test_a_state_tree_of_an_unbuilt_optimizer_is_set_as_by_keras(mirrored) -> None:
+    results = []
+    for each in (None, mirrored):
+        with scope_of(each):
+            model = new_model()
+        model.optimizer.learning_rate = 0.25
+        before = model.get_weights()
+        tree = model.get_state_tree(value_format="numpy_array")
+        fitted(model)
+        model.set_state_tree(tree)
+        assert int(model.optimizer.iterations) == 0
+        assert float(model.optimizer.learning_rate) == 0.25
+        for found, expected in zip(model.get_weights(), before, strict=True):
+            np.testing.assert_array_equal(found, expected)
+        results.append(
+            [keras.ops.convert_to_numpy(v) for v in model.optimizer.variables]
+        )
+    for found, expected in zip(results[1], results[0], strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_a_state_tree_of_another_optimizer_is_an_error(mirrored) -> None:
+    with mirrored.scope():
+        source, target = new_model("sgd"), new_model("adam")
+    fitted(source)
+    with pytest.raises(ks.errors.CheckpointError, match="not those of the optimizer"):
+        target.set_state_tree(source.get_state_tree(value_format="numpy_array"))
+
+
+class TrainedLayer(Trainer, keras.layers.Dense):
+    """A layer that has Keras's `Trainer` and is no model."""
+
+    def __init__(self) -> None:
+        keras.layers.Dense.__init__(self, 1, kernel_initializer="ones")
+        Trainer.__init__(self)
+
+
+@pytest.mark.parametrize("jit_compile", ["auto", True])
+def test_a_layer_with_a_trainer_trains_as_on_one_device(strategy, jit_compile) -> None:
+    if keras.backend.backend() == "torch" and jit_compile is True:
+        pytest.skip("torch.compile takes minutes, and is not changed here")
+    results = []
+    for each in (None, strategy):
+        with scope_of(each):
+            layer = TrainedLayer()
+            layer.compile("adam", "mse", metrics=["mae"], jit_compile=jit_compile)
+        history = fitted(layer).history
+        evaluated = layer.evaluate(X, Y, batch_size=4, verbose=0)
+        predicted = layer.predict(X, batch_size=4, verbose=0)
+        results.append([history["loss"], history["mae"], evaluated, predicted])
+        assert isinstance(layer, TrainedLayer)
+    for found, expected in zip(results[1], results[0], strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
