@@ -38,6 +38,7 @@ _READS = frozenset(
     getattr(torch.Tensor, name)
     for name in ("numpy", "tolist", "__array__", "__dlpack__", "data_ptr")
 )
+_DEVICE = torch.ops.prim.device.default
 _COPIES = frozenset(("alias", "clone", "contiguous", "detach", "lift", "lift_fresh"))
 _READING_TAGS = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 
@@ -75,10 +76,14 @@ class RecordedStep:
 
 @dataclass(slots=True)
 class ValueTraits:
-    """Shape and dtype of a value, and its values if they are known."""
+    """Shape and dtype of a value, and its values if they are known.
+
+    `is_dense` says whether its memory has its entries in their order, and no others.
+    """
 
     shape: Shape
     dtype: torch.dtype
+    is_dense: bool
     known: torch.Tensor | None = None
 
 
@@ -246,7 +251,9 @@ class CallRecorder(TorchDispatchMode):
     def _new_version(
         self, tensor: torch.Tensor, known: torch.Tensor | None = None
     ) -> int:
-        self.values.append(ValueTraits(tuple(tensor.shape), tensor.dtype, known))
+        is_dense = tensor.is_contiguous() and not tensor.storage_offset()
+        traits = ValueTraits(tuple(tensor.shape), tensor.dtype, is_dense, known)
+        self.values.append(traits)
         return len(self.values) - 1
 
     def _register(self, tensor: torch.Tensor, version: int) -> None:
@@ -297,6 +304,8 @@ class CallRecorder(TorchDispatchMode):
     def __torch_dispatch__(  # type: ignore[no-untyped-def]
         self, func, types, args=(), kwargs=None
     ) -> Any:
+        if func is _DEVICE:
+            return _CPU
         kwargs = kwargs or {}
         if self._is_paused or func.namespace == "prim":
             return func(*args, **kwargs)

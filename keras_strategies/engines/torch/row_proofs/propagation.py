@@ -210,6 +210,7 @@ class Propagation:
             placed,
             tuple(each.shape for each in traits),
             traits[0].dtype,
+            all(each.is_dense for each in traits),
             None if any(k is None for k in known) else tuple(known),  # type: ignore
         )
 
@@ -252,7 +253,8 @@ class Propagation:
         except MixesRows as error:
             reason = f"'{_label(step.operation)}' {error}{self._place(step)}"
             return [Placed(RowKind.MIXED, reason=reason)] * count
-        except NoRule:
+        # Arguments of another kind than the rule expects.
+        except (NoRule, KeyError, IndexError, TypeError, ValueError, AttributeError):
             reason = (
                 f"operation {step.operation} has no rule for this use"
                 f"{self._place(step)}"
@@ -330,7 +332,7 @@ class Propagation:
             reason=f"{label} of the number of rows or their numbers{place}",
         )
         if all(value.shape == first.shape for value in values[1:]):
-            if all(torch.equal(value, first) for value in values[1:]):
+            if all(_are_equal(value, first) for value in values[1:]):
                 return SAME if bool(first.any()) else ZERO
             return self._power_of(values) or mixed
         try:
@@ -447,7 +449,17 @@ def _varies(value: Any) -> bool:
 
 
 def _is_equal(one: Any, other: Any) -> bool:
-    return type(one) is type(other) and (one is other or bool(one == other))
+    if type(one) is not type(other):
+        return False
+    is_nan = isinstance(one, float) and one != one and other != other
+    return one is other or is_nan or bool(one == other)
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether values are equal, or both not a number."""
+    return torch.equal(one, other) or bool(
+        ((one == other) | ((one != one) & (other != other))).all()
+    )
 
 
 def _is_same(one: torch.Tensor | None, other: torch.Tensor) -> bool:

@@ -32,6 +32,7 @@ class Operand:
         placed: its placement.
         shapes: its shape with each number of rows.
         dtype: its dtype.
+        is_dense: whether its memory has its entries in their order, and no others.
         known: for each number of rows its values, if the call computes them from
             numbers of Python alone.
     """
@@ -39,6 +40,7 @@ class Operand:
     placed: Placed
     shapes: tuple[Shape, ...]
     dtype: torch.dtype | None = None
+    is_dense: bool = False
     known: tuple[torch.Tensor, ...] | None = None
 
     @property

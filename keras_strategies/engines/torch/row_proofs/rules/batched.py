@@ -212,7 +212,7 @@ def _ctc_loss(op: Operation) -> Sequence[Placed]:
 @rule(
     "linalg_cholesky_ex linalg_inv_ex linalg_qr _linalg_svd _linalg_eigh _linalg_det "
     "_linalg_slogdet linalg_lu linalg_lu_factor_ex linalg_eig linalg_eigvals "
-    "cholesky geqrf linalg_householder_product linalg_ldl_factor_ex"
+    "cholesky cholesky_inverse geqrf linalg_householder_product linalg_ldl_factor_ex"
 )
 def _factorization(op: Operation) -> Placed:
     source = op.operands[0]
@@ -231,6 +231,21 @@ def _solve(op: Operation) -> Placed:
     if any(o.placed.is_rows and o.placed.axis for o in op.operands):
         raise MixesRows("along the rows")
     return batched(op, op.operands, min(ranks) - 1)
+
+
+@rule("linalg_pinv")
+def _pseudo_inverse(op: Operation) -> Placed:
+    op.require_equal("atol", "rtol", "rcond")
+    return batched(op, [op["self"]], 2)
+
+
+@rule("lu_unpack")
+def _unpacked_factors(op: Operation) -> Placed:
+    factors, pivots = op["LU_data"], op["LU_pivots"]
+    batched(op, [pivots], 1)
+    if factors.placed.is_rows and factors.placed != pivots.placed:
+        raise MixesRows("of rows with other rows")
+    return batched(op, [factors], 2)
 
 
 @rule("linalg_cross")

@@ -231,8 +231,8 @@ def _is_float(dtype: torch.dtype) -> bool:
     "native_dropout_backward infinitely_differentiable_gelu_backward"
 )
 def _gradient(op: Operation) -> Placed:
-    name = "grad_output" if "grad_output" in op.arguments else "grad"
-    return linear_in(op, name)
+    # Its name is "grad", "grad_output" or "grad_out".
+    return linear_in(op, next(n for n in op.arguments if n.startswith("grad")))
 
 
 @rule("_prelu_kernel log_sigmoid_forward hardswish hardsigmoid softshrink softplus")

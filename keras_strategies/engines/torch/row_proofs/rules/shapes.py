@@ -137,6 +137,40 @@ def without_axes(placed: Placed, removed: Sequence[int]) -> Placed:
     return placed.at(placed.axis - sum(axis < placed.axis for axis in removed))
 
 
+@rule("as_strided", sizes=["size", "stride", "storage_offset"])
+def _as_strided(op: Operation) -> Placed:
+    """Entries by their positions in memory, those of each row in its own part."""
+    source = op["self"]
+    placed = source.placed
+    if not source.is_dense:
+        raise NoRule
+    if not placed.is_rows:
+        if any(isinstance(v, Varying) for v in (*op["size"], *op["stride"])):
+            raise MixesRows("with the number of rows")
+        if isinstance(op["storage_offset"], Varying):
+            raise MixesRows("with the number of rows")
+        return placed  # type: ignore[no-any-return]
+    if placed.axis or placed.layout != (1, 1) or op["storage_offset"] not in (0, None):
+        raise NoRule
+    own = math.prod(source.shape[1:])
+    axis = next(
+        (i for i, sizes in enumerate(zip(*op.shapes, strict=True)) if _vary(sizes)),
+        None,
+    )
+    strides = op["stride"]
+    if axis is None or any(isinstance(stride, Varying) for stride in strides):
+        raise MixesRows(_BY_NUMBER)
+    others = [i for i in range(op.rank) if i != axis]
+    reach = sum((op.shapes[0][i] - 1) * strides[i] for i in others)
+    if strides[axis] != own or reach >= own:
+        raise MixesRows(_BY_NUMBER)
+    return placed.at(axis)  # type: ignore[no-any-return]
+
+
+def _vary(sizes: Sequence[int]) -> bool:
+    return any(size != sizes[0] for size in sizes)
+
+
 # Pieces.
 
 
@@ -146,9 +180,10 @@ def _slice(op: Operation) -> Placed:
     return _piece(op, source, op.axis("dim", source.rank))
 
 
-@rule("narrow", sizes=["start", "length"])
+@rule("narrow")
 def _narrow(op: Operation) -> Placed:
-    raise NoRule
+    source = op["self"]
+    return along(op, source, [op.axis("dim", source.rank)])
 
 
 def _bounds(op: Operation, sizes: Sequence[int]) -> list[tuple[int, int]]:
