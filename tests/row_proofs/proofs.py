@@ -65,7 +65,9 @@ def proof_of(
     tensors = tuple(map(keras.ops.convert_to_tensor, values))
     kwargs = {"training": True}
     leaves = argument_leaves(tensors, kwargs)
-    call = LayerCall(layer, layer.__call__, (tensors, kwargs), leaves, sum(sizes))
+    call = LayerCall(
+        layer, layer.__call__, (tensors, kwargs), leaves, sum(sizes) or BATCH
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return prover().prove(call, [*has_rows, False], sizes)

@@ -13,6 +13,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.autograph.core import config as autograph_config
@@ -412,7 +413,10 @@ def called_graph(operation: Any, attribute: str) -> Any:
 
 
 def constant_value(operation: Any) -> Any:
-    """The array of a `Const` operation."""
+    """The array of a `Const`, or of a `Fill` with constants."""
+    if operation.type == "Fill":
+        sizes, value = (constant_value(tensor.op) for tensor in operation.inputs)
+        return np.broadcast_to(value, sizes)
     return tf.make_ndarray(operation.get_attr("value"))
 
 

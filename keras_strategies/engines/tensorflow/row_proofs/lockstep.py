@@ -14,55 +14,93 @@ class GraphsDifferError(Exception):
     """The operations of a call depend on its number of rows."""
 
 
-def aligned(graphs: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """The operations of graphs that correspond, in the order of the first graph.
+class Columns:
+    """Operations of several graphs that correspond, found from results to arguments.
 
     Args:
         graphs: graphs of the same Python code at different numbers of rows.
-
-    Raises:
-        GraphsDifferError: if they do not have the same operations.
     """
-    columns = [graph.get_operations() for graph in graphs]
-    if len(columns) == 1:
-        return [(operation,) for operation in columns[0]]
-    if len({len(column) for column in columns}) > 1:
-        raise GraphsDifferError
-    nodes = [_nodes(graph) for graph in graphs]
-    for first, *others in zip(*nodes, strict=True):
-        if any(not _is_equal(first, other) for other in others):
+
+    def __init__(self, graphs: Sequence[Any]):
+        self._is_single = len(graphs) == 1
+        self._found: dict[Any, tuple[Any, ...]] = {}
+        self._inputs_matched: set[Any] = set()
+        self._nodes: list[dict[str, Any]] = []
+        if not self._is_single:
+            definitions = [graph.as_graph_def() for graph in graphs]
+            self._nodes = [
+                {node.name: node for node in definition.node}
+                for definition in definitions
+            ]
+
+    def of(self, operation: Any) -> tuple[Any, ...]:
+        """The operations that correspond to one of the first graph."""
+        return (operation,) if self._is_single else self._found[operation]
+
+    def match(self, tensors: Sequence[Any]) -> None:
+        """Notes that tensors, one of each graph, correspond.
+
+        Raises:
+            GraphsDifferError: if they are computed by different operations.
+        """
+        if self._is_single:
+            return
+        column = tuple(tensor.op for tensor in tensors)
+        known = self._found.get(column[0])
+        if known is None:
+            if not (self._are_equal(column) or are_constant(column)):
+                raise GraphsDifferError
+            self._found[column[0]] = column
+        elif any(a is not b for a, b in zip(known, column, strict=True)):
             raise GraphsDifferError
-    return list(zip(*columns, strict=True))
+        if len({tensor.value_index for tensor in tensors}) > 1:
+            raise GraphsDifferError
+
+    def match_inputs(self, operation: Any) -> None:
+        """Notes that the inputs of operations that correspond do so, too."""
+        if self._is_single or operation in self._inputs_matched:
+            return
+        self._inputs_matched.add(operation)
+        column = self._found[operation]
+        if are_constant(column):
+            return
+        if len({len(each.inputs) for each in column}) > 1:
+            raise GraphsDifferError
+        for tensors in zip(*(each.inputs for each in column), strict=True):
+            self.match(tensors)
+
+    def _are_equal(self, column: Sequence[Any]) -> bool:
+        first, *others = (
+            nodes[each.name] for nodes, each in zip(self._nodes, column, strict=True)
+        )
+        return all(_is_equal(first, other) for other in others)
 
 
-def _nodes(graph: Any) -> list[tuple[Any, list[tuple[int, str]]]]:
-    """The definition of each operation, and its inputs by position."""
-    definition = graph.as_graph_def()
-    position = {node.name: i for i, node in enumerate(definition.node)}
-    found = []
-    for node in definition.node:
-        inputs = []
-        for name in node.input:
-            producer, _, output = name.removeprefix("^").partition(":")
-            inputs.append((position[producer], output))
-        found.append((node, inputs))
-    return found
+def are_constant(column: Sequence[Any]) -> bool:
+    """Whether operations are constants in different forms.
+
+    TensorFlow fills zeros of 1,000 entries or more with a `Fill`.
+    """
+    types = {each.type for each in column}
+    return len(types) > 1 and all(
+        each.type == "Const"
+        or (each.type == "Fill" and all(t.op.type == "Const" for t in each.inputs))
+        for each in column
+    )
 
 
-def _is_equal(
-    first: tuple[Any, list[tuple[int, str]]], second: tuple[Any, list[tuple[int, str]]]
-) -> bool:
-    (one, inputs), (other, other_inputs) = first, second
-    if one.op != other.op or inputs != other_inputs:
+def _is_equal(first: Any, second: Any) -> bool:
+    """Whether the definitions of two operations are equal, but for their inputs."""
+    if first.op != second.op:
         return False
     return all(
-        name in other.attr
+        name in second.attr
         and (
-            _may_differ(one.op, name, value)
+            _may_differ(first.op, name, value)
             or value.SerializeToString(deterministic=True)
-            == other.attr[name].SerializeToString(deterministic=True)
+            == second.attr[name].SerializeToString(deterministic=True)
         )
-        for name, value in one.attr.items()
+        for name, value in first.attr.items()
     )
 
 

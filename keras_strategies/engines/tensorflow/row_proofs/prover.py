@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -143,31 +143,38 @@ class _Proof:
         _check_effects(self._call)
         work = SharedWork(self._facts, self._call.place_of)
         self._walk = GraphWalk([trace.graph for trace in traces], work)
-        for tensor in self._call.with_rows:
-            self._walk.place(tensor, ROWS)
-        for tensor in self._call.the_same:
-            self._walk.place(tensor, SAME)
+        for tensors in self._columns(lambda trace: trace.with_rows):
+            self._walk.place(tensors, ROWS)
+        for tensors in self._columns(lambda trace: trace.the_same):
+            self._walk.place(tensors, SAME)
         self._place_captured()
 
     def result(self) -> RowProof:
         with eager_arithmetic():
             outputs = list(self._outputs())
             losses = [
-                self._joined(f"loss {i} that it adds", loss)
-                for i, loss in enumerate(self._call.losses)
+                self._joined(f"loss {i} that it adds", tensors)
+                for i, tensors in enumerate(self._columns(lambda trace: trace.losses))
             ]
             updates = dict(self._updates())
             self._check_gradients([*outputs, *losses])
         return RowProof(outputs, losses, updates, draws=self._facts.draws)
 
+    def _columns(
+        self, part: Callable[[TracedCall], Sequence[Any]]
+    ) -> list[tuple[Any, ...]]:
+        """For each entry of a part of the call, that of all traces."""
+        every = [part(trace) for trace in self._traces]
+        if len({len(each) for each in every}) > 1:
+            raise GraphsDifferError
+        return list(zip(*every, strict=True))
+
     def _place_captured(self) -> None:
         """Tensors from closures and attributes."""
-        columns = [trace.graph.captures for trace in self._traces]
-        if len({len(column) for column in columns}) > 1:
-            raise GraphsDifferError
-        for row in zip(*columns, strict=True):
-            outer, inner = row[0]
-            self._walk.place(inner, self._captured([each for each, _ in row], outer))
+        for pairs in self._columns(lambda trace: trace.graph.captures):
+            outer = [each for each, _ in pairs]
+            inner = [each for _, each in pairs]
+            self._walk.place(inner, self._captured(outer, outer[0]))
 
     def _captured(self, tensors: Sequence[Any], first: Any) -> GraphPlacement:
         if first.dtype in (tf.resource, tf.variant):
@@ -186,19 +193,16 @@ class _Proof:
     # Results.
 
     def _outputs(self) -> Iterator[RowPlacement | None]:
-        every = [trace.outputs for trace in self._traces]
-        if len({len(outputs) for outputs in every}) > 1:
-            raise GraphsDifferError
-        for i, leaves in enumerate(zip(*every, strict=True)):
+        masks = self._columns(lambda trace: trace.masks)
+        for i, leaves in enumerate(self._columns(lambda trace: trace.outputs)):
             first = leaves[0]
             if tf.is_tensor(first):
                 if not is_dense(first):
                     kind = type(first).__name__
                     raise NotProvedError(f"its output {i} is a {kind}")
-                yield self._joined(f"output {i}", first)
-                mask = self._call.masks[i]
-                if mask is not None:
-                    self._joined(f"the mask of output {i}", mask)
+                yield self._joined(f"output {i}", leaves)
+                if masks[i][0] is not None:
+                    self._joined(f"the mask of output {i}", masks[i])
             elif any(not _is_equal_leaf(first, other) for other in leaves[1:]):
                 raise NotProvedError(
                     f"its output {i} is {first!r}, which depends on it"
@@ -206,24 +210,35 @@ class _Proof:
             else:
                 yield None
 
-    def _joined(self, name: str, tensor: Any) -> RowPlacement:
+    def _joined(self, name: str, tensors: Sequence[Any]) -> RowPlacement:
         """How values of replicas become that of the global batch."""
-        placement = self._placement(tensor)
+        placement = self._placement(tensors)
         found = _row_placement(placement)
         if found is None:
             raise NotProvedError(_reason(name, placement))
         return found
 
-    def _placement(self, tensor: Any) -> GraphPlacement:
-        if not hasattr(tensor, "graph") or tensor.graph is not self._call.graph:
-            return SAME
-        return self._walk.placements([tensor])[0]
+    def _placement(self, tensors: Sequence[Any]) -> GraphPlacement:
+        if not hasattr(tensors[0], "graph") or not self._are_own(tensors):
+            # Of eager code: a tensor from an attribute, that all replicas return.
+            is_one = all(tensor is tensors[0] for tensor in tensors)
+            cause = "a tensor that is not computed in the call"
+            return SAME if is_one else GraphPlacement(Kind.UNKNOWN, cause=cause)
+        return self._walk.placements([tensors])[0]
+
+    def _are_own(self, tensors: Sequence[Any]) -> bool:
+        pairs = zip(tensors, self._traces, strict=True)
+        return all(getattr(t, "graph", None) is trace.graph for t, trace in pairs)
 
     def _updates(self) -> Iterator[tuple[int, RowPlacement]]:
-        for variable, value in self._call.updates:
-            if value.graph is not self._call.graph:
+        for pairs in self._columns(lambda trace: trace.updates):
+            variable = pairs[0][0]
+            values = [value for _, value in pairs]
+            if any(other is not variable for other, _ in pairs):
+                raise GraphsDifferError
+            if not self._are_own(values):
                 raise NotProvedError(f"it assigns {variable.path!r} in a loop")
-            found = self._joined(f"the value assigned to {variable.path!r}", value)
+            found = self._joined(f"the value assigned to {variable.path!r}", values)
             if found.kind not in (RowKind.SAME, RowKind.MEAN):
                 raise NotProvedError(
                     f"the value assigned to {variable.path!r} is {found.kind.value}"
@@ -239,17 +254,22 @@ class _Proof:
                 (*self._call.outputs, *self._call.losses), results, strict=True
             )
         }
-        for target in self._call.targets:
-            placement = by_tensor[id(target.tensor)]
+        for targets in self._columns(lambda trace: trace.targets):
+            placement = by_tensor[id(targets[0].tensor)]
             assert placement is not None
-            self._walk.place(target.gradient, _given_gradient(placement))
-        for source in self._call.sources:
-            if source.gradient is not None:
-                self._check_gradient(source.name, source.has_rows, source.gradient)
+            gradients = [target.gradient for target in targets]
+            self._walk.place(gradients, _given_gradient(placement))
+        for sources in self._columns(lambda trace: trace.sources):
+            gradients = [source.gradient for source in sources]
+            if any(gradient is not None for gradient in gradients):
+                self._check_gradient(sources[0].name, sources[0].has_rows, gradients)
 
-    def _check_gradient(self, name: str, has_rows: bool, gradient: Any) -> None:
-        if isinstance(gradient, tf.IndexedSlices):
-            values, indices = map(self._placement, (gradient.values, gradient.indices))
+    def _check_gradient(self, name: str, has_rows: bool, column: Sequence[Any]) -> None:
+        if len({type(gradient) for gradient in column}) > 1:
+            raise GraphsDifferError
+        if isinstance(column[0], tf.IndexedSlices):
+            values = self._placement([each.values for each in column])
+            indices = self._placement([each.indices for each in column])
             if has_rows:
                 raise NotProvedError(f"the gradient of {name} is chosen by row numbers")
             is_sum = values.kind is Kind.PART and indices.is_plain
@@ -262,7 +282,7 @@ class _Proof:
             placement = indices if indices.is_lost else values
             is_right = is_sum and not placement.is_lost and not placement.power
         else:
-            placement = self._placement(gradient)
+            placement = self._placement(column)
             if has_rows:
                 is_right = placement == ROWS.but(is_zero=placement.is_zero)
             else:

@@ -30,7 +30,11 @@ from keras_strategies.engines.tensorflow.row_proofs.graph_placements import (
     of_values,
 )
 from keras_strategies.engines.tensorflow.row_proofs.known_values import computed
-from keras_strategies.engines.tensorflow.row_proofs.lockstep import aligned
+from keras_strategies.engines.tensorflow.row_proofs.lockstep import (
+    Columns,
+    GraphsDifferError,
+    are_constant,
+)
 from keras_strategies.engines.tensorflow.row_proofs.node import (
     SMALL,
     Facts,
@@ -66,8 +70,8 @@ class SharedWork:
 
     facts: Facts
     place_of: Callable[[Any], str]
-    # Operations of function graphs at each number of rows, by `id` of the first graph.
-    aligned: dict[int, dict[Any, tuple[Any, ...]]] = field(default_factory=dict)
+    # Operations of function graphs at each number of rows, by `id` of the graphs.
+    columns: dict[tuple[int, ...], Columns] = field(default_factory=dict)
 
 
 class GraphWalk:
@@ -76,31 +80,41 @@ class GraphWalk:
     Args:
         graphs: the graph for each number of rows; one graph for any number of rows.
         work: SharedWork.
-
-    Raises:
-        GraphsDifferError: if the graphs do not have the same operations.
     """
 
     def __init__(self, graphs: Sequence[Any], work: SharedWork):
         self._work = work
         self._facts = work.facts
         self._placements: dict[int, GraphPlacement] = {}
-        key = id(graphs[0])
-        if key not in work.aligned:
-            columns = aligned(graphs)
-            work.aligned[key] = {column[0]: column for column in columns}
-        self._operations = work.aligned[key]
+        key = tuple(map(id, graphs))
+        if key not in work.columns:
+            work.columns[key] = Columns(graphs)
+        self._columns = work.columns[key]
 
-    def place(self, tensor: Any, placement: GraphPlacement) -> None:
-        """Sets the placement of a tensor, such as an argument."""
-        self._placements[id(tensor)] = placement
+    def place(self, tensors: Sequence[Any], placement: GraphPlacement) -> None:
+        """Sets the placement of an argument.
 
-    def placements(self, tensors: Sequence[Any]) -> list[GraphPlacement]:
-        """Placements of tensors of the first graph."""
-        self._walk(
-            [tensor.op for tensor in tensors if id(tensor) not in self._placements]
-        )
-        return [self._placements[id(tensor)] for tensor in tensors]
+        Args:
+            tensors: the argument in each graph.
+            placement: its placement.
+        """
+        self._columns.match(tensors)
+        self._placements[id(tensors[0])] = placement
+
+    def placements(self, columns: Sequence[Sequence[Any]]) -> list[GraphPlacement]:
+        """Placements of results.
+
+        Args:
+            columns: for each result the tensor in each graph.
+
+        Raises:
+            GraphsDifferError: if they do not have the same operations.
+        """
+        for tensors in columns:
+            self._columns.match(tensors)
+        targets = [tensors[0] for tensors in columns]
+        self._walk([t.op for t in targets if id(t) not in self._placements])
+        return [self._placements[id(tensor)] for tensor in targets]
 
     def _walk(self, targets: Sequence[Any]) -> None:
         # Inputs first. Their order in the graph is another: a loop gets inputs that
@@ -108,6 +122,7 @@ class GraphWalk:
         remaining = list(targets)
         while remaining:
             operation = remaining[-1]
+            self._columns.match_inputs(operation)
             missing = [
                 tensor.op
                 for tensor in operation.inputs
@@ -122,7 +137,8 @@ class GraphWalk:
 
     def _visit(self, operation: Any) -> None:
         inputs = [self._placements[id(tensor)] for tensor in operation.inputs]
-        node = Node(self, self._facts, self._operations[operation], tuple(inputs))
+        column = self._columns.of(operation)
+        node = Node(self, self._facts, column, tuple(inputs))
         try:
             found = _results(node)
         except (MixesRowsError, NoRuleError) as error:
@@ -153,12 +169,17 @@ class GraphWalk:
         graphs = [compat.called_graph(each, function) for each in node.operations]
         inner = GraphWalk(graphs, self._work)
         given = list(node.operation.inputs)[first_argument:]
-        for own, outer, placement in zip(graphs[0].inputs, given, inputs, strict=True):
-            inner.place(own, placement)
+        own_inputs = zip(*(graph.inputs for graph in graphs), strict=True)
+        for column, outer, placement in zip(own_inputs, given, inputs, strict=True):
+            own = column[0]
+            inner.place(column, placement)
             sizes = None if outer.dtype in _NOT_SHAPED else self._facts.sizes_of(outer)
             if sizes is not None:
                 self._facts.sizes[id(own)] = sizes
-        found = inner.placements(graphs[0].outputs)
+        if len({len(graph.outputs) for graph in graphs}) > 1:
+            raise GraphsDifferError
+        results = list(zip(*(graph.outputs for graph in graphs), strict=True))
+        found = inner.placements(results)
         if function != "cond":
             for own, outer in zip(
                 graphs[0].outputs, node.operation.outputs, strict=True
@@ -171,7 +192,7 @@ class GraphWalk:
 def _results(node: Node) -> list[GraphPlacement]:
     """Placements of the results of an operation."""
     rule, count = RULES.get(node.type), len(node.operation.outputs)
-    if node.type == "Const":
+    if node.type == "Const" or are_constant(node.operations):
         return [_constant(node)]
     if rule is not None and rule.takes_all:
         return _as_list(rule.apply(node), count)
