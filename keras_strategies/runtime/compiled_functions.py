@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -26,8 +27,13 @@ def original_function(fn: Any) -> Any:
         found = None
     if found is not None:
         return found
-    # A `tf.function`.
-    return getattr(fn, "python_function", fn)
+    # A `tf.function`; of a method, which TensorFlow wraps, with its object.
+    python = getattr(fn, "python_function", fn)
+    if python is fn:
+        return fn
+    method = getattr(python, "__wrapped__", None)
+    owner = getattr(getattr(method, "__self__", None), "target", None)
+    return python if owner is None else types.MethodType(method.__func__, owner)
 
 
 class ProgramIterable(abc.ABC):

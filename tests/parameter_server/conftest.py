@@ -71,6 +71,7 @@ EVERYWHERE = {
         "test_preprocessing_layers_run_on_workers",
         "test_a_model_of_strings_equals_one_device",
         "test_a_model_without_compile_predicts_strings",
+        "test_methods_of_modules_are_scheduled",
     ),
     "test_training": (
         "test_every_kind_of_input[arrays]",

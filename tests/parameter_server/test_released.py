@@ -32,6 +32,20 @@ def test_numbers_are_released_with_their_objects() -> None:
     assert numbers.take_released() == []
 
 
+def test_methods_have_the_lifetime_of_their_object() -> None:
+    class Model:
+        def step(self) -> None:
+            """A method is a new object each time that it is read."""
+
+    numbers, model, other = WeakNumbers(), Model(), Model()
+    numbers.set(model.step, 1)
+    assert numbers.get(model.step) == 1
+    assert numbers.get(other.step) is None
+    assert numbers.take_released() == []
+    del model
+    assert numbers.take_released() == [1]
+
+
 def test_a_restored_server_does_not_bring_them_back(tmp_path) -> None:
     server = ParameterServer(0, str(tmp_path))
     server.handle(("begin", "me"))

@@ -73,6 +73,9 @@ def test_what_belongs_to_this_process_is_refused(coordinator) -> None:
     iterator = iter(numbers())
     with pytest.raises(ValueError, match="iterator of this process"):
         coordinator.schedule(next, (iterator,))
+    concrete = tf.function(lambda x: x + 1).get_concrete_function(tf.TensorSpec([]))
+    with pytest.raises(ValueError, match=r"concrete function.*get_concrete_function"):
+        coordinator.schedule(concrete, (1.0,))
     table = tf.lookup.experimental.MutableHashTable(tf.string, tf.int64, 0)
     with pytest.raises(ValueError, match="create_per_worker_values"):
         coordinator.schedule(lambda: table.size())
@@ -138,3 +141,34 @@ def test_a_model_without_compile_predicts_strings(synchronous) -> None:
         model = keras.Sequential([keras.Input((1,), dtype="int64"), inverse])
     found = model.predict(np.array([[1], [2]]), verbose=0)
     assert found.tolist() == [[b"x"], [b"y"]]
+
+
+@on_tensorflow
+def test_methods_of_modules_are_scheduled(strategy, coordinator) -> None:
+    class Counter(tf.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.total = keras.Variable(2.0, trainable=False)
+
+        @tf.function
+        def scaled(self, x):
+            return 10.0 * x
+
+        @tf.function
+        def step(self, x):
+            self.total.assign_add(x)
+            return self.scaled(self.total.value)
+
+    with strategy.scope():
+        counter = Counter()
+    definitions = strategy.functions._definitions
+    found = []
+    for _ in range(2):
+        value = coordinator.schedule(counter.step, (1.0,))
+        found.append(float(value.fetch(clusters.SECONDS)))
+        sent = len(definitions)
+    assert found == [30.0, 40.0]
+    assert float(counter.total.numpy()) == 4.0
+    coordinator.schedule(counter.step, (1.0,)).fetch(clusters.SECONDS)
+    # The method is sent once.
+    assert len(definitions) == sent

@@ -15,8 +15,8 @@ def tensorflow_reduction(made: Any) -> tuple[Any, ...] | None:
     """The reduction of a dataset or a lookup table; None for other objects.
 
     Raises:
-        ValueError: for a dataset that calls Python functions, an iterator, and a
-            mutable table.
+        ValueError: for a dataset that calls Python functions, an iterator, a concrete
+            function, and a mutable table.
     """
     tf: Any = sys.modules.get("tensorflow")
     kinds = type(made).__mro__
@@ -33,6 +33,12 @@ def tensorflow_reduction(made: Any) -> tuple[Any, ...] | None:
             f"{made!r} is an iterator of this process. Pass an iterator of each "
             "worker, `iter(coordinator.create_per_worker_dataset(dataset))`, or call "
             "`next` here and pass the batch."
+        )
+    if isinstance(made, tf.types.experimental.ConcreteFunction):
+        raise InvalidArgumentError(
+            f"{made!r} is a concrete function, traced with the values that variables "
+            "had in this process. Pass the function that `get_concrete_function` was "
+            "called on: each worker traces its steps itself."
         )
     mutable = tf.lookup.experimental
     if isinstance(made, (mutable.MutableHashTable, mutable.DenseHashTable)):
