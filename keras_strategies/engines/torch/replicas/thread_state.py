@@ -43,16 +43,15 @@ class Streams:
     def __init__(self, devices: Sequence[torch.device]):
         accelerators = {device for device in devices if device.type != "cpu"}
         streams = map(torch.accelerator.current_stream, accelerators)
-        self._streams = [stream for stream in streams if stream.stream_id]
+        #: Context managers that make them current.
+        self.contexts = [stream for stream in streams if stream.stream_id]
 
     @contextlib.contextmanager
-    def current(self, device: torch.device | None = None) -> Iterator[None]:
-        """Makes them current in this thread, and also a device."""
+    def current(self) -> Iterator[None]:
+        """Makes them current in this thread."""
         with contextlib.ExitStack() as stack:
-            for stream in self._streams:
+            for stream in self.contexts:
                 stack.enter_context(stream)
-            if device is not None and device.type != "cpu":
-                stack.enter_context(torch.accelerator.device_index(device.index))
             yield
 
 
@@ -69,7 +68,8 @@ class CallerState:
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
         self._forward_gradients = has_forward_gradients()
-        self._autocast = _autocast({"cpu", *(device.type for device in devices)})
+        kinds = {"cpu", *(device.type for device in devices)}
+        self._autocast = {kind: _autocast_of(kind) for kind in kinds}
         self._autocast_cache = torch.is_autocast_cache_enabled()
         self._hooks = saved_tensors_hooks_of_thread()
         self._no_hooks = why_saved_tensors_hooks_are_disabled()
@@ -86,31 +86,39 @@ class CallerState:
     def _run(self, device: torch.device, task: Callable[[], Any]) -> Any:
         if _flushes_denormals() != self._flushes:
             torch.set_flush_denormal(self._flushes)
-        with contextlib.ExitStack() as stack:
-            enter = stack.enter_context
-            # Autograd has one thread for each accelerator. A backward pass of another
-            # replica, or one that waits for this task, may occupy it.
-            enter(torch.autograd.set_multithreading_enabled(False))
-            enter(self._streams.current(device))
-            if self._inference:
-                enter(torch.inference_mode())
-            enter(torch.set_grad_enabled(self._grad))
-            if not self._forward_gradients:
-                enter(with_forward_gradients(False))
-            own = _autocast(self._autocast)
-            for kind, (enabled, dtype) in self._autocast.items():
-                if own[kind] != (enabled, dtype):
-                    cache = self._autocast_cache
-                    enter(torch.autocast(kind, dtype, enabled, cache_enabled=cache))
-            if self._hooks is not None:
-                enter(graph.saved_tensors_hooks(*self._hooks))
-            if self._no_hooks is not None:
-                enter(graph.disable_saved_tensors_hooks(self._no_hooks))
-            for mode in self._function_modes:
-                enter(pushed_function_mode(self._on_replica(mode, device)))
-            for mode in self._dispatch_modes:
-                enter(pushed_dispatch_mode(mode))
-            return task()
+        # Autograd has one thread for each accelerator. A backward pass of another
+        # replica, or one that waits for this task, may occupy it.
+        with (
+            torch.autograd.set_multithreading_enabled(False),
+            contextlib.ExitStack() as stack,
+        ):
+            for context in self._contexts(device):
+                stack.enter_context(context)
+            with torch.set_grad_enabled(self._grad):
+                return task()
+
+    def _contexts(self, device: torch.device) -> Iterator[Any]:
+        """Contexts of this state, other than those that each thread begins with."""
+        yield from self._streams.contexts
+        if device.type != "cpu":
+            yield torch.accelerator.device_index(device.index)
+        if self._inference:
+            yield torch.inference_mode()
+        if not self._forward_gradients:
+            yield with_forward_gradients(False)
+        for kind, wanted in self._autocast.items():
+            if wanted != _autocast_of(kind):
+                enabled, dtype = wanted
+                cache = self._autocast_cache
+                yield torch.autocast(kind, dtype, enabled, cache_enabled=cache)
+        if self._hooks is not None:
+            yield graph.saved_tensors_hooks(*self._hooks)
+        if self._no_hooks is not None:
+            yield graph.disable_saved_tensors_hooks(self._no_hooks)
+        for mode in self._function_modes:
+            yield pushed_function_mode(self._on_replica(mode, device))
+        for mode in self._dispatch_modes:
+            yield pushed_dispatch_mode(mode)
 
     def _on_replica(self, mode: Any, device: torch.device) -> Any:
         """A function mode; a default device that replicas have is the own one."""
@@ -119,12 +127,9 @@ class CallerState:
         return mode
 
 
-def _autocast(kinds: Any) -> dict[str, tuple[bool, torch.dtype]]:
-    """By type of device, whether operations are autocast, and to which dtype."""
-    return {
-        kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-        for kind in kinds
-    }
+def _autocast_of(kind: str) -> tuple[bool, torch.dtype]:
+    """Whether operations on devices of a type are autocast, and to which dtype."""
+    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
 
 def _flushes_denormals() -> bool:
