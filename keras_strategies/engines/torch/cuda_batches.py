@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import torch
 
+from keras_strategies.engines.torch.devices import moved
 from keras_strategies.runtime.batch_prefetch import prefetch_one
 
 # Starts the transfer of a batch; returns a callable that waits for it and returns the
@@ -49,10 +50,44 @@ class CudaMover:
     def _begin(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf.device == self._device:
             return leaf
-        if leaf.device.type == "cpu" and leaf.layout is torch.strided:
-            # Torch keeps pinned memory alive until the copy from it has finished.
-            leaf = leaf.pin_memory()
-        return leaf.to(self._device, non_blocking=True)
+        # Torch keeps pinned memory alive until the copy from it has finished.
+        return pinned(leaf).to(self._device, non_blocking=True)
+
+
+def pinned(leaf: Any) -> Any:
+    """A dense tensor of the host in pinned memory; other values unchanged.
+
+    Transfers from other memory make the host wait, and do not overlap.
+    """
+    is_host = isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu"
+    return leaf.pin_memory() if is_host and leaf.layout is torch.strided else leaf
+
+
+def pin_batch(batch: Any) -> Callable[[], Any]:
+    """A mover to pinned memory, for batches that are split over several devices."""
+    found = keras.tree.map_structure(pinned, batch)
+    return lambda: found
+
+
+def batch_prefetcher(
+    home: torch.device, is_single: bool, has_workers: bool
+) -> CudaPrefetcher | None:
+    """The prefetch of batches under a strategy; None without GPUs.
+
+    Args:
+        home: the device of the variables.
+        is_single: bool, whether all rows are computed there.
+        has_workers: bool, whether a batch has rows of other workers too. These are not
+            transferred, so layer calls pin the worker's own rows (`device_rows`).
+    """
+    if home.type != "cuda" or has_workers:
+        return None
+    return CudaPrefetcher(CudaMover(home) if is_single else pin_batch)
+
+
+def device_rows(part: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A replica's rows on its device; the host does not wait for their transfer."""
+    return moved(pinned(part) if device.type == "cuda" else part, device)
 
 
 class CudaPrefetcher:

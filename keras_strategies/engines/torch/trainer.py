@@ -11,7 +11,7 @@ import keras
 import torch
 
 from keras_strategies.devices import Device
-from keras_strategies.engines.torch.cuda_batches import CudaMover, CudaPrefetcher
+from keras_strategies.engines.torch.cuda_batches import batch_prefetcher
 from keras_strategies.engines.torch.data_parallel.layer_call import (
     TorchDataParallelCall,
 )
@@ -59,10 +59,8 @@ class TorchTrainer(FitDriver):
             self.elastic = TorchElasticSteps(self._call, workers)
         home = torch_device(self.placement.variables)
         # With several replicas, each layer call moves their rows from the host.
-        self.placer = (
-            CudaPrefetcher(CudaMover(home))
-            if self.placement.is_single and home.type == "cuda"
-            else None
+        self.placer = batch_prefetcher(
+            home, self.placement.is_single, workers is not None
         )
 
     @contextlib.contextmanager

@@ -13,7 +13,13 @@ if keras.backend.backend() != "torch":
 
 import torch
 
-from keras_strategies.engines.torch.cuda_batches import CudaMover, CudaPrefetcher
+from keras_strategies.engines.torch import cuda_batches
+from keras_strategies.engines.torch.cuda_batches import (
+    CudaMover,
+    CudaPrefetcher,
+    batch_prefetcher,
+    pin_batch,
+)
 
 X = np.random.default_rng(0).normal(size=(11, 3)).astype("float32")
 Y = X.sum(1, keepdims=True)
@@ -99,6 +105,62 @@ def test_a_generator_that_fails_has_its_batches_trained_on_first():
         model.fit(batches(), steps_per_epoch=5, verbose=0)
     assert int(model.optimizer.iterations) == 3
     assert model.fit(X, Y, verbose=0)
+
+
+@pytest.fixture
+def pins(monkeypatch):
+    """The numbers of rows of tensors that were pinned; a CPU pins nothing."""
+    found: list[int] = []
+
+    def pin(tensor):
+        found.append(len(tensor))
+        return tensor.clone()
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    return found
+
+
+def test_batches_of_several_gpus_are_pinned_one_ahead(pins, monkeypatch):
+    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
+    monkeypatch.setattr(cuda_batches, "CudaMover", lambda device: noting([]))
+    assert batch_prefetcher(cpu, False, False) is None
+    # A worker pins its own rows of a batch only.
+    assert batch_prefetcher(gpu, False, True) is None
+    assert batch_prefetcher(gpu, True, False)._move is not pin_batch
+    several = batch_prefetcher(gpu, False, False)
+    batches = [
+        {"x": torch.full((rows, 2), rows), "nothing": None, "name": "text"}
+        for rows in (4, 3, 2)
+    ]
+    seen = []
+    for batch in several.batches(batches):
+        seen.append((len(batch["x"]), list(pins)))
+        assert batch["nothing"] is None and batch["name"] == "text"
+        assert torch.equal(batch["x"], torch.full_like(batch["x"], len(batch["x"])))
+    assert seen == [(4, [4, 3]), (3, [4, 3, 2]), (2, [4, 3, 2])]
+
+
+def test_pinned_batches_train_as_others(pins):
+    results = []
+    for is_pinned in (False, True):
+        strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"], always_split=True)
+        assert strategy.drivers.fit.placer is None
+        if is_pinned:
+            strategy.drivers.fit.placer = CudaPrefetcher(pin_batch)
+        model = model_of(strategy)
+        history = model.fit(X, Y, batch_size=4, epochs=2, verbose=0, shuffle=False)
+        results.append((history.history, model.predict(X, verbose=0).tolist()))
+    assert results[0] == results[1]
+    assert {4, 3} <= set(pins)
+
+
+def test_the_rows_of_a_replica_are_pinned_for_a_gpu_only(pins, monkeypatch):
+    monkeypatch.setattr(cuda_batches, "moved", lambda tensor, device: tensor)
+    rows = torch.zeros(5, 2)
+    assert cuda_batches.device_rows(rows, torch.device("cpu")) is rows
+    assert not pins
+    assert cuda_batches.device_rows(rows, torch.device("cuda", 1)) is not rows
+    assert pins == [5]
 
 
 @pytest.mark.gpu

@@ -9,6 +9,7 @@ import torch
 
 from keras_strategies import context
 from keras_strategies.engines.torch.compat import is_graph_retained, version_of
+from keras_strategies.engines.torch.cuda_batches import device_rows
 from keras_strategies.engines.torch.data_parallel.worker_sums import WorkerSums
 from keras_strategies.engines.torch.devices import moved, torch_device
 from keras_strategies.engines.torch.replicas.replica_random import (
@@ -73,7 +74,7 @@ class CallOnThreads(CallOnReplicas):
         own = self.row_split.own(tensor.detach())
         parts = torch.split(own, list(self.row_split.sizes))
         local = [
-            moved(part, device)
+            device_rows(part, device)
             for part, device in zip(parts, self._devices, strict=True)
         ]
         if tensor.requires_grad and torch.is_grad_enabled():
