@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from keras_strategies.collectives.packing import pack, pack_indices, unpack
+from keras_strategies.collectives.packing import pack_indices
+from keras_strategies.collectives.tensor_packs import pack, unpack
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.runtime.placement import itemsize
 from keras_strategies.types import (

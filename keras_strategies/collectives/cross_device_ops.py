@@ -13,7 +13,7 @@ from keras_strategies.collectives.op_arguments import (
     packs_of_values,
     per_replica,
 )
-from keras_strategies.collectives.packing import pack, unpack
+from keras_strategies.collectives.tensor_packs import pack, unpack
 from keras_strategies.devices import Device, parse_device
 from keras_strategies.engines import get_engine
 from keras_strategies.errors import InvalidArgumentError, InvalidTypeError

@@ -15,8 +15,8 @@ if keras.backend.backend() != "torch":
 import torch
 
 from keras_strategies.collectives import reduce_gather
-from keras_strategies.collectives.packing import pack, unpack
 from keras_strategies.collectives.replica_ops import LocalReduction
+from keras_strategies.collectives.tensor_packs import pack, unpack
 from keras_strategies.engines import get_engine
 from keras_strategies.engines.torch.replicas.nccl_reduce import nccl_all_reduce
 
