@@ -47,7 +47,12 @@ BY_ROWS: list[Function] = [
     lambda x: ops.repeat(x, 2, axis=1)[:, ::2],
     lambda x: x / ops.norm(x, axis=1, keepdims=True),
     lambda x: x + ops.zeros_like(x),
-    lambda x: ops.slice_update(x, (0, 0), 2 * x),
+    # TensorFlow has no gradient of `slice_update`.
+    lambda x: (
+        2 * x
+        if keras.backend.backend() == "tensorflow"
+        else ops.slice_update(x, (0, 0), 2 * x)
+    ),
     lambda x: with_gradient(lambda g: g / (1 + ops.norm(g, axis=1, keepdims=True)))(x),
 ]
 MIXING: list[Function] = [
