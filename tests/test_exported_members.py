@@ -130,7 +130,7 @@ def printed(mirrored, monkeypatch) -> dict[str, object]:
         ),
         "<OptionalBatch without batch>": _ended(dataset).get_next_as_optional(),
         "<PerWorkerValues": ks.PerWorkerValues(
-            WorkerReference(0), lambda dataset: dataset
+            WorkerReference(0), None, lambda dataset: dataset, print
         ),
         "<ClusterCoordinator of <ParameterServerStrategy": coordinator,
     }

@@ -19,6 +19,7 @@ from parameter_server import clusters
 #: what the coordinator does around them.
 EVERYWHERE = {
     "test_checkpoints": (),
+    "test_captured_state": (),
     "test_composite_tensors": (),
     "test_faults": (
         "test_a_push_counts_once_when_its_closure_runs_again",

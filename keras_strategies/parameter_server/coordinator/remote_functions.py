@@ -22,6 +22,7 @@ from keras_strategies.parameter_server.engines.composite_tensors import (
     expanded,
     on_host,
 )
+from keras_strategies.parameter_server.variables.captured_state import CapturedState
 from keras_strategies.parameter_server.variables.object_pickling import (
     ObjectPickler,
     PickledObject,
@@ -43,6 +44,10 @@ from keras_strategies.parameter_server.wire.task_messages import (
 )
 from keras_strategies.runtime.compiled_functions import original_function
 from keras_strategies.strategies.base.strategy import Strategy
+from keras_strategies.user_warnings import warn_user
+
+#: Number of times that a function is sent until a warning.
+_RESENT = 10
 
 
 @dataclass(frozen=True)
@@ -120,6 +125,8 @@ class RemoteFunctions:
         )
         self._numbers = itertools.count()
         self._definitions: dict[int, _Sent] = {}
+        # What functions refer to, by the number of the definition.
+        self._states: dict[int, CapturedState] = {}
         # Definitions of functions, and of their calls by `strategy.run`.
         self._calls = {"schedule": WeakNumbers(), "run": WeakNumbers()}
         # Definitions of models by the model's number and the kind of the step.
@@ -219,12 +226,31 @@ class RemoteFunctions:
         function = original_function(fn)
         number = self._calls[how].get(function)
         uses = None if number is None else self._uses(number)
-        if number is None or uses is None:
+        state = None if number is None else self._states[number]
+        changes = [] if state is None else state.changes(function)
+        if number is None or uses is None or changes:
             self._replace(number)
             step = _run_step(self._strategy, function) if how == "run" else function
             number, uses = self._define("call", step, function)
             self._calls[how].set(function, number)
+            self._states[number] = CapturedState(function)
+            # Here tensors are compared by their identities.
+            self._states[number].forget_tensors()
+            if state is not None:
+                self._states[number].resent = state.resent + bool(changes)
+                self._warn_of_resending(function, self._states[number], changes)
         return self._definitions[number], uses
+
+    def _warn_of_resending(
+        self, function: Any, state: CapturedState, changes: list[str]
+    ) -> None:
+        if changes and state.resent == _RESENT:
+            warn_user(
+                f"{_name('call', function)} has been sent to workers {_RESENT} times, "
+                f"since objects that it refers to had changed: {', '.join(changes)}. "
+                "Its steps are compiled again each time. Pass what changes as an "
+                "argument, or store it in a `keras.Variable` of the scope."
+            )
 
     def model_definition(self, model: Any, kind: str) -> ModelDefinition:
         """The definition of a model's step, sent again when the model has changed.
@@ -350,6 +376,7 @@ class RemoteFunctions:
         for number in definitions:
             self._replaced.remove(number)
             del self._definitions[number]
+            self._states.pop(number, None)
         self._scheduler.release(
             ReleasedNumbers(tuple(definitions), tuple(variables), tuple(objects))
         )

@@ -10,6 +10,7 @@ from typing import Any
 import keras
 
 from keras_strategies.errors import ClusterTimeoutError, InvalidTypeError
+from keras_strategies.parameter_server.engines import parameter_server_engine
 from keras_strategies.parameter_server.engines.composite_tensors import is_composite
 from keras_strategies.parameter_server.variables.object_pickling import WorkerValue
 from keras_strategies.parameter_server.wire.task_messages import WorkerReference
@@ -152,6 +153,7 @@ def as_sent(structure: Any) -> Any:
         keras.ops.is_tensor(structure)
         and not isinstance(structure, keras.Variable)
         and not is_composite(structure)
+        and not parameter_server_engine().is_framework_variable(structure)
     ):
         return keras.ops.convert_to_numpy(structure)
     return structure

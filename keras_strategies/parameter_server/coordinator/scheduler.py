@@ -120,6 +120,8 @@ class Scheduler:
         self.done_steps = 0
         self._definitions: dict[int, FunctionDefinition] = {}
         self._resources: dict[int, WorkerResource] = {}
+        # Names of functions that change their copies of objects.
+        self._warned: set[str] = set()
         self._released_resources: collections.deque[int] = collections.deque()
         self._to_send: collections.deque[tuple[bytes, Any]] = collections.deque()
         self._is_closed = False
@@ -482,6 +484,7 @@ class Scheduler:
             except InvalidTypeError as error:
                 self.tasks.fail(pending, error)
                 return
+        self._warn_of_changes(pending, result)
         worker.steps += result.steps
         worker.seconds += result.seconds
         sent, received = result.traffic
@@ -493,6 +496,19 @@ class Scheduler:
         self.done_steps += result.steps
         self._local.add(result.local)
         self.tasks.finish(pending, value)
+
+    def _warn_of_changes(self, pending: QueuedTask, result: TaskResult) -> None:
+        """Warns once for each function that changes a worker's copy of an object."""
+        name = self._name(pending)
+        if not result.changes or name in self._warned:
+            return
+        self._warned.add(name)
+        self.tasks.warnings.append(
+            f"{name} changed objects that it refers to: {', '.join(result.changes)}. "
+            "Each worker has a copy of them, and the coordinator and other workers do "
+            "not see what it changes. Return values instead, or store them in a "
+            "`keras.Variable` of the scope."
+        )
 
     def _on_snapshots(self, problem: str | None) -> None:
         """Handles a server's snapshot problem; None after recovery."""

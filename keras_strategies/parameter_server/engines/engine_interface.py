@@ -179,6 +179,14 @@ class ParameterServerEngine(abc.ABC):
         """The type and the components of a composite tensor; None for other values."""
         return None
 
+    def is_framework_variable(self, value: Any) -> bool:
+        """Whether a value is a variable of the framework, not of Keras."""
+        return False
+
+    def tensor_state(self, tensor: Any) -> Any:
+        """Equal as long as a tensor has not changed in place; None if none does."""
+        return None
+
     def composed(self, spec: Any, components: Sequence[Any]) -> Any:
         """The composite tensor of a type and components, tensors or NumPy arrays."""
         raise NotImplementedError

@@ -416,6 +416,9 @@ class TensorFlowParameterServerEngine(ParameterServerEngine):
             return None
         return _open_spec(value), tf.nest.flatten(value, expand_composites=True)
 
+    def is_framework_variable(self, value: Any) -> bool:
+        return isinstance(value, tf.Variable)
+
     def composed(self, spec: Any, components: Sequence[Any]) -> Any:
         tensors = list(map(tf.convert_to_tensor, components))
         return tf.nest.pack_sequence_as(spec, tensors, expand_composites=True)

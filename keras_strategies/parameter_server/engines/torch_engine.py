@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import torch
 
+from keras_strategies.engines.torch.compat import version_of
 from keras_strategies.keras_compat import patching
 from keras_strategies.keras_compat.models import keras_classes
 from keras_strategies.keras_compat.variables.values import (
@@ -46,6 +47,13 @@ class TorchParameterServerEngine(ParameterServerEngine):
     # Graphs have static shapes.
     pads_rows = True
     updates_in_place = True
+
+    def tensor_state(self, tensor: Any) -> Any:
+        if not isinstance(tensor, torch.Tensor):
+            return None
+        gradient = tensor.grad if tensor.is_leaf else None
+        of_gradient = None if gradient is None else version_of(gradient)
+        return version_of(tensor), of_gradient
 
     def install(self) -> None:
         patching.install("torch servers")

@@ -32,6 +32,7 @@ from keras_strategies.keras_compat.saving.pickling import (
     rebuilt,
     renew_identities,
 )
+from keras_strategies.parameter_server.engines import parameter_server_engine
 from keras_strategies.parameter_server.engines.composite_tensors import reduced
 from keras_strategies.parameter_server.variables.tensorflow_objects import (
     tensorflow_reduction,
@@ -154,6 +155,14 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         found = tensorflow_reduction(made) or reduced(made)
         if found is not None:
             return found
+        if parameter_server_engine().is_framework_variable(made):
+            raise InvalidTypeError(
+                f"A function or an argument for workers refers to {made.name!r}, a "
+                f"{type(made).__name__} of shape {tuple(made.shape)}. A worker would "
+                "have a copy, and what it assigns would be lost. Create a "
+                "`keras.Variable` in the strategy's scope, which is on parameter "
+                "servers, or pass `variable.numpy()`."
+            )
         if made is self._strategy:
             return _strategy, ()
         if callable(made) and not isinstance(made, type):

@@ -92,6 +92,8 @@ class TaskResult:
         steps: int, number of steps.
         traffic: bytes sent to and received from servers since the last result.
         staleness: updates that its steps have missed, total and maximum.
+        changes: names of objects that the function refers to, of which it has changed
+            the worker's copy.
     """
 
     number: int
@@ -102,6 +104,7 @@ class TaskResult:
     steps: int = 1
     traffic: tuple[int, int] = (0, 0)
     staleness: tuple[int, int] = (0, 0)
+    changes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,8 @@ class RunningTask:
         self.steps = 0
         #: Updates that its steps have missed: total and maximum.
         self.staleness = (0, 0)
+        #: See `TaskResult`.
+        self.changes: tuple[str, ...] = ()
         self._next_update = 0
         # Scalars of optimizers as this task last read them: gradients are divided by
         # the loss scale that they were computed with, even if it has changed since.

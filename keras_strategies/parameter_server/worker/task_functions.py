@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.parameter_server.variables.captured_state import CapturedState
 from keras_strategies.parameter_server.variables.object_pickling import (
     UnpicklingContext,
     load,
@@ -36,6 +38,8 @@ class TaskFunctions:
         self._functions: dict[int, Any] = {}
         self._resources: dict[int, WorkerResource] = {}
         self._values: dict[int, Any] = {}
+        # What functions refer to, from their first call on.
+        self._states: dict[int, CapturedState] = {}
         context.worker_values = self._values
 
     def clear(self) -> None:
@@ -45,6 +49,7 @@ class TaskFunctions:
             self._functions,
             self._resources,
             self._values,
+            self._states,
         ):
             known.clear()
 
@@ -58,6 +63,7 @@ class TaskFunctions:
         """Discards a definition and its function."""
         self._definitions.pop(number, None)
         self._functions.pop(number, None)
+        self._states.pop(number, None)
 
     def release_values(self, numbers: Iterable[int]) -> list[Any]:
         """Discards values of this worker; returns those that have been created."""
@@ -78,6 +84,38 @@ class TaskFunctions:
                 definition.blob, self._context, definition.generation
             )
         return self._functions[number]
+
+    @contextlib.contextmanager
+    def detecting_changes(self, definition: FunctionDefinition) -> Iterator[list[str]]:
+        """A context for a call: changes that the coordinator does not see.
+
+        Changes of Python objects are detected in the first call.
+
+        Returns:
+            A list of names, filled at the end: objects that the function refers to.
+
+        Raises:
+            ValueError: if a Torch tensor was changed.
+        """
+        function = self.function(definition)
+        is_first = definition.number not in self._states
+        if is_first:
+            found = CapturedState(function, self._values.values())
+            self._states[definition.number] = found
+        state = self._states[definition.number]
+        changes: list[str] = []
+        yield changes
+        tensors = state.changed_tensors()
+        if tensors:
+            kinds = {f"{type(t).__name__} of shape {tuple(t.shape)}" for t in tensors}
+            raise InvalidArgumentError(
+                f"{definition.name} changed tensors that it refers to: "
+                f"{', '.join(sorted(kinds))}. A worker has copies of them, and what "
+                "it changes would be lost. Store state in a `keras.Variable` or a "
+                "Keras layer of the strategy's scope, or return it."
+            )
+        if is_first:
+            changes += state.changes(function)
 
     def arguments(self, task: ScheduledTask) -> Any:
         """Arguments and keyword arguments of a call, with this worker's values."""

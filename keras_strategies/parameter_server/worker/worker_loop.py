@@ -193,6 +193,7 @@ class Worker:
                     steps,
                     self._traffic(),
                     running_task.staleness,
+                    running_task.changes,
                 )
             )
             self._receive(0.0)
@@ -236,8 +237,12 @@ class Worker:
         function = self._functions.function(definition)
         args, kwargs = self._functions.arguments(running_task.task)
         self._load_local(running_task.task)
-        with self._running():
+        with (
+            self._functions.detecting_changes(definition) as changes,
+            self._running(),
+        ):
             value = function(*args, **kwargs)
+        running_task.changes = tuple(changes)
         return dump_result(keras.tree.map_structure(portable_value, value))
 
     @contextlib.contextmanager
