@@ -55,6 +55,10 @@ SHARED_CODE: dict[str, dict[str, tuple[str, ...]]] = {
         # Case `fit_options` of `test_exactness.py`.
         "test_class_weight": _TENSORFLOW,
     },
+    "tf_distribute/test_cases.py": {
+        # Hundreds of programs; `test_reduced_values.py` and others run there by day.
+        "test_cases_that_differ_are_on_the_page": _BOTH,
+    },
     "model_parallel/test_plan.py": {
         "test_a_plan_says_what_then_is[central-True]": _TENSORFLOW,
         "test_a_plan_says_what_then_is[mirrored_2-False]": _TENSORFLOW,

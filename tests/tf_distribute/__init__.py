@@ -1,0 +1,1 @@
+"""The same code under `tf.distribute` and under this package."""
