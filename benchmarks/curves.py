@@ -59,7 +59,7 @@ def train() -> dict[str, list[float]]:
     runs = {
         "one": ks.OneDeviceStrategy("cpu:0"),
         # A model as small as this would otherwise not be split on Torch.
-        "two": ks.MirroredStrategy(["cpu:0", "cpu:1"], always_split=True),
+        "two": ks.MirroredStrategy(["cpu:0", "cpu:1"]),
     }
     losses = {}
     for name, strategy in runs.items():

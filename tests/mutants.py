@@ -152,14 +152,11 @@ MUTANTS = [
         },
     ),
     Mutant(
-        "assigned_values_not_checked",
-        "runtime/row_checks/layer_checks.py",
-        "    return not any(_differing_updates(probe, [found, found], tolerance))",
-        "    return True",
-        {
-            "torch": "tests/test_rows_that_depend_on_each_other.py"
-            " -k assigned_rows_are_noticed"
-        },
+        "python_state_not_compared",
+        "runtime/row_proofs/row_proofs.py",
+        "        if changes and local > 1:",
+        "        if changes and local > 10:",
+        {"torch": "tests/row_proofs/test_unsplit_layers.py -k python_runs_as_often"},
     ),
     Mutant(
         "clipped_before_the_sum",
@@ -216,7 +213,7 @@ MUTANTS = [
         "            or True\n",
         {
             "torch": f"{EXACTNESS}[sizes-mirrored_4]",
-            # In `fit` the row check notices it there, and the layer is called unsplit.
+            # In `fit` BatchNormalization is known by its type.
             "tensorflow": "tests/backends/tensorflow/test_tensorflow_layers.py"
             " -k batch_normalization_is_split",
         },

@@ -57,18 +57,6 @@ PATHS: dict[str, dict[str, str]] = {
         "on_batch": "an update on the storage device without the loop of fit",
     },
 }
-if TORCH:
-    # `MirroredStrategy` as users write it measures a layer's calls before it splits
-    # them, and does not split those of models this small.
-    PATHS["mirrored_2_default"] = {
-        "structures": "nested inputs and outputs of calls that are not split",
-        "conv_bn": "batch norm in calls that are not split",
-        "masked_tagger": "masks in calls that are not split",
-        "stateful_layers": "state of layers in calls that are not split",
-        "penalties": "losses that layers add in calls that are not split",
-        "custom_steps": "steps of a model's own, in calls that are not split",
-        "frozen": "calls without gradients that are not split",
-    }
 if "default_options" in STRATEGIES:
     PATHS["default_options"] = {
         "conv_bn": "all accelerators of the machine, found by the strategy",
@@ -81,8 +69,6 @@ def _parameters() -> Iterator[Any]:
     ]
     for case in CASES:
         for name in others:
-            if name == "mirrored_2_default" and case.name.startswith("jit_compile"):
-                continue
             is_named = name == "mirrored_2" or case.name in PATHS[name]
             marks = [] if is_named and not case.nightly else [pytest.mark.nightly]
             yield pytest.param(case, name, marks=marks, id=f"{case.name}-{name}")

@@ -76,15 +76,9 @@ def custom_loop() -> list[Any]:
 RUNS: dict[str, Callable[[], list[Any]]] = {
     "mirrored": lambda: fit_under(lambda: ks.MirroredStrategy(TWO)),
     "one_device": lambda: fit_under(lambda: ks.OneDeviceStrategy("cpu:0")),
-    "central": lambda: fit_under(
-        lambda: ks.CentralStorageStrategy(TWO, "cpu:0", always_split=True)
-    ),
+    "central": lambda: fit_under(lambda: ks.CentralStorageStrategy(TWO, "cpu:0")),
     "custom_loop": custom_loop,
 }
-if BACKEND in ("torch", "jax"):
-    RUNS["always_split"] = lambda: fit_under(
-        lambda: ks.MirroredStrategy(TWO, always_split=True)
-    )
 if BACKEND == "jax":
     RUNS["model_parallel"] = lambda: fit_under(
         lambda: ks.ModelParallelStrategy("auto", TWO, 2, min_shard_bytes=0)
@@ -154,7 +148,7 @@ def test_nothing_is_left_of_a_strategy(name: str) -> None:
 
 @pytest.mark.skipif(BACKEND != "torch", reason="replicas have threads on Torch only")
 def test_threads_of_torch_do_not_wait_for_the_garbage_collector() -> None:
-    run = RUNS["always_split"]
+    run = RUNS["mirrored"]
     gc.disable()
     try:
         held = run()

@@ -128,7 +128,7 @@ def as_array(value: Any) -> np.ndarray:
 
 
 def two_replicas(policy: str) -> Trained:
-    return train(policy, ks.MirroredStrategy(["cpu:0", "cpu:1"], always_split=True))
+    return train(policy, ks.MirroredStrategy(["cpu:0", "cpu:1"]))
 
 
 def halves_on_one_device(policy: str) -> Trained:
@@ -198,7 +198,7 @@ def terms(request: pytest.FixtureRequest) -> tuple[str, list[float], float]:
 
 @pytest.fixture
 def strategy() -> Any:
-    return ks.MirroredStrategy([f"cpu:{i}" for i in range(4)], always_split=True)
+    return ks.MirroredStrategy([f"cpu:{i}" for i in range(4)])
 
 
 def test_gradients_of_fit(strategy, terms, request) -> None:

@@ -335,15 +335,15 @@ def test_freezing_and_unfreezing_between_fits(strategy) -> None:
 def test_two_strategies_one_after_the_other() -> None:
     model = ready("mirrored_2")()
     assert_trained(model, fit(model), 1)
-    strategy = ks.MirroredStrategy(["cpu:1", "cpu:3"], always_split=True)
+    strategy = ks.MirroredStrategy(["cpu:1", "cpu:3"])
     with strategy.scope():
         model = build()
     assert_trained(model, fit(model), 1)
 
 
 def test_a_model_evaluated_under_another_number_of_replicas(tmp_path) -> None:
-    two = ks.MirroredStrategy(["cpu:0", "cpu:1"], always_split=True)
-    four = ks.MirroredStrategy([f"cpu:{i}" for i in range(4)], always_split=True)
+    two = ks.MirroredStrategy(["cpu:0", "cpu:1"])
+    four = ks.MirroredStrategy([f"cpu:{i}" for i in range(4)])
     with two.scope():
         model = build()
     model.save(tmp_path / "model.keras")

@@ -63,7 +63,7 @@ def long_phases(made):
     }
 
 first = model()
-strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"], always_split=True)
+strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
 with strategy.scope():
     own = model()
 own.fit(X, Y, verbose=0)

@@ -6,7 +6,6 @@ import html
 import re
 
 import keras
-import numpy as np
 import pytest
 
 import keras_strategies as ks
@@ -83,20 +82,3 @@ def test_describe_and_plan_begin_alike() -> None:
     for lines in (described, planned):
         assert lines[1] == lines[3] == "-" * max(map(len, lines[:-1]))
         assert re.fullmatch("variable +shape +dtype +.* +bytes per device", lines[2])
-
-
-@pytest.mark.skipif(
-    keras.backend.backend() == "tensorflow", reason="splits calls of any size"
-)
-def test_describe_names_calls_that_run_unsplit_and_why() -> None:
-    strategy = ks.MirroredStrategy(["cpu:1", "cpu:2"])
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
-        model.compile("sgd", "mse")
-    assert "Unsplit" not in str(strategy.describe(model))
-    model.fit(np.ones((16, 4)), np.ones((16, 2)), batch_size=8, verbose=0)
-    method = {"jax": "fit", "torch": "call"}[keras.backend.backend()]
-    assert (
-        f"Unsplit: {method} of 8 rows. cpu:1 computes alone: less than 1,000,000 FLOPs "
-        "per operation and replica. `always_split=True` splits every batch."
-    ) in str(strategy.describe(model))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 from keras_strategies.errors import BatchError, InvalidArgumentError
@@ -10,6 +13,21 @@ from keras_strategies.runtime.replicas.replica_counts import ReplicaCounts
 from keras_strategies.values import flatten
 
 _PARTS = ("x", "y", "sample_weight")
+_of_custom_step = contextvars.ContextVar("of_custom_step", default=False)
+
+
+@contextlib.contextmanager
+def batches_of_custom_step(is_custom: bool) -> Iterator[None]:
+    """Entered around a method of a model whose step defines what a batch is.
+
+    Its parts may then have different numbers of rows, such as a batch without labels
+    beside a smaller one with labels.
+    """
+    token = _of_custom_step.set(is_custom)
+    try:
+        yield
+    finally:
+        _of_custom_step.reset(token)
 
 
 def split_sizes(rows: int, parts: int) -> list[int]:
@@ -60,7 +78,8 @@ def replica_ranges(rows: int, counts: ReplicaCounts) -> list[tuple[int, int]]:
 def check_batch(batch: Any) -> None:
     """Raises an error if the parts of a batch have no rows, or different numbers.
 
-    Inputs may have several lengths, such as the nodes and edges of graphs.
+    Inputs may have several lengths, such as the nodes and edges of graphs, and so may
+    all parts in `batches_of_custom_step`.
 
     Args:
         batch: `x`, or a tuple or list of `x`, `y` and `sample_weight`: structures of
@@ -90,7 +109,7 @@ def check_batch(batch: Any) -> None:
     } - {None}
     # A graph for each batch has inputs of several lengths: nodes and edges. The layer
     # calls on them are not split.
-    if len(lengths) > 1 and len(inputs) < 2:
+    if len(lengths) > 1 and len(inputs) < 2 and not _of_custom_step.get():
         raise BatchError(
             "All arrays of a batch must have the same number of rows. The input "
             f"yields {found}. If these are single samples, batch them first, for "

@@ -9,7 +9,6 @@ from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.layouts import Axes, VariableMesh
 from keras_strategies.reports.mesh_picture import draw
 from keras_strategies.reports.tables import Table, counted, readable_bytes
-from keras_strategies.runtime.data_parallel.arithmetic import unsplit_reason
 from keras_strategies.runtime.placement import axes_of, check_layouts
 
 if TYPE_CHECKING:
@@ -34,8 +33,6 @@ class Description:
             step.
         mesh: the mesh that variables are sharded over; None where they are not.
         layouts: path, shape and layout of each variable of the model, for `plot`.
-        unsplit: str, the calls so far that one device computes, and why; empty
-            without any.
     """
 
     title: str
@@ -44,7 +41,6 @@ class Description:
     step_copies: tuple[str, ...] = ()
     mesh: VariableMesh | None = None
     layouts: tuple[tuple[str, tuple[int, ...], Axes], ...] = ()
-    unsplit: str = ""
 
     def plot(self, largest: int = 6) -> Any:
         """A picture of the mesh and of how the largest variables are sharded.
@@ -65,7 +61,7 @@ class Description:
             ("total" if i == 0 else "", "", "", device, readable_bytes(nbytes))
             for i, (device, nbytes) in enumerate(self.totals.items())
         )
-        notes = [self.unsplit] if self.unsplit else []
+        notes: list[str] = []
         if self.step_copies:
             notes.append(
                 "During a step, copies of the variables that it reads are also on "
@@ -131,21 +127,6 @@ def describe(strategy: StrategyCore, model: Any) -> Description:
         tuple(visited),
         mesh,
         layouts,
-        _unsplit_text(strategy, model),
-    )
-
-
-def _unsplit_text(strategy: StrategyCore, model: Any) -> str:
-    """`One device, cpu:0, computes: fit of 256 rows, ...`, and why."""
-    calls = [
-        f"{name} of {', '.join(map(str, rows))} rows"
-        for name, rows in strategy.unsplit_calls.of(model).items()
-    ]
-    if not calls:
-        return ""
-    return (
-        f"Unsplit: {'; '.join(calls)}. {unsplit_reason(strategy.placement)}. "
-        "`always_split=True` splits every batch."
     )
 
 

@@ -19,7 +19,6 @@ from keras_strategies.devices import Device
 from keras_strategies.errors import BackendError, OutOfRangeError
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.keras_compat.variables.values import IdSet
-from keras_strategies.runtime.data_parallel.unsplit_calls import UnsplitCalls
 from keras_strategies.runtime.drivers import Drivers
 from keras_strategies.runtime.placement import Placement
 from keras_strategies.runtime.workers import Workers
@@ -241,7 +240,6 @@ class StrategyCore(abc.ABC):
         cross_device_ops: reductions between local replicas; None for the engine's own.
         sync_batch_norm: bool, whether batch normalization uses the statistics of the
             global batch.
-        always_split: bool, whether layer calls are split even where that is slower.
     """
 
     def __init__(
@@ -250,17 +248,13 @@ class StrategyCore(abc.ABC):
         placement: Placement,
         cross_device_ops: Any = None,
         sync_batch_norm: bool = True,
-        always_split: bool = False,
     ):
         self._engine = engine
         self._placement = placement
         self._cross_device_ops = cross_device_ops
         self._sync_batch_norm = sync_batch_norm
-        self._always_split = always_split
         #: Variables that have been synchronized between workers.
         self.synced_variables = IdSet()
-        #: Calls so far that one device computes because they are small.
-        self.unsplit_calls = UnsplitCalls()
         self._drivers = engine.drivers(self)
 
     @property
@@ -282,11 +276,6 @@ class StrategyCore(abc.ABC):
     def sync_batch_norm(self) -> bool:
         """bool, whether batch normalization uses the global batch's statistics."""
         return self._sync_batch_norm
-
-    @property
-    def always_split(self) -> bool:
-        """bool, whether layer calls are split even where that is slower."""
-        return self._always_split
 
     @property
     def num_replicas_in_sync(self) -> int:

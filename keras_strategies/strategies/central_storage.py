@@ -23,7 +23,6 @@ class CentralStorageStrategy(Strategy):
         parameter_device: a device name or object; None for the compute device if there
             is one, else for `"cpu:0"`.
         sync_batch_norm: bool, as for `MirroredStrategy`.
-        always_split: bool, as for `MirroredStrategy`.
 
     Raises:
         ValueError: for a device that does not exist or is named twice.
@@ -39,7 +38,6 @@ class CentralStorageStrategy(Strategy):
         parameter_device: object | None = None,
         *,
         sync_batch_norm: bool = True,
-        always_split: bool = False,
     ):
         engine = get_engine()
         if compute_devices is None:
@@ -53,6 +51,4 @@ class CentralStorageStrategy(Strategy):
         else:
             (home,) = choose_devices(engine, ["cpu:0"], "parameter_device")
         placement = Placement(replicas, home, mirrored=False)
-        super().__init__(
-            placement, sync_batch_norm=sync_batch_norm, always_split=always_split
-        )
+        super().__init__(placement, sync_batch_norm=sync_batch_norm)

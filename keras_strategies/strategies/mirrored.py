@@ -33,10 +33,6 @@ class MirroredStrategy(Strategy):
         sync_batch_norm: bool, whether batch normalization uses the statistics of
             the global batch. False uses those of each replica's rows. Torch and
             TensorFlow only; JAX, where all replicas are one program, raises an error.
-        always_split: bool. On virtual CPU devices of Torch and JAX, batches with
-            little arithmetic per operation are computed unsplit on the first device,
-            which is faster and computes the same; the choice depends on shapes only.
-            True splits these as well, as on separate physical devices.
 
     Raises:
         TypeError: if `cross_device_ops` is something else.
@@ -59,7 +55,6 @@ class MirroredStrategy(Strategy):
         cross_device_ops: CrossDeviceOps | None = None,
         *,
         sync_batch_norm: bool = True,
-        always_split: bool = False,
     ):
         engine = get_engine()
         if devices is None:
@@ -67,4 +62,4 @@ class MirroredStrategy(Strategy):
         else:
             replicas = choose_devices(engine, devices)
         placement = Placement(replicas, replicas[0], mirrored=True)
-        super().__init__(placement, cross_device_ops, sync_batch_norm, always_split)
+        super().__init__(placement, cross_device_ops, sync_batch_norm)

@@ -13,9 +13,12 @@ import keras
 from keras_strategies import context
 from keras_strategies.engines import get_engine
 from keras_strategies.errors import InvalidArgumentError, ModelScopeError
-from keras_strategies.input.row_splits import check_batch
+from keras_strategies.input.row_splits import batches_of_custom_step, check_batch
 from keras_strategies.keras_compat import hooks, patching
-from keras_strategies.keras_compat.models.building import element_spec
+from keras_strategies.keras_compat.models.building import (
+    element_spec,
+    has_custom_step,
+)
 from keras_strategies.keras_compat.models.strategy_models import set_strategy
 from keras_strategies.keras_compat.state_scope import current_policy
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
@@ -105,6 +108,7 @@ class StrategyHooks:
             check_table_optimizers(model)
         with (
             context.entered(strategy),
+            batches_of_custom_step(has_custom_step(model)),
             contextlib.nullcontext() if is_short else patching.installed_while("scope"),
             strategy.drivers.fit.method(model, name),
             worker_training.method(strategy, model, name),

@@ -22,7 +22,7 @@ LAYERS = (
     ("processes",),
     ("runtime.elastic_loop", "runtime.worker_steps"),
     ("runtime.workers",),
-    ("runtime.placement", "runtime.data_parallel.unsplit_calls"),
+    ("runtime.placement",),
     ("runtime.drivers", "runtime.replicas.collectives"),
     ("runtime.engine",),
     (

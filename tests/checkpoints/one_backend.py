@@ -27,10 +27,8 @@ SAVED_AFTER, EPOCHS = 2, 4
 
 STRATEGIES = {
     "default": ks.get_strategy,
-    "mirrored": lambda: ks.MirroredStrategy(DEVICES[:2], always_split=True),
-    "central": lambda: ks.CentralStorageStrategy(
-        DEVICES[1:3], "cpu:0", always_split=True
-    ),
+    "mirrored": lambda: ks.MirroredStrategy(DEVICES[:2]),
+    "central": lambda: ks.CentralStorageStrategy(DEVICES[1:3], "cpu:0"),
     "model_2x2": lambda: ks.ModelParallelStrategy(
         "auto", DEVICES, 2, min_shard_bytes=0
     ),

@@ -257,14 +257,7 @@ def mirrored() -> Any:
     return ks.MirroredStrategy(["cpu:0", "cpu:1"])
 
 
-def always_split() -> Any:
-    return ks.MirroredStrategy(["cpu:0", "cpu:1"], always_split=True)
-
-
 OPTIONS = {"": mirrored}
-if keras.backend.backend() == "torch":
-    # By default Torch makes calls as small as these on one device.
-    OPTIONS["always_split"] = always_split
 
 
 # --- The table ----------------------------------------------------------------

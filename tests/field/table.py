@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 BACKENDS = ("jax", "torch", "tensorflow")
-COLUMNS = ("jax", "torch", "torch, always_split", "tensorflow")
+COLUMNS = ("jax", "torch", "tensorflow")
 HEADER = (
     "case",
     "backend",

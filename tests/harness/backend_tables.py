@@ -72,7 +72,7 @@ SHARED_CODE: dict[str, dict[str, tuple[str, ...]]] = {
         # JAX has it by day, because its runtime handles signals, too.
         "test_preempted_training_takes_the_steps_that_were_left[fit-2]": _TENSORFLOW,
     },
-    "multi_worker/test_row_checks.py": {
+    "multi_worker/test_row_proofs.py": {
         "test_a_problem_that_one_worker_finds_counts_on_all[two-all]": _TENSORFLOW,
     },
     "parameter_server/test_training.py": {
@@ -98,11 +98,11 @@ SHARED_CODE: dict[str, dict[str, tuple[str, ...]]] = {
         # Programs of `fit` and `evaluate` in turn: `multi_worker/test_callbacks.py`.
         "test_a_callback_evaluates_predicts_saves_and_changes_the_rate": _TENSORFLOW,
     },
-    "test_rows_that_depend_on_each_other.py": {
+    "row_proofs/test_unsplit_layers.py": {
         # One of outputs, one of state and one of losses stay.
-        "test_layers_that_mix_rows_are_exact[BalanceLoss-default]": _TENSORFLOW,
-        "test_layers_that_mix_rows_are_exact[Centered-default]": _TENSORFLOW,
-        "test_layers_that_mix_rows_are_exact[Ranked-default]": _TENSORFLOW,
+        "test_layers_that_mix_rows_are_exact[BalanceLoss]": _TENSORFLOW,
+        "test_layers_that_mix_rows_are_exact[Centered]": _TENSORFLOW,
+        "test_layers_that_mix_rows_are_exact[Ranked]": _TENSORFLOW,
     },
     "test_sidecar.py": {
         "test_each_checkpoint_gives_what_training_saw[{epoch}.weights.h5]": _TENSORFLOW,

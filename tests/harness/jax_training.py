@@ -19,10 +19,8 @@ import keras_strategies as ks
 # arrays that are on the parameter device already.
 STRATEGIES = {
     "one_device": lambda: ks.OneDeviceStrategy("cpu:1"),
-    "mirrored_2": lambda: ks.MirroredStrategy(["cpu:0", "cpu:1"], always_split=True),
-    "mirrored_4": lambda: ks.MirroredStrategy(
-        [f"cpu:{i}" for i in range(4)], always_split=True
-    ),
+    "mirrored_2": lambda: ks.MirroredStrategy(["cpu:0", "cpu:1"]),
+    "mirrored_4": lambda: ks.MirroredStrategy([f"cpu:{i}" for i in range(4)]),
     "mirrored_default": lambda: ks.MirroredStrategy(["cpu:1", "cpu:2"]),
     "central": lambda: ks.CentralStorageStrategy(["cpu:1", "cpu:2"], "cpu:0"),
     "central_overlapping": lambda: ks.CentralStorageStrategy(

@@ -167,9 +167,9 @@ def _strategy(name: str) -> Any:
 
     devices = ["cpu:0", "cpu:1", "cpu:2"]
     if name == "mirrored":
-        return ks.MirroredStrategy(devices, always_split=True)
+        return ks.MirroredStrategy(devices)
     if name == "central":
-        return ks.CentralStorageStrategy(devices[1:], "cpu:0", always_split=True)
+        return ks.CentralStorageStrategy(devices[1:], "cpu:0")
     if name in WORKERS:
         options = ks.CommunicationOptions(timeout_seconds=30)
         return ks.MultiWorkerMirroredStrategy(communication_options=options)

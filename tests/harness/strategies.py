@@ -26,8 +26,7 @@ def _devices(count: int, first: int = 0) -> list[str]:
 
 
 def _mirrored(count: int) -> Any:
-    # The models of the tests are so small that Torch would call them whole.
-    return ks.MirroredStrategy(_devices(count), always_split=True)
+    return ks.MirroredStrategy(_devices(count))
 
 
 def _model_parallel(layout_map: str, model_parallel: int) -> Any:
@@ -62,17 +61,10 @@ STRATEGIES = {
                 # Others than that of the storage.
                 _devices(2, first=int(devices.KIND == "cpu")),
                 "cpu:0",
-                always_split=True,
             ),
         ),
     )
 }
-if keras.backend.backend() == "torch":
-    # What users write: calls are measured first, and small ones are not split. On
-    # other backends it does what `mirrored_2` does.
-    STRATEGIES["mirrored_2_default"] = StrategyCase(
-        "mirrored_2_default", 2, lambda: ks.MirroredStrategy(_devices(2))
-    )
 if devices.KIND != "cpu":
     # All accelerators, as users write it.
     STRATEGIES["default_options"] = StrategyCase(

@@ -117,7 +117,7 @@ def test_gradients_are_as_large_as_what_is_trained() -> None:
 @only_jax
 def test_what_is_sent_is_read_from_the_program() -> None:
     """Data parallelism sends gradients, once, in a ring: 2(n-1)/n of their bytes."""
-    strategy = ks.MirroredStrategy(DEVICES, always_split=True)
+    strategy = ks.MirroredStrategy(DEVICES)
     plan = strategy.plan(perceptron(), ((8, 32), (8, 32)))
     (gradients,) = set(plan.bytes_per_device("gradient").values())
     assert set(plan.cost.sent) == {"all-reduce"}

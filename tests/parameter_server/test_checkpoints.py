@@ -75,7 +75,7 @@ def test_training_goes_on_with_another_number_of_parts(
     "make",
     [
         lambda: ks.OneDeviceStrategy("cpu:0"),
-        lambda: ks.MirroredStrategy(["cpu:0", "cpu:1"], always_split=True),
+        lambda: ks.MirroredStrategy(["cpu:0", "cpu:1"]),
     ],
     ids=["one_device", "mirrored"],
 )

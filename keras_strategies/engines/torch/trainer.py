@@ -108,16 +108,12 @@ class TorchTrainer(FitDriver):
 
             return recorded
 
-        was_small = False
-
         def step(data: Any) -> Any:
-            nonlocal was_small
             check_steps(data, workers)
-            with call.step(was_small) as is_small:
+            with layer_calls_through(call):
                 outputs = function(data)
             if workers is not None:
                 workers.confirm()
-            was_small = is_small()
             return outputs
 
         return step

@@ -56,6 +56,14 @@ def creates_metrics(model: Any) -> bool:
     return is_new or not is_one
 
 
+def has_custom_step(model: Any) -> bool:
+    """Whether a model's class defines what its steps do with a batch."""
+    kind = type(model)
+    names = ("train_step", "test_step", "predict_step", "compute_loss")
+    own = [getattr(kind, name, None) for name in names]
+    return own != [getattr(keras.Model, name) for name in names]
+
+
 def element_spec(adapter: Any) -> Any:
     """The `element_spec` of the tf.data dataset behind an adapter, None without one.
 

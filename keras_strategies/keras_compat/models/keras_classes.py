@@ -14,16 +14,17 @@ _KNOWN = ("keras", "torch", "builtins", "numpy")
 _CONTAINERS = (list, tuple, set, frozenset)
 
 
-def uses_only_builtin_keras(made: Any) -> bool:
-    """Whether an object refers only to code of Keras.
+def uses_only_builtin_keras(*made: Any) -> bool:
+    """Whether objects refer only to code of Keras.
 
-    All callables among its attributes, and theirs in turn, are checked: layers and
-    losses of the user's, functions for an activation or a metric.
+    All callables among their attributes, and theirs in turn, are checked: layers and
+    losses of the user's, functions for an activation or a metric. Each object is
+    visited once: the layers of a functional model refer to all others.
     """
     from keras import Variable
 
     seen: set[int] = set()
-    waiting = [made]
+    waiting = list(made)
     while waiting:
         found = waiting.pop()
         if id(found) in seen or isinstance(found, Variable):
@@ -55,17 +56,16 @@ def calls_only_builtin_keras(layer: Any) -> bool:
     from keras import Model
     from keras.layers import Layer
 
+    parts: list[Any] = []
     for found in sublayers(layer):
         if not isinstance(found, Model):
-            parts = [found]
+            parts.append(found)
         elif _is_known(type(found)) and "call" not in vars(found):
             operations = getattr(found, "operations", [])
-            parts = [each for each in operations if not isinstance(each, Layer)]
+            parts += [each for each in operations if not isinstance(each, Layer)]
         else:
             return False
-        if not all(map(uses_only_builtin_keras, parts)):
-            return False
-    return True
+    return uses_only_builtin_keras(*parts)
 
 
 def _is_known(found: Any) -> bool:

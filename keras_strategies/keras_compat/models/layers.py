@@ -165,3 +165,17 @@ def set_mask(tensor: Any, mask: Any) -> None:
     from keras.src.backend.common import masking
 
     masking.set_keras_mask(tensor, mask)
+
+
+def get_logits(tensor: Any) -> Any:
+    """The input of the softmax or sigmoid that has computed a tensor, or None.
+
+    Keras 3.15: `activations.softmax` and `sigmoid` set it, and the losses of Keras on
+    TensorFlow use it.
+    """
+    return getattr(tensor, "_keras_logits", None)
+
+
+def set_logits(tensor: Any, logits: Any) -> None:
+    """Attaches logits to a tensor, where Keras's losses look for them."""
+    tensor._keras_logits = logits

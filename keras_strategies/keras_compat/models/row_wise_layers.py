@@ -8,7 +8,7 @@ functions of users, operations in functional models, layers with an axis of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -81,6 +81,7 @@ _ROW_WISE = frozenset(
         "SpatialDropout1D",
         "SpatialDropout2D",
         "SpatialDropout3D",
+        "SpectralNormalization",
         "StackedRNNCells",
         "Subtract",
         "UpSampling1D",
@@ -90,6 +91,50 @@ _ROW_WISE = frozenset(
         "ZeroPadding2D",
         "ZeroPadding3D",
         "Bidirectional",
+    ]
+)
+#: Operations of functional models that compute each entry from those at its place.
+_ELEMENTWISE = frozenset(
+    [
+        "Absolute",
+        "Add",
+        "Cast",
+        "Divide",
+        "Elu",
+        "Equal",
+        "Erf",
+        "Exp",
+        "Gelu",
+        "Greater",
+        "GreaterEqual",
+        "HardSigmoid",
+        "HardSilu",
+        "LeakyRelu",
+        "Less",
+        "LessEqual",
+        "Log",
+        "Log1p",
+        "LogicalAnd",
+        "LogicalNot",
+        "LogicalOr",
+        "Maximum",
+        "Minimum",
+        "Multiply",
+        "Negative",
+        "NotEqual",
+        "Power",
+        "Relu",
+        "Relu6",
+        "Rsqrt",
+        "Sigmoid",
+        "Sign",
+        "Silu",
+        "Softplus",
+        "Sqrt",
+        "Square",
+        "Subtract",
+        "Tanh",
+        "TrueDivide",
     ]
 )
 #: Names of classes that Keras exports by another one.
@@ -165,15 +210,13 @@ def is_row_wise(layer: Any, ranks: Sequence[int]) -> bool:
         ranks: the numbers of axes of its inputs.
     """
     if not isinstance(layer, keras.layers.Layer):
-        return False  # An operation of a functional model, or a cell.
+        return False  # A cell of the user's.
     if "call" in vars(layer) or not _has_known_functions(layer):
         return False
     if layer.quantization_mode not in (None, "int8", "int4"):
         return False  # Scales of float8 are statistics of the batch.
     if _is_container(layer):
-        return _is_known_class(layer) and all(
-            is_row_wise(operation, ranks) for operation, ranks in _operations(layer)
-        )
+        return _is_known_class(layer) and all(map(_is_known, _operations(layer)))
     kind = type(layer)
     name = kind.__name__
     if getattr(keras.layers, _EXPORTED.get(name, name), None) is not kind:
@@ -193,14 +236,36 @@ def _is_container(layer: Any) -> bool:
     return isinstance(layer, (Functional, keras.Sequential))
 
 
-def _operations(model: Any) -> Iterator[tuple[Any, list[int]]]:
-    """The operations of a model, each with the numbers of axes of all its inputs."""
+def _operations(model: Any) -> list[Any]:
+    """The operations of a functional or sequential model."""
     if isinstance(model, keras.Sequential):
         model = model._functional
-    for operation in model.operations:
-        nodes = operation._inbound_nodes
+    found: list[Any] = model.operations
+    return found
+
+
+def _is_known(operation: Any) -> bool:
+    """Whether an operation of a functional model computes each row from that row."""
+    nodes = operation._inbound_nodes
+    if isinstance(operation, keras.layers.Layer):
         tensors = [tensor for node in nodes for tensor in node.input_tensors]
-        yield operation, [len(tensor.shape) for tensor in tensors]
+        return is_row_wise(operation, [len(tensor.shape) for tensor in tensors])
+    kind = type(operation)
+    if (
+        not kind.__module__.startswith("keras.src.")
+        or kind.__name__ not in _ELEMENTWISE
+    ):
+        return False
+    for node in nodes:
+        # Tensors of different ranks are aligned at their last axes, and an array could
+        # have a value for each row.
+        if len({len(tensor.shape) for tensor in node.input_tensors}) != 1:
+            return False
+        given = keras.tree.flatten((node.arguments.args, node.arguments.kwargs))
+        plain = (keras.KerasTensor, bool, int, float, str, type(None))
+        if not all(isinstance(value, plain) for value in given):
+            return False
+    return True
 
 
 def _inner_layers(layer: Any) -> tuple[Sequence[Any], int]:
@@ -211,6 +276,8 @@ def _inner_layers(layer: Any) -> tuple[Sequence[Any], int]:
         return (layer.forward_layer, layer.backward_layer), 0
     if name == "TimeDistributed":
         return (layer.layer,), 1
+    if name == "SpectralNormalization":
+        return (layer.layer,), 0
     if name == "StackedRNNCells":
         return layer.cells, 0
     if name in _RNN:

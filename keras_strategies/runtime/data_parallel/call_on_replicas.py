@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -17,13 +17,25 @@ from keras_strategies.keras_compat.models.layer_calls import (
     direct_call,
     layer_calls_through,
 )
-from keras_strategies.keras_compat.models.layers import clear_losses, get_mask, set_mask
+from keras_strategies.keras_compat.models.layers import (
+    clear_losses,
+    get_mask,
+    set_logits,
+    set_mask,
+)
 from keras_strategies.runtime.data_parallel.gradient_boundary import (
     Channel,
     GradientBoundary,
 )
 from keras_strategies.runtime.replicas.replica_set import RowSplit
-from keras_strategies.runtime.row_checks.layer_probes import LayerCall
+from keras_strategies.runtime.replicas.tensor_primitives import is_float
+from keras_strategies.runtime.row_proofs.layer_calls import LayerCall
+from keras_strategies.runtime.row_proofs.row_placements import (
+    SAME,
+    RowKind,
+    RowPlacement,
+    RowProof,
+)
 from keras_strategies.runtime.state.replica_state import (
     ReplicaResult,
     ReplicaState,
@@ -58,6 +70,31 @@ class SplitCall:
     route: CallRoute = direct_call
 
 
+@dataclass(frozen=True)
+class OutputActivation:
+    """The activation that has computed an output, for losses that use its inputs.
+
+    Keras on TensorFlow computes the crossentropy of probabilities from the logits.
+
+    Args:
+        logits: the inputs of the activation, one for each replica.
+        apply: computes the output for the global batch from the joined inputs; None if
+            outputs are joined too.
+    """
+
+    logits: list[Any]
+    apply: Callable[[Any], Any] | None
+
+
+@dataclass(frozen=True)
+class _Output:
+    """The channels of one output of the layer: logits first, if it has an activation;
+    none of an output that is no tensor."""
+
+    channels: list[Channel]
+    activation: OutputActivation | None = None
+
+
 class CallOnReplicas(GradientBoundary):
     """One call of a layer on all replicas, each on its rows.
 
@@ -80,13 +117,21 @@ class CallOnReplicas(GradientBoundary):
     def replica_state(self, replica_id: int) -> ReplicaState:
         """The variables of a local replica."""
 
-    # The call.
-
-    def outputs(self, loss_kinds: Sequence[str]) -> tuple[Any] | None:
-        """The global outputs in a tuple; None if they do not follow the rows.
+    @abc.abstractmethod
+    def activation_of(self, parts: Sequence[Any]) -> OutputActivation | None:
+        """The activation of an output; None without one that losses look for.
 
         Args:
-            loss_kinds: for each loss that the layer adds, `"mean"` or `"sum"`.
+            parts: the output of each replica.
+        """
+
+    # The call.
+
+    def outputs(self, proof: RowProof) -> Any:
+        """The outputs for the global batch.
+
+        Args:
+            proof: the placements of what the call returns, adds and assigns.
         """
         inputs: list[tuple[Any, list[Any]]] = []
         columns: list[list[Any]] = []
@@ -100,20 +145,19 @@ class CallOnReplicas(GradientBoundary):
         count = range(len(self.row_split.sizes))
         own = [[column[i] for column in columns] for i in count]
         results: list[ReplicaResult] = self.run([self._task(i, own[i]) for i in count])
-        channels = self._output_channels(results)
-        if channels is None:
-            return None
-        losses = self._loss_channels(results, loss_kinds)
-        tensors = [c for c in channels if c is not None] + losses
+        channels = self._output_channels(results, proof)
+        joined = self._with_logits(channels)
+        losses = self._loss_channels(results, proof)
+        tensors = [channel for each in joined for channel in each.channels] + losses
         connected = self.connect(inputs, results, tensors)
-        outputs = self._global_outputs(results, channels, connected)
-        self._merge_updates(results)
+        outputs = self._global_outputs(results, joined, connected)
+        self._merge_updates(results, proof)
         clear_losses(self.layer_call.layer)
         if losses:
             # Functional models refuse `add_loss` on themselves; their base does not.
             added = connected[-len(losses) :]
             keras.layers.Layer.add_loss(self.layer_call.layer, added)
-        return (outputs,)
+        return outputs
 
     def _task(self, replica_id: int, leaves: list[Any]) -> Callable[[], ReplicaResult]:
         def run() -> ReplicaResult:
@@ -137,107 +181,159 @@ class CallOnReplicas(GradientBoundary):
     # Outputs.
 
     def _output_channels(
-        self, results: Sequence[ReplicaResult]
-    ) -> list[Channel | None] | None:
+        self, results: Sequence[ReplicaResult], proof: RowProof
+    ) -> list[Channel | None]:
+        """A channel for each output; None for one that is no tensor."""
+        columns = list(zip(*(result.leaves for result in results), strict=True))
+        placements = proof.of_outputs(len(columns))
+        self._check_count(len(columns), len(placements), "returned", "outputs")
+        return [
+            self._channel(parts, placement or SAME)
+            if keras.ops.is_tensor(parts[0])
+            else None
+            for parts, placement in zip(columns, placements, strict=True)
+        ]
+
+    def _channel(self, parts: Sequence[Any], placement: RowPlacement) -> Channel:
+        """The channel of one tensor; fractions are the replicas' shares of the rows.
+
+        A tensor that is equal on all replicas is the one of the first replica. Its
+        gradient is distributed by the same fractions, which add up to one.
+        """
+        sizes = self.row_split.sizes
+        if placement.kind is RowKind.ROWS:
+            self._check_rows_of(parts, placement.multiple)
+            return Channel(list(parts), multiple=placement.multiple)
+        if placement.kind is RowKind.SUM:
+            return Channel(list(parts), [1.0] * len(parts))
+        are_equal = placement.kind is RowKind.SAME
+        return Channel(list(parts), self._fractions(sizes), are_equal=are_equal)
+
+    def _check_rows_of(self, parts: Sequence[Any], multiple: int) -> None:
+        """Compares the rows of slices with those of the proof, where they are known."""
         layer, sizes = self.layer_call.layer, self.row_split.sizes
-        channels: list[Channel | None] = []
-        for parts in zip(*(result.leaves for result in results), strict=True):
-            if not keras.ops.is_tensor(parts[0]):
-                channels.append(None)
-            elif all(
-                has_rows(part, size) for part, size in zip(parts, sizes, strict=True)
+        for part, size in zip(parts, sizes, strict=True):
+            if len(part.shape) and has_rows(
+                part, size * multiple if isinstance(size, int) else size
             ):
-                channels.append(Channel(list(parts)))
-            else:
-                warn_user(
-                    f"Layer {layer.name!r} ({type(layer).__name__}) returned a tensor "
-                    f"of shape {tuple(parts[0].shape)} for a slice of {sizes[0]} "
-                    "rows: it has no batch axis, so its replicas' outputs "
-                    "cannot be joined. It is called on one device with the unsplit "
-                    "batch instead, which is exact but not parallel. Return one row "
-                    "per sample, or use `add_loss` for scalars, to run it on all "
-                    f"replicas of {self.strategy!r}."
-                )
-                return None
-        return channels
+                continue
+            raise BatchError(
+                f"Layer {layer.name!r} ({type(layer).__name__}) returned a tensor of "
+                f"shape {tuple(part.shape)} for a slice of {size} rows, where the "
+                f"proof of its row placements has {multiple} for each row. "
+                "Its code behaves differently in two calls with the same arguments: "
+                "make what changes an argument of the call or a `keras.Variable`."
+            )
+
+    def _check_count(self, own: int, proved: int, verb: str, what: str) -> None:
+        layer = self.layer_call.layer
+        if own != proved:
+            raise BatchError(
+                f"Layer {layer.name!r} ({type(layer).__name__}) {verb} {own} {what} in "
+                f"one call and {proved} in another with arguments of the same kinds. "
+                "Make what changes an argument of the call or a `keras.Variable`, or "
+                "use the same number in every call."
+            )
+
+    def _with_logits(self, channels: Sequence[Channel | None]) -> list[_Output]:
+        found = []
+        for channel in channels:
+            if channel is None:
+                found.append(_Output([]))
+                continue
+            activation = None
+            if channel.weights is None and is_float(channel.parts[0]):
+                activation = self.activation_of(channel.parts)
+            own = [channel]
+            if activation is not None:
+                logits = replace(channel, parts=activation.logits)
+                own = [logits] if activation.apply else [logits, channel]
+            found.append(_Output(own, activation))
+        return found
 
     def _global_outputs(
         self,
         results: Sequence[ReplicaResult],
-        channels: Sequence[Channel | None],
+        outputs: Sequence[_Output],
         connected: Sequence[Any],
     ) -> Any:
         values = iter(connected)
         leaves = []
-        for i, channel in enumerate(channels):
-            if channel is None:
+        for i, output in enumerate(outputs):
+            if not output.channels:
                 leaves.append(results[0].leaves[i])
                 continue
             value = next(values)
+            if output.activation is not None:
+                logits, apply = value, output.activation.apply
+                if apply is None:
+                    value = next(values)
+                else:
+                    with self.on_lead():
+                        value = apply(logits)
+                set_logits(value, logits)
             masks = [result.masks[i] for result in results]
             if masks[0] is not None:
-                set_mask(value, self.combine(Channel(masks)))
+                multiple = output.channels[-1].multiple
+                set_mask(value, self.combine(Channel(masks, multiple=multiple)))
             leaves.append(value)
         return keras.tree.pack_sequence_as(results[0].outputs, leaves)
 
     # Losses that layers add.
 
     def _loss_channels(
-        self, results: Sequence[ReplicaResult], kinds: Sequence[str]
+        self, results: Sequence[ReplicaResult], proof: RowProof
     ) -> list[Channel]:
-        """Losses of the global batch, from those of the replicas.
-
-        A loss with one row per sample is concatenated. A scalar is either a mean over
-        rows, averaged with the replicas' numbers of rows as weights (so is a term of
-        the weights alone), or a sum over rows, which is added up.
-        """
-        layer, sizes = self.layer_call.layer, self.row_split.sizes
-        counts = {len(result.losses) for result in results}
-        if counts != {len(kinds)}:
-            raise BatchError(
-                f"Layer {layer.name!r} added {max(counts)} losses to one call and "
-                f"{len(kinds)} to another with arguments of the same kinds: how they "
-                "depend on the rows is unknown. Add the same losses on every call, "
-                "or one value per sample."
+        """Losses of the global batch, from those of the replicas."""
+        for result in results:
+            count = len(result.losses)
+            placements = proof.of_losses(count)
+            self._check_count(count, len(placements), "added", "losses")
+        columns = list(zip(*(result.losses for result in results), strict=True))
+        return [
+            self._channel(parts, placement)
+            for parts, placement in zip(
+                columns, proof.of_losses(len(columns)), strict=True
             )
-        channels = []
-        per_loss = zip(*(result.losses for result in results), strict=True)
-        for kind, parts in zip(kinds, per_loss, strict=False):
-            if len(parts[0].shape) > 0 and all(
-                has_rows(part, size) for part, size in zip(parts, sizes, strict=True)
-            ):
-                channels.append(Channel(list(parts)))
-            elif kind == "sum":
-                channels.append(Channel(list(parts), [1.0] * len(parts)))
-            else:
-                channels.append(Channel(list(parts), self._fractions(sizes)))
-        return channels
+        ]
 
     def _fractions(self, sizes: Sequence[Any]) -> list[Any]:
         """The share of each replica in the global batch."""
         rows = self.layer_call.rows
         if isinstance(rows, int):
             return [size / rows for size in sizes]
-        count = keras.ops.cast(keras.ops.maximum(rows, 1), "float32")
-        return [keras.ops.cast(size, "float32") / count for size in sizes]
+        count = keras.ops.cast(keras.ops.maximum(rows, 1), "float64")
+        return [keras.ops.cast(size, "float64") / count for size in sizes]
 
     # State that layers update.
 
-    def _merge_updates(self, results: Sequence[ReplicaResult]) -> None:
-        """Assigns updated variables, each the merged value of the replicas."""
-        first = results[0].state.updates
+    def _merge_updates(self, results: Sequence[ReplicaResult], proof: RowProof) -> None:
+        """Assigns updated variables; replicas exchange those that differ."""
+        states = [result.state.updates for result in results]
+        differing = []
+        for key, (variable, value) in states[0].items():
+            placement = proof.of_update(variable)
+            if placement is None:
+                raise BatchError(
+                    f"Layer {self.layer_call.layer.name!r} assigned {variable.path!r} "
+                    "in one call and not in another with arguments of the same kinds. "
+                    "Assign the same variables in every call."
+                )
+            if placement.kind is RowKind.SAME or "float" not in variable.dtype:
+                with self.on_lead():
+                    variable.assign(self.to_lead(value))
+            else:
+                differing.append(key)
+        if not differing:
+            return
         with self.on_lead():
             columns = [
-                [
-                    self.to_lead(result.state.updates[key][1])
-                    for result in results
-                    if key in result.state.updates
-                ]
-                for key in first
+                [self.to_lead(state[key][1]) for state in states] for key in differing
             ]
             everywhere = self.row_split.replica_set.all_values(columns)
         weights = self._fractions(self.row_split.every)
-        for (variable, _), values in zip(first.values(), everywhere, strict=True):
+        for key, values in zip(differing, everywhere, strict=True):
+            variable, _ = states[0][key]
             variable.assign(merged_value(variable, values, weights))
 
     # Gradients of gradients.

@@ -39,11 +39,16 @@ class Channel:
     Args:
         parts: the tensors, in replica order.
         weights: None to concatenate the parts by rows; otherwise the factors of a
-            weighted sum, one for each part.
+            weighted sum, one for each part. Where all parts are equal, the factors of
+            their gradients.
+        multiple: int, entries of axis 0 for each row of the call.
+        are_equal: bool, whether the parts are equal, on all workers.
     """
 
     parts: list[Any]
     weights: list[Any] | None = None
+    multiple: int = 1
+    are_equal: bool = False
 
 
 @dataclass
@@ -252,9 +257,11 @@ class GradientBoundary(abc.ABC):
 
     def _combined(self, channel: Channel) -> Any:
         ops = self.ops
+        if channel.are_equal:
+            return self.to_lead(channel.parts[0])
         parts = [self.to_lead(part) for part in channel.parts]
         if channel.weights is None:
-            return self.row_split.joined(ops.concatenate(parts))
+            return self.row_split.joined(ops.concatenate(parts), channel.multiple)
         terms = []
         for i, (part, weight) in enumerate(zip(parts, channel.weights, strict=True)):
             part = self.counted(ops.widened(part), i)
@@ -299,10 +306,11 @@ class GradientBoundary(abc.ABC):
                 for w in channel.weights
             ]
             return [ops.cast(wide * factor, gradient.dtype) for factor in factors]
-        gradient = self.row_split.own(gradient)
+        gradient = self.row_split.own(gradient, channel.multiple)
         if len(channel.parts) == 1:
             return [gradient]
-        return ops.split(gradient, self.row_split.sizes)
+        sizes = [size * channel.multiple for size in self.row_split.sizes]
+        return ops.split(gradient, sizes)
 
     def replica_columns(self, gradients: Sequence[Any]) -> list[Sequence[Any]]:
         """For each target the gradient of each replica."""

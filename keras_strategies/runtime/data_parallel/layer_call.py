@@ -34,27 +34,21 @@ from keras_strategies.keras_compat.models.layer_calls import (
     direct_call,
     layer_calls_through,
 )
-from keras_strategies.keras_compat.variables.values import raw_value
+from keras_strategies.keras_compat.models.layers import sublayers
 from keras_strategies.runtime.data_parallel.call_on_replicas import (
     CallOnReplicas,
     SplitCall,
 )
 from keras_strategies.runtime.replicas.replica_set import RowSplit
 from keras_strategies.runtime.replicas.tensor_primitives import TensorPrimitives
-from keras_strategies.runtime.row_checks.layer_checks import RowChecks
-from keras_strategies.runtime.row_checks.layer_probes import (
-    LayerCall,
-    LayerProbes,
-    argument_leaves,
-)
-from keras_strategies.runtime.state.replica_state import ReplicaState, has_rows
+from keras_strategies.runtime.row_proofs.layer_calls import LayerCall, argument_leaves
+from keras_strategies.runtime.row_proofs.row_proofs import RowProofs
+from keras_strategies.runtime.row_proofs.row_prover import RowProver
+from keras_strategies.runtime.state.replica_state import has_rows
 from keras_strategies.user_warnings import warn_user
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
-
-# Number of rows for measuring the arithmetic of a layer.
-_MEASURED_ROWS = 4
 
 
 @dataclass(frozen=True)
@@ -76,7 +70,7 @@ class DataParallelCall(abc.ABC):
     Args:
         strategy: the strategy.
         primitives: the functions of the framework's tensors.
-        probes: the framework's calls on a few rows.
+        prover: the framework's propagation of row placements.
         routes: how the layer's code is called.
     """
 
@@ -84,7 +78,7 @@ class DataParallelCall(abc.ABC):
         self,
         strategy: StrategyCore,
         primitives: TensorPrimitives,
-        probes: LayerProbes,
+        prover: RowProver,
         routes: CallRoutes | None = None,
     ):
         self._routes = routes or CallRoutes()
@@ -92,13 +86,16 @@ class DataParallelCall(abc.ABC):
         self.placement = strategy.placement
         #: The strategy's `CrossDeviceOps`, None for the framework's own sums.
         self.reduction = LocalReduction.of(strategy)
-        self.probes = probes
         self._primitives = primitives
         self._not_by_rows: weakref.WeakSet[Any] = weakref.WeakSet()
         self._foreign: weakref.WeakKeyDictionary[Any, bool] = (
             weakref.WeakKeyDictionary()
         )
-        self._row_checks = RowChecks(strategy.placement.workers)
+        # Layers in an unsplit call need no warning of their own.
+        self._is_in_unsplit_call = False
+        self._row_proofs = RowProofs(
+            prover, strategy.sync_batch_norm, strategy.placement.workers
+        )
 
     # Provided by an engine.
 
@@ -110,23 +107,13 @@ class DataParallelCall(abc.ABC):
     def on_replicas(self, call: SplitCall) -> CallOnReplicas:
         """A call on the replicas that have rows."""
 
-    def is_faster_unsplit(
-        self, layer: Any, rows: int, row_split: RowSplit, call_few: Callable[[], int]
-    ) -> bool:
-        """Whether one device calls a layer in less time than the replicas.
-
-        `call_few()` calls the layer on a few rows without changing its state, and
-        returns their number.
-        """
-        return False
-
     def sizes_in_program(self, layer_call: LayerCall, count: int) -> list[Any]:
         """Rows for each replica, in a program for any number of rows."""
         raise NotImplementedError
 
     def workers_changed(self) -> None:
-        """Drops the results of row checks, which workers agree on."""
-        self._row_checks.clear()
+        """Drops the row proofs, which workers agree on."""
+        self._row_proofs.clear()
 
     def has_foreign_variables(
         self, layer: Any, is_foreign: Callable[[Any], bool], what: str
@@ -173,12 +160,23 @@ class DataParallelCall(abc.ABC):
             row_split = self._row_split(layer_call)
             if row_split is None:
                 return self._routes.unsplit(layer, call, args, kwargs)
-            check, is_new = self._row_checks.check(self.probes, layer_call)
-            if check.problem is not None:
-                outputs = call(*args, **kwargs)
-                if is_new:
-                    self._row_checks.add(layer_call, check)
-                    self._warn_of(layer, check.problem)
+            every = row_split.every
+            proof, is_new = self._row_proofs.of(
+                layer_call,
+                [has_rows(leaf, rows) for leaf in leaves],
+                every if isinstance(rows, int) else (),
+                len(row_split.sizes),
+            )
+            if proof.problem is not None:
+                is_inner = self._is_in_unsplit_call
+                self._is_in_unsplit_call = True
+                try:
+                    with layer_calls_through(self._inner_call):
+                        outputs = call(*args, **kwargs)
+                finally:
+                    self._is_in_unsplit_call = is_inner
+                if is_new and not is_inner:
+                    self._warn_of(layer, proof.problem)
                 return outputs
             split_call = SplitCall(
                 self.strategy,
@@ -187,11 +185,22 @@ class DataParallelCall(abc.ABC):
                 self.reduction,
                 self._routes.split,
             )
-            result = self.on_replicas(split_call).outputs(check.loss_kinds)
-            if result is None:
-                self._not_by_rows.add(layer)
-                return call(*args, **kwargs)
-            return result[0]
+            return self.on_replicas(split_call).outputs(proof)
+
+    def _inner_call(
+        self,
+        layer: Any,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """A call in a layer that is unsplit: blocks of layers are split in turn.
+
+        A single layer is not: to move its rows can take longer than its computation.
+        """
+        if len(sublayers(layer)) > 1:
+            return self(layer, call, args, kwargs)
+        return call(*args, **kwargs)
 
     def _row_split(self, layer_call: LayerCall) -> RowSplit | None:
         """The rows of each replica that takes part; None to call the layer unsplit."""
@@ -217,30 +226,16 @@ class DataParallelCall(abc.ABC):
         is_alone = len(row_split.every) == 1 and replicas[0] == lead
         if not row_split.sizes or (is_alone and self.reduction is None):
             return None
-
-        def call_few() -> int:
-            few = [
-                self.probes.first_rows(leaf, _MEASURED_ROWS)
-                if has_rows(leaf, rows)
-                else leaf
-                for leaf in layer_call.leaves
-            ]
-            args, kwargs = layer_call.arguments(few)
-            with ReplicaState(raw_value).scope():
-                layer_call.call(*args, **kwargs)
-            return min(rows, _MEASURED_ROWS)
-
-        if self.is_faster_unsplit(layer, rows, row_split, call_few):
-            return None
         return row_split
 
     def _warn_of(self, layer: Any, problem: str) -> None:
         warn_user(
             f"Layer {layer.name!r} ({type(layer).__name__}) cannot be split by rows: "
-            f"{problem}. It is called on one device with the unsplit batch instead, "
-            "which is exact but not parallel. To run it on all replicas of "
-            f"{self.strategy!r}, compute each row from its own inputs, and move "
-            "computations on the full batch out of the layer, for example to the loss."
+            f"{problem}. Its code runs on one device with the unsplit batch instead, "
+            "which is exact; only blocks of layers in it that can be split are "
+            f"parallel. To run all of it on all replicas of {self.strategy!r}, compute "
+            "each row from its own inputs, and move computations on the full batch out "
+            "of the layer, for example to the loss."
         )
 
 

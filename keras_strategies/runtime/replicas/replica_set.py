@@ -167,19 +167,26 @@ class RowSplit:
         """The rows of each worker."""
         return [sum(each) for each in self.replica_set.counts.split(self.every)]
 
-    def own(self, tensor: Any) -> Any:
-        """This worker's rows of a tensor of the global batch."""
+    def own(self, tensor: Any, multiple: int = 1) -> Any:
+        """This worker's rows of a tensor of the global batch.
+
+        Args:
+            tensor: a tensor.
+            multiple: int, entries of its axis 0 for each row.
+        """
         if self.workers is None:
             return tensor
         rows, index = self.worker_rows, self.workers.group.index
-        start = sum(rows[:index])
-        return tensor[start : start + rows[index]]
+        start = sum(rows[:index]) * multiple
+        return tensor[start : start + rows[index] * multiple]
 
-    def joined(self, tensor: Any) -> Any:
-        """All rows, from those of this worker."""
+    def joined(self, tensor: Any, multiple: int = 1) -> Any:
+        """All rows, from those of this worker; see `own`."""
         if self.workers is None:
             return tensor
-        return self.workers.gather_rows(tensor, self.worker_rows)
+        return self.workers.gather_rows(
+            tensor, [rows * multiple for rows in self.worker_rows]
+        )
 
     def summed(self, tensors: list[Any]) -> list[Any]:
         """Sums of tensors over workers."""

@@ -115,10 +115,10 @@ class _Identity:
     """Equal for one object only, which it keeps."""
 
     def __init__(self, value: Any):
-        self._value = value
+        self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and self._value is other._value
+        return isinstance(other, _Identity) and self.value is other.value
 
     def __hash__(self) -> int:
-        return id(self._value)
+        return id(self.value)

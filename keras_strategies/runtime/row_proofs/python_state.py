@@ -8,6 +8,7 @@ after the call of a proof, and are restored.
 
 from __future__ import annotations
 
+import functools
 import types
 from collections import deque
 from collections.abc import Iterator
@@ -71,8 +72,15 @@ class PythonState:
             return
         self._seen.add(id(value))
         space = vars(value)
-        self._spaces.append((name, space, dict(space)))
-        for key, attribute in list(space.items()):
+        of_keras = _attributes_of_layers()
+        is_layer = isinstance(value, keras.layers.Layer)
+        own = {
+            key: attribute
+            for key, attribute in space.items()
+            if not (is_layer and key in of_keras)
+        }
+        self._spaces.append((name, space, own))
+        for key, attribute in own.items():
             self._add_value(f"{key!r} of {name}", attribute, depth)
         for kind in type(value).__mro__:
             if _is_of_user(kind):
@@ -139,7 +147,10 @@ class PythonState:
 
     def _attribute_changes(self) -> Iterator[StateChange]:
         for name, space, before in self._spaces:
+            of_keras = _attributes_of_layers()
             for key in [key for key in space if key not in before]:
+                if key in of_keras:
+                    continue
                 yield StateChange(f"{key!r} of {name}", _has_tensors(space[key]))
                 del space[key]
             for key, value in before.items():
@@ -148,6 +159,12 @@ class PythonState:
                     space[key] = value
                     if not _is_equal(now, value):
                         yield StateChange(f"{key!r} of {name}", _has_tensors(now))
+
+
+@functools.cache
+def _attributes_of_layers() -> frozenset[str]:
+    """The attributes that every layer of Keras has, which Keras itself maintains."""
+    return frozenset(vars(keras.layers.Layer(name="attributes", dtype="float32")))
 
 
 class _Names(dict):

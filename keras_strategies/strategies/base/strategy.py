@@ -37,7 +37,6 @@ from keras_strategies.values import map_structure, regroup, select_replica
 # Attributes of strategies for other modules of this package; `dir` omits them.
 _INTERNAL = frozenset(
     {
-        "always_split",
         "engine",
         "created",
         "default_replica_context",
@@ -64,8 +63,6 @@ class Strategy(StrategyInput, StrategyReports, StrategyCheckpoints):
             backend's own.
         sync_batch_norm: bool, whether batch normalization uses the statistics of
             the global batch.
-        always_split: bool, whether layer calls are split over replicas even where
-            the unsplit call is faster.
     """
 
     def __init__(
@@ -73,11 +70,9 @@ class Strategy(StrategyInput, StrategyReports, StrategyCheckpoints):
         placement: Placement,
         cross_device_ops: CrossDeviceOps | None = None,
         sync_batch_norm: bool = True,
-        always_split: bool = False,
     ):
         check_cross_device_ops(cross_device_ops)
         check_flag("sync_batch_norm", sync_batch_norm)
-        check_flag("always_split", always_split)
         install_hooks()
         engine = get_engine()
         custom = None if is_built_in(cross_device_ops) else cross_device_ops
@@ -85,9 +80,7 @@ class Strategy(StrategyInput, StrategyReports, StrategyCheckpoints):
             require(engine, Feature.CUSTOM_REDUCTIONS)
         if not sync_batch_norm and placement.replica_counts.total > 1:
             require(engine, Feature.SEPARATE_BATCH_NORM)
-        super().__init__(
-            engine, placement, cross_device_ops, sync_batch_norm, always_split
-        )
+        super().__init__(engine, placement, cross_device_ops, sync_batch_norm)
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:

@@ -56,7 +56,7 @@ def compiled(monkeypatch) -> list[object]:
 
 def test_a_warning_names_what_replicas_do_not_compile(compiled) -> None:
     expected, _ = trained(ks.OneDeviceStrategy("cpu:0"))
-    two = ks.MirroredStrategy(["cpu:0", "cpu:1"], always_split=True)
+    two = ks.MirroredStrategy(["cpu:0", "cpu:1"])
     found, (said,) = trained(two, jit_compile=True)
     assert "run eagerly" in str(said.message)
     assert said.filename == __file__

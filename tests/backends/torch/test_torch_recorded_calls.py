@@ -340,7 +340,7 @@ def normalized():
     [
         lambda: ks.OneDeviceStrategy("cpu:0"),
         lambda: ks.MirroredStrategy(["cpu:0", "cpu:1"]),
-        lambda: ks.MirroredStrategy(["cpu:0", "cpu:1"], always_split=True),
+        lambda: ks.MirroredStrategy(["cpu:0", "cpu:1"]),
     ],
     ids=["one device", "mirrored", "split"],
 )
@@ -362,7 +362,7 @@ def test_fit_runs_no_python_of_layers_after_its_first_steps(monkeypatch):
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(layers.Dense, "call", call)
-    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"], always_split=True)
+    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
     with strategy.scope():
         model = keras.Sequential([keras.Input((5,)), layers.Dense(3)])
         model.compile("sgd", "mse")

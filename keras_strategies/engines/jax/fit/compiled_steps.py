@@ -11,7 +11,6 @@ KeyboardInterrupt.
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -58,29 +57,7 @@ def compiles(model: Any) -> bool:
 DONATED = {"train": (0, 1, 2, 3), "test": (2,), "predict": ()}
 
 
-class ScannedStep(abc.ABC):
-    """A step that also runs on several batches of equal shapes, in one program."""
-
-    @abc.abstractmethod
-    def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
-        """The outputs, and the state after the step."""
-
-    @abc.abstractmethod
-    def several(self, state: Any, batches: Any, count: int) -> tuple[Any, Any]:
-        """Runs a step for each of several batches.
-
-        Args:
-            state: groups of arrays.
-            batches: what the placer's `place_several` returned.
-            count: int, the number of batches.
-
-        Returns:
-            The outputs of "predict" of all batches, concatenated, or else those of the
-            last batch; and the state after it.
-        """
-
-
-class CompiledStep(ScannedStep):
+class CompiledStep:
     """A compiled step; its new state is recorded as soon as it exists.
 
     Several batches of equal shapes are one program, a `jax.lax.scan` over them.
@@ -118,23 +95,22 @@ class CompiledStep(ScannedStep):
         self._programs: dict[tuple[int | None, ...], Callable[..., Any]] = {}
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
+        """The outputs, and the state after the step."""
         return self._run(state, batch, None)
 
     def several(self, state: Any, batches: Any, count: int) -> tuple[Any, Any]:
-        # Arrays of shape `(count, rows, ...)`.
-        return self._run(state, batches, count)
-
-    def traced(self, state: Any, batch: Any) -> jax.stages.Traced:
-        """The trace of the step, which a call with such arrays does not repeat.
+        """Runs a step for each of several batches.
 
         Args:
-            state: groups of arrays or of `jax.ShapeDtypeStruct`.
-            batch: structure of these.
+            state: groups of arrays.
+            batches: structure of arrays of shape `(count, rows, ...)`.
+            count: int, the number of batches.
+
+        Returns:
+            The outputs of "predict" of all batches, concatenated, or else those of the
+            last batch; and the state after it.
         """
-        found: jax.stages.Traced = self._program_of(state, batch, None).trace(
-            *state, batch
-        )
-        return found
+        return self._run(state, batches, count)
 
     def _program_of(self, state: Any, batch: Any, count: int | None) -> Any:
         key = (count, *map(len, state))
@@ -330,7 +306,7 @@ def loop_function(
                 # Raised after the steps of the batches before it.
                 failure = error
                 break
-        if len(items) == several and isinstance(step, ScannedStep) and _alike(items):
+        if len(items) == several and isinstance(step, CompiledStep) and _alike(items):
             outputs, state = step.several(state, placer.place_several(items), several)
             return outputs, _Returned.of(state)
         every = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +14,7 @@ from keras_strategies.engines.jax.fit import compiled_steps
 from keras_strategies.engines.jax.fit.compiled_steps import CompiledStep
 from keras_strategies.engines.jax.fit.elastic_steps import JaxElasticSteps
 from keras_strategies.engines.jax.fit.jax_trainer import JaxTrainer
-from keras_strategies.engines.jax.fit.step_cost import step_arithmetic, step_cost
-from keras_strategies.engines.jax.fit.unsplit_steps import StepBySize
+from keras_strategies.engines.jax.fit.step_cost import step_cost
 from keras_strategies.engines.jax.strategy_distribution import StrategyDistribution
 from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
 from keras_strategies.keras_compat.backends.keras_on_jax import (
@@ -26,7 +24,6 @@ from keras_strategies.keras_compat.backends.keras_on_jax import (
 )
 from keras_strategies.keras_compat.models.input_adapters import BatchPlacer
 from keras_strategies.keras_compat.variables.values import raw_value
-from keras_strategies.runtime.data_parallel.arithmetic import unsplit_reason
 from keras_strategies.runtime.drivers import ShardingDriver
 from keras_strategies.runtime.placement import StepCost
 
@@ -99,14 +96,6 @@ class MeshTrainer(DistributionTrainer):
         self.devices = list(self.replicated.mesh.devices.flat)
         #: The steps of elastic workers; None for fixed ones.
         self.elastic: JaxElasticSteps | None = None
-        #: Whether small steps may run on one device: only on virtual CPU devices, which
-        #: share one machine's cores.
-        self.may_run_unsplit = (
-            workers is None
-            and strategy.placement.mesh is None
-            and not strategy.always_split
-            and {device.platform for device in self.devices} == {"cpu"}
-        )
         if isinstance(workers, JaxWorkers) and workers.elastic is not None:
             self.elastic = JaxElasticSteps(self, workers)
             workers.when_replaced(self.replace_devices)
@@ -130,31 +119,13 @@ class MeshTrainer(DistributionTrainer):
 
     @property
     def input_placer(self) -> BatchPlacer:
-        # Steps place batches themselves: on one device or on all, and a repeated step
-        # on the devices of the remaining workers.
-        if self.may_run_unsplit or self.elastic is not None:
-            return HostBatches()
-        return self.placer
+        # A repeated step places its batch on the devices of the remaining workers.
+        return self.placer if self.elastic is None else HostBatches()
 
     def loop_function(self, model: Any, kind: str) -> Callable[..., Any]:
         if self.elastic is not None:
             return self.elastic.function(model, kind)
-        if not self.may_run_unsplit or not compiled_steps.compiles(model):
-            return super().loop_function(model, kind)
-        split = self.step(model, kind)
-        assert isinstance(split, CompiledStep)
-        assert isinstance(self.placer, MeshPlacer)
-        step = StepBySize(
-            model,
-            kind,
-            split,
-            self.placer,
-            self.replicated,
-            self.strategy.unsplit_calls,
-        )
-        return compiled_steps.loop_function(
-            model, kind, step, step.begin, HostBatches()
-        )
+        return super().loop_function(model, kind)
 
     def step(self, model: Any, kind: str) -> compiled_steps.Step:
         step = self.plain_step(model, kind)
@@ -177,13 +148,6 @@ class MeshTrainer(DistributionTrainer):
         self.set_layouts(model.metrics_variables)
         found = (self.plain_step(model, "train"), self.alternative_step(model, "train"))
         sharding = self.placer.sharding
-        if self.may_run_unsplit:
-            arithmetic = step_arithmetic(model, found[0], batch, sharding)
-            if not arithmetic.worth_splitting(len(self.devices)):
-                home = jax.sharding.SingleDeviceSharding(self.home)
-                cost = step_cost(model, found[0], batch, lambda shape: home, home)
-                source = f"{cost.source}; {unsplit_reason(self.placement)}"
-                return dataclasses.replace(cost, source=source)
         costs = [
             step_cost(model, step, batch, sharding)
             for step in found

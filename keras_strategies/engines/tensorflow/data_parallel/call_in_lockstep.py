@@ -29,15 +29,23 @@ from keras_strategies.engines.tensorflow.replicas.mirrored_variables import (
     MirroredVariable,
 )
 from keras_strategies.errors import ContextError
+from keras_strategies.keras_compat.models.layers import get_logits
 from keras_strategies.keras_compat.variables.generator_seeds import seed_offset
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.data_parallel.call_on_replicas import (
     CallOnReplicas,
+    OutputActivation,
     SplitCall,
 )
 from keras_strategies.runtime.data_parallel.gradient_boundary import Channel
 from keras_strategies.runtime.replicas.tensor_primitives import is_float
 from keras_strategies.runtime.state.replica_state import ReplicaResult, ReplicaState
+
+#: Operations whose input Keras's losses use in a program.
+_ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
+    "Sigmoid": lambda logits: tf.raw_ops.Sigmoid(x=logits),
+    "Softmax": lambda logits: tf.raw_ops.Softmax(logits=logits),
+}
 
 
 class CallInLockstep(CallOnReplicas):
@@ -259,6 +267,15 @@ class CallInLockstep(CallOnReplicas):
 
     # The boundary.
 
+    def activation_of(self, parts: Sequence[Any]) -> OutputActivation | None:
+        if all(_operation(part) in _ACTIVATIONS for part in parts):
+            apply = _ACTIVATIONS[_operation(parts[0])]
+            return OutputActivation([part.op.inputs[0] for part in parts], apply)
+        logits = [get_logits(part) for part in parts]
+        if any(each is None for each in logits):
+            return None
+        return OutputActivation(logits, None)
+
     def has_gradient(self, replica_id: int, tensor: Any) -> bool:
         return id(tensor) in self.watched[replica_id]
 
@@ -352,7 +369,10 @@ class CallInLockstep(CallOnReplicas):
             for part, size in zip(channel.parts, self.sizes, strict=True):
                 if channel.weights is None:
                     rows = tf.shape(part)[0]
-                    tf.debugging.Assert(tf.equal(rows, size), [message, rows, size])
+                    expected = size * channel.multiple
+                    tf.debugging.Assert(
+                        tf.equal(rows, expected), [message, rows, expected]
+                    )
 
     def _differentiable_gradients(self, gradients: Sequence[Any]) -> list[Any]:
         """The same gradients, of operations that an outer tape can record."""
@@ -399,3 +419,9 @@ class CallInLockstep(CallOnReplicas):
                     gradient = tf.cast(gradient, target.tensor.dtype)
                 returned.append(gradient)
             return returned
+
+
+def _operation(tensor: Any) -> str:
+    """The type of the operation of a tensor in a program; empty of an eager one."""
+    has_operation = isinstance(tensor, tf.Tensor) and not hasattr(tensor, "numpy")
+    return str(tensor.op.type) if has_operation else ""

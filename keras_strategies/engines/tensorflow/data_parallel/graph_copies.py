@@ -27,7 +27,11 @@ from keras_strategies.engines.tensorflow.replicas.lockstep_replicas import (
     LockstepCollectives,
 )
 from keras_strategies.errors import ReplicaMismatchError
-from keras_strategies.keras_compat.models.layers import set_mask
+from keras_strategies.keras_compat.models.layers import (
+    get_logits,
+    set_logits,
+    set_mask,
+)
 from keras_strategies.runtime.state.replica_state import ReplicaResult, ReplicaState
 
 
@@ -379,5 +383,8 @@ def _copied_result(result: ReplicaResult, copy: GraphCopy) -> ReplicaResult:
     for leaf, mask in zip(leaves, result.masks, strict=True):
         if mask is not None:
             set_mask(leaf, copy.of(mask))
+    for leaf, original in zip(leaves, result.leaves, strict=True):
+        if (logits := get_logits(original)) is not None:
+            set_logits(leaf, copy.of(logits))
     outputs = keras.tree.pack_sequence_as(result.outputs, leaves)
     return ReplicaResult(outputs, state, [copy.of(loss) for loss in result.losses])

@@ -13,15 +13,15 @@ from keras_strategies.engines.tensorflow.data_parallel.call_in_lockstep import (
 from keras_strategies.engines.tensorflow.data_parallel.elastic_steps import (
     TensorFlowElasticSteps,
 )
-from keras_strategies.engines.tensorflow.data_parallel.row_probing import (
-    TensorFlowProbes,
-)
 from keras_strategies.engines.tensorflow.data_parallel.zero_rows import (
     fails_on_zero_rows,
 )
 from keras_strategies.engines.tensorflow.replicas.lockstep_replicas import (
     NestedCollectiveError,
     ReplicaEngine,
+)
+from keras_strategies.engines.tensorflow.row_proofs.prover import (
+    TensorFlowRowProver,
 )
 from keras_strategies.engines.tensorflow.tensor_primitives import PRIMITIVES
 from keras_strategies.engines.tensorflow.workers.worker_collectives import workers_of
@@ -46,11 +46,8 @@ class TensorFlowDataParallelCall(DataParallelCall):
         engine: the replicas' threads.
     """
 
-    # Of this class, since it stores the batch of the step that is being traced.
-    probes: TensorFlowProbes
-
     def __init__(self, strategy: StrategyCore, engine: ReplicaEngine):
-        super().__init__(strategy, PRIMITIVES, TensorFlowProbes(strategy))
+        super().__init__(strategy, PRIMITIVES, TensorFlowRowProver(strategy))
         self._engine = engine
         # Of the last program for any number of rows, whether each replica has one.
         self._all_have_rows = False
@@ -58,7 +55,7 @@ class TensorFlowDataParallelCall(DataParallelCall):
         self.elastic: TensorFlowElasticSteps | None = None
         workers = workers_of(self.placement)
         if workers is not None and workers.elastic is not None:
-            self.elastic = TensorFlowElasticSteps(self._row_checks, workers)
+            self.elastic = TensorFlowElasticSteps(self._row_proofs, workers)
 
     def __call__(
         self,

@@ -62,8 +62,6 @@ class StepFunction:
         if model.jit_compile:
             _warn_of_jit_compile(model)
         self._has_begun = False
-        # The batch of the step that is being traced.
-        self._batch: Any = None
         self._make_programs()
 
     def _make_programs(self) -> None:
@@ -74,10 +72,7 @@ class StepFunction:
         step = getattr(self._model, f"{self._kind}_step")
 
         def routed(data: Any) -> Any:
-            with (
-                layer_calls_through(call),
-                call.probes.tracing(data, self._batch),
-            ):
+            with layer_calls_through(call):
                 return step(data)
 
         self._parallel = self._program(routed)
@@ -174,12 +169,8 @@ class StepFunction:
         return self._run(self._parallel, batch, spec)
 
     def _run(self, program: Any, batch: Any, spec: Any) -> Any:
-        self._batch = batch
-        try:
-            with self._optimizer_options():
-                return self._run_on(program, batch, spec)
-        finally:
-            self._batch = None
+        with self._optimizer_options():
+            return self._run_on(program, batch, spec)
 
     def _run_on(self, program: Any, batch: Any, spec: Any) -> Any:
         if spec is None or self._model.run_eagerly or _has_optionals(spec):

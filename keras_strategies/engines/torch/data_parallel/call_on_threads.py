@@ -27,6 +27,7 @@ from keras_strategies.keras_compat.thread_state import thread_state, with_thread
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.data_parallel.call_on_replicas import (
     CallOnReplicas,
+    OutputActivation,
     SplitCall,
 )
 from keras_strategies.runtime.replicas.tensor_primitives import is_float
@@ -107,6 +108,9 @@ class CallOnThreads(CallOnReplicas):
             _cast_copy,
             _assigned_value,
         )
+
+    def activation_of(self, parts: Sequence[Any]) -> OutputActivation | None:
+        return None  # Keras on Torch computes losses from outputs.
 
     def has_gradient(self, replica_id: int, tensor: torch.Tensor) -> bool:
         return tensor.requires_grad

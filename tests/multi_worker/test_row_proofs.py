@@ -18,12 +18,17 @@ X = np.random.default_rng(3).normal(size=(14, 4)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
 
 
-class Centered(layers.Layer):
-    """Subtracts the mean of the batch, which no slice of it has."""
-
+class Scaled(layers.Layer):
     def build(self, shape):
         self.scale = self.add_weight(shape=(shape[-1],), initializer="ones")
         self.built = True
+
+    def call(self, x):
+        return self.scale * x
+
+
+class Centered(Scaled):
+    """Subtracts the mean of the batch, which no slice of it has."""
 
     def call(self, x):
         return self.scale * (x - ops.mean(x, axis=0))
@@ -34,8 +39,7 @@ def fitted(strategy, mixes_rows: bool):
     keras.utils.set_random_seed(5)
     with strategy.scope():
         model = keras.Sequential([keras.Input((4,))])
-        if mixes_rows:
-            model.add(Centered())
+        model.add(Centered() if mixes_rows else Scaled())
         model.add(layers.Dense(1))
         model.compile(keras.optimizers.SGD(0.1), "mse")
     model.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
@@ -45,20 +49,20 @@ def fitted(strategy, mixes_rows: bool):
 @pytest.mark.parametrize("who", ["all", "worker 1"])
 def test_a_problem_that_one_worker_finds_counts_on_all(cluster, who):
     def program(strategy):
-        from keras_strategies.runtime.row_checks import layer_checks
+        from keras_strategies.runtime.row_proofs import row_proofs
 
-        compare = layer_checks._compare
+        proved = row_proofs.RowProofs._proved
         if who == "worker 1" and strategy.workers.group.index == 1:
-            # As if rounding had made the difference.
-            layer_checks._compare = lambda backend, call, rows: layer_checks.RowCheck(
-                rows, "its output 0 depends on the batch as a whole"
+            # As if this worker's script had set another attribute of a layer.
+            row_proofs.RowProofs._proved = lambda *_: row_proofs.RowProof(
+                problem="operation 'x' has no rule"
             )
         try:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 weights = fitted(strategy, mixes_rows=who == "all")
         finally:
-            layer_checks._compare = compare
+            row_proofs.RowProofs._proved = proved
         said = [w for w in caught if "split by rows" in str(w.message)]
         return weights, len(said)
 

@@ -1,1 +1,0 @@
-"""Checks whether a layer call can be split by rows."""

@@ -1,0 +1,465 @@
+"""Trainings in which the first rows hide how a layer depends on the batch.
+
+A term is zero in the first epoch, a capacity is not reached, a flag or an attribute
+changes later, a table has as many rows as the last batch, a tensor leaves the call by
+an attribute. Each is trained without a strategy and on two and three replicas.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from harness.training import as_arrays, assert_same
+from keras import layers, ops
+
+import keras_strategies as ks
+
+BACKEND = keras.backend.backend()
+SPLITS = BACKEND != "jax"
+EAGERLY = {"run_eagerly": True}
+RANDOM = np.random.default_rng(7)
+X = RANDOM.normal(size=(44, 4)).astype("float32")
+Y = RANDOM.normal(size=(44, 1)).astype("float32")
+#: 10 rows, as many as the last of three batches of 17.
+TABLE = RANDOM.normal(size=(10, 4)).astype("float32")
+BATCH = 17
+#: Later batches have larger values.
+X[BATCH:] *= 4
+
+
+class Layer(layers.Layer):
+    """A layer with the weights of a square matrix."""
+
+    def build(self, *shapes: Any) -> None:
+        self.kernel = self.add_weight(shape=(4, 4), name="kernel")
+        self.built = True
+
+
+# Added losses.
+
+
+class AnnealedSum(Layer):
+    def build(self, *shapes: Any) -> None:
+        super().build()
+        self.beta = self.add_weight(
+            shape=(), initializer="zeros", trainable=False, name="beta"
+        )
+
+    def call(self, inputs: Any) -> Any:
+        hidden = ops.matmul(inputs, self.kernel)
+        self.add_loss(self.beta * 1e-2 * ops.sum(ops.square(hidden)))
+        return hidden
+
+
+class SumOfExcess(Layer):
+    """Zero for the first batch."""
+
+    def call(self, inputs: Any) -> Any:
+        hidden = ops.matmul(inputs, self.kernel)
+        self.add_loss(0.01 * ops.sum(ops.relu(ops.abs(inputs) * hidden - 6.0)))
+        return hidden
+
+
+class MeanOfKept(Layer):
+    """A mean over rows that a mask keeps; it keeps all of the first batch."""
+
+    def call(self, inputs: Any) -> Any:
+        hidden = ops.matmul(inputs, self.kernel)
+        kept = ops.cast(ops.abs(inputs[:, 0]) < 3.5, "float32")
+        total = ops.sum(ops.square(hidden[:, 0]) * kept)
+        self.add_loss(0.1 * total / ops.maximum(ops.sum(kept), 1.0))
+        return hidden
+
+
+class SumAndConstant(Layer):
+    def call(self, inputs: Any) -> Any:
+        hidden = ops.matmul(inputs, self.kernel)
+        self.add_loss(1e-3 * ops.sum(hidden) + 1.0)
+        return hidden
+
+
+# Mixing of rows.
+
+
+class ZeroTimesMean(Layer):
+    """The branch's scale is trained from zero."""
+
+    def build(self, *shapes: Any) -> None:
+        super().build()
+        self.scale = self.add_weight(shape=(4,), initializer="zeros", name="scale")
+
+    def call(self, inputs: Any) -> Any:
+        hidden = ops.matmul(inputs, self.kernel)
+        return hidden + self.scale * (hidden - ops.mean(hidden, axis=0))
+
+
+class NormOfTheBatch(Layer):
+    def call(self, inputs: Any) -> Any:
+        hidden = ops.matmul(inputs, self.kernel)
+        return hidden * ops.minimum(1.0, 12.0 / ops.norm(hidden))
+
+
+class Capacity(Layer):
+    """Experts drop rows of large batches only."""
+
+    def call(self, inputs: Any) -> Any:
+        chosen = ops.one_hot(ops.argmax(ops.matmul(inputs, self.kernel), -1), 4)
+        place = ops.cumsum(chosen, axis=0) * chosen
+        return inputs * ops.cast(ops.sum(place, -1, keepdims=True) <= 5, "float32")
+
+
+class RunningMaximum(Layer):
+    def build(self, *shapes: Any) -> None:
+        super().build()
+        self.largest = self.add_weight(
+            shape=(), initializer="ones", trainable=False, name="largest"
+        )
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        if training:
+            found = ops.max(ops.abs(inputs))
+            self.largest.assign(ops.maximum(self.largest, found))
+        return ops.matmul(inputs, self.kernel) / self.largest
+
+
+class Events(Layer):
+    """Counts in a float and an integer variable."""
+
+    def build(self, *shapes: Any) -> None:
+        super().build()
+        options = {"shape": (), "initializer": "zeros", "trainable": False}
+        self.total = self.add_weight(name="total", **options)
+        self.count = self.add_weight(name="count", dtype="int32", **options)
+
+    def call(self, inputs: Any) -> Any:
+        found = ops.sum(ops.cast(inputs > 4.0, "int32"))
+        self.count.assign(self.count + found)
+        self.total.assign(self.total + ops.cast(found, "float32"))
+        return ops.matmul(inputs, self.kernel)
+
+
+@ops.custom_gradient
+def clipped(x: Any) -> Any:
+    def grad(*args: Any, upstream: Any = None) -> Any:
+        gradient = args[0] if upstream is None else upstream
+        norm = ops.sqrt(ops.sum(ops.square(gradient)))
+        return gradient * ops.minimum(1.0, 0.05 / (norm + 1e-12))
+
+    return x, grad
+
+
+class ClippedGradient(Layer):
+    def call(self, inputs: Any) -> Any:
+        return clipped(ops.matmul(inputs, self.kernel))
+
+
+# Numbers of rows.
+
+
+class BranchOnRows(Layer):
+    def call(self, inputs: Any) -> Any:
+        hidden = ops.matmul(inputs, self.kernel)
+        rows = inputs.shape[0]
+        return hidden if rows is not None and rows > 12 else 0.5 * hidden
+
+
+class DividedByRows(Layer):
+    def call(self, inputs: Any) -> Any:
+        rows = ops.cast(ops.shape(inputs)[0], "float32")
+        return ops.matmul(inputs, self.kernel) / rows
+
+
+# What Python holds.
+
+
+class CountedCalls(Layer):
+    steps = 0
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(**kwargs)
+        self.steps = 0
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        if training:
+            self.steps += 1
+        return ops.matmul(inputs, self.kernel) * (1.0 + 1.0 / (1 + self.steps))
+
+
+class Switched(Layer):
+    """A callback turns on a mode that mixes rows."""
+
+    mixes = False
+
+    def call(self, inputs: Any) -> Any:
+        hidden = ops.matmul(inputs, self.kernel)
+        return hidden - ops.mean(ops.square(hidden), 0) if self.mixes else hidden
+
+
+def around(kind: Callable[[], Any]) -> keras.Model:
+    return keras.Sequential([keras.Input((4,)), kind(), layers.Dense(1)])
+
+
+class OwnModel(keras.Model):
+    """A subclassed model with a layer, and its own loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = layers.Dense(4), layers.Dense(1)
+        self.inner.build((None, 4))
+        self.head.build((None, 4))
+        self.built = True
+
+    def call(self, inputs: Any) -> Any:
+        return self.head(self.inner(inputs))
+
+
+class TensorInAttribute(OwnModel):
+    def call(self, inputs: Any) -> Any:
+        self.features = ops.tanh(self.inner(inputs))
+        return self.head(self.features)
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        own = ops.mean(ops.square(ops.mean(self.features, 0)))
+        return super().compute_loss(*args, **kwargs) + own
+
+
+class TensorInList(OwnModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Any] = []
+
+    def call(self, inputs: Any) -> Any:
+        self.kept.clear()
+        hidden = self.inner(inputs)
+        self.kept.append(hidden)
+        return self.head(hidden)
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        own = ops.mean(ops.square(ops.mean(self.kept[0], 0)))
+        return super().compute_loss(*args, **kwargs) + own
+
+
+class PythonOutput(OwnModel):
+    def call(self, inputs: Any) -> Any:
+        return self.head(self.inner(inputs)), inputs.shape[0]
+
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, *rest: Any, **more: Any
+    ) -> Any:
+        found, rows = y_pred
+        return ops.sum(ops.square(found - y)) / (rows or 1)
+
+
+class Codebook(OwnModel):
+    """An output without a batch axis, as long as the part of a replica."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = self.add_weight(shape=(9, 4), name="codes")
+
+    def call(self, inputs: Any) -> Any:
+        return self.inner(inputs), self.codes * 1.0
+
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, *rest: Any, **more: Any
+    ) -> Any:
+        found, codes = y_pred
+        near = ops.logsumexp(ops.matmul(found, ops.transpose(codes)), -1)
+        return ops.mean(near) + ops.mean(ops.square(found - y))
+
+
+class TwoViews(OwnModel):
+    """Two rows of output for each row."""
+
+    def call(self, inputs: Any) -> Any:
+        return self.inner(ops.concatenate([inputs, inputs * 0.9], 0))
+
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, *rest: Any, **more: Any
+    ) -> Any:
+        return ops.mean(ops.square(ops.matmul(y_pred, ops.transpose(y_pred)) - 1))
+
+
+class Interleaved(OwnModel):
+    """Two rows of output for each row, beside each other."""
+
+    def call(self, inputs: Any) -> Any:
+        both = ops.stack([inputs, inputs * 0.9], 1)
+        return self.inner(ops.reshape(both, (-1, 4)))
+
+    compute_loss = TwoViews.compute_loss
+
+
+class Prototypes(OwnModel):
+    """An argument without a batch axis, as long as the last batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = Attend()
+        self.attend.built = True
+
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, *rest: Any, **more: Any
+    ) -> Any:
+        near = self.attend(self.inner(x), ops.convert_to_tensor(TABLE))
+        return ops.mean(ops.square(self.head(near) - y))
+
+
+class Attend(layers.Layer):
+    def call(self, inputs: Any, table: Any) -> Any:
+        near = ops.softmax(ops.matmul(inputs, ops.transpose(table)))
+        return inputs + ops.matmul(near, table)
+
+
+class Modes(OwnModel):
+    """An int argument, and which argument is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mode = Mode()
+        self.mode.built = True
+
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, *rest: Any, **more: Any
+    ) -> Any:
+        hidden = self.inner(x)
+        found = self.mode(hidden, mode=0) + self.mode(hidden, mode=1)
+        found += self.mode(hidden, None) + self.mode(None, hidden)
+        return ops.mean(ops.square(self.head(found) - y))
+
+
+class Mode(layers.Layer):
+    def call(self, first: Any = None, second: Any = None, mode: int = 0) -> Any:
+        if first is None:
+            return second - ops.max(second, 0)
+        return first - ops.mean(first, 0) if mode else first
+
+
+def saturated(activation: str) -> keras.Model:
+    scaled = layers.Rescaling(30.0)
+    last = layers.Dense(3 if activation == "softmax" else 1, activation)
+    return keras.Sequential([keras.Input((4,)), scaled, last])
+
+
+MODELS: dict[str, Callable[[], keras.Model]] = {
+    **{
+        kind.__name__: (lambda kind=kind: around(kind))
+        for kind in (
+            AnnealedSum,
+            SumOfExcess,
+            MeanOfKept,
+            SumAndConstant,
+            ZeroTimesMean,
+            NormOfTheBatch,
+            Capacity,
+            RunningMaximum,
+            Events,
+            ClippedGradient,
+            BranchOnRows,
+            DividedByRows,
+            CountedCalls,
+            Switched,
+        )
+    },
+    **{
+        kind.__name__: kind
+        for kind in (
+            TensorInAttribute,
+            TensorInList,
+            PythonOutput,
+            Codebook,
+            TwoViews,
+            Interleaved,
+            Prototypes,
+            Modes,
+        )
+    },
+    "softmax": lambda: saturated("softmax"),
+    "sigmoid": lambda: saturated("sigmoid"),
+}
+LOSSES = {
+    "softmax": "sparse_categorical_crossentropy",
+    "sigmoid": "binary_crossentropy",
+}
+#: Computed by replicas, without a warning.
+SPLIT = (
+    "AnnealedSum",
+    "SumOfExcess",
+    "Codebook",
+    "Interleaved",
+    "softmax",
+    "sigmoid",
+)
+if BACKEND == "tensorflow":
+    # A program for any number of rows sees None as their number, and a table is the same
+    # for all of them.
+    SPLIT += ("PythonOutput", "Prototypes", "BranchOnRows")
+#: Python that depends on attributes runs in each step on Torch; in a program of
+#: TensorFlow or JAX it runs when that is traced, so eager steps are compared.
+EAGER = ("CountedCalls", "Switched")
+#: JAX does not let tensors leave a traced call.
+NOT_ON_JAX = ("TensorInAttribute", "TensorInList", "CountedCalls", "Switched")
+
+
+def changed_later(model: keras.Model) -> keras.callbacks.Callback:
+    def change(epoch: int, logs: Any) -> None:
+        for layer in model.layers:
+            if isinstance(layer, AnnealedSum):
+                layer.beta.assign(float(epoch))
+            if isinstance(layer, Switched):
+                layer.mixes = epoch > 0
+
+    return keras.callbacks.LambdaCallback(on_epoch_begin=change)
+
+
+def trained(name: str, strategy: Any) -> tuple[Any, list[str]]:
+    """The history and the weights after three epochs, and warnings of unsplit calls."""
+    keras.utils.set_random_seed(3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with strategy.scope() if strategy else contextlib.nullcontext():
+            model = MODELS[name]()
+            options = EAGERLY if name in EAGER and BACKEND == "tensorflow" else {}
+            loss = LOSSES.get(name, "mse")
+            model.compile(keras.optimizers.SGD(0.004), loss, **options)
+        targets = Y
+        if name in LOSSES:
+            targets = (np.abs(X[:, 0]) * 7).astype("int32") % (
+                3 if name == "softmax" else 2
+            )
+        history = model.fit(
+            X,
+            targets,
+            batch_size=BATCH,
+            epochs=3,
+            shuffle=False,
+            verbose=0,
+            callbacks=[changed_later(model)],
+        ).history
+        results = as_arrays(
+            {"history": history, "weights": dict(enumerate(model.get_weights()))}
+        )
+        results["steps"] = np.array(
+            [getattr(layer, "steps", 0) for layer in model.layers]
+        )
+    said = [str(w.message) for w in caught if "split by rows" in str(w.message)]
+    return results, said
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_numbers_are_those_of_one_device(name: str, replicas: int) -> None:
+    if BACKEND == "jax" and name in NOT_ON_JAX:
+        pytest.skip("JAX refuses it without a strategy, too")
+    expected, _ = trained(name, None)
+    devices = [f"cpu:{i}" for i in range(replicas)]
+    found, said = trained(name, ks.MirroredStrategy(devices))
+    assert_same(expected, found, 2e-5, f"{replicas} replicas")
+    if SPLITS:
+        assert bool(said) == (name not in SPLIT), said
