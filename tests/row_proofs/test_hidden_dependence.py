@@ -397,8 +397,8 @@ SPLIT = (
     "sigmoid",
 )
 if BACKEND == "tensorflow":
-    # A program for any number of rows sees None as their number, and a table is the same
-    # for all of them.
+    # A program for any number of rows sees None as their number, and a table is the
+    # same for all of them.
     SPLIT += ("PythonOutput", "Prototypes", "BranchOnRows")
 #: Python that depends on attributes runs in each step on Torch; in a program of
 #: TensorFlow or JAX it runs when that is traced, so eager steps are compared.
