@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
+from collections.abc import Iterator
 
 import tensorflow as tf
 
@@ -35,3 +37,17 @@ def set_random_state(state: bytes) -> None:
     if compat.global_seed() != seed:
         tf.random.set_seed(seed)
     compat.operation_seeds().setstate((version, tuple(internal), gauss))
+
+
+@contextlib.contextmanager
+def operation_seeds_restored() -> Iterator[None]:
+    """Restores the seeds of operations, so that a trace does not change later ones."""
+    if compat.global_seed() is None:
+        yield
+        return
+    seeds = compat.operation_seeds()
+    before = seeds.getstate()
+    try:
+        yield
+    finally:
+        seeds.setstate(before)

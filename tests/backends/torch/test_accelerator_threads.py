@@ -58,7 +58,7 @@ class Noting(keras.layers.Layer):
 
 def trained(layer: Noting) -> None:
     """A step of `fit`, with its notes."""
-    strategy = ks.MirroredStrategy(["gpu:0", "gpu:1"], always_split=True)
+    strategy = ks.MirroredStrategy(["gpu:0", "gpu:1"])
     with strategy.scope():
         model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3), layer])
         model.compile("sgd", "sparse_categorical_crossentropy")
@@ -96,7 +96,7 @@ def test_an_accelerator_and_a_cpu_equal_one_device(names) -> None:
     found = []
     for strategy in (
         ks.OneDeviceStrategy("cpu:0"),
-        ks.MirroredStrategy(names, always_split=True),
+        ks.MirroredStrategy(names),
     ):
         keras.utils.set_random_seed(7)
         with strategy.scope():

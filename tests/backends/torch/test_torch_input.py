@@ -143,7 +143,7 @@ def test_batches_of_several_gpus_are_pinned_one_ahead(pins, monkeypatch):
 def test_pinned_batches_train_as_others(pins):
     results = []
     for is_pinned in (False, True):
-        strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"], always_split=True)
+        strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
         assert strategy.drivers.fit.placer is None
         if is_pinned:
             strategy.drivers.fit.placer = CudaPrefetcher(pin_batch)

@@ -31,7 +31,7 @@ from keras_strategies.keras_compat.backends.keras_on_tensorflow import (
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.runtime.data_parallel.call_on_replicas import SplitCall
 from keras_strategies.runtime.data_parallel.layer_call import DataParallelCall
-from keras_strategies.runtime.row_checks.layer_probes import LayerCall
+from keras_strategies.runtime.row_proofs.layer_calls import LayerCall
 from keras_strategies.user_warnings import warn_user
 
 if TYPE_CHECKING:

@@ -13,13 +13,14 @@ import keras
 import tensorflow as tf
 
 from keras_strategies.engines.tensorflow import compat
-from keras_strategies.engines.tensorflow.data_parallel.row_probing import (
+from keras_strategies.engines.tensorflow.global_random import (
     operation_seeds_restored,
 )
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.layers import get_mask, set_mask
 from keras_strategies.keras_compat.variables.values import raw_value
-from keras_strategies.runtime.row_checks.layer_probes import LayerCall
+from keras_strategies.runtime.row_proofs.layer_calls import LayerCall
+from keras_strategies.runtime.row_proofs.python_state import PythonState
 from keras_strategies.runtime.state.replica_state import ReplicaState
 
 _CONVOLUTIONS = ("Conv", "DepthwiseConv", "Dilation2D")
@@ -28,12 +29,15 @@ _POOLING = ("MaxPool", "FractionalMaxPool")
 
 def fails_on_zero_rows(layer_call: LayerCall) -> bool:
     """Whether a layer call has operations that fail on zero rows."""
+    state = PythonState(layer_call.layer)
     try:
         operations = _operations(layer_call)
     except Exception:
         # A layer may raise any error in another graph. Then its kernels are not known,
         # and every replica must have a row.
         return True
+    finally:
+        state.changes()
     return any(name.startswith((*_CONVOLUTIONS, *_POOLING)) for name in operations)
 
 
