@@ -159,7 +159,8 @@ class ReplicaContext:
         if options is not None:
             size = call_options(options, self._strategy.workers).bytes_per_pack
             if size:
-                return all_reduce_in_packs(self._all_reduce, op, value, size)
+                engine = self._strategy.engine
+                return all_reduce_in_packs(engine, self._all_reduce, op, value, size)
         if op is ReduceOp.SUM and type(value) in (int, float):
             total = self._collectives.total(self._local_id, value)
             if total is not None:

@@ -21,6 +21,7 @@ from keras_strategies.values import flatten, map_structure
 
 if TYPE_CHECKING:
     from keras_strategies.devices import Device
+    from keras_strategies.runtime.engine import Engine
     from keras_strategies.runtime.workers import Workers
 
 _AT_CONSTRUCTION = (
@@ -108,6 +109,7 @@ def check_implementation(
 
 
 def all_reduce_in_packs(
+    engine: Engine,
     all_reduce: Callable[[ReduceOp, Sequence[Any]], Sequence[Any]],
     op: ReduceOp,
     value: Any,
@@ -116,6 +118,7 @@ def all_reduce_in_packs(
     """Reduces a structure in messages of about so many bytes each.
 
     Args:
+        engine: the engine of the tensors.
         all_reduce: reduces a list of tensors.
         op: the operation.
         value: structure of tensors.
@@ -125,8 +128,8 @@ def all_reduce_in_packs(
     results: list[Any] = [None] * len(leaves)
     for indices in _packs(leaves, bytes_per_pack):
         like = [leaves[i] for i in indices]
-        [reduced] = all_reduce(op, [pack(like)])
-        for i, tensor in zip(indices, unpack(reduced, like), strict=True):
+        [reduced] = all_reduce(op, [pack(engine, like)])
+        for i, tensor in zip(indices, unpack(engine, reduced, like), strict=True):
             results[i] = tensor
     rest = iter(results)
     return map_structure(lambda _: next(rest), value)

@@ -237,13 +237,13 @@ class CrossDeviceOps:
         results: list[dict[Device, Any]] = [{} for _ in values]
         for indices in self._packs(values, options):
             packed = [
-                pack([values[i][replica] for i in indices])
+                pack(self.engine, [values[i][replica] for i in indices])
                 for replica in range(len(values[indices[0]]))
             ]
             wanted = list(dict.fromkeys(d for i in indices for d in devices[i]))
             placed = self._reduced(op, packed, wanted)
             for device, tensor in zip(wanted, placed, strict=True):
-                parts = unpack(tensor, [values[i][0] for i in indices])
+                parts = unpack(self.engine, tensor, [values[i][0] for i in indices])
                 for i, part in zip(indices, parts, strict=True):
                     if device in devices[i]:
                         results[i][device] = part

@@ -29,6 +29,7 @@ LAYERS = (
         "context",
         "runtime",
         "collectives.packing",
+        "collectives.tensor_packs",
         "collectives.call_options",
         "collectives.replica_ops",
     ),

@@ -61,6 +61,7 @@ class RowProofs:
     ):
         self._prover = prover
         self._workers = workers
+        self._synchronizes = synchronizes_batch_norm
         # Of a call that is known by the types of its layers.
         self._by_type = RowProof(
             every_output=ROWS,
@@ -137,6 +138,10 @@ class RowProofs:
             changes = state.changes()
         if found.problem is not None:
             return found
+        if not self._synchronizes:
+            # Statistics are those of a replica's rows, by the user's choice.
+            updates = dict.fromkeys(found.updates, MEAN)
+            found = replace(found, updates=updates)
         for change in changes:
             if change.has_tensors:
                 return replace(

@@ -74,9 +74,9 @@ DEVICES = ["cpu", "meta"]
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_pack_stays_on_the_device_of_its_tensors(device):
     tensors = [torch.ones(2, 3, device=device), torch.ones(4, device=device)]
-    packed = pack(tensors)
+    packed = pack(get_engine(), tensors)
     assert packed.device.type == device
-    parts = unpack(packed, tensors)
+    parts = unpack(get_engine(), packed, tensors)
     assert [part.device.type for part in parts] == [device] * 2
     assert [part.shape for part in parts] == [tensor.shape for tensor in tensors]
 
