@@ -3,8 +3,66 @@
 A replica computes on a thread of its own what the caller's thread computes on one
 device, so it has the caller's state of Torch, at the time of the call: in the forward
 pass that of the layer call, in the backward pass that of the thread of autograd, which
-has that of the call of `backward`. `docs/decisions/` has the list of Torch's
-thread-local and process-wide state, and why each is right on replicas.
+has that of the call of `backward`.
+
+# State of a thread
+
+- Gradients on or off; inference mode: the caller's, since the same operations are
+  differentiated.
+- Forward-mode switch: the caller's, since outside of a level it has no effect.
+- Levels of `torch.func`, levels of `forward_ad`: the call is not split; `run` raises,
+  since derivatives belong to levels of the thread, and the boundary has none for
+  them.
+- Autocast: switch and dtype of each type of device, use of the cache: the caller's,
+  for the same dtypes; the cache has separate entries for each replica's copies.
+- `saved_tensors_hooks`, `save_on_cpu`, `disable_saved_tensors_hooks`: the innermost
+  of the caller, since only the innermost acts; hooks are called from several threads.
+- Function and dispatch modes: the caller's, called from several threads, so that they
+  see the same functions; recorded calls are not used under a user's function mode.
+- Default device (`with torch.device`): the replica's, if the default is a device of a
+  replica, else the caller's; new tensors are combined with those of the replica.
+- Autograd's threads: not used; a replica would wait for another replica's backward
+  pass, or for the one that waits for it.
+- Current device: the replica's, since `device="cuda"` means the replica's.
+- Current streams: the caller's, of all devices of replicas; in the backward pass
+  those of the forward pass, since what the caller has made is ordered before, and
+  what it does next after, without events.
+- Kernel threads (`set_num_threads`): an equal share of the process's, since replicas
+  on CPUs compete for cores.
+- Flushing of denormal numbers: the caller's, since it is a register of the thread.
+- Python's context variables: a copy of the caller's, since those of NumPy and of
+  users act in a layer.
+- Keras's scopes: names, autocast, stateless, `keras.device`: the caller's, with the
+  replica's device.
+- Random numbers: a generator for each replica (`replica_random.py`); generators of accelerators are
+  seeded apart during a call, since one seed is that of each accelerator, so replicas
+  would draw equal masks.
+- Profiler (`ThreadLocalDebugInfo`, `RecordFunction`): not carried; a profile needs
+  `profile_all_threads`; no number depends on it.
+- `view_replay`, Python dispatcher, functionalization: not carried; only used while a
+  program is traced, which does not split calls.
+- Switches of DTensor: not carried; strategies with DTensors have no threads.
+- Objects of TorchInductor (`ThreadLocalPythonObjects`): not carried; CUDA graphs of a
+  compiled function belong to its thread.
+- Dynamo's callback: not carried; replicas call layers eagerly; `jit_compile=True`
+  warns so.
+- Disabled `__torch_function__`: not carried; it is a state inside of one operation.
+
+# State of the process, which replicas share
+
+- Default dtype, deterministic algorithms, TF32 and reduced precision, cuDNN flags,
+  backends of attention and of linear algebra, anomaly detection: set once, read by
+  each operation; a context around a call is open until all replicas have ended.
+- The default generator of the CPU: locked while a replica uses it.
+- Cached casts of autocast: locked; the first replica to end empties it, and others
+  cast again.
+- Mirrors of variables: keyed by variable, device and version; each replica writes
+  only those of its device.
+- CUDA's caching allocator: memory is used on the stream on which it was allocated,
+  since streams are the caller's.
+- Hooks of all modules (`register_module_forward_hook`): called on each replica's
+  thread; recorded calls are not used.
+- `torch.distributed`'s default group: not used, except with DTensors.
 """
 
 from __future__ import annotations
