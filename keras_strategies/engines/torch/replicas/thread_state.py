@@ -17,8 +17,8 @@ has that of the call of `backward`.
   for the same dtypes; the cache has separate entries for each replica's copies.
 - `saved_tensors_hooks`, `save_on_cpu`, `disable_saved_tensors_hooks`: the innermost
   of the caller, since only the innermost acts; hooks are called from several threads.
-- Function and dispatch modes: the caller's, called from several threads, so that they
-  see the same functions; recorded calls are not used under a user's function mode.
+- Function and dispatch modes: the caller's, called from several threads, to see the
+  same functions; recorded calls are not used under a user's function mode.
 - Default device (`with torch.device`): the replica's, if the default is a device of a
   replica, else the caller's; new tensors are combined with those of the replica.
 - Autograd's threads: not used; a replica would wait for another replica's backward
