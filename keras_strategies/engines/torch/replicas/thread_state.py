@@ -34,9 +34,9 @@ has that of the call of `backward`.
   users act in a layer.
 - Keras's scopes: names, autocast, stateless, `keras.device`: the caller's, with the
   replica's device.
-- Random numbers: a generator for each replica (`replica_random.py`); generators of accelerators are
-  seeded apart during a call, since one seed is that of each accelerator, so replicas
-  would draw equal masks.
+- Random numbers: a generator for each replica (`replica_random.py`); generators of
+  accelerators are seeded apart during a call, since one seed is that of each, so that
+  replicas would draw equal masks.
 - Profiler (`ThreadLocalDebugInfo`, `RecordFunction`): not carried; a profile needs
   `profile_all_threads`; no number depends on it.
 - `view_replay`, Python dispatcher, functionalization: not carried; only used while a
