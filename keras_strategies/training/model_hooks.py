@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -20,6 +20,9 @@ from keras_strategies.keras_compat.models.building import (
     has_custom_step,
 )
 from keras_strategies.keras_compat.models.strategy_models import set_strategy
+from keras_strategies.keras_compat.optimizers.optimizer_parts import (
+    overwritten_by_apply,
+)
 from keras_strategies.keras_compat.state_scope import current_policy
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.keras_compat.variables.generator_seeds import seed_states
@@ -195,6 +198,10 @@ class StrategyHooks:
                 lambda strategy, variables: optimizer.build(list(variables)),
                 args=(tuple(variables),),
             )
+        if not _are_aggregated():
+            grads = _largest_once(
+                replica, grads, overwritten_by_apply(optimizer, variables)
+            )
         original = get_engine().optimizer_apply(optimizer, original)
         replica.strategy.drivers.run.apply_gradients(
             original, grads, variables, aggregate=not _are_aggregated()
@@ -250,6 +257,23 @@ def _made_in_run(variable: Any) -> None:
     state = None if replica is None else run_state.enclosing()
     if replica is not None and state is not None and state.made is not None:
         state.made.add(variable, replica.replica_id_in_sync_group)
+
+
+def _largest_once(
+    replica: context.ReplicaContext, grads: Any, overwritten: Sequence[int]
+) -> Any:
+    """Gradients whose sum is the largest one, for overwritten variables.
+
+    One replica has the largest new value, and the others zeros.
+    """
+    if not overwritten:
+        return grads
+    found = list(grads)
+    given = {i: found[i] for i in overwritten if found[i] is not None}
+    is_first = keras.ops.equal(replica.replica_id_in_sync_group, 0)
+    for i, value in replica.all_reduce("max", given).items():
+        found[i] = keras.ops.where(is_first, value, keras.ops.zeros_like(value))
+    return found
 
 
 def _drivers_of(model: Any) -> Drivers:

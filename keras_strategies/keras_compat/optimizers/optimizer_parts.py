@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -80,3 +81,19 @@ def clip_gradients(optimizer: Any, gradients: list[Any]) -> list[Any]:
 def disable_clipping(optimizer: Any) -> None:
     """Disables the clipping of gradients by an optimizer."""
     optimizer._clip_gradients = lambda gradients: gradients
+
+
+def is_overwritten(variable: Any) -> bool:
+    """Whether an optimizer overwrites a variable by its gradient.
+
+    Scales and histories of float8 layers are: their "gradient" is a new value, of which
+    the largest of several counts, as in Keras's accumulation of gradients. Keras 3.15:
+    `Variable.overwrite_with_gradient`.
+    """
+    return bool(getattr(variable, "overwrite_with_gradient", False))
+
+
+def overwritten_by_apply(optimizer: Any, variables: Sequence[Any] | None) -> list[int]:
+    """The positions in `optimizer.apply(grads, variables)` of such variables."""
+    used = trained_variables(optimizer) if variables is None else variables
+    return [i for i, variable in enumerate(used) if is_overwritten(variable)]

@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from keras_strategies.collectives.replica_ops import LocalReduction
+from keras_strategies.keras_compat.optimizers.optimizer_parts import is_overwritten
 from keras_strategies.runtime.replicas.gradient_sums import (
+    largest_over_replicas,
     sums_over_replicas,
     sums_over_workers,
 )
@@ -27,6 +29,8 @@ from keras_strategies.runtime.replicas.tensor_primitives import (
     is_float,
 )
 from keras_strategies.runtime.state.replica_state import ReplicaResult
+from keras_strategies.runtime.workers import Workers
+from keras_strategies.types import ReduceOp
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
@@ -69,6 +73,11 @@ class GradientTarget:
     by_rows: bool
     variable: Any = None
 
+    @property
+    def is_overwritten(self) -> bool:
+        """Whether gradients are new values, of which the largest counts."""
+        return self.variable is not None and is_overwritten(self.variable)
+
     def joined_rows(self, ops: TensorPrimitives, parts: Sequence[Any]) -> Any:
         """The gradient of an input, from those of its slices; None without any."""
         if all(part is None for part in parts):
@@ -101,6 +110,12 @@ def sums_on_worker(
         columns: for each target the gradient of each replica.
         reduction: the strategy's `CrossDeviceOps`, None for the framework's sums.
     """
+    columns = [
+        [largest_over_replicas(ops, parts, target.tensor)]
+        if target.is_overwritten
+        else parts
+        for target, parts in zip(targets, columns, strict=True)
+    ]
     pairs = list(zip(targets, columns, strict=True))
     shared = [
         [
@@ -115,6 +130,22 @@ def sums_on_worker(
         target.joined_rows(ops, parts) if target.by_rows else next(sums)
         for target, parts in pairs
     ]
+
+
+def largest_over_workers(
+    targets: Sequence[GradientTarget], found: list[Any], workers: Workers | None
+) -> None:
+    """Replaces the gradients of overwritten variables by the largest of all workers."""
+    places = [i for i, target in enumerate(targets) if target.is_overwritten]
+    if workers is None or not places:
+        return
+    # New values are not negative: zeros of a worker without rows are not the largest.
+    own = [
+        keras.ops.zeros_like(targets[i].tensor) if found[i] is None else found[i]
+        for i in places
+    ]
+    for i, value in zip(places, workers.all_reduce(ReduceOp.MAX, own), strict=True):
+        found[i] = value
 
 
 class GradientBoundary(abc.ABC):
@@ -285,10 +316,14 @@ class GradientBoundary(abc.ABC):
             for target, column in zip(self.targets, columns, strict=True)
         ]
         found = sums_on_worker(self.ops, self.targets, counted, self.reduction)
-        shared = [i for i, target in enumerate(self.targets) if not target.by_rows]
-        totals = sums_over_workers(
-            self.ops, [found[i] for i in shared], self.row_split.workers
-        )
+        workers = self.row_split.workers
+        largest_over_workers(self.targets, found, workers)
+        shared = [
+            i
+            for i, target in enumerate(self.targets)
+            if not target.by_rows and not (workers and target.is_overwritten)
+        ]
+        totals = sums_over_workers(self.ops, [found[i] for i in shared], workers)
         for i, total in zip(shared, totals, strict=True):
             found[i] = self.targets[i].rounded(self.ops, total)
         return found

@@ -6,8 +6,11 @@ they have on one device. A gradient is None where nothing depends on the variabl
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
+
+import keras
 
 from keras_strategies.collectives.replica_ops import LocalReduction
 from keras_strategies.runtime.replicas.tensor_primitives import TensorPrimitives
@@ -46,6 +49,20 @@ def sums_over_replicas(
     for i, restore in restored.items():
         sums[i] = restore(sums[i])
     return sums
+
+
+def largest_over_replicas(
+    ops: TensorPrimitives, gradients: Sequence[Any], near: Any
+) -> Any:
+    """The largest of new values, which overwrite a variable; None without any.
+
+    Args:
+        ops: the functions of the framework's tensors.
+        gradients: of each replica, or None.
+        near: a tensor on the device of the result.
+    """
+    parts = [ops.to_device_of(part, near) for part in gradients if part is not None]
+    return functools.reduce(keras.ops.maximum, parts) if parts else None
 
 
 def _sum(ops: TensorPrimitives, gradients: Sequence[Any]) -> Any:

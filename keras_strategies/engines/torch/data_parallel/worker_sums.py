@@ -13,6 +13,7 @@ from keras_strategies.collectives.replica_ops import LocalReduction
 from keras_strategies.engines.torch.worker_collectives import Pack, TorchWorkers
 from keras_strategies.runtime.data_parallel.gradient_boundary import (
     GradientTarget,
+    largest_over_workers,
     sums_on_worker,
 )
 from keras_strategies.runtime.replicas.replica_set import RowSplit
@@ -51,7 +52,11 @@ class WorkerSums:
         assert isinstance(row_split.workers, TorchWorkers)
         self._workers = row_split.workers
         # The gradients of the last layers are computed first.
-        self._order = [i for i, target in enumerate(targets) if not target.by_rows]
+        self._order = [
+            i
+            for i, target in enumerate(targets)
+            if not target.by_rows and not target.is_overwritten
+        ]
         self._order.reverse()
         tensors = [self._targets[i].tensor for i in self._order]
         self._packs = [
@@ -147,6 +152,9 @@ class WorkerSums:
                 if own is None:
                     own = torch.zeros_like(self._row_split.own(target.tensor))
                 results[i] = self._row_split.joined(own)
+            elif target.is_overwritten:
+                [results[i]] = sums_on_worker(self._ops, [target], [columns[i]], None)
+        largest_over_workers(self._targets, results, self._workers)
         # Before anything depends on a value: sums of an aborted collective are partial.
         self._workers.confirm()
         if totals:
