@@ -31,7 +31,7 @@ def original_function(fn: Any) -> Any:
     python = getattr(fn, "python_function", fn)
     if python is fn:
         return fn
-    method = getattr(python, "__wrapped__", None)
+    method: Any = getattr(python, "__wrapped__", None)
     owner = getattr(getattr(method, "__self__", None), "target", None)
     return python if owner is None else types.MethodType(method.__func__, owner)
 
