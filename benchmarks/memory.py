@@ -6,7 +6,7 @@ For each backend and model these train for one epoch, each in processes of its o
   `fit.py`; on Torch that is DistributedDataParallel in two processes;
 - `two workers`: our MultiWorkerMirroredStrategy, and the peer of `multi_worker.py`;
 - `parameter servers`: a coordinator, two workers and a server, ours and TensorFlow's,
-  which needs `tf_keras` (`pip install --no-deps tf_keras==2.21.0`; `make env` has none).
+  which needs `tf_keras` (`pip install --no-deps tf_keras==2.21.0`).
 
 The peak of a process is the most that was resident at once (`VmHWM`). Processes have
 pages in common, such as those of libraries and of forks: each counts for its part in

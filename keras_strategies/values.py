@@ -55,7 +55,7 @@ class DistributedValues:
             "with `strategy.experimental_local_results(value)`."
         )
 
-    __float__ = __int__ = __complex__ = __index__ = __array__ = _no_number
+    __float__ = __int__ = __complex__ = __index__ = _no_number
     __neg__ = __abs__ = __round__ = _no_number
     __add__ = __sub__ = __mul__ = __matmul__ = __truediv__ = __pow__ = _no_number
     __radd__ = __rsub__ = __rmul__ = __rmatmul__ = __rtruediv__ = __rpow__ = _no_number

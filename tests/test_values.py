@@ -162,8 +162,6 @@ NUMBERS = {
     "quotient": lambda value: value / 2,
     "less": lambda value: value < 3,
     "format": lambda value: f"{value:.3f}",
-    "array": np.asarray,
-    "tensor": keras.ops.convert_to_numpy,
 }
 
 

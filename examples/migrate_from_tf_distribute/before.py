@@ -1,7 +1,7 @@
 """A custom loop for `tf.distribute` and Keras 2: what `after.py` was made from.
 
-It is here to be read; it needs Keras 2 (`tf_keras`) as `tf.keras`, which `make env` does
-not install: `pip install --no-deps tf_keras==2.21.0`.
+It is here to be read; it needs Keras 2 (`tf_keras`) as `tf.keras`, which `make env`
+does not install: `pip install --no-deps tf_keras==2.21.0`.
 """
 
 import tensorflow as tf
