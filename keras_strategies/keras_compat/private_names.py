@@ -157,6 +157,12 @@ PRIVATE = (
         "The functional model that a sequential model runs.",
     ),
     Private(
+        "keras.src.activations.activations",
+        ("_keras_logits",),
+        "The logits of probabilities, for losses.",
+        backend="tensorflow",
+    ),
+    Private(
         "keras.src.layers.MultiHeadAttention",
         ("_attention_axes",),
         "The axes that attention mixes.",
