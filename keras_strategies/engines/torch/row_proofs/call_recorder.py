@@ -321,7 +321,7 @@ class CallRecorder(TorchDispatchMode):
         if kwargs.get("device") is not None:
             kwargs["device"] = _CPU
         args = tuple(map(self._argument, args))
-        if traits.reads_values:
+        if traits.reads_values and not _indexes_by_numbers(traits.name, args):
             return self._read(func, args, kwargs)
         if traits.is_copy:
             return self._copy(func, args, kwargs)
@@ -473,6 +473,13 @@ class CallRecorder(TorchDispatchMode):
             self.steps.append(
                 RecordedStep("written_view", arguments, {}, [own], self.place)
             )
+
+
+def _indexes_by_numbers(name: str, args: Sequence[Any]) -> bool:
+    """Whether an operation is an index with numbers, not truth values."""
+    return name in ("index", "index_put") and all(
+        index.dtype not in (torch.bool, torch.uint8) for index in _tensors(args[1])
+    )
 
 
 def _is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -53,8 +53,7 @@ def nonlinear(op: Operation, source: Operand, axes: Sequence[int]) -> Placed:
 
 @rule(
     "amax amin max min prod all any argmax argmin var std var_mean std_mean norm "
-    "linalg_vector_norm logsumexp median nanmedian mode kthvalue aminmax "
-    "_unsafe_masked_index"
+    "linalg_vector_norm logsumexp median nanmedian mode kthvalue aminmax"
 )
 def _reduce(op: Operation) -> Placed:
     if op.get("other") is not None:
@@ -62,6 +61,11 @@ def _reduce(op: Operation) -> Placed:
     source = op["self"]
     axes = op.axes("dim", source.rank)
     return _kept(op, nonlinear(op, source, axes), axes)
+
+
+@rule("_is_all_true _is_any_true")
+def _truth(op: Operation) -> Placed:
+    return nonlinear(op, op["self"], range(op["self"].rank)).at(0)
 
 
 @rule("cumprod logcumsumexp cummax cummin sort argsort topk renorm msort")
