@@ -107,6 +107,19 @@ class WeightLoss(layers.Layer):
         return inputs * self.scale
 
 
+class Regularized(layers.Layer):
+    """Adds the mean square of a batch-normalized product as a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.norm = layers.Dense(4), layers.BatchNormalization()
+
+    def call(self, inputs: Any, training: bool | None = None) -> Any:
+        outputs = self.norm(self.dense(inputs), training=training)
+        self.add_loss(ops.mean(ops.square(outputs)))
+        return outputs
+
+
 class Scaled(layers.Layer):
     """A function of its weight, of shape (columns,), and its input."""
 

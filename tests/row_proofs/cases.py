@@ -149,6 +149,13 @@ KERAS_LAYERS = [
         updates=(SAME, SAME),
     ),
     rows(
+        "batch norm and a loss",
+        lambda: own.Regularized(),
+        (6,),
+        losses=(MEAN,),
+        updates=(SAME, SAME),
+    ),
+    rows(
         "spectral norm",
         lambda: layers.SpectralNormalization(layers.Dense(4)),
         (6,),

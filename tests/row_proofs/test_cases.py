@@ -18,7 +18,7 @@ from row_proofs.split_numbers import assert_equal, numbers, split_numbers
 
 BACKEND = keras.backend.backend()
 #: Parts of these need the statistics of all replicas.
-WITH_COLLECTIVES = ("batch norm", "batch norm of images")
+WITH_COLLECTIVES = ("batch norm", "batch norm of images", "batch norm and a loss")
 #: Slow ones, of operations that other cases have.
 AT_NIGHT = (
     "bidirectional",

@@ -235,6 +235,11 @@ class CallRecorder(TorchDispatchMode):
         self.steps.append(step)
         return result
 
+    @property
+    def is_forward(self) -> bool:
+        """Whether the call is recorded, and not a backward pass."""
+        return self.place is not None
+
     @contextlib.contextmanager
     def _paused(self) -> Iterator[None]:
         """Operations that are not recorded."""

@@ -66,7 +66,9 @@ class _Collective(torch.autograd.Function):
     def forward(ctx, collectives, tensor, shape):  # type: ignore[no-untyped-def]
         ctx.collectives, ctx.shape = collectives, tensor.shape
         recorder = collectives.recorder
-        return recorder.add_marked("collective", tensor, tuple(shape))
+        # In the backward pass it adds gradients, which have weights there.
+        name = "collective" if recorder.is_forward else "collective_gradient"
+        return recorder.add_marked(name, tensor, tuple(shape))
 
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
