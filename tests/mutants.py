@@ -101,7 +101,7 @@ MUTANTS = [
     Mutant(
         "wrong_rows_of_gradients_over_workers",
         "runtime/replicas/replica_set.py",
-        "return tensor[start : start + rows[index]]",
+        "return tensor[start : start + rows[index] * multiple]",
         "return tensor[: rows[index]]",
         {"torch": "tests/multi_worker/test_exactness.py -k size_3"},
     ),
@@ -194,7 +194,7 @@ MUTANTS = [
     Mutant(
         "replicas_weigh_the_same",
         "runtime/data_parallel/call_on_replicas.py",
-        '        return [keras.ops.cast(size, "float32") / count for size in sizes]',
+        '        return [keras.ops.cast(size, "float64") / count for size in sizes]',
         "        return [1.0 / len(sizes) for size in sizes]",
         {"tensorflow": f"{EXACTNESS}[penalties-mirrored_2]"},
     ),

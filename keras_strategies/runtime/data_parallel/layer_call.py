@@ -91,6 +91,9 @@ class DataParallelCall(abc.ABC):
         self._foreign: weakref.WeakKeyDictionary[Any, bool] = (
             weakref.WeakKeyDictionary()
         )
+        self._problems: weakref.WeakKeyDictionary[Any, set[str]] = (
+            weakref.WeakKeyDictionary()
+        )
         # Layers in an unsplit call need no warning of their own.
         self._is_in_unsplit_call = False
         self._row_proofs = RowProofs(
@@ -176,7 +179,7 @@ class DataParallelCall(abc.ABC):
                 finally:
                     self._is_in_unsplit_call = is_inner
                 if is_new and not is_inner:
-                    self._warn_of(layer, proof.problem)
+                    self._warn_once(layer, proof.problem)
                 return outputs
             split_call = SplitCall(
                 self.strategy,
@@ -228,7 +231,12 @@ class DataParallelCall(abc.ABC):
             return None
         return row_split
 
-    def _warn_of(self, layer: Any, problem: str) -> None:
+    def _warn_once(self, layer: Any, problem: str) -> None:
+        """Warns, unless another proof of the layer has found the same problem."""
+        known = self._problems.setdefault(layer, set())
+        if problem in known:
+            return
+        known.add(problem)
         warn_user(
             f"Layer {layer.name!r} ({type(layer).__name__}) cannot be split by rows: "
             f"{problem}. Its code runs on one device with the unsplit batch instead, "
