@@ -253,7 +253,7 @@ class PythonOutput(OwnModel):
         self, x: Any = None, y: Any = None, y_pred: Any = None, *rest: Any, **more: Any
     ) -> Any:
         found, rows = y_pred
-        return ops.sum(ops.square(found - y)) / (rows or 1)
+        return ops.sum(ops.square(found - y)) / (1 if rows is None else rows)
 
 
 class Codebook(OwnModel):
@@ -403,8 +403,15 @@ if BACKEND == "tensorflow":
 #: Python that depends on attributes runs in each step on Torch; in a program of
 #: TensorFlow or JAX it runs when that is traced, so eager steps are compared.
 EAGER = ("CountedCalls", "Switched")
-#: JAX does not let tensors leave a traced call.
-NOT_ON_JAX = ("TensorInAttribute", "TensorInList", "CountedCalls", "Switched")
+#: JAX does not let tensors leave a traced call, runs Python when it traces, and Keras
+#: builds functional models for any number of rows there.
+NOT_ON_JAX = (
+    "BranchOnRows",
+    "CountedCalls",
+    "Switched",
+    "TensorInAttribute",
+    "TensorInList",
+)
 
 
 def changed_later(model: keras.Model) -> keras.callbacks.Callback:
