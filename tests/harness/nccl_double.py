@@ -38,16 +38,21 @@ class Work:
     ):
         self._aborted, self._ended = aborted, threading.Event()
         self._results = results
+        self._error: RuntimeError | None = None
         threading.Thread(target=self._run, args=(begin(),), daemon=True).start()
 
     def _run(self, work: Any) -> None:
         try:
             work.wait()
-        except RuntimeError:
-            # The kernel of NCCL runs until the abort.
-            self._aborted.wait()
-            for tensor in self._results:
-                tensor += PARTIAL
+        except RuntimeError as error:
+            if all(tensor.is_floating_point() for tensor in self._results):
+                # The kernel of NCCL runs until the abort.
+                self._aborted.wait()
+                for tensor in self._results:
+                    tensor += PARTIAL
+            else:
+                # Numbers of rows, which Gloo sends.
+                self._error = error
         self._ended.set()
 
     def is_completed(self) -> bool:
@@ -55,6 +60,8 @@ class Work:
 
     def wait(self) -> None:
         self._ended.wait()
+        if self._error is not None:
+            raise self._error
 
 
 class Group:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +10,11 @@ from typing import Any
 import keras
 import torch
 
-from keras_strategies.engines.torch.compat import has_global_hooks, module_hooks
+from keras_strategies.engines.torch.compat import (
+    has_global_hooks,
+    module_hooks,
+    why_saved_tensors_hooks_are_disabled,
+)
 from keras_strategies.engines.torch.row_proofs.call_recorder import CallRecorder
 from keras_strategies.engines.torch.row_proofs.call_recording import (
     CallFailed,
@@ -41,6 +46,12 @@ class TorchRowProver(RowProver):
     """
 
     def prove(
+        self, call: LayerCall, with_rows: Sequence[bool], sizes: Sequence[int]
+    ) -> RowProof:
+        with torch.inference_mode(False), _without_hooks():
+            return self._proof(call, with_rows, sizes)
+
+    def _proof(
         self, call: LayerCall, with_rows: Sequence[bool], sizes: Sequence[int]
     ) -> RowProof:
         counts = [size for size in sizes if size]
@@ -91,6 +102,17 @@ def _of_all_branches(proofs: Sequence[RowProof]) -> RowProof:
             )
     draws = any(proof.draws for proof in proofs)
     return dataclasses.replace(first, draws=draws)
+
+
+def _without_hooks() -> contextlib.AbstractContextManager[Any]:
+    """Hooks of the user's for saved tensors would see tensors without values."""
+    if why_saved_tensors_hooks_are_disabled() is not None:
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(_itself, _itself)
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 class _Problem(Exception):
