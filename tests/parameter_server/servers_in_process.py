@@ -7,6 +7,7 @@ shard, and sends them to servers that apply them to their stores.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -129,7 +130,9 @@ class GradientPusher:
         [definition] = [d for d in definitions if d.number == number]
         engine = parameter_server_engine()
         variables = WorkerVariables(engine)
-        self._model = TaskFunctions(variables).function(definition)
+        self._model = TaskFunctions(variables, contextlib.nullcontext).function(
+            definition
+        )
         self._execution = StepExecution(strategy.cluster.servers, variables, engine)
         self._tasks = strategy.cluster.tasks
 

@@ -203,7 +203,7 @@ def replace_input(
     Keras 3.15: its `__init__` takes an adapter, and TensorFlow's a strategy.
     """
     arguments = {
-        "x": batches_adapter(batches, num_batches),
+        "x": batches_adapter(batches, num_batches, can_repeat=True),
         "steps_per_epoch": epochs.steps_per_epoch,
         "steps_per_execution": epochs.steps_per_execution,
     }

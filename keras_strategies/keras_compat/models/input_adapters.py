@@ -35,6 +35,8 @@ def batches_adapter(
     num_batches: int | None,
     class_weight: dict[int, float] | None = None,
     begin: Callable[[], None] | None = None,
+    *,
+    can_repeat: bool = False,
 ) -> Any:
     """An `x` for `fit`, `evaluate` and `predict`, from a function of batches.
 
@@ -49,6 +51,8 @@ def batches_adapter(
         class_weight: dict, weights of samples by their class.
         begin: makes the iterator that the next pass reads; None for batches that a pass
             more does not change.
+        can_repeat: bool, whether passes are functions of a position, so that batches
+            that are read for their specification belong to no pass.
     """
     from keras.src.trainers.data_adapters import data_adapter_utils
     from keras.src.trainers.data_adapters.generator_data_adapter import (
@@ -93,7 +97,8 @@ def batches_adapter(
             batches = self.generator()
             count = data_adapter_utils.NUM_BATCHES_FOR_TENSOR_SPEC
             found = list(itertools.islice(batches, count))
-            self._peeked = itertools.chain(found, batches)
+            if not can_repeat:
+                self._peeked = itertools.chain(found, batches)
             return found
 
         @property

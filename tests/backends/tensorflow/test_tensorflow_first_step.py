@@ -76,23 +76,6 @@ def test_options_of_the_user_stay():
     assert options.memory_optimization == RewriterConfig.NO_MEM_OPT
 
 
-def test_kernels_of_a_check_have_no_programs(monkeypatch):
-    found = []
-    original = compat.pywrap_tfe.TFE_ContextSetRunEagerOpAsFunction
-    monkeypatch.setattr(
-        compat.pywrap_tfe,
-        "TFE_ContextSetRunEagerOpAsFunction",
-        lambda handle, on: (found.append(on), original(handle, on)),
-    )
-    with pytest.raises(ZeroDivisionError), compat.kernels_alone():
-        _ = 1 / 0
-    assert found == [False, True]
-    with ks.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
-        model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
-    model.predict_on_batch(np.zeros((4, 2), "float32"))
-    assert found == [False, True] * 2
-
-
 @pytest.mark.parametrize("variables", ["cpu", "gpu"])
 def test_options_are_for_cpus_alone(variables):
     replicas = (Device("gpu", 0), Device("gpu", 1))
