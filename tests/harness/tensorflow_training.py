@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import keras
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import tensorflow as tf
 from keras import layers
 
 import keras_strategies as ks
+from keras_strategies.runtime.row_proofs.proof_replica import ProofReplica
 
 STRATEGIES = {
     "one_device": lambda: ks.OneDeviceStrategy("cpu:1"),
@@ -141,17 +144,40 @@ def fit(count, batch=8, epochs=2):
     return train
 
 
+class Seen(Sequence):
+    """Notes of calls, not compared before and after them: layers with it are split."""
+
+    __slots__ = ("_notes",)
+
+    def __init__(self):
+        self._notes = []
+
+    def __getitem__(self, index):
+        return self._notes[index]
+
+    def __len__(self):
+        return len(self._notes)
+
+    def append(self, note):
+        self._notes.append(note)
+
+    def clear(self):
+        self._notes.clear()
+
+
 class Rows(layers.Layer):
     """Notes the static rows of each traced call, one for each program and replica."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
-        self.seen = []
+        self.seen = Seen()
 
     def call(self, x):
         if tf.executing_eagerly():  # A check whether rows depend on each other.
             return x
         replica = ks.get_replica_context()
+        if isinstance(replica, ProofReplica):
+            return x
         on = None if replica is None or not ks.has_strategy() else replica
         self.seen.append((x.shape[0], on and on.replica_id_in_sync_group))
         return x

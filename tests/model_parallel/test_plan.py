@@ -126,14 +126,6 @@ def test_what_is_sent_is_read_from_the_program() -> None:
 
 
 @only_jax
-def test_a_step_that_is_too_small_to_be_split_sends_nothing() -> None:
-    plan = ks.MirroredStrategy(DEVICES).plan(perceptron(), ((8, 32), (8, 32)))
-    assert plan.cost.sent == {}
-    assert "cpu:0 computes alone" in plan.cost.source
-    assert plan.peak is not None and plan.peak > 0
-
-
-@only_jax
 def test_fsdp_gathers_kernels_where_rows_are_more() -> None:
     plan = model_parallel("fsdp", 1).plan(perceptron(), ((4096, 32), (4096, 32)))
     (parameters,) = set(plan.bytes_per_device("weight").values())

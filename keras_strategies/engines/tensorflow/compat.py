@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python import pywrap_tfe
 from tensorflow.python.autograph.core import config as autograph_config
 from tensorflow.python.autograph.operators import control_flow
 from tensorflow.python.data.experimental.ops import distribute
@@ -25,6 +26,9 @@ from tensorflow.python.framework import func_graph, ops
 from tensorflow.python.ops import (
     control_flow_util,
     control_flow_util_v2,
+    gen_random_ops,
+    gen_stateless_random_ops,
+    gen_stateless_random_ops_v2,
     gradients_util,
     resource_variable_ops,
 )
@@ -98,6 +102,11 @@ PRIVATE_NAMES = (
         "Seeds of operations; options of programs; collectives of workers.",
     ),
     Private(
+        f"{_PYTHON}.pywrap_tfe",
+        ("TFE_ContextSetRunEagerOpAsFunction",),
+        "Eager operations of row checks run without a program for each.",
+    ),
+    Private(
         f"{_PYTHON}.eager.record",
         (
             "could_possibly_record",
@@ -151,6 +160,21 @@ PRIVATE_NAMES = (
         f"{_PYTHON}.ops.control_flow_util",
         ("GraphOrParentsInXlaContext",),
         "Mirrored variables cannot be assigned in an XLA program.",
+    ),
+    Private(
+        f"{_PYTHON}.ops.gen_random_ops",
+        ("random_standard_normal", "random_uniform"),
+        "Layers are compared without randomness.",
+    ),
+    Private(
+        f"{_PYTHON}.ops.gen_stateless_random_ops",
+        ("stateless_random_normal", "stateless_random_uniform"),
+        "Layers are compared without randomness.",
+    ),
+    Private(
+        f"{_PYTHON}.ops.gen_stateless_random_ops_v2",
+        ("stateless_random_normal_v2", "stateless_random_uniform_v2"),
+        "Layers are compared without randomness.",
     ),
     Private(
         _VARIABLES,
@@ -464,11 +488,36 @@ def inferred_shapes(
 
 # Random numbers.
 
+#: Modules with the functions that make random operations.
+RANDOM_OPERATIONS = (
+    gen_random_ops,
+    gen_stateless_random_ops,
+    gen_stateless_random_ops_v2,
+)
+
 
 def global_seed() -> int | None:
     """The seed of `tf.random.set_seed`; None without one."""
     seed: int | None = eager_context.global_seed()
     return seed
+
+
+@contextlib.contextmanager
+def kernels_alone() -> Iterator[None]:
+    """Runs eager operations as plain kernels, without a program for each operation.
+
+    At the first call of each kind of operation, TensorFlow creates a program of that
+    one operation: 5 ms, and each call takes six times as long as the kernel. Affects
+    all threads of the process; results are the same.
+    """
+    context = eager_context.context()
+    context.ensure_initialized()
+    set_programs = pywrap_tfe.TFE_ContextSetRunEagerOpAsFunction
+    set_programs(context._handle, False)
+    try:
+        yield
+    finally:
+        set_programs(context._handle, True)
 
 
 def operation_seeds() -> random.Random:

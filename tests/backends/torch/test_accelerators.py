@@ -44,7 +44,7 @@ SUITES = {
             "stateful_layers-mirrored_2",
             "custom_steps-mirrored_2",
             "custom_step_two_players-mirrored_2",
-            "conv_bn-mirrored_2_default",
+            "conv_bn-mirrored_2",
             "global_clipnorm_accumulation_ema-mirrored_2",
             "global_clipnorm_accumulation_ema-central",
             "steps_per_execution_bn_weights-central",
