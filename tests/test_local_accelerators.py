@@ -152,7 +152,9 @@ def test_torch_uses_the_gpu_of_the_process(monkeypatch):
     import torch
 
     current: list[int] = []
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: cuda)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     assert len(default_devices(get_engine())) == 4
     device_selection._kept.clear()
@@ -214,7 +216,8 @@ def test_jax_sees_the_gpu_of_the_process_only(monkeypatch, environment, expected
 SCRIPT = """
 import os, sys
 import torch
-torch.cuda.device_count = lambda: 4
+torch.accelerator.current_accelerator = lambda: torch.device("cuda")
+torch.accelerator.device_count = lambda: 4
 torch.cuda.set_device = lambda index: None
 from keras_strategies.engines import get_engine
 from keras_strategies.strategies.device_selection import default_devices

@@ -176,8 +176,9 @@ class Rows(layers.Layer):
         if tf.executing_eagerly():  # A check whether rows depend on each other.
             return x
         replica = ks.get_replica_context()
-        if isinstance(replica, ProofReplica):
-            return x
+        graph = tf.compat.v1.get_default_graph()
+        if isinstance(replica, ProofReplica) or graph.name == "operations":
+            return x  # Traced for a proof, or for the names of operations.
         on = None if replica is None or not ks.has_strategy() else replica
         self.seen.append((x.shape[0], on and on.replica_id_in_sync_group))
         return x
