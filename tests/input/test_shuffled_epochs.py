@@ -126,10 +126,10 @@ def steps(strategy: Any, name: str, model: Any = None) -> list[Any]:
     return model.steps
 
 
-# On JAX `evaluate` after a `fit` that ended within a pass of an endless dataset reads
-# the order of another pass than Keras.
+# On JAX `evaluate` after a `fit` that ended within a pass of an endless dataset read the
+# order of another pass than Keras in one of two runs.
 _ENDLESS = pytest.param(
-    "endless", marks=[pytest.mark.xfail] if BACKEND == "jax" else []
+    "endless", marks=[pytest.mark.xfail(strict=False)] if BACKEND == "jax" else []
 )
 
 
