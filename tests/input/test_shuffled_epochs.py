@@ -126,8 +126,8 @@ def steps(strategy: Any, name: str, model: Any = None) -> list[Any]:
     return model.steps
 
 
-# On JAX `evaluate` after a `fit` that ended within a pass of an endless dataset read the
-# order of another pass than Keras in one of two runs.
+# On JAX `evaluate` after a `fit` that ended within a pass of an endless dataset read
+# the order of another pass than Keras, in one of two runs.
 _ENDLESS = pytest.param(
     "endless", marks=[pytest.mark.xfail(strict=False)] if BACKEND == "jax" else []
 )
