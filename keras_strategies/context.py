@@ -199,6 +199,15 @@ class ReplicaContext:
         return keras.tree.pack_sequence_as(value, list(found))
 
     @property
+    def shows_warnings(self) -> bool:
+        """bool, whether warnings about a layer call are shown for this replica.
+
+        One replica of a process shows what is the same on all of them.
+        """
+        # In one trace of all replicas the number is a tensor.
+        return not isinstance(self._local_id, int) or self._local_id == 0
+
+    @property
     def _local_id(self) -> int:
         # In one trace of all replicas the number is a tensor.
         first = self._collectives.first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from typing import Any
 
 import keras
@@ -43,6 +44,36 @@ def test_a_model_that_was_not_compiled_says_what_to_do(mirrored, name) -> None:
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     with pytest.raises(ValueError, match=r"You must call `compile\(\)` before"):
         getattr(model, name)(X, Y)
+
+
+class Doubled(keras.layers.Layer):
+    """A layer that is proved by its operations."""
+
+    def call(self, x: Any) -> Any:
+        return x * 2.0
+
+
+@pytest.mark.parametrize("own_layer", [False, True])
+def test_a_warning_about_the_structure_of_inputs_comes_as_often(
+    strategy, own_layer
+) -> None:
+    def count(each: Any, name: str, *arguments: Any) -> int:
+        with scope_of(each):
+            first, second = keras.Input((3,), name="a"), keras.Input((3,), name="b")
+            y = keras.layers.Add()([first, second])
+            y = keras.layers.Dense(1)(Doubled()(y) if own_layer else y)
+            model = keras.Model({"a": first, "b": second}, y)
+            model.compile("sgd", "mse")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            getattr(model, name)([X, X], *arguments, batch_size=7, verbose=0)
+        texts = [str(warning.message) for warning in caught]
+        return sum("The structure of `inputs`" in text for text in texts)
+
+    for arguments in (("fit", Y), ("evaluate", Y), ("predict",)):
+        expected = count(None, *arguments)
+        assert expected >= 1
+        assert count(strategy, *arguments) == expected
 
 
 def test_a_quantized_model_predicts_as_on_one_device(strategy) -> None:

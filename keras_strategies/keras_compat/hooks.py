@@ -103,6 +103,10 @@ class ModelHooks(Protocol):
     def representation(self, variable: Any, text: str) -> str:
         """Instead of `repr(variable)`, which would be `text`."""
 
+    def shows_warnings(self) -> bool:
+        """Whether warnings of Keras about a layer call are shown in this thread."""
+        ...
+
     def moments(
         self, layer: Any, original: Callable[..., Any], inputs: Any, mask: Any
     ) -> Any:
@@ -178,6 +182,13 @@ def apply(original: Any, self: Any, grads: Any, trainable_variables: Any = None)
         return original(self, grads, trainable_variables)
     own = functools.partial(original, self)
     return _Installed.hooks.optimizer_apply(self, own, grads, trainable_variables)
+
+
+def input_structure_warning(
+    original: Any, self: Any, inputs: Any, raise_exception: bool = False
+) -> None:
+    if raise_exception or _Installed.hooks.shows_warnings():
+        original(self, inputs, raise_exception)
 
 
 def moments(original: Any, self: Any, inputs: Any, mask: Any) -> Any:

@@ -162,6 +162,13 @@ GROUPS: dict[str, Group] = {
                 "Replicas in `run` use statistics of the global batch.",
             ),
             Patch(
+                "keras.src.models.functional.Functional",
+                "_maybe_warn_inputs_struct_mismatch",
+                "(self, inputs, raise_exception=False)",
+                "hooks.input_structure_warning",
+                "Replicas have the same structure of inputs: one of them warns.",
+            ),
+            Patch(
                 "keras.src.losses.loss",
                 "scale_loss_for_distribution",
                 "(value)",

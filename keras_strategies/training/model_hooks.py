@@ -239,6 +239,10 @@ class StrategyHooks:
                 kind = "in parts on"
         return f"{text.removesuffix('>')}, {kind} {places}>"
 
+    def shows_warnings(self) -> bool:
+        replica = context.current_replica()
+        return replica is None or replica.shows_warnings
+
     def moments(
         self, layer: Any, original: Callable[..., Any], inputs: Any, mask: Any
     ) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 
 import keras
 
+from keras_strategies.keras_compat.models.layers import rematerializes
 from keras_strategies.keras_compat.strategy_attribute import STRATEGY_ATTRIBUTE
 
 #: Layers without an argument that could mix rows.
@@ -213,6 +214,8 @@ def is_row_wise(layer: Any, ranks: Sequence[int]) -> bool:
         return False  # A cell of the user's.
     if "call" in vars(layer) or not _has_known_functions(layer):
         return False
+    if layer.non_trainable_variables and rematerializes(layer):
+        return False  # Backward passes assign them, too.
     if layer.quantization_mode not in (None, "int8", "int4"):
         return False  # Scales of float8 are statistics of the batch.
     if _is_container(layer):

@@ -94,6 +94,8 @@ class DataParallelCall(abc.ABC):
         self._problems: weakref.WeakKeyDictionary[Any, set[str]] = (
             weakref.WeakKeyDictionary()
         )
+        #: Layers that unsplit calls contain.
+        self.in_unsplit_calls: weakref.WeakSet[Any] = weakref.WeakSet()
         # Layers in an unsplit call need no warning of their own.
         self._is_in_unsplit_call = False
         self._row_proofs = RowProofs(
@@ -171,6 +173,7 @@ class DataParallelCall(abc.ABC):
                 len(row_split.sizes),
             )
             if proof.problem is not None:
+                self.in_unsplit_calls.update(sublayers(layer)[1:])
                 is_inner = self._is_in_unsplit_call
                 self._is_in_unsplit_call = True
                 try:

@@ -77,5 +77,10 @@ class ProofReplica(context.ReplicaContext):
         super().__init__(strategy, 0, collectives, num_replicas=2)
 
     @property
+    def shows_warnings(self) -> bool:
+        # The call itself shows them.
+        return False
+
+    @property
     def synchronizes_batch_norm(self) -> bool:
         return True

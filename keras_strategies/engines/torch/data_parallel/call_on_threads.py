@@ -154,13 +154,15 @@ class CallOnThreads(CallOnReplicas):
         pairs = [(part, share) for part, share in outputs if part.requires_grad]
         if not pairs or not sources:
             return [None] * len(sources)
-        return torch.autograd.grad(
-            [part for part, _ in pairs],
-            list(sources),
-            [moved(share, part.device) for part, share in pairs],
-            allow_unused=True,
-            retain_graph=self._retains_graph,
-        )
+        # Rematerialized layers read the replica's copies of variables.
+        with self.replica_state(replica_id).scope():
+            return torch.autograd.grad(
+                [part for part, _ in pairs],
+                list(sources),
+                [moved(share, part.device) for part, share in pairs],
+                allow_unused=True,
+                retain_graph=self._retains_graph,
+            )
 
     def _differentiable_gradients(
         self, gradients: Sequence[torch.Tensor | None]

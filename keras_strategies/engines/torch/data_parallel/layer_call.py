@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from keras_strategies.engines.torch.compat import is_transformed
+from keras_strategies.engines.torch.compat import (
+    is_transformed,
+    saved_tensors_hooks_of_thread,
+)
 from keras_strategies.engines.torch.data_parallel.call_on_threads import CallOnThreads
 from keras_strategies.engines.torch.recorded_calls.recorded_calls import RecordedCalls
 from keras_strategies.engines.torch.replicas.replica_random import (
@@ -19,6 +22,7 @@ from keras_strategies.engines.torch.replicas.replica_threads import ReplicaThrea
 from keras_strategies.engines.torch.replicas.replica_variables import ReplicaVariables
 from keras_strategies.engines.torch.row_proofs.torch_row_prover import TorchRowProver
 from keras_strategies.engines.torch.tensor_primitives import PRIMITIVES
+from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.layers import wraps_torch_modules
 from keras_strategies.runtime.data_parallel.call_on_replicas import SplitCall
 from keras_strategies.runtime.data_parallel.layer_call import (
@@ -62,6 +66,10 @@ class TorchDataParallelCall(DataParallelCall):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
+        if layer in self.in_unsplit_calls and saved_tensors_hooks_of_thread():
+            # It may be rematerialized, and saves the same tensors in both passes.
+            with layer_calls_through(None):
+                return call(*args, **kwargs)
         with self._random_calls.call(layer, flags(args, kwargs)) as self._random:
             return super().__call__(layer, call, args, kwargs)
 

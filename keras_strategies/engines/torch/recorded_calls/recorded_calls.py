@@ -39,6 +39,7 @@ from keras_strategies.engines.torch.compat import (
     function_modes,
     has_global_hooks,
     is_transformed,
+    saved_tensors_hooks_of_thread,
 )
 from keras_strategies.engines.torch.recorded_calls.layer_state import LayerState
 from keras_strategies.engines.torch.recorded_calls.operation_recorder import (
@@ -238,6 +239,7 @@ def _is_special(leaves: Sequence[torch.Tensor]) -> bool:
         torch.is_autocast_enabled(leaves[0].device.type)
         or torch.is_inference_mode_enabled()
         or has_global_hooks()
+        or saved_tensors_hooks_of_thread() is not None
         or is_transformed()
         or any(type(mode) not in _KNOWN_MODES for mode in function_modes())
         or any(

@@ -174,10 +174,19 @@ class CallRecording:
         if not sources or not tensors:
             return versions, [None] * len(sources)
         self.recorder.place = None
-        with self._recording(), context.on_replica(self._replica):
+        assigned = [id(value) for _, value in self.updates.values()]
+        with (
+            self._recording(),
+            # For layers that are rematerialized.
+            self._state.scope(),
+            context.on_replica(self._replica),
+            layer_calls_through(self._inner_call),
+        ):
             found = torch.autograd.grad(
                 list(tensors), sources, given, retain_graph=True, allow_unused=True
             )
+        if [id(value) for _, value in self.updates.values()] != assigned:
+            self.recorder.reject("it assigns a variable")
         return versions, list(found)
 
     @contextlib.contextmanager

@@ -1,0 +1,116 @@
+"""Layers that are computed again in the backward pass: numbers, and how often."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from harness.strategies import STRATEGIES
+
+X = np.random.default_rng(0).normal(size=(9, 3)).astype("float32")
+Y = X[:, ::-1] * 2
+BACKEND = keras.backend.backend()
+
+
+class Count:
+    """A number that the comparison of Python state does not see."""
+
+    __slots__ = ("runs",)
+
+    def __init__(self) -> None:
+        self.runs = 0
+
+
+class Block(keras.layers.Layer):
+    """Calls a function of a layer's with `keras.remat`."""
+
+    def __init__(self, mixes_rows: bool = False, **options: Any) -> None:
+        super().__init__(**options)
+        self.mixes_rows = mixes_rows
+        self.dense = keras.layers.Dense(3)
+        self.inner = keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(3)])
+        self.count = Count()
+
+    def build(self, shape: Any) -> None:
+        self.dense.build(shape)
+        self.inner.build(shape)
+
+    def call(self, x: Any) -> Any:
+        def function(x: Any) -> Any:
+            self.count.runs += 1
+            return self.inner(keras.ops.tanh(self.dense(x)))
+
+        if self.mixes_rows:
+            x = x + keras.ops.max(x, axis=0)
+        return keras.remat(function)(x)
+
+
+def model_on(strategy: Any, *layers: Any) -> keras.Model:
+    with contextlib.nullcontext() if strategy is None else strategy.scope():
+        keras.utils.set_random_seed(3)
+        made = [make() for make in layers]
+        model = keras.Sequential([keras.Input((3,)), *made])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    return model
+
+
+def weights_of(model: keras.Model) -> list[Any]:
+    model.fit(X, Y, batch_size=5, epochs=3, shuffle=False, verbose=0)
+    return [np.array(value) for value in model.get_weights()]
+
+
+def assert_trains_as_on_one_device(strategy: Any, *layers: Any) -> None:
+    expected = weights_of(model_on(None, *layers))
+    found = weights_of(model_on(strategy, *layers))
+    for value, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("mixes_rows", [False, True])
+@pytest.mark.parametrize(
+    "name",
+    ["one_device", "mirrored_2", "central"] if BACKEND == "torch" else ["mirrored_2"],
+)
+def test_remat_in_a_layer(name, mixes_rows) -> None:
+    strategy = STRATEGIES[name].make()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_trains_as_on_one_device(strategy, lambda: Block(mixes_rows))
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="traced calls run once")
+def test_remat_runs_once_and_once_again_on_each_replica(mirrored) -> None:
+    model = model_on(mirrored, Block)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.train_on_batch(X, Y)
+    count = model.layers[0].count
+    for step in range(1, 4):
+        count.runs = 0
+        model.train_on_batch(X, Y)
+        assert count.runs == 2 * mirrored.num_replicas_in_sync, step
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        keras.layers.BatchNormalization,
+        # Its mask is drawn again.
+        lambda: keras.layers.Dropout(0.5, seed=4),
+    ],
+)
+@pytest.mark.skipif(BACKEND != "torch", reason="Keras cannot trace `training` in it")
+def test_layers_that_assign_variables_in_the_backward_pass_too(mirrored, layer) -> None:
+    def rematerialized() -> Any:
+        with keras.RematScope(mode="full"):
+            return keras.Sequential(
+                [keras.layers.Dense(5, "tanh"), layer(), keras.layers.Dense(3)]
+            )
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_trains_as_on_one_device(mirrored, rematerialized)
