@@ -236,14 +236,16 @@ def stack_reduce(engine: Engine, op: ReduceOp, tensors: list[Any]) -> Any:
         )
     stacked = engine.stack(tensors)
     if op is ReduceOp.MEAN and not keras.backend.is_float_dtype(stacked.dtype):
-        return ops.sum(stacked, axis=0) / len(tensors)
-    functions = {
-        ReduceOp.SUM: ops.sum,
-        ReduceOp.MEAN: ops.mean,
-        ReduceOp.MIN: ops.min,
-        ReduceOp.MAX: ops.max,
-    }
-    return functions[op](stacked, axis=0)
+        reduced = ops.sum(stacked, axis=0) / len(tensors)
+    else:
+        functions = {
+            ReduceOp.SUM: ops.sum,
+            ReduceOp.MEAN: ops.mean,
+            ReduceOp.MIN: ops.min,
+            ReduceOp.MAX: ops.max,
+        }
+        reduced = functions[op](stacked, axis=0)
+    return engine.in_format_of(reduced, tensors[0])
 
 
 def reduce_components(strategy: StrategyCore, op: ReduceOp, tensors: list[Any]) -> Any:

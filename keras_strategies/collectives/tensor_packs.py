@@ -21,13 +21,18 @@ def pack(engine: Engine, tensors: Sequence[Any]) -> Any:
 
 
 def unpack(engine: Engine, packed: Any, like: Sequence[Any]) -> list[Any]:
-    """The tensors of a pack, in the shapes of `like`, on the device of the pack."""
+    """The tensors of a pack, in the shapes of `like`, on the device of the pack.
+
+    They have the memory formats of `like`, where the engine has such.
+    """
     if len(like) == 1:
         return [packed]
     sizes = [math.prod(tensor.shape) for tensor in like]
     ends = list(itertools.accumulate(sizes))
     with engine.on_device_of(packed):
         return [
-            ops.reshape(packed[end - size : end], tuple(tensor.shape))
+            engine.in_format_of(
+                ops.reshape(packed[end - size : end], tuple(tensor.shape)), tensor
+            )
             for size, end, tensor in zip(sizes, ends, like, strict=True)
         ]

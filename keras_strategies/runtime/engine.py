@@ -161,6 +161,13 @@ class Engine(abc.ABC):
         """
         return contextlib.nullcontext()
 
+    def in_format_of(self, tensor: Any, like: Any) -> Any:
+        """A tensor in the memory format of another one of its shape.
+
+        Only for engines with formats, such as channels last.
+        """
+        return tensor
+
     def transfers(self, devices: Sequence[Device]) -> Transfer:
         """The transfer of batches, structures of arrays, to the devices of replicas.
 

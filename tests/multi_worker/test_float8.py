@@ -1,4 +1,4 @@
-"""float8 training with several workers: scales and histories are those of one device."""
+"""float8 training with several workers: variables are those of one device."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from keras_strategies.engines.torch.devices import (
     device_of,
     torch_device,
 )
+from keras_strategies.engines.torch.memory_formats import in_format_of
 from keras_strategies.engines.torch.replicas.nccl_reduce import nccl_all_reduce
 from keras_strategies.engines.torch.replicas.replica_run import TorchRun
 from keras_strategies.engines.torch.tensor_primitives import PRIMITIVES
@@ -82,6 +83,9 @@ class TorchEngine(Engine):
             str(tensor.device)
         )
         return context
+
+    def in_format_of(self, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return in_format_of(tensor, like)
 
     def all_reduce(
         self, op: ReduceOp, tensors: Sequence[torch.Tensor]

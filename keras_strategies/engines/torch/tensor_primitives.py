@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from keras_strategies.devices import Device
 from keras_strategies.engines.torch.devices import torch_device
+from keras_strategies.engines.torch.memory_formats import in_format_of
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.replicas.tensor_primitives import TensorPrimitives
 from keras_strategies.runtime.workers import Workers
 from keras_strategies.types import ReduceOp
+
+_REDUCTIONS: dict[ReduceOp, Callable[[torch.Tensor], torch.Tensor]] = {
+    ReduceOp.SUM: lambda stacked: stacked.sum(0),
+    ReduceOp.MEAN: lambda stacked: stacked.mean(0),
+    ReduceOp.MIN: lambda stacked: stacked.amin(0),
+    ReduceOp.MAX: lambda stacked: stacked.amax(0),
+}
 
 
 class TorchPrimitives(TensorPrimitives):
@@ -37,12 +45,7 @@ class TorchPrimitives(TensorPrimitives):
         return tensor.movedim(source, destination)
 
     def reduce(self, op: ReduceOp, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        stacked = torch.stack(list(tensors))
-        if op is ReduceOp.SUM:
-            return stacked.sum(0)
-        if op is ReduceOp.MEAN:
-            return stacked.mean(0)
-        return stacked.amin(0) if op is ReduceOp.MIN else stacked.amax(0)
+        return in_format_of(_REDUCTIONS[op](torch.stack(list(tensors))), tensors[0])
 
     def add(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         total = tensors[0]

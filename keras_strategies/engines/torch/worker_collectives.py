@@ -16,6 +16,11 @@ from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.collectives.packing import pack_indices
 from keras_strategies.engines.torch.compat import create_gloo_group, gloo_device
 from keras_strategies.engines.torch.host_staging import gloo_for
+from keras_strategies.engines.torch.memory_formats import (
+    axis_order,
+    in_axis_order,
+    in_format_of,
+)
 from keras_strategies.engines.torch.nccl_works import NcclWorks, create_nccl_group
 from keras_strategies.errors import ClusterError, WorkerError
 from keras_strategies.runtime.engine_sockets import EngineSockets
@@ -263,7 +268,7 @@ class TorchWorkers(Workers):
         if any(count < most for count in rows):
             pairs = zip(parts, rows, strict=True)
             joined = torch.cat([part[:count] for part, count in pairs])
-        return joined.to(kind)
+        return in_format_of(joined.to(kind), tensor)
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         results: list[Any] = [None] * len(tensors)
@@ -284,7 +289,8 @@ class Pack:
     """Tensors of one dtype and device in one message."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]):
-        self._like = [(tensor.shape, tensor.numel()) for tensor in tensors]
+        # Without the tensors, which are freed.
+        self._like = [(t.shape, t.numel(), axis_order(t)) for t in tensors]
         self._dtype = tensors[0].dtype
         carrier = _CARRIERS.get(self._dtype)
         with torch.no_grad():
@@ -294,10 +300,11 @@ class Pack:
             self.flat = torch.cat(flat)
 
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors, as views of the flat one."""
-        parts = self.flat.split([size for _, size in self._like])
+        """The tensors, as views of the flat one, or copies in their memory formats."""
+        parts = self.flat.split([size for _, size, _ in self._like])
         found = [
-            part.view(shape) for part, (shape, _) in zip(parts, self._like, strict=True)
+            in_axis_order(part.view(shape), order)
+            for part, (shape, _, order) in zip(parts, self._like, strict=True)
         ]
         if self.flat.dtype != self._dtype:
             found = [part.to(self._dtype) for part in found]

@@ -1,0 +1,122 @@
+"""Torch: memory formats of batches and reductions, such as channels last."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import keras_strategies as ks
+
+if keras.backend.backend() != "torch":
+    pytest.skip("tests of the Torch backend", allow_module_level=True)
+
+import torch
+
+SHAPE = (3, 4, 5)
+
+
+def images(rows: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rows)
+    made = torch.randn(rows, *SHAPE, generator=generator)
+    return made.to(memory_format=torch.channels_last)
+
+
+def is_channels_last(tensor: torch.Tensor) -> bool:
+    is_last = tensor.is_contiguous(memory_format=torch.channels_last)
+    return is_last and not tensor.is_contiguous()
+
+
+def assert_channels_last(value: Any) -> None:
+    tensors = ks.get_strategy().experimental_local_results(value)
+    assert all(map(is_channels_last, tensors)), [tensor.stride() for tensor in tensors]
+
+
+class Seen:
+    """Formats that replicas see; not compared with those of a proof."""
+
+    __slots__ = ("formats",)
+
+    def __init__(self) -> None:
+        self.formats: list[tuple[int, bool]] = []
+
+
+class Noted(keras.layers.Layer):
+    def __init__(self, seen: Seen) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def call(self, x: Any) -> Any:
+        # A proof records fake tensors.
+        if type(x) is torch.Tensor:
+            self.seen.formats.append((len(x), is_channels_last(x)))
+        return x * 2.0
+
+
+def test_rows_of_replicas_and_joined_rows(mirrored) -> None:
+    seen = Seen()
+    with mirrored.scope():
+        convolution = keras.layers.Conv2D(4, 3, data_format="channels_first")
+        model = keras.Sequential([keras.Input(SHAPE), Noted(seen), convolution])
+    formats = []
+
+    class Step(keras.losses.Loss):
+        def call(self, y: Any, outputs: Any) -> Any:
+            formats.append(is_channels_last(outputs))
+            return keras.ops.mean((y - outputs) ** 2, axis=(1, 2, 3))
+
+    with mirrored.scope():
+        model.compile("sgd", Step())
+    y = torch.zeros(9, 4, 2, 3)
+    model.train_on_batch(images(9), y)
+    seen.formats = []
+    formats.clear()
+    model.train_on_batch(images(9), y)
+    assert sorted(seen.formats) == [(4, True), (5, True)]
+    assert formats == [True]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: None,
+        ks.NcclAllReduce,
+        ks.HierarchicalCopyAllReduce,
+        ks.ReductionToOneDevice,
+    ],
+    ids=["default", "NcclAllReduce", "HierarchicalCopyAllReduce", "OneDevice"],
+)
+def test_reductions_and_gathers(make) -> None:
+    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops=make())
+    value = strategy.experimental_distribute_values_from_function(
+        lambda context: images(2 + context.replica_id_in_sync_group)[:2]
+    )
+
+    def on_replica(x: Any) -> Any:
+        context = ks.get_replica_context()
+        # Two tensors are one pack.
+        sums = context.all_reduce("sum", [x, x + 1])
+        return (*sums, context.all_gather(x, 0))
+
+    expected = images(2) + images(3)[:2]
+    with strategy.scope():
+        total, other, gathered = strategy.run(on_replica, args=(value,))
+        reduced = strategy.reduce("SUM", value, axis=None)
+        for result in (total, other, gathered, reduced, strategy.gather(value, 0)):
+            assert_channels_last(result)
+        (first, _) = strategy.experimental_local_results(total)
+    np.testing.assert_array_equal(first, expected)
+    np.testing.assert_array_equal(reduced, expected)
+
+
+def test_a_pack_keeps_formats_and_values() -> None:
+    from keras_strategies.engines.torch.worker_collectives import Pack
+
+    last, first = images(2), images(3).contiguous()
+    wide = torch.arange(6.0).reshape(2, 3).T
+    found = Pack([last, first, wide]).tensors()
+    for own, given in zip(found, (last, first, wide), strict=True):
+        np.testing.assert_array_equal(own, given)
+        assert own.stride() == given.stride()
