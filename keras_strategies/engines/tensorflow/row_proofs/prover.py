@@ -17,6 +17,7 @@ from keras_strategies.engines.tensorflow.row_proofs.graph_placements import (
     GraphPlacement,
     Kind,
 )
+from keras_strategies.engines.tensorflow.row_proofs.known_layers import is_known_call
 from keras_strategies.engines.tensorflow.row_proofs.lockstep import GraphsDifferError
 from keras_strategies.engines.tensorflow.row_proofs.node import Facts
 from keras_strategies.engines.tensorflow.row_proofs.traced_call import (
@@ -26,6 +27,10 @@ from keras_strategies.engines.tensorflow.row_proofs.traced_call import (
     traced,
 )
 from keras_strategies.engines.tensorflow.row_proofs.walk import GraphWalk, SharedWork
+from keras_strategies.runtime.row_proofs.known_calls import (
+    KnownCalls,
+    UnknownUse,
+)
 from keras_strategies.runtime.row_proofs.layer_calls import LayerCall
 from keras_strategies.runtime.row_proofs.row_placements import (
     RowKind,
@@ -56,17 +61,41 @@ class NotProvedError(Exception):
     """A call that cannot be split by rows, as far as its operations show."""
 
 
+class _TraceError(Exception):
+    """The call cannot be traced, or not with the same operations for other rows."""
+
+
 class TensorFlowRowProver(RowProver):
     """Traces a call at each number of rows that replicas have, and walks its graph."""
 
     def prove(
         self, call: LayerCall, with_rows: Sequence[bool], sizes: Sequence[int]
     ) -> RowProof:
+        known_calls = KnownCalls()
+        try:
+            return self._proof(call, with_rows, sizes, known_calls)
+        except (UnknownUse, _TraceError) as error:
+            if isinstance(error, _TraceError) and not known_calls.is_used:
+                return RowProof(problem=str(error))
+        try:
+            return self._proof(call, with_rows, sizes, None)
+        except _TraceError as error:
+            return RowProof(problem=str(error))
+
+    def _proof(
+        self,
+        call: LayerCall,
+        with_rows: Sequence[bool],
+        sizes: Sequence[int],
+        known_calls: KnownCalls | None,
+    ) -> RowProof:
         counts, traces = _counts(sizes), list[TracedCall]()
         numbers = random.getstate(), np.random.get_state()
         try:
             for count in counts if sizes else (None,):
-                traces.append(traced(self.strategy, call, with_rows, count))
+                traces.append(
+                    traced(self.strategy, call, with_rows, count, known_calls)
+                )
             if sizes and len(traces) < 2:
                 raise AssertionError
             is_drawn = not _are_equal(
@@ -79,15 +108,15 @@ class TensorFlowRowProver(RowProver):
         except Exception as error:
             # Of the user's code: the unsplit call that follows raises it again, or
             # TensorFlow can run the code in eager mode only.
-            return RowProof(problem=_failure(error, counts, traces))
+            raise _TraceError(_failure(error, counts, traces)) from error
         finally:
             random.setstate(numbers[0])
             np.random.set_state(numbers[1])
         try:
             return _Proof(traces, counts, bool(sizes)).result()
-        except GraphsDifferError:
-            problem = "its operations depend on the number of rows"
-            return RowProof(problem=problem)
+        except GraphsDifferError as error:
+            text = "its operations depend on the number of rows"
+            raise _TraceError(text) from error
         except NotProvedError as error:
             return RowProof(problem=str(error))
 
@@ -330,5 +359,5 @@ def _check_effects(call: TracedCall) -> None:
     definition = call.graph.as_graph_def()
     functions = (function.node_def for function in definition.library.function)
     for node in itertools.chain(definition.node, *functions):
-        if node.op in _EFFECTS:
+        if node.op in _EFFECTS and not is_known_call(node):
             raise NotProvedError(f"it {_EFFECTS[node.op]}")

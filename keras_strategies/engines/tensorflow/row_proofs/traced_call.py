@@ -16,9 +16,18 @@ from keras_strategies.engines.tensorflow.data_parallel.custom_gradient import (
     custom_gradient,
 )
 from keras_strategies.engines.tensorflow.row_proofs.control_flow import SAME_ON_REPLICAS
+from keras_strategies.engines.tensorflow.row_proofs.known_layers import (
+    run_in_own_graph,
+    traced_known_call,
+)
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.layers import get_mask, set_mask
 from keras_strategies.keras_compat.variables.values import raw_value
+from keras_strategies.runtime.row_proofs.known_calls import (
+    KnownCalls,
+    KnownCallsOfTrace,
+    known_arguments,
+)
 from keras_strategies.runtime.row_proofs.layer_calls import LayerCall
 from keras_strategies.runtime.row_proofs.proof_replica import (
     MarkedCollectives,
@@ -105,7 +114,11 @@ class TracedCall:
 
 
 def traced(
-    strategy: Any, call: LayerCall, with_rows: Sequence[bool], rows: int | None
+    strategy: Any,
+    call: LayerCall,
+    with_rows: Sequence[bool],
+    rows: int | None,
+    known_calls: KnownCalls | None,
 ) -> TracedCall:
     """Traces a call and its backward pass.
 
@@ -114,7 +127,10 @@ def traced(
         call: the call.
         with_rows: for each leaf, whether it has the rows.
         rows: int, the number of rows; None for any number.
+        known_calls: the calls of layers that are known by type; None to trace their
+            operations.
     """
+    in_order = None if known_calls is None else known_calls.in_order()
     found = TracedCall(compat.new_graph("row_proof"))
     with found.graph.as_default(), tf.GradientTape() as tape:
         leaves = [
@@ -126,10 +142,11 @@ def traced(
         args, kwargs = call.arguments(leaves)
         state = _state(found, tape)
         replica = ProofReplica(strategy, MarkedCollectives(_marked, _with_gradient))
+        route = _recorded(found, tape, strategy, state, rows, in_order)
         with (
             state.scope() as scope,
             context.on_replica(replica),
-            layer_calls_through(_recorded(found)),
+            layer_calls_through(route),
         ):
             outputs = call.call(*args, **kwargs)
         found.outputs = keras.tree.flatten(outputs)
@@ -198,13 +215,41 @@ def _state(found: TracedCall, tape: Any) -> ReplicaState:
     return ReplicaState(copy)
 
 
-def _recorded(found: TracedCall) -> Callable[..., Any]:
-    """A route of layer calls that notes which layer makes which operations."""
+def _recorded(
+    found: TracedCall,
+    tape: Any,
+    strategy: Any,
+    state: ReplicaState,
+    rows: int | None,
+    known_calls: KnownCallsOfTrace | None,
+) -> Callable[..., Any]:
+    """A route of layer calls that notes which layer makes which operations.
+
+    The call of a known layer is one operation.
+    """
 
     def route(layer: Any, original: Any, args: Any, kwargs: Any) -> Any:
         start = found.graph.num_operations()
         try:
-            return original(*args, **kwargs)
+            known = arguments = None
+            if known_calls is not None:
+                # Not in the body of a loop or a function.
+                if tf.compat.v1.get_default_graph() is found.graph:
+                    arguments = known_arguments(layer, args, kwargs, rows)
+                known = known_calls.results(
+                    layer,
+                    arguments,
+                    lambda: run_in_own_graph(strategy, original, args, kwargs, rows),
+                )
+            if known is None or arguments is None:
+                return original(*args, **kwargs)
+            weights = tf.raw_ops.Placeholder(dtype=tf.float32, shape=())
+            found.the_same.append(weights)
+            if known.is_trained:
+                tape.watch(weights)
+                source = GradientSource(f"layer {layer.name!r}", weights, False)
+                found.sources.append(source)
+            return traced_known_call(state, arguments, known, weights, rows)
         finally:
             found.add_call(start, layer)
 

@@ -15,6 +15,7 @@ from keras_strategies.engines.tensorflow.row_proofs import (
     control_flow,
     elementwise,
     gathers,
+    known_layers,
     random_draws,
     recurrent,
     row_by_row,
@@ -52,6 +53,7 @@ RULES: dict[str, Rule] = {
     **random_draws.RULES,
     **recurrent.RULES,
     **control_flow.RULES,
+    **known_layers.RULES,
 }
 # Results of these are not what their inputs are, also if these are all the same.
 _NEVER_PLAIN = frozenset(("Fill", "ZerosLike", "OnesLike"))

@@ -148,6 +148,7 @@ class CallRecorder(TorchDispatchMode):
         places: the layers that operations are in, see `RecordedStep`.
         outside: by version the tensors that come from elsewhere.
         branches: the truth values that Python has read.
+        draws_unrecorded: whether operations that are not recorded draw random numbers.
     """
 
     def __init__(self, fake: Any, branches: Sequence[bool] = ()):
@@ -158,6 +159,7 @@ class CallRecorder(TorchDispatchMode):
         self.origins: dict[int, Any] = {}
         self.problem = ""
         self.branches: list[bool] = []
+        self.draws_unrecorded = False
         self._branches = list(branches)
         self.places: list[Any] = []
         self.place: int | None = None
@@ -205,7 +207,7 @@ class CallRecorder(TorchDispatchMode):
 
     def add_zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A fake tensor with known values, which are zero."""
-        with self._paused():
+        with self.paused():
             values = torch.zeros(list(shape), dtype=dtype, device=_CPU)
         return self._constant(values, values)
 
@@ -227,13 +229,29 @@ class CallRecorder(TorchDispatchMode):
 
     def add_marked(self, name: str, tensor: torch.Tensor, shape: Shape) -> torch.Tensor:
         """Records an operation of this package, with a result of a shape."""
-        result = self._empty(shape, tensor.dtype)
-        argument = Version(self.version(tensor))
-        version = self._new_version(result)
-        self._register(result, version)
-        step = RecordedStep(name, (argument,), {}, [version], self.place)
+        return self.add_step(name, (tensor,), [(shape, tensor.dtype)])[0]
+
+    def add_step(
+        self,
+        name: str,
+        arguments: tuple[Any, ...],
+        results: Sequence[tuple[Shape, torch.dtype]],
+    ) -> list[torch.Tensor]:
+        """Records an operation of this package.
+
+        Args:
+            name: its name.
+            arguments: its arguments; also lists of tensors.
+            results: the shapes and dtypes of its results.
+        """
+        step = RecordedStep(name, self._encoded(arguments), {}, [], self.place)
+        found = [self._empty(shape, dtype) for shape, dtype in results]
+        for result in found:
+            version = self._new_version(result)
+            self._register(result, version)
+            step.results.append(version)
         self.steps.append(step)
-        return result
+        return found
 
     @property
     def is_forward(self) -> bool:
@@ -241,7 +259,7 @@ class CallRecorder(TorchDispatchMode):
         return self.place is not None
 
     @contextlib.contextmanager
-    def _paused(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """Operations that are not recorded."""
         before, self._is_paused = self._is_paused, True
         try:
@@ -250,7 +268,7 @@ class CallRecorder(TorchDispatchMode):
             self._is_paused = before
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        with self._paused(), self._fake:
+        with self.paused(), self._fake:
             return torch.empty(list(shape), dtype=dtype, device=_CPU)
 
     def _new_version(
@@ -272,7 +290,7 @@ class CallRecorder(TorchDispatchMode):
         self, tensor: torch.Tensor, known: torch.Tensor | None
     ) -> torch.Tensor:
         """A fake tensor for one that the call made of numbers, or read."""
-        with self._paused(), self._fake:
+        with self.paused(), self._fake:
             fake = torch.empty_strided(
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_CPU
             )
@@ -313,6 +331,7 @@ class CallRecorder(TorchDispatchMode):
             return _CPU
         kwargs = kwargs or {}
         if self._is_paused or func.namespace == "prim":
+            self.draws_unrecorded |= torch.Tag.nondeterministic_seeded in func.tags
             return func(*args, **kwargs)
         traits = _traits(func)
         if traits.name in ("lift_fresh", "lift") and not isinstance(

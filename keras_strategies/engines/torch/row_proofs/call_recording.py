@@ -15,6 +15,10 @@ import torch
 from keras_strategies import context
 from keras_strategies.engines.torch.compat import fake_tensor_mode, silent_fake_tensors
 from keras_strategies.engines.torch.row_proofs.call_recorder import CallRecorder
+from keras_strategies.engines.torch.row_proofs.known_layer import (
+    recorded_known_call,
+    run_without_values,
+)
 from keras_strategies.engines.torch.row_proofs.recorded_replica import (
     RecordedCollectives,
     RecordedReplica,
@@ -27,6 +31,11 @@ from keras_strategies.keras_compat.variables.generator_seeds import (
 )
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.engine import StrategyCore
+from keras_strategies.runtime.row_proofs.known_calls import (
+    KnownCalls,
+    KnownCallsOfTrace,
+    known_arguments,
+)
 from keras_strategies.runtime.row_proofs.layer_calls import LayerCall
 from keras_strategies.runtime.state.replica_state import ReplicaState
 
@@ -47,6 +56,8 @@ class CallRecording:
         rows: int, the number of rows of this recording.
         replicas: int, how many replicas have rows.
         branches: the truth values that Python reads, see `CallRecorder`.
+        known_calls: the calls of layers that are known by type; None to record their
+            operations.
     """
 
     def __init__(
@@ -57,10 +68,16 @@ class CallRecording:
         rows: int,
         replicas: int,
         branches: Sequence[bool],
+        known_calls: KnownCalls | None,
     ):
         self.recorder = CallRecorder(fake_tensor_mode(), branches)
         self.rows = rows
         self._call = call
+        self._known_calls = known_calls
+        self._in_order: KnownCallsOfTrace | None = None
+        self._strategy = strategy
+        # Arguments that stand for the weights of known layers.
+        self._weights: list[torch.Tensor] = []
         collectives = RecordedCollectives(self.recorder, rows, call.rows, replicas)
         self._replica = RecordedReplica(strategy, collectives)
         #: The arguments that get gradients, and whether they have rows.
@@ -119,7 +136,8 @@ class CallRecording:
     @property
     def variables(self) -> list[torch.Tensor]:
         """The copies of trained variables that the call has read."""
-        return [value for _, value in self._state.reads.values() if value.requires_grad]
+        read = [value for _, value in self._state.reads.values()]
+        return [*(value for value in read if value.requires_grad), *self._weights]
 
     @property
     def updates(self) -> dict[int, tuple[Any, Any]]:
@@ -134,6 +152,8 @@ class CallRecording:
         """
         args, kwargs = self._call.arguments(self._leaves)
         scope = self._state.scope()
+        if self._known_calls is not None:
+            self._in_order = self._known_calls.in_order()
         with (
             self._recording(),
             # As in a training step, also where gradients are off.
@@ -222,7 +242,24 @@ class CallRecording:
 
     def _inner_call(self, layer: Any, call: Any, args: Any, kwargs: Any) -> Any:
         with self._in_layer(layer):
-            return call(*args, **kwargs)
+            if self._in_order is None:
+                return call(*args, **kwargs)
+            arguments = known_arguments(layer, args, kwargs, self.rows)
+            known = self._in_order.results(
+                layer,
+                arguments,
+                lambda: run_without_values(
+                    self._strategy, self.recorder, layer, call, args, kwargs, self.rows
+                ),
+            )
+            if known is None or arguments is None:
+                return call(*args, **kwargs)
+            outputs, weights = recorded_known_call(
+                self.recorder, self._state, arguments, known, self.rows
+            )
+            if weights is not None:
+                self._weights.append(weights)
+            return outputs
 
     @contextlib.contextmanager
     def _in_layer(self, layer: Any) -> Iterator[None]:

@@ -31,6 +31,7 @@ from keras_strategies.engines.torch.row_proofs.rules import (
     elementwise,
     filled,
     indexing,
+    known_layers,
     reductions,
     shapes,
 )
@@ -53,6 +54,7 @@ RULE_MODULES = (
     elementwise,
     filled,
     indexing,
+    known_layers,
     reductions,
     shapes,
 )
@@ -62,6 +64,8 @@ _OWN_ARGUMENTS = {
     "branch": ("self",),
     "collective": ("self",),
     "collective_gradient": ("self",),
+    "known_layer": ("rows", "variables", "updates", "draws"),
+    "known_layer_gradient": ("gradients",),
 }
 # Operations that take the numbers of the rows as indices.
 _TAKES_NUMBERS = frozenset(("index", "index_put"))
@@ -233,7 +237,7 @@ class Propagation:
             ),
             tuple(None if each is None else each[0].dtype for each in traits),
             self._counts,
-            not is_own and torch.Tag.nondeterministic_seeded in func.tags,
+            _draws(func, arguments),
             _operands(arguments),
         )
 
@@ -397,6 +401,12 @@ def _blocks(op: Operation, operand: Operand) -> bool:
     if op.name in _TAKES_NUMBERS:
         return operand.known is None
     return op.name != "collective"
+
+
+def _draws(func: Any, arguments: Sequence[Any]) -> bool:
+    if isinstance(func, str):
+        return func == "known_layer" and bool(arguments[-1])
+    return torch.Tag.nondeterministic_seeded in func.tags
 
 
 def _draws_numbers(op: Operation) -> bool:

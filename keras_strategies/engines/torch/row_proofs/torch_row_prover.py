@@ -26,6 +26,10 @@ from keras_strategies.engines.torch.row_proofs.propagation import (
 )
 from keras_strategies.engines.torch.row_proofs.value_placements import SAME, Placed
 from keras_strategies.keras_compat.models.layers import sublayers
+from keras_strategies.runtime.row_proofs.known_calls import (
+    KnownCalls,
+    UnknownUse,
+)
 from keras_strategies.runtime.row_proofs.layer_calls import LayerCall
 from keras_strategies.runtime.row_proofs.row_placements import (
     MEAN,
@@ -54,15 +58,31 @@ class TorchRowProver(RowProver):
     def _proof(
         self, call: LayerCall, with_rows: Sequence[bool], sizes: Sequence[int]
     ) -> RowProof:
+        try:
+            return self._proof_with(True, call, with_rows, sizes)
+        except (UnknownUse, _RecordingsOfTypes):
+            return self._proof_with(False, call, with_rows, sizes)
+
+    def _proof_with(
+        self,
+        known_types: bool,
+        call: LayerCall,
+        with_rows: Sequence[bool],
+        sizes: Sequence[int],
+    ) -> RowProof:
         counts = [size for size in sizes if size]
         found: list[RowProof] = []
         # Truth values that Python reads, each with both results.
         todo: list[list[bool]] = [[]]
         while todo:
             branches = todo.pop()
-            proof = _Proof(self, call, with_rows, counts, branches)
+            proof = _Proof(self, call, with_rows, counts, branches, known_types)
             try:
                 found.append(proof.result())
+            except _RecordingProblem as problem:
+                if proof.uses_types:
+                    raise _RecordingsOfTypes from problem
+                return RowProof(problem=str(problem))
             except _Problem as problem:
                 return RowProof(problem=str(problem))
             taken = proof.branches
@@ -119,6 +139,14 @@ class _Problem(Exception):
     """Why a call cannot be split by rows."""
 
 
+class _RecordingProblem(_Problem):
+    """Operations differ, or a recording fails."""
+
+
+class _RecordingsOfTypes(Exception):
+    """Recordings in which operations stand for known layers are no proof."""
+
+
 class _Proof:
     """The proof of one call."""
 
@@ -129,16 +157,31 @@ class _Proof:
         with_rows: Sequence[bool],
         sizes: Sequence[int],
         branches: Sequence[bool],
+        known_types: bool,
     ):
         self._strategy = prover.strategy
+        self._known_calls = KnownCalls() if known_types else None
         counts = _counts(call.rows, sizes)
         self._recordings = [
-            CallRecording(prover.strategy, call, with_rows, rows, len(sizes), branches)
+            CallRecording(
+                prover.strategy,
+                call,
+                with_rows,
+                rows,
+                len(sizes),
+                branches,
+                self._known_calls,
+            )
             for rows in counts
         ]
         recorders = [recording.recorder for recording in self._recordings]
         self._propagation = Propagation(counts, recorders)
         self._groups = 0
+
+    @property
+    def uses_types(self) -> bool:
+        """Whether operations stand for known layers."""
+        return self._known_calls is not None and self._known_calls.is_used
 
     @property
     def branches(self) -> list[bool]:
@@ -164,15 +207,17 @@ class _Proof:
         try:
             recording.forward()
         except CallFailed as error:
-            raise _Problem(str(error)) from error
+            raise _RecordingProblem(str(error)) from error
         if recording.recorder.problem:
-            raise _Problem(recording.recorder.problem)
+            raise _RecordingProblem(recording.recorder.problem)
 
     def _advance(self) -> None:
         try:
             self._propagation.advance()
         except RecordingsDiffer as error:
-            raise _Problem(f"its operations differ with the rows: {error}") from error
+            raise _RecordingProblem(
+                f"its operations differ with the rows: {error}"
+            ) from error
         if self._propagation.problem:
             raise _Problem(self._propagation.problem)
 
@@ -208,7 +253,9 @@ class _Proof:
         try:
             return self._propagation.placed(versions)
         except RecordingsDiffer as error:
-            raise _Problem(f"its results differ with the rows: {error}") from error
+            raise _RecordingProblem(
+                f"its results differ with the rows: {error}"
+            ) from error
 
     def _check_masks(self, outputs: Sequence[RowPlacement | None]) -> None:
         for output, masks in zip(outputs, self._columns("masks"), strict=True):
@@ -279,7 +326,7 @@ class _Proof:
                     self._groups, [column[i] for _, column in group]
                 )
             except CallFailed as error:
-                raise _Problem(f"its backward pass fails: {error}") from error
+                raise _RecordingProblem(f"its backward pass fails: {error}") from error
             gradients.append(found)
             if i == 0:
                 given = versions
