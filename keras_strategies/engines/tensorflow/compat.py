@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from tensorflow.python.data.experimental.ops import distribute
 from tensorflow.python.distribute import distribute_lib
 from tensorflow.python.eager import context as eager_context
 from tensorflow.python.eager import execute, record
+from tensorflow.python.eager.polymorphic_function import polymorphic_function
 from tensorflow.python.framework import func_graph, ops
 from tensorflow.python.ops import (
     control_flow_util,
@@ -214,6 +216,11 @@ PRIVATE_NAMES = (
         f"{_PYTHON}.eager.polymorphic_function.polymorphic_function.Function",
         ("_jit_compile",),
         "A `tf.function` that is passed to `run` is traced with its replica.",
+    ),
+    Private(
+        f"{_PYTHON}.eager.polymorphic_function.polymorphic_function.Function",
+        ("_clone",),
+        "A `tf.function` that replicas or row proofs call is traced in a copy.",
     ),
 )
 
@@ -823,6 +830,47 @@ def make_composite(kind: type, spec_of: Callable[[Any], tf.TypeSpec]) -> None:
             setattr(kind, name, member)
     kind._type_spec = property(spec_of)  # type: ignore[attr-defined]
     composite.register(kind)
+
+
+class _Copies(threading.local):
+    # Copies of the functions that this thread calls, by `id`; None to call themselves.
+    of_functions: dict[int, Any] | None = None
+
+
+_copies = _Copies()
+
+
+@contextlib.contextmanager
+def functions_copied() -> Iterator[None]:
+    """Traces what this thread calls of `tf.function` in copies, which are dropped.
+
+    A trace that remains would have captured tensors of this thread's graph, such as a
+    replica's copies of variables.
+    """
+    _copy_functions_of_threads()
+    before, _copies.of_functions = _copies.of_functions, {}
+    try:
+        yield
+    finally:
+        _copies.of_functions = before
+
+
+@functools.cache
+def _copy_functions_of_threads() -> None:
+    kind = polymorphic_function.Function
+    original = kind.__call__
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        copies = _copies.of_functions
+        if copies is None:
+            return original(self, *args, **kwargs)
+        if id(self) not in copies:
+            # With the function, so that its `id` stays its own.
+            copies[id(self)] = self, self._clone(None)
+        return original(copies[id(self)][1], *args, **kwargs)
+
+    kind.__call__ = call
 
 
 def is_for_xla(function: tf.types.experimental.PolymorphicFunction) -> bool | None:

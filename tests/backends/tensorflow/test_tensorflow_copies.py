@@ -144,9 +144,10 @@ def test_a_copied_replica_computes_what_a_traced_one_does(then):
 @pytest.mark.parametrize(
     "then", [in_a_program, pytest.param(in_a_loop, marks=pytest.mark.nightly)]
 )
-def test_functions_in_operations_compute_what_one_device_computes(then):
+def test_functions_in_operations_are_traced_for_each_replica(then):
     found = trained(two(), then)
     assert_same(found, trained(ks.OneDeviceStrategy("cpu:0"), then))
+    assert found[2] >= 2
 
 
 @pytest.mark.parametrize("rows", [27, pytest.param(24, marks=pytest.mark.nightly)])
@@ -189,8 +190,7 @@ ONLY_NIGHTLY = pytest.mark.nightly
 @pytest.mark.parametrize(
     ("between", "then", "count", "traces"),
     [
-        # Its own collective has no proof: one device computes it.
-        (scaled_gradient, centered, 2, 0),
+        (scaled_gradient, centered, 2, 1),
         # The second replica is traced after what it has exchanged as a copy.
         (None, in_a_program, 2, 2),
         pytest.param(in_a_program, scaled_gradient, 2, 2, marks=ONLY_NIGHTLY),
@@ -279,6 +279,7 @@ class TwoGradients(keras.Model):
 def test_gradients_of_copies_that_other_programs_ask_for(is_program):
     x = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
     found = []
+    before = len(_traces)
     for strategy in (ks.OneDeviceStrategy("cpu:0"), two()):
         keras.utils.set_random_seed(3)
         with strategy.scope():
@@ -286,6 +287,39 @@ def test_gradients_of_copies_that_other_programs_ask_for(is_program):
             model.build((None, 4))
             model.compile(keras.optimizers.SGD(0.1))
         model.fit(x, x[:, :1], batch_size=8, epochs=2, shuffle=False, verbose=0)
+        found.append(model.get_weights())
+    # One of the two replicas; the other one is a copy.
+    assert len(_traces) - before == 1
+    for expected, own in zip(*found, strict=True):
+        np.testing.assert_allclose(own, expected, rtol=1e-5, atol=1e-6)
+
+
+class InFunction(layers.Layer):
+    """Calls a `tf.function` that reads a variable."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], 3))
+
+    @tf.function(reduce_retracing=True)
+    def product(self, x):
+        return ops.tanh(x @ self.kernel)
+
+    def call(self, x):
+        return self.product(x)
+
+
+@pytest.mark.parametrize("rows", [16, 11])
+def test_functions_keep_no_traces_of_replicas(rows):
+    x = np.random.default_rng(0).normal(size=(rows, 4)).astype("float32")
+    found = []
+    for strategy in (ks.OneDeviceStrategy("cpu:0"), two()):
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((4,)), InFunction()])
+            model.compile(keras.optimizers.SGD(0.5), "mse")
+        # The programs of `predict` and `fit` have their own copies of the variable.
+        model.predict(x, batch_size=8, verbose=0)
+        model.fit(x, x[:, :3], batch_size=8, epochs=2, shuffle=False, verbose=0)
         found.append(model.get_weights())
     for expected, own in zip(*found, strict=True):
         np.testing.assert_allclose(own, expected, rtol=1e-5, atol=1e-6)

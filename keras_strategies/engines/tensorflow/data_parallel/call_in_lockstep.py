@@ -171,7 +171,7 @@ class CallInLockstep(CallOnReplicas):
                 tape.watch([s for s in self.slices[i] if is_float(s)])
             if tf.executing_eagerly():
                 return task()
-            with self.traces.tracing(replica, i) as trace:
+            with compat.functions_copied(), self.traces.tracing(replica, i) as trace:
                 trace.result = task()
                 return trace.result
 

@@ -21,8 +21,6 @@ from keras_strategies.engines.tensorflow.row_proofs.node import (
     rules,
 )
 
-#: Name of an `Identity` whose result is the same on all replicas.
-SAME_ON_REPLICAS = "same_on_replicas"
 # Each round changes the placement of a loop variable at most a few times.
 _MOST_ROUNDS = 20
 
@@ -31,8 +29,6 @@ EMPTY_LIST = GraphPlacement(Kind.LIST)
 
 def identity(node: Node) -> Result:
     """The input as it is, with its known values."""
-    if SAME_ON_REPLICAS in node.operation.name:
-        return SAME
     return node.inputs[0]
 
 

@@ -17,9 +17,9 @@ from keras_strategies.engines.tensorflow.row_proofs.graph_placements import (
     GraphPlacement,
     Kind,
 )
-from keras_strategies.engines.tensorflow.row_proofs.known_layers import is_known_call
 from keras_strategies.engines.tensorflow.row_proofs.lockstep import GraphsDifferError
 from keras_strategies.engines.tensorflow.row_proofs.node import Facts
+from keras_strategies.engines.tensorflow.row_proofs.proof_operations import is_of_proof
 from keras_strategies.engines.tensorflow.row_proofs.traced_call import (
     TracedCall,
     eager_arithmetic,
@@ -359,5 +359,5 @@ def _check_effects(call: TracedCall) -> None:
     definition = call.graph.as_graph_def()
     functions = (function.node_def for function in definition.library.function)
     for node in itertools.chain(definition.node, *functions):
-        if node.op in _EFFECTS and not is_known_call(node):
+        if node.op in _EFFECTS and not is_of_proof(node):
             raise NotProvedError(f"it {_EFFECTS[node.op]}")

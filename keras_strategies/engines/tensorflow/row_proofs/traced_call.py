@@ -12,13 +12,12 @@ import tensorflow as tf
 
 from keras_strategies import context
 from keras_strategies.engines.tensorflow import compat
-from keras_strategies.engines.tensorflow.data_parallel.custom_gradient import (
-    custom_gradient,
-)
-from keras_strategies.engines.tensorflow.row_proofs.control_flow import SAME_ON_REPLICAS
-from keras_strategies.engines.tensorflow.row_proofs.known_layers import (
+from keras_strategies.engines.tensorflow.row_proofs.proof_operations import (
     run_in_own_graph,
     traced_known_call,
+)
+from keras_strategies.engines.tensorflow.row_proofs.traced_collectives import (
+    TracedCollectives,
 )
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.layers import get_mask, set_mask
@@ -29,10 +28,7 @@ from keras_strategies.runtime.row_proofs.known_calls import (
     known_arguments,
 )
 from keras_strategies.runtime.row_proofs.layer_calls import LayerCall
-from keras_strategies.runtime.row_proofs.proof_replica import (
-    MarkedCollectives,
-    ProofReplica,
-)
+from keras_strategies.runtime.row_proofs.proof_replica import ProofReplica
 from keras_strategies.runtime.state.replica_state import ReplicaState
 
 
@@ -75,6 +71,7 @@ class TracedCall:
         masks: the mask of each output, or None.
         losses: the added losses.
         updates: pairs of a variable and its assigned value.
+        is_backward: bool, whether the backward pass is traced.
     """
 
     graph: Any
@@ -86,6 +83,7 @@ class TracedCall:
     masks: list[Any] = field(default_factory=list)
     losses: list[Any] = field(default_factory=list)
     updates: list[tuple[Any, Any]] = field(default_factory=list)
+    is_backward: bool = False
     _calls: list[tuple[int, int, Any]] = field(default_factory=list)
 
     def place_of(self, operation: Any) -> str:
@@ -141,12 +139,15 @@ def traced(
         ]
         args, kwargs = call.arguments(leaves)
         state = _state(found, tape)
-        replica = ProofReplica(strategy, MarkedCollectives(_marked, _with_gradient))
+        replicas = strategy.num_replicas_in_sync
+        collectives = TracedCollectives(found, rows, call.rows, replicas)
+        replica = ProofReplica(strategy, collectives)
         route = _recorded(found, tape, strategy, state, rows, in_order)
         with (
             state.scope() as scope,
             context.on_replica(replica),
             layer_calls_through(route),
+            compat.functions_copied(),
         ):
             outputs = call.call(*args, **kwargs)
         found.outputs = keras.tree.flatten(outputs)
@@ -156,7 +157,8 @@ def traced(
             (variable, tf.convert_to_tensor(value, raw_dtype(variable)))
             for variable, value in state.updates.values()
         ]
-    with found.graph.as_default():
+    found.is_backward = True
+    with found.graph.as_default(), context.on_replica(replica):
         _add_gradients(found, tape)
     return found
 
@@ -254,25 +256,6 @@ def _recorded(
             found.add_call(start, layer)
 
     return route
-
-
-def _marked(tensor: Any) -> Any:
-    @custom_gradient
-    def marked(tensor: Any) -> tuple[Any, Callable[[Any], Any]]:
-        return _same(tensor), _same
-
-    return marked(tensor)
-
-
-def _same(tensor: Any) -> Any:
-    return tf.identity(tensor, name=SAME_ON_REPLICAS)
-
-
-def _with_gradient(fn: Callable[..., Any], tensor: Any) -> Any:
-    def decorated(tensor: Any) -> tuple[Any, Callable[..., Any]]:
-        return fn(tensor)
-
-    return custom_gradient(decorated)(tensor)
 
 
 def _add_gradients(found: TracedCall, tape: Any) -> None:

@@ -15,7 +15,7 @@ from keras_strategies.engines.tensorflow.row_proofs import (
     control_flow,
     elementwise,
     gathers,
-    known_layers,
+    proof_operations,
     random_draws,
     recurrent,
     row_by_row,
@@ -53,7 +53,7 @@ RULES: dict[str, Rule] = {
     **random_draws.RULES,
     **recurrent.RULES,
     **control_flow.RULES,
-    **known_layers.RULES,
+    **proof_operations.RULES,
 }
 # Results of these are not what their inputs are, also if these are all the same.
 _NEVER_PLAIN = frozenset(("Fill", "ZerosLike", "OnesLike"))
@@ -145,8 +145,7 @@ class GraphWalk:
             found = _results(node)
         except (MixesRowsError, NoRuleError) as error:
             found = [self.lost(node, error)] * len(operation.outputs)
-        if not self._facts.are_real:
-            _infer_sizes(node, found)
+        _infer_sizes(node, found)
         for tensor, placement in zip(operation.outputs, found, strict=True):
             self._placements.setdefault(id(tensor), placement)
 
@@ -319,6 +318,8 @@ def _infer_sizes(node: Node, found: Sequence[GraphPlacement]) -> None:
 
 
 def _is_unknown(tensor: Any, placement: GraphPlacement) -> bool:
+    if tensor.shape.is_fully_defined():
+        return False
     if tensor.shape.rank is None:
         return True
     return any(

@@ -1,4 +1,4 @@
-"""Layers that are known by type in a traced call, as one operation each."""
+"""Operations of proofs alone: layers that are known by type, and collectives."""
 
 from __future__ import annotations
 
@@ -17,11 +17,18 @@ from keras_strategies.engines.tensorflow.row_proofs.graph_placements import (
     PART,
     ROWS,
     SAME,
+    NoRuleError,
 )
 from keras_strategies.engines.tensorflow.row_proofs.node import (
     Node,
     Result,
     Rule,
+)
+from keras_strategies.engines.tensorflow.row_proofs.traced_collectives import (
+    COLLECTIVE,
+    GRADIENT,
+    collective,
+    gradient_of_collective,
 )
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.layers import get_mask, set_mask
@@ -45,10 +52,10 @@ _DRAWING = "known_layer_with_random_numbers"
 _GRADIENT = "gradient_of_known_layer"
 
 
-def is_known_call(definition: Any) -> bool:
-    """Whether the definition of an operation is that of such a call."""
+def is_of_proof(definition: Any) -> bool:
+    """Whether the definition of an operation is that of such a call or collective."""
     name = definition.attr["token"].s.decode().partition(" ")[0]
-    return definition.op == _TYPE and name in (_CALL, _DRAWING, _GRADIENT)
+    return definition.op == _TYPE and name in _APPLIED
 
 
 def traced_known_call(
@@ -201,14 +208,19 @@ def _has_rows(leaf: Any, graph: Any, rows: int | None) -> bool:
 # The rule.
 
 
+def _of_proof(node: Node) -> Result:
+    name = node.attribute("token").decode().partition(" ")[0]
+    if name not in _APPLIED:
+        raise NoRuleError("itself")
+    return _APPLIED[name](node)
+
+
 def _known_layer(node: Node) -> Result:
     count = len(node.operation.outputs)
     for given in node.inputs:
         if given.is_lost:
             return [given.but(least=None)] * count
     name, with_rows, updates = node.attribute("token").decode().split()
-    if name == _GRADIENT:
-        return _gradient(node)
     rows, assigned = node.inputs[: int(with_rows)], node.inputs[int(with_rows) :]
     is_known = all(given.but(is_zero=False, least=None) == ROWS for given in rows)
     if not is_known or not all(given.is_plain for given in assigned):
@@ -219,6 +231,9 @@ def _known_layer(node: Node) -> Result:
 
 def _gradient(node: Node) -> Result:
     """That of the weights is a sum over rows, those of arguments are by rows."""
+    for each in node.inputs:
+        if each.is_lost:
+            return [each.but(least=None)] * len(node.operation.outputs)
     given = [each for each in node.inputs if not each.is_zero]
     powers = {each.power for each in given}
     is_by_rows = all(each.but(power=0, least=None) == ROWS for each in given)
@@ -230,4 +245,11 @@ def _gradient(node: Node) -> Result:
     return [weights] + [rows] * (len(node.operation.outputs) - 1)
 
 
-RULES: dict[str, Rule] = {_TYPE: Rule(_known_layer, takes_all=True)}
+_APPLIED: dict[str, Callable[[Node], Result]] = {
+    _CALL: _known_layer,
+    _DRAWING: _known_layer,
+    _GRADIENT: _gradient,
+    COLLECTIVE: collective,
+    GRADIENT: gradient_of_collective,
+}
+RULES: dict[str, Rule] = {_TYPE: Rule(_of_proof, takes_all=True)}
