@@ -35,42 +35,50 @@ def replica_moments(
     """
     channel = layer.axis % len(inputs.shape)
     axes = [i for i in range(len(inputs.shape)) if i != channel]
-    if mask is None:
-        return replica.with_gradient(
-            lambda inputs: _moments(replica, inputs, axes), inputs
-        )
-    weights = ops.cast(ops.expand_dims(mask, -1), inputs.dtype)
-    weights = ops.broadcast_to(weights, ops.shape(inputs))
-    inputs = ops.where(ops.cast(weights, "bool"), inputs, 0)
-    count = ops.sum(weights, axes)
-    mean = ops.sum(inputs, axes) / ops.maximum(count, 1.0)
-    deviations = inputs - _along(mean, inputs, axes)
-    spread = ops.sum(weights * ops.square(deviations), axes)
-    # Keras also adds it to the count of a masked batch on one device.
-    tiny = keras.config.epsilon()
-    mean, variance, _ = _combined(replica, count, mean, spread, tiny)
-    return mean, variance
+    weights = None
+    if mask is not None:
+        weights = ops.cast(ops.expand_dims(mask, -1), inputs.dtype)
+        weights = ops.broadcast_to(weights, ops.shape(inputs))
+        inputs = ops.where(ops.cast(weights, "bool"), inputs, 0)
+    return replica.with_gradient(
+        lambda inputs: _moments(replica, inputs, axes, weights), inputs
+    )
 
 
 def _moments(
-    replica: ReplicaContext, inputs: Any, axes: list[int]
+    replica: ReplicaContext, inputs: Any, axes: list[int], weights: Any
 ) -> tuple[tuple[Any, Any], Callable[[Any, Any], Any]]:
-    """Mean and variance without a mask, and their gradient."""
-    shape = ops.shape(inputs)
-    # Ints first: in a program for any number of rows, one tensor multiplication.
-    positions = math.prod(sorted((shape[i] for i in axes), key=ops.is_tensor))
+    """Mean and variance, and their gradient.
+
+    Args:
+        replica: the replica that this runs on.
+        inputs: the replica's rows, zero where they are masked.
+        axes: the axes of the statistics.
+        weights: 1 or 0 for each entry; None without a mask.
+    """
     total = ops.sum(inputs, axes)
-    count = ops.full_like(total, positions)
+    if weights is None:
+        shape = ops.shape(inputs)
+        # Ints first: in a program for any number of rows, one tensor multiplication.
+        positions = math.prod(sorted((shape[i] for i in axes), key=ops.is_tensor))
+        count, tiny = ops.full_like(total, positions), 0.0
+    else:
+        # Keras also adds it to the count of a masked batch on one device.
+        count, tiny = ops.sum(weights, axes), keras.config.epsilon()
     mean = total / ops.maximum(count, 1.0)
-    spread = ops.sum(ops.square(inputs - _along(mean, inputs, axes)), axes)
-    mean, variance, total = _combined(replica, count, mean, spread)
+
+    def weighted(values: Any) -> Any:
+        return values if weights is None else values * weights
+
+    spread = ops.sum(weighted(ops.square(inputs - _along(mean, inputs, axes))), axes)
+    mean, variance, total = _combined(replica, count, mean, spread, tiny)
 
     def gradient(of_mean: Any, of_variance: Any) -> Any:
         both = replica.all_reduce(ReduceOp.SUM, ops.stack([of_mean, of_variance]))
         of_mean, of_variance = ops.unstack(both / total)
         deviations = inputs - _along(mean, inputs, axes)
         slope = _along(2.0 * of_variance, inputs, axes)
-        return _along(of_mean, inputs, axes) + slope * deviations
+        return weighted(_along(of_mean, inputs, axes) + slope * deviations)
 
     return (mean, variance), gradient
 

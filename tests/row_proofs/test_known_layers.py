@@ -165,6 +165,29 @@ def test_masks_updates_and_draws() -> None:
     assert (found.problem, found.outputs) == (None, [ROWS])
 
 
+class OwnNormalization(layers.BatchNormalization):
+    """Leaves out entries with a negative first feature."""
+
+    def call(self, inputs: Any, training: Any = None, mask: Any = None) -> Any:
+        return super().call(inputs, training=training, mask=inputs[..., 0] > 0)
+
+
+@needs_prover
+def test_masked_batch_normalization_is_proved_by_its_operations() -> None:
+    whole = Inner(OwnNormalization(), lambda norm, x: norm(x, training=True))
+    found = proof(whole, 3, 6)
+    assert (found.problem, found.outputs) == (None, [ROWS])
+    assert placed_updates(whole, found) == [SAME, SAME]
+
+    def use(norm: Any, x: Any) -> Any:
+        flat = ops.reshape(x, (-1, 6))
+        return norm(flat, mask=flat[:, 0] > 0, training=True)
+
+    found = proof(Inner(layers.BatchNormalization(), use), 3, 6)
+    assert found.problem is None
+    assert found.outputs == [RowPlacement(RowKind.ROWS, multiple=3)]
+
+
 @needs_prover
 def test_rows_of_flattened_axes_are_proved_by_operations() -> None:
     flat = Inner(layers.Dense(6), lambda layer, x: layer(ops.reshape(x, (-1, 6))))
