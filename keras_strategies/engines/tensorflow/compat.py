@@ -104,6 +104,11 @@ PRIVATE_NAMES = (
         "Seeds of operations; options of programs; collectives of workers.",
     ),
     Private(
+        f"{_PYTHON}.eager.polymorphic_function.polymorphic_function",
+        ("Function",),
+        "Functions that replicas call are traced in copies.",
+    ),
+    Private(
         f"{_PYTHON}.pywrap_tfe",
         ("TFE_ContextSetRunEagerOpAsFunction",),
         "Eager operations of row checks run without a program for each.",

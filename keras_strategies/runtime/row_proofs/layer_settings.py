@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 import operator
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import keras
+import numpy as np
 
 from keras_strategies.keras_compat.models.layers import sublayers
+from keras_strategies.runtime.row_proofs.python_state import (
+    attributes_of_layers,
+    is_of_user,
+    slots_of,
+)
 
-_PLAIN = (type(None), bool, int, float, str)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+#: First letters of attributes of this library, and of TensorFlow's checkpoints.
+_OF_FRAMEWORKS = ("_keras_strategies", "_self_")
+#: Longer containers and arrays are not settings, but data.
+_MOST_ENTRIES = 256
+#: Modules of Python with classes of which users make objects with attributes.
+_NAMESPACES = ("__main__", "argparse", "types")
+#: Objects in objects of the user's, at most so deep.
+_DEEPEST = 4
 #: Attributes that Keras's training assigns, and that no call depends on (Keras 3.15).
 _OF_TRAINING = frozenset(
     [
@@ -42,8 +61,38 @@ _OF_TRAINING = frozenset(
 )
 
 
+@dataclass
+class _Attributes:
+    """The attributes of a layer, as they were.
+
+    Args:
+        space: its `vars`.
+        count: how many attributes it has.
+        values_of: the values of those that may be settings.
+        values: what they were.
+    """
+
+    space: dict[str, Any]
+    count: int
+    values_of: Callable[[Any], tuple[Any, ...]]
+    values: tuple[Any, ...]
+
+    @property
+    def are_same(self) -> bool:
+        if len(self.space) != self.count:
+            return False
+        try:
+            values = self.values_of(self.space)
+        except KeyError:
+            return False
+        return all(map(operator.is_, values, self.values))
+
+
 class LayerSettings:
     """Settings of the calls of a layer; a number tells whether they have changed.
+
+    That are flags, functions and plain values among the attributes of the layer, of
+    layers in it, and of objects of the user's classes and containers that they hold.
 
     Args:
         layer: the layer.
@@ -52,18 +101,21 @@ class LayerSettings:
     def __init__(self, layer: Any):
         self._layer = layer
         self._known: dict[Any, int] = {}
-        self._values: list[tuple[dict[str, Any], list[Any]]] = []
+        self._attributes: list[_Attributes] = []
+        # Containers and objects that the attributes hold, and their entries.
+        self._held: list[tuple[Any, tuple[Any, ...]]] = []
         self._number = -1
 
     def number(self) -> int:
         """The number of the current settings; equal settings have equal numbers.
 
-        Fast where no attribute was assigned since the last call.
+        Fast where nothing was assigned since the last call.
         """
         if self._number < 0 or not self._is_same():
             layers = sublayers(self._layer)
-            self._values = [(vars(each), list(vars(each).values())) for each in layers]
-            key = tuple(map(_settings_of, layers))
+            self._attributes = [_attributes(vars(each)) for each in layers]
+            self._held.clear()
+            key = tuple(map(self._settings_of, layers))
             self._number = self._known.setdefault(key, len(self._known))
         return self._number
 
@@ -73,42 +125,118 @@ class LayerSettings:
         return len(self._known)
 
     def _is_same(self) -> bool:
-        return all(
-            len(attributes) == len(before)
-            and all(map(operator.is_, attributes.values(), before))
-            for attributes, before in self._values
+        if not all(each.are_same for each in self._attributes):
+            return False
+        for value, before in self._held:
+            entries = tuple(_entries(value))
+            if len(entries) != len(before) or not all(
+                map(_is_same_entry, entries, before)
+            ):
+                return False
+        return True
+
+    def _settings_of(self, layer: Any) -> Any:
+        """The settings among a layer's attributes, and its flags."""
+        return (
+            id(layer),
+            layer.trainable,
+            layer.dtype_policy.name,
+            tuple(
+                (name, token)
+                for name, value in vars(layer).items()
+                if _may_be_setting(name, value)
+                and (token := self._token(value, 0)) is not None
+            ),
+            tuple(map(self._token_of_class, filter(is_of_user, type(layer).__mro__))),
         )
 
+    def _token_of_class(self, kind: Any) -> Any:
+        entries = tuple(_entries(kind))
+        self._held.append((kind, entries))
+        names, values = entries[::2], entries[1::2]
+        return kind, tuple(
+            (name, type(value), value)
+            for name, value in zip(names, values, strict=True)
+            if isinstance(value, _PLAIN) and not name.startswith("__")
+        )
 
-def _settings_of(layer: Any) -> Any:
-    """The plain values and functions among a layer's attributes, and its flags."""
-    return (
-        id(layer),
-        layer.trainable,
-        layer.dtype_policy.name,
-        tuple(
-            (name, _token(value))
-            for name, value in vars(layer).items()
-            if name not in _OF_TRAINING
-            and not name.startswith("_keras_strategies")
-            and _is_setting(value)
-        ),
-    )
+    def _token(self, value: Any, depth: int) -> Any:
+        """A hashable that is equal for an equal setting; None for no setting."""
+        if isinstance(value, _PLAIN):
+            # A type beside it: 1, 1.0 and True are equal.
+            return type(value), value
+        if isinstance(value, (keras.layers.Layer, keras.Variable)):
+            return None
+        if isinstance(value, np.ndarray):
+            if value.size > _MOST_ENTRIES or value.dtype.hasobject:
+                return None
+            self._held.append((value, tuple(_entries(value))))
+            return value.shape, value.dtype.str, value.tobytes()
+        if isinstance(value, _CONTAINERS) or _is_object(value):
+            is_open = depth < _DEEPEST and not (
+                isinstance(value, _CONTAINERS) and len(value) > _MOST_ENTRIES
+            )
+            if not is_open:
+                return _Identity(value)
+            entries = tuple(_entries(value))
+            self._held.append((value, entries))
+            tokens = [self._token(each, depth + 1) for each in entries]
+            in_order = frozenset if isinstance(value, (set, frozenset)) else tuple
+            own = _Identity(value) if callable(value) else None
+            return type(value), own, in_order(tokens)
+        return _Identity(value) if callable(value) else None
 
 
-def _is_setting(value: Any) -> bool:
-    if isinstance(value, (keras.layers.Layer, keras.Variable)):
+def _attributes(space: dict[str, Any]) -> _Attributes:
+    names = [name for name, value in space.items() if _may_be_setting(name, value)]
+    # Two, so that the values are a tuple.
+    names += [next(iter(space))] * max(0, 2 - len(names))
+    values_of = operator.itemgetter(*names)
+    return _Attributes(space, len(space), values_of, values_of(space))
+
+
+def _may_be_setting(name: str, value: Any) -> bool:
+    if name in _OF_TRAINING or name.startswith(_OF_FRAMEWORKS):
         return False
-    if isinstance(value, (list, tuple)):
-        return len(value) <= 16 and all(isinstance(each, _PLAIN) for each in value)
-    return isinstance(value, _PLAIN) or callable(value)
+    return name not in attributes_of_layers() or _is_flag(value)
 
 
-def _token(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return tuple(value)
-    # A type beside it: 1, 1.0 and True are equal.
-    return (type(value), value) if isinstance(value, _PLAIN) else _Identity(value)
+def _is_flag(value: Any) -> bool:
+    is_layer = isinstance(value, (keras.layers.Layer, keras.Variable))
+    return isinstance(value, _PLAIN) or (callable(value) and not is_layer)
+
+
+def _is_object(value: Any) -> bool:
+    """Whether it is an object of a class of the user's, with attributes."""
+    package = type(value).__module__.partition(".")[0]
+    if package in sys.stdlib_module_names and package not in _NAMESPACES:
+        return False
+    has_attributes = hasattr(value, "__dict__") or bool(slots_of(value))
+    return is_of_user(type(value)) and has_attributes
+
+
+def _entries(value: Any) -> Iterator[Any]:
+    """What a container or an object holds, in an order of its own."""
+    if isinstance(value, np.ndarray):
+        yield str(value.shape).encode() + value.tobytes()
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            yield key
+            yield each
+    elif isinstance(value, _CONTAINERS):
+        yield from value
+    else:
+        for name, each in getattr(value, "__dict__", {}).items():
+            yield name
+            yield each
+        for name, each in slots_of(value).items():
+            yield name
+            yield each
+
+
+def _is_same_entry(now: Any, before: Any) -> bool:
+    # Those of arrays are made anew.
+    return now is before or (isinstance(now, bytes) and now == before)
 
 
 class _Identity:

@@ -24,6 +24,10 @@ _CONTAINERS = (list, dict, set, deque)
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 #: Packages with objects that calls do not change, or that restore themselves.
 _FOREIGN = ("builtins", "keras", "keras_strategies", "numpy", "torch", "tensorflow")
+#: Objects in objects, and in containers, at most so deep.
+_DEEPEST = 3
+#: Entries of containers with more are not compared by what they hold.
+_MOST_ENTRIES = 256
 #: Arrays larger than this are not compared.
 _LARGEST_ARRAY = 1 << 16
 
@@ -58,7 +62,7 @@ class PythonState:
         self._cells: list[tuple[str, Any, Any]] = []
         self._seen: set[int] = set()
         for each in sublayers(layer):
-            if _is_of_user(type(each)):
+            if is_of_user(type(each)):
                 name = f"layer {each.name!r} ({type(each).__name__})"
                 self._add_object(name, each)
             else:
@@ -71,19 +75,22 @@ class PythonState:
         if id(value) in self._seen:
             return
         self._seen.add(id(value))
-        space = vars(value)
-        of_keras = _attributes_of_layers()
+        of_keras = attributes_of_layers()
         is_layer = isinstance(value, keras.layers.Layer)
         own = {
             key: attribute
-            for key, attribute in space.items()
+            for key, attribute in getattr(value, "__dict__", {}).items()
             if not (is_layer and key in of_keras)
         }
-        self._spaces.append((name, space, own))
-        for key, attribute in own.items():
+        if hasattr(value, "__dict__"):
+            self._spaces.append((name, vars(value), own))
+        slots = slots_of(value)
+        if slots or not hasattr(value, "__dict__"):
+            self._spaces.append((name, _Slots(value), slots))
+        for key, attribute in (own | slots).items():
             self._add_value(f"{key!r} of {name}", attribute, depth)
         for kind in type(value).__mro__:
-            if _is_of_user(kind):
+            if is_of_user(kind):
                 for function in list(vars(kind).values()):
                     function = getattr(function, "__func__", function)
                     if isinstance(function, types.FunctionType):
@@ -96,16 +103,25 @@ class PythonState:
             if id(value) not in self._seen:
                 self._seen.add(id(value))
                 self._contents.append((where, value, _copy_of(value)))
+                self._add_entries(where, value, depth + 1)
+        elif isinstance(value, tuple):
+            self._add_entries(where, value, depth + 1)
         elif isinstance(value, np.ndarray):
             if value.size <= _LARGEST_ARRAY:
                 self._contents.append((where, value, value.copy()))
         elif isinstance(value, types.FunctionType):
             self._add_function(value)
-        elif depth < 1 and _is_of_user(type(value)) and hasattr(value, "__dict__"):
+        elif depth < _DEEPEST and is_of_user(type(value)) and _has_attributes(value):
             self._add_object(where, value, depth + 1)
 
+    def _add_entries(self, where: str, value: Any, depth: int) -> None:
+        if depth <= _DEEPEST and len(value) <= _MOST_ENTRIES:
+            entries = value.values() if isinstance(value, dict) else value
+            for each in list(entries):
+                self._add_value(f"an entry of {where}", each, depth)
+
     def _add_function(self, function: types.FunctionType) -> None:
-        if id(function) in self._seen or not _is_of_user(function):
+        if id(function) in self._seen or not is_of_user(function):
             return
         self._seen.add(id(function))
         where = f"function {function.__qualname__!r}"
@@ -147,7 +163,7 @@ class PythonState:
 
     def _attribute_changes(self) -> Iterator[StateChange]:
         for name, space, before in self._spaces:
-            of_keras = _attributes_of_layers()
+            of_keras = attributes_of_layers()
             for key in [key for key in space if key not in before]:
                 if key in of_keras:
                     continue
@@ -161,8 +177,49 @@ class PythonState:
                         yield StateChange(f"{key!r} of {name}", _has_tensors(now))
 
 
+def slots_of(value: Any) -> dict[str, Any]:
+    """The attributes of an object that are in `__slots__`, as far as they are set."""
+    return {
+        name: getattr(value, name)
+        for kind in type(value).__mro__
+        if "__slots__" in vars(kind) and is_of_user(kind)
+        for name, member in vars(kind).items()
+        if isinstance(member, types.MemberDescriptorType) and hasattr(value, name)
+    }
+
+
+def _has_attributes(value: Any) -> bool:
+    return hasattr(value, "__dict__") or bool(slots_of(value))
+
+
+class _Slots(dict):
+    """The attributes of an object in `__slots__`, which assignments change."""
+
+    def __init__(self, value: Any):
+        super().__init__(slots_of(value))
+        self._value = value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(slots_of(self._value))
+
+    def __contains__(self, name: object) -> bool:
+        return name in slots_of(self._value)
+
+    def __getitem__(self, name: str) -> Any:
+        return slots_of(self._value)[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return slots_of(self._value).get(name, default)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        object.__setattr__(self._value, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        object.__delattr__(self._value, name)
+
+
 @functools.cache
-def _attributes_of_layers() -> frozenset[str]:
+def attributes_of_layers() -> frozenset[str]:
     """The attributes that every layer of Keras has, which Keras itself maintains."""
     return frozenset(vars(keras.layers.Layer(name="attributes", dtype="float32")))
 
@@ -187,7 +244,7 @@ class _Names(dict):
         self._module[name] = value
 
 
-def _is_of_user(value: Any) -> bool:
+def is_of_user(value: Any) -> bool:
     package = (getattr(value, "__module__", None) or "").partition(".")[0]
     return package not in _FOREIGN
 

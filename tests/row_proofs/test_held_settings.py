@@ -1,0 +1,132 @@
+"""Settings in objects that layers hold: what a call depends on is proved again."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from harness.training import as_arrays, assert_same
+from keras import layers, ops
+
+import keras_strategies as ks
+from row_proofs.proofs import PROVERS
+
+BACKEND = keras.backend.backend()
+X = np.random.default_rng(0).normal(size=(22, 4)).astype("float32")
+
+
+@dataclass
+class Config:
+    mixes: bool = False
+
+
+class Plain:
+    def __init__(self) -> None:
+        self.config = Config()
+
+
+class Slots:
+    __slots__ = ("mixes",)
+
+    def __init__(self) -> None:
+        self.mixes = False
+
+
+class Held(layers.Layer):
+    """Mixes rows where a setting that it holds says so."""
+
+    def __init__(self, held: Any, read: Callable[[Any], bool]):
+        super().__init__()
+        self.held, self.read = held, read
+
+    def build(self, shape: Any) -> None:
+        self.kernel = self.add_weight(shape=(4, 4), name="kernel")
+
+    def call(self, inputs: Any) -> Any:
+        hidden = ops.matmul(inputs, self.kernel)
+        return hidden - ops.mean(hidden, 0) if self.read(self.held) else hidden
+
+
+def _set(held: Any) -> None:
+    held.mixes = True
+
+
+KINDS: dict[str, tuple[Callable[[], Any], Any, Any]] = {
+    "dataclass": (Config, lambda h: h.mixes, _set),
+    "object": (Plain, lambda h: h.config.mixes, lambda h: _set(h.config)),
+    "slots": (Slots, lambda h: h.mixes, _set),
+    "list of objects": (lambda: [Config()], lambda h: h[0].mixes, lambda h: _set(h[0])),
+    "dict": (lambda: {"a": 0}, lambda h: h["a"], lambda h: h.update({"a": 1})),
+    "long list": (
+        lambda: [0.0] * 20,
+        lambda h: h[19] > 0,
+        lambda h: h.__setitem__(19, 1.0),
+    ),
+    "array": (lambda: np.zeros(2), lambda h: h[1] > 0, lambda h: h.fill(1)),
+}
+
+
+@pytest.mark.skipif(BACKEND not in PROVERS, reason="this backend has no prover")
+@pytest.mark.parametrize("name", KINDS)
+def test_a_setting_in_an_object_is_proved_again(name: str) -> None:
+    make, read, change = KINDS[name]
+    found = []
+    for strategy in (None, ks.MirroredStrategy(["cpu:0", "cpu:1"])):
+        keras.utils.set_random_seed(3)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            layer = Held(make(), read)
+            if strategy is not None:
+                with strategy.scope():
+                    layer = Held(make(), read)
+                    model = keras.Sequential([keras.Input((4,)), layer])
+                    model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=True)
+            else:
+                model = keras.Sequential([keras.Input((4,)), layer])
+                model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=True)
+            losses = [float(model.train_on_batch(X, X))]
+            change(layer.held)
+            losses += [float(model.train_on_batch(X, X)) for _ in range(2)]
+        found.append(as_arrays({"losses": losses, "weights": model.get_weights()}))
+    assert_same(found[0], found[1], 2e-5, name)
+
+
+class Counter:
+    __slots__ = ("calls", "last")
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+class Counting(layers.Layer):
+    """Counts its calls in an object with `__slots__`, which also keeps a tensor."""
+
+    def __init__(self, keeps: bool):
+        super().__init__()
+        self.counter, self.keeps = [Counter()], keeps
+
+    def call(self, inputs: Any) -> Any:
+        self.counter[0].calls += 1
+        if self.keeps:
+            self.counter[0].last = inputs
+        return inputs * 2.0
+
+
+@pytest.mark.skipif(BACKEND not in PROVERS, reason="this backend has no prover")
+@pytest.mark.parametrize("keeps", [False, True])
+def test_slots_are_seen(keeps: bool) -> None:
+    with ks.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+        layer = Counting(keeps)
+        model = keras.Sequential([keras.Input((4,)), layer, layers.Dense(1)])
+        model.compile(run_eagerly=True)
+    before = layer.counter[0].calls
+    with pytest.warns(UserWarning, match="split by rows: its code"):
+        model.predict_on_batch(X)
+    assert layer.counter[0].calls - before == 1
+    if keeps:
+        assert layer.counter[0].last.shape == (22, 4)
