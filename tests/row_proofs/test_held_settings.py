@@ -14,6 +14,7 @@ from harness.training import as_arrays, assert_same
 from keras import layers, ops
 
 import keras_strategies as ks
+from keras_strategies.runtime.row_proofs.row_proofs import RowProofs
 from row_proofs.proofs import PROVERS
 
 BACKEND = keras.backend.backend()
@@ -130,3 +131,26 @@ def test_slots_are_seen(keeps: bool) -> None:
     assert layer.counter[0].calls - before == 1
     if keeps:
         assert layer.counter[0].last.shape == (22, 4)
+
+
+@pytest.mark.skipif(BACKEND not in PROVERS, reason="this backend has no prover")
+def test_calls_and_training_change_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    proofs = []
+    prove = RowProofs._proved
+
+    def counted(self: Any, call: Any, *args: Any) -> Any:
+        proofs.append(call.layer)
+        return prove(self, call, *args)
+
+    monkeypatch.setattr(RowProofs, "_proved", counted)
+    with ks.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+        layer = Held(Config(), lambda held: held.mixes)
+        model = keras.Sequential([keras.Input((4,)), layer])
+        model.compile("sgd", "mse", run_eagerly=True)
+    for _ in range(3):
+        model.predict_on_batch(X)
+    assert len(proofs) == 1
+    for _ in range(3):
+        model.train_on_batch(X, X)
+    # `training` is another argument.
+    assert len(proofs) == 2

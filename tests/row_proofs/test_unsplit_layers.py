@@ -7,6 +7,7 @@ do not correspond.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -507,3 +508,46 @@ def test_rows_that_do_not_correspond_are_exact(name: str) -> None:
     assert_same(train(case), found, 1e-5, "MirroredStrategy")
     said = any("split by rows" in str(w.message) for w in caught)
     assert said == (BACKEND != "jax")
+
+
+class Waiting(layers.Layer):
+    """Subtracts the mean over the batch, and may wait in its call."""
+
+    def __init__(self, waits: Callable[[], None]):
+        super().__init__()
+        self.waits = waits
+
+    def call(self, inputs: Any) -> Any:
+        self.waits()
+        return inputs - ops.mean(inputs, axis=0)
+
+
+def test_a_layer_is_named_while_another_thread_is_in_an_unsplit_call() -> None:
+    if BACKEND == "jax":
+        pytest.skip("no layer call is split there")
+    armed, entered, released = (threading.Event() for _ in range(3))
+
+    def wait() -> None:
+        if armed.is_set():
+            entered.set()
+            released.wait(60)
+
+    models = []
+    with mirrored().scope():
+        for waits in (wait, lambda: None):
+            models.append(keras.Sequential([keras.Input((6,)), Waiting(waits)]))
+            models[-1].compile(run_eagerly=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        # The proof is made, which would wait too.
+        models[0].predict_on_batch(X[:8])
+    armed.set()
+    other = threading.Thread(target=models[0].predict_on_batch, args=(X[:8],))
+    other.start()
+    try:
+        assert entered.wait(60)
+        with pytest.warns(UserWarning, match="split by rows"):
+            models[1].predict_on_batch(X[:8])
+    finally:
+        released.set()
+        other.join()

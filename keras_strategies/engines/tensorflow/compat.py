@@ -28,9 +28,6 @@ from tensorflow.python.framework import func_graph, ops
 from tensorflow.python.ops import (
     control_flow_util,
     control_flow_util_v2,
-    gen_random_ops,
-    gen_stateless_random_ops,
-    gen_stateless_random_ops_v2,
     gradients_util,
     resource_variable_ops,
 )
@@ -167,21 +164,6 @@ PRIVATE_NAMES = (
         f"{_PYTHON}.ops.control_flow_util",
         ("GraphOrParentsInXlaContext",),
         "Mirrored variables cannot be assigned in an XLA program.",
-    ),
-    Private(
-        f"{_PYTHON}.ops.gen_random_ops",
-        ("random_standard_normal", "random_uniform"),
-        "Layers are compared without randomness.",
-    ),
-    Private(
-        f"{_PYTHON}.ops.gen_stateless_random_ops",
-        ("stateless_random_normal", "stateless_random_uniform"),
-        "Layers are compared without randomness.",
-    ),
-    Private(
-        f"{_PYTHON}.ops.gen_stateless_random_ops_v2",
-        ("stateless_random_normal_v2", "stateless_random_uniform_v2"),
-        "Layers are compared without randomness.",
     ),
     Private(
         _VARIABLES,
@@ -499,13 +481,6 @@ def inferred_shapes(
 
 
 # Random numbers.
-
-#: Modules with the functions that make random operations.
-RANDOM_OPERATIONS = (
-    gen_random_ops,
-    gen_stateless_random_ops,
-    gen_stateless_random_ops_v2,
-)
 
 
 def global_seed() -> int | None:

@@ -19,6 +19,7 @@ Only results of code *inside* the layer have to be combined: batch statistics (s
 from __future__ import annotations
 
 import abc
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -64,6 +65,11 @@ class CallRoutes:
     split: CallRoute = direct_call
 
 
+class _UnsplitCall(threading.local):
+    # Whether this thread is in one: its layers need no warning of their own.
+    is_open = False
+
+
 class DataParallelCall(abc.ABC):
     """Calls a layer on all replicas, each on its rows of the global batch.
 
@@ -96,8 +102,7 @@ class DataParallelCall(abc.ABC):
         )
         #: Layers that unsplit calls contain.
         self.in_unsplit_calls: weakref.WeakSet[Any] = weakref.WeakSet()
-        # Layers in an unsplit call need no warning of their own.
-        self._is_in_unsplit_call = False
+        self._unsplit_call = _UnsplitCall()
         self._row_proofs = RowProofs(
             prover, strategy.sync_batch_norm, strategy.placement.workers
         )
@@ -174,13 +179,13 @@ class DataParallelCall(abc.ABC):
             )
             if proof.problem is not None:
                 self.in_unsplit_calls.update(sublayers(layer)[1:])
-                is_inner = self._is_in_unsplit_call
-                self._is_in_unsplit_call = True
+                is_inner = self._unsplit_call.is_open
+                self._unsplit_call.is_open = True
                 try:
                     with layer_calls_through(self._inner_call):
                         outputs = call(*args, **kwargs)
                 finally:
-                    self._is_in_unsplit_call = is_inner
+                    self._unsplit_call.is_open = is_inner
                 if is_new and not is_inner:
                     self._warn_once(layer, proof.problem)
                 return outputs

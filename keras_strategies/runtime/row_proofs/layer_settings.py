@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import numpy as np
 from keras_strategies.keras_compat.models.layers import sublayers
 from keras_strategies.runtime.row_proofs.python_state import (
     attributes_of_layers,
+    is_object_of_user,
     is_of_user,
     slots_of,
 )
@@ -25,13 +25,12 @@ _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _OF_FRAMEWORKS = ("_keras_strategies", "_self_")
 #: Longer containers and arrays are not settings, but data.
 _MOST_ENTRIES = 256
-#: Modules of Python with classes of which users make objects with attributes.
-_NAMESPACES = ("__main__", "argparse", "types")
 #: Objects in objects of the user's, at most so deep.
 _DEEPEST = 4
-#: Attributes that Keras's training assigns, and that no call depends on (Keras 3.15).
+#: Attributes that calls and training of Keras 3.15 assign; no call depends on them.
 _OF_TRAINING = frozenset(
     [
+        "_called",
         "_compile_config",
         "_compile_loss",
         "_compile_metrics",
@@ -172,7 +171,7 @@ class LayerSettings:
                 return None
             self._held.append((value, tuple(_entries(value))))
             return value.shape, value.dtype.str, value.tobytes()
-        if isinstance(value, _CONTAINERS) or _is_object(value):
+        if isinstance(value, _CONTAINERS) or is_object_of_user(value):
             is_open = depth < _DEEPEST and not (
                 isinstance(value, _CONTAINERS) and len(value) > _MOST_ENTRIES
             )
@@ -204,15 +203,6 @@ def _may_be_setting(name: str, value: Any) -> bool:
 def _is_flag(value: Any) -> bool:
     is_layer = isinstance(value, (keras.layers.Layer, keras.Variable))
     return isinstance(value, _PLAIN) or (callable(value) and not is_layer)
-
-
-def _is_object(value: Any) -> bool:
-    """Whether it is an object of a class of the user's, with attributes."""
-    package = type(value).__module__.partition(".")[0]
-    if package in sys.stdlib_module_names and package not in _NAMESPACES:
-        return False
-    has_attributes = hasattr(value, "__dict__") or bool(slots_of(value))
-    return is_of_user(type(value)) and has_attributes
 
 
 def _entries(value: Any) -> Iterator[Any]:

@@ -9,6 +9,7 @@ after the call of a proof, and are restored.
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from collections import deque
 from collections.abc import Iterator
@@ -28,6 +29,8 @@ _FOREIGN = ("builtins", "keras", "keras_strategies", "numpy", "torch", "tensorfl
 _DEEPEST = 3
 #: Entries of containers with more are not compared by what they hold.
 _MOST_ENTRIES = 256
+#: Modules of Python with classes of which users make objects with attributes.
+_NAMESPACES = ("__main__", "argparse", "types")
 #: Arrays larger than this are not compared.
 _LARGEST_ARRAY = 1 << 16
 
@@ -111,7 +114,7 @@ class PythonState:
                 self._contents.append((where, value, value.copy()))
         elif isinstance(value, types.FunctionType):
             self._add_function(value)
-        elif depth < _DEEPEST and is_of_user(type(value)) and _has_attributes(value):
+        elif depth < _DEEPEST and is_object_of_user(value):
             self._add_object(where, value, depth + 1)
 
     def _add_entries(self, where: str, value: Any, depth: int) -> None:
@@ -188,8 +191,13 @@ def slots_of(value: Any) -> dict[str, Any]:
     }
 
 
-def _has_attributes(value: Any) -> bool:
-    return hasattr(value, "__dict__") or bool(slots_of(value))
+def is_object_of_user(value: Any) -> bool:
+    """Whether it is an object with attributes, of no class of Python or a framework."""
+    package = type(value).__module__.partition(".")[0]
+    if package in sys.stdlib_module_names and package not in _NAMESPACES:
+        return False
+    has_attributes = hasattr(value, "__dict__") or bool(slots_of(value))
+    return is_of_user(type(value)) and has_attributes
 
 
 class _Slots(dict):
