@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import re
 from typing import Any
 
@@ -244,3 +245,31 @@ def test_state_that_is_only_read_is_moved_once(name, monkeypatch):
     rate.assign(3.0)
     assert [float(twice()) for _ in range(3)] == [6.0] * 3
     assert [float(array) for array in moved] == [3.0]
+
+
+def test_replicas_traced_in_threads_have_the_options_of_the_caller(mirrored) -> None:
+    """Replicas with different shapes are traced in a thread each."""
+    user = contextvars.ContextVar("user", default=0)
+
+    def options(x: Any) -> Any:
+        precision = jax.config.jax_default_matmul_precision
+        promotion = jax.config.jax_numpy_dtype_promotion
+        # An enumeration of strings.
+        found.append((precision, promotion.value, user.get()))
+        return x * 2
+
+    for rows in (2, 3):
+        found: list[Any] = []
+        value = mirrored.experimental_distribute_values_from_function(
+            lambda context, rows=rows: np.ones(
+                (2 + (rows - 2) * context.replica_id_in_sync_group, 3), "float32"
+            )
+        )
+        user.set(rows)
+        with (
+            jax.default_matmul_precision("float32"),
+            jax.numpy_dtype_promotion("strict"),
+        ):
+            mirrored.run(options, args=(value,))
+        assert found
+        assert set(found) == {("float32", "strict", rows)}

@@ -8,7 +8,7 @@ installed version.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from keras_strategies.keras_compat.private_names import Private
@@ -19,6 +19,11 @@ PRIVATE_NAMES = (
         "jax._src.array.ArrayImpl",
         ("_arrays",),
         "Reduced values may be used with variables on several devices.",
+    ),
+    Private(
+        "jax._src.config",
+        ("config_ext", "config_states"),
+        "Threads of replicas have the options of the caller's contexts.",
     ),
     Private(
         "jax._src.core",
@@ -105,6 +110,23 @@ def with_trace(trace: Any) -> contextlib.AbstractContextManager[Any]:
 
     context: contextlib.AbstractContextManager[Any] = core.set_current_trace(trace)
     return context
+
+
+def options_of_thread() -> list[tuple[Any, Any]]:
+    """JAX's options that contexts of this thread have set, with their values."""
+    from jax._src import config
+
+    states = [(state, state.get_local()) for state in config.config_states.values()]
+    return [pair for pair in states if pair[1] is not config.config_ext.unset]
+
+
+@contextlib.contextmanager
+def with_options(options: list[tuple[Any, Any]]) -> Iterator[None]:
+    """Sets options of `options_of_thread` in this thread."""
+    with contextlib.ExitStack() as stack:
+        for state, value in options:
+            stack.enter_context(state(value))
+        yield
 
 
 def transposed(traced: Any) -> tuple[Any, tuple[int, ...]] | None:

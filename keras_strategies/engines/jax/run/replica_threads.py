@@ -3,11 +3,23 @@
 Replicas with different shapes or different Python cannot be one SPMD program. They are
 traced one after the other into one program instead, each in a thread. One thread runs
 at a time: up to its next collective, where it waits for the operands of the others.
+
+# State of a thread
+
+- The current trace: the caller's, since all replicas are one program.
+- Options of JAX (`jax.default_matmul_precision`, `jax.enable_x64`, `jax.debug_nans`):
+  those of the caller's contexts, since each thread begins with the process's.
+- Python's context variables: a copy of the caller's, since those of NumPy and of users
+  act in the function.
+- Keras's scopes: the caller's, and the replica's variables.
+- State of the process (compiled programs, backends, Keras's defaults): shared, since
+  one thread runs at a time.
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -50,8 +62,13 @@ class ReplicaThread:
         self.is_done = False
         self._trace = compat.current_trace()
         self._keras = thread_state()
+        self._options = compat.options_of_thread()
+        self._variables = contextvars.copy_context()
         self._thread = threading.Thread(
-            target=self._run, name=f"trace-replica-{number}", daemon=True
+            target=self._variables.run,
+            args=(self._run,),
+            name=f"trace-replica-{number}",
+            daemon=True,
         )
 
     def start(self) -> None:
@@ -64,6 +81,7 @@ class ReplicaThread:
             if self._abort is not None:
                 raise self._abort
             with (
+                compat.with_options(self._options),
                 compat.with_trace(self._trace),
                 with_thread_state(self._keras),
             ):
