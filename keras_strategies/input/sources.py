@@ -18,6 +18,7 @@ from keras_strategies.keras_compat.models.input_adapters import (
     batches_adapter,
     py_dataset_batches,
 )
+from keras_strategies.values import map_structure
 
 # The default of `Model.fit`.
 _DEFAULT_BATCH_SIZE = 32
@@ -113,8 +114,17 @@ class TfDataSource(Source):
         self.may_be_values = may_be_values
         if not may_be_values:
             # Checked by its specification, before anything is read.
-            check_rows(given.element_spec, self.what)
+            check_rows(self._element_spec, self.what)
         self._begun: Iterator[Any] | None = None
+
+    @property
+    def _element_spec(self) -> Any:
+        """The specification of elements, with None for what is None in each of them."""
+        nothing = loaded("tensorflow").NoneTensorSpec
+        return map_structure(
+            lambda leaf: None if isinstance(leaf, nothing) else leaf,
+            self.given.element_spec,
+        )
 
     def read(self) -> Iterator[Any]:
         begun, self._begun = self._begun, None
@@ -125,7 +135,7 @@ class TfDataSource(Source):
 
     @property
     def has_rows(self) -> bool:
-        return has_rows(self.given.element_spec)
+        return has_rows(self._element_spec)
 
     @property
     def cardinality(self) -> int | None:
@@ -133,7 +143,7 @@ class TfDataSource(Source):
         return count if count >= 0 else None  # Negative: unknown or infinite.
 
     def spec(self) -> Any:
-        return leaf_specs(self.given.element_spec)
+        return leaf_specs(self._element_spec)
 
 
 class LoaderSource(Source):

@@ -629,3 +629,22 @@ def test_models_train_on_rows_not_on_values(mirrored) -> None:
     dataset = mirrored.distribute_datasets_from_function(lambda _: scalars("list", 4))
     with pytest.raises(ValueError, match=r"is not batched: it yielded batch of shape"):
         model.fit(dataset, verbose=0)
+
+
+def test_none_in_elements_of_a_tf_data_dataset(mirrored) -> None:
+    tf = pytest.importorskip("tensorflow")
+    data = tf.data.Dataset.from_tensor_slices(X).batch(8).map(lambda x: (x, None))
+    seen = []
+
+    def total(part):
+        x, weights = part
+        seen.append(weights)
+        return keras.ops.sum(x)
+
+    found = [
+        float(mirrored.reduce("sum", mirrored.run(total, args=(batch,)), axis=None))
+        for batch in mirrored.experimental_distribute_dataset(data)
+    ]
+    assert found == [X[i : i + 8].sum() for i in range(0, len(X), 8)]
+    assert seen
+    assert set(seen) == {None}
