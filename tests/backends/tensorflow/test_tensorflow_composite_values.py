@@ -116,3 +116,40 @@ def test_loops_and_conditions_of_a_program(mirrored):
         )[1]
 
     assert numbers(by_while(mirrored.run(by_replica))) == [4.0, 5.0]
+
+
+class SparseOutputs(keras.Model):
+    """A model whose output is a sparse tensor, and a loss of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(6)
+
+    def build(self, shape):
+        self.dense.build((None, 4))
+        self.built = True
+
+    def call(self, inputs):
+        return tf.sparse.from_dense(keras.ops.relu(self.dense(inputs)))
+
+    def compute_loss(
+        self, x=None, y=None, y_pred=None, sample_weight=None, training=True
+    ):
+        return keras.ops.mean(tf.sparse.to_dense(y_pred) ** 2)
+
+
+@pytest.mark.filterwarnings("ignore:Layer 'sparse_outputs")
+def test_sparse_outputs_are_those_of_one_device():
+    x = np.random.default_rng(0).normal(size=(11, 4)).astype("float32")
+    found = []
+    for devices in (["cpu:0"], ["cpu:0", "cpu:1"]):
+        keras.utils.set_random_seed(1)
+        with ks.MirroredStrategy(devices).scope():
+            model = SparseOutputs()
+            model.build((None, 4))
+            model.compile(keras.optimizers.SGD(0.1))
+        model.fit(x, x, batch_size=4, epochs=2, shuffle=False, verbose=0)
+        predicted = model.predict(x, batch_size=4, verbose=0)
+        found.append([*model.get_weights(), tf.sparse.to_dense(predicted).numpy()])
+    for expected, own in zip(*found, strict=True):
+        np.testing.assert_allclose(own, expected, rtol=1e-5, atol=1e-6)
