@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import runpy
 import warnings
@@ -361,3 +362,11 @@ def test_merge_call_in_an_init_scope(devices, in_function):
         assert len(calls) == (1 if in_function else i)
     assert all(calls)
     assert float(v) == 1.0 + len(calls)
+
+
+def test_replicas_have_the_context_variables_of_the_caller(mirrored) -> None:
+    user = contextvars.ContextVar("user", default=0)
+    user.set(3)
+    found = []
+    mirrored.run(lambda: found.append(user.get()))
+    assert found == [3, 3]

@@ -6,11 +6,23 @@ it ends or reaches a `merge_call`, so the program is always traced in the same o
 The parts run in parallel when the graph runs.
 
 `tf.distribute` is used for nothing else: Keras runs under its default strategy.
+
+# State of a thread
+
+- Graph, name scope, control dependencies, variable creators, device policy, eager
+  context and summaries: the caller's, by `tf.distribute`.
+- Device: the replica's, by `tf.distribute`.
+- Python's context variables: a copy of the caller's, since those of NumPy and of users
+  act in a layer.
+- Keras's scopes: the caller's.
+- State of the process (seed of the graph, soft placement, threads, TF32): shared, since
+  one thread runs at a time and the parts are one program.
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -65,12 +77,13 @@ class ReplicaEngine:
         An exception in one replica stops the others and is raised.
         """
         results: list[Any] = [None] * len(tasks)
-        state = thread_state()
+        state, variables = thread_state(), contextvars.copy_context()
 
         def replica() -> None:
             replica_id = _replica_id()
             with with_thread_state(state):
-                results[replica_id] = tasks[replica_id]()
+                # A context is entered by one thread at a time.
+                results[replica_id] = variables.copy().run(tasks[replica_id])
 
         collectives.begin()
         try:

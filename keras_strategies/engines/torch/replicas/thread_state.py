@@ -60,8 +60,9 @@ has that of the call of `backward`.
   only those of its device.
 - CUDA's caching allocator: memory is used on the stream on which it was allocated,
   since streams are the caller's.
-- Hooks of all modules (`register_module_forward_hook`): called on each replica's
-  thread; recorded calls are not used.
+- Hooks of all modules (`register_module_forward_hook`): layer calls of `fit` are not
+  split; in `run` they are called on each replica's thread; recorded calls are not used.
+- Masks of recurrent cells: separate for each thread (`dropout_masks.py`).
 - `torch.distributed`'s default group: not used, except with DTensors.
 """
 
