@@ -8,6 +8,8 @@ from typing import Any
 
 import keras
 
+from keras_strategies.keras_compat.models.layers import sublayers
+
 
 def seed_offset(variable: Any, replica_id: int) -> int:
     """The offset of the first element of a seed state on one replica.
@@ -61,3 +63,15 @@ def set_initializer_seed(initializer: Any, seed: int) -> None:
     Keras 3.15: `RandomInitializer._init_seed`.
     """
     initializer.seed = initializer._init_seed = seed
+
+
+def seed_generators(layer: Any) -> list[Any]:
+    """The generators of a layer and of all layers in it.
+
+    Keras 3.15: `Layer._seed_generators`.
+    """
+    return [
+        generator
+        for each in sublayers(layer)
+        for generator in getattr(each, "_seed_generators", ())
+    ]

@@ -27,6 +27,11 @@ from keras_strategies.runtime.data_parallel.gradient_boundary import (
     Channel,
     GradientBoundary,
 )
+from keras_strategies.runtime.data_parallel.row_draws import (
+    OwnRows,
+    RowDraws,
+    drawing,
+)
 from keras_strategies.runtime.replicas.replica_set import RowSplit
 from keras_strategies.runtime.replicas.tensor_primitives import is_float
 from keras_strategies.runtime.row_proofs.layer_calls import LayerCall
@@ -144,7 +149,8 @@ class CallOnReplicas(GradientBoundary):
             columns.append(slices)
         count = range(len(self.row_split.sizes))
         own = [[column[i] for column in columns] for i in count]
-        results: list[ReplicaResult] = self.run([self._task(i, own[i]) for i in count])
+        tasks = [self._task(i, own[i], proof.draws) for i in count]
+        results: list[ReplicaResult] = self.run(tasks)
         channels = self._output_channels(results, proof)
         joined = self._with_logits(channels)
         losses = self._loss_channels(results, proof)
@@ -159,12 +165,17 @@ class CallOnReplicas(GradientBoundary):
             keras.layers.Layer.add_loss(self.layer_call.layer, added)
         return outputs
 
-    def _task(self, replica_id: int, leaves: list[Any]) -> Callable[[], ReplicaResult]:
+    def _task(
+        self, replica_id: int, leaves: list[Any], multiples: Sequence[int]
+    ) -> Callable[[], ReplicaResult]:
+        call, split = self.layer_call, self.row_split
+        rows = OwnRows.of(split.every, split.replica_set.counts.first + replica_id)
+        draws = RowDraws(multiples, rows, call.layer.name)
+
         def run() -> ReplicaResult:
-            args, kwargs = self.layer_call.arguments(leaves)
+            args, kwargs = call.arguments(leaves)
             state = self.replica_state(replica_id)
-            with state.scope() as scope:
-                call = self.layer_call
+            with state.scope() as scope, drawing(draws):
                 outputs = self._route(call.layer, call.call, args, kwargs)
             return ReplicaResult(outputs, state, scope.losses)
 

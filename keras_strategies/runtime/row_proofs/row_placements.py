@@ -66,7 +66,8 @@ class RowProof:
         updates: placements of the values that the call assigns, by `id(variable)`.
         problem: str, why the call cannot be split by rows exactly, as the end of the
             sentence "Layer 'x' cannot be split by rows: ..."; None if it can be.
-        draws: bool, whether random numbers of the rows are drawn.
+        draws: for each draw of random numbers, in their order, the entries of its axis
+            0 for each row; 0 for a draw that all rows share.
         every_output, every_loss, every_update: the placement of all outputs, losses and
             updates, of a call that is known by type; None where they are listed.
     """
@@ -75,7 +76,7 @@ class RowProof:
     losses: Sequence[RowPlacement] = ()
     updates: Mapping[int, RowPlacement] = field(default_factory=dict)
     problem: str | None = None
-    draws: bool = False
+    draws: Sequence[int] = ()
     every_output: RowPlacement | None = None
     every_loss: RowPlacement | None = None
     every_update: RowPlacement | None = None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from keras_strategies.keras_compat.models.row_wise_layers import is_row_wise
+from keras_strategies.keras_compat.variables.generator_seeds import seed_generators
 from keras_strategies.runtime.row_proofs.layer_calls import LayerCall
 from keras_strategies.runtime.row_proofs.layer_settings import LayerSettings
 from keras_strategies.runtime.row_proofs.python_state import PythonState
@@ -37,7 +38,8 @@ class _LayerProofs:
 
     settings: LayerSettings
     found: dict[Any, RowProof] = field(default_factory=dict)
-    row_wise: dict[Any, bool] = field(default_factory=dict)
+    # Whether a call is known by the types of its layers, and whether it may draw.
+    row_wise: dict[Any, tuple[bool, bool]] = field(default_factory=dict)
 
 
 class RowProofs:
@@ -92,13 +94,17 @@ class RowProofs:
         if proofs is None:
             proofs = self._layers[layer] = _LayerProofs(LayerSettings(layer))
         settings = proofs.settings.number()
+        by_type = False
         if _is_plain(call, with_rows):
             ranks = tuple(len(leaf.shape) for leaf in call.leaves if _is_tensor(leaf))
             key = settings, ranks
             known = proofs.row_wise.get(key)
             if known is None:
-                known = proofs.row_wise[key] = is_row_wise(layer, ranks)
-            if known and not self._prover.has_hooks(layer):
+                known = is_row_wise(layer, ranks), bool(seed_generators(layer))
+                proofs.row_wise[key] = known
+            by_type, may_draw = known
+            by_type = by_type and not self._prover.has_hooks(layer)
+            if by_type and not may_draw:
                 return self._by_type, False
         arguments = (
             *_kinds(call, with_rows),
@@ -117,7 +123,8 @@ class RowProofs:
                 found = proofs.found[arguments] = RowProof(problem=_OFTEN)
                 return found, True
             return found, False
-        found = self._agreed(call, self._proved(call, with_rows, sizes, local))
+        prove = self._draws if by_type else self._proved
+        found = self._agreed(call, prove(call, with_rows, sizes, local))
         proofs.found[settings, arguments] = found
         return found, True
 
@@ -156,6 +163,18 @@ class RowProofs:
                 "one process would change once each",
             )
         return found
+
+    def _draws(
+        self,
+        call: LayerCall,
+        with_rows: Sequence[bool],
+        sizes: Sequence[int],
+        local: int,
+    ) -> RowProof:
+        found = self._prover.draws(call, with_rows, sizes)
+        if found.problem is not None:
+            return found
+        return replace(self._by_type, draws=found.draws)
 
     def _agreed(self, call: LayerCall, own: RowProof) -> RowProof:
         """The result for all workers: a problem if any worker has found one."""

@@ -44,6 +44,18 @@ class RowProver(abc.ABC):
         """
 
     @abc.abstractmethod
+    def draws(
+        self, call: LayerCall, with_rows: Sequence[bool], sizes: Sequence[int]
+    ) -> RowProof:
+        """The draws of random numbers of a call that is known by type.
+
+        Calls the layer's Python as `prove` does, without a propagation of placements.
+
+        Returns:
+            A proof with `draws`, or with a `problem`.
+        """
+
+    @abc.abstractmethod
     def has_hooks(self, layer: Any) -> str:
         """Hooks of the framework that a call of a layer runs, as the begin of an error.
 

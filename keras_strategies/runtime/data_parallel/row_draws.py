@@ -1,0 +1,104 @@
+"""Random numbers of a replica's rows, as one device draws them.
+
+One device draws for all rows of a call: a tensor with entries of each row along axis 0,
+or one that all rows share. A replica's code asks for the same draws with its own number
+of rows. Its framework draws what one device draws, from the same seed, and takes the
+entries of the replica's rows.
+
+Whether a draw has rows does not follow from its length, which can be that of the rows
+by chance. It is a part of the call's proof: its draws in their order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from keras_strategies.errors import BatchError
+
+
+@dataclass(frozen=True)
+class OwnRows:
+    """The rows of one replica among those of a call.
+
+    Numbers are ints, or scalar tensors in a program for any number of rows.
+
+    Args:
+        before: the rows of the replicas before it.
+        own: its rows.
+        total: the rows of all replicas.
+    """
+
+    before: Any
+    own: Any
+    total: Any
+
+    @classmethod
+    def of(cls, every: Sequence[Any], replica: int) -> OwnRows:
+        """Of one of the replicas with these rows."""
+        before: Any = sum(every[:replica])
+        return cls(before, every[replica], sum(every[replica:], start=before))
+
+    def times(self, multiple: int) -> OwnRows:
+        """Of a tensor with several entries for each row."""
+        if multiple == 1:
+            return self
+        return OwnRows(
+            self.before * multiple, self.own * multiple, self.total * multiple
+        )
+
+
+class RowDraws:
+    """The draws of one replica in one call.
+
+    Args:
+        multiples: for each draw, the entries of axis 0 for each row; 0 for a draw that
+            all rows share.
+        rows: the replica's rows.
+        name: str, of the layer, for errors.
+    """
+
+    def __init__(self, multiples: Sequence[int], rows: OwnRows, name: str):
+        self._multiples = multiples
+        self._rows = rows
+        self._name = name
+        self._count = 0
+
+    def next_draw(self) -> OwnRows | None:
+        """The entries of the next draw; None if all rows share it.
+
+        Raises:
+            BatchError: if the proof of the call has fewer draws.
+        """
+        if self._count == len(self._multiples):
+            raise BatchError(
+                f"Layer {self._name!r} draws random numbers more often than in another "
+                "call with arguments of the same kinds. Make what changes an argument "
+                "of the call or a `keras.Variable`, or draw as often in every call."
+            )
+        multiple = self._multiples[self._count]
+        self._count += 1
+        return self._rows.times(multiple) if multiple else None
+
+
+_current: contextvars.ContextVar[RowDraws | None] = contextvars.ContextVar(
+    "row_draws", default=None
+)
+
+
+def row_draws() -> RowDraws | None:
+    """The draws of the replica that this thread runs; None outside of a split call."""
+    return _current.get()
+
+
+@contextlib.contextmanager
+def drawing(draws: RowDraws | None) -> Iterator[None]:
+    """Context in which a replica draws; with None, draws are the framework's own."""
+    token = _current.set(draws)
+    try:
+        yield
+    finally:
+        _current.reset(token)

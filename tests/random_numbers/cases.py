@@ -1,0 +1,200 @@
+"""Models that draw random numbers, for every layer and function of Keras that does."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+from keras import layers, ops
+
+ROWS, BATCH = 29, 12
+_RANDOM = np.random.default_rng(3)
+#: Inputs by the number of axes; batches of 12, 12 and 5 rows.
+INPUTS = {
+    2: _RANDOM.normal(size=(ROWS, 4)).astype("float32"),
+    3: _RANDOM.normal(size=(ROWS, 5, 4)).astype("float32"),
+    4: _RANDOM.uniform(size=(ROWS, 8, 8, 3)).astype("float32"),
+}
+TARGETS = _RANDOM.normal(size=(ROWS, 2)).astype("float32")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model.
+
+    Args:
+        name: str.
+        make: makes the layer that draws.
+        rank: int, the axes of its inputs.
+        splits: whether replicas call it, without a warning.
+    """
+
+    name: str
+    make: Callable[[], layers.Layer]
+    rank: int = 2
+    splits: bool = True
+
+    def model(self) -> keras.Model:
+        inputs = keras.Input(INPUTS[self.rank].shape[1:])
+        hidden = inputs if self.rank == 4 else layers.Dense(4)(inputs)
+        hidden = layers.Flatten()(self.make()(hidden))
+        return keras.Model(inputs, layers.Dense(2)(hidden))
+
+
+# Keras's layers.
+
+
+def rnn(kind: Any, **options: Any) -> Callable[[], layers.Layer]:
+    return lambda: kind(3, **options)
+
+
+def stacked() -> layers.Layer:
+    return layers.RNN(
+        [layers.LSTMCell(3, dropout=0.3, seed=1), layers.GRUCell(3, dropout=0.2)]
+    )
+
+
+class Attended(layers.Layer):
+    """Self-attention."""
+
+    def __init__(self, attention: layers.Layer, count: int) -> None:
+        super().__init__()
+        self.attention = attention
+        self.count = count
+
+    def build(self, shape: Any) -> None:
+        self.attention.build(*[shape] * self.count)
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        if self.count == 1:
+            return self.attention([inputs, inputs], training=training)
+        return self.attention(inputs, inputs, training=training)
+
+
+def image_layers() -> dict[str, Callable[[], layers.Layer]]:
+    scale: dict[str, Any] = {"value_range": (0, 1)}
+    return {
+        "RandomFlip": lambda: layers.RandomFlip(seed=1),
+        "RandomRotation": lambda: layers.RandomRotation(0.2, seed=1),
+        "RandomZoom": lambda: layers.RandomZoom(0.2, seed=1),
+        "RandomTranslation": lambda: layers.RandomTranslation(0.2, 0.2, seed=1),
+        "RandomCrop": lambda: layers.RandomCrop(6, 6, seed=1),
+        "RandomContrast": lambda: layers.RandomContrast(0.5, seed=1),
+        "RandomBrightness": lambda: layers.RandomBrightness(0.5, seed=1, **scale),
+        "RandomErasing": lambda: layers.RandomErasing(seed=1, **scale),
+        "RandomGaussianBlur": lambda: layers.RandomGaussianBlur(seed=1, **scale),
+    }
+
+
+LAYERS: dict[str, tuple[Callable[[], layers.Layer], int]] = {
+    "Dropout": (lambda: layers.Dropout(0.4, seed=1), 2),
+    "Dropout-no-seed": (lambda: layers.Dropout(0.4), 2),
+    "Dropout-shared": (lambda: layers.Dropout(0.4, noise_shape=(1, 4), seed=1), 2),
+    "Dropout-shape": (lambda: layers.Dropout(0.4, noise_shape=(None, 1)), 2),
+    "SpatialDropout1D": (lambda: layers.SpatialDropout1D(0.4, seed=1), 3),
+    "SpatialDropout2D": (lambda: layers.SpatialDropout2D(0.4), 4),
+    "GaussianDropout": (lambda: layers.GaussianDropout(0.4, seed=1), 2),
+    "GaussianNoise": (lambda: layers.GaussianNoise(0.4, seed=1), 3),
+    "AlphaDropout": (lambda: layers.AlphaDropout(0.4, seed=1), 2),
+    "SimpleRNN": (rnn(layers.SimpleRNN, dropout=0.3, recurrent_dropout=0.3, seed=1), 3),
+    "LSTM": (rnn(layers.LSTM, dropout=0.3, recurrent_dropout=0.3, seed=1), 3),
+    "GRU": (rnn(layers.GRU, dropout=0.3), 3),
+    "Bidirectional": (lambda: layers.Bidirectional(layers.LSTM(2, dropout=0.3)), 3),
+    "RNN": (stacked, 3),
+    "TimeDistributed": (lambda: layers.TimeDistributed(layers.Dropout(0.4, seed=1)), 3),
+    "Attention": (lambda: Attended(layers.Attention(dropout=0.3, seed=1), 1), 3),
+    "MultiHeadAttention": (
+        lambda: Attended(layers.MultiHeadAttention(2, 2, dropout=0.3, seed=1), 2),
+        3,
+    ),
+    **{name: (make, 4) for name, make in image_layers().items()},
+}
+
+
+# Functions of `keras.random` in a layer of a user's.
+
+
+class Draws(layers.Layer):
+    """Adds what a function draws."""
+
+    def __init__(self, draw: Callable[[Any, Any], Any], seed: Any = None) -> None:
+        super().__init__()
+        self.draw = draw
+        self.seed = seed
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        return inputs + self.draw(inputs, self.seed) if training else inputs
+
+
+def rows_of(inputs: Any) -> Any:
+    return ops.shape(inputs)[0]
+
+
+def _two_draws(inputs: Any, seed: Any) -> Any:
+    """Rows, none, and several entries for each row, as long as part of a batch."""
+    first = keras.random.uniform(ops.shape(inputs), seed=seed)
+    shared = keras.random.normal((6, 4), seed=seed)
+    many = keras.random.uniform((rows_of(inputs) * 3, 4), seed=seed)
+    many = ops.reshape(many, (-1, 3, 4))
+    return first + ops.mean(shared, 0) + ops.mean(many, 1)
+
+
+FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "normal": lambda x, seed: keras.random.normal(ops.shape(x), 1.0, 2.0, seed=seed),
+    "uniform": lambda x, seed: keras.random.uniform(ops.shape(x), -1, 2, seed=seed),
+    "truncated_normal": lambda x, seed: keras.random.truncated_normal(
+        ops.shape(x), seed=seed
+    ),
+    "randint": lambda x, seed: ops.cast(
+        keras.random.randint((rows_of(x), 4), 0, 9, seed=seed), "float32"
+    ),
+    "categorical": lambda x, seed: ops.cast(
+        keras.random.categorical(ops.log(ops.softmax(x)), 4, seed=seed), "float32"
+    ),
+    "dropout": lambda x, seed: keras.random.dropout(x, 0.5, seed=seed),
+    "gamma": lambda x, seed: keras.random.gamma((rows_of(x), 4), 0.7, seed=seed),
+    "gamma-of-rows": lambda x, seed: keras.random.gamma(
+        (rows_of(x), 4), ops.abs(ops.stop_gradient(x)) + 0.1, seed=seed
+    ),
+    "binomial": lambda x, seed: keras.random.binomial(
+        (rows_of(x), 4), 9.0, 0.3, seed=seed
+    ),
+    "beta": lambda x, seed: keras.random.beta((rows_of(x), 4), 0.4, 0.6, seed=seed),
+    "shuffle": lambda x, seed: keras.random.shuffle(x, seed=seed),
+    "mixup": lambda x, seed: ops.take(
+        x, ops.argsort(keras.random.uniform((rows_of(x),), seed=seed)), axis=0
+    ),
+    "shared": lambda x, seed: keras.random.normal((4,), seed=seed),
+    "shared-as-long": lambda x, seed: ops.sum(
+        keras.random.normal((6, 4), seed=seed), 0
+    ),
+    "several": _two_draws,
+    "python": lambda x, seed: random.random(),
+}
+#: Not split: rows are mixed, numbers depend on the parameters of rows before, or
+#: Python draws.
+UNSPLIT = ("gamma-of-rows", "shuffle", "mixup", "python")
+SEEDS: dict[str, Callable[[], Any]] = {
+    "generator": lambda: keras.random.SeedGenerator(5),
+    "int": lambda: 3,
+    "none": lambda: None,
+}
+
+
+def drawing(name: str, seed: str) -> Case:
+    draw = FUNCTIONS[name]
+    return Case(
+        f"{name}-{seed}", lambda: Draws(draw, SEEDS[seed]()), 2, name not in UNSPLIT
+    )
+
+
+CASES = [
+    *(Case(name, make, rank) for name, (make, rank) in LAYERS.items()),
+    *(drawing(name, "generator") for name in FUNCTIONS),
+    *(drawing(name, seed) for name in ("normal", "several") for seed in ("int", "none")),
+    drawing("dropout", "none"),
+]
