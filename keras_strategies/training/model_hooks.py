@@ -81,8 +81,6 @@ class StrategyHooks:
         state = None if replica is None else run_state.enclosing()
         if replica is None or state is None:
             return contextlib.nullcontext()
-        if state.made is not None:
-            state.made.begin()
         return replica.strategy.drivers.run.creating_variable()
 
     def check_strategy(self, model: Any, name: str) -> None:

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 from keras import layers, ops
 
+BACKEND = keras.backend.backend()
 ROWS, BATCH = 29, 12
 _RANDOM = np.random.default_rng(3)
 #: Inputs by the number of axes; batches of 12, 12 and 5 rows.
@@ -30,13 +31,16 @@ class Case:
         name: str.
         make: makes the layer that draws.
         rank: int, the axes of its inputs.
-        splits: whether replicas call it, without a warning.
     """
 
     name: str
     make: Callable[[], layers.Layer]
     rank: int = 2
-    splits: bool = True
+
+    @property
+    def splits(self) -> bool:
+        """Whether replicas call it, without a warning."""
+        return self.name.partition("-none")[0] not in UNSPLIT[BACKEND]
 
     def model(self) -> keras.Model:
         inputs = keras.Input(INPUTS[self.rank].shape[1:])
@@ -61,16 +65,16 @@ def stacked() -> layers.Layer:
 class Attended(layers.Layer):
     """Self-attention."""
 
-    def __init__(self, attention: layers.Layer, count: int) -> None:
+    def __init__(self, attention: layers.Layer) -> None:
         super().__init__()
         self.attention = attention
-        self.count = count
 
     def build(self, shape: Any) -> None:
-        self.attention.build(*[shape] * self.count)
+        is_listed = isinstance(self.attention, layers.Attention)
+        self.attention.build(*([[shape, shape]] if is_listed else [shape, shape]))
 
     def call(self, inputs: Any, training: bool = False) -> Any:
-        if self.count == 1:
+        if isinstance(self.attention, layers.Attention):
             return self.attention([inputs, inputs], training=training)
         return self.attention(inputs, inputs, training=training)
 
@@ -82,7 +86,7 @@ def image_layers() -> dict[str, Callable[[], layers.Layer]]:
         "RandomRotation": lambda: layers.RandomRotation(0.2, seed=1),
         "RandomZoom": lambda: layers.RandomZoom(0.2, seed=1),
         "RandomTranslation": lambda: layers.RandomTranslation(0.2, 0.2, seed=1),
-        "RandomCrop": lambda: layers.RandomCrop(6, 6, seed=1),
+        "RandomCrop": lambda: layers.RandomCrop(8, 8, seed=1),
         "RandomContrast": lambda: layers.RandomContrast(0.5, seed=1),
         "RandomBrightness": lambda: layers.RandomBrightness(0.5, seed=1, **scale),
         "RandomErasing": lambda: layers.RandomErasing(seed=1, **scale),
@@ -106,9 +110,9 @@ LAYERS: dict[str, tuple[Callable[[], layers.Layer], int]] = {
     "Bidirectional": (lambda: layers.Bidirectional(layers.LSTM(2, dropout=0.3)), 3),
     "RNN": (stacked, 3),
     "TimeDistributed": (lambda: layers.TimeDistributed(layers.Dropout(0.4, seed=1)), 3),
-    "Attention": (lambda: Attended(layers.Attention(dropout=0.3, seed=1), 1), 3),
+    "Attention": (lambda: Attended(layers.Attention(dropout=0.3, seed=1)), 3),
     "MultiHeadAttention": (
-        lambda: Attended(layers.MultiHeadAttention(2, 2, dropout=0.3, seed=1), 2),
+        lambda: Attended(layers.MultiHeadAttention(2, 2, dropout=0.3, seed=1)),
         3,
     ),
     **{name: (make, 4) for name, make in image_layers().items()},
@@ -175,9 +179,25 @@ FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
     "several": _two_draws,
     "python": lambda x, seed: random.random(),
 }
-#: Not split: rows are mixed, numbers depend on the parameters of rows before, or
-#: Python draws.
-UNSPLIT = ("gamma-of-rows", "shuffle", "mixup", "python")
+#: Not split: rows are mixed, how many numbers are drawn depends on parameters of each
+#: row, Python draws, or operations have no rule.
+_MIXING = tuple(
+    f"{name}-generator" for name in ("gamma-of-rows", "shuffle", "mixup", "python")
+)
+UNSPLIT: dict[str, tuple[str, ...]] = {
+    "jax": (),
+    "tensorflow": _MIXING,
+    "torch": (
+        *_MIXING,
+        "gamma-generator",
+        "binomial-generator",
+        "beta-generator",
+        "RandomRotation",
+        "RandomZoom",
+        "RandomTranslation",
+        "RandomBrightness",
+    ),
+}
 SEEDS: dict[str, Callable[[], Any]] = {
     "generator": lambda: keras.random.SeedGenerator(5),
     "int": lambda: 3,
@@ -187,9 +207,7 @@ SEEDS: dict[str, Callable[[], Any]] = {
 
 def drawing(name: str, seed: str) -> Case:
     draw = FUNCTIONS[name]
-    return Case(
-        f"{name}-{seed}", lambda: Draws(draw, SEEDS[seed]()), 2, name not in UNSPLIT
-    )
+    return Case(f"{name}-{seed}", lambda: Draws(draw, SEEDS[seed]()))
 
 
 CASES = [

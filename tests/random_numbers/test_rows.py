@@ -13,9 +13,6 @@ from harness.training import as_arrays, assert_same
 import keras_strategies as ks
 from random_numbers.cases import BATCH, CASES, INPUTS, TARGETS, Case
 
-BACKEND = keras.backend.backend()
-
-
 def trained(case: Case, strategy: Any) -> Any:
     """Losses and weights of two epochs."""
     keras.utils.set_random_seed(11)
@@ -38,4 +35,4 @@ def test_training_is_that_of_one_device(case: Case, count: int) -> None:
     assert_same(expected, found, 1e-5, case.name)
     texts = [str(each.message) for each in caught]
     unsplit = [text for text in texts if "cannot be split by rows" in text]
-    assert bool(unsplit) == (not case.splits and BACKEND != "jax"), unsplit
+    assert bool(unsplit) == (not case.splits), unsplit

@@ -30,22 +30,38 @@ def is_seed_state(variable: Any) -> bool:
 
 
 @contextlib.contextmanager
-def global_generator_restored() -> Iterator[None]:
-    """A global seed generator inside, which draws without a seed use; as before after.
+def substitute_global_generator() -> Iterator[None]:
+    """Another generator for draws without a seed, while there is none yet.
 
     Keras 3.15 creates it in the first such draw, as the global attribute
-    "global_seed_generator".
+    "global_seed_generator", from Python's random numbers. If the context draws from the
+    substitute, the generator is created at its end, as that draw would.
     """
     from keras.src.backend.common import global_state
+    from keras.src.random.seed_generator import global_seed_generator
 
     name = "global_seed_generator"
-    before = global_state.get_global_attribute(name)
-    if before is None:
-        global_state.set_global_attribute(name, keras.random.SeedGenerator(0))
+    if global_state.get_global_attribute(name) is not None:
+        yield
+        return
+    substitute = _NotingUse(0)
+    global_state.set_global_attribute(name, substitute)
     try:
         yield
     finally:
-        global_state.set_global_attribute(name, before)
+        global_state.set_global_attribute(name, None)
+        if substitute.was_used:
+            global_seed_generator()
+
+
+class _NotingUse(keras.random.SeedGenerator):
+    """A generator that notes whether it was used."""
+
+    was_used = False
+
+    def next(self, ordered: bool = True) -> Any:
+        self.was_used = True
+        return super().next(ordered)
 
 
 def seed_states(model: Any) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,14 +24,15 @@ from keras_strategies.keras_compat.models.layers import (
     set_logits,
     set_mask,
 )
+from keras_strategies.keras_compat.variables.generator_seeds import is_seed_state
 from keras_strategies.runtime.data_parallel.gradient_boundary import (
     Channel,
     GradientBoundary,
 )
 from keras_strategies.runtime.data_parallel.row_draws import (
     OwnRows,
+    ProvedDraws,
     RowDraws,
-    drawing,
 )
 from keras_strategies.runtime.replicas.replica_set import RowSplit
 from keras_strategies.runtime.replicas.tensor_primitives import is_float
@@ -66,13 +68,15 @@ class SplitCall:
         row_split: the rows of each replica, and the functions of tensors.
         reduction: the strategy's `CrossDeviceOps`, None for the framework's sums.
         route: how replicas call the layer's own code.
+        proof: the placements of what the call returns, adds and assigns.
     """
 
     strategy: StrategyCore
     layer_call: LayerCall
     row_split: RowSplit
     reduction: LocalReduction | None
-    route: CallRoute = direct_call
+    route: CallRoute
+    proof: RowProof
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,7 @@ class CallOnReplicas(GradientBoundary):
         super().__init__(call.strategy, call.row_split, call.reduction)
         self.layer_call = call.layer_call
         self._route = call.route
+        self.proof = call.proof
 
     # Provided by an engine, besides the boundary.
 
@@ -130,14 +135,15 @@ class CallOnReplicas(GradientBoundary):
             parts: the output of each replica.
         """
 
+    @abc.abstractmethod
+    def drawing(self, draws: RowDraws) -> contextlib.AbstractContextManager[Any]:
+        """Context of a replica's call, in which it draws the numbers of its rows."""
+
     # The call.
 
-    def outputs(self, proof: RowProof) -> Any:
-        """The outputs for the global batch.
-
-        Args:
-            proof: the placements of what the call returns, adds and assigns.
-        """
+    def outputs(self) -> Any:
+        """The outputs for the global batch."""
+        proof = self.proof
         inputs: list[tuple[Any, list[Any]]] = []
         columns: list[list[Any]] = []
         for leaf in self.layer_call.leaves:
@@ -149,8 +155,7 @@ class CallOnReplicas(GradientBoundary):
             columns.append(slices)
         count = range(len(self.row_split.sizes))
         own = [[column[i] for column in columns] for i in count]
-        tasks = [self._task(i, own[i], proof.draws) for i in count]
-        results: list[ReplicaResult] = self.run(tasks)
+        results: list[ReplicaResult] = self.run([self._task(i, own[i]) for i in count])
         channels = self._output_channels(results, proof)
         joined = self._with_logits(channels)
         losses = self._loss_channels(results, proof)
@@ -165,17 +170,15 @@ class CallOnReplicas(GradientBoundary):
             keras.layers.Layer.add_loss(self.layer_call.layer, added)
         return outputs
 
-    def _task(
-        self, replica_id: int, leaves: list[Any], multiples: Sequence[int]
-    ) -> Callable[[], ReplicaResult]:
+    def _task(self, replica_id: int, leaves: list[Any]) -> Callable[[], ReplicaResult]:
         call, split = self.layer_call, self.row_split
         rows = OwnRows.of(split.every, split.replica_set.counts.first + replica_id)
-        draws = RowDraws(multiples, rows, call.layer.name)
+        draws = ProvedDraws(self.proof.draws, rows, call.layer.name)
 
         def run() -> ReplicaResult:
             args, kwargs = call.arguments(leaves)
             state = self.replica_state(replica_id)
-            with state.scope() as scope, drawing(draws):
+            with state.scope() as scope, self.drawing(draws):
                 outputs = self._route(call.layer, call.call, args, kwargs)
             return ReplicaResult(outputs, state, scope.losses)
 
@@ -323,7 +326,8 @@ class CallOnReplicas(GradientBoundary):
         states = [result.state.updates for result in results]
         differing = []
         for key, (variable, value) in states[0].items():
-            placement = proof.of_update(variable)
+            is_seed = is_seed_state(variable)
+            placement = SAME if is_seed else proof.of_update(variable)
             if placement is None:
                 raise BatchError(
                     f"Layer {self.layer_call.layer.name!r} assigned {variable.path!r} "

@@ -195,8 +195,9 @@ class DataParallelCall(abc.ABC):
                 row_split,
                 self.reduction,
                 self._routes.split,
+                proof,
             )
-            return self.on_replicas(split_call).outputs(proof)
+            return self.on_replicas(split_call).outputs()
 
     def _inner_call(
         self,

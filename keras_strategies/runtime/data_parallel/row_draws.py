@@ -11,6 +11,7 @@ by chance. It is a part of the call's proof: its draws in their order.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import contextvars
 from collections.abc import Iterator, Sequence
@@ -51,8 +52,38 @@ class OwnRows:
         )
 
 
-class RowDraws:
-    """The draws of one replica in one call.
+class RowDraws(abc.ABC):
+    """The draws of one replica in one computation."""
+
+    @abc.abstractmethod
+    def next_draw(self, length: int | None) -> OwnRows | None:
+        """The entries of the next draw; None if all rows share it.
+
+        Args:
+            length: int, that of axis 0 of what the replica's code draws; None if it is
+                not known, or without axes.
+        """
+
+
+class DrawsByLength(RowDraws):
+    """Draws of a function of `run`, of which nothing is proved.
+
+    Those have rows that are as long as the replica has rows.
+
+    Args:
+        rows: the replica's rows; None without any.
+    """
+
+    def __init__(self, rows: OwnRows | None):
+        self._rows = rows
+
+    def next_draw(self, length: int | None) -> OwnRows | None:
+        has_rows = self._rows is not None and length == self._rows.own
+        return self._rows if has_rows else None
+
+
+class ProvedDraws(RowDraws):
+    """The draws of one replica in a layer call.
 
     Args:
         multiples: for each draw, the entries of axis 0 for each row; 0 for a draw that
@@ -67,7 +98,7 @@ class RowDraws:
         self._name = name
         self._count = 0
 
-    def next_draw(self) -> OwnRows | None:
+    def next_draw(self, length: int | None) -> OwnRows | None:
         """The entries of the next draw; None if all rows share it.
 
         Raises:

@@ -7,10 +7,17 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import keras
+
 from keras_strategies import context
 from keras_strategies.collectives.replica_ops import LocalReduction
 from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
 from keras_strategies.keras_compat.variables.values import raw_value
+from keras_strategies.runtime.data_parallel.row_draws import (
+    DrawsByLength,
+    OwnRows,
+    RowDraws,
+)
 from keras_strategies.runtime.drivers import RunDriver
 from keras_strategies.runtime.replicas.collectives import ReplicaCollectives
 from keras_strategies.runtime.replicas.gradient_sums import (
@@ -67,6 +74,10 @@ class ReplicaRun(RunDriver):
         """Entered around the function on a local replica."""
         return contextlib.nullcontext()
 
+    def drawing(self, draws: RowDraws) -> contextlib.AbstractContextManager[Any]:
+        """Context of the function on a replica, in which it draws numbers of rows."""
+        return contextlib.nullcontext()
+
     def merged(self) -> contextlib.AbstractContextManager[Any]:
         """Entered around functions of `merge_call`."""
         return contextlib.nullcontext()
@@ -92,13 +103,30 @@ class ReplicaRun(RunDriver):
     ) -> list[Callable[[], Any]]:
         """The call of each local replica, in its context; states are in `merging`."""
         found = []
+        rows = self._rows(args, kwargs)
         for i, (own_args, own_kwargs) in enumerate(zip(args, kwargs, strict=True)):
             replica_id = self.replica_set.counts.first + i
             replica = context.ReplicaContext(self.strategy, replica_id, collectives)
             state = self._state(i, replica, made)
             merging.states.append(state)
-            found.append(self._task(i, fn, own_args, own_kwargs, replica, state))
+            draws = DrawsByLength(rows and OwnRows.of(rows, replica_id))
+            task = self._task(i, fn, own_args, own_kwargs, replica, state, draws)
+            found.append(task)
         return found
+
+    def _rows(
+        self, args: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]]
+    ) -> list[Any]:
+        """The rows of each replica, of all workers; empty where none has any.
+
+        They are those of the first argument that has axes. What other workers have is
+        not known here and taken for the same.
+        """
+        own = [_rows_of(each) for each in zip(args, kwargs, strict=True)]
+        if any(rows is None for rows in own):
+            return []
+        workers = self.replica_set.workers
+        return own if workers is None else own * len(self.replica_set.counts.by_worker)
 
     def _state(
         self, i: int, replica: context.ReplicaContext, made: CreatedVariables
@@ -119,9 +147,15 @@ class ReplicaRun(RunDriver):
         kwargs: dict[str, Any],
         replica: context.ReplicaContext,
         state: RunState,
+        draws: RowDraws,
     ) -> Callable[[], Any]:
         def run() -> Any:
-            with context.on_replica(replica), state.scope(), self.on_replica(i):
+            with (
+                context.on_replica(replica),
+                state.scope(),
+                self.on_replica(i),
+                self.drawing(draws),
+            ):
                 return fn(*args, **kwargs)
 
         return run
@@ -222,6 +256,15 @@ class ReplicaRun(RunDriver):
         self.on_read_values.assigned(variable)
 
 
+def _rows_of(arguments: Any) -> Any:
+    """The length of axis 0 of the first tensor or array with axes; None without one."""
+    for leaf in keras.tree.flatten(arguments):
+        shape = getattr(leaf, "shape", None)
+        if shape is not None and not isinstance(leaf, keras.Variable) and len(shape):
+            return shape[0]
+    return None
+
+
 class MergeContext:
     """Context of functions of `merge_call`: they read and assign the variables.
 
@@ -233,12 +276,9 @@ class MergeContext:
         self._run = run
         #: The states of the local replicas.
         self.states: list[RunState] = []
-        #: bool, whether a function was merged.
-        self.was_used = False
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        self.was_used = True
         version = self._run.version
         with outside_stateless_scopes(), self._run.merged():
             self._run.commit(self.states)

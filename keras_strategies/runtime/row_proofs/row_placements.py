@@ -81,6 +81,11 @@ class RowProof:
     every_loss: RowPlacement | None = None
     every_update: RowPlacement | None = None
 
+    @property
+    def is_by_type(self) -> bool:
+        """Whether the call is known by the types of its layers."""
+        return self.every_output is not None
+
     def of_outputs(self, count: int) -> list[RowPlacement | None]:
         """The placements of a number of outputs."""
         if self.every_output is not None:

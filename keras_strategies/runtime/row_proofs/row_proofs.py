@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
+from keras_strategies.keras_compat.models.layers import rematerializes
 from keras_strategies.keras_compat.models.row_wise_layers import is_row_wise
 from keras_strategies.keras_compat.variables.generator_seeds import seed_generators
 from keras_strategies.runtime.row_proofs.layer_calls import LayerCall
@@ -100,8 +101,12 @@ class RowProofs:
             key = settings, ranks
             known = proofs.row_wise.get(key)
             if known is None:
-                known = is_row_wise(layer, ranks), bool(seed_generators(layer))
-                proofs.row_wise[key] = known
+                may_draw = bool(seed_generators(layer))
+                # What is computed again in the backward pass would draw again.
+                is_known = is_row_wise(layer, ranks) and not (
+                    may_draw and rematerializes(layer)
+                )
+                known = proofs.row_wise[key] = is_known, may_draw
             by_type, may_draw = known
             by_type = by_type and not self._prover.has_hooks(layer)
             if by_type and not may_draw:

@@ -56,29 +56,15 @@ def parts(variable: Any, value: Any, count: int) -> list[Any]:
     return [value] * count
 
 
-class SequentialRunNeededError(BaseException):
-    """A variable was created in a run with concurrent replicas.
-
-    A `BaseException`, so that the user's code does not catch it.
-    """
-
-
 class CreatedVariables:
     """Variables created by the replicas of one run: each once, for all replicas.
 
-    Args:
-        sequential: bool, whether one replica runs at a time, so that the others find
-            and use the variables that the first one has created and stored.
+    One replica runs at a time, so that the others find and use the variables that the
+    first one has created and stored.
     """
 
-    def __init__(self, sequential: bool = True):
-        self._is_sequential = sequential
+    def __init__(self) -> None:
         self._makers: dict[Any, tuple[int, str]] = {}
-
-    def begin(self) -> None:
-        """Called before a replica creates a variable."""
-        if not self._is_sequential:
-            raise SequentialRunNeededError("one of several threads created a variable")
 
     def add(self, variable: Any, replica_id: int) -> None:
         """Called after a replica has created a variable.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,12 +13,12 @@ from keras_strategies.engines.torch.compat import is_graph_retained, version_of
 from keras_strategies.engines.torch.cuda_batches import device_rows
 from keras_strategies.engines.torch.data_parallel.worker_sums import WorkerSums
 from keras_strategies.engines.torch.devices import moved, torch_device
-from keras_strategies.engines.torch.replicas.replica_random import (
-    NoRandom,
-    ReplicaRandom,
+from keras_strategies.engines.torch.replicas.replica_generators import (
+    ReplicaGenerators,
 )
 from keras_strategies.engines.torch.replicas.replica_threads import ReplicaThreads
 from keras_strategies.engines.torch.replicas.replica_variables import ReplicaVariables
+from keras_strategies.engines.torch.replicas.row_numbers import RowNumbers
 from keras_strategies.engines.torch.replicas.thread_collectives import (
     ThreadCollectives,
 )
@@ -30,6 +31,7 @@ from keras_strategies.runtime.data_parallel.call_on_replicas import (
     OutputActivation,
     SplitCall,
 )
+from keras_strategies.runtime.data_parallel.row_draws import RowDraws
 from keras_strategies.runtime.replicas.tensor_primitives import is_float
 from keras_strategies.runtime.state.replica_state import ReplicaState
 
@@ -41,7 +43,6 @@ class CallOnThreads(CallOnReplicas):
         call: the layer call and its rows.
         threads: the threads of the replicas.
         variables: the replicas' copies of variables.
-        random: the random numbers of the forward pass.
     """
 
     def __init__(
@@ -49,18 +50,20 @@ class CallOnThreads(CallOnReplicas):
         call: SplitCall,
         threads: ReplicaThreads,
         variables: ReplicaVariables,
-        random: ReplicaRandom,
     ):
         super().__init__(call)
         self._threads = threads
         self._variables = variables
-        self._random = random
         row_split = call.row_split
         replicas = call.strategy.placement.replicas[: len(row_split.sizes)]
         self._devices = [torch_device(device) for device in replicas]
-        # The backward pass uses the same collectives.
+        # The backward pass uses the same collectives. Keras's own layers that draw no
+        # random numbers change nothing that replicas share.
         self._collectives = ThreadCollectives(
-            replicas, replica_set=row_split.replica_set, reduction=call.reduction
+            replicas,
+            is_sequential=not call.proof.is_by_type or bool(call.proof.draws),
+            replica_set=row_split.replica_set,
+            reduction=call.reduction,
         )
         self._state = thread_state()
         # Autograd runs the backward pass of an operation on its stream, but makes only
@@ -96,11 +99,14 @@ class CallOnThreads(CallOnReplicas):
 
             return run
 
-        return self._threads.run(
-            [in_context(i, task) for i, task in enumerate(tasks)],
-            self._collectives,
-            self._random if self.is_forward else NoRandom(),
-        )
+        contextual = [in_context(i, task) for i, task in enumerate(tasks)]
+        if not self.proof.draws or not self.is_forward or len(tasks) == 1:
+            return self._threads.run(contextual, self._collectives)
+        with self._collectives.drawing_from(ReplicaGenerators(self._devices)):
+            return self._threads.run(contextual, self._collectives)
+
+    def drawing(self, draws: RowDraws) -> contextlib.AbstractContextManager[Any]:
+        return RowNumbers(draws) if self.proof.draws else contextlib.nullcontext()
 
     def replica_state(self, replica_id: int) -> ReplicaState:
         return ReplicaState(

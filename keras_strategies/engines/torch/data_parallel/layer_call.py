@@ -13,11 +13,6 @@ from keras_strategies.engines.torch.compat import (
 )
 from keras_strategies.engines.torch.data_parallel.call_on_threads import CallOnThreads
 from keras_strategies.engines.torch.recorded_calls.recorded_calls import RecordedCalls
-from keras_strategies.engines.torch.replicas.replica_random import (
-    NoRandom,
-    RandomCalls,
-    ReplicaRandom,
-)
 from keras_strategies.engines.torch.replicas.replica_threads import ReplicaThreads
 from keras_strategies.engines.torch.replicas.replica_variables import ReplicaVariables
 from keras_strategies.engines.torch.row_proofs.torch_row_prover import TorchRowProver
@@ -29,7 +24,6 @@ from keras_strategies.runtime.data_parallel.layer_call import (
     CallRoutes,
     DataParallelCall,
 )
-from keras_strategies.runtime.row_proofs.layer_calls import flags
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
@@ -54,8 +48,6 @@ class TorchDataParallelCall(DataParallelCall):
         super().__init__(strategy, PRIMITIVES, TorchRowProver(strategy), routes)
         self._threads = threads
         self._variables = variables
-        self._random_calls = RandomCalls(self.placement)
-        self._random: ReplicaRandom = NoRandom()
 
     # Dynamo cannot follow threads; a compiled step runs around this call.
     @torch.compiler.disable
@@ -70,8 +62,7 @@ class TorchDataParallelCall(DataParallelCall):
             # It may be rematerialized, and saves the same tensors in both passes.
             with layer_calls_through(None):
                 return call(*args, **kwargs)
-        with self._random_calls.call(layer, flags(args, kwargs)) as self._random:
-            return super().__call__(layer, call, args, kwargs)
+        return super().__call__(layer, call, args, kwargs)
 
     def can_split(self, layer: Any, tensors: Sequence[Any]) -> bool:
         # In transforms of `torch.func`, derivatives have levels of their thread.
@@ -80,4 +71,4 @@ class TorchDataParallelCall(DataParallelCall):
         )
 
     def on_replicas(self, call: SplitCall) -> CallOnThreads:
-        return CallOnThreads(call, self._threads, self._variables, self._random)
+        return CallOnThreads(call, self._threads, self._variables)

@@ -46,7 +46,7 @@ from keras_strategies.engines.torch.recorded_calls.operation_recorder import (
     OperationRecorder,
 )
 from keras_strategies.engines.torch.recorded_calls.result_comparison import has_results
-from keras_strategies.engines.torch.replicas.replica_random import OwnRandomNumbers
+from keras_strategies.engines.torch.replicas.row_numbers import RowNumbers
 from keras_strategies.keras_compat.models.keras_classes import calls_only_builtin_keras
 from keras_strategies.keras_compat.models.layer_calls import calls_of_thread_through
 from keras_strategies.keras_compat.models.layers import (
@@ -67,7 +67,7 @@ _RECORDED_CALL = 3
 _MOST_KINDS = 32
 _MOST_RECORDINGS = 4
 # Function modes that need not see the functions of a layer; others are a user's.
-_KNOWN_MODES = frozenset((DeviceContext, OwnRandomNumbers))
+_KNOWN_MODES = frozenset((DeviceContext, RowNumbers))
 _PLAIN = (type(None), bool, int, float, str)
 _ATTRIBUTE = "_keras_strategies_recordings"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +13,12 @@ import torch
 from keras_strategies.engines.torch.compat import is_transformed, version_of
 from keras_strategies.engines.torch.devices import moved, torch_device
 from keras_strategies.engines.torch.recorded_calls.recorded_calls import RecordedCalls
-from keras_strategies.engines.torch.replicas.replica_random import RandomCalls
+from keras_strategies.engines.torch.replicas.replica_generators import (
+    ReplicaGenerators,
+)
 from keras_strategies.engines.torch.replicas.replica_threads import ReplicaThreads
 from keras_strategies.engines.torch.replicas.replica_variables import ReplicaVariables
+from keras_strategies.engines.torch.replicas.row_numbers import RowNumbers
 from keras_strategies.engines.torch.replicas.thread_collectives import (
     ThreadCollectives,
 )
@@ -26,16 +28,12 @@ from keras_strategies.keras_compat import patching
 from keras_strategies.keras_compat.models.layer_calls import calls_of_thread_through
 from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
 from keras_strategies.keras_compat.variables.values import raw_value
+from keras_strategies.runtime.data_parallel.row_draws import RowDraws
 from keras_strategies.runtime.placement import Placement
 from keras_strategies.runtime.replicas.replica_run import MergeContext, ReplicaRun
 from keras_strategies.runtime.replicas.replica_set import ReplicaSet
 from keras_strategies.runtime.state.local_values import LocalValues
-from keras_strategies.runtime.state.run_state import (
-    CREATE_ONCE,
-    CreatedVariables,
-    RunState,
-    SequentialRunNeededError,
-)
+from keras_strategies.runtime.state.run_state import CreatedVariables, RunState
 from keras_strategies.values import map_structure
 
 if TYPE_CHECKING:
@@ -74,9 +72,7 @@ class TorchRun(ReplicaRun):
         super().__init__(strategy, PRIMITIVES)
         self._threads = threads
         self._variables = variables
-        self._random_calls = RandomCalls(self.placement)
         self._layer_calls = RecordedCalls()
-        self._has_run: weakref.WeakSet[Any] = weakref.WeakSet()
         self._devices = [torch_device(device) for device in self.placement.replicas]
 
     # Dynamo cannot follow threads: a compiled step runs around this call.
@@ -96,21 +92,24 @@ class TorchRun(ReplicaRun):
             )
         args = self._on_replicas(args)
         kwargs = self._on_replicas(kwargs)
-        owner = _owner(fn)
-        # The first run of a function may build models, so it is sequential.
-        sequential = owner not in self._has_run or len(args) == 1
         merging = MergeContext(self)
-        collectives = self._collectives(sequential, merging)
-        try:
-            results = self._run(fn, args, kwargs, owner, collectives, merging)
-        except SequentialRunNeededError:
-            # A run after the first one created a variable: restart it sequentially.
-            self._has_run.discard(owner)
-            _check_restart(getattr(fn, "__qualname__", repr(fn)), collectives, merging)
-            merging = MergeContext(self)
-            collectives = self._collectives(True, merging)
-            results = self._run(fn, args, kwargs, owner, collectives, merging)
-        self._has_run.add(owner)
+        # Replicas share the objects that a function changes, so they take turns.
+        collectives = ThreadCollectives(
+            self.placement.replicas,
+            True,
+            self.replica_set,
+            self.reduction,
+            merging,
+        )
+        tasks = self.tasks(fn, args, kwargs, collectives, merging, CreatedVariables())
+        with patching.installed_while("routes", *RunState.patches):
+            tasks = [functools.partial(self._routed, task) for task in tasks]
+            if len(tasks) == 1:
+                results = self._threads.run(tasks, collectives)
+            else:
+                with collectives.drawing_from(ReplicaGenerators(self._devices)):
+                    results = self._threads.run(tasks, collectives)
+        self.commit(merging.states)
         return results
 
     def _on_replicas(self, arguments: Sequence[Any]) -> list[Any]:
@@ -125,37 +124,6 @@ class TorchRun(ReplicaRun):
             for own, device in zip(arguments, self._devices, strict=True)
         ]
 
-    def _collectives(
-        self, is_sequential: bool, merging: MergeContext
-    ) -> ThreadCollectives:
-        return ThreadCollectives(
-            self.placement.replicas,
-            is_sequential,
-            self.replica_set,
-            self.reduction,
-            merging,
-        )
-
-    def _run(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[tuple[Any, ...]],
-        kwargs: Sequence[dict[str, Any]],
-        owner: Any,
-        collectives: ThreadCollectives,
-        merging: MergeContext,
-    ) -> list[Any]:
-        made = CreatedVariables(collectives.is_sequential)
-        tasks = self.tasks(fn, args, kwargs, collectives, merging, made)
-        with (
-            patching.installed_while("routes", *RunState.patches),
-            self._random_calls.call(owner, None) as random,
-        ):
-            tasks = [functools.partial(self._routed, task) for task in tasks]
-            results = self._threads.run(tasks, collectives, random)
-        self.commit(merging.states)
-        return results
-
     def _routed(self, task: Callable[[], Any]) -> Any:
         with calls_of_thread_through(self._layer_calls):
             return task()
@@ -167,6 +135,9 @@ class TorchRun(ReplicaRun):
     def creating_variable(self) -> Iterator[None]:
         with outside_stateless_scopes(), self.strategy.drivers.fit.scope():
             yield
+
+    def drawing(self, draws: RowDraws) -> contextlib.AbstractContextManager[Any]:
+        return RowNumbers(draws)
 
     def copier(self, replica_id: int) -> Callable[[Any], Any]:
         return functools.partial(self._variables.copy, replica_id)
@@ -188,29 +159,3 @@ class TorchRun(ReplicaRun):
     def version(self, variable: Any) -> tuple[int, int]:
         raw = raw_value(variable)
         return id(raw), version_of(raw)
-
-
-def _owner(fn: Callable[..., Any]) -> Any:
-    """A key for functions that are recreated in each call: methods, lambdas."""
-    if getattr(fn, "__name__", "") == "<lambda>":
-        return fn.__code__
-    function = getattr(fn, "__func__", fn)
-    try:
-        weakref.ref(function)
-        hash(function)
-    except TypeError:
-        return type(function)
-    return function
-
-
-def _check_restart(
-    name: str, collectives: ThreadCollectives, merging: MergeContext
-) -> None:
-    """Raises if the run had effects that a restart would repeat."""
-    workers = collectives.replica_set.workers
-    if merging.was_used or (workers is not None and collectives.has_exchanged):
-        raise ContextError(
-            f"{name!r} created a variable after a `merge_call` or "
-            "`optimizer.apply`, in a run that was not its first, in which replicas "
-            f"run concurrently on Torch. {CREATE_ONCE}"
-        )

@@ -15,7 +15,6 @@ import torch
 
 from keras_strategies.devices import Device
 from keras_strategies.engines.torch.devices import DeviceName, torch_device
-from keras_strategies.engines.torch.replicas.replica_random import ReplicaRandom
 from keras_strategies.engines.torch.replicas.thread_state import CallerState
 from keras_strategies.keras_compat.thread_state import thread_state, with_thread_state
 
@@ -107,7 +106,6 @@ class ReplicaThreads:
         self,
         tasks: Sequence[Callable[[], Any]],
         collectives: ThreadCollectives,
-        random: ReplicaRandom,
     ) -> list[Any]:
         """Runs one task on each thread and returns the results in order.
 
@@ -120,10 +118,7 @@ class ReplicaThreads:
             own = {**state, "torch_device": self._names[replica_id]}
             try:
                 collectives.start(replica_id)
-                with (
-                    with_thread_state(own),
-                    random.numbers(collectives.first + replica_id),
-                ):
+                with with_thread_state(own):
                     return task()
             except BaseException as error:
                 collectives.fail(error)
@@ -135,11 +130,14 @@ class ReplicaThreads:
             # The caller would only wait for a separate thread.
             return [replica(task, i) for i, task in enumerate(tasks)]
         caller = CallerState(self._torch_devices)
+        kernels = self._kernels
+        if kernels and collectives.is_sequential:
+            kernels = torch.get_num_threads()
 
         def on_thread(task: Callable[[], Any], replica_id: int) -> Any:
-            if self._kernels and _kernels.count != self._kernels:
-                torch.set_num_threads(self._kernels)
-                _kernels.count = self._kernels
+            if kernels and _kernels.count != kernels:
+                torch.set_num_threads(kernels)
+                _kernels.count = kernels
             device = self._torch_devices[replica_id]
             return caller.run(device, lambda: replica(task, replica_id))
 

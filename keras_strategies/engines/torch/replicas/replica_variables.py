@@ -10,7 +10,6 @@ import torch
 from keras_strategies.devices import Device
 from keras_strategies.engines.torch.compat import version_of
 from keras_strategies.engines.torch.devices import moved, torch_device
-from keras_strategies.keras_compat.variables.generator_seeds import seed_offset
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.placement import Placement
 
@@ -40,10 +39,6 @@ class ReplicaVariables:
             local = self._mirrors.get(raw, device)
         else:
             local = moved(raw.detach(), device)
-        if seed_offset(variable, 1):
-            first = self._placement.replica_counts.first
-            offset = seed_offset(variable, first + replica_id)
-            local = local + torch.tensor([offset, 0], dtype=local.dtype, device=device)
         if raw.requires_grad and torch.is_grad_enabled():
             # `local` is a new tensor outside of any graph in every case above.
             local = local.requires_grad_()

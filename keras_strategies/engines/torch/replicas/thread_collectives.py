@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from keras_strategies.collectives.replica_ops import LocalReduction
 from keras_strategies.devices import Device
+from keras_strategies.engines.torch.replicas.replica_generators import (
+    ReplicaGenerators,
+)
 from keras_strategies.engines.torch.tensor_primitives import PRIMITIVES
 from keras_strategies.errors import (
     GatherError,
@@ -75,9 +78,8 @@ class ThreadCollectives(ReplicaCollectives):
         self._slots: dict[Any, _Slot] = {}
         self._counters = [itertools.count() for _ in devices]
         self._finished: set[int] = set()
+        self._generators: ReplicaGenerators | None = None
         self.error: BaseException | None = None
-        #: bool, whether the replicas have completed a collective.
-        self.has_exchanged = False
 
     # Exchange of values.
 
@@ -87,6 +89,17 @@ class ThreadCollectives(ReplicaCollectives):
     def restart(self) -> None:
         """Restarts the same replicas, for the backward pass."""
         self._finished.clear()
+        self._turn = 0 if self.is_sequential else None
+
+    @contextlib.contextmanager
+    def drawing_from(self, generators: ReplicaGenerators) -> Iterator[None]:
+        """Context in which each replica, at its turn, draws from its own states."""
+        self._generators = generators
+        try:
+            yield
+        finally:
+            self._generators = None
+            generators.finish()
 
     def fail(self, error: BaseException) -> None:
         """Stops all replicas; the first error is raised to the caller."""
@@ -116,10 +129,14 @@ class ThreadCollectives(ReplicaCollectives):
                     f"Stopped in `{kind}`: another replica failed."
                 )
             self._condition.wait()
+        if self._generators is not None:
+            self._generators.begin_turn(replica_id)
 
     def _pass_turn(self, replica_id: int) -> None:
         if self._turn != replica_id:
             return
+        if self._generators is not None:
+            self._generators.end_turn(replica_id)
         count = len(self._devices)
         others = ((replica_id + i) % count for i in range(1, count + 1))
         going = (other for other in others if other not in self._finished)
@@ -153,8 +170,7 @@ class ThreadCollectives(ReplicaCollectives):
             self._pass_turn(replica_id)
             if not slot.missing:
                 del self._slots[key]
-                self.has_exchanged = True
-                slot.result = merge(slot.values) if merge else slot.values
+                slot.result = self._merged(merge, slot.values)
                 slot.missing.add(-1)  # Marks the result as complete.
                 self._condition.notify_all()
             while slot.missing != {-1}:
@@ -162,6 +178,17 @@ class ThreadCollectives(ReplicaCollectives):
                 self._condition.wait()
             self._wait_for_turn(replica_id, kind)
             return slot.result
+
+    def _merged(
+        self, merge: Callable[[list[Any]], Any] | None, values: list[Any]
+    ) -> Any:
+        """The result of a function that is called once for all replicas."""
+        if merge is None:
+            return values
+        if self._generators is None:
+            return merge(values)
+        with self._generators.shared_turn():
+            return merge(values)
 
     def _check(self, slot: _Slot) -> None:
         if self.error is not None:

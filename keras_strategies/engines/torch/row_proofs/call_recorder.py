@@ -65,6 +65,7 @@ class RecordedStep:
         results: the versions of its results; None for a result that is no tensor.
         place: the index of the layer call it is in, in `CallRecorder.places`; None in
             the backward pass.
+        is_in_draw: bool, whether a function that draws random numbers has called it.
     """
 
     operation: Any
@@ -72,6 +73,7 @@ class RecordedStep:
     kwargs: dict[str, Any]
     results: list[int | None]
     place: int | None
+    is_in_draw: bool = False
 
 
 @dataclass(slots=True)
@@ -149,6 +151,7 @@ class CallRecorder(TorchDispatchMode):
         outside: by version the tensors that come from elsewhere.
         branches: the truth values that Python has read.
         draws_unrecorded: whether operations that are not recorded draw random numbers.
+        is_drawing: bool, whether a function that draws random numbers is called.
     """
 
     def __init__(self, fake: Any, branches: Sequence[bool] = ()):
@@ -170,6 +173,7 @@ class CallRecorder(TorchDispatchMode):
         self._by_storage: dict[int, list[torch.Tensor]] = {}
         self._fakes: dict[int, torch.Tensor] = {}
         self._is_paused = False
+        self.is_drawing = False
         self._functions = _ReadsOfValues(self)
 
     def __enter__(self) -> CallRecorder:
@@ -403,7 +407,12 @@ class CallRecorder(TorchDispatchMode):
 
     def _record(self, func: Any, traits: _Traits, args: Any, kwargs: Any) -> Any:
         step = RecordedStep(
-            func, self._encoded(args), self._encoded(kwargs), [], self.place
+            func,
+            self._encoded(args),
+            self._encoded(kwargs),
+            [],
+            self.place,
+            self.is_drawing,
         )
         known = None
         if not traits.is_drawing:

@@ -19,16 +19,17 @@ from keras_strategies.engines.torch.row_proofs.known_layer import (
     recorded_known_call,
     run_without_values,
 )
+from keras_strategies.engines.torch.replicas.row_numbers import (
+    DrawRecorder,
+    RecordedDraw,
+)
 from keras_strategies.engines.torch.row_proofs.recorded_replica import (
     RecordedCollectives,
     RecordedReplica,
 )
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.layers import get_mask, set_mask
-from keras_strategies.keras_compat.variables.generator_seeds import (
-    global_generator_restored,
-    is_seed_state,
-)
+from keras_strategies.keras_compat.variables.generator_seeds import is_seed_state
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.engine import StrategyCore
 from keras_strategies.runtime.row_proofs.known_calls import (
@@ -80,6 +81,7 @@ class CallRecording:
         self._weights: list[torch.Tensor] = []
         collectives = RecordedCollectives(self.recorder, rows, call.rows, replicas)
         self._replica = RecordedReplica(strategy, collectives)
+        self._draws = DrawRecorder(self.recorder)
         #: The arguments that get gradients, and whether they have rows.
         self.arguments: list[tuple[torch.Tensor, bool]] = []
         #: Arguments and variables with their versions, and whether they have rows.
@@ -128,6 +130,11 @@ class CallRecording:
         return found
 
     @property
+    def draws(self) -> list[RecordedDraw]:
+        """The draws of random numbers, in their order."""
+        return self._draws.draws
+
+    @property
     def changes_inputs(self) -> bool:
         """Whether an argument or the value of a variable was changed in place."""
         version = self.recorder.version
@@ -163,6 +170,7 @@ class CallRecording:
             context.on_replica(self._replica),
             layer_calls_through(self._inner_call),
             self._in_layer(self._call.layer),
+            self._draws,
         ):
             outputs = self._call.call(*args, **kwargs)
         self.outputs = keras.tree.flatten(outputs)
@@ -214,7 +222,6 @@ class CallRecording:
         try:
             with (
                 self._restored_random_state(),
-                global_generator_restored(),
                 silent_fake_tensors(),
                 keras.device("cpu"),
                 self.recorder,

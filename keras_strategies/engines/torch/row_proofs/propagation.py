@@ -83,7 +83,6 @@ class Propagation:
         recorders: a recording with each.
 
     Attributes:
-        draws: bool, whether random numbers of the rows are drawn.
         problem: str, why Python may take other branches on replicas; empty.
     """
 
@@ -94,7 +93,6 @@ class Propagation:
         # By the version in the first recording, those in all.
         self._versions: dict[int, tuple[int, ...]] = {}
         self._done = 0
-        self.draws = False
         self.problem = ""
 
     def place(self, version: int, placed: Placed) -> None:
@@ -288,8 +286,8 @@ class Propagation:
         # Arguments that are changed, but no results.
         unknown = Placed(RowKind.UNKNOWN, reason=f"operation {func} changes arguments")
         results += [unknown] * (count - len(results))
-        if op.draws and _draws_numbers(op):
-            self.draws = self.draws or any(each.is_rows for each in results)
+        if op.draws and _draws_numbers(op) and not step.is_in_draw:
+            raise MixesRows("with random numbers of a function that is not known")
         return results
 
     def _checked(

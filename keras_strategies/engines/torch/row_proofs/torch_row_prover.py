@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,11 +14,16 @@ from keras_strategies.engines.torch.compat import (
     module_hooks,
     why_saved_tensors_hooks_are_disabled,
 )
+from keras_strategies.engines.torch.replicas.row_numbers import (
+    DrawsDiffer,
+    multiples_of,
+)
 from keras_strategies.engines.torch.row_proofs.call_recorder import CallRecorder
 from keras_strategies.engines.torch.row_proofs.call_recording import (
     CallFailed,
     CallRecording,
 )
+from keras_strategies.engines.torch.row_proofs.draws_of_calls import recorded_draws
 from keras_strategies.engines.torch.row_proofs.propagation import (
     Propagation,
     RecordingsDiffer,
@@ -29,6 +33,10 @@ from keras_strategies.keras_compat.models.layers import sublayers
 from keras_strategies.runtime.row_proofs.known_calls import (
     KnownCalls,
     UnknownUse,
+)
+from keras_strategies.keras_compat.variables.generator_seeds import (
+    is_seed_state,
+    substitute_global_generator,
 )
 from keras_strategies.runtime.row_proofs.layer_calls import LayerCall
 from keras_strategies.runtime.row_proofs.row_placements import (
@@ -52,7 +60,11 @@ class TorchRowProver(RowProver):
     def prove(
         self, call: LayerCall, with_rows: Sequence[bool], sizes: Sequence[int]
     ) -> RowProof:
-        with torch.inference_mode(False), _without_hooks():
+        with (
+            torch.inference_mode(False),
+            _without_hooks(),
+            substitute_global_generator(),
+        ):
             return self._proof(call, with_rows, sizes)
 
     def _proof(
@@ -91,6 +103,16 @@ class TorchRowProver(RowProver):
             ]
         return _of_all_branches(found)
 
+    def draws(
+        self, call: LayerCall, with_rows: Sequence[bool], sizes: Sequence[int]
+    ) -> RowProof:
+        counts = _counts(call.rows, [size for size in sizes if size])
+        found = [recorded_draws(call, with_rows, rows) for rows in counts]
+        try:
+            return RowProof(draws=multiples_of(counts, found))
+        except DrawsDiffer as error:
+            return RowProof(problem=str(error))
+
     def has_hooks(self, layer: Any) -> str:
         if has_global_hooks() or any(
             any(hooks) for each in sublayers(layer) for hooks in module_hooks(each)
@@ -112,16 +134,11 @@ def _of_all_branches(proofs: Sequence[RowProof]) -> RowProof:
     """One proof for a call, whichever branches Python takes."""
     first = proofs[0]
     for proof in proofs[1:]:
-        if (proof.outputs, proof.losses, proof.updates) != (
-            first.outputs,
-            first.losses,
-            first.updates,
-        ):
+        if proof != first:
             return RowProof(
                 problem="its results depend on truth values that Python reads"
             )
-    draws = any(proof.draws for proof in proofs)
-    return dataclasses.replace(first, draws=draws)
+    return first
 
 
 def _without_hooks() -> contextlib.AbstractContextManager[Any]:
@@ -201,7 +218,15 @@ class _Proof:
         updates = self._updates()
         self._check_inputs()
         self._differentiate(outputs, losses)
-        return RowProof(outputs, losses, updates, draws=self._propagation.draws)
+        return RowProof(outputs, losses, updates, draws=self._draws())
+
+    def _draws(self) -> tuple[int, ...]:
+        """The draws of the call; none is in its backward pass."""
+        counts = [recording.rows for recording in self._recordings]
+        try:
+            return multiples_of(counts, [each.draws for each in self._recordings])
+        except DrawsDiffer as error:
+            raise _Problem(str(error)) from error
 
     def _record(self, recording: CallRecording) -> None:
         try:
@@ -267,6 +292,8 @@ class _Proof:
     def _updates(self) -> Mapping[int, RowPlacement]:
         found = {}
         for key, (variable, _) in self._recordings[0].updates.items():
+            if is_seed_state(variable):
+                continue  # It counts draws, which are proved.
             values = [
                 recording.updates[key][1]
                 for recording in self._recordings
