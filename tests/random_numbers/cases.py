@@ -213,6 +213,10 @@ def drawing(name: str, seed: str) -> Case:
 CASES = [
     *(Case(name, make, rank) for name, (make, rank) in LAYERS.items()),
     *(drawing(name, "generator") for name in FUNCTIONS),
-    *(drawing(name, seed) for name in ("normal", "several") for seed in ("int", "none")),
+    *(
+        drawing(name, seed)
+        for name in ("normal", "several")
+        for seed in ("int", "none")
+    ),
     drawing("dropout", "none"),
 ]

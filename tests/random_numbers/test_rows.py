@@ -13,6 +13,7 @@ from harness.training import as_arrays, assert_same
 import keras_strategies as ks
 from random_numbers.cases import BATCH, CASES, INPUTS, TARGETS, Case
 
+
 def trained(case: Case, strategy: Any) -> Any:
     """Losses and weights of two epochs."""
     keras.utils.set_random_seed(11)

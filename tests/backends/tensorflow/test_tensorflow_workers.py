@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import textwrap
 
 import keras
@@ -20,7 +21,10 @@ if keras.backend.backend() != "tensorflow":
 
 import tensorflow as tf
 
-from keras_strategies.engines.tensorflow.workers import worker_collectives
+from keras_strategies.engines.tensorflow.workers import (
+    worker_collectives,
+    worker_server,
+)
 
 LIMIT = 80.0
 
@@ -470,3 +474,16 @@ def test_workers_that_do_not_do_the_same_are_told(run_two):
         [line] = [line for line in text.splitlines() if "told:" in line]
         assert "Check that all workers make the same calls" in line, "\n\n".join(found)
         assert float(line.split()[1]) < 5 + 25
+
+
+def test_a_server_gets_the_port_that_was_chosen_for_it() -> None:
+    """Other sockets cannot take it while workers wait for each other."""
+    with worker_server._reserved_port("127.0.0.1") as port:
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        with worker_server._shared_ports():
+            tf.distribute.Server(
+                {"worker": [f"127.0.0.1:{port}"]}, job_name="worker", task_index=0
+            )
+    with socket.create_connection(("127.0.0.1", port), timeout=10):
+        pass

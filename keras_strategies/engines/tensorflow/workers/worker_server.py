@@ -6,6 +6,7 @@ import contextlib
 import ipaddress
 import os
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import tensorflow as tf
@@ -15,6 +16,9 @@ from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.engines.tensorflow import compat
 from keras_strategies.errors import BackendInUseError, ClusterError
 from keras_strategies.runtime.engine_sockets import EngineSockets
+
+
+_SHARES = hasattr(socket, "SO_REUSEPORT")
 
 
 @dataclass
@@ -36,13 +40,15 @@ class WorkerServer:
 
     def connect(self, group: WorkerGroup) -> None:
         """Starts the server, or connects it to the servers of another group."""
-        if not self.port:
-            self.port = _free_port(group.own_host)
         # A disconnected worker rejoins with the same address, and old connections to it
         # would wait longer with each TCP retransmission. New connections are made after
         # the exchange of addresses, when all workers have closed the old ones.
         self.sockets.shutdown()
-        self.generation = self._start(group)
+        if self.port:
+            self.generation = self._start(group)
+        else:
+            with _reserved_port(group.own_host) as self.port:
+                self.generation = self._start(group)
         self.group = group
 
     def _start(self, group: WorkerGroup) -> int:
@@ -69,7 +75,8 @@ class WorkerServer:
             group.barrier("the start of TensorFlow's servers")
             return generation
         try:
-            compat.start_collectives(server)
+            with _shared_ports():
+                compat.start_collectives(server)
         except tf.errors.OpError as error:
             raise ClusterError(
                 f"TensorFlow's server of worker {group.index} could not listen at "
@@ -108,11 +115,38 @@ def task_name(group: WorkerGroup, rank: int) -> str:
     return f"/job:worker/replica:0/task:{_number(group, rank)}"
 
 
-def _free_port(host: str) -> int:
+@contextlib.contextmanager
+def _reserved_port(host: str) -> Iterator[int]:
+    """A port at which nothing else listens, and that no connection takes meanwhile.
+
+    A server starts when all workers have exchanged their ports; until then a socket is
+    bound to it, which shares it with the server (`_shared_ports`).
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    with socket.socket(family) as reservation:
+        if _SHARES:
+            reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        # TensorFlow's server listens at all addresses.
+        reservation.bind(("", 0))
+        port = int(reservation.getsockname()[1])
+        if not _SHARES:
+            reservation.close()
+        yield port
+
+
+@contextlib.contextmanager
+def _shared_ports() -> Iterator[None]:
+    """TensorFlow's server shares its port, by an environment variable of TensorFlow."""
+    name = "TF_GRPC_REUSE_PORT"
+    before = os.environ.get(name)
+    os.environ[name] = "1" if _SHARES else "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _accept_from_this_machine_only(port: int) -> None:

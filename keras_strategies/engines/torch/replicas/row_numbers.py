@@ -194,9 +194,7 @@ def _dropout(
     return input.mul_(factors) if inplace else input * factors
 
 
-def _is_of_tensors(
-    func: Function, args: Sequence[Any], kwargs: dict[str, Any]
-) -> bool:
+def _is_of_tensors(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether `torch.normal` has tensors of means or deviations."""
     values = (*args, *map(kwargs.get, ("mean", "std")))
     return func is torch.normal and any(isinstance(v, torch.Tensor) for v in values)
@@ -316,7 +314,6 @@ class DrawRecorder(TorchFunctionMode):
         shape = tuple(map(int, first.shape))
         self.draws.append(RecordedDraw(func.__name__, shape, func in _OF_PARAMETERS))
         return found
-
 
     @contextlib.contextmanager
     def _observed(self) -> Iterator[None]:
