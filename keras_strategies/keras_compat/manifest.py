@@ -357,6 +357,33 @@ GROUPS: dict[str, Group] = {
             ),
         ),
     ),
+    "jax replicas": Group(
+        "From the first `run` of several replicas on JAX on.",
+        tuple(
+            Patch(
+                f"{_JAX}.random",
+                name,
+                signature,
+                "backends.keras_on_jax.draw",
+                "A replica draws the random numbers of its rows.",
+                backend="jax",
+            )
+            for name, signature in (
+                ("normal", "(shape, mean=0.0, stddev=1.0, dtype=None, seed=None)"),
+                ("uniform", "(shape, minval=0.0, maxval=1.0, dtype=None, seed=None)"),
+                ("categorical", "(logits, num_samples, dtype='int32', seed=None)"),
+                ("randint", "(shape, minval, maxval, dtype='int32', seed=None)"),
+                (
+                    "truncated_normal",
+                    "(shape, mean=0.0, stddev=1.0, dtype=None, seed=None)",
+                ),
+                ("dropout", "(inputs, rate, noise_shape=None, seed=None)"),
+                ("gamma", "(shape, alpha, dtype=None, seed=None)"),
+                ("binomial", "(shape, counts, probabilities, dtype=None, seed=None)"),
+                ("beta", "(shape, alpha, beta, dtype=None, seed=None)"),
+            )
+        ),
+    ),
     "tensorflow replicas": Group(
         "From a strategy of several replicas on TensorFlow on.",
         (

@@ -65,6 +65,25 @@ def hook_jax_placement(
     patching.install("jax workers")
 
 
+class _Draws:
+    draw: Callable[..., Any]
+
+
+def hook_draws(draw: Callable[..., Any]) -> None:
+    """Installs a hook for draws of `keras.random`.
+
+    Args:
+        draw: called as `draw(original, *args, **kwargs)` in place of a function that
+            draws.
+    """
+    _Draws.draw = draw
+    patching.install("jax replicas")
+
+
+def draw(original: Any, *args: Any, **kwargs: Any) -> Any:
+    return _Draws.draw(original, *args, **kwargs)
+
+
 def distribute_tensor(original: Any, tensor: Any, layout: Any) -> Any:
     import jax
 

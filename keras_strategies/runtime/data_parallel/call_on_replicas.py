@@ -15,7 +15,6 @@ from keras_strategies.collectives.replica_ops import LocalReduction
 from keras_strategies.errors import BatchError
 from keras_strategies.keras_compat.models.layer_calls import (
     CallRoute,
-    direct_call,
     layer_calls_through,
 )
 from keras_strategies.keras_compat.models.layers import (

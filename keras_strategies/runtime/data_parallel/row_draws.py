@@ -18,6 +18,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import keras
+
 from keras_strategies.errors import BatchError
 
 
@@ -80,6 +82,24 @@ class DrawsByLength(RowDraws):
     def next_draw(self, length: int | None) -> OwnRows | None:
         has_rows = self._rows is not None and length == self._rows.own
         return self._rows if has_rows else None
+
+
+def rows_of_arguments(calls: Sequence[Any]) -> list[Any]:
+    """The rows of each replica in `run`, or an empty list.
+
+    They are the lengths of axis 0 of the first argument that has axes, and that
+    replicas do not share.
+
+    Args:
+        calls: for each replica, the structure of its arguments.
+    """
+    for column in zip(*map(keras.tree.flatten, calls), strict=False):
+        shapes = [getattr(leaf, "shape", None) for leaf in column]
+        is_shared = len(column) > 1 and all(leaf is column[0] for leaf in column)
+        if is_shared or isinstance(column[0], keras.Variable) or not all(shapes):
+            continue
+        return [shape[0] for shape in shapes if shape is not None]
+    return []
 
 
 class ProvedDraws(RowDraws):

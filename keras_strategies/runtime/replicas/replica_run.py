@@ -7,8 +7,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import keras
-
 from keras_strategies import context
 from keras_strategies.collectives.replica_ops import LocalReduction
 from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
@@ -17,6 +15,7 @@ from keras_strategies.runtime.data_parallel.row_draws import (
     DrawsByLength,
     OwnRows,
     RowDraws,
+    rows_of_arguments,
 )
 from keras_strategies.runtime.drivers import RunDriver
 from keras_strategies.runtime.replicas.collectives import ReplicaCollectives
@@ -92,6 +91,17 @@ class ReplicaRun(RunDriver):
 
     # Runs.
 
+    def rows(
+        self, args: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]]
+    ) -> list[Any]:
+        """The rows of each replica, of all workers; empty where they have none.
+
+        Those of other workers are not known here, and taken for the same.
+        """
+        own = rows_of_arguments(list(zip(args, kwargs, strict=True)))
+        workers = self.replica_set.workers
+        return own if workers is None else own * len(self.replica_set.counts.by_worker)
+
     def tasks(
         self,
         fn: Callable[..., Any],
@@ -100,33 +110,19 @@ class ReplicaRun(RunDriver):
         collectives: ReplicaCollectives,
         merging: MergeContext,
         made: CreatedVariables,
+        rows: Sequence[Any],
     ) -> list[Callable[[], Any]]:
         """The call of each local replica, in its context; states are in `merging`."""
         found = []
-        rows = self._rows(args, kwargs)
         for i, (own_args, own_kwargs) in enumerate(zip(args, kwargs, strict=True)):
             replica_id = self.replica_set.counts.first + i
             replica = context.ReplicaContext(self.strategy, replica_id, collectives)
             state = self._state(i, replica, made)
             merging.states.append(state)
-            draws = DrawsByLength(rows and OwnRows.of(rows, replica_id))
+            draws = DrawsByLength(OwnRows.of(rows, replica_id) if rows else None)
             task = self._task(i, fn, own_args, own_kwargs, replica, state, draws)
             found.append(task)
         return found
-
-    def _rows(
-        self, args: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]]
-    ) -> list[Any]:
-        """The rows of each replica, of all workers; empty where none has any.
-
-        They are those of the first argument that has axes. What other workers have is
-        not known here and taken for the same.
-        """
-        own = [_rows_of(each) for each in zip(args, kwargs, strict=True)]
-        if any(rows is None for rows in own):
-            return []
-        workers = self.replica_set.workers
-        return own if workers is None else own * len(self.replica_set.counts.by_worker)
 
     def _state(
         self, i: int, replica: context.ReplicaContext, made: CreatedVariables
@@ -254,15 +250,6 @@ class ReplicaRun(RunDriver):
 
     def variable_assigned(self, variable: Any) -> None:
         self.on_read_values.assigned(variable)
-
-
-def _rows_of(arguments: Any) -> Any:
-    """The length of axis 0 of the first tensor or array with axes; None without one."""
-    for leaf in keras.tree.flatten(arguments):
-        shape = getattr(leaf, "shape", None)
-        if shape is not None and not isinstance(leaf, keras.Variable) and len(shape):
-            return shape[0]
-    return None
 
 
 class MergeContext:

@@ -34,10 +34,12 @@ from keras_strategies.engines.jax.function.trace_state import (
     current_program,
 )
 from keras_strategies.engines.jax.run.replica_mesh import ReplicaMesh
+from keras_strategies.engines.jax.run.row_numbers import drawn
 from keras_strategies.engines.jax.run.shard_map_replicas import ShardMapReplicas
 from keras_strategies.engines.jax.run.traced_replica_state import MergedState
 from keras_strategies.engines.jax.run.unrolled_replicas import UnrolledReplicas
 from keras_strategies.errors import ContextError
+from keras_strategies.keras_compat.backends.keras_on_jax import hook_draws
 from keras_strategies.keras_compat.state_scope import current_policy
 from keras_strategies.runtime.replicas.collectives import SingleReplica
 from keras_strategies.runtime.state.run_state import CREATE_ONCE
@@ -86,6 +88,7 @@ class ReplicaProgram:
         )
         self.on_read_values = OnReadValues(len(devices), split)
         self._mesh = ReplicaMesh(strategy, mesh, self.on_read_values)
+        hook_draws(drawn)
         # The state that functions under `shard_map` read; functions that are unrolled.
         self._known: dict[Any, dict[Any, StateRef]] = {}
         self._unrolled: set[Any] = set()

@@ -23,6 +23,7 @@ from keras_strategies.engines.jax.function.trace_state import (
     is_stacked,
 )
 from keras_strategies.engines.jax.run.replica_mesh import ReplicaMesh
+from keras_strategies.engines.jax.run.row_numbers import draws_of
 from keras_strategies.engines.jax.run.traced_reductions import (
     all_reduce_over,
     check_axis,
@@ -34,8 +35,8 @@ from keras_strategies.engines.jax.run.traced_replica_state import (
     TracedReplicaState,
     current_replica_state,
     merged_value,
-    with_seed_offset,
 )
+from keras_strategies.runtime.data_parallel.row_draws import drawing
 from keras_strategies.runtime.replicas.collectives import (
     MergeArguments,
 )
@@ -159,7 +160,8 @@ class ShardMapReplicas(TracedReplicas):
         )
         self._state = TracedReplicaState(replica, self._copy, self._local, self)
         args, kwargs = self._arguments.build(replicated, parts)
-        with context.on_replica(replica), self._state.scope():
+        draws = draws_of(self._arguments.parts, self._replica_id, is_uniform=True)
+        with context.on_replica(replica), self._state.scope(), drawing(draws):
             result = self._fn(*args, **kwargs)
             outputs = self._sorted_outputs(result)
         return (*outputs, *self._new_state())
@@ -182,8 +184,7 @@ class ShardMapReplicas(TracedReplicas):
         return value
 
     def _copy(self, variable: Any) -> Any:
-        value = self._read(VariableRef(variable))
-        return with_seed_offset(variable, value, self._replica_id)
+        return self._read(VariableRef(variable))
 
     def _local(self, variable: Any, replica_id: Any) -> Any:
         block = self._read(OnReadRef(variable, self._mesh.on_read_values))

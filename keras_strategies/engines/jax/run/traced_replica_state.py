@@ -6,7 +6,6 @@ import abc
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 from jax import numpy as jnp
 
 from keras_strategies import context
@@ -15,7 +14,6 @@ from keras_strategies.engines.jax.function.trace_state import (
     as_initializer,
 )
 from keras_strategies.keras_compat.state_scope import StatePolicy, current_policy
-from keras_strategies.keras_compat.variables.generator_seeds import seed_offset
 from keras_strategies.runtime.replicas.collectives import ReplicaCollectives
 from keras_strategies.runtime.state import run_state
 from keras_strategies.runtime.state.run_state import RunState
@@ -88,7 +86,7 @@ class TracedReplicaState(RunState):
             return id(variable) in self._replicated or aggregated
         if self._outer is not None:
             return self._outer.is_replicated(variable)
-        return seed_offset(variable, 1) == 0
+        return True
 
     def nested(self, overrides: ValueOverrides) -> TracedReplicaState:
         """A state inside this one; `commit` assigns its updates here."""
@@ -159,14 +157,3 @@ def current_replica_state() -> TracedReplicaState:
     state = current_policy()
     assert isinstance(state, TracedReplicaState)
     return state
-
-
-def with_seed_offset(variable: Any, value: Any, replica_id: Any) -> Any:
-    """A seed's state with the replica's offset; another variable's value unchanged."""
-    step = seed_offset(variable, 1)
-    if value is None or not step:
-        return value
-    # Modulo 2^32, of which the 2^31 of `seed_offset` is a divisor.
-    product = jnp.asarray(replica_id, "uint32") * np.uint32(step)
-    offset = (product & np.uint32(2**31 - 1)).astype(value.dtype)
-    return value.at[0].add(offset)

@@ -18,6 +18,7 @@ from keras_strategies.engines.jax.run.replica_threads import (
     collective_call,
     run_in_lockstep,
 )
+from keras_strategies.engines.jax.run.row_numbers import draws_of
 from keras_strategies.engines.jax.run.traced_reductions import check_axis, reduce_parts
 from keras_strategies.engines.jax.run.traced_replica_state import (
     MergedState,
@@ -25,10 +26,14 @@ from keras_strategies.engines.jax.run.traced_replica_state import (
     TracedReplicaState,
     current_replica_state,
     merged_value,
-    with_seed_offset,
 )
 from keras_strategies.keras_compat.thread_state import thread_state, with_thread_state
 from keras_strategies.keras_compat.variables.deferred import has_deferred_variables
+from keras_strategies.runtime.data_parallel.row_draws import (
+    RowDraws,
+    drawing,
+    row_draws,
+)
 from keras_strategies.runtime.replicas.collectives import (
     MergeArguments,
     call_merged,
@@ -52,7 +57,8 @@ class UnrolledReplicas(TracedReplicas):
             replica = context.ReplicaContext(self._mesh.strategy, i, self)
             state = TracedReplicaState(replica, self._copier(i), self._local, self)
             states.append(state)
-            tasks.append(self._task(arguments.calls[i], replica, state))
+            draws = draws_of(arguments.parts, i, is_uniform=False)
+            tasks.append(self._task(arguments.calls[i], replica, state, draws))
         results = run_in_lockstep(tasks)
         self._commit(states)
         return results
@@ -62,17 +68,17 @@ class UnrolledReplicas(TracedReplicas):
         call: tuple[Any, Any],
         replica: context.ReplicaContext,
         state: TracedReplicaState,
+        draws: RowDraws,
     ) -> Callable[[], Any]:
         def run() -> Any:
-            with context.on_replica(replica), state.scope():
+            with context.on_replica(replica), state.scope(), drawing(draws):
                 return self._fn(*call[0], **call[1])
 
         return run
 
     def _copier(self, replica_id: int) -> Callable[[Any], Any]:
         def copy(variable: Any) -> Any:
-            value = self._state.read_ref(VariableRef(variable))
-            return with_seed_offset(variable, value, replica_id)
+            return self._state.read_ref(VariableRef(variable))
 
         return copy
 
@@ -171,9 +177,10 @@ class UnrolledReplicas(TracedReplicas):
         """
         replica = context.current_replica()
         assert replica is not None
+        draws = row_draws()
 
         def task(values: list[Any]) -> Any:
-            with context.on_replica(replica):
+            with context.on_replica(replica), drawing(draws):
                 return loss_fn(values)
 
         state = thread_state()

@@ -179,7 +179,8 @@ class TensorFlowRun(ReplicaRun):
             self.reduction,
             merging,
         )
-        tasks = self.tasks(fn, args, kwargs, collectives, merging, CreatedVariables())
+        made, rows = CreatedVariables(), self.rows(args, kwargs)
+        tasks = self.tasks(fn, args, kwargs, collectives, merging, made, rows)
         if self.replica_set.counts.total > 1:
             refuse_xla()
         if len(tasks) == 1:

@@ -17,7 +17,6 @@ from keras_strategies.engines.tensorflow import compat
 from keras_strategies.errors import BackendInUseError, ClusterError
 from keras_strategies.runtime.engine_sockets import EngineSockets
 
-
 _SHARES = hasattr(socket, "SO_REUSEPORT")
 
 

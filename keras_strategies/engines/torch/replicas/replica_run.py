@@ -90,6 +90,7 @@ class TorchRun(ReplicaRun):
                 "derivatives do not pass through replicas. Call the transform inside "
                 "of the function."
             )
+        rows = self.rows(args, kwargs)
         args = self._on_replicas(args)
         kwargs = self._on_replicas(kwargs)
         merging = MergeContext(self)
@@ -101,7 +102,8 @@ class TorchRun(ReplicaRun):
             self.reduction,
             merging,
         )
-        tasks = self.tasks(fn, args, kwargs, collectives, merging, CreatedVariables())
+        made = CreatedVariables()
+        tasks = self.tasks(fn, args, kwargs, collectives, merging, made, rows)
         with patching.installed_while("routes", *RunState.patches):
             tasks = [functools.partial(self._routed, task) for task in tasks]
             if len(tasks) == 1:

@@ -63,10 +63,16 @@ _OF_TENSORS = frozenset(
 #: Functions that fill a tensor.
 _IN_PLACE = frozenset(
     getattr(torch.Tensor, name)
-    for name in (
-        "bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ "
-        "uniform_"
-    ).split()
+    for name in [
+        "bernoulli_",
+        "cauchy_",
+        "exponential_",
+        "geometric_",
+        "log_normal_",
+        "normal_",
+        "random_",
+        "uniform_",
+    ]
 )
 #: Functions that draw more numbers for some parameters than for others.
 _OF_PARAMETERS = frozenset([torch.binomial, torch.poisson, *RANDOM_FUNCTIONS])

@@ -14,14 +14,14 @@ import torch
 
 from keras_strategies import context
 from keras_strategies.engines.torch.compat import fake_tensor_mode, silent_fake_tensors
+from keras_strategies.engines.torch.replicas.row_numbers import (
+    DrawRecorder,
+    RecordedDraw,
+)
 from keras_strategies.engines.torch.row_proofs.call_recorder import CallRecorder
 from keras_strategies.engines.torch.row_proofs.known_layer import (
     recorded_known_call,
     run_without_values,
-)
-from keras_strategies.engines.torch.replicas.row_numbers import (
-    DrawRecorder,
-    RecordedDraw,
 )
 from keras_strategies.engines.torch.row_proofs.recorded_replica import (
     RecordedCollectives,

@@ -1,0 +1,94 @@
+"""Random numbers in `Strategy.run`: of a replica's rows, and those that all share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import keras_strategies as ks
+
+X = np.random.default_rng(5).normal(size=(12, 4)).astype("float32")
+
+#: Functions of rows and a seed.
+DRAWS: dict[str, Callable[[Any, Any], Any]] = {
+    "normal": lambda x, seed: keras.random.normal(ops.shape(x), seed=seed),
+    "uniform": lambda x, seed: keras.random.uniform(ops.shape(x), seed=seed),
+    "truncated_normal": lambda x, seed: keras.random.truncated_normal(
+        ops.shape(x), seed=seed
+    ),
+    "randint": lambda x, seed: keras.random.randint(ops.shape(x), 0, 99, seed=seed),
+    "categorical": lambda x, seed: keras.random.categorical(x, 3, seed=seed),
+    "dropout": lambda x, seed: keras.random.dropout(x, 0.5, seed=seed),
+    "dropout-shared": lambda x, seed: keras.random.dropout(
+        x, 0.5, noise_shape=(1, 4), seed=seed
+    ),
+    "shared": lambda x, seed: x + ops.sum(keras.random.normal((7, 4), seed=seed), 0),
+}
+#: One for each way in which a draw has its shape.
+BY_DAY = ("normal", "categorical", "dropout", "shared")
+
+
+def rows_of_replicas(sizes: tuple[int, ...]) -> Any:
+    bounds = np.cumsum((0, *sizes))
+    parts = [X[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    return ks.PerReplica([ops.convert_to_tensor(part) for part in parts])
+
+
+@pytest.mark.parametrize("sizes", [(6, 6), (5, 4, 3)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in BY_DAY else [pytest.mark.nightly])
+        for name in DRAWS
+    ],
+)
+def test_draws_are_those_of_one_device(name: str, sizes: tuple[int, ...]) -> None:
+    draw = DRAWS[name]
+    rows = X[: sum(sizes)]
+    seed = keras.random.SeedGenerator(3)
+    expected = [draw(ops.convert_to_tensor(rows), seed) for _ in range(2)]
+    strategy = ks.MirroredStrategy([f"cpu:{i}" for i in range(len(sizes))])
+    with strategy.scope():
+        own = keras.random.SeedGenerator(3)
+    for wanted in expected:
+        found = strategy.run(lambda x: draw(x, own), args=(rows_of_replicas(sizes),))
+        parts = map(ops.convert_to_numpy, strategy.experimental_local_results(found))
+        joined = np.concatenate(list(parts))
+        np.testing.assert_allclose(joined, ops.convert_to_numpy(wanted), atol=1e-6)
+
+
+def test_layers_draw_for_their_rows() -> None:
+    def noisy() -> keras.Model:
+        return keras.Sequential(
+            [
+                keras.Input((4,)),
+                layers.GaussianNoise(0.5, seed=1),
+                layers.Dropout(0.4, seed=2),
+            ]
+        )
+
+    expected = noisy()(X, training=True)
+    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        model = noisy()
+    rows = rows_of_replicas((7, 5))
+    found = strategy.run(lambda x: model(x, training=True), args=(rows,))
+    parts = map(ops.convert_to_numpy, strategy.experimental_local_results(found))
+    joined = np.concatenate(list(parts))
+    np.testing.assert_allclose(joined, ops.convert_to_numpy(expected), atol=1e-6)
+
+
+def test_a_draw_without_rows_is_the_same_on_all_replicas() -> None:
+    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        seed = keras.random.SeedGenerator(3)
+    found = strategy.run(lambda: keras.random.normal((3,), seed=seed))
+    first, second = map(
+        ops.convert_to_numpy, strategy.experimental_local_results(found)
+    )
+    np.testing.assert_array_equal(first, second)
