@@ -14,14 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import keras
-import numpy as np
 
 from harness.numpy_gradients import finite_differences
 from harness.numpy_replicas import NumpyPrimitives
 from keras_strategies.devices import Device
 from keras_strategies.errors import ReplicaAbortedError, ReplicaMismatchError
 from keras_strategies.keras_compat import thread_state
-from keras_strategies.keras_compat.variables.generator_seeds import seed_offset
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.drivers import Drivers, FitDriver
 from keras_strategies.runtime.engine import Engine, Feature, StrategyCore
@@ -113,7 +111,8 @@ class NumpyRun(ReplicaRun):
     ) -> list[Any]:
         merging, made = MergeContext(self), CreatedVariables()
         collectives = TurnCollectives(self, merging)
-        tasks = self.tasks(fn, args, kwargs, collectives, merging, made)
+        rows = self.rows(args, kwargs)
+        tasks = self.tasks(fn, args, kwargs, collectives, merging, made, rows)
         around = thread_state.thread_state()
 
         def on_thread(i: int) -> Any:
@@ -128,12 +127,7 @@ class NumpyRun(ReplicaRun):
         return [call.result() for call in calls]
 
     def copier(self, replica_id: int) -> Callable[[Any], Any]:
-        def copy(variable: Any) -> Any:
-            # Seeds differ, so that replicas draw apart.
-            offset, value = seed_offset(variable, replica_id), raw_value(variable)
-            return value + np.array([offset, 0], value.dtype) if offset else value
-
-        return copy
+        return raw_value
 
     def creating_variable(self) -> Any:
         return thread_state.outside_stateless_scopes()

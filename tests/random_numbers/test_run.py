@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,18 +25,21 @@ DRAWS: dict[str, Callable[[Any, Any], Any]] = {
     "randint": lambda x, seed: keras.random.randint(ops.shape(x), 0, 99, seed=seed),
     "categorical": lambda x, seed: keras.random.categorical(x, 3, seed=seed),
     "dropout": lambda x, seed: keras.random.dropout(x, 0.5, seed=seed),
+    "several": lambda x, seed: ops.sum(
+        ops.reshape(keras.random.normal((len(x) * 3, 4), seed=seed), (-1, 3, 4)), 1
+    ),
     "dropout-shared": lambda x, seed: keras.random.dropout(
         x, 0.5, noise_shape=(1, 4), seed=seed
     ),
     "shared": lambda x, seed: x + ops.sum(keras.random.normal((7, 4), seed=seed), 0),
 }
 #: One for each way in which a draw has its shape.
-BY_DAY = ("normal", "categorical", "dropout", "shared")
+BY_DAY = ("normal", "categorical", "dropout", "shared", "several")
 
 
 def rows_of_replicas(sizes: tuple[int, ...]) -> Any:
     bounds = np.cumsum((0, *sizes))
-    parts = [X[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    parts = [X[a:b] for a, b in itertools.pairwise(bounds)]
     return ks.PerReplica([ops.convert_to_tensor(part) for part in parts])
 
 

@@ -70,7 +70,9 @@ class RowDraws(abc.ABC):
 class DrawsByLength(RowDraws):
     """Draws of a function of `run`, of which nothing is proved.
 
-    Those have rows that are as long as the replica has rows.
+    Those have rows that are as long as the replica's rows, or several times as long
+    (steps that are merged with rows). A fixed length can be that by chance: then
+    replicas draw different numbers where one device draws one.
 
     Args:
         rows: the replica's rows; None without any.
@@ -80,8 +82,12 @@ class DrawsByLength(RowDraws):
         self._rows = rows
 
     def next_draw(self, length: int | None) -> OwnRows | None:
-        has_rows = self._rows is not None and length == self._rows.own
-        return self._rows if has_rows else None
+        rows = self._rows
+        if rows is None or not rows.own or not length:
+            return None
+        # Of one row, each length is a multiple.
+        multiple = length // rows.own if rows.own > 1 else 1
+        return rows.times(multiple) if length == multiple * rows.own else None
 
 
 def rows_of_arguments(calls: Sequence[Any]) -> list[Any]:

@@ -1,8 +1,8 @@
 """Random numbers of a replica's rows in `Strategy.run` on JAX.
 
-The draws of `keras.random` have keys from seeds that all replicas share. A replica draws
-for the rows of all replicas, as one device does, and takes those of its rows; XLA fuses
-the two, so that what others draw costs arithmetic and no memory. Functions of
+The draws of `keras.random` have keys from seeds that all replicas share. A replica
+draws for the rows of all replicas, as one device does, and takes those of its rows; XLA
+fuses the two, so that what others draw costs arithmetic and no memory. Functions of
 `jax.random` have keys from the user's code and are left alone.
 """
 

@@ -34,9 +34,8 @@ has that of the call of `backward`.
   users act in a layer.
 - Keras's scopes: names, autocast, stateless, `keras.device`: the caller's, with the
   replica's device.
-- Random numbers: a generator for each replica (`replica_random.py`); generators of
-  accelerators are seeded apart during a call, since one seed is that of each, so that
-  replicas would draw equal masks.
+- Random numbers: those of own rows (`row_numbers.py`); replicas that draw take turns,
+  each with its own states of the process's generators (`replica_generators.py`).
 - Profiler (`ThreadLocalDebugInfo`, `RecordFunction`): not carried; a profile needs
   `profile_all_threads`; no number depends on it.
 - `view_replay`, Python dispatcher, functionalization: not carried; only used while a
@@ -53,7 +52,8 @@ has that of the call of `backward`.
 - Default dtype, deterministic algorithms, TF32 and reduced precision, cuDNN flags,
   backends of attention and of linear algebra, anomaly detection: set once, read by
   each operation; a context around a call is open until all replicas have ended.
-- The default generator of the CPU: locked while a replica uses it.
+- The default generators: those of the replica whose turn it is.
+- Attributes of layers, globals, closures: replicas take turns where code of users runs.
 - Cached casts of autocast: locked; the first replica to end empties it, and others
   cast again.
 - Mirrors of variables: keyed by variable, device and version; each replica writes
