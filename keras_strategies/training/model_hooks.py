@@ -28,6 +28,7 @@ from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.keras_compat.variables.generator_seeds import seed_states
 from keras_strategies.keras_compat.variables.materialized import materialized_model
 from keras_strategies.keras_compat.variables.values import guard_value, raw_value
+from keras_strategies.runtime.data_parallel.row_draws import drawing
 from keras_strategies.runtime.drivers import Drivers
 from keras_strategies.runtime.state import run_state
 from keras_strategies.runtime.state.run_state import RunState
@@ -76,12 +77,15 @@ class StrategyHooks:
             if strategy.drivers.servers is not None:
                 strategy.drivers.servers.making(variable)
 
-    def creating(self) -> contextlib.AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def creating(self) -> Iterator[None]:
         replica = context.current_replica()
-        state = None if replica is None else run_state.enclosing()
-        if replica is None or state is None:
-            return contextlib.nullcontext()
-        return replica.strategy.drivers.run.creating_variable()
+        if replica is None or run_state.enclosing() is None:
+            yield
+            return
+        # The numbers of an initial value have no rows.
+        with drawing(None), replica.strategy.drivers.run.creating_variable():
+            yield
 
     def check_strategy(self, model: Any, name: str) -> None:
         current = context.current_strategy()

@@ -31,7 +31,7 @@ from keras_strategies.runtime.data_parallel.gradient_boundary import (
 from keras_strategies.runtime.data_parallel.row_draws import (
     OwnRows,
     ProvedDraws,
-    RowDraws,
+    drawing,
 )
 from keras_strategies.runtime.replicas.replica_set import RowSplit
 from keras_strategies.runtime.replicas.tensor_primitives import is_float
@@ -134,9 +134,9 @@ class CallOnReplicas(GradientBoundary):
             parts: the output of each replica.
         """
 
-    @abc.abstractmethod
-    def drawing(self, draws: RowDraws) -> contextlib.AbstractContextManager[Any]:
-        """Context of a replica's call, in which it draws the numbers of its rows."""
+    def seeing_draws(self) -> contextlib.AbstractContextManager[Any]:
+        """Context in which the engine sees the draws of a replica's call."""
+        return contextlib.nullcontext()
 
     # The call.
 
@@ -177,7 +177,7 @@ class CallOnReplicas(GradientBoundary):
         def run() -> ReplicaResult:
             args, kwargs = call.arguments(leaves)
             state = self.replica_state(replica_id)
-            with state.scope() as scope, self.drawing(draws):
+            with state.scope() as scope, drawing(draws), self.seeing_draws():
                 outputs = self._route(call.layer, call.call, args, kwargs)
             return ReplicaResult(outputs, state, scope.losses)
 

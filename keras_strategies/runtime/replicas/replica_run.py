@@ -15,6 +15,7 @@ from keras_strategies.runtime.data_parallel.row_draws import (
     DrawsByLength,
     OwnRows,
     RowDraws,
+    drawing,
     rows_of_arguments,
 )
 from keras_strategies.runtime.drivers import RunDriver
@@ -73,8 +74,8 @@ class ReplicaRun(RunDriver):
         """Entered around the function on a local replica."""
         return contextlib.nullcontext()
 
-    def drawing(self, draws: RowDraws) -> contextlib.AbstractContextManager[Any]:
-        """Context of the function on a replica, in which it draws numbers of rows."""
+    def seeing_draws(self) -> contextlib.AbstractContextManager[Any]:
+        """Context in which the engine sees the draws of a function on a replica."""
         return contextlib.nullcontext()
 
     def merged(self) -> contextlib.AbstractContextManager[Any]:
@@ -150,7 +151,8 @@ class ReplicaRun(RunDriver):
                 context.on_replica(replica),
                 state.scope(),
                 self.on_replica(i),
-                self.drawing(draws),
+                drawing(draws),
+                self.seeing_draws(),
             ):
                 return fn(*args, **kwargs)
 

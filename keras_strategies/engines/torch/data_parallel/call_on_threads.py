@@ -31,7 +31,6 @@ from keras_strategies.runtime.data_parallel.call_on_replicas import (
     OutputActivation,
     SplitCall,
 )
-from keras_strategies.runtime.data_parallel.row_draws import RowDraws
 from keras_strategies.runtime.replicas.tensor_primitives import is_float
 from keras_strategies.runtime.state.replica_state import ReplicaState
 
@@ -105,8 +104,8 @@ class CallOnThreads(CallOnReplicas):
         with self._collectives.drawing_from(ReplicaGenerators(self._devices)):
             return self._threads.run(contextual, self._collectives)
 
-    def drawing(self, draws: RowDraws) -> contextlib.AbstractContextManager[Any]:
-        return RowNumbers(draws) if self.proof.draws else contextlib.nullcontext()
+    def seeing_draws(self) -> contextlib.AbstractContextManager[Any]:
+        return RowNumbers() if self.proof.draws else contextlib.nullcontext()
 
     def replica_state(self, replica_id: int) -> ReplicaState:
         return ReplicaState(

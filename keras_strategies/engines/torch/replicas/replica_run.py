@@ -28,7 +28,6 @@ from keras_strategies.keras_compat import patching
 from keras_strategies.keras_compat.models.layer_calls import calls_of_thread_through
 from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
 from keras_strategies.keras_compat.variables.values import raw_value
-from keras_strategies.runtime.data_parallel.row_draws import RowDraws
 from keras_strategies.runtime.placement import Placement
 from keras_strategies.runtime.replicas.replica_run import MergeContext, ReplicaRun
 from keras_strategies.runtime.replicas.replica_set import ReplicaSet
@@ -138,8 +137,8 @@ class TorchRun(ReplicaRun):
         with outside_stateless_scopes(), self.strategy.drivers.fit.scope():
             yield
 
-    def drawing(self, draws: RowDraws) -> contextlib.AbstractContextManager[Any]:
-        return RowNumbers(draws)
+    def seeing_draws(self) -> contextlib.AbstractContextManager[Any]:
+        return RowNumbers()
 
     def copier(self, replica_id: int) -> Callable[[Any], Any]:
         return functools.partial(self._variables.copy, replica_id)

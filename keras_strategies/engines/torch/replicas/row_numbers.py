@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from keras_strategies.engines.torch.compat import RANDOM_FUNCTIONS
-from keras_strategies.runtime.data_parallel.row_draws import OwnRows, RowDraws
+from keras_strategies.runtime.data_parallel.row_draws import OwnRows, row_draws
 
 Function = Callable[..., Any]
 #: Functions of a size, with the position of the size among their arguments.
@@ -127,23 +127,16 @@ def _argument(
 
 
 class RowNumbers(TorchFunctionMode):
-    """Function mode of a replica: draws have the numbers of its rows.
-
-    Args:
-        draws: the draws of the call.
-    """
-
-    def __init__(self, draws: RowDraws):
-        super().__init__()
-        self._draws = draws
+    """Function mode of a replica: draws of `row_draws` have the numbers of its rows."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not is_draw(func, args, kwargs):
+        draws = row_draws()
+        if draws is None or not is_draw(func, args, kwargs):
             return func(*args, **kwargs)
-        rows = self._draws.next_draw(_length(func, args, kwargs))
+        rows = draws.next_draw(_length(func, args, kwargs))
         if rows is None:
             return func(*args, **kwargs)
         return drawn_rows(func, args, kwargs, rows)
