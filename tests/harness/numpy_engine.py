@@ -20,6 +20,7 @@ from harness.numpy_replicas import NumpyPrimitives
 from keras_strategies.devices import Device
 from keras_strategies.errors import ReplicaAbortedError, ReplicaMismatchError
 from keras_strategies.keras_compat import thread_state
+from keras_strategies.keras_compat.variables.generator_seeds import is_seed_state
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.drivers import Drivers, FitDriver
 from keras_strategies.runtime.engine import Engine, Feature, StrategyCore
@@ -127,7 +128,12 @@ class NumpyRun(ReplicaRun):
         return [call.result() for call in calls]
 
     def copier(self, replica_id: int) -> Callable[[Any], Any]:
-        return raw_value
+        def copy(variable: Any) -> Any:
+            # NumPy draws no numbers of rows: seeds differ, so that replicas draw apart.
+            value = raw_value(variable)
+            return value + [replica_id << 20, 0] if is_seed_state(variable) else value
+
+        return copy
 
     def creating_variable(self) -> Any:
         return thread_state.outside_stateless_scopes()
