@@ -306,7 +306,7 @@ def train() -> None:
                 keras.layers.Dense(6, "tanh"),
                 keras.layers.BatchNormalization(),
                 Gate(),
-                keras.layers.Dropout(0.0, seed=5),
+                keras.layers.Dropout(0.3),
                 keras.layers.Dense(1, "sigmoid"),
             ]
         )

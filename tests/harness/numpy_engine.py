@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import keras
+import numpy as np
 
 from harness.numpy_gradients import finite_differences
 from harness.numpy_replicas import NumpyPrimitives
@@ -130,8 +131,10 @@ class NumpyRun(ReplicaRun):
     def copier(self, replica_id: int) -> Callable[[Any], Any]:
         def copy(variable: Any) -> Any:
             # NumPy draws no numbers of rows: seeds differ, so that replicas draw apart.
-            value = raw_value(variable)
-            return value + [replica_id << 20, 0] if is_seed_state(variable) else value
+            value = np.array(raw_value(variable))
+            if is_seed_state(variable):
+                value[0] += np.uint32(replica_id << 20)
+            return value
 
         return copy
 

@@ -51,8 +51,8 @@ def test_a_killed_training_ends_as_one_that_is_not(
 
 def test_the_strategy_changes_between_kills(forker: Forker, tmp_path: Path) -> None:
     *killed_under, last = STRATEGIES[BACKEND]
-    expected = Resumed(forker, tmp_path / "whole").finished("none")
-    killed = Resumed(forker, tmp_path / "killed")
+    expected = Resumed(forker, tmp_path / "whole", dropout=0.3).finished("none")
+    killed = Resumed(forker, tmp_path / "killed", dropout=0.3)
     steps = killed_after(2, len(killed_under))
     for strategy, after in zip(killed_under, steps, strict=True):
         killed.killed(strategy, after)

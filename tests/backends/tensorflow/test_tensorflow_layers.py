@@ -197,10 +197,10 @@ def test_losses_of_keras_inside_a_layer_are_not_divided_by_replicas():
 
 
 @pytest.mark.parametrize("eager", [False, True])
-def test_dropout_differs_between_replicas_and_repeats_with_the_seed(eager):
-    def draw():
+def test_dropout_of_a_custom_step_is_that_of_one_device(eager):
+    def draw(strategy):
         keras.utils.set_random_seed(3)
-        with two().scope():
+        with strategy.scope():
             model = keras.Sequential([keras.Input((50,)), layers.Dropout(0.5)])
             model.compile("sgd", "mse", run_eagerly=eager)
 
@@ -217,9 +217,9 @@ def test_dropout_differs_between_replicas_and_repeats_with_the_seed(eager):
         logs = model.train_on_batch(x, x, return_dict=True)
         return np.asarray(logs["n"])
 
-    first, again = draw(), draw()
-    np.testing.assert_array_equal(first, again)
-    assert len({row.tobytes() for row in first}) == 4
+    found = draw(two())
+    np.testing.assert_array_equal(found, draw(ks.OneDeviceStrategy("cpu:0")))
+    assert len({row.tobytes() for row in found}) == 4
 
 
 class Failing(layers.Layer):
