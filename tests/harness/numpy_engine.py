@@ -131,8 +131,9 @@ class NumpyRun(ReplicaRun):
     def copier(self, replica_id: int) -> Callable[[Any], Any]:
         def copy(variable: Any) -> Any:
             # NumPy draws no numbers of rows: seeds differ, so that replicas draw apart.
-            value = np.array(raw_value(variable))
+            value = raw_value(variable)
             if is_seed_state(variable):
+                value = np.array(value)
                 value[0] += np.uint32(replica_id << 20)
             return value
 

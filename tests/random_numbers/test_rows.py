@@ -11,7 +11,7 @@ import pytest
 from harness.training import as_arrays, assert_same
 
 import keras_strategies as ks
-from random_numbers.cases import BATCH, CASES, INPUTS, TARGETS, Case
+from random_numbers.cases import BACKEND, BATCH, CASES, INPUTS, TARGETS, Case
 
 
 def trained(case: Case, strategy: Any) -> Any:
@@ -25,8 +25,18 @@ def trained(case: Case, strategy: Any) -> Any:
     return as_arrays((history.history["loss"], model.get_weights()))
 
 
-@pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+#: On JAX, `fit` is one program for any number of replicas.
+BY_DAY = ("Dropout", "several-generator") if BACKEND == "jax" else ()
+
+
+def marked(case: Case) -> Any:
+    is_by_day = not BY_DAY or case.name in BY_DAY
+    marks = [] if is_by_day else [pytest.mark.nightly]
+    return pytest.param(case, id=case.name, marks=marks)
+
+
+@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.nightly), 3])
+@pytest.mark.parametrize("case", map(marked, CASES))
 def test_training_is_that_of_one_device(case: Case, count: int) -> None:
     strategy = ks.MirroredStrategy([f"cpu:{i}" for i in range(count)])
     expected = trained(case, None)
