@@ -213,10 +213,7 @@ def drawing(name: str, seed: str) -> Case:
 CASES = [
     *(Case(name, make, rank) for name, (make, rank) in LAYERS.items()),
     *(drawing(name, "generator") for name in FUNCTIONS),
-    *(
-        drawing(name, seed)
-        for name in ("normal", "several")
-        for seed in ("int", "none")
-    ),
-    drawing("dropout", "none"),
+    *(drawing(name, "int") for name in ("normal", "several")),
 ]
+if BACKEND != "jax":  # Keras refuses draws without a seed in a traced step.
+    CASES += [drawing(name, "none") for name in ("normal", "several", "dropout")]
