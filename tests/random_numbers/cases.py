@@ -155,7 +155,8 @@ FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
     ),
     "randint": lambda x, seed: ops.cast(
         keras.random.randint((rows_of(x), 4), 0, 9, seed=seed), "float32"
-    ),
+    )
+    / 9,
     "categorical": lambda x, seed: ops.cast(
         keras.random.categorical(ops.log(ops.softmax(x)), 4, seed=seed), "float32"
     ),
@@ -181,14 +182,13 @@ FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
 }
 #: Not split: rows are mixed, how many numbers are drawn depends on parameters of each
 #: row, Python draws, or operations have no rule.
-_MIXING = tuple(
-    f"{name}-generator" for name in ("gamma-of-rows", "shuffle", "mixup", "python")
-)
+_MIXING = tuple(f"{name}-generator" for name in ("shuffle", "mixup", "python"))
 UNSPLIT: dict[str, tuple[str, ...]] = {
     "jax": (),
     "tensorflow": _MIXING,
     "torch": (
         *_MIXING,
+        "gamma-of-rows-generator",
         "gamma-generator",
         "binomial-generator",
         "beta-generator",

@@ -28,6 +28,9 @@ from tensorflow.python.framework import func_graph, ops
 from tensorflow.python.ops import (
     control_flow_util,
     control_flow_util_v2,
+    control_flow_v2_func_graphs,
+    gen_stateless_random_ops,
+    gen_stateless_random_ops_v2,
     gradients_util,
     resource_variable_ops,
 )
@@ -164,6 +167,33 @@ PRIVATE_NAMES = (
         f"{_PYTHON}.ops.control_flow_util",
         ("GraphOrParentsInXlaContext",),
         "Mirrored variables cannot be assigned in an XLA program.",
+    ),
+    Private(
+        f"{_PYTHON}.ops.gen_stateless_random_ops",
+        (
+            "stateless_multinomial",
+            "stateless_parameterized_truncated_normal",
+            "stateless_random_binomial",
+            "stateless_random_poisson",
+        ),
+        "Random numbers of a replica's rows.",
+    ),
+    Private(
+        f"{_PYTHON}.ops.gen_stateless_random_ops_v2",
+        (
+            "stateless_random_gamma_v3",
+            "stateless_random_normal_v2",
+            "stateless_random_uniform_full_int_v2",
+            "stateless_random_uniform_int_v2",
+            "stateless_random_uniform_v2",
+            "stateless_truncated_normal_v2",
+        ),
+        "Random numbers of a replica's rows.",
+    ),
+    Private(
+        f"{_PYTHON}.ops.control_flow_v2_func_graphs",
+        ("ControlFlowFuncGraph",),
+        "Draws in loops and branches of a call are draws of the call.",
     ),
     Private(
         _VARIABLES,
@@ -481,6 +511,60 @@ def inferred_shapes(
 
 
 # Random numbers.
+
+#: Functions that make stateless random operations, by the module where
+#: `tf.random.stateless_*` look them up in each call.
+DRAWS = (
+    (
+        gen_stateless_random_ops_v2,
+        (
+            "stateless_random_uniform_v2",
+            "stateless_random_normal_v2",
+            "stateless_truncated_normal_v2",
+            "stateless_random_uniform_int_v2",
+            "stateless_random_uniform_full_int_v2",
+            "stateless_random_gamma_v3",
+        ),
+    ),
+    (
+        gen_stateless_random_ops,
+        (
+            "stateless_random_binomial",
+            "stateless_random_poisson",
+            "stateless_parameterized_truncated_normal",
+            "stateless_multinomial",
+        ),
+    ),
+)
+
+
+def replace_draws(
+    replacement: Callable[[str, Callable[..., Any]], Callable[..., Any]],
+) -> None:
+    """Replaces the functions that make stateless random operations.
+
+    Args:
+        replacement: callable of the name of a function and the function, that returns
+            the one in its place, with the same arguments.
+    """
+    for module, names in DRAWS:
+        for name in names:
+            setattr(module, name, replacement(name, getattr(module, name)))
+
+
+def is_in_control_flow_of(graph: Any, inner: Any) -> bool:
+    """Whether a graph is another one, or that of a loop or branch in it.
+
+    Args:
+        graph: the outer graph.
+        inner: the graph.
+    """
+    kind = control_flow_v2_func_graphs.ControlFlowFuncGraph
+    while inner is not graph:
+        if not isinstance(inner, kind):
+            return False
+        inner = inner.outer_graph
+    return True
 
 
 def global_seed() -> int | None:

@@ -30,24 +30,27 @@ def is_seed_state(variable: Any) -> bool:
 
 
 @contextlib.contextmanager
-def substitute_global_generator() -> Iterator[None]:
+def substitute_global_generator() -> Iterator[_NotingUse | None]:
     """Another generator for draws without a seed, while there is none yet.
 
     Keras 3.15 creates it in the first such draw, as the global attribute
     "global_seed_generator", from Python's random numbers. If the context draws from the
     substitute, the generator is created at its end, as that draw would.
+
+    Yields:
+        The substitute; None if there is a generator.
     """
     from keras.src.backend.common import global_state
     from keras.src.random.seed_generator import global_seed_generator
 
     name = "global_seed_generator"
     if global_state.get_global_attribute(name) is not None:
-        yield
+        yield None
         return
     substitute = _NotingUse(0)
     global_state.set_global_attribute(name, substitute)
     try:
-        yield
+        yield substitute
     finally:
         global_state.set_global_attribute(name, None)
         if substitute.was_used:

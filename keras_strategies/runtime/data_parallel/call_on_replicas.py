@@ -138,6 +138,11 @@ class CallOnReplicas(GradientBoundary):
         """Context in which the engine sees the draws of a replica's call."""
         return contextlib.nullcontext()
 
+    def own_rows(self, replica_id: int) -> OwnRows:
+        """The rows of a local replica, in a call that draws random numbers."""
+        first = self.row_split.replica_set.counts.first
+        return OwnRows.of(self.row_split.every, first + replica_id)
+
     # The call.
 
     def outputs(self) -> Any:
@@ -170,9 +175,9 @@ class CallOnReplicas(GradientBoundary):
         return outputs
 
     def _task(self, replica_id: int, leaves: list[Any]) -> Callable[[], ReplicaResult]:
-        call, split = self.layer_call, self.row_split
-        rows = OwnRows.of(split.every, split.replica_set.counts.first + replica_id)
-        draws = ProvedDraws(self.proof.draws, rows, call.layer.name)
+        call, multiples = self.layer_call, self.proof.draws
+        rows = self.own_rows(replica_id) if any(multiples) else OwnRows(0, 0, 0)
+        draws = ProvedDraws(multiples, rows, call.layer.name)
 
         def run() -> ReplicaResult:
             args, kwargs = call.arguments(leaves)

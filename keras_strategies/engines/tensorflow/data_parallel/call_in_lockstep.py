@@ -21,6 +21,7 @@ from keras_strategies.engines.tensorflow.data_parallel.graph_copies import (
     ReplicaTraces,
 )
 from keras_strategies.engines.tensorflow.devices import tf_device
+from keras_strategies.engines.tensorflow.intercepted_draws import drawing_own_rows
 from keras_strategies.engines.tensorflow.replicas.lockstep_replicas import (
     LockstepCollectives,
     ReplicaEngine,
@@ -30,7 +31,6 @@ from keras_strategies.engines.tensorflow.replicas.mirrored_variables import (
 )
 from keras_strategies.errors import ContextError
 from keras_strategies.keras_compat.models.layers import get_logits
-from keras_strategies.keras_compat.variables.generator_seeds import seed_offset
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.data_parallel.call_on_replicas import (
     CallOnReplicas,
@@ -38,6 +38,7 @@ from keras_strategies.runtime.data_parallel.call_on_replicas import (
     SplitCall,
 )
 from keras_strategies.runtime.data_parallel.gradient_boundary import Channel
+from keras_strategies.runtime.data_parallel.row_draws import OwnRows, RowDraws
 from keras_strategies.runtime.replicas.tensor_primitives import is_float
 from keras_strategies.runtime.state.replica_state import ReplicaResult, ReplicaState
 
@@ -175,6 +176,27 @@ class CallInLockstep(CallOnReplicas):
                 trace.result = task()
                 return trace.result
 
+    # Random numbers.
+
+    def drawing(self, draws: RowDraws) -> contextlib.AbstractContextManager[None]:
+        return drawing_own_rows(draws)
+
+    def own_rows(self, replica_id: int) -> OwnRows:
+        rows = super().own_rows(replica_id)
+        if tf.executing_eagerly():
+            return rows
+        # Inputs of a replica's operations, so that copies of these have other ones.
+        counts = (rows.before, rows.own, rows.total)
+        with tf.device("CPU:0"):
+            before, own, total = (
+                count
+                if self._is_static and count is not rows.before
+                else tf.identity(tf.cast(count, tf.int64))
+                for count in counts
+            )
+        rows = self.traces.rows[replica_id] = OwnRows(before, own, total)
+        return rows
+
     # Variables.
 
     def replica_state(self, replica_id: int) -> ReplicaState:
@@ -236,13 +258,9 @@ class CallInLockstep(CallOnReplicas):
         # Not recorded by tapes: gradients of variables cross the boundary by `targets`.
         with compat.without_recording():
             value = self._read(raw) if own is None else own.value()
-            first = self.row_split.replica_set.counts.first
-            offset = seed_offset(variable, first + replica_id)
-            if not offset and (own is not None or device == self._lead_name):
+            if own is not None or device == self._lead_name:
                 return value
             with tf.device(device):
-                if offset:
-                    return value + tf.constant([offset, 0], dtype=value.dtype)
                 return tf.identity(value)
 
     def _outside_control_flow(self) -> Any:

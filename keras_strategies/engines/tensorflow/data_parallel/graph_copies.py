@@ -32,6 +32,7 @@ from keras_strategies.keras_compat.models.layers import (
     set_logits,
     set_mask,
 )
+from keras_strategies.runtime.data_parallel.row_draws import OwnRows
 from keras_strategies.runtime.state.replica_state import ReplicaResult, ReplicaState
 
 
@@ -213,6 +214,8 @@ class ReplicaTraces:
         self._slices = slices
         self._read = read
         self._collectives = collectives
+        #: By replica, its rows, for random numbers: tensors of the graph.
+        self.rows: dict[int, OwnRows] = {}
         self._forward: dict[int, ForwardTrace] = {}
         self._backward: dict[int, tuple[TracedOperations, list[Any], list[Any]]] = {}
         self._copies: dict[int, tuple[int, GraphCopy]] = {}
@@ -269,13 +272,25 @@ class ReplicaTraces:
             copy = GraphCopy(self._devices[template])
             self._copies[replica_id] = template, copy
             pairs = zip(self._slices[template], self._slices[replica_id], strict=True)
-            for before, after in pairs:
+            for before, after in (*pairs, *self._row_counts(template, replica_id)):
                 copy.set(before, after)
         _, copy = self._copies[replica_id]
         for variable, raw, local in trace.reads:
             copy.set(local, self._read(replica_id, variable, raw))
         copy.add(operations)
         return copy
+
+    def _row_counts(self, one: int, other: int) -> list[tuple[Any, Any]]:
+        """Pairs of tensors with the rows of two replicas."""
+        if one not in self.rows:
+            return []
+        first, second = self.rows[one], self.rows[other]
+        pairs = [
+            (first.before, second.before),
+            (first.own, second.own),
+            (first.total, second.total),
+        ]
+        return [pair for pair in pairs if tf.is_tensor(pair[0])]
 
     # Collectives.
 

@@ -16,6 +16,7 @@ from keras_strategies.engines.tensorflow.data_parallel.elastic_steps import (
 from keras_strategies.engines.tensorflow.data_parallel.zero_rows import (
     fails_on_zero_rows,
 )
+from keras_strategies.engines.tensorflow.intercepted_draws import intercept_draws
 from keras_strategies.engines.tensorflow.replicas.lockstep_replicas import (
     NestedCollectiveError,
     ReplicaEngine,
@@ -48,6 +49,7 @@ class TensorFlowDataParallelCall(DataParallelCall):
 
     def __init__(self, strategy: StrategyCore, engine: ReplicaEngine):
         super().__init__(strategy, PRIMITIVES, TensorFlowRowProver(strategy))
+        intercept_draws()
         self._engine = engine
         # Of the last program for any number of rows, whether each replica has one.
         self._all_have_rows = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -51,12 +51,16 @@ class Facts:
     Args:
         counts: numbers of rows at which sizes are compared.
         are_real: bool, whether the call runs with these numbers of rows only.
-        draws: whether random numbers of rows are drawn.
+        draws: for each graph of the call, the position of each operation among those
+            that draw random numbers.
+        multiples: entries of axis 0 for each row, by this position; of draws that are
+            found to have rows, or that all rows share.
     """
 
     counts: tuple[int, ...]
     are_real: bool
-    draws: bool = False
+    draws: Sequence[Mapping[Any, int]] = ()
+    multiples: dict[int, int] = field(default_factory=dict)
     # Sizes that TensorFlow did not infer, by `id(tensor)`.
     sizes: dict[int, Sizes] = field(default_factory=dict)
 
@@ -164,6 +168,33 @@ class Node:
         if not self.inputs[i].is_plain:
             raise NoRuleError("axes that depend on the number of rows")
         return [axis % rank if rank else axis for axis in numbers[0]]
+
+    def add_draw(self, result: GraphPlacement) -> GraphPlacement:
+        """Notes whether the random numbers that the operation draws have the rows.
+
+        Args:
+            result: their placement.
+
+        Raises:
+            MixesRowsError: if replicas could not draw those of their rows.
+        """
+        found = [
+            draws.get(operation)
+            for draws, operation in zip(self.facts.draws, self.operations, strict=True)
+        ]
+        position, multiple = found[0], result.multiple if result.has_rows else 0
+        if result.has_rows and (result.axis or result.power or result.outer > 1):
+            raise MixesRowsError(f"random numbers that are {result}")
+        if position is None and not multiple:
+            return result
+        if position is None or any(other != position for other in found):
+            raise MixesRowsError(
+                "random numbers of rows, drawn in a `tf.function` or not by "
+                "`keras.random` or `tf.random`"
+            )
+        if self.facts.multiples.setdefault(position, multiple) != multiple:
+            raise MixesRowsError("random numbers with rows in one of several calls")
+        return result
 
     def row_axis(self, shapes: Sequence[Sequence[int]]) -> GraphPlacement | None:
         return row_axis(shapes, self.counts)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from keras_strategies.engines.tensorflow.global_random import python_numbers_restored
 from keras_strategies.engines.tensorflow.row_proofs.graph_placements import (
     HANDLE,
     ROWS,
     SAME,
     GraphPlacement,
     Kind,
+    MixesRowsError,
+    row_axis,
 )
 from keras_strategies.engines.tensorflow.row_proofs.lockstep import GraphsDifferError
 from keras_strategies.engines.tensorflow.row_proofs.node import Facts
@@ -27,6 +29,10 @@ from keras_strategies.engines.tensorflow.row_proofs.traced_call import (
     traced,
 )
 from keras_strategies.engines.tensorflow.row_proofs.walk import GraphWalk, SharedWork
+from keras_strategies.keras_compat.variables.generator_seeds import (
+    create_global_generator,
+    global_generator_restored,
+)
 from keras_strategies.runtime.row_proofs.known_calls import (
     KnownCalls,
     UnknownUse,
@@ -89,36 +95,77 @@ class TensorFlowRowProver(RowProver):
         sizes: Sequence[int],
         known_calls: KnownCalls | None,
     ) -> RowProof:
-        counts, traces = _counts(sizes), list[TracedCall]()
-        numbers = random.getstate(), np.random.get_state()
+        counts = _counts(sizes)
         try:
-            for count in counts if sizes else (None,):
-                traces.append(
-                    traced(self.strategy, call, with_rows, count, known_calls)
-                )
-            if sizes and len(traces) < 2:
-                raise AssertionError
-            is_drawn = not _are_equal(
-                numbers, (random.getstate(), np.random.get_state())
-            )
-            if is_drawn:
-                raise NotProvedError("it draws random numbers of Python or NumPy")
-        except NotProvedError as error:
-            return RowProof(problem=str(error))
-        except Exception as error:
-            # Of the user's code: the unsplit call that follows raises it again, or
-            # TensorFlow can run the code in eager mode only.
-            raise _TraceError(_failure(error, counts, traces)) from error
-        finally:
-            random.setstate(numbers[0])
-            np.random.set_state(numbers[1])
-        try:
+            traced_with = counts if sizes else (None,)
+            traces = self._traces(call, with_rows, traced_with, known_calls)
             return _Proof(traces, counts, bool(sizes)).result()
         except GraphsDifferError as error:
             text = "its operations depend on the number of rows"
             raise _TraceError(text) from error
         except NotProvedError as error:
             return RowProof(problem=str(error))
+
+    def draws(
+        self, call: LayerCall, with_rows: Sequence[bool], sizes: Sequence[int]
+    ) -> RowProof:
+        counts = SAMPLED_COUNTS[:2]
+        try:
+            traces = self._traces(call, with_rows, counts, None, has_gradients=False)
+            multiples = _multiples([trace.draws.results for trace in traces], counts)
+        except (NotProvedError, _TraceError) as error:
+            return RowProof(problem=str(error))
+        if multiples is None:
+            # Shapes that only the operations show.
+            found = self.prove(call, with_rows, sizes)
+            return RowProof(problem=found.problem, draws=found.draws)
+        return RowProof(draws=multiples)
+
+    def _traces(
+        self,
+        call: LayerCall,
+        with_rows: Sequence[bool],
+        counts: Sequence[int | None],
+        known_calls: KnownCalls | None,
+        has_gradients: bool = True,
+    ) -> list[TracedCall]:
+        """The traces of a call at each number of rows.
+
+        Raises:
+            NotProvedError: if it draws numbers out of order.
+            _TraceError: if it cannot be traced.
+        """
+        traces = list[TracedCall]()
+        with (
+            python_numbers_restored() as are_drawn,
+            global_generator_restored() as made,
+        ):
+            try:
+                for count in counts:
+                    found = traced(
+                        self.strategy,
+                        call,
+                        with_rows,
+                        count,
+                        known_calls,
+                        has_gradients,
+                    )
+                    traces.append(found)
+            except Exception as error:
+                # Of the user's code: the unsplit call that follows raises it again, or
+                # TensorFlow can run the code in eager mode only.
+                raise _TraceError(_failure(error, counts, traces)) from error
+            is_drawn = are_drawn()
+        if is_drawn:
+            raise NotProvedError("it draws random numbers of Python or NumPy")
+        for trace in traces:
+            if trace.draws.problem:
+                raise NotProvedError(trace.draws.problem)
+        assigned = [variable for trace in traces for variable, _ in trace.updates]
+        if made is not None and any(made.state is variable for variable in assigned):
+            create_global_generator()
+            return self._traces(call, with_rows, counts, known_calls, has_gradients)
+        return traces
 
     def has_hooks(self, layer: Any) -> str:
         return ""
@@ -137,15 +184,33 @@ def _counts(sizes: Sequence[int]) -> tuple[int, ...]:
     return counts if len(counts) > 1 else (total, 2 * total)
 
 
-def _are_equal(first: Any, second: Any) -> bool:
-    python, numpy = zip(first, second, strict=True)
-    return python[0] == python[1] and all(
-        np.array_equal(a, b) for a, b in zip(*numpy, strict=True)
-    )
+def _multiples(
+    results: Sequence[Sequence[Any]], counts: Sequence[int]
+) -> list[int] | None:
+    """Entries of axis 0 for each row, of draws at each number of rows.
+
+    Raises:
+        NotProvedError: if they follow from the number of rows in another way.
+    """
+    if len({len(each) for each in results}) > 1:
+        raise NotProvedError("how often it draws depends on the number of rows")
+    found = []
+    for tensors in zip(*results, strict=True):
+        shapes = [tensor.shape for tensor in tensors]
+        if not all(shape.is_fully_defined() for shape in shapes):
+            return None
+        try:
+            placement = row_axis([shape.as_list() for shape in shapes], counts)
+        except MixesRowsError as error:
+            raise NotProvedError(f"random numbers: {error}") from error
+        if placement is not None and placement.axis:
+            raise NotProvedError(f"it draws random numbers that are {placement}")
+        found.append(placement.multiple if placement is not None else 0)
+    return found
 
 
 def _failure(
-    error: Exception, counts: Sequence[int], traces: Sequence[TracedCall]
+    error: Exception, counts: Sequence[int | None], traces: Sequence[TracedCall]
 ) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()]
     text = f"{type(error).__name__}: {lines[0] if lines else ''}"
@@ -168,7 +233,13 @@ class _Proof:
     ):
         self._traces = traces
         self._call = traces[0]
-        self._facts = Facts(counts, are_real)
+        columns = self._columns(lambda trace: trace.draws.results)
+        self._count = len(columns)
+        draws = [
+            {tensor.op: i for i, tensor in enumerate(trace.draws.results)}
+            for trace in traces
+        ]
+        self._facts = Facts(counts, are_real, draws)
         _check_effects(self._call)
         work = SharedWork(self._facts, self._call.place_of)
         self._walk = GraphWalk([trace.graph for trace in traces], work)
@@ -187,7 +258,9 @@ class _Proof:
             ]
             updates = dict(self._updates())
             self._check_gradients([*outputs, *losses])
-        return RowProof(outputs, losses, updates, draws=self._facts.draws)
+        # What no result depends on is drawn as it is.
+        draws = [self._facts.multiples.get(i, 0) for i in range(self._count)]
+        return RowProof(outputs, losses, updates, draws=draws)
 
     def _columns(
         self, part: Callable[[TracedCall], Sequence[Any]]

@@ -21,9 +21,12 @@ STATELESS = """
     StatelessRandomUniformInt StatelessRandomUniformIntV2 StatelessRandomUniformFullInt
     StatelessRandomUniformFullIntV2
 """
-#: `(shape, ...)`, with a state of its own in each operation.
+#: With a state of its own in each operation, or in a `tf.random.Generator`.
 STATEFUL = """
-    RandomUniform RandomStandardNormal TruncatedNormal RandomUniformInt
+    RandomUniform RandomStandardNormal TruncatedNormal RandomUniformInt RandomGamma
+    RandomPoisson RandomPoissonV2 ParameterizedTruncatedNormal Multinomial RandomShuffle
+    RngReadAndSkip RngSkip StatefulRandomBinomial StatefulStandardNormalV2
+    StatefulTruncatedNormal StatefulUniform StatefulUniformInt StatefulUniformFullInt
 """
 #: `(shape, seed, parameters...)`, with parameters that broadcast to the shape.
 WITH_PARAMETERS = """
@@ -40,18 +43,12 @@ def draw(node: Node) -> Result:
     if sizes.values is None and sizes.is_plain:
         return SAME
     found = node.row_axis(node.numbers(0))
-    if found is None:
-        return SAME
-    node.facts.draws = True
-    return found
+    return node.add_draw(SAME if found is None else found)
 
 
 def draw_with_state(node: Node) -> Result:
-    """Each replica has a state of its own, so it draws other numbers."""
-    found = draw(node)
-    if found == SAME:
-        raise MixesRowsError("random numbers that are not those of all replicas")
-    return found
+    """The numbers follow those that were drawn before, whatever rows these had."""
+    raise MixesRowsError("numbers of one of TensorFlow's stateful generators")
 
 
 def draw_with_parameters(node: Node) -> Result:
@@ -67,14 +64,17 @@ def draw_with_parameters(node: Node) -> Result:
     for i, each in enumerate(parameters, 2):
         axis = found.axis - (rank - node.rank(i))
         if each.has_rows:
+            if node.type == "StatelessParameterizedTruncatedNormal":
+                raise MixesRowsError(
+                    "random numbers that depend on the parameters of other rows"
+                )
             if (each.axis, each.multiple) != (axis, found.multiple) or each.power:
                 raise MixesRowsError("rows are combined with other rows")
         elif each.kind is not Kind.SAME or each.power:
             raise MixesRowsError(f"a parameter that is {each}")
         elif axis >= 0 and node.sizes(i)[axis] != 1:
             raise MixesRowsError("rows are combined with a tensor that has as many")
-    node.facts.draws = True
-    return found
+    return node.add_draw(found)
 
 
 def gamma(node: Node) -> Result:
@@ -94,8 +94,7 @@ def gamma(node: Node) -> Result:
         raise MixesRowsError("rows are combined with other rows")
     if not alpha.has_rows and axis >= 0 and node.sizes(last)[axis] != 1:
         raise MixesRowsError("rows are combined with a tensor that has as many")
-    node.facts.draws = True
-    return found
+    return node.add_draw(found)
 
 
 def choose(node: Node) -> Result:
@@ -105,8 +104,7 @@ def choose(node: Node) -> Result:
         raise MixesRowsError("a seed or number of choices that depends on rows")
     if not logits.has_rows or logits.axis:
         raise MixesRowsError(f"choices by {logits}")
-    node.facts.draws = True
-    return logits.but(values=None, is_zero=False)
+    return node.add_draw(logits.but(values=None, is_zero=False))
 
 
 def shuffle(node: Node) -> Result:
@@ -115,9 +113,9 @@ def shuffle(node: Node) -> Result:
 
 RULES: dict[str, Rule] = {
     **rules(STATELESS, draw, takes_counts=True),
-    **rules(STATEFUL, draw_with_state, takes_counts=True),
+    **rules(STATEFUL, draw_with_state, takes_all=True),
     **rules(WITH_PARAMETERS, draw_with_parameters, takes_counts=True),
     **rules("StatelessRandomGammaV3", gamma, takes_counts=True),
-    **rules("StatelessMultinomial Multinomial", choose),
-    **rules("RandomShuffle StatelessShuffle", shuffle),
+    **rules("StatelessMultinomial", choose),
+    **rules("StatelessShuffle", shuffle),
 }

@@ -12,6 +12,10 @@ import tensorflow as tf
 
 from keras_strategies import context
 from keras_strategies.engines.tensorflow import compat
+from keras_strategies.engines.tensorflow.intercepted_draws import (
+    DrawRecorder,
+    recording,
+)
 from keras_strategies.engines.tensorflow.row_proofs.proof_operations import (
     run_in_own_graph,
     traced_known_call,
@@ -72,6 +76,7 @@ class TracedCall:
         losses: the added losses.
         updates: pairs of a variable and its assigned value.
         is_backward: bool, whether the backward pass is traced.
+        draws: the draws of random numbers; None before the call is traced.
     """
 
     graph: Any
@@ -84,6 +89,7 @@ class TracedCall:
     losses: list[Any] = field(default_factory=list)
     updates: list[tuple[Any, Any]] = field(default_factory=list)
     is_backward: bool = False
+    draws: Any = None
     _calls: list[tuple[int, int, Any]] = field(default_factory=list)
 
     def place_of(self, operation: Any) -> str:
@@ -117,6 +123,7 @@ def traced(
     with_rows: Sequence[bool],
     rows: int | None,
     known_calls: KnownCalls | None,
+    has_gradients: bool = True,
 ) -> TracedCall:
     """Traces a call and its backward pass.
 
@@ -127,10 +134,16 @@ def traced(
         rows: int, the number of rows; None for any number.
         known_calls: the calls of layers that are known by type; None to trace their
             operations.
+        has_gradients: bool, whether the backward pass is traced.
     """
     in_order = None if known_calls is None else known_calls.in_order()
     found = TracedCall(compat.new_graph("row_proof"))
-    with found.graph.as_default(), tf.GradientTape() as tape:
+    found.draws = DrawRecorder(found.graph, tf.executing_eagerly())
+    with (
+        recording(found.draws),
+        found.graph.as_default(),
+        tf.GradientTape() as tape,
+    ):
         leaves = [
             _argument(found, tape, i, leaf, has_rows, rows)
             for i, (leaf, has_rows) in enumerate(
@@ -157,9 +170,14 @@ def traced(
             (variable, tf.convert_to_tensor(value, raw_dtype(variable)))
             for variable, value in state.updates.values()
         ]
-    found.is_backward = True
-    with found.graph.as_default(), context.on_replica(replica):
-        _add_gradients(found, tape)
+    if has_gradients:
+        found.is_backward = found.draws.is_backward = True
+        with (
+            recording(found.draws),
+            found.graph.as_default(),
+            context.on_replica(replica),
+        ):
+            _add_gradients(found, tape)
     return found
 
 
