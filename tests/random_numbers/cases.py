@@ -153,10 +153,9 @@ FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
     "truncated_normal": lambda x, seed: keras.random.truncated_normal(
         ops.shape(x), seed=seed
     ),
-    "randint": lambda x, seed: ops.cast(
-        keras.random.randint((rows_of(x), 4), 0, 9, seed=seed), "float32"
-    )
-    / 9,
+    "randint": lambda x, seed: (
+        ops.cast(keras.random.randint((rows_of(x), 4), 0, 9, seed=seed), "float32") / 9
+    ),
     "categorical": lambda x, seed: ops.cast(
         keras.random.categorical(ops.log(ops.softmax(x)), 4, seed=seed), "float32"
     ),

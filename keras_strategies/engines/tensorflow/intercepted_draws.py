@@ -19,12 +19,12 @@ from typing import Any
 import tensorflow as tf
 
 from keras_strategies.engines.tensorflow import compat
-from keras_strategies.engines.tensorflow.own_entries import own_entries
-from keras_strategies.runtime.data_parallel.row_draws import (
-    RowDraws,
-    drawing,
-    row_draws,
+from keras_strategies.engines.tensorflow.own_entries import (
+    length_of,
+    own_entries,
+    rows_of_length,
 )
+from keras_strategies.runtime.data_parallel.row_draws import DrawsByLength, row_draws
 
 
 class DrawRecorder:
@@ -80,13 +80,12 @@ def recording(recorder: DrawRecorder) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def drawing_own_rows(draws: RowDraws) -> Iterator[None]:
-    """Context of a replica's call, in which it draws the numbers of its rows."""
+def seeing_draws() -> Iterator[None]:
+    """Context of a replica's call, in which its draws are those of its rows."""
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     token = _graph_of_call.set(graph)
     try:
-        with drawing(draws):
-            yield
+        yield
     finally:
         _graph_of_call.reset(token)
 
@@ -110,12 +109,17 @@ def _intercepted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         draws = row_draws()
         if draws is None or not _is_in(_graph_of_call.get()):
             return original(*args, **kwargs)
-        rows = draws.next_draw()
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        length = length_of(given)
+        if isinstance(draws, DrawsByLength) and not draws.is_static(length):
+            rows = rows_of_length(draws.rows, given)
+        else:
+            rows = draws.next_draw(length)
         if rows is None:
             return original(*args, **kwargs)
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        return own_entries(name, original, given.arguments, rows)
+        return own_entries(name, original, given, rows)
 
     return draw
 

@@ -48,16 +48,45 @@ def own_entries(name: str, draw: Draw, given: Arguments, rows: OwnRows) -> Any:
 
 
 def _check(given: Arguments, rows: OwnRows) -> None:
-    if "shape" not in given:
-        return
-    sizes = tf.get_static_value(given["shape"], partial=True)
-    length = sizes[0] if sizes is not None and len(sizes) else None
-    if length is not None and isinstance(rows.own, int) and int(length) != rows.own:
+    length = length_of(given)
+    if length is not None and isinstance(rows.own, int) and length != rows.own:
         raise BatchError(
-            f"Random numbers of shape {[*sizes]} are drawn on a replica, where "
-            f"the proof of the layer's row placements has {rows.own} entries of its "
-            "rows. Its code behaves differently in two calls with the same arguments: "
-            "make what changes an argument of the call or a `keras.Variable`."
+            f"Random numbers with {length} entries of axis 0 are drawn on a replica, "
+            f"where the proof of the layer's row placements has {rows.own}. Its code "
+            "behaves differently in two calls with the same arguments: make what "
+            "changes an argument of the call or a `keras.Variable`."
+        )
+
+
+def length_of(given: Arguments) -> int | None:
+    """The entries of axis 0 of what is drawn; None if unknown, or without axes."""
+    if "logits" in given:
+        shape = given["logits"].shape
+        return shape[0] if shape.rank else None
+    sizes = tf.get_static_value(given["shape"], partial=True)
+    if sizes is None or not len(sizes) or sizes[0] is None:
+        return None
+    return int(sizes[0])
+
+
+def rows_of_length(rows: OwnRows | None, given: Arguments) -> OwnRows | None:
+    """`DrawsByLength.next_draw` in a graph where a number of rows or a length is known
+    in a step only."""
+    is_choice = "logits" in given
+    if rows is None or not (is_choice or _rank(given["shape"])):
+        return None
+    shape = tf.shape(given["logits"]) if is_choice else given["shape"]
+    with _scalars():
+        length = tf.cast(tf.convert_to_tensor(shape)[0], tf.int64)
+        before, own, total = (
+            tf.cast(each, tf.int64) for each in (rows.before, rows.own, rows.total)
+        )
+        multiple = tf.where(own > 1, length // tf.maximum(own, 1), 1)
+        are_rows = (own > 0) & (multiple > 0) & (length == multiple * own)
+        return OwnRows(
+            tf.where(are_rows, before * multiple, 0),
+            length,
+            tf.where(are_rows, total * multiple, length),
         )
 
 

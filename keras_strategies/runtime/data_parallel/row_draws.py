@@ -79,10 +79,18 @@ class DrawsByLength(RowDraws):
     """
 
     def __init__(self, rows: OwnRows | None):
-        self._rows = rows
+        self.rows = rows
+
+    def is_static(self, length: int | None) -> bool:
+        """Whether the numbers of rows, and a length, are known outside of a step."""
+        rows = self.rows
+        if rows is None:
+            return True
+        counts = (rows.before, rows.own, rows.total, length)
+        return all(isinstance(each, int) for each in counts)
 
     def next_draw(self, length: int | None) -> OwnRows | None:
-        rows = self._rows
+        rows = self.rows
         if rows is None or not rows.own or not length:
             return None
         # Of one row, each length is a multiple.
@@ -102,10 +110,24 @@ def rows_of_arguments(calls: Sequence[Any]) -> list[Any]:
     for column in zip(*map(keras.tree.flatten, calls), strict=False):
         shapes = [getattr(leaf, "shape", None) for leaf in column]
         is_shared = len(column) > 1 and all(leaf is column[0] for leaf in column)
-        if is_shared or isinstance(column[0], keras.Variable) or not all(shapes):
+        if (
+            is_shared
+            or isinstance(column[0], keras.Variable)
+            or not all(map(_has_axes, shapes))
+        ):
             continue
-        return [shape[0] for shape in shapes if shape is not None]
+        return [
+            keras.ops.shape(leaf)[0] if shape[0] is None else shape[0]
+            for leaf, shape in zip(column, shapes, strict=True)
+            if shape is not None
+        ]
     return []
+
+
+def _has_axes(shape: Any) -> bool:
+    return (
+        shape is not None and getattr(shape, "rank", 1) is not None and bool(len(shape))
+    )
 
 
 class ProvedDraws(RowDraws):

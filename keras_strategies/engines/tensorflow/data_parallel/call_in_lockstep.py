@@ -21,7 +21,7 @@ from keras_strategies.engines.tensorflow.data_parallel.graph_copies import (
     ReplicaTraces,
 )
 from keras_strategies.engines.tensorflow.devices import tf_device
-from keras_strategies.engines.tensorflow.intercepted_draws import drawing_own_rows
+from keras_strategies.engines.tensorflow.intercepted_draws import seeing_draws
 from keras_strategies.engines.tensorflow.replicas.lockstep_replicas import (
     LockstepCollectives,
     ReplicaEngine,
@@ -38,7 +38,7 @@ from keras_strategies.runtime.data_parallel.call_on_replicas import (
     SplitCall,
 )
 from keras_strategies.runtime.data_parallel.gradient_boundary import Channel
-from keras_strategies.runtime.data_parallel.row_draws import OwnRows, RowDraws
+from keras_strategies.runtime.data_parallel.row_draws import OwnRows
 from keras_strategies.runtime.replicas.tensor_primitives import is_float
 from keras_strategies.runtime.state.replica_state import ReplicaResult, ReplicaState
 
@@ -178,8 +178,8 @@ class CallInLockstep(CallOnReplicas):
 
     # Random numbers.
 
-    def drawing(self, draws: RowDraws) -> contextlib.AbstractContextManager[None]:
-        return drawing_own_rows(draws)
+    def seeing_draws(self) -> contextlib.AbstractContextManager[None]:
+        return seeing_draws()
 
     def own_rows(self, replica_id: int) -> OwnRows:
         rows = super().own_rows(replica_id)

@@ -20,7 +20,7 @@ from keras_strategies.engines.tensorflow.global_random import (
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.layers import get_mask, set_mask
 from keras_strategies.keras_compat.variables.generator_seeds import (
-    global_generator_restored,
+    substitute_global_generator,
 )
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.row_proofs.layer_calls import LayerCall
@@ -51,8 +51,8 @@ def _operations(layer_call: LayerCall) -> set[str]:
     with (
         layer_calls_through(None),
         operation_seeds_restored(),
+        substitute_global_generator(),
         python_numbers_restored(),
-        global_generator_restored(),
         ReplicaState(raw_value).scope(),
         graph.as_default(),
     ):

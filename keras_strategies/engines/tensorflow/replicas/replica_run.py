@@ -29,6 +29,10 @@ from keras_strategies.engines.tensorflow.data_parallel.assigned_values import (
     assigned_value,
 )
 from keras_strategies.engines.tensorflow.devices import tf_device
+from keras_strategies.engines.tensorflow.intercepted_draws import (
+    intercept_draws,
+    seeing_draws,
+)
 from keras_strategies.engines.tensorflow.replicas.empty_replicas import call_with_a_row
 from keras_strategies.engines.tensorflow.replicas.lockstep_replicas import (
     LockstepCollectives,
@@ -41,7 +45,6 @@ from keras_strategies.engines.tensorflow.tensor_primitives import PRIMITIVES
 from keras_strategies.engines.tensorflow.workers.worker_collectives import workers_of
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
-from keras_strategies.keras_compat.variables.generator_seeds import seed_offset
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.placement import Placement
 from keras_strategies.runtime.replicas.replica_run import MergeContext, ReplicaRun
@@ -107,6 +110,7 @@ class TensorFlowRun(ReplicaRun):
     def __init__(self, strategy: StrategyCore, engine: ReplicaEngine):
         compat.exclude_from_autograph("keras_strategies")
         _suppress_eager_warning()
+        intercept_draws()
         # By `tf.function` passed to `run`, a program of all replicas, and their set.
         self._programs: weakref.WeakKeyDictionary[Any, tuple[ReplicaSet, Any]] = (
             weakref.WeakKeyDictionary()
@@ -211,13 +215,7 @@ class TensorFlowRun(ReplicaRun):
             # A copy first read in a loop is made before the loop.
             base = graph.as_default() if graph else contextlib.nullcontext()
             with base, tf.device(device):
-                value = tf.stop_gradient(raw.read_value())
-                offset = seed_offset(
-                    variable, self.replica_set.counts.first + replica_id
-                )
-                if offset:
-                    value += tf.constant([offset, 0], dtype=value.dtype)
-                return value
+                return tf.stop_gradient(raw.read_value())
 
         return copy
 
@@ -233,6 +231,9 @@ class TensorFlowRun(ReplicaRun):
         guard = call_with_a_row if "CPU" in device else None
         with reading_copies_on(device), layer_calls_through(guard):
             yield
+
+    def seeing_draws(self) -> contextlib.AbstractContextManager[None]:
+        return seeing_draws()
 
     def merged(self) -> contextlib.AbstractContextManager[Any]:
         return compat.default_strategy()

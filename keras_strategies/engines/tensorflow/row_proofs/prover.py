@@ -30,8 +30,7 @@ from keras_strategies.engines.tensorflow.row_proofs.traced_call import (
 )
 from keras_strategies.engines.tensorflow.row_proofs.walk import GraphWalk, SharedWork
 from keras_strategies.keras_compat.variables.generator_seeds import (
-    create_global_generator,
-    global_generator_restored,
+    substitute_global_generator,
 )
 from keras_strategies.runtime.row_proofs.known_calls import (
     KnownCalls,
@@ -137,8 +136,8 @@ class TensorFlowRowProver(RowProver):
         """
         traces = list[TracedCall]()
         with (
+            substitute_global_generator() as substitute,
             python_numbers_restored() as are_drawn,
-            global_generator_restored() as made,
         ):
             try:
                 for count in counts:
@@ -161,9 +160,7 @@ class TensorFlowRowProver(RowProver):
         for trace in traces:
             if trace.draws.problem:
                 raise NotProvedError(trace.draws.problem)
-        assigned = [variable for trace in traces for variable, _ in trace.updates]
-        if made is not None and any(made.state is variable for variable in assigned):
-            create_global_generator()
+        if substitute is not None and substitute.was_used:
             return self._traces(call, with_rows, counts, known_calls, has_gradients)
         return traces
 
