@@ -1,0 +1,293 @@
+"""TensorFlow: layers draw for the rows of a replica what one device draws."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import keras_strategies as ks
+
+if keras.backend.backend() != "tensorflow":
+    pytest.skip("tests of the TensorFlow backend", allow_module_level=True)
+
+import tensorflow as tf
+from harness.tensorflow_training import assert_close
+
+from keras_strategies.engines.tensorflow.data_parallel.graph_copies import ReplicaTraces
+
+ks.set_virtual_cpu_devices(4)
+X = np.random.default_rng(5).normal(size=(13, 7)).astype("float32")
+random = keras.random
+
+
+def three():
+    return ks.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
+
+
+class Noise(layers.Layer):
+    """Adds what a function of a tensor and a seed draws."""
+
+    def __init__(self, draw, seed=None):
+        super().__init__()
+        self.draw = draw
+        self.seed = random.SeedGenerator(3) if seed is None else seed
+
+    def call(self, x):
+        return x + self.draw(x, self.seed)
+
+
+def uniform(x, seed):
+    return random.uniform(ops.shape(x), seed=seed)
+
+
+def in_a_loop(x, seed):
+    def body(i, total):
+        return i + 1, total + random.normal(ops.shape(x), seed=seed)
+
+    zeros = tf.zeros_like(x)
+    return tf.while_loop(lambda i, total: i < 3, body, (0, zeros))[1]
+
+
+def in_a_map(x, seed):
+    """Noise of all rows for each element, by a loop of TensorFlow."""
+    drawn = tf.map_fn(
+        lambda i: i * random.normal(ops.shape(x), seed=seed), tf.constant([1.0, 2.0])
+    )
+    return tf.reduce_sum(drawn, 0)
+
+
+def in_a_branch(x, seed):
+    first = random.uniform(ops.shape(x), seed=seed)
+    state = tf.cast(ops.convert_to_tensor(seed.state)[1], "float32")
+    return first + tf.cond(
+        state > 1.5,
+        lambda: random.normal(ops.shape(x), seed=7),
+        lambda: random.uniform((1, 7), seed=8) + random.uniform(ops.shape(x), seed=9),
+    )
+
+
+def behind_others(x, seed):
+    """Rows, none, unused ones, and three for each row; half of a batch is 4 rows."""
+    unused = random.normal(ops.shape(x), seed=seed)
+    shared = random.normal((4, 7), seed=seed)
+    many = random.uniform((ops.shape(x)[0] * 3, 7), seed=seed)
+    many = ops.sum(ops.reshape(many, (-1, 3, 7)), 1)
+    del unused
+    return many + ops.sum(shared, 0) + random.uniform(ops.shape(x), seed=seed)
+
+
+def of_tf(x, seed):
+    return tf.random.stateless_normal(tf.shape(x), seed.next()) + tf.cast(
+        tf.random.stateless_uniform(
+            tf.shape(x), [1, 2], minval=None, maxval=None, dtype=tf.int32, alg="philox"
+        )
+        // 2**20,
+        tf.float32,
+    )
+
+
+NOISES = {
+    "uniform": uniform,
+    "dropout": lambda x, seed: random.dropout(x, 0.5, seed=seed),
+    "gamma": lambda x, seed: random.gamma(ops.shape(x), 0.3, seed=seed),
+    "categorical": lambda x, seed: ops.cast(
+        random.categorical(x, 7, seed=seed), "float32"
+    ),
+    "loop": in_a_loop,
+    "map": in_a_map,
+    "branch": in_a_branch,
+    "others": behind_others,
+    "tf": of_tf,
+}
+
+
+def predicted(strategy, make, x, way):
+    """The outputs of two predictions by a model with a layer that draws."""
+    keras.utils.set_random_seed(11)
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model = keras.Sequential([keras.Input(x.shape[1:]), make()])
+        model.compile("sgd", "mse", run_eagerly=way == "eager")
+    if way == "any rows":
+        found = [model.predict(x, batch_size=8, verbose=0) for _ in range(2)]
+    else:
+        found = [model.predict_on_batch(x) for _ in range(2)]
+    return [np.asarray(each) for each in found]
+
+
+def assert_equal_bits(expected, found):
+    for a, b in zip(expected, found, strict=True):
+        assert a.tobytes() == b.tobytes(), np.abs(a - b).max()
+
+
+@contextlib.contextmanager
+def problems():
+    """The reasons why layers are not split."""
+    found = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield found
+    texts = [str(each.message) for each in caught]
+    found += [text for text in texts if "cannot be split by rows" in text]
+
+
+@pytest.fixture
+def traces(monkeypatch):
+    """The replicas that were traced, and not copied."""
+    found = []
+    tracing = ReplicaTraces.tracing
+
+    def recorded(traces, replica, replica_id):
+        found.append(replica_id)
+        return tracing(traces, replica, replica_id)
+
+    monkeypatch.setattr(ReplicaTraces, "tracing", recorded)
+    return found
+
+
+#: In eager mode a loop draws in each iteration, in Python's order.
+NOT_EAGER = ("loop", "map", "branch")
+
+
+@pytest.mark.parametrize("name", NOISES)
+@pytest.mark.parametrize("way", ["12 rows", "13 rows", "any rows", "eager"])
+def test_numbers_are_bit_for_bit_those_of_keras(name, way, traces):
+    x = X[:12] if way == "12 rows" else X
+    expected = predicted(None, lambda: Noise(NOISES[name]), x, way)
+    with problems() as found_problems:
+        found = predicted(three(), lambda: Noise(NOISES[name]), x, way)
+    assert_equal_bits(expected, found)
+    assert not np.array_equal(*found)
+    assert bool(found_problems) == (way == "eager" and name in NOT_EAGER)
+    if way == "12 rows":
+        # Replicas with functions in their graph are traced, others are copies.
+        assert set(traces) == ({0, 1, 2} if name in NOT_EAGER else {0})
+
+
+def test_layers_with_collectives_are_copied(traces):
+    def make():
+        return keras.Sequential(
+            [
+                layers.GaussianNoise(0.5, seed=1),
+                layers.BatchNormalization(),
+                layers.Dropout(0.4, seed=2),
+            ]
+        )
+
+    def trained(strategy):
+        keras.utils.set_random_seed(11)
+        with strategy.scope() if strategy else contextlib.nullcontext():
+            model = keras.Sequential([keras.Input((7,)), make(), layers.Dense(1)])
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+        losses = [model.train_on_batch(X[:12], X[:12, :1]) for _ in range(3)]
+        return losses, model.get_weights()
+
+    expected = trained(None)
+    found = trained(three())
+    assert_close(expected, found)
+    assert set(traces) == {0}
+
+
+@tf.function
+def _drawn_in_a_program(x, state):
+    return tf.random.stateless_normal(tf.shape(x), state)
+
+
+def other_axis(x, seed):
+    drawn = random.normal((7, ops.shape(x)[0]), seed=seed)
+    return ops.transpose(drawn)
+
+
+@pytest.mark.parametrize(
+    ("draw", "reason"),
+    [
+        (lambda x, seed: tf.random.normal(tf.shape(x)), "stateful generators"),
+        (lambda x, seed: tf.random.normal((7,)), "stateful generators"),
+        (lambda x, seed: tf.nn.dropout(x, 0.5), "stateful generators"),
+        (lambda x, seed: _drawn_in_a_program(x, seed.next()), "in a `tf.function`"),
+        (
+            lambda x, seed: tf.raw_ops.StatelessRandomNormal(
+                shape=tf.shape(x), seed=seed.next()
+            ),
+            "in a `tf.function`",
+        ),
+        (other_axis, "rows along axis 1"),
+        (
+            lambda x, seed: tf.random.stateless_parameterized_truncated_normal(
+                tf.shape(x), [1, 2], x, 1.0, x - 1.0, x + 2.0
+            ),
+            "parameters of other rows",
+        ),
+    ],
+)
+def test_other_numbers_are_drawn_unsplit(draw, reason):
+    tf.random.set_seed(1)
+    with problems() as found:
+        predicted(three(), lambda: Noise(draw), X, "13 rows")
+    assert len(found) == 1
+    assert reason in found[0]
+
+
+def test_numbers_of_a_program_in_a_layer_without_rows_are_shared():
+    def draw(x, seed):
+        return _drawn_in_a_program(tf.zeros((7,)), seed.next())
+
+    expected = predicted(None, lambda: Noise(draw), X, "13 rows")
+    with problems() as found_problems:
+        found = predicted(three(), lambda: Noise(draw), X, "13 rows")
+    assert_equal_bits(expected, found)
+    assert not found_problems
+
+
+def trained(strategy, make, **options):
+    keras.utils.set_random_seed(11)
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model = keras.Sequential(
+            [keras.Input((7,)), layers.Dense(8), make(), layers.Dense(1)]
+        )
+        model.compile(keras.optimizers.SGD(0.05), "mse", **options)
+    history = model.fit(X, X[:, :1], batch_size=6, epochs=3, shuffle=False, verbose=0)
+    return history.history["loss"], model.get_weights()
+
+
+@pytest.mark.parametrize("options", [{"steps_per_execution": 2}, {"jit_compile": True}])
+def test_steps(options):
+    def make():
+        return keras.Sequential([layers.Dropout(0.5, seed=1), Noise(in_steps)])
+
+    expected = trained(None, make, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # XLA is not used by several replicas.
+        found = trained(three(), make, **options)
+    assert_close(expected, found)
+
+
+def in_steps(x, seed):
+    return 0.1 * random.normal(ops.shape(x), seed=seed)
+
+
+class Rematerialized(layers.Layer):
+    """Draws again in the backward pass, as `keras.remat` does."""
+
+    def __init__(self):
+        super().__init__()
+        self.seed = random.SeedGenerator(3)
+        self.inner = layers.Dense(8)
+
+    def build(self, shape):
+        self.inner.build(shape)
+
+    def call(self, x):
+        def computed(x):
+            return random.dropout(ops.tanh(self.inner(x)), 0.5, seed=self.seed)
+
+        return keras.remat(computed)(x)
+
+
+def test_rematerialized_numbers():
+    expected = trained(None, Rematerialized)
+    assert_close(expected, trained(three(), Rematerialized))
