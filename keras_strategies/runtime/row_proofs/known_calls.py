@@ -10,6 +10,7 @@ import keras
 
 from keras_strategies.keras_compat.models.layers import get_mask
 from keras_strategies.keras_compat.models.row_wise_layers import is_row_wise
+from keras_strategies.keras_compat.variables.generator_seeds import seed_generators
 from keras_strategies.runtime.row_proofs.layer_calls import argument_leaves
 
 
@@ -67,7 +68,6 @@ class KnownResults:
         reads: the variables that the call reads.
         updates: those that it assigns; none of them is trained.
         is_trained: bool, whether a variable that it reads is trained.
-        draws: bool, whether it draws random numbers, which have rows.
     """
 
     structure: Any
@@ -76,7 +76,6 @@ class KnownResults:
     reads: list[Any]
     updates: list[Any]
     is_trained: bool
-    draws: bool
 
     def packed(self, outputs: Sequence[Any]) -> Any:
         """The outputs in their structure."""
@@ -144,6 +143,8 @@ def known_arguments(
 ) -> KnownArguments | None:
     """The arguments of a call, if the layer is known by type for such ones.
 
+    A layer with random numbers is not: draws are recorded one by one.
+
     Args:
         layer: a layer.
         args: the arguments of its call.
@@ -159,7 +160,9 @@ def known_arguments(
     masks = [mask for mask in map(get_mask, tensors) if mask is not None]
     if not tensors or not all(_has_rows(each, rows) for each in (*tensors, *masks)):
         return None
-    if not layer.built or not is_row_wise(layer, [len(t.shape) for t in tensors]):
+    if seed_generators(layer) or not layer.built:
+        return None
+    if not is_row_wise(layer, [len(t.shape) for t in tensors]):
         return None
     return KnownArguments(tensors, masks)
 

@@ -32,7 +32,6 @@ from keras_strategies.engines.tensorflow.row_proofs.traced_collectives import (
 )
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.layers import get_mask, set_mask
-from keras_strategies.keras_compat.variables.generator_seeds import is_seed_state
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.replicas.collectives import SingleReplica
 from keras_strategies.runtime.row_proofs.known_calls import (
@@ -48,7 +47,6 @@ from keras_strategies.runtime.state.replica_state import ReplicaState
 # updates; words are separated by a space.
 _TYPE = "PyFuncStateless"
 _CALL = "known_layer"
-_DRAWING = "known_layer_with_random_numbers"
 _GRADIENT = "gradient_of_known_layer"
 
 
@@ -92,8 +90,7 @@ def traced_known_call(
     def call(weights: Any, *watched: Any) -> Any:
         values = iter(watched)
         every = [next(values) if t.dtype.is_floating else t for t in given]
-        name = _DRAWING if known.draws else _CALL
-        token = f"{name} {len(every)} {len(known.updates)}"
+        token = f"{_CALL} {len(every)} {len(known.updates)}"
         results = _operation(token, [*every, *assigned], shapes)
 
         def gradient(*gradients: Any) -> list[Any]:
@@ -182,7 +179,6 @@ def run_in_own_graph(
         reads,
         updates,
         any(variable.trainable for variable in reads),
-        any(map(is_seed_state, updates)),
     )
 
 
@@ -220,12 +216,11 @@ def _known_layer(node: Node) -> Result:
     for given in node.inputs:
         if given.is_lost:
             return [given.but(least=None)] * count
-    name, with_rows, updates = node.attribute("token").decode().split()
+    _, with_rows, updates = node.attribute("token").decode().split()
     rows, assigned = node.inputs[: int(with_rows)], node.inputs[int(with_rows) :]
     is_known = all(given.but(is_zero=False, least=None) == ROWS for given in rows)
     if not is_known or not all(given.is_plain for given in assigned):
         raise UnknownUse
-    node.facts.draws |= name == _DRAWING
     return [ROWS] * (count - int(updates)) + [SAME] * int(updates)
 
 
@@ -247,7 +242,6 @@ def _gradient(node: Node) -> Result:
 
 _APPLIED: dict[str, Callable[[Node], Result]] = {
     _CALL: _known_layer,
-    _DRAWING: _known_layer,
     _GRADIENT: _gradient,
     COLLECTIVE: collective,
     GRADIENT: gradient_of_collective,

@@ -150,7 +150,6 @@ class CallRecorder(TorchDispatchMode):
         places: the layers that operations are in, see `RecordedStep`.
         outside: by version the tensors that come from elsewhere.
         branches: the truth values that Python has read.
-        draws_unrecorded: whether operations that are not recorded draw random numbers.
         is_drawing: bool, whether a function that draws random numbers is called.
     """
 
@@ -162,7 +161,6 @@ class CallRecorder(TorchDispatchMode):
         self.origins: dict[int, Any] = {}
         self.problem = ""
         self.branches: list[bool] = []
-        self.draws_unrecorded = False
         self._branches = list(branches)
         self.places: list[Any] = []
         self.place: int | None = None
@@ -335,7 +333,6 @@ class CallRecorder(TorchDispatchMode):
             return _CPU
         kwargs = kwargs or {}
         if self._is_paused or func.namespace == "prim":
-            self.draws_unrecorded |= torch.Tag.nondeterministic_seeded in func.tags
             return func(*args, **kwargs)
         traits = _traits(func)
         if traits.name in ("lift_fresh", "lift") and not isinstance(

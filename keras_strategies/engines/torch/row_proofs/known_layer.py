@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -13,7 +13,6 @@ from keras_strategies.engines.torch.compat import storage_key
 from keras_strategies.engines.torch.row_proofs.call_recorder import CallRecorder
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.layers import get_mask, set_mask
-from keras_strategies.keras_compat.variables.generator_seeds import is_seed_state
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.replicas.collectives import SingleReplica
 from keras_strategies.runtime.row_proofs.known_calls import (
@@ -60,7 +59,7 @@ def recorded_known_call(
     def record() -> list[torch.Tensor]:
         return recorder.add_step(
             "known_layer",
-            (given, assigned, len(known.updates), known.draws),
+            (given, assigned, len(known.updates)),
             shapes,
         )
 
@@ -135,7 +134,6 @@ def run_without_values(
         returns what is no tensor with the rows, or views of arguments.
     """
     state = ReplicaState(_without_values_of)
-    recorder.draws_unrecorded = False
     # Batch normalization has no collectives on one of one.
     replica = context.ReplicaContext(strategy, 0, SingleReplica(), num_replicas=1)
     with (
@@ -164,11 +162,6 @@ def run_without_values(
     updates = [variable for variable, _ in state.updates.values()]
     if any(variable.trainable for variable in updates):
         return None
-    if recorder.draws_unrecorded:
-        # Keras makes no seeds for the meta device.
-        updates += [
-            v for v in layer.variables if is_seed_state(v) and not _is_in(v, updates)
-        ]
     reads = [variable for variable, _ in state.reads.values()]
     return KnownResults(
         keras.tree.map_structure(lambda leaf: None, outputs),
@@ -177,12 +170,7 @@ def run_without_values(
         reads,
         updates,
         any(raw_value(variable).requires_grad for variable in reads),
-        recorder.draws_unrecorded,
     )
-
-
-def _is_in(variable: Any, variables: Sequence[Any]) -> bool:
-    return any(each is variable for each in variables)
 
 
 def _argument(leaf: Any) -> Any:

@@ -64,7 +64,7 @@ _OWN_ARGUMENTS = {
     "branch": ("self",),
     "collective": ("self",),
     "collective_gradient": ("self",),
-    "known_layer": ("rows", "variables", "updates", "draws"),
+    "known_layer": ("rows", "variables", "updates"),
     "known_layer_gradient": ("gradients",),
 }
 # Operations that take the numbers of the rows as indices.

@@ -30,13 +30,13 @@ from keras_strategies.engines.torch.row_proofs.propagation import (
 )
 from keras_strategies.engines.torch.row_proofs.value_placements import SAME, Placed
 from keras_strategies.keras_compat.models.layers import sublayers
-from keras_strategies.runtime.row_proofs.known_calls import (
-    KnownCalls,
-    UnknownUse,
-)
 from keras_strategies.keras_compat.variables.generator_seeds import (
     is_seed_state,
     substitute_global_generator,
+)
+from keras_strategies.runtime.row_proofs.known_calls import (
+    KnownCalls,
+    UnknownUse,
 )
 from keras_strategies.runtime.row_proofs.layer_calls import LayerCall
 from keras_strategies.runtime.row_proofs.row_placements import (
