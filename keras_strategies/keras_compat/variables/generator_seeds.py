@@ -47,7 +47,7 @@ def substitute_global_generator() -> Iterator[_NotingUse | None]:
     if global_state.get_global_attribute(name) is not None:
         yield None
         return
-    substitute = _NotingUse(0)
+    substitute = _NotingUse(0, name="seed_generator")
     global_state.set_global_attribute(name, substitute)
     try:
         yield substitute

@@ -46,8 +46,11 @@ def uniform(x, seed):
 
 
 def in_a_loop(x, seed):
+    state = ops.cast(seed.next(), "int32")
+
     def body(i, total):
-        return i + 1, total + random.normal(ops.shape(x), seed=seed)
+        drawn = tf.random.stateless_normal(tf.shape(x), state + i)
+        return i + 1, total + drawn
 
     zeros = tf.zeros_like(x)
     return tf.while_loop(lambda i, total: i < 3, body, (0, zeros))[1]
@@ -55,8 +58,11 @@ def in_a_loop(x, seed):
 
 def in_a_map(x, seed):
     """Noise of all rows for each element, by a loop of TensorFlow."""
+    state = ops.cast(seed.next(), "int32")
     drawn = tf.map_fn(
-        lambda i: i * random.normal(ops.shape(x), seed=seed), tf.constant([1.0, 2.0])
+        lambda i: tf.random.stateless_uniform(tf.shape(x), state + i),
+        tf.constant([1, 2]),
+        fn_output_signature=tf.float32,
     )
     return tf.reduce_sum(drawn, 0)
 
@@ -121,7 +127,7 @@ def predicted(strategy, make, x, way):
 
 def assert_equal_bits(expected, found):
     for a, b in zip(expected, found, strict=True):
-        assert a.tobytes() == b.tobytes(), np.abs(a - b).max()
+        np.testing.assert_array_equal(a, b)
 
 
 @contextlib.contextmanager
@@ -151,6 +157,7 @@ def traces(monkeypatch):
 
 #: In eager mode a loop draws in each iteration, in Python's order.
 NOT_EAGER = ("loop", "map", "branch")
+SUMS = (*NOT_EAGER, "others", "tf")
 
 
 @pytest.mark.parametrize("name", NOISES)
@@ -160,7 +167,11 @@ def test_numbers_are_bit_for_bit_those_of_keras(name, way, traces):
     expected = predicted(None, lambda: Noise(NOISES[name]), x, way)
     with problems() as found_problems:
         found = predicted(three(), lambda: Noise(NOISES[name]), x, way)
-    assert_equal_bits(expected, found)
+    if name in SUMS:
+        # Programs add several numbers in another order.
+        assert_close(expected, found, 1e-6)
+    else:
+        assert_equal_bits(expected, found)
     assert not np.array_equal(*found)
     assert bool(found_problems) == (way == "eager" and name in NOT_EAGER)
     if way == "12 rows":
@@ -254,20 +265,28 @@ def trained(strategy, make, **options):
     return history.history["loss"], model.get_weights()
 
 
-@pytest.mark.parametrize("options", [{"steps_per_execution": 2}, {"jit_compile": True}])
-def test_steps(options):
+def test_several_steps_in_a_program():
     def make():
         return keras.Sequential([layers.Dropout(0.5, seed=1), Noise(in_steps)])
 
-    expected = trained(None, make, **options)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # XLA is not used by several replicas.
-        found = trained(three(), make, **options)
-    assert_close(expected, found)
+    expected = trained(None, make, steps_per_execution=2)
+    assert_close(expected, trained(three(), make, steps_per_execution=2))
 
 
 def in_steps(x, seed):
     return 0.1 * random.normal(ops.shape(x), seed=seed)
+
+
+def test_masks_of_xla():
+    """Replicas do not use XLA. It draws the same uniform numbers."""
+
+    def make():
+        return layers.Dropout(0.5, seed=1)
+
+    expected = trained(None, make, jit_compile=True)
+    with pytest.warns(UserWarning, match="jit_compile"):
+        found = trained(three(), make, jit_compile=True)
+    assert_close(expected, found)
 
 
 class Rematerialized(layers.Layer):
@@ -290,4 +309,8 @@ class Rematerialized(layers.Layer):
 
 def test_rematerialized_numbers():
     expected = trained(None, Rematerialized)
-    assert_close(expected, trained(three(), Rematerialized))
+    with problems() as reasons:
+        found = trained(three(), Rematerialized)
+    assert_close(expected, found)
+    assert len(reasons) == 1
+    assert "in its backward pass" in reasons[0]
