@@ -235,7 +235,7 @@ class Propagation:
             ),
             tuple(None if each is None else each[0].dtype for each in traits),
             self._counts,
-            _draws(func, arguments),
+            _draws(func),
             _operands(arguments),
         )
 
@@ -401,10 +401,10 @@ def _blocks(op: Operation, operand: Operand) -> bool:
     return op.name != "collective"
 
 
-def _draws(func: Any, arguments: Sequence[Any]) -> bool:
-    if isinstance(func, str):
-        return func == "known_layer" and bool(arguments[-1])
-    return torch.Tag.nondeterministic_seeded in func.tags
+def _draws(func: Any) -> bool:
+    return not isinstance(func, str) and (
+        torch.Tag.nondeterministic_seeded in func.tags
+    )
 
 
 def _draws_numbers(op: Operation) -> bool:
