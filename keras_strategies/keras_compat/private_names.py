@@ -193,6 +193,16 @@ PRIVATE = (
         "Initial values that are made in pieces.",
     ),
     Private(
+        "keras.src.random.seed_generator",
+        ("global_seed_generator",),
+        "Draws without a seed begin with it, outside of proofs.",
+    ),
+    Private(
+        "keras.src.layers.layer.Layer",
+        ("_seed_generators",),
+        "Whether a layer draws random numbers.",
+    ),
+    Private(
         "keras.src.ops.operation", ("Operation",), "Objects that are sent to workers."
     ),
     Private(

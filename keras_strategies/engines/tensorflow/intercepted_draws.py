@@ -27,8 +27,8 @@ from keras_strategies.engines.tensorflow.own_entries import (
 from keras_strategies.runtime.data_parallel.row_draws import DrawsByLength, row_draws
 
 
-class DrawRecorder:
-    """Records the draws of a traced call.
+class TracedDraws:
+    """The draws of a traced call, in order.
 
     Args:
         graph: the graph of the call.
@@ -60,7 +60,7 @@ class DrawRecorder:
             )
 
 
-_recorder: contextvars.ContextVar[DrawRecorder | None] = contextvars.ContextVar(
+_recorder: contextvars.ContextVar[TracedDraws | None] = contextvars.ContextVar(
     "draw_recorder", default=None
 )
 # The graph of the replica's call; None in eager mode.
@@ -70,7 +70,7 @@ _graph_of_call: contextvars.ContextVar[Any] = contextvars.ContextVar(
 
 
 @contextlib.contextmanager
-def recording(recorder: DrawRecorder) -> Iterator[None]:
+def recording(recorder: TracedDraws) -> Iterator[None]:
     """Context in which the draws of a traced call are recorded."""
     token = _recorder.set(recorder)
     try:

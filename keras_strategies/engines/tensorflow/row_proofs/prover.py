@@ -16,8 +16,6 @@ from keras_strategies.engines.tensorflow.row_proofs.graph_placements import (
     SAME,
     GraphPlacement,
     Kind,
-    MixesRowsError,
-    row_axis,
 )
 from keras_strategies.engines.tensorflow.row_proofs.lockstep import GraphsDifferError
 from keras_strategies.engines.tensorflow.row_proofs.node import Facts
@@ -46,6 +44,9 @@ from keras_strategies.runtime.row_proofs.row_prover import RowProver
 
 #: Numbers of rows at which sizes are compared in a program for any number of rows.
 SAMPLED_COUNTS = (7, 2, 3, 97, 503)
+#: A number of rows that sizes are recognized by: a prime. Layers of Keras draw tensors
+#: with the rows along axis 0, or with one entry. Products with other sizes are int32.
+_RECOGNIZED = 2003
 #: Operations with effects outside of the graph, or on variables that replicas lack.
 _EFFECTS = {
     "PyFunc": "calls a Python function",
@@ -108,10 +109,10 @@ class TensorFlowRowProver(RowProver):
     def draws(
         self, call: LayerCall, with_rows: Sequence[bool], sizes: Sequence[int]
     ) -> RowProof:
-        counts = SAMPLED_COUNTS[:2]
         try:
-            traces = self._traces(call, with_rows, counts, None, has_gradients=False)
-            multiples = _multiples([trace.draws.results for trace in traces], counts)
+            traced_with = (_RECOGNIZED,)
+            (trace,) = self._traces(call, with_rows, traced_with, None, False)
+            multiples = _multiples(trace.draws.results)
         except (NotProvedError, _TraceError) as error:
             return RowProof(problem=str(error))
         if multiples is None:
@@ -181,28 +182,24 @@ def _counts(sizes: Sequence[int]) -> tuple[int, ...]:
     return counts if len(counts) > 1 else (total, 2 * total)
 
 
-def _multiples(
-    results: Sequence[Sequence[Any]], counts: Sequence[int]
-) -> list[int] | None:
-    """Entries of axis 0 for each row, of draws at each number of rows.
+def _multiples(results: Sequence[Any]) -> list[int] | None:
+    """Entries of axis 0 for each row, of what layers of Keras draw.
 
-    Raises:
-        NotProvedError: if they follow from the number of rows in another way.
+    Args:
+        results: the draws of a call with `_RECOGNIZED` rows.
+
+    Returns:
+        list of int; None if shapes do not tell.
     """
-    if len({len(each) for each in results}) > 1:
-        raise NotProvedError("how often it draws depends on the number of rows")
     found = []
-    for tensors in zip(*results, strict=True):
-        shapes = [tensor.shape for tensor in tensors]
-        if not all(shape.is_fully_defined() for shape in shapes):
+    for tensor in results:
+        if not tensor.shape.is_fully_defined():
             return None
-        try:
-            placement = row_axis([shape.as_list() for shape in shapes], counts)
-        except MixesRowsError as error:
-            raise NotProvedError(f"random numbers: {error}") from error
-        if placement is not None and placement.axis:
-            raise NotProvedError(f"it draws random numbers that are {placement}")
-        found.append(placement.multiple if placement is not None else 0)
+        with_rows = [not size % _RECOGNIZED for size in tensor.shape.as_list()]
+        if any(with_rows[1:]):
+            return None
+        has_rows = bool(with_rows) and with_rows[0]
+        found.append(tensor.shape[0] // _RECOGNIZED if has_rows else 0)
     return found
 
 

@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras_strategies import context
 from keras_strategies.engines.tensorflow import compat
 from keras_strategies.engines.tensorflow.intercepted_draws import (
-    DrawRecorder,
+    TracedDraws,
     recording,
 )
 from keras_strategies.engines.tensorflow.row_proofs.proof_operations import (
@@ -138,11 +138,12 @@ def traced(
     """
     in_order = None if known_calls is None else known_calls.in_order()
     found = TracedCall(compat.new_graph("row_proof"))
-    found.draws = DrawRecorder(found.graph, tf.executing_eagerly())
+    found.draws = TracedDraws(found.graph, tf.executing_eagerly())
     with (
         recording(found.draws),
         found.graph.as_default(),
         tf.GradientTape() as tape,
+        contextlib.nullcontext() if has_gradients else tape.stop_recording(),
     ):
         leaves = [
             _argument(found, tape, i, leaf, has_rows, rows)
