@@ -126,6 +126,8 @@ class KnownCallsOfTrace:
             self._found.append((layer, traits, found))
         else:
             found = self._next(layer, traits)
+            if found is not None and seed_generators(layer):
+                run()  # Its draws are recorded in each trace.
         self._calls.is_used |= found is not None
         return found
 
@@ -143,8 +145,6 @@ def known_arguments(
 ) -> KnownArguments | None:
     """The arguments of a call, if the layer is known by type for such ones.
 
-    A layer with random numbers is not: draws are recorded one by one.
-
     Args:
         layer: a layer.
         args: the arguments of its call.
@@ -160,9 +160,7 @@ def known_arguments(
     masks = [mask for mask in map(get_mask, tensors) if mask is not None]
     if not tensors or not all(_has_rows(each, rows) for each in (*tensors, *masks)):
         return None
-    if seed_generators(layer) or not layer.built:
-        return None
-    if not is_row_wise(layer, [len(t.shape) for t in tensors]):
+    if not layer.built or not is_row_wise(layer, [len(t.shape) for t in tensors]):
         return None
     return KnownArguments(tensors, masks)
 

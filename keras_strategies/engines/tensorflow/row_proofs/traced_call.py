@@ -25,6 +25,7 @@ from keras_strategies.engines.tensorflow.row_proofs.traced_collectives import (
 )
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.layers import get_mask, set_mask
+from keras_strategies.keras_compat.variables.generator_seeds import seed_generators
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.row_proofs.known_calls import (
     KnownCalls,
@@ -254,8 +255,9 @@ def _recorded(
         try:
             known = arguments = None
             if known_calls is not None:
-                # Not in the body of a loop or a function.
-                if tf.compat.v1.get_default_graph() is found.graph:
+                # Not in the body of a loop or a function. Draws are recorded one by one.
+                is_in_graph = tf.compat.v1.get_default_graph() is found.graph
+                if is_in_graph and not seed_generators(layer):
                     arguments = known_arguments(layer, args, kwargs, rows)
                 known = known_calls.results(
                     layer,

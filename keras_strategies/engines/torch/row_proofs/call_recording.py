@@ -35,6 +35,7 @@ from keras_strategies.runtime.engine import StrategyCore
 from keras_strategies.runtime.row_proofs.known_calls import (
     KnownCalls,
     KnownCallsOfTrace,
+    KnownResults,
     known_arguments,
 )
 from keras_strategies.runtime.row_proofs.layer_calls import LayerCall
@@ -252,13 +253,17 @@ class CallRecording:
             if self._in_order is None:
                 return call(*args, **kwargs)
             arguments = known_arguments(layer, args, kwargs, self.rows)
-            known = self._in_order.results(
-                layer,
-                arguments,
-                lambda: run_without_values(
+
+            def run() -> KnownResults | None:
+                count = len(self.draws)
+                found = run_without_values(
                     self._strategy, self.recorder, layer, call, args, kwargs, self.rows
-                ),
-            )
+                )
+                if found is None:
+                    del self.draws[count:]  # Its operations draw them again.
+                return found
+
+            known = self._in_order.results(layer, arguments, run)
             if known is None or arguments is None:
                 return call(*args, **kwargs)
             outputs, weights = recorded_known_call(
