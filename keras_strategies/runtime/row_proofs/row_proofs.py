@@ -111,17 +111,14 @@ class RowProofs:
             by_type = by_type and not self._prover.has_hooks(layer)
             if by_type and not may_draw:
                 return self._by_type, False
-        arguments = (
-            *_kinds(call, with_rows),
-            frozenset(sizes),
-            call.rows if isinstance(call.rows, int) else None,
-            local > 1,
-            self._prover.surroundings(),
-        )
+        arguments = (*_kinds(call, with_rows), self._prover.surroundings())
+        if not by_type:
+            rows = call.rows if isinstance(call.rows, int) else None
+            arguments = (*arguments, frozenset(sizes), rows, local > 1)
         found = proofs.found.get((settings, arguments))
         if found is not None:
             return found, False
-        if proofs.settings.count > _MOST_SETTINGS:
+        if proofs.settings.count > _MOST_SETTINGS and not by_type:
             # The former result for these arguments was told already.
             found = proofs.found.get(arguments)
             if found is None:

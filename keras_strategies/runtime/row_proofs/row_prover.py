@@ -50,6 +50,7 @@ class RowProver(abc.ABC):
         """The draws of random numbers of a call that is known by type.
 
         Calls the layer's Python as `prove` does, without a propagation of placements.
+        The result holds for any number of rows.
 
         Returns:
             A proof with `draws`, or with a `problem`.

