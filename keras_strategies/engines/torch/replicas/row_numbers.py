@@ -261,7 +261,8 @@ def _whole(tensor: torch.Tensor, rows: OwnRows) -> torch.Tensor:
     Numbers are drawn in the order of memory.
     """
     shape = (rows.total, *tensor.shape[1:])
-    order = sorted(range(tensor.ndim), key=lambda i: (-tensor.stride(i), i))
+    strides = tensor.stride()
+    order = sorted(range(tensor.ndim), key=lambda i: (-strides[i], i))
     whole = torch.empty(
         [shape[i] for i in order], dtype=tensor.dtype, device=tensor.device
     )
