@@ -67,7 +67,6 @@ CALLED = {
     "keras.src.layers.normalization.batch_normalization.BatchNormalization": (
         "keras.layers.BatchNormalization"
     ),
-    "keras.src.layers.rnn.dropout_rnn_cell.DropoutRNNCell": "keras.layers.GRUCell",
     "keras.src.models.functional.Functional": "keras.src.models.sequential.Functional",
     "keras.src.optimizers.base_optimizer.BaseOptimizer": "keras.optimizers.Adam",
     "keras.src.optimizers.loss_scale_optimizer.LossScaleOptimizer": (

@@ -58,7 +58,6 @@ _VARIABLE = "keras.src.backend.common.variables.Variable"
 _LAYER = "keras.src.layers.layer.Layer"
 _OPTIMIZER = "keras.src.optimizers.base_optimizer.BaseOptimizer"
 _LOSS_SCALE = "keras.src.optimizers.loss_scale_optimizer.LossScaleOptimizer"
-_RNN_CELL = "keras.src.layers.rnn.dropout_rnn_cell.DropoutRNNCell"
 _SAVING = "keras.src.saving.saving_lib"
 _JAX = "keras.src.backend.jax"
 _TENSORFLOW = "keras.src.backend.tensorflow"
@@ -161,35 +160,6 @@ GROUPS: dict[str, Group] = {
                 "(self, inputs, mask)",
                 "hooks.moments",
                 "Replicas in `run` use statistics of the global batch.",
-            ),
-            Patch(
-                _RNN_CELL,
-                "get_dropout_mask",
-                "(self, step_input)",
-                "models.dropout_masks.masks_of_thread",
-                "Replicas that are threads call a cell at the same time, with masks "
-                "of their own rows.",
-            ),
-            Patch(
-                _RNN_CELL,
-                "get_recurrent_dropout_mask",
-                "(self, step_input)",
-                "models.dropout_masks.masks_of_thread",
-                "As `get_dropout_mask`.",
-            ),
-            Patch(
-                _RNN_CELL,
-                "reset_dropout_mask",
-                "(self)",
-                "models.dropout_masks.masks_of_thread",
-                "As `get_dropout_mask`.",
-            ),
-            Patch(
-                _RNN_CELL,
-                "reset_recurrent_dropout_mask",
-                "(self)",
-                "models.dropout_masks.masks_of_thread",
-                "As `get_dropout_mask`.",
             ),
             Patch(
                 "keras.src.models.functional.Functional",
