@@ -46,6 +46,13 @@ def test_a_model_that_was_not_compiled_says_what_to_do(mirrored, name) -> None:
         getattr(model, name)(X, Y)
 
 
+def test_a_model_that_was_not_compiled_predicts(strategy) -> None:
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        expected = keras.ops.convert_to_numpy(model(X))
+    np.testing.assert_allclose(model.predict(X, verbose=0), expected, rtol=1e-5)
+
+
 class Doubled(keras.layers.Layer):
     """A layer that is proved by its operations."""
 

@@ -79,7 +79,8 @@ class _CentralStep:
         self, replacement: Callable[..., contextlib.AbstractContextManager[None]]
     ) -> contextlib.AbstractContextManager[None]:
         """Replaces the update while a training step is traced or run."""
-        optimizer = self._model.optimizer
+        # A model that was not compiled has none.
+        optimizer = getattr(self._model, "optimizer", None)
         if self._kind != "train" or optimizer is None:
             return contextlib.nullcontext()
         return replacement(optimizer)
