@@ -209,6 +209,9 @@ class _Functions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+_TANH = (torch.ops.aten.tanh.default, torch.ops.aten.tanh_backward.default)
+
+
 class _Operations(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +220,8 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func in (torch.ops.aten.tanh.default, torch.ops.aten.tanh_backward.default):
+        is_recorded = any(isinstance(each, FakeTensor) for each in args)
+        if func in _TANH and not is_recorded:
             self.found.append((func, threading.get_ident()))
         return func(*args, **(kwargs or {}))
 
