@@ -62,7 +62,6 @@ has that of the call of `backward`.
   since streams are the caller's.
 - Hooks of all modules (`register_module_forward_hook`): layer calls of `fit` are not
   split; in `run` they are called on each replica's thread; recorded calls are not used.
-- Masks of recurrent cells: separate for each thread (`dropout_masks.py`).
 - `torch.distributed`'s default group: not used, except with DTensors.
 """
 
