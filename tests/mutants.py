@@ -228,18 +228,18 @@ MUTANTS = [
         _everywhere(f"{RUN} -k on_read_variables_are_brought_together"),
     ),
     Mutant(
-        "seeds_equal",
-        "keras_compat/variables/generator_seeds.py",
-        "    return (replica_id * 1_327_217_885) % 2**31",
-        "    return 0",
-        _everywhere(f"{RUN} -k random_layers_draw"),
+        "random_numbers_of_the_first_rows",
+        "runtime/data_parallel/row_draws.py",
+        "        before: Any = sum(every[:replica])",
+        "        before: Any = 0 * sum(every[:replica])",
+        _everywhere("tests/random_numbers/test_run.py -k 'normal and sizes1'"),
     ),
     Mutant(
-        "seeds_equal_in_sharded_programs",
-        "engines/jax/run/traced_replica_state.py",
-        "    return value.at[0].add(offset)",
-        "    return value",
-        {"jax": f"{RUN} -k random_layers_draw"},
+        "random_numbers_without_rows",
+        "runtime/data_parallel/row_draws.py",
+        "        return self._rows.times(multiple) if multiple else None",
+        "        return None",
+        {"torch": "tests/random_numbers/test_rows.py -k Dropout-3"},
     ),
     # Parameter servers.
     Mutant(

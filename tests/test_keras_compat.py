@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import keras
+import numpy as np
 import pytest
+from keras.src.backend.common import global_state
 
 from keras_strategies.keras_compat import hooks, patching
 from keras_strategies.keras_compat.backends.keras_on_tensorflow import is_in_optimizer
@@ -24,7 +26,10 @@ from keras_strategies.keras_compat.thread_state import (
     thread_state,
     with_thread_state,
 )
-from keras_strategies.keras_compat.variables.generator_seeds import seed_offset
+from keras_strategies.keras_compat.variables.generator_seeds import (
+    is_seed_state,
+    substitute_global_generator,
+)
 from keras_strategies.training.model_hooks import StrategyHooks
 
 
@@ -43,13 +48,24 @@ def test_hooks_are_installed_once_and_taken_out_again(mirrored) -> None:
         hooks.install(StrategyHooks())
 
 
-def test_seed_states_have_the_name_that_offsets_go_by() -> None:
+def test_seed_states_have_the_name_that_they_are_known_by() -> None:
     generator = keras.random.SeedGenerator(1)
-    assert seed_offset(generator.state, 0) == 0
-    assert seed_offset(generator.state, 1) > 1000
-    offsets = {seed_offset(generator.state, i) for i in range(64)}
-    assert len(offsets) == 64
-    assert seed_offset(keras.Variable(1.0, name="v"), 3) == 0
+    assert is_seed_state(generator.state)
+    assert not is_seed_state(keras.Variable(1.0, name="v"))
+
+
+def test_a_draw_without_a_seed_creates_keras_generator_once() -> None:
+    keras.utils.set_random_seed(3)
+    expected = keras.ops.convert_to_numpy(keras.random.normal((2,)))
+    keras.utils.set_random_seed(3)
+    global_state.set_global_attribute("global_seed_generator", None)
+    with substitute_global_generator() as substitute:
+        keras.random.normal((2,))
+    assert substitute is not None and substitute.was_used
+    found = keras.ops.convert_to_numpy(keras.random.normal((2,)))
+    np.testing.assert_array_equal(found, expected)
+    with substitute_global_generator() as substitute:
+        assert substitute is None
 
 
 def test_a_step_is_built_from_shapes_alone() -> None:

@@ -6,22 +6,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import keras
+import numpy as np
 
 from keras_strategies.keras_compat.models.layers import sublayers
-
-
-def seed_offset(variable: Any, replica_id: int) -> int:
-    """The offset of the first element of a seed state on one replica.
-
-    The states of `keras.random.SeedGenerator` are `[seed, count]`, named
-    `seed_generator_state`; Torch seeds with their sum, so the offsets of replicas
-    lie far apart (multiples of 2^31 / the golden ratio), not side by side.
-    Any other variable has the offset 0.
-    """
-    if not is_seed_state(variable):
-        return 0
-    return (replica_id * 1_327_217_885) % 2**31
 
 
 def is_seed_state(variable: Any) -> bool:
@@ -47,7 +34,7 @@ def substitute_global_generator() -> Iterator[_NotingUse | None]:
     if global_state.get_global_attribute(name) is not None:
         yield None
         return
-    substitute = _NotingUse(0, name="seed_generator")
+    substitute = _NotingUse()
     global_state.set_global_attribute(name, substitute)
     try:
         yield substitute
@@ -57,14 +44,16 @@ def substitute_global_generator() -> Iterator[_NotingUse | None]:
             global_seed_generator()
 
 
-class _NotingUse(keras.random.SeedGenerator):
-    """A generator that notes whether it was used."""
+class _NotingUse:
+    """Stands for a generator without a variable, and notes whether it is used."""
 
     was_used = False
 
     def next(self, ordered: bool = True) -> Any:
+        from keras.src.backend import random_seed_dtype
+
         self.was_used = True
-        return super().next(ordered)
+        return np.zeros(2, random_seed_dtype())
 
 
 def seed_states(model: Any) -> list[Any]:
