@@ -17,12 +17,14 @@ BACKEND = keras.backend.backend()
 
 
 class Count:
-    """A number that the comparison of Python state does not see."""
-
-    __slots__ = ("runs",)
+    """How often a function ran with values, and not for a proof."""
 
     def __init__(self) -> None:
         self.runs = 0
+
+    def add(self, x: Any) -> None:
+        if BACKEND == "torch" and type(x).__name__ != "FakeTensor":
+            self.runs += 1
 
 
 class Block(keras.layers.Layer):
@@ -41,7 +43,7 @@ class Block(keras.layers.Layer):
 
     def call(self, x: Any) -> Any:
         def function(x: Any) -> Any:
-            self.count.runs += 1
+            self.count.add(x)
             return self.inner(keras.ops.tanh(self.dense(x)))
 
         if self.mixes_rows:
