@@ -71,3 +71,32 @@ def test_a_problem_that_one_worker_finds_counts_on_all(cluster, who):
         assert warned == 1
         for one, other in zip(weights, expected, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_settings_that_one_worker_changes_in_each_step(cluster):
+    def program(strategy):
+        with strategy.scope():
+            keras.utils.set_random_seed(5)
+            layer = Scaled()
+            model = keras.Sequential([keras.Input((4,)), layer, layers.Dense(1)])
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+
+        class Noting(keras.callbacks.Callback):
+            def on_train_batch_begin(self, batch, logs=None):
+                if strategy.workers.group.index == 1:
+                    layer.steps = getattr(layer, "steps", 0) + 1
+
+        model.fit(
+            X,
+            Y,
+            batch_size=7,
+            epochs=10,
+            shuffle=False,
+            verbose=0,
+            callbacks=[Noting()],
+        )
+        return [ops.convert_to_numpy(v) for v in model.trainable_variables]
+
+    first, second = cluster(program)
+    for one, other in zip(first, second, strict=True):
+        np.testing.assert_array_equal(one, other)

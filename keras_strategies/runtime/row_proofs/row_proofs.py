@@ -39,6 +39,8 @@ class _LayerProofs:
 
     settings: LayerSettings
     found: dict[Any, RowProof] = field(default_factory=dict)
+    # The last result of this worker by the arguments, and that of all workers.
+    agreed: dict[Any, tuple[RowProof | None, RowProof]] = field(default_factory=dict)
     # Whether a call is known by the types of its layers, and whether it may draw.
     row_wise: dict[Any, tuple[bool, bool]] = field(default_factory=dict)
 
@@ -94,6 +96,11 @@ class RowProofs:
         proofs = self._layers.get(layer)
         if proofs is None:
             proofs = self._layers[layer] = _LayerProofs(LayerSettings(layer))
+        if self._workers is not None and proofs.settings.count >= _MOST_SETTINGS:
+            # The limit below may be reached on one worker alone.
+            proofs.settings = LayerSettings(layer)
+            proofs.found.clear()
+            proofs.row_wise.clear()
         settings = proofs.settings.number()
         by_type = False
         if _is_plain(call, with_rows):
@@ -126,7 +133,12 @@ class RowProofs:
                 return found, True
             return found, False
         prove = self._draws if by_type else self._proved
-        found = self._agreed(call, prove(call, with_rows, sizes, local))
+        own = prove(call, with_rows, sizes, local)
+        before, agreed = proofs.agreed.get(arguments, (None, own))
+        # Settings can change on one worker alone, such as a counter of saved files.
+        # Workers exchange results where these change, which is so on all of them.
+        found = agreed if before == own else self._agreed(call, own)
+        proofs.agreed[arguments] = own, found
         proofs.found[settings, arguments] = found
         return found, True
 
