@@ -94,6 +94,43 @@ def image_layers() -> dict[str, Callable[[], layers.Layer]]:
     }
 
 
+class Mixed(layers.Layer):
+    """Mixes images with those of other rows."""
+
+    def __init__(self, mixing: layers.Layer) -> None:
+        super().__init__()
+        self.mixing = mixing
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        labels = ops.ones((rows_of(inputs), 2))
+        data = {"images": inputs, "labels": labels}
+        return self.mixing(data, training=training)["images"]
+
+
+def more_image_layers() -> dict[str, Callable[[], layers.Layer]]:
+    """Those whose draws have the shapes of others."""
+    scale: dict[str, Any] = {"value_range": (0, 1), "seed": 1}
+    return {
+        "RandomColorJitter": lambda: layers.RandomColorJitter(
+            brightness_factor=0.4, contrast_factor=0.3, **scale
+        ),
+        "RandomHue": lambda: layers.RandomHue(0.3, **scale),
+        "RandomSaturation": lambda: layers.RandomSaturation(0.3, **scale),
+        "RandomSharpness": lambda: layers.RandomSharpness(0.3, **scale),
+        "RandomPosterization": lambda: layers.RandomPosterization(3, **scale),
+        "RandomGrayscale": lambda: layers.RandomGrayscale(0.5, seed=1),
+        "RandomShear": lambda: layers.RandomShear(0.2, 0.2, seed=1),
+        "RandomPerspective": lambda: layers.RandomPerspective(seed=1),
+        "RandomInvert": lambda: layers.RandomInvert(0.5, **scale),
+        "RandomColorDegeneration": lambda: layers.RandomColorDegeneration(0.5, **scale),
+        "RandomElasticTransform": lambda: layers.RandomElasticTransform(seed=1),
+        "RandAugment": lambda: layers.RandAugment(**scale),
+        "AugMix": lambda: layers.AugMix(**scale),
+        "MixUp": lambda: Mixed(layers.MixUp(seed=1)),
+        "CutMix": lambda: Mixed(layers.CutMix(seed=1)),
+    }
+
+
 LAYERS: dict[str, tuple[Callable[[], layers.Layer], int]] = {
     "Dropout": (lambda: layers.Dropout(0.4, seed=1), 2),
     "Dropout-no-seed": (lambda: layers.Dropout(0.4), 2),
@@ -116,6 +153,7 @@ LAYERS: dict[str, tuple[Callable[[], layers.Layer], int]] = {
         3,
     ),
     **{name: (make, 4) for name, make in image_layers().items()},
+    **{name: (make, 4) for name, make in more_image_layers().items()},
 }
 
 
@@ -181,7 +219,10 @@ FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
 }
 #: Not split: rows are mixed, how many numbers are drawn depends on parameters of each
 #: row, Python draws, or operations have no rule.
-_MIXING = tuple(f"{name}-generator" for name in ("shuffle", "mixup", "python"))
+_MIXING = (
+    *(f"{name}-generator" for name in ("shuffle", "mixup", "python")),
+    *("MixUp", "CutMix", "RandAugment", "AugMix", "RandomElasticTransform"),
+)
 UNSPLIT: dict[str, tuple[str, ...]] = {
     "jax": (),
     "tensorflow": _MIXING,
@@ -195,6 +236,9 @@ UNSPLIT: dict[str, tuple[str, ...]] = {
         "RandomZoom",
         "RandomTranslation",
         "RandomBrightness",
+        "RandomColorJitter",
+        "RandomShear",
+        "RandomPerspective",
     ),
 }
 SEEDS: dict[str, Callable[[], Any]] = {

@@ -11,7 +11,15 @@ import pytest
 from harness.training import as_arrays, assert_same
 
 import keras_strategies as ks
-from random_numbers.cases import BACKEND, BATCH, CASES, INPUTS, TARGETS, Case
+from random_numbers.cases import (
+    BACKEND,
+    BATCH,
+    CASES,
+    INPUTS,
+    TARGETS,
+    Case,
+    more_image_layers,
+)
 
 
 def trained(case: Case, strategy: Any) -> Any:
@@ -31,6 +39,7 @@ BY_DAY = ("Dropout", "several-generator") if BACKEND == "jax" else ()
 
 def marked(case: Case) -> Any:
     is_by_day = not BY_DAY or case.name in BY_DAY
+    is_by_day = is_by_day and case.name not in more_image_layers()
     marks = [] if is_by_day else [pytest.mark.nightly]
     return pytest.param(case, id=case.name, marks=marks)
 
