@@ -18,6 +18,7 @@ from random_numbers.cases import (
     INPUTS,
     TARGETS,
     Case,
+    image_layers,
     more_image_layers,
 )
 
@@ -33,13 +34,19 @@ def trained(case: Case, strategy: Any) -> Any:
     return as_arrays((history.history["loss"], model.get_weights()))
 
 
+#: Their draws have the shapes of the layers that are tested by day.
+NIGHTLY = (
+    *more_image_layers(),
+    *(name for name in image_layers() if name not in ("RandomFlip", "RandomErasing")),
+    *("GRU", "Bidirectional", "AlphaDropout", "GaussianDropout", "SpatialDropout2D"),
+)
 #: On JAX, `fit` is one program for any number of replicas.
 BY_DAY = ("Dropout", "several-generator") if BACKEND == "jax" else ()
 
 
 def marked(case: Case) -> Any:
     is_by_day = not BY_DAY or case.name in BY_DAY
-    is_by_day = is_by_day and case.name not in more_image_layers()
+    is_by_day = is_by_day and case.name not in NIGHTLY
     marks = [] if is_by_day else [pytest.mark.nightly]
     return pytest.param(case, id=case.name, marks=marks)
 
