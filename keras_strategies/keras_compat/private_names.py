@@ -198,6 +198,11 @@ PRIVATE = (
         "Draws without a seed begin with it, outside of proofs.",
     ),
     Private(
+        "keras.src.backend",
+        ("random_seed_dtype",),
+        "Seeds that stand for those of Keras in proofs.",
+    ),
+    Private(
         "keras.src.layers.layer.Layer",
         ("_seed_generators",),
         "Whether a layer draws random numbers.",
