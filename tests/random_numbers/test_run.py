@@ -96,3 +96,27 @@ def test_a_draw_without_rows_is_the_same_on_all_replicas() -> None:
         ops.convert_to_numpy, strategy.experimental_local_results(found)
     )
     np.testing.assert_array_equal(first, second)
+
+
+@pytest.mark.skipif(keras.backend.backend() != "torch", reason="functions of torch")
+def test_functions_that_mix_axis_0_get_no_rows_of_others() -> None:
+    """As long as the replica's rows, but an axis of time or of categories."""
+    import torch
+    from torch.nn import functional
+
+    values = torch.ones(4, 3)
+    weights = torch.tensor([0.0, 0.0, 0.0, 1.0])
+
+    def draw(x: Any) -> Any:
+        attended = functional.scaled_dot_product_attention(
+            values, values, 2 * values, dropout_p=1e-9
+        )
+        chosen = torch.multinomial(weights, 5, replacement=True)
+        soft = functional.gumbel_softmax(20 * weights, tau=1e-3)
+        dropped = functional.alpha_dropout(input=x, p=0.5, training=True)
+        return attended.mean() + chosen.sum() + soft.sum() + 0 * dropped.sum()
+
+    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
+    found = strategy.run(draw, args=(rows_of_replicas((4, 4)),))
+    for each in strategy.experimental_local_results(found):
+        assert float(each) == pytest.approx(2 + 15 + 1)

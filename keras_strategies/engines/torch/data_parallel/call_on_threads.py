@@ -148,7 +148,8 @@ class CallOnThreads(CallOnReplicas):
 
     def begin_backward(self, shares: Sequence[Sequence[Any] | None]) -> None:
         super().begin_backward(shares)
-        self._collectives.restart()
+        # It draws nothing, but a user's code may run in it.
+        self._collectives.restart(is_sequential=not self.proof.is_by_type)
 
     def replica_gradients(
         self,

@@ -60,6 +60,12 @@ _OF_TENSORS = frozenset(
         functional.scaled_dot_product_attention,
     ]
 )
+_ATTENTION = frozenset(
+    [
+        functional.multi_head_attention_forward,
+        functional.scaled_dot_product_attention,
+    ]
+)
 #: Functions that fill a tensor.
 _IN_PLACE = frozenset(
     getattr(torch.Tensor, name)
@@ -157,7 +163,7 @@ def drawn_rows(
             return args[0].copy_(whole.narrow(0, rows.before, rows.own))
     if func is functional.dropout:
         return _dropout(rows, *args, **kwargs)
-    first = next(each for each in args if isinstance(each, torch.Tensor))
+    first = _first_tensor(args, kwargs)
     padded = [_padded(value, first.ndim, rows) for value in args]
     named = {name: _padded(value, first.ndim, rows) for name, value in kwargs.items()}
     found = func(*padded, **named)
@@ -174,9 +180,26 @@ def _length(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> int 
         size = _size(func, args, kwargs)
         size = size[:1] if isinstance(size, Sequence) else (size,)
         return int(size[0]) if size else None
+    first = _first_tensor(args, kwargs)
+    return len(first) if first.ndim and not _mixes_axis_0(func, args, kwargs) else None
+
+
+def _first_tensor(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
     values = (*args, *kwargs.values())
-    first = next(each for each in values if isinstance(each, torch.Tensor))
-    return len(first) if first.ndim else None
+    return next(each for each in values if isinstance(each, torch.Tensor))
+
+
+def _mixes_axis_0(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a result may depend on several entries of axis 0: then nothing but a
+    proof says that this axis has the rows."""
+    if func in _ATTENTION:
+        return True
+    rank = _first_tensor(args, kwargs).ndim
+    if func in (torch.multinomial, torch.Tensor.multinomial):
+        return rank == 1
+    if func is functional.gumbel_softmax:
+        return bool(_argument(args, kwargs, 4, "dim", -1) in (0, -rank))
+    return False
 
 
 def _dropout(

@@ -86,9 +86,10 @@ class ThreadCollectives(ReplicaCollectives):
     def _next(self, replica_id: int) -> int:
         return next(self._counters[replica_id])
 
-    def restart(self) -> None:
+    def restart(self, is_sequential: bool) -> None:
         """Restarts the same replicas, for the backward pass."""
         self._finished.clear()
+        self.is_sequential = is_sequential
         self._turn = 0 if self.is_sequential else None
 
     @contextlib.contextmanager
