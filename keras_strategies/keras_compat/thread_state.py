@@ -47,13 +47,6 @@ def thread_state() -> dict[str, Any]:
     return dict(vars(global_state.GLOBAL_STATE_TRACKER))
 
 
-def torch_device_in_scope() -> Any:
-    """The device of this thread's `keras.device` on Torch; None outside of any."""
-    from keras.src.backend.common import global_state
-
-    return global_state.get_global_attribute("torch_device")
-
-
 @contextlib.contextmanager
 def with_thread_state(state: dict[str, Any]) -> Iterator[None]:
     """A context with another thread's Keras state in this thread."""

@@ -49,7 +49,6 @@ __all__ = [
     "set_timeout",
     "silent_fake_tensors",
     "storage_key",
-    "submodules",
     "tree_flatten",
     "tree_map",
     "tree_unflatten",
@@ -134,14 +133,13 @@ PRIVATE_NAMES = (
             "_backward_pre_hooks",
             "_forward_hooks",
             "_forward_pre_hooks",
-            "_modules",
         ),
-        "Calls of layers with hooks, or with other layers than before, run as always.",
+        "Calls of layers with hooks are not split.",
     ),
     Private(
         "torch.nn.modules.module",
         ("_has_any_global_hook",),
-        "Calls of layers with hooks run as always.",
+        "Calls of layers with hooks are not split.",
     ),
     Private(
         "torch.overrides",
@@ -154,7 +152,7 @@ PRIVATE_NAMES = (
     Private(
         "torch.utils._python_dispatch",
         ("TorchDispatchMode",),
-        "Operations of a layer call: their random numbers and their cost.",
+        "Operations of a layer call.",
     ),
     Private(
         "torch.utils._python_dispatch",
@@ -257,12 +255,6 @@ def module_hooks(module: torch.nn.Module) -> tuple[Any, ...]:
         module._backward_pre_hooks,
         module._backward_hooks,
     )
-
-
-def submodules(module: torch.nn.Module) -> dict[str, Any]:
-    """The attributes of a module that are modules: the dict itself."""
-    found: dict[str, Any] = module._modules
-    return found
 
 
 def has_global_hooks() -> bool:

@@ -21,7 +21,6 @@ from keras_strategies.engines.torch.devices import (
     torch_device,
 )
 from keras_strategies.engines.torch.elastic_steps import TorchElasticSteps
-from keras_strategies.engines.torch.recorded_calls.recorded_calls import RecordedCalls
 from keras_strategies.engines.torch.replicas.replica_threads import ReplicaThreads
 from keras_strategies.engines.torch.replicas.replica_variables import ReplicaVariables
 from keras_strategies.engines.torch.worker_collectives import TorchWorkers
@@ -98,15 +97,7 @@ class TorchTrainer(FitDriver):
         workers = self.placement.workers
         call = self._call
         if call is None:
-            if model.jit_compile:
-                return function
-            calls = RecordedCalls()
-
-            def recorded(data: Any) -> Any:
-                with layer_calls_through(calls):
-                    return function(data)
-
-            return recorded
+            return function
 
         def step(data: Any) -> Any:
             check_steps(data, workers)

@@ -6,8 +6,6 @@ import enum
 import types
 from typing import Any
 
-from keras_strategies.keras_compat.models.layers import sublayers
-
 #: Packages without state between calls that a recorded graph would miss.
 _KNOWN = ("keras", "torch", "builtins", "numpy")
 
@@ -46,26 +44,6 @@ def uses_only_builtin_keras(*made: Any) -> bool:
                 waiting += getattr(found, "__dict__", {}).values()
                 waiting += [getattr(found, "__self__", None)]
     return True
-
-
-def calls_only_builtin_keras(layer: Any) -> bool:
-    """Whether a call of a layer runs only code of Keras.
-
-    What a model has for its training, such as a loss of the user's, does not matter.
-    """
-    from keras import Model
-    from keras.layers import Layer
-
-    parts: list[Any] = []
-    for found in sublayers(layer):
-        if not isinstance(found, Model):
-            parts.append(found)
-        elif _is_known(type(found)) and "call" not in vars(found):
-            operations = getattr(found, "operations", [])
-            parts += [each for each in operations if not isinstance(each, Layer)]
-        else:
-            return False
-    return uses_only_builtin_keras(*parts)
 
 
 def _is_known(found: Any) -> bool:

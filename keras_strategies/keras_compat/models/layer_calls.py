@@ -15,13 +15,6 @@ from keras_strategies.keras_compat import patching
 CallRoute = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
-def direct_call(
-    layer: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Calls the layer."""
-    return call(*args, **kwargs)
-
-
 class _Route(threading.local):
     # The function that outermost layer calls of this thread go through.
     call: CallRoute | None = None
@@ -38,13 +31,6 @@ def layer_calls_through(
     if route is not None:
         patching.install("routes")
         patching.install("replicas")
-    with calls_of_thread_through(route):
-        yield
-
-
-@contextlib.contextmanager
-def calls_of_thread_through(route: CallRoute | None) -> Iterator[None]:
-    """Like `layer_calls_through`, while the patches `"routes"` are installed."""
     previous = thread_route.call
     thread_route.call = route
     try:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import keras
 
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
-from keras_strategies.keras_compat.thread_state import current_stateless_scope
 
 
 def sublayers(layer: Any) -> list[Any]:
@@ -93,56 +91,12 @@ def compute_dtypes(layer: Any) -> set[str]:
     return found
 
 
-def is_model(layer: Any) -> bool:
-    """Whether a layer is a `keras.Model`."""
-    return isinstance(layer, keras.Model)
-
-
-def inner_layers(modules: Mapping[str, Any]) -> dict[str, Any]:
-    """The layers among the modules of a layer on Torch.
-
-    Keras 3.15 has the parameters of each layer in a module too, made again by `fit`.
-    """
-    return {
-        name: module
-        for name, module in modules.items()
-        if isinstance(module, keras.layers.Layer)
-    }
-
-
-def model_settings(model: Any) -> tuple[Any, ...]:
-    """What the call of a functional or sequential model depends on, besides its layers.
-
-    Its other attributes are of training. Keras 3.15: `Layer._trainable`.
-    """
-    return model._trainable, vars(model).get("call")
-
-
-def has_one_precision(layer: Any) -> bool:
-    """Whether a layer and those in it compute in the dtype of their variables.
-
-    Keras 3.15: `Layer.quantization_mode`.
-    """
-    return all(
-        sublayer.compute_dtype == sublayer.variable_dtype
-        and sublayer.quantization_mode is None
-        for sublayer in sublayers(layer)
-    )
-
-
 def rematerializes(layer: Any) -> bool:
     """Whether a layer, or one in it, is computed again in the backward pass.
 
     Keras 3.15: `Layer._remat_mode`.
     """
     return any(sublayer._remat_mode is not None for sublayer in sublayers(layer))
-
-
-def count_losses(layer: Any) -> int:
-    """The number of losses of the last call and of its scope (`Layer._losses`)."""
-    scope = current_stateless_scope()
-    in_scope = 0 if scope is None else len(scope.losses)
-    return in_scope + sum(len(sublayer._losses) for sublayer in sublayers(layer))
 
 
 def clear_losses(layer: Any) -> None:

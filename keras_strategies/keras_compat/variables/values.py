@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
-
-from keras_strategies.keras_compat.thread_state import current_stateless_scope
 
 
 def raw_value(variable: Any) -> Any:
@@ -16,21 +14,6 @@ def raw_value(variable: Any) -> Any:
     Keras 3.15: `KerasVariable._value`.
     """
     return variable._value
-
-
-def values_in_scope(variables: Sequence[Any]) -> list[Any]:
-    """The values that variables have in this thread's scope, without autocast.
-
-    Keras 3.15: what `KerasVariable.value` returns, without the checks of each read.
-    """
-    scope = current_stateless_scope()
-    if scope is None:
-        return [variable._value for variable in variables]
-    values = map(scope.get_current_value, variables)
-    return [
-        variable._value if value is None else value
-        for variable, value in zip(variables, values, strict=True)
-    ]
 
 
 def stored_dtype(variable: Any) -> str:

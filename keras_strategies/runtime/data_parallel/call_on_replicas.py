@@ -14,7 +14,6 @@ import keras
 from keras_strategies.collectives.replica_ops import LocalReduction
 from keras_strategies.errors import BatchError
 from keras_strategies.keras_compat.models.layer_calls import (
-    CallRoute,
     layer_calls_through,
 )
 from keras_strategies.keras_compat.models.layers import (
@@ -66,7 +65,6 @@ class SplitCall:
         layer_call: the call.
         row_split: the rows of each replica, and the functions of tensors.
         reduction: the strategy's `CrossDeviceOps`, None for the framework's sums.
-        route: how replicas call the layer's own code.
         proof: the placements of what the call returns, adds and assigns.
     """
 
@@ -74,7 +72,6 @@ class SplitCall:
     layer_call: LayerCall
     row_split: RowSplit
     reduction: LocalReduction | None
-    route: CallRoute
     proof: RowProof
 
 
@@ -113,7 +110,6 @@ class CallOnReplicas(GradientBoundary):
     def __init__(self, call: SplitCall):
         super().__init__(call.strategy, call.row_split, call.reduction)
         self.layer_call = call.layer_call
-        self._route = call.route
         self.proof = call.proof
 
     # Provided by an engine, besides the boundary.
@@ -183,7 +179,7 @@ class CallOnReplicas(GradientBoundary):
             args, kwargs = call.arguments(leaves)
             state = self.replica_state(replica_id)
             with state.scope() as scope, drawing(draws), self.seeing_draws():
-                outputs = self._route(call.layer, call.call, args, kwargs)
+                outputs = call.call(*args, **kwargs)
             return ReplicaResult(outputs, state, scope.losses)
 
         return run

@@ -22,7 +22,6 @@ import abc
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -30,11 +29,7 @@ import keras
 from keras_strategies.collectives.replica_ops import LocalReduction
 from keras_strategies.input.row_splits import split_sizes
 from keras_strategies.keras_compat.models.building import is_built
-from keras_strategies.keras_compat.models.layer_calls import (
-    CallRoute,
-    direct_call,
-    layer_calls_through,
-)
+from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.layers import sublayers
 from keras_strategies.runtime.data_parallel.call_on_replicas import (
     CallOnReplicas,
@@ -52,19 +47,6 @@ if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
 
 
-@dataclass(frozen=True)
-class CallRoutes:
-    """Functions that call a layer's own code, like `direct_call`.
-
-    Args:
-        unsplit: for calls of one device with all rows.
-        split: for those of replicas with their rows, which may contain collectives.
-    """
-
-    unsplit: CallRoute = direct_call
-    split: CallRoute = direct_call
-
-
 class _UnsplitCall(threading.local):
     # Whether this thread is in one: its layers need no warning of their own.
     is_open = False
@@ -77,7 +59,6 @@ class DataParallelCall(abc.ABC):
         strategy: the strategy.
         primitives: the functions of the framework's tensors.
         prover: the framework's propagation of row placements.
-        routes: how the layer's code is called.
     """
 
     def __init__(
@@ -85,9 +66,7 @@ class DataParallelCall(abc.ABC):
         strategy: StrategyCore,
         primitives: TensorPrimitives,
         prover: RowProver,
-        routes: CallRoutes | None = None,
     ):
-        self._routes = routes or CallRoutes()
         self.strategy = strategy
         self.placement = strategy.placement
         #: The strategy's `CrossDeviceOps`, None for the framework's own sums.
@@ -169,7 +148,7 @@ class DataParallelCall(abc.ABC):
             layer_call = LayerCall(layer, call, (args, kwargs), leaves, rows)
             row_split = self._row_split(layer_call)
             if row_split is None:
-                return self._routes.unsplit(layer, call, args, kwargs)
+                return call(*args, **kwargs)
             every = row_split.every
             proof, is_new = self._row_proofs.of(
                 layer_call,
@@ -194,7 +173,6 @@ class DataParallelCall(abc.ABC):
                 layer_call,
                 row_split,
                 self.reduction,
-                self._routes.split,
                 proof,
             )
             return self.on_replicas(split_call).outputs()

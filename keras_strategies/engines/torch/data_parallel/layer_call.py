@@ -12,7 +12,6 @@ from keras_strategies.engines.torch.compat import (
     saved_tensors_hooks_of_thread,
 )
 from keras_strategies.engines.torch.data_parallel.call_on_threads import CallOnThreads
-from keras_strategies.engines.torch.recorded_calls.recorded_calls import RecordedCalls
 from keras_strategies.engines.torch.replicas.replica_threads import ReplicaThreads
 from keras_strategies.engines.torch.replicas.replica_variables import ReplicaVariables
 from keras_strategies.engines.torch.row_proofs.torch_row_prover import TorchRowProver
@@ -20,10 +19,7 @@ from keras_strategies.engines.torch.tensor_primitives import PRIMITIVES
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.layers import wraps_torch_modules
 from keras_strategies.runtime.data_parallel.call_on_replicas import SplitCall
-from keras_strategies.runtime.data_parallel.layer_call import (
-    CallRoutes,
-    DataParallelCall,
-)
+from keras_strategies.runtime.data_parallel.layer_call import DataParallelCall
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
@@ -44,8 +40,7 @@ class TorchDataParallelCall(DataParallelCall):
         threads: ReplicaThreads,
         variables: ReplicaVariables,
     ):
-        routes = CallRoutes(unsplit=RecordedCalls(), split=RecordedCalls())
-        super().__init__(strategy, PRIMITIVES, TorchRowProver(strategy), routes)
+        super().__init__(strategy, PRIMITIVES, TorchRowProver(strategy))
         self._threads = threads
         self._variables = variables
 

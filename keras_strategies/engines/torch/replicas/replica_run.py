@@ -12,7 +12,6 @@ import torch
 
 from keras_strategies.engines.torch.compat import is_transformed, version_of
 from keras_strategies.engines.torch.devices import moved, torch_device
-from keras_strategies.engines.torch.recorded_calls.recorded_calls import RecordedCalls
 from keras_strategies.engines.torch.replicas.replica_generators import (
     ReplicaGenerators,
 )
@@ -25,7 +24,7 @@ from keras_strategies.engines.torch.replicas.thread_collectives import (
 from keras_strategies.engines.torch.tensor_primitives import PRIMITIVES
 from keras_strategies.errors import ContextError
 from keras_strategies.keras_compat import patching
-from keras_strategies.keras_compat.models.layer_calls import calls_of_thread_through
+from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.placement import Placement
@@ -71,7 +70,6 @@ class TorchRun(ReplicaRun):
         super().__init__(strategy, PRIMITIVES)
         self._threads = threads
         self._variables = variables
-        self._layer_calls = RecordedCalls()
         self._devices = [torch_device(device) for device in self.placement.replicas]
 
     # Dynamo cannot follow threads: a compiled step runs around this call.
@@ -103,10 +101,11 @@ class TorchRun(ReplicaRun):
         )
         made = CreatedVariables()
         tasks = self.tasks(fn, args, kwargs, collectives, merging, made, rows)
-        with patching.installed_while("routes", *RunState.patches):
-            tasks = [functools.partial(self._routed, task) for task in tasks]
+        with patching.installed_while(*RunState.patches):
             if len(tasks) == 1:
-                results = self._threads.run(tasks, collectives)
+                # It runs on this thread, which may be in a step of `fit`.
+                with layer_calls_through(None):
+                    results = self._threads.run(tasks, collectives)
             else:
                 with collectives.drawing_from(ReplicaGenerators(self._devices)):
                     results = self._threads.run(tasks, collectives)
@@ -124,10 +123,6 @@ class TorchRun(ReplicaRun):
             )
             for own, device in zip(arguments, self._devices, strict=True)
         ]
-
-    def _routed(self, task: Callable[[], Any]) -> Any:
-        with calls_of_thread_through(self._layer_calls):
-            return task()
 
     def local_values(self, variable: Any) -> Sequence[torch.Tensor]:
         return [value.clone() for value in super().local_values(variable)]

@@ -18,7 +18,7 @@ has that of the call of `backward`.
 - `saved_tensors_hooks`, `save_on_cpu`, `disable_saved_tensors_hooks`: the innermost
   of the caller, since only the innermost acts; hooks are called from several threads.
 - Function and dispatch modes: the caller's, called from several threads, to see the
-  same functions; recorded calls are not used under a user's function mode.
+  same functions.
 - Default device (`with torch.device`): the replica's, if the default is a device of a
   replica, else the caller's; new tensors are combined with those of the replica.
 - Autograd's threads: not used; a replica would wait for another replica's backward
@@ -61,7 +61,7 @@ has that of the call of `backward`.
 - CUDA's caching allocator: memory is used on the stream on which it was allocated,
   since streams are the caller's.
 - Hooks of all modules (`register_module_forward_hook`): layer calls of `fit` are not
-  split; in `run` they are called on each replica's thread; recorded calls are not used.
+  split; in `run` they are called on each replica's thread.
 - `torch.distributed`'s default group: not used, except with DTensors.
 """
 

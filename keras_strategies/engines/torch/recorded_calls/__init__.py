@@ -1,1 +1,0 @@
-"""Layer calls that run as recorded operations, without Keras's Python code."""
