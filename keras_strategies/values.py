@@ -104,11 +104,14 @@ def map_structure(fn: Callable[..., Any], *structures: Any) -> Any:
             key: map_structure(fn, *(structure[key] for structure in structures))
             for key in first
         }
-        return items if type(first) is dict else _rebuild_mapping(first, items)
+        return rebuilt_mapping(first, items)
     return fn(*structures)
 
 
-def _rebuild_mapping(original: Any, items: dict[Any, Any]) -> Any:
+def rebuilt_mapping(original: Any, items: dict[Any, Any]) -> Any:
+    """A mapping of the kind of another one."""
+    if type(original) is dict:
+        return items
     if hasattr(original, "default_factory"):
         return type(original)(original.default_factory, items)
     return type(original)(items)

@@ -12,6 +12,11 @@ import jax
 from keras_strategies import context
 from keras_strategies.engines.jax.function.call_arguments import CallArguments
 from keras_strategies.engines.jax.function.compiled_program import CompiledProgram
+from keras_strategies.engines.jax.function.composite_values import (
+    put_together,
+    taken_apart,
+    with_composite_values,
+)
 from keras_strategies.engines.jax.function.program_keys import IdentityKey
 from keras_strategies.engines.jax.function.program_sharding import ProgramSharding
 from keras_strategies.engines.jax.function.trace_state import (
@@ -62,6 +67,7 @@ class CompiledFunction:
     def _call(
         self, structure: Any, key: Any, workers: JaxWorkers | None, own: bool
     ) -> Any:
+        structure = taken_apart(structure)
         if workers is None:
             packed = CallArguments(structure)
         else:
@@ -70,11 +76,11 @@ class CompiledFunction:
         key = (key, workers is None, packed.key)
         call = self._calls.get(key)
         if call is None:
-            call = _Call(self._fn, packed, workers)
+            call = _Call(with_composite_values(self._fn), packed, workers)
             self._calls[key] = call
             if len(self._calls) > MAX_PROGRAMS:
                 self._calls.popitem(last=False)
-        return call(packed)
+        return put_together(call(packed))
 
 
 class _Call:

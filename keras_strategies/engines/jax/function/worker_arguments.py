@@ -22,6 +22,7 @@ from keras_strategies.engines.jax.function.call_arguments import (
     is_array,
     number_or_array,
 )
+from keras_strategies.engines.jax.function.composite_values import CompositeForm
 from keras_strategies.engines.jax.function.sharded_values import ShardedValues
 from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
 from keras_strategies.errors import InvalidArgumentError, WorkerError
@@ -114,7 +115,8 @@ def _description(leaf: Any) -> list[Any]:
         return ["array", list(leaf.shape), str(leaf.dtype)]
     if _is_number(leaf):
         return ["number", leaf]
-    return ["other"]
+    # All workers trace the same program, so forms have to be equal.
+    return [str(leaf)] if isinstance(leaf, CompositeForm) else ["other"]
 
 
 def _check_arguments(every: Sequence[Any], name: str) -> None:

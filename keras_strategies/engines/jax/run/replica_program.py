@@ -23,6 +23,11 @@ import numpy as np
 from keras_strategies import context
 from keras_strategies.engines.jax.devices import jax_device
 from keras_strategies.engines.jax.function.call_arguments import ReplicaArguments
+from keras_strategies.engines.jax.function.composite_values import (
+    put_together,
+    taken_apart,
+    with_composite_values,
+)
 from keras_strategies.engines.jax.function.program_keys import function_key
 from keras_strategies.engines.jax.function.program_sharding import ProgramSharding
 from keras_strategies.engines.jax.function.state_refs import OnReadValues, StateRef
@@ -118,21 +123,24 @@ class ReplicaProgram:
         strategy = self._mesh.strategy
         check_sees_all(program, strategy)
         program.strategies[id(strategy)] = strategy
-        arguments = ReplicaArguments.of([list(own) for own in args], list(kwargs))
+        own = taken_apart([[list(own) for own in args], list(kwargs)])
+        arguments = ReplicaArguments.of(*own)
         key = (function_key(fn)[0], arguments.signature)
+        on_parts = with_composite_values(fn)
         if self._mesh.count == 1 or not arguments.is_uniform or key in self._unrolled:
-            return UnrolledReplicas(self._mesh, state, fn)(arguments)
+            results = UnrolledReplicas(self._mesh, state, on_parts)(arguments)
+            return list(put_together(results))
         try:
-            return self._sharded(key, state, program, fn, arguments)
+            results = self._sharded(key, state, program, on_parts, arguments)
         except Exception as error:
             # Python that depends on the traced replica number, in a branch, shape or
             # index, can raise any error, and so can what `shard_map` does not support.
             # An error with another cause is raised again by the unrolled replicas.
-            results = UnrolledReplicas(self._mesh, state, fn)(arguments)
+            results = UnrolledReplicas(self._mesh, state, on_parts)(arguments)
             if len(self._unrolled) < 1000:
                 self._unrolled.add(key)
             _warn_of_unrolling(fn, error)
-            return results
+        return list(put_together(results))
 
     def _sharded(
         self,

@@ -12,6 +12,10 @@ from jax import numpy as jnp
 
 from keras_strategies import context
 from keras_strategies.engines.jax.function.call_arguments import ReplicaArguments
+from keras_strategies.engines.jax.function.composite_values import (
+    put_together,
+    taken_apart,
+)
 from keras_strategies.engines.jax.function.state_refs import (
     OnReadRef,
     StateRef,
@@ -42,7 +46,7 @@ from keras_strategies.runtime.replicas.collectives import (
 )
 from keras_strategies.runtime.state import run_state
 from keras_strategies.types import ReduceOp
-from keras_strategies.values import PerReplica, map_structure
+from keras_strategies.values import DistributedValues, PerReplica, map_structure
 
 
 class _NotUniformError(Exception):
@@ -265,15 +269,18 @@ class ShardMapReplicas(TracedReplicas):
                 return leaf
             return PerReplica(self._gather(leaf))
 
-        args, kwargs = map_structure(gathered, arguments)
+        own = map_structure(gathered, taken_apart(arguments))
+        args, kwargs = put_together(own)
         with self._merged():
             result = merge(*args, **kwargs)
-        return map_structure(self._own, result)
+        return put_together(map_structure(self._own, taken_apart(result)))
 
     def _own(self, leaf: Any) -> Any:
         """This replica's component of the result of a merged function."""
-        if isinstance(leaf, PerReplica):
+        if isinstance(leaf, DistributedValues):
             parts = leaf.values
+            if all(part is parts[0] for part in parts):  # As of `reduce_to`.
+                return self._own(parts[0])
             if not all(isinstance(part, jax.Array) for part in parts) or (
                 len({(part.shape, part.dtype) for part in parts}) > 1
             ):

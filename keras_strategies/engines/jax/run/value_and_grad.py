@@ -10,6 +10,10 @@ import jax
 import keras
 from jax import numpy as jnp
 
+from keras_strategies.engines.jax.function.composite_values import (
+    put_together,
+    taken_apart,
+)
 from keras_strategies.engines.jax.function.trace_state import (
     TraceState,
     ValueOverrides,
@@ -71,8 +75,10 @@ class _Differentiated:
         (_, (loss, arrays, updates)), gradients = results
         self._state.commit(updates)
         rest = iter(arrays)
-        aux = map_structure(
-            lambda leaf: next(rest) if leaf is _ARRAY else leaf, self._aux
+        aux = put_together(
+            map_structure(
+                lambda leaf: next(rest) if leaf is _ARRAY else leaf, self._aux
+            )
         )
         ids = [id(variable) for variable in self._variables]
         found = {
@@ -113,5 +119,5 @@ class _Differentiated:
                 return _ARRAY
             return leaf
 
-        self._aux = map_structure(without_array, aux)
+        self._aux = map_structure(without_array, taken_apart(aux))
         return loss, (loss, arrays, inner.updated_values())
