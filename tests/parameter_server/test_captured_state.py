@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 import warnings
 
 import keras
@@ -201,3 +202,47 @@ def test_tensors_of_torch_that_would_be_changed_in_vain_are_errors(
     np.testing.assert_array_equal(read, [6, 6])
     norm.eval()
     assert coordinator.schedule(lambda: norm(torch.ones(3, 2)).shape[0]).fetch() == 3
+
+
+def many_layers(count: int) -> keras.Model:
+    layers = [keras.layers.Dense(2, use_bias=False) for _ in range(count)]
+    return keras.Sequential([keras.Input((2,)), *layers])
+
+
+def test_the_cost_of_finding_changes_of_a_model() -> None:
+    """Calls of Python functions at each `schedule`, for a layer of the model."""
+    model = many_layers(100)
+    state = CapturedState(lambda: model)
+    calls = 0
+
+    def count(frame, event, argument) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        assert state.changes(lambda: model) == []
+    finally:
+        sys.setprofile(None)
+    assert calls < 5 * 100
+    model.layers[50].trainable = False
+    assert state.changes(lambda: model) == ["model"]
+
+
+@pytest.mark.multiprocess
+def test_a_model_of_many_layers_is_sent(strategy, coordinator) -> None:
+    with strategy.scope():
+        model = many_layers(120)
+    x = np.ones((3, 2), "float32")
+    inner = model.layers[-1]
+
+    def call(x):
+        assert model.layers[-1] is inner
+        inner.found = len(model.layers)
+        return keras.ops.convert_to_numpy(inner(x))
+
+    found = coordinator.schedule(call, (x,)).fetch(clusters.SECONDS)
+    expected = keras.ops.convert_to_numpy(inner(x))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    again = coordinator.schedule(lambda layer: layer.found, (inner,))
+    assert again.fetch(clusters.SECONDS) == 120

@@ -24,6 +24,11 @@ _MOST_BYTES = 16 << 10
 #: Bytes of an array up to which its numbers are compared.
 _MOST_ARRAY_BYTES = 4 << 10
 
+# Kinds of objects that only pickle has to look at.
+_PLAIN = frozenset(
+    (bool, int, float, complex, str, bytes, type(None), tuple, list, dict)
+)
+
 
 class CapturedState:
     """The objects that a function refers to: closure, globals, defaults, `self`.
@@ -91,12 +96,15 @@ class _StatePickler(cloudpickle.Pickler):  # type: ignore[misc]
         self.tensors: list[tuple[Any, Any]] = []
 
     def persistent_id(self, made: Any) -> Any:
+        if type(made) in _PLAIN:
+            return None
         if id(made) in self._opaque:
             return id(made)
         if isinstance(made, keras.Variable):
             return id(made), bool(made.trainable)
         if isinstance(made, keras.Layer):
-            return id(made), tuple(each.trainable for each in sublayers(made))
+            # As one object: pickle calls this method for each of a tuple.
+            return id(made), bytes(each.trainable for each in sublayers(made))
         if isinstance(made, np.ndarray):
             return id(made) if made.nbytes > _MOST_ARRAY_BYTES else None
         if isinstance(made, (type, WorkerValue, Strategy)) or is_keras_object(made):

@@ -3,6 +3,13 @@
 A model is sent once, as the Python objects that it consists of; later tasks refer to
 the same model. Variables are sent as their descriptions, from which the receiving
 process creates its own.
+
+# Depth
+
+The layers of a model refer to each other: by recursion, a pickle of a hundred layers
+would be some thousand calls deep. So Keras objects are pickled as references, and their
+states one after the other, in one stream: a list of the objects without their states,
+each state, and the pickled value. Inner objects come before those that refer to them.
 """
 
 from __future__ import annotations
@@ -127,6 +134,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         describe: callable of a variable that returns its `VariableDescription`.
         number_of: callable of an object that returns its number.
         strategy: replaced by the worker's strategy.
+
+    Attributes:
+        objects: list of Keras objects that have been referred to, without duplicates.
     """
 
     def __init__(
@@ -140,6 +150,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._describe = describe
         self._number_of = number_of
         self._strategy = strategy
+        self.objects: list[Any] = []
         self.variables: dict[int, VariableDescription] = {}
         self.worker_values: dict[int, WorkerValue] = {}
 
@@ -170,14 +181,14 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             if original is not made:
                 return _function, (original,)
         if not isinstance(made, type):
-            state: Any = object_state(made)
-            if state is not None:
-                arguments = (self._number_of(made), class_of(made))
-                return _object, arguments, state, None, None, _set_state
+            if is_keras_object(made):
+                # Pickle remembers it: this is its first reference.
+                self.objects.append(made)
+                return _object, (self._number_of(made), class_of(made))
             again = rebuilt(made)
             if again is not None:
                 return again
-            state = container_state(made)
+            state: Any = container_state(made)
             if state is not None:
                 return _empty, (type(made),), state, None, None, _fill
             if type(made).__module__.startswith("tensorflow.python.distribute"):
@@ -226,16 +237,12 @@ class ObjectPickler:
 
     def dump(self, value: Any) -> PickledObject:
         """Pickles any object for workers, including Keras objects."""
-        seen: list[Any] = []
-
-        def number_of(made: Any) -> int:
-            seen.append(made)
-            return self.number_of(made)
-
-        file = io.BytesIO()
-        pickler = _Pickler(file, self._describe, number_of, self._strategy)
         try:
-            pickler.dump(value)
+            objects = self._objects_in(value)
+            file = io.BytesIO()
+            pickler = self._pickler(file)
+            for each in (objects, *map(object_state, objects), value):
+                pickler.dump(each)
         except (TypeError, pickle.PicklingError, AttributeError) as error:
             error.add_note(
                 "The function, its arguments or an object that they refer to cannot be "
@@ -243,14 +250,24 @@ class ObjectPickler:
                 "inside of the function or with `create_per_worker_values`."
             )
             raise
-        optimizers = [made for made in seen if is_optimizer(made)]
         return PickledObject(
             file.getvalue(),
             next(self._generation),
             pickler.variables,
-            optimizers,
+            [made for made in objects if is_optimizer(made)],
             list(pickler.worker_values.values()),
         )
+
+    def _objects_in(self, value: Any) -> list[Any]:
+        """The Keras objects in a value and in their states, inner ones first."""
+        pickler = self._pickler(io.BytesIO())
+        pickler.dump(value)
+        for found in pickler.objects:  # It grows.
+            pickler.dump(object_state(found))
+        return pickler.objects[::-1]
+
+    def _pickler(self, file: Any) -> _Pickler:
+        return _Pickler(file, self._describe, self.number_of, self._strategy)
 
 
 class _ContentsPickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -357,7 +374,10 @@ def load(blob: bytes, context: UnpicklingContext, generation: int) -> Any:
     filled: list[Any] = []
     _loading.filled = filled
     try:
-        value = pickle.loads(blob)
+        unpickler = pickle.Unpickler(io.BytesIO(blob))
+        for made in unpickler.load():
+            _set_state(made, unpickler.load())
+        value = unpickler.load()
         renew_identities(filled)
         return value
     finally:
