@@ -456,6 +456,33 @@ def test_on_read_variables_are_brought_together_when_read(
     assert float(v.numpy()) == together
 
 
+@pytest.mark.parametrize("synchronization", ["on_write", "on_read"])
+@pytest.mark.parametrize(
+    "aggregation, together",
+    [("sum", True), ("mean", True), ("only_first_replica", False)],
+)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_aggregated_booleans_stay_booleans(
+    mirrored, synchronization, aggregation, together, compiled
+):
+    with mirrored.scope():
+        v = keras.Variable(
+            np.array([True, False]),
+            dtype="bool",
+            trainable=False,
+            synchronization=synchronization,
+            aggregation=aggregation,
+        )
+
+    def step(number):
+        # The second replica alone assigns True.
+        mirrored.run(lambda number: v.assign([number > 1.0, False]), args=(number,))
+
+    (ks.function(step) if compiled else step)(_number(mirrored))
+    assert keras.backend.standardize_dtype(v.value.dtype) == "bool"
+    np.testing.assert_array_equal(v.numpy(), [together, False])
+
+
 def test_an_on_read_variable_without_aggregation_cannot_be_read_together(mirrored):
     v = _variable(mirrored, "on_read", "none")
     mirrored.run(lambda number: v.assign(number), args=(_number(mirrored),))

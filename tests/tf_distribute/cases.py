@@ -34,12 +34,17 @@ def case(name: str) -> Callable[[Callable[[Side], Any]], Callable[[Side], Any]]:
 # Variables, by synchronization, aggregation, dtype and context.
 
 
+def _own(side: Side, dtype: str) -> Any:
+    """The number of the replica, from 1; False on the first one for `bool`."""
+    return side.cast(side.id("int32") - 1, dtype) if dtype == "bool" else side.id(dtype)
+
+
 def _created(side: Side, v: Any, dtype: str) -> Any:
     return None
 
 
 def _assigned(side: Side, v: Any, dtype: str) -> Any:
-    v.assign(side.tensor(8, dtype))
+    v.assign(side.tensor(8 if dtype != "bool" else False, dtype))
 
 
 def _added(side: Side, v: Any, dtype: str) -> Any:
@@ -48,7 +53,7 @@ def _added(side: Side, v: Any, dtype: str) -> Any:
 
 def _assigned_by_replicas(side: Side, v: Any, dtype: str) -> Any:
     def assign() -> None:
-        v.assign(side.id(dtype))
+        v.assign(_own(side, dtype))
 
     side.run(assign)
 
@@ -109,7 +114,7 @@ def _variable(synchronization: str, aggregation: str, dtype: str, context: str) 
 for _sync, _aggregation, _dtype, _context in itertools.product(
     SYNCHRONIZATIONS, AGGREGATIONS, ("float32", "int32", "bool"), CONTEXTS
 ):
-    if _dtype == "bool" and ("added" in _context or "assigned" in _context):
+    if _dtype == "bool" and "added" in _context:
         continue
     if _sync == "none" and _aggregation != "none":
         continue
@@ -263,6 +268,27 @@ for _name, _make in {
     "tuple": lambda side, i: (side.tensor(i), side.tensor(2)),
 }.items():
     case(f"values_from_function: {_name}")(_values(_make))
+
+
+for _op in ("SUM", "MEAN"):
+    for _to in ("a device", "a variable", "all devices", "several"):
+
+        def _(side: Side, op: str = _op, to: str = _to) -> Any:
+            v = side.variable(1)
+            own = side.distribute.ReduceOp[op]
+            places = {"a device": "cpu:0", "a variable": v, "all devices": side.devices}
+
+            def merge(strategy: Any, x: Any) -> Any:
+                if to == "several":
+                    pairs = [(x, v), (x, "cpu:0")]
+                    return strategy.extended.batch_reduce_to(own, pairs)[0]
+                return strategy.extended.reduce_to(own, x, places[to])
+
+            return side.local(
+                side.run(lambda: side.context.merge_call(merge, (side.id(),)))
+            )[0]
+
+        case(f"merge_call: {_op} to {_to}")(_)
 
 
 def _dataset(make: Callable[[Any], Any], by: str) -> Any:

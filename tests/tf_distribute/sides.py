@@ -23,6 +23,7 @@ class Side:
 
     def __init__(self, kind: str):
         self.kind = kind
+        self.devices = DEVICES if kind == "two" else DEVICES[:1]
         if kind == "one":
             self.strategy = self.distribute.OneDeviceStrategy("cpu:0")
         else:

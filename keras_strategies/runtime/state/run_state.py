@@ -40,7 +40,8 @@ def is_aggregated(variable: Any) -> bool:
 def cross_replica_value(variable: Any, values: Sequence[Any]) -> Any:
     """The aggregate of an on-read variable in cross-replica context."""
     if variable.aggregation == "sum":
-        return sum(values[1:], start=values[0])
+        terms = [_number(value, variable) for value in values]
+        return keras.ops.cast(sum(terms[1:], start=terms[0]), variable.dtype)
     if variable.aggregation == "mean":
         wide = [keras.ops.cast(value, _mean_dtype(variable)) for value in values]
         total = sum(wide[1:], start=wide[0])
@@ -182,8 +183,6 @@ class RunState(StatePolicy):
     def _aggregate(self, variable: Any, value: Any) -> Any:
         if self.replica.num_replicas_in_sync == 1:
             return value
-        if variable.aggregation == "sum":
-            return self.replica.all_reduce("SUM", value)
         if variable.aggregation == "mean":
             mean = self.replica.all_reduce(
                 "SUM", keras.ops.cast(value, _mean_dtype(variable))
@@ -191,9 +190,12 @@ class RunState(StatePolicy):
             return keras.ops.cast(
                 mean / self.replica.num_replicas_in_sync, variable.dtype
             )
-        is_first = keras.ops.equal(self.replica.replica_id_in_sync_group, 0)
-        own = keras.ops.where(is_first, value, keras.ops.zeros_like(value))
-        return self.replica.all_reduce("SUM", own)
+        value = _number(value, variable)
+        if variable.aggregation == "only_first_replica":
+            is_first = keras.ops.equal(self.replica.replica_id_in_sync_group, 0)
+            value = keras.ops.where(is_first, value, keras.ops.zeros_like(value))
+        total = self.replica.all_reduce("SUM", value)
+        return keras.ops.cast(total, variable.dtype)
 
 
 def enclosing() -> RunState | None:
@@ -205,6 +207,11 @@ def enclosing() -> RunState | None:
             return policy
         scope = scope.original_scope
     return None
+
+
+def _number(value: Any, variable: Any) -> Any:
+    """A value that can be summed: frameworks do not agree on sums of `bool`."""
+    return keras.ops.cast(value, "int32") if variable.dtype == "bool" else value
 
 
 def _mean_dtype(variable: Any) -> str:
