@@ -286,3 +286,42 @@ def test_shuffled_batches_are_the_same_without_a_seed(cluster):
 
     first, second = cluster(program)
     assert_same(first, second, 0.0, "worker 1 beside worker 0")
+
+
+def streamed(strategy, group, kind):
+    """One pass over input that can be read once, with groups of steps."""
+    from harness import streams
+
+    def made():
+        with strategy.scope():
+            return streams.model(group, is_built=False)
+
+    trained = made()
+    history = trained.fit(
+        streams.STREAMS[kind](),
+        validation_data=streams.STREAMS[kind](),
+        shuffle=False,
+        verbose=0,
+    ).history
+    limited = made()
+    limits = {"steps_per_epoch": 3, "epochs": 2, "shuffle": False, "verbose": 0}
+    parts = limited.fit(streams.STREAMS[kind](), **limits).history
+    evaluated = made().evaluate(streams.STREAMS[kind](), verbose=0)
+    return {
+        "losses": [*history["loss"], *history["val_loss"], evaluated],
+        "limited": parts["loss"],
+        "steps": [streams.steps(trained), streams.steps(limited)],
+    }
+
+
+@pytest.mark.parametrize("cluster", ["two", "two_by_two"], indirect=True)
+def test_groups_of_steps_read_every_batch_of_a_stream_once(cluster):
+    from harness import streams
+
+    for group, kind in ((1, "generator"), (3, "generator"), (4, "generator")):
+        for found in cluster(streamed, group, kind):
+            np.testing.assert_allclose(found["losses"], [streams.LOSS] * 3, rtol=1e-5)
+            assert found["steps"] == [6, 6], group
+            if group <= 3:
+                # The batches 0, 1, 2 and 3, 4, 5.
+                np.testing.assert_allclose(found["limited"], [5 / 3, 50 / 3], rtol=1e-5)
