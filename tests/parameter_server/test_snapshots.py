@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import zipfile
 from pathlib import Path
 
+import cloudpickle
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -45,9 +48,15 @@ def with_two_snapshots(folder) -> ParameterServer:
     return server
 
 
-def flip(path, place: int) -> None:
+def part_of(name: str) -> str:
+    """The file that a snapshot is before it has its name."""
+    return f".part-{os.getpid()}-{name}"
+
+
+def flip(path, place: int | bytes) -> None:
+    """Changes one bit, at a place or 20 bytes after a mark."""
     content = bytearray(path.read_bytes())
-    content[place] ^= 4
+    content[content.rindex(place) + 20 if isinstance(place, bytes) else place] ^= 4
     path.write_bytes(bytes(content))
 
 
@@ -56,7 +65,7 @@ def test_a_full_disk_is_named_and_the_server_goes_on(tmp_path) -> None:
     server.idle()
     assert (tmp_path / "ps-0.1.snapshot").exists() and not server.notices
     add_one(server)
-    with full_disk(tmp_path, ["ps-0.part", "ps-0.1.journal"]) as mounted:
+    with full_disk(tmp_path, [part_of("ps-0.2.snapshot"), "ps-0.1.journal"]) as mounted:
         server.idle()
         kind, (_, problem, is_restorable) = server.notices.popleft()
         assert kind == "snapshots" and is_restorable
@@ -116,7 +125,9 @@ def test_a_folder_that_is_a_file_is_said_at_once(tmp_path) -> None:
         server.handle(("snapshot", None))
 
 
-@pytest.mark.parametrize("damage", ["truncated", "empty", "head", "values", "header"])
+@pytest.mark.parametrize(
+    "damage", ["truncated", "empty", "head", "values", "directory"]
+)
 def test_a_damaged_snapshot_gives_way_to_the_one_before(tmp_path, damage) -> None:
     with_two_snapshots(tmp_path)
     path = tmp_path / "ps-0.2.snapshot"
@@ -125,7 +136,7 @@ def test_a_damaged_snapshot_gives_way_to_the_one_before(tmp_path, damage) -> Non
     elif damage == "empty":
         path.write_bytes(b"")
     else:
-        flip(path, {"head": 40, "values": -5, "header": 6}[damage])
+        flip(path, {"head": b'"applied"', "values": b"NUMPY", "directory": -5}[damage])
     server = ParameterServer(0, str(tmp_path))
     assert server.is_restored and first(server) == 1.0
     # Parts that were created after either of the snapshots.
@@ -139,6 +150,42 @@ def test_a_damaged_snapshot_gives_way_to_the_one_before(tmp_path, damage) -> Non
     assert (tmp_path / "ps-0.1.snapshot").exists()
     flip(tmp_path / "ps-0.3.snapshot", -5)
     assert first(ParameterServer(0, str(tmp_path))) == 1.0
+
+
+def test_files_of_another_format_are_named(tmp_path) -> None:
+    with_two_snapshots(tmp_path)
+    for number in (1, 2):
+        path = tmp_path / f"ps-0.{number}.snapshot"
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("contents.json", '{"version": 1}')
+    server = ParameterServer(0, str(tmp_path))
+    assert not server.is_restored
+    assert "ps-0.2.snapshot is of kind None and format 1" in server.damage
+    (tmp_path / "journal").mkdir()
+    begun(tmp_path / "journal")
+    path = tmp_path / "journal" / "ps-0.0.journal"
+    path.write_bytes(b"KSR1" + path.read_bytes()[4:])
+    server = ParameterServer(0, str(path.parent))
+    assert not server.is_restored and "has the format b'KSR1'" in server.damage
+
+
+def test_a_snapshot_has_every_bit_of_every_dtype(tmp_path) -> None:
+    server = begun(tmp_path)
+    values = {
+        (1, 0): np.arange(5, dtype=ml_dtypes.bfloat16) / 3,
+        (2, 0): np.arange(6, dtype="int8").reshape(2, 3),
+        (3, 0): np.zeros((0, 4), "float64"),
+    }
+    server.handle(("create", list(values.items())))
+    made = ((4, 0), cloudpickle.dumps(lambda: values[1, 0]))
+    server.handle(("create", [made]))
+    for _ in range(2):
+        server = ParameterServer(0, str(tmp_path))
+        for key, value in [*values.items(), ((4, 0), values[1, 0])]:
+            found = server.handle(("read", (key, 0, len(value))))
+            assert found.dtype == value.dtype and found.shape == value.shape
+            assert found.tobytes() == value.tobytes()
+        server.handle(("snapshot", None))
 
 
 def test_without_a_complete_snapshot_nothing_is_restored(tmp_path) -> None:
@@ -227,5 +274,8 @@ def test_what_a_server_has_acknowledged_is_on_disk(tmp_path, monkeypatch) -> Non
         add_one(server)
         server.handle(("snapshot", None))
         written = size(f"ps-0.{number}.snapshot")
-        assert flushed[:2] == [("ps-0.part", written), (tmp_path.name, 0)]
+        assert flushed[:2] == [
+            (part_of(f"ps-0.{number}.snapshot"), written),
+            (tmp_path.name, 0),
+        ]
     assert flushed[2:] == [("removed ps-0.0.journal", 0)]

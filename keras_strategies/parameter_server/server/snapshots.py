@@ -8,14 +8,15 @@ shards and loses only updates.
 Each snapshot starts a *generation*: `ps-0.7.snapshot`, and `ps-0.7.journal` for what
 was created since. Generation 0 has only a journal. Two generations are kept on disk. A
 file with a wrong checksum is not used: the server then restores the previous
-generation and all journals since.
+generation and all journals since. A snapshot is an archive (`saving/archives.py`); a
+journal is a sequence of records, of which each contains one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
-import pickle
 import struct
 import zlib
 from collections.abc import Iterator
@@ -23,20 +24,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
-
-from keras_strategies.errors import SnapshotError
-from keras_strategies.parameter_server.server.variable_store import VariableStore
-from keras_strategies.parameter_server.wire.step_messages import Key
-from keras_strategies.training.saving.atomic_files import flush_folder
+from keras_strategies.errors import CheckpointError, SnapshotError
+from keras_strategies.parameter_server.server.variable_store import (
+    AppliedUpdates,
+    VariableStore,
+)
+from keras_strategies.training.saving.archives import (
+    open_archive,
+    with_arrays,
+    write_archive,
+)
+from keras_strategies.training.saving.atomic_files import atomic_file, flush_folder
 
 #: Header of each record: mark, length and CRC-32 of the payload; then the CRC-32 of
 #: these three.
 _HEADER = struct.Struct("<4sQI")
 _CHECK = struct.Struct("<I")
-_MARK = b"KSR1"
+_MARK = b"KSR2"
 #: Bytes written or checked at a time.
 _PIECE_BYTES = 4 << 20
+_KIND = "snapshot of a parameter server"
+_EVENT = "record of a parameter server"
 #: Generations kept on disk: the latest, and the previous one as a fallback.
 _GENERATIONS = 2
 
@@ -117,18 +125,10 @@ class SnapshotFiles:
                 snapshots remain.
         """
         following = self._generation + 1
-        part = self._folder / f"{self._name}.part"
         try:
-            with part.open("wb") as file:
-                _write_store(file, store, extra)
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(self._snapshot(following))
-            # Before the files that it replaces are removed.
-            flush_folder(self._folder)
+            with atomic_file(self._snapshot(following)) as part:
+                write_archive(part, _KIND, _state_of(store, extra))
         except OSError as error:
-            with contextlib.suppress(OSError):
-                part.unlink()
             what = f"its snapshot {self._snapshot(following)}"
             raise self._failure(what, store.nbytes, error) from error
         self._generation = following
@@ -141,7 +141,9 @@ class SnapshotFiles:
         Raises:
             RuntimeError: `SnapshotError` if it cannot be written.
         """
-        payload = pickle.dumps((kind, value), protocol=5)
+        archive = io.BytesIO()
+        write_archive(archive, _EVENT, (kind, value))
+        payload = archive.getbuffer()
         path = self._journal(self._generation)
         try:
             with path.open("ab", buffering=0) as file:
@@ -167,7 +169,7 @@ class SnapshotFiles:
             RuntimeError: `SnapshotError` if one cannot be removed: it would be restored
                 later.
         """
-        for path in self._folder.glob(f"{self._name}.*"):
+        for path in self._files():
             try:
                 path.unlink(missing_ok=True)
             except OSError as error:
@@ -177,6 +179,11 @@ class SnapshotFiles:
                     "another `snapshot_folder`."
                 ) from error
         self._generation, self._complete = 0, [0]
+
+    def _files(self) -> list[Path]:
+        """All files of the server, those of interrupted writes too."""
+        parts = self._folder.glob(f".part-*-{self._name}.*")
+        return [*self._folder.glob(f"{self._name}.*"), *parts]
 
     def _remove_older(self, first: int) -> None:
         """Removes the generations before `first`."""
@@ -216,8 +223,9 @@ class SnapshotFiles:
                     for later in range(generation, self._generation + 1)
                     for event in self._read_journal(later)
                 ]
-            except (DamagedFileError, OSError) as error:
-                damages.append(str(error))
+            except (DamagedFileError, CheckpointError, OSError) as error:
+                text = error.text if isinstance(error, CheckpointError) else str(error)
+                damages.append(text)
                 continue
             if damages:
                 damages.append(
@@ -239,14 +247,12 @@ class SnapshotFiles:
         if generation == 0:
             return store, None
         path = self._snapshot(generation)
-        with path.open("rb") as file:
-            head = _read_record(file, path)
-            if head is None:
-                raise DamagedFileError(f"The snapshot {path} is empty.")
-            version, applied, arrays, extra = pickle.loads(head)
-            store.version, store.applied = version, applied
-            for key, shape, dtype in arrays:
-                store.arrays[key] = _read_array(file, path, shape, dtype)
+        with open_archive(path, _KIND, f"The snapshot {path}") as state:
+            store.version = state["version"]
+            store.applied = AppliedUpdates(*state["applied"])
+            for key, array in state["arrays"]:
+                store.arrays[key] = array.read()
+            extra = state["extra"]
         return store, extra
 
     def _read_journal(self, generation: int) -> Iterator[tuple[str, Any]]:
@@ -254,8 +260,10 @@ class SnapshotFiles:
         if not path.exists():
             return
         with path.open("rb") as file:
-            while (payload := _read_record(file, path, may_end=True)) is not None:
-                yield pickle.loads(payload)
+            while (payload := _read_record(file, path)) is not None:
+                name = f"A record of {path}"
+                with open_archive(io.BytesIO(payload), _EVENT, name) as event:
+                    yield with_arrays(event)
 
 
 def describe_disk(folder: str | os.PathLike[str]) -> str:
@@ -300,16 +308,15 @@ def check_folder(folder: str) -> None:
             probe.unlink()
 
 
-def _write_store(file: BinaryIO, store: VariableStore, extra: Any) -> None:
-    described: list[tuple[Key, tuple[int, ...], np.dtype[Any]]] = [
-        (key, array.shape, array.dtype) for key, array in store.arrays.items()
-    ]
-    head = (store.version, store.applied, described, extra)
-    _write_record(file, pickle.dumps(head, protocol=5))
-    for array in store.arrays.values():
-        # As bytes: NumPy has no dtype bfloat16.
-        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        _write_record(file, flat.data)
+def _state_of(store: VariableStore, extra: Any) -> dict[str, Any]:
+    """The content of a snapshot."""
+    applied = store.applied
+    return {
+        "version": store.version,
+        "applied": (applied.steps, applied.done, applied.requests),
+        "arrays": list(store.arrays.items()),
+        "extra": extra,
+    }
 
 
 def _write_record(file: BinaryIO, payload: bytes | memoryview) -> None:
@@ -322,55 +329,38 @@ def _write_record(file: BinaryIO, payload: bytes | memoryview) -> None:
             written += file.write(piece[written : written + _PIECE_BYTES])
 
 
-def _read_record(file: BinaryIO, path: Path, may_end: bool = False) -> bytes | None:
+def _read_record(file: BinaryIO, path: Path) -> bytes | None:
     """The next record; None at the end.
+
+    The last one may be incomplete: its process died during the write, before its reply.
 
     Args:
         file: the open file.
         path: its path, for errors.
-        may_end: bool, whether the last record may be incomplete, as in the journal of a
-            process that died during a write, before its reply.
     """
-    header = _read_header(file, path, may_end)
+    header = _read_header(file, path)
     if header is None:
         return None
     length, checksum = header
     left = os.fstat(file.fileno()).st_size - file.tell()
     if left < length:
-        if may_end:
-            return None
-        raise _truncated(path)
+        return None
     payload = file.read(length)
     _compare(path, checksum, payload)
     return payload
 
 
-def _read_array(
-    file: BinaryIO, path: Path, shape: tuple[int, ...], dtype: np.dtype[Any]
-) -> np.ndarray:
-    array = np.empty(shape, dtype)
-    header = _read_header(file, path)
-    if header is None or header[0] != array.nbytes:
-        raise _truncated(path)
-    view = array.reshape(-1).view(np.uint8)
-    if array.size and file.readinto(view.data) != array.nbytes:  # type: ignore[attr-defined]
-        raise _truncated(path)
-    _compare(path, header[1], view.data)
-    return array
-
-
-def _read_header(
-    file: BinaryIO, path: Path, may_end: bool = False
-) -> tuple[int, int] | None:
+def _read_header(file: BinaryIO, path: Path) -> tuple[int, int] | None:
     """Length and checksum of the next record; None at the end."""
     header, check = file.read(_HEADER.size), file.read(_CHECK.size)
-    if not header:
-        return None
     if len(check) < _CHECK.size:
-        if may_end:
-            return None
-        raise _truncated(path)
+        return None
     mark, length, checksum = _HEADER.unpack(header)
+    if mark != _MARK and mark[:3] == _MARK[:3]:
+        raise DamagedFileError(
+            f"{path} has the format {mark!r}; this version of keras_strategies reads "
+            f"{_MARK!r}. Use the version that has written it, or another folder."
+        )
     if mark != _MARK or _CHECK.unpack(check) != (zlib.crc32(header),):
         raise _damaged(path)
     return length, checksum
@@ -386,10 +376,6 @@ def _checksum(view: memoryview) -> int:
     for start in range(0, view.nbytes, _PIECE_BYTES):
         checksum = zlib.crc32(view[start : start + _PIECE_BYTES], checksum)
     return checksum
-
-
-def _truncated(path: Path) -> DamagedFileError:
-    return DamagedFileError(f"{path} is truncated: its last record is incomplete.")
 
 
 def _damaged(path: Path) -> DamagedFileError:

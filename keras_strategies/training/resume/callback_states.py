@@ -13,7 +13,7 @@ import keras
 import numpy as np
 
 from keras_strategies.keras_compat.models import fit_position
-from keras_strategies.training.resume.snapshot_files import encoded
+from keras_strategies.training.saving.archives import check_value
 from keras_strategies.user_warnings import warn_user
 
 _FILE_SIZE = "file size"
@@ -37,7 +37,7 @@ def callback_states(callbacks: Iterable[Any]) -> list[dict[str, Any]]:
     for key, callback in _keyed(callbacks):
         state = _state_of(callback)
         if state is not None:
-            encoded(state, [], f"The state of callback {type(callback).__name__}")
+            check_value(state, f"The state of callback {type(callback).__name__}")
             found.append({"key": key, "state": _copied(state)})
     return found
 

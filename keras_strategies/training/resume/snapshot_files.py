@@ -1,36 +1,28 @@
-"""Snapshot files: format, atomic writes, generations, verification.
-
-A snapshot is a zip archive without compression: `contents.json`, and one NumPy file
-`arrays/N.npy` for each array. The archive has a CRC-32 of each member. Nothing in it is
-pickled. In `contents.json` an array is `{"array": N}`, a tuple `{"tuple": [...]}`, and
-a dict `{"dict": [[key, value], ...]}`; all else is JSON as it is.
-"""
+"""Snapshot files: archives (`saving/archives.py`), generations, verification."""
 
 from __future__ import annotations
 
 import io
-import json
 import os
 import re
-import zipfile
-from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
-from keras_strategies.errors import (
-    CheckpointError,
-    DamagedCheckpointError,
-    InvalidTypeError,
+from keras_strategies.errors import DamagedCheckpointError
+from keras_strategies.training.saving.archives import (
+    in_float32,
+    open_archive,
+    with_arrays,
+    write_archive,
 )
-from keras_strategies.training.saving.atomic_files import atomic_file, flush_folder
+from keras_strategies.training.saving.atomic_files import atomic_file
 from keras_strategies.user_warnings import warn_user
 
 #: Number of snapshots in the directory.
 GENERATIONS = 2
-_VERSION = 1
-_CONTENTS = "contents.json"
+_KIND = "snapshot of fit"
 _NAME = re.compile(r"snapshot-(\d+)\.zip")
 
 
@@ -74,8 +66,7 @@ class SnapshotDirectory:
         number = found[-1][0] + 1 if found else 1
         target = self.directory / f"snapshot-{number:08d}.zip"
         with atomic_file(target) as part:
-            _write_archive(part, state)
-        flush_folder(self.directory)
+            write_archive(part, _KIND, state)
         for _, old in found[: len(found) + 1 - GENERATIONS]:
             old.unlink(missing_ok=True)
         return target
@@ -91,7 +82,8 @@ class SnapshotDirectory:
         for _, path in reversed(self._found()):
             data = path.read_bytes()
             try:
-                _check_archive(data, path)
+                with open_archive(io.BytesIO(data), _KIND, f"Snapshot {str(path)!r}"):
+                    pass
             except DamagedCheckpointError as damaged:
                 if error is not None:
                     raise DamagedCheckpointError(
@@ -120,97 +112,28 @@ class SnapshotDirectory:
 
 
 def parsed(data: bytes) -> Any:
-    """The state in the bytes of a snapshot."""
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+    """The state in the bytes of a snapshot.
 
-        def array(number: int) -> Any:
-            with archive.open(f"arrays/{number}.npy") as file:
-                return np.lib.format.read_array(file, allow_pickle=False)
-
-        contents = json.loads(archive.read(_CONTENTS))
-        if contents["version"] != _VERSION:
-            raise CheckpointError(
-                f"The snapshot has the format {contents['version']!r}; this version of "
-                f"keras_strategies reads {_VERSION}. Use the version that has written "
-                "it, or another directory."
-            )
-        return _decoded(contents["state"], array)
+    Raises:
+        ValueError: if it is damaged, or of another format.
+    """
+    with open_archive(io.BytesIO(data), _KIND, "The snapshot") as state:
+        return _portable(with_arrays(state))
 
 
 def packed(state: Any) -> bytes:
     """A state as the bytes of a snapshot, which `parsed` reads."""
     file = io.BytesIO()
-    _write_archive(file, state)
+    write_archive(file, _KIND, state)
     return file.getvalue()
 
 
-def _write_archive(file: Path | IO[bytes], state: Any) -> None:
-    arrays: list[Any] = []
-    contents = {"version": _VERSION, "state": encoded(state, arrays)}
-    with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr(_CONTENTS, json.dumps(contents))
-        for i, array in enumerate(arrays):
-            with archive.open(f"arrays/{i}.npy", "w", force_zip64=True) as part:
-                np.lib.format.write_array(part, array, allow_pickle=False)
-
-
-def _check_archive(data: bytes, path: Path) -> None:
-    try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            archive.getinfo(_CONTENTS)
-            wrong = archive.testzip()
-    except (zipfile.BadZipFile, KeyError, EOFError, ValueError, OSError) as error:
-        raise DamagedCheckpointError(
-            f"Snapshot {str(path)!r} is damaged: {error}."
-        ) from error
-    if wrong is not None:
-        raise DamagedCheckpointError(
-            f"Snapshot {str(path)!r} is damaged: {wrong} has a wrong checksum."
-        )
-
-
-def encoded(value: Any, arrays: list[Any], name: str = "") -> Any:
-    """A structure as JSON, its arrays appended to a list.
-
-    Raises:
-        TypeError: for a value of another kind.
-    """
-    if value is None or isinstance(value, (bool, int, float, str)):
-        # Subclasses, such as NumPy's float64, are written as their base.
-        return value
-    if isinstance(value, Mapping):
-        items = [[k, encoded(v, arrays, f"{name}[{k!r}]")] for k, v in value.items()]
-        return {"dict": items}
-    if isinstance(value, (list, tuple)):
-        each = [encoded(v, arrays, f"{name}[{i}]") for i, v in enumerate(value)]
-        return each if isinstance(value, list) else {"tuple": each}
-    array = _as_array(value)
-    if array is None:
-        raise InvalidTypeError(
-            f"{name} is of type {type(value).__name__}, which a snapshot cannot hold. "
-            "Use numbers, strings, NumPy arrays, and lists, tuples and dicts of these."
-        )
-    arrays.append(array)
-    return {"array": len(arrays) - 1}
-
-
-def _as_array(value: Any) -> Any:
-    if not hasattr(value, "__array__") and not hasattr(value, "__array_interface__"):
-        return None
-    array = np.asarray(value)
-    if array.dtype.hasobject:
-        return None
-    return array if array.dtype.isbuiltin == 1 else array.astype("float32")
-
-
-def _decoded(value: Any, array: Any) -> Any:
-    if isinstance(value, list):
-        return [_decoded(each, array) for each in value]
-    if not isinstance(value, dict):
-        return value
-    ((kind, found),) = value.items()
-    if kind == "array":
-        return array(found)
-    if kind == "tuple":
-        return tuple(_decoded(each, array) for each in found)
-    return {key: _decoded(each, array) for key, each in found}
+def _portable(state: Any) -> Any:
+    """A structure with arrays of dtypes that every framework takes."""
+    if isinstance(state, np.ndarray):
+        return in_float32(state)
+    if isinstance(state, dict):
+        return {key: _portable(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)(map(_portable, state))
+    return state

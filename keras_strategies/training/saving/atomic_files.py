@@ -51,15 +51,20 @@ def atomic_save(path: Any, seeds: Sequence[Any] = ()) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def atomic_file(target: Path) -> Iterator[Path]:
-    """Context manager: a temporary path; its file replaces `target` at the end."""
+    """Context manager: a temporary path; its file replaces `target` at the end.
+
+    The file and its name in the folder are on disk then.
+    """
     # The suffix stays, since it determines the format.
     part = target.with_name(f".part-{os.getpid()}-{target.name}")
     try:
         yield part
         _flush(part)
         part.replace(target)
-    finally:
+        flush_folder(target.parent)
+    except BaseException:
         part.unlink(missing_ok=True)
+        raise
 
 
 def _add_seeds(part: Path, seeds: Sequence[Any]) -> None:

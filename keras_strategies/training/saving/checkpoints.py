@@ -1,22 +1,19 @@
 """Checkpoints of custom loops: models, optimizers, metrics and counters.
 
-A checkpoint is one file, a zip archive of NumPy arrays with a table of contents. Its
+A checkpoint is one file, an archive (`archives.py`). Its
 format does not depend on backend, strategy or number of replicas and shards.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
-import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import keras
-import numpy as np
 
 from keras_strategies import context
 from keras_strategies.engines import get_engine
@@ -32,11 +29,15 @@ from keras_strategies.keras_compat.optimizers.optimizer_parts import is_optimize
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.keras_compat.thread_state import current_stateless_scope
 from keras_strategies.training.random_sync import random_numbers, set_random_numbers
+from keras_strategies.training.saving.archives import (
+    LazyArray,
+    in_float32,
+    open_archive,
+    with_arrays,
+    write_archive,
+)
 from keras_strategies.training.saving.atomic_files import atomic_file
 from keras_strategies.user_warnings import warn_user
-
-_VERSION = 1
-_CONTENTS = "contents.json"
 
 
 class Checkpoint:
@@ -127,28 +128,20 @@ class Checkpoint:
             RuntimeError: inside `run`.
         """
         self._check_context("restore")
-        with _scope_of(self._strategy()), _opened(Path(path)) as archive:
-            if _CONTENTS not in archive.namelist():
-                raise zipfile.BadZipFile(f"it has no {_CONTENTS}")
-            contents = json.loads(archive.read(_CONTENTS))
-            if contents.get("version") != _VERSION:
-                raise CheckpointError(
-                    f"Checkpoint {str(path)!r} has the format "
-                    f"{contents.get('version')!r}; this version of keras_strategies "
-                    f"reads {_VERSION}. Use the version that has written it."
-                )
+        file, name = Path(path), f"Checkpoint {str(path)!r}"
+        if not file.is_file():
+            raise CheckpointError(f"{name} does not exist.")
+        with (
+            _scope_of(self._strategy()),
+            open_archive(file, "checkpoint", name) as contents,
+        ):
             self._prepare(contents["objects"])
-            pairs = self._matched(contents["objects"], str(path))
-            damaged = archive.testzip()
-            if damaged is not None:
-                raise zipfile.BadZipFile(f"{damaged} has a wrong checksum")
-            for variable, entry in pairs:
-                with archive.open(entry["file"]) as file:
-                    variable.assign(np.lib.format.read_array(file, allow_pickle=False))
-            backend = contents["random"].pop("of")
-            if backend != keras.backend.backend():
-                contents["random"]["backend"] = ""
-            set_random_numbers(get_engine(), contents["random"])
+            for variable, entry in self._matched(contents["objects"], str(path)):
+                variable.assign(in_float32(entry["value"].read()))
+            random = with_arrays(contents["random"])
+            if random.pop("of") != keras.backend.backend():
+                random["backend"] = ""
+            set_random_numbers(get_engine(), random)
 
     @property
     def is_written_here(self) -> bool:
@@ -196,26 +189,14 @@ class Checkpoint:
         return [v for value in self._objects.values() for v in _variables_of(value)]
 
     def _write(self, target: Path) -> None:
-        contents: dict[str, Any] = {"version": _VERSION, "objects": {}}
-        engine = get_engine()
-        contents["random"] = {**random_numbers(engine), "of": keras.backend.backend()}
+        random = {**random_numbers(get_engine()), "of": keras.backend.backend()}
+        objects = {
+            name: [_entry(variable) for variable in _variables_of(value)]
+            for name, value in self._objects.items()
+        }
         target.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_file(target) as part, zipfile.ZipFile(part, "w") as archive:
-            for name, value in self._objects.items():
-                entries = contents["objects"][name] = []
-                for i, variable in enumerate(_variables_of(value)):
-                    file = f"{name}/{i}.npy"
-                    entries.append(
-                        {
-                            "file": file,
-                            "path": variable.path,
-                            "shape": list(variable.shape),
-                            "dtype": variable.dtype,
-                        }
-                    )
-                    with archive.open(file, "w", force_zip64=True) as opened:
-                        np.lib.format.write_array(opened, _value_of(variable))
-            archive.writestr(_CONTENTS, json.dumps(contents))
+        with atomic_file(target) as part:
+            write_archive(part, "checkpoint", {"objects": objects, "random": random})
 
     def _matched(self, saved: Mapping[str, Any], path: str) -> list[tuple[Any, Any]]:
         """Pairs of variables and their entries in the file."""
@@ -406,23 +387,18 @@ def _variables_of(value: Any, name: str = "") -> list[Any]:
 
 
 def _value_of(variable: Any) -> Any:
-    """The value in a dtype of NumPy files: bfloat16 as float32."""
-    value = np.asarray(keras.ops.convert_to_numpy(variable))
-    return value if value.dtype.isbuiltin == 1 else value.astype("float32")
+    return keras.ops.convert_to_numpy(variable)
+
+
+def _entry(variable: Any) -> dict[str, Any]:
+    """A variable in the contents of a file; it is read when it is written."""
+    return {
+        "path": variable.path,
+        "shape": list(variable.shape),
+        "dtype": variable.dtype,
+        "value": LazyArray(lambda: _value_of(variable)),
+    }
 
 
 def _scope_of(strategy: Any) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if strategy is None else strategy.scope()
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
-    if not path.is_file():
-        raise CheckpointError(f"Checkpoint {str(path)!r} does not exist.")
-    try:
-        with zipfile.ZipFile(path) as archive:
-            yield archive
-    except (zipfile.BadZipFile, EOFError) as error:
-        raise DamagedCheckpointError(
-            f"Checkpoint {str(path)!r} is damaged or not a checkpoint: {error}."
-        ) from error
