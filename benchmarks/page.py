@@ -113,6 +113,7 @@ def table(name: str) -> str:
     import resume
     import start
     import steps_per_execution
+    import uneven_rows
     import without_strategy
 
     file, _, what = name.partition(", ")
@@ -138,6 +139,7 @@ def table(name: str) -> str:
         "first step": first_step,
         "fit gpu": fit_gpu,
         "steps per execution": steps_per_execution,
+        "uneven rows": uneven_rows,
         "without strategy": without_strategy,
     }
     if file in modules:

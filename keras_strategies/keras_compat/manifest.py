@@ -327,6 +327,25 @@ GROUPS: dict[str, Group] = {
             ),
         ),
     ),
+    "jax convolutions": Group(
+        "From the first step on a mesh of JAX's devices on.",
+        tuple(
+            Patch(
+                f"{_JAX}.nn",
+                name,
+                "(inputs, kernel, strides=1, padding='valid', data_format=None, "
+                "dilation_rate=1)",
+                f"backends.keras_on_jax.{around}",
+                "XLA gathers the rows of grouped convolutions, and fails on sharded "
+                "kernels.",
+                backend="jax",
+            )
+            for name, around in (
+                ("conv", "convolution"),
+                ("depthwise_conv", "depthwise_convolution"),
+            )
+        ),
+    ),
     "jax replicas": Group(
         "From the first `run` of several replicas on JAX on.",
         tuple(

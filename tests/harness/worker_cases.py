@@ -1,9 +1,8 @@
 """What is trained on several workers: a case for each mechanism that workers share.
 
 Each worker traces its own programs, so there are few of them: `fit` alone, on batches
-of one size, unless the case is about something else. Uneven batches are split over the
-workers everywhere but on JAX, where each worker computes them unsplit; there, batches
-are even.
+of one size, unless the case is about something else. The workers' parts of a batch have
+different sizes.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from harness.data import Data
 
 BACKEND = keras.backend.backend()
 # Two batches of one size.
-ROWS, BATCH = (16, 8) if BACKEND == "jax" else (14, 7)
+ROWS, BATCH = 14, 7
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,5 @@ def test_same_as_one_device(worker_case: WorkerCase, cluster):
     found = cluster(train_case, case.name)
     for index, results in enumerate(found):
         assert_same(alone(case), results, case.tolerance, f"worker {index}")
-        # To the last bit, or their models would drift apart. On JAX a batch that does
-        # not divide is computed by each worker for itself, and XLA's threads may add up
-        # in another order there.
-        alike = case.tolerance if BACKEND == "jax" else 0.0
-        assert_same(found[0], results, alike, f"worker {index} beside worker 0")
+        # To the last bit, or their models would drift apart.
+        assert_same(found[0], results, 0.0, f"worker {index} beside worker 0")

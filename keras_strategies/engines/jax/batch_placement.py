@@ -10,6 +10,12 @@ import jax
 import numpy as np
 
 from keras_strategies.engines.jax.array_placement import put, spans_processes
+from keras_strategies.engines.jax.padded_rows import (
+    PaddedRows,
+    is_padded,
+    padded_length,
+    put_padded,
+)
 from keras_strategies.engines.jax.strategy_distribution import splits
 from keras_strategies.input.row_splits import check_batch
 from keras_strategies.runtime.batch_prefetch import prefetch_one
@@ -23,8 +29,8 @@ class JaxBatchPlacer(abc.ABC):
         """The batch on the devices; arrays already there are not copied."""
 
     @abc.abstractmethod
-    def sharding(self, shape: Sequence[int]) -> jax.sharding.Sharding:
-        """The sharding of an array of a batch."""
+    def abstract(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """What `place` makes of an array, with a `jax.ShapeDtypeStruct` in it."""
 
     @abc.abstractmethod
     def place_several(self, batches: Sequence[Any]) -> Any:
@@ -48,7 +54,10 @@ class JaxBatchPlacer(abc.ABC):
 
 
 class MeshPlacer(JaxBatchPlacer):
-    """Shards each array over a mesh by its rows, or replicates it.
+    """Shards each array over a mesh by its rows.
+
+    An array whose rows the number of devices does not divide becomes a `PaddedRows`;
+    one without rows is replicated.
 
     Args:
         mesh: a mesh; rows are sharded along its first axis.
@@ -78,29 +87,64 @@ class MeshPlacer(JaxBatchPlacer):
         if not any(map(spans_processes, jax.tree.leaves(batch))):
             self._compare(batch)
         # In JAX, None has no leaves, and the components of a sparse array are leaves.
-        leaves, structure = jax.tree.flatten(batch)
-        leaves = [_as_array(leaf) for leaf in leaves]
-        shardings = [self.sharding(leaf.shape) for leaf in leaves]
-        return jax.tree.unflatten(structure, put(leaves, shardings))
+        leaves, structure = jax.tree.flatten(batch, is_leaf=is_padded)
+        return jax.tree.unflatten(structure, self._put(leaves))
 
     def place_several(self, batches: Sequence[Any]) -> Any:
         if any(map(_has_jax_arrays, batches)):
-            batches = [self.place(batch) for batch in batches]
-            shardings = jax.tree.map(self._sharding_of_several, batches[0])
-            return jax.jit(_stack, out_shardings=shardings)(*batches)
+            placed = [self.place(batch) for batch in batches]
+            shardings = jax.tree.map(self._sharding_of_several, placed[0])
+            return jax.jit(_stack, out_shardings=shardings)(*placed)
         for batch in batches:
             check_batch(batch)
             self._compare(batch)
         leaves, structure = jax.tree.flatten(_stacked(batches))
-        shardings = [self._sharding_of_several(leaf[0]) for leaf in leaves]
-        return jax.tree.unflatten(structure, put(leaves, shardings))
+        return jax.tree.unflatten(structure, self._put(leaves, 1))
+
+    def _put(self, leaves: Sequence[Any], axis: int = 0) -> list[Any]:
+        """Arrays on the mesh, in one transfer except for padded ones."""
+        arrays = [leaf if is_padded(leaf) else _as_array(leaf) for leaf in leaves]
+        is_uneven = [self._is_uneven(array.shape[axis:]) for array in arrays]
+        even = [a for a, uneven in zip(arrays, is_uneven, strict=True) if not uneven]
+        split, replicated = (
+            (self._split_several, self._replicated_several)
+            if axis
+            else (self._split, self._replicated)
+        )
+        shardings = [
+            split if splits(array.shape[axis:], self._size) else replicated
+            for array in even
+        ]
+        placed = iter(put(even, shardings))
+        return [
+            self._padded(array, axis) if uneven else next(placed)
+            for array, uneven in zip(arrays, is_uneven, strict=True)
+        ]
+
+    def _is_uneven(self, shape: Sequence[int]) -> bool:
+        return len(shape) > 0 and shape[0] % self._size > 0
+
+    def _padded(self, array: Any, axis: int) -> PaddedRows:
+        if is_padded(array):
+            return array  # type: ignore[no-any-return]
+        return put_padded(array, self._split, axis)
 
     def _sharding_of_several(self, leaf: Any) -> jax.sharding.Sharding:
         is_split = splits(leaf.shape, self._size)
         return self._split_several if is_split else self._replicated_several
 
-    def sharding(self, shape: Sequence[int]) -> jax.sharding.Sharding:
-        return self._split if splits(shape, self._size) else self._replicated
+    @property
+    def row_sharding(self) -> jax.NamedSharding:
+        """The sharding of the rows of a batch."""
+        return self._split
+
+    def abstract(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        if not self._is_uneven(shape):
+            sharding = self._split if splits(shape, self._size) else self._replicated
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        padded = (padded_length(shape[0], self._size), *shape[1:])
+        array = jax.ShapeDtypeStruct(padded, dtype, sharding=self._split)
+        return PaddedRows(array, shape[0], self._split)
 
     def _placed(self, batches: Iterable[Any]) -> Iterator[Any]:
         if not self._ahead:
@@ -127,8 +171,9 @@ class DevicePlacer(JaxBatchPlacer):
     def place_several(self, batches: Sequence[Any]) -> Any:
         return self.place(_stacked(batches))
 
-    def sharding(self, shape: Sequence[int]) -> jax.sharding.Sharding:
-        return jax.sharding.SingleDeviceSharding(self._device)
+    def abstract(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        sharding = jax.sharding.SingleDeviceSharding(self._device)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     def _place_leaf(self, leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array):

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import keras
+import numpy as np
 
 from keras_strategies.keras_compat import patching
 from keras_strategies.keras_compat.models.input_adapters import thread_input
@@ -82,6 +86,42 @@ def hook_draws(draw: Callable[..., Any]) -> None:
 
 def draw(original: Any, *args: Any, **kwargs: Any) -> Any:
     return _Draws.draw(original, *args, **kwargs)
+
+
+class _Convolutions:
+    grouped: Callable[..., Any]
+
+
+def hook_convolutions(grouped: Callable[..., Any]) -> None:
+    """Installs a hook for convolutions with several groups of channels.
+
+    Args:
+        grouped: called as `grouped(convolve, inputs, kernel)`, with Keras's function of
+            inputs and kernel.
+    """
+    _Convolutions.grouped = grouped
+    patching.install("jax convolutions")
+
+
+def convolution(
+    original: Any, inputs: Any, kernel: Any, *args: Any, **kwargs: Any
+) -> Any:
+    bound = inspect.signature(original).bind(inputs, kernel, *args, **kwargs)
+    layout = keras.config.image_data_format()
+    layout = bound.arguments.get("data_format") or layout
+    channels = np.shape(inputs)[-1 if layout == "channels_last" else 1]
+    if channels == np.shape(kernel)[-2]:
+        return original(inputs, kernel, *args, **kwargs)
+    return depthwise_convolution(original, inputs, kernel, *args, **kwargs)
+
+
+def depthwise_convolution(
+    original: Any, inputs: Any, kernel: Any, *args: Any, **kwargs: Any
+) -> Any:
+    def convolve(inputs: Any, kernel: Any) -> Any:
+        return original(inputs, kernel, *args, **kwargs)
+
+    return _Convolutions.grouped(convolve, inputs, kernel)
 
 
 def distribute_tensor(original: Any, tensor: Any, layout: Any) -> Any:

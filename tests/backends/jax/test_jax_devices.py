@@ -32,10 +32,15 @@ def test_batches_of_any_structure_are_placed():
     for array in (structure["a"], structure["b"][0]):
         assert array.sharding.spec == jax.P("batch")
         assert array.devices() == devices
-    for rows in (7, 0):
-        (array,) = placer.place((np.ones((rows, 2)),))
-        assert array.is_fully_replicated
-        assert array.devices() == devices
+    (array,) = placer.place((np.zeros((0, 2)),))
+    assert array.is_fully_replicated
+    assert array.devices() == devices
+    # Shards are equal, so rows that do not divide are padded.
+    (seven,) = placer.place((np.ones((7, 2), "float32"),))
+    assert (seven.shape, seven.dtype) == ((7, 2), "float32")
+    assert seven.array.sharding.spec == jax.P("batch")
+    np.testing.assert_array_equal(seven.array, [[1, 1]] * 7 + [[0, 0]])
+    assert placer.place((seven,))[0] is seven
 
 
 @pytest.mark.parametrize(

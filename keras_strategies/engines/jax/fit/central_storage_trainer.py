@@ -56,13 +56,16 @@ class _CentralStep:
         self._trainer = trainer
         self._model = model
         self._kind = kind
-        self._step = compiled_steps.keras_step(model, kind)
+        self._step = self._traced_step()
         self._lengths: list[int] = []
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
         self._lengths = [len(group) for group in state]
         outputs, new = self._run([array for group in state for array in group], batch)
         return outputs, self._groups(new)
+
+    def _traced_step(self) -> compiled_steps.Step:
+        return self._trainer.keras_step(self._model, self._kind)
 
     def _run(self, state: list[Any], batch: Any) -> tuple[Any, list[Any]]:
         raise NotImplementedError
@@ -92,6 +95,11 @@ class _CompiledStep(_CentralStep):
     def __init__(self, trainer: CentralStorageTrainer, model: Any, kind: str):
         super().__init__(trainer, model, kind)
         self._programs: dict[Any, PartitionedStep] = {}
+
+    def _traced_step(self) -> compiled_steps.Step:
+        step = super()._traced_step()
+        is_predict = self._kind == "predict"
+        return self._trainer.with_sharded_outputs(step) if is_predict else step
 
     def _run(self, state: list[Any], batch: Any) -> tuple[Any, list[Any]]:
         program = self._program(state, batch)
@@ -123,7 +131,8 @@ class _CompiledStep(_CentralStep):
 
     def _program(self, state: Sequence[jax.Array], batch: Any) -> PartitionedStep:
         arrays, structure = jax.tree.flatten(batch)
-        key = (structure, *(array.aval for array in arrays))
+        # The groups change with `trainable`.
+        key = (*self._lengths, structure, *(array.aval for array in arrays))
         program = self._programs.get(key)
         if program is None:
             trainer = self._trainer

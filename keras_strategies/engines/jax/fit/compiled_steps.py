@@ -11,6 +11,7 @@ KeyboardInterrupt.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,6 +21,14 @@ import numpy as np
 
 from keras_strategies.engines.jax.batch_placement import HostBatches, JaxBatchPlacer
 from keras_strategies.engines.jax.fit.hlo_collectives import sent_bytes
+from keras_strategies.engines.jax.grouped_convolutions import convolutions_by_rows
+from keras_strategies.engines.jax.padded_rows import (
+    GatherRows,
+    is_padded,
+    outputs_on_host,
+    pad_outputs,
+    without_padding,
+)
 from keras_strategies.keras_compat.backends.keras_on_jax import record_jax_state
 from keras_strategies.keras_compat.models.layers import clear_losses
 from keras_strategies.runtime.worker_steps import WorkerSteps
@@ -28,8 +37,14 @@ from keras_strategies.runtime.worker_steps import WorkerSteps
 Step = Callable[[Any, Any], tuple[Any, Any]]
 
 
-def keras_step(model: Any, kind: str) -> Step:
-    """The step of Keras or of the user, as a pure function."""
+def keras_step(model: Any, kind: str, rows: jax.NamedSharding | None = None) -> Step:
+    """The step of Keras or of the user, as a pure function of true rows.
+
+    Args:
+        model: the model.
+        kind: str, "train", "test" or "predict".
+        rows: the sharding of rows; None on one device.
+    """
 
     def predict_step(state: Any, batch: Any) -> tuple[Any, Any]:
         outputs, non_trainable = model.predict_step(state, batch)
@@ -41,9 +56,34 @@ def keras_step(model: Any, kind: str) -> Step:
         # Layers of Keras 3.15 store the ids of losses of earlier traces, and drop a new
         # loss with one of these ids.
         clear_losses(model)
-        return original(state, batch)
+        traced = any(isinstance(a, jax.core.Tracer) for a in jax.tree.leaves(batch))
+        with convolutions_by_rows(rows if traced else None):
+            return original(state, without_padding(batch))
 
     return step
+
+
+def with_sharded_outputs(
+    step: Step, sharding: jax.NamedSharding, spans_workers: bool
+) -> Step:
+    """A compiled step that leaves the rows of its outputs on their devices.
+
+    Of one process, outputs of batches that divide are JAX arrays as XLA shards them.
+
+    Args:
+        step: the step.
+        sharding: the sharding of rows.
+        spans_workers: whether the devices are those of several workers.
+    """
+
+    def sharded(state: Any, batch: Any) -> tuple[Any, Any]:
+        outputs, new = step(state, batch)
+        leaves = jax.tree.leaves(batch, is_leaf=is_padded)
+        if spans_workers or any(map(is_padded, leaves)):
+            outputs = pad_outputs(outputs, sharding)
+        return outputs, new
+
+    return sharded
 
 
 def compiles(model: Any) -> bool:
@@ -172,7 +212,7 @@ def _scanned(step: Step, concatenates: bool) -> Step:
 
         state, outputs = jax.lax.scan(body, _lists(state), leaves)
         combine = _merged_rows if concatenates else _last
-        return jax.tree.map(combine, outputs), state
+        return jax.tree.map(combine, outputs, is_leaf=is_padded), state
 
     return steps
 
@@ -194,6 +234,8 @@ def _strongly_typed(array: Any) -> Any:
 
 
 def _merged_rows(stacked: Any) -> Any:
+    if is_padded(stacked):
+        return dataclasses.replace(stacked, stacked=True)
     return stacked.reshape(-1, *stacked.shape[2:])
 
 
@@ -264,6 +306,7 @@ def loop_function(
     steps: WorkerSteps | None = None,
     *,
     on_host: bool = False,
+    gather_rows: GatherRows | None = None,
 ) -> Callable[..., Any]:
     """The function that Keras calls for each item of its loop: one step, or several.
 
@@ -275,6 +318,7 @@ def loop_function(
         placer: transfers batches that its iterator has not transferred.
         steps: the steps of several workers; None without a cluster.
         on_host: bool, whether the batches of the loop are on the host.
+        gather_rows: gathers rows from other workers; None without a cluster.
     """
     several = model.steps_per_execution
     # Keras 3.15 does not place the input of `predict_on_batch`.
@@ -284,7 +328,8 @@ def loop_function(
         return next(batches) if steps is None else steps.next_batch(batches)
 
     def one(state: Any, batch: Any) -> tuple[Any, Any]:
-        return step(state, placer.place(batch) if places else batch)
+        outputs, state = step(state, placer.place(batch) if places else batch)
+        return outputs_on_host(outputs, gather_rows), state
 
     def function(state: Any, batches: Iterator[Any]) -> tuple[Any, Any]:
         if type(state) is _Returned:
@@ -308,7 +353,7 @@ def loop_function(
                 break
         if len(items) == several and isinstance(step, CompiledStep) and _alike(items):
             outputs, state = step.several(state, placer.place_several(items), several)
-            return outputs, _Returned.of(state)
+            return outputs_on_host(outputs, gather_rows), _Returned.of(state)
         every = []
         for batch in items:
             outputs, state = one(state, batch)
@@ -359,5 +404,6 @@ def concatenated(outputs: list[Any]) -> Any:
 
 def _concatenated(*parts: Any) -> Any:
     # Steps of different sizes can have run on different devices.
-    on_one = len({part.sharding for part in parts}) == 1
+    shardings = {getattr(part, "sharding", None) for part in parts}
+    on_one = len(shardings) == 1 and None not in shardings
     return (jax.numpy if on_one else np).concatenate(parts)

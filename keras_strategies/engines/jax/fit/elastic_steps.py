@@ -11,6 +11,7 @@ import numpy as np
 
 from keras_strategies.engines.jax.array_placement import local_value
 from keras_strategies.engines.jax.fit import compiled_steps
+from keras_strategies.engines.jax.padded_rows import outputs_on_host
 from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
 from keras_strategies.keras_compat.backends.keras_on_jax import (
     held_jax_state,
@@ -115,7 +116,8 @@ class _Program:
                     # those that are behind could not take the state of another one.
                     self._workers.group.barrier("a step")
                 found, state = step(state, placed)
-                outputs.append(found)
+                gather_rows = self._trainer.gather_rows
+                outputs.append(outputs_on_host(found, gather_rows))
             # Programs run asynchronously, and errors appear where results are read.
             jax.block_until_ready((outputs, state))
         record_jax_state(self._model, self._kind, state)

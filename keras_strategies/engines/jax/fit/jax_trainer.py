@@ -14,6 +14,7 @@ from keras_strategies.engines.jax.array_placement import spans_processes
 from keras_strategies.engines.jax.batch_placement import JaxBatchPlacer
 from keras_strategies.engines.jax.devices import default_device, device_of, jax_device
 from keras_strategies.engines.jax.fit import compiled_steps
+from keras_strategies.engines.jax.padded_rows import GatherRows
 from keras_strategies.engines.jax.sharding import orbax_checkpoints
 from keras_strategies.engines.jax.sharding.cross_worker_shards import (
     CrossWorkerShards,
@@ -127,7 +128,17 @@ class JaxTrainer(FitDriver, CheckpointDriver):
             self.placer,
             None if workers is None else workers.steps,
             on_host=self.input_placer is not self.placer,
+            gather_rows=self.gather_rows,
         )
+
+    @property
+    def gather_rows(self) -> GatherRows | None:
+        """The gathering of outputs from other workers; None without a cluster."""
+        workers = self.placement.workers
+        if workers is None:
+            return None
+        assert isinstance(workers, JaxWorkers)
+        return workers.gather_rows_on_host
 
     def _place_compiled(self, model: Any) -> None:
         """Moves an optimizer and metrics that were built before `compile`."""

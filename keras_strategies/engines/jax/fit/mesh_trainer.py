@@ -45,6 +45,7 @@ class DistributionTrainer(JaxTrainer, ShardingDriver):
         if strategy.workers is not None:
             placer = MeshPlacer(mesh, strategy.workers.steps.check_batch)
         super().__init__(strategy, placer)
+        self.mesh_placer = placer
         self._distribution = distribution
         self._note_mesh()
 
@@ -57,6 +58,17 @@ class DistributionTrainer(JaxTrainer, ShardingDriver):
     @property
     def distribution(self) -> StrategyDistribution:
         return self._distribution
+
+    def keras_step(self, model: Any, kind: str) -> compiled_steps.Step:
+        """The step of Keras or of the user."""
+        rows = self.mesh_placer.row_sharding
+        return compiled_steps.keras_step(model, kind, rows)
+
+    def with_sharded_outputs(self, step: compiled_steps.Step) -> compiled_steps.Step:
+        """A compiled step of `predict` whose outputs stay on their devices."""
+        workers = self.strategy.workers
+        rows = self.mesh_placer.row_sharding
+        return compiled_steps.with_sharded_outputs(step, rows, workers is not None)
 
     def set_layouts(self, variables: Sequence[Any]) -> None:
         for variable in variables:
@@ -110,8 +122,7 @@ class MeshTrainer(DistributionTrainer):
         self.devices[:] = devices
         self._distribution.replace_devices(devices)
         self._note_mesh()
-        assert isinstance(self.placer, MeshPlacer)
-        self.placer.use_mesh(self._distribution.device_mesh.backend_mesh)
+        self.mesh_placer.use_mesh(self._distribution.device_mesh.backend_mesh)
         if isinstance(jax.config.jax_default_device, jax.Device):  # type: ignore[attr-defined]
             # The open scope has entered a device that is replaced; its end restores
             # the default before it.
@@ -130,26 +141,32 @@ class MeshTrainer(DistributionTrainer):
     def step(self, model: Any, kind: str) -> compiled_steps.Step:
         step = self.plain_step(model, kind)
         outputs = None if self.strategy.workers is None else self.replicated
-        if compiled_steps.compiles(model):
-            other = self.alternative_step(model, kind)
-            return CompiledStep(
-                model,
-                kind,
-                step,
-                self.state_sharding,
-                outputs,
-                other,
-                donates=self.elastic is None,
-            )
-        return step if outputs is None else compiled_steps.with_outputs(step, outputs)
+        if not compiled_steps.compiles(model):
+            if outputs is None:
+                return step
+            return compiled_steps.with_outputs(step, outputs)
+        other = self.alternative_step(model, kind)
+        if kind == "predict":
+            step = self.with_sharded_outputs(step)
+            other = None if other is None else self.with_sharded_outputs(other)
+            outputs = None  # The step constrains them.
+        return CompiledStep(
+            model,
+            kind,
+            step,
+            self.state_sharding,
+            outputs,
+            other,
+            donates=self.elastic is None,
+        )
 
     def step_cost(self, model: Any, batch: Any) -> StepCost:
         self.set_layouts([*model.variables, *model.optimizer.variables])
         self.set_layouts(model.metrics_variables)
         found = (self.plain_step(model, "train"), self.alternative_step(model, "train"))
-        sharding = self.placer.sharding
+        abstract = self.placer.abstract
         costs = [
-            step_cost(model, step, batch, sharding)
+            step_cost(model, step, batch, abstract)
             for step in found
             if step is not None
         ]
@@ -157,7 +174,7 @@ class MeshTrainer(DistributionTrainer):
         return min(costs, key=lambda cost: sum(n for _, n in cost.sent.values()))
 
     def plain_step(self, model: Any, kind: str) -> compiled_steps.Step:
-        return compiled_steps.keras_step(model, kind)
+        return self.keras_step(model, kind)
 
     def alternative_step(self, model: Any, kind: str) -> compiled_steps.Step | None:
         """An equivalent step with other collectives; None without one."""

@@ -5,7 +5,7 @@ It is compiled for shapes, and arrays are never allocated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,21 +15,20 @@ from keras_strategies.engines.jax.fit.hlo_collectives import sent_bytes
 from keras_strategies.keras_compat.backends.keras_on_jax import layout_of
 from keras_strategies.runtime.placement import StepCost
 
-ShardingOfShape = Callable[[Sequence[int]], jax.sharding.Sharding]
+#: Callable of a shape and a dtype; returns what the program gets for such an array.
+AbstractArray = Callable[[tuple[int, ...], Any], Any]
 
 
-def step_cost(
-    model: Any, step: Step, batch: Any, sharding: ShardingOfShape
-) -> StepCost:
+def step_cost(model: Any, step: Step, batch: Any, abstract: AbstractArray) -> StepCost:
     """The cost of a step.
 
     Args:
         model: a built model, its variables with layouts; values are not needed.
         step: the training step, not compiled.
         batch: structure of objects with a shape and a dtype.
-        sharding: returns the sharding of an array of a batch, given its shape.
+        abstract: returns an array of a batch as the program gets it.
     """
-    state, given = _abstract_arguments(model, batch, sharding)
+    state, given = _abstract_arguments(model, batch, abstract)
     program = jax.jit(
         lambda *args: step(args[:-1], args[-1]),
         donate_argnums=(0, 1, 2, 3),
@@ -48,7 +47,7 @@ def step_cost(
 
 
 def _abstract_arguments(
-    model: Any, batch: Any, sharding: ShardingOfShape
+    model: Any, batch: Any, abstract: AbstractArray
 ) -> tuple[list[list[jax.ShapeDtypeStruct]], Any]:
     """The state and the batch of a training step."""
     groups = (
@@ -59,10 +58,8 @@ def _abstract_arguments(
     )
     state = [[_abstract(variable) for variable in group] for group in groups]
     given = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(
-            tuple(leaf.shape),
-            jax.dtypes.canonicalize_dtype(str(leaf.dtype)),
-            sharding=sharding(leaf.shape),
+        lambda leaf: abstract(
+            tuple(leaf.shape), jax.dtypes.canonicalize_dtype(str(leaf.dtype))
         ),
         batch,
     )

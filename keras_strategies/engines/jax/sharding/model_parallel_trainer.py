@@ -18,6 +18,7 @@ from keras_strategies import context
 from keras_strategies.engines.jax.devices import jax_device
 from keras_strategies.engines.jax.fit import compiled_steps
 from keras_strategies.engines.jax.fit.mesh_trainer import MeshTrainer
+from keras_strategies.engines.jax.padded_rows import is_padded
 from keras_strategies.engines.jax.sharding.cross_worker_shards import (
     CrossWorkerShards,
     is_sharded_over_workers,
@@ -153,13 +154,13 @@ class ModelParallelTrainer(MeshTrainer):
         step = super().plain_step(model, kind)
         if kind != "train":
             return self._traced(step)
-        # The gradient of a replicated variable is gathered once. Otherwise XLA may keep
-        # it sharded, and gather the updated variable and each slot instead.
-        own = [self.sharding_of(v) for v in model.trainable_variables]
-        placed = [_Gather(sharding, sharding) for sharding in own]
-        fixed = [None] * len(model.non_trainable_variables)
 
         def constrained_step(state: Any, batch: Any) -> tuple[Any, Any]:
+            # The gradient of a replicated variable is gathered once. Otherwise XLA may
+            # keep it sharded, and gather the updated variable and each slot instead.
+            own = [self.sharding_of(v) for v in model.trainable_variables]
+            placed = [_Gather(sharding, sharding) for sharding in own]
+            fixed = [None] * len(model.non_trainable_variables)
             with _gathering(model, placed, fixed):
                 return step(state, batch)
 
@@ -172,13 +173,14 @@ class ModelParallelTrainer(MeshTrainer):
         that sends fewer bytes. Only with a model axis does it move activations also
         where a gather is less; see decision 016.
         """
-        gathers = self._gathers_of(model)
-        if math.prod(self._mesh.shape[1:]) == 1 or not any(map(any, gathers)):
+        is_gathered = any(map(any, self._gathers_of(model)))
+        if math.prod(self._mesh.shape[1:]) == 1 or not is_gathered:
             return None
         step = super().plain_step(model, kind)
 
         def gathering_step(state: Any, batch: Any) -> tuple[Any, Any]:
-            with _gathering(model, *gathers):
+            # In the trace: `trainable` may have changed the groups.
+            with _gathering(model, *self._gathers_of(model)):
                 return step(state, batch)
 
         return self._traced(gathering_step)
@@ -188,8 +190,14 @@ class ModelParallelTrainer(MeshTrainer):
         count = self._mesh.shape[0]
 
         def sharded_step(state: Any, batch: Any) -> tuple[Any, Any]:
-            rows = [leaf.shape for leaf in jax.tree.leaves(batch)]
-            distribution.splits_batch = all(splits(shape, count) for shape in rows)
+            # Rows that do not divide are sharded in programs only.
+            leaves = jax.tree.leaves(batch, is_leaf=is_padded)
+            distribution.splits_batch = all(
+                isinstance(leaf.array, jax.core.Tracer)
+                if is_padded(leaf)
+                else splits(leaf.shape, count)
+                for leaf in leaves
+            )
             return step(state, batch)
 
         return sharded_step

@@ -284,7 +284,10 @@ class JaxWorkers(Workers):
         return results
 
     def gather_rows(self, tensor: Any, rows: Sequence[int]) -> Any:
-        own = np.asarray(tensor)
+        return jnp.asarray(self.gather_rows_on_host(np.asarray(tensor), rows))
+
+    def gather_rows_on_host(self, own: Any, rows: Sequence[int]) -> Any:
+        """`gather_rows` of NumPy arrays; one device of each worker has the result."""
         missing = [(0, max(rows) - own.shape[0])] + [(0, 0)] * (own.ndim - 1)
         carried = _as_bytes(np.pad(own, missing))
         every = self._exchanged(carried, _gathering(self._mesh))
@@ -295,7 +298,7 @@ class JaxWorkers(Workers):
             for part in every
         ]
         gathered = [part[:count] for part, count in zip(parts, rows, strict=True)]
-        return jnp.asarray(np.concatenate(gathered))
+        return np.concatenate(gathered)
 
     def broadcast(self, tensors: Sequence[Any]) -> list[Any]:
         arrays = [np.asarray(tensor) for tensor in tensors]

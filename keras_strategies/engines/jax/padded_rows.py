@@ -1,0 +1,246 @@
+"""Arrays of any number of rows, sharded over a mesh.
+
+# Uneven shards
+
+Shards of a JAX array are equal. A value inside a program need not divide: XLA gives
+each device as many rows as the first has, pads the last ones, and excludes the padding
+from what is computed. So 63 rows on two devices are an array of 64, of which a program
+uses 63: it slices off the padding and constrains the sharding of the rest. No device
+receives rows of another one. Outputs are padded again in the program, and lose the
+padding on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax import numpy as jnp
+
+from keras_strategies.engines.jax.array_placement import put_one
+
+_Rest = tuple[int, jax.NamedSharding, bool]
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclass(frozen=True, eq=False)
+class PaddedRows:
+    """An array whose rows are sharded, with padding after the last one.
+
+    JAX sees its array, and Keras a tensor of the true shape.
+
+    Args:
+        array: array of shape `(padded, ...)`; of the batches of `steps_per_execution`
+            `(count, padded, ...)`.
+        rows: int, the number of rows of a batch without padding.
+        sharding: the sharding of the rows of a batch.
+        stacked: bool, whether these are the outputs of several batches.
+    """
+
+    array: Any
+    rows: int
+    sharding: jax.NamedSharding
+    stacked: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of one batch, without padding."""
+        return (self.rows, *self.array.shape[1:])
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the array."""
+        return self.array.dtype
+
+    def true_rows(self) -> jax.Array:
+        """The rows without padding: sharded in a program, elsewhere replicated."""
+        if isinstance(self.array, jax.core.Tracer):
+            rows = self.array[: self.rows]
+            return jax.lax.with_sharding_constraint(rows, self.sharding)
+        return _replicated_rows(self.array, self.rows, self.sharding.mesh)
+
+    def tree_flatten(self) -> tuple[tuple[Any], _Rest]:
+        """The children and the rest, for JAX."""
+        return (self.array,), (self.rows, self.sharding, self.stacked)
+
+    @classmethod
+    def tree_unflatten(cls, rest: _Rest, children: tuple[Any]) -> PaddedRows:
+        """The inverse of `tree_flatten`, for JAX."""
+        return cls(*children, *rest)
+
+
+def _replicated_rows(array: Any, rows: int, mesh: jax.sharding.Mesh) -> jax.Array:
+    # An eager slice of a sharded array is one of JAX's arrays too, with equal shards.
+    replicated = jax.NamedSharding(mesh, jax.P())
+    return jax.jit(_first, static_argnums=1, out_shardings=replicated)(array, rows)
+
+
+def _first(array: Any, rows: int) -> Any:
+    return array[:rows]
+
+
+def is_padded(leaf: Any) -> bool:
+    """Whether a leaf of a batch is a `PaddedRows`."""
+    return isinstance(leaf, PaddedRows)
+
+
+def without_padding(structure: Any) -> Any:
+    """A batch with the true rows of its arrays."""
+    return jax.tree.map(
+        lambda leaf: leaf.true_rows() if is_padded(leaf) else leaf,
+        structure,
+        is_leaf=is_padded,
+    )
+
+
+def padded_length(rows: int, count: int) -> int:
+    """The number of rows with padding, a multiple of the number of devices.
+
+    >>> padded_length(63, 2), padded_length(64, 2), padded_length(1, 4)
+    (64, 64, 4)
+    """
+    return -(-rows // count) * count
+
+
+def put_padded(array: Any, sharding: jax.NamedSharding, axis: int = 0) -> PaddedRows:
+    """Shards an array's rows over a mesh.
+
+    Args:
+        array: NumPy or JAX array of shape `(rows, ...)`, or with `axis=1`
+            `(count, rows, ...)`, with one row or more.
+        sharding: the sharding of the rows of one batch.
+        axis: int, the axis of the rows.
+    """
+    rows = array.shape[axis]
+    placed = _along(sharding, axis)
+    if isinstance(array, jax.Array):
+        return PaddedRows(_moved(array, sharding, axis), rows, sharding)
+    length = _length(rows, sharding)
+    shape = (*array.shape[:axis], length, *array.shape[axis + 1 :])
+    read = _reader(array, axis, length)
+    return PaddedRows(jax.make_array_from_callback(shape, placed, read), rows, sharding)
+
+
+def _length(rows: int, sharding: jax.NamedSharding) -> int:
+    return padded_length(rows, sharding.mesh.shape[sharding.spec[0]])
+
+
+def _along(sharding: jax.NamedSharding, axis: int) -> jax.NamedSharding:
+    return jax.NamedSharding(sharding.mesh, jax.P(*[None] * axis, *sharding.spec))
+
+
+def _moved(array: jax.Array, sharding: jax.NamedSharding, axis: int) -> Any:
+    """An array on the mesh: padded, or replicated for a program that shards it."""
+    is_on_mesh = array.sharding.device_set == sharding.device_set
+    if is_on_mesh or not array.is_fully_addressable:
+        return put_one(array, jax.NamedSharding(sharding.mesh, jax.P()))
+    missing = _length(array.shape[axis], sharding) - array.shape[axis]
+    return put_one(_with_zeros(array, axis, missing), _along(sharding, axis))
+
+
+def _with_zeros(array: Any, axis: int, count: int) -> Any:
+    """An array with zeros at the end of an axis."""
+    if not count:
+        return array
+    widths = [(0, 0)] * array.ndim
+    widths[axis] = (0, count)
+    return (jnp if isinstance(array, jax.Array) else np).pad(array, widths)
+
+
+def _reader(array: Any, axis: int, length: int) -> Callable[[Any], Any]:
+    """Reads a part of a padded array of which only the rows are in memory."""
+    rows = array.shape[axis]
+
+    def read(index: Any) -> Any:
+        found = np.asarray(array[index])
+        start, stop, _ = index[axis].indices(length)
+        return _with_zeros(found, axis, stop - max(start, min(stop, rows)))
+
+    return read
+
+
+def pad_outputs(outputs: Any, sharding: jax.NamedSharding) -> Any:
+    """In a program: outputs with their first axis sharded, others replicated.
+
+    Args:
+        outputs: structure of arrays.
+        sharding: the sharding of rows.
+    """
+    replicated = jax.NamedSharding(sharding.mesh, jax.P())
+
+    def padded(leaf: Any) -> Any:
+        leaf = jnp.asarray(leaf)
+        if not leaf.ndim or not leaf.shape[0]:
+            return jax.lax.with_sharding_constraint(leaf, replicated)
+        rows = leaf.shape[0]
+        sharded = jax.lax.with_sharding_constraint(leaf, sharding)
+        every = _with_zeros(sharded, 0, _length(rows, sharding) - rows)
+        return PaddedRows(
+            jax.lax.with_sharding_constraint(every, sharding), rows, sharding
+        )
+
+    return jax.tree.map(padded, outputs)
+
+
+# Outputs on the host
+
+#: Callable of this worker's rows and the number of rows of each worker; returns the
+#: rows of all workers, in their order.
+GatherRows = Callable[[Any, Sequence[int]], Any]
+
+
+def outputs_on_host(outputs: Any, gather_rows: GatherRows | None = None) -> Any:
+    """A program's outputs, with sharded rows as NumPy arrays without padding.
+
+    Args:
+        outputs: structure of arrays and of `PaddedRows`, of one batch or several.
+        gather_rows: gathers rows from other workers; None without a cluster.
+    """
+    return jax.tree.map(
+        lambda leaf: _on_host(leaf, gather_rows) if is_padded(leaf) else leaf,
+        outputs,
+        is_leaf=is_padded,
+    )
+
+
+def _on_host(padded: PaddedRows, gather_rows: GatherRows | None) -> Any:
+    axis = int(padded.stacked)
+    if padded.array.is_fully_addressable:
+        every = np.asarray(padded.array)
+    else:
+        assert gather_rows is not None
+        every = _gathered(padded.array, axis, gather_rows)
+    if not padded.stacked:
+        return every[: padded.rows]
+    return every[:, : padded.rows].reshape(-1, *every.shape[2:])
+
+
+def _gathered(array: jax.Array, axis: int, gather_rows: GatherRows) -> Any:
+    """The rows of an array on the devices of several workers, on the host of each."""
+    # Each shard once, also where several devices have it, from the first worker.
+    owners: dict[int, int] = {}
+    for device, index in array.sharding.devices_indices_map(array.shape).items():
+        start = index[axis].start or 0
+        owners[start] = min(
+            device.process_index, owners.get(start, device.process_index)
+        )
+    order = sorted(owners, key=lambda start: (owners[start], start))
+    length = array.shape[axis] // len(order)
+    own = {
+        shard.index[axis].start or 0: shard.data for shard in array.addressable_shards
+    }
+    process = jax.process_index()
+    shards = [own[start] for start in order if owners[start] == process]
+    empty = np.empty((0, *np.delete(array.shape, axis)), array.dtype)
+    parts = [empty, *(np.moveaxis(np.asarray(shard), axis, 0) for shard in shards)]
+    counts = [
+        length * sum(owner == worker for owner in owners.values())
+        for worker in range(jax.process_count())
+    ]
+    rows = np.asarray(gather_rows(np.concatenate(parts), counts))
+    blocks = rows.reshape(len(order), length, *rows.shape[1:])
+    in_order = blocks[np.argsort(order)].reshape(rows.shape)
+    return np.moveaxis(in_order, 0, axis)

@@ -1,0 +1,275 @@
+"""Rows that do not divide over the devices are sharded, as those that do.
+
+The numbers are compared with one device. That a program is sharded is read from what
+XLA has compiled: operations per device, and collectives between devices.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import keras_strategies as ks
+
+if keras.backend.backend() != "jax":
+    pytest.skip("tests of the JAX backend", allow_module_level=True)
+
+import jax
+from harness.jax_training import STRATEGIES, assert_same
+from harness.strategies import MODEL_PARALLEL
+
+from keras_strategies.engines.jax.fit.compiled_steps import CompiledStep
+from keras_strategies.engines.jax.fit.hlo_collectives import sent_bytes
+
+ks.set_virtual_cpu_devices(4)
+
+CLASSES = 5
+
+
+# --- Models ---------------------------------------------------------------------
+
+
+def convolutions() -> keras.Model:
+    x = inputs = keras.Input((12, 12, 3))
+    x = layers.Conv2D(8, 3, padding="same")(x)
+    x = layers.BatchNormalization()(x)
+    x = layers.ReLU()(x)
+    x = layers.MaxPooling2D()(x)
+    x = layers.Conv2D(16, 3, strides=2, padding="same", groups=2)(x)
+    x = layers.GlobalAveragePooling2D()(x)
+    return keras.Model(inputs, layers.Dense(CLASSES)(x))
+
+
+def convolution_data(rows: int) -> Any:
+    return np.random.default_rng(0).normal(size=(rows, 12, 12, 3)).astype("float32")
+
+
+def language() -> keras.Model:
+    """Integers, a mask, attention and dropout."""
+    x = inputs = keras.Input((9,), dtype="int32")
+    x = layers.Embedding(30, 16, mask_zero=True)(x)
+    x = x + layers.MultiHeadAttention(2, 8)(x, x, use_causal_mask=True)
+    x = layers.LayerNormalization()(x)
+    x = layers.Dropout(0.3, seed=4)(x)
+    x = layers.GlobalAveragePooling1D()(x)
+    return keras.Model(inputs, layers.Dense(CLASSES)(x))
+
+
+def language_data(rows: int) -> Any:
+    return np.random.default_rng(0).integers(0, 30, (rows, 9)).astype("int32")
+
+
+class Contrast(keras.Model):
+    """A custom step: rows of a batch are compared with each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = layers.Dense(16, activation="relu")
+        self.out = layers.Dense(CLASSES)
+
+    def call(self, x: Any) -> Any:
+        return self.out(self.hidden(x))
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, **_) -> Any:
+        similar = ops.matmul(y_pred, ops.transpose(y_pred))
+        return ops.mean(ops.logsumexp(similar, axis=-1)) - ops.mean(y_pred[::-1] * 0.1)
+
+    def train_step(self, state: Any, data: Any) -> Any:
+        logs, state = super().train_step(state, data)
+        return {**logs, "rows": ops.shape(data[0])[0] * ops.ones(())}, state
+
+
+def dense_data(rows: int) -> Any:
+    return np.random.default_rng(0).normal(size=(rows, 6)).astype("float32")
+
+
+MODELS = {
+    "convolutions": (convolutions, convolution_data),
+    "language": (language, language_data),
+    "contrast": (Contrast, dense_data),
+}
+
+
+def labels(rows: int) -> Any:
+    return np.random.default_rng(1).integers(0, CLASSES, rows).astype("int32")
+
+
+def compiled(name: str, **arguments: Any) -> keras.Model:
+    keras.utils.set_random_seed(3)
+    model = MODELS[name][0]()
+    model.compile(
+        keras.optimizers.SGD(0.1, momentum=0.9),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        weighted_metrics=["sparse_categorical_accuracy"],
+        **arguments,
+    )
+    return model
+
+
+def all_methods(strategy: Any, name: str, rows: int) -> Any:
+    """Results of each method of a model on batches of this many rows."""
+    x, y = MODELS[name][1](rows), labels(rows)
+    weights = np.random.default_rng(2).uniform(0.2, 2, rows).astype("float32")
+    with strategy.scope():
+        model = compiled(name)
+    fit = {"batch_size": rows, "verbose": 0, "shuffle": False}
+    history = model.fit(x, y, epochs=2, **fit).history
+    found = {"history": [history[key] for key in sorted(history)]}
+    by_class = {i: 0.5 + i for i in range(CLASSES)}
+    history = model.fit(x, y, class_weight=by_class, **fit).history
+    found["class_weight"] = [history[key] for key in sorted(history)]
+    found["train_on_batch"] = model.train_on_batch(x, y, sample_weight=weights)
+    found["evaluate"] = model.evaluate(x, y, rows, 0)
+    found["test_on_batch"] = model.test_on_batch(x, y)
+    found["predict"] = [model.predict(x, rows, 0), model.predict_on_batch(x)]
+    found["weights"] = model.get_weights()
+    return found
+
+
+@pytest.fixture
+def programs(monkeypatch):
+    """The compiled programs of steps, by their kind."""
+    found: dict[str, list[Any]] = {"train": [], "test": [], "predict": []}
+    jitted = CompiledStep._jitted
+
+    def recording(self, state, step):
+        program, executables = jitted(self, state, step), {}
+
+        def run(*arguments):
+            key = (
+                jax.tree.structure(arguments),
+                *map(np.shape, jax.tree.leaves(arguments)),
+            )
+            if key not in executables:
+                executables[key] = program.lower(*arguments).compile()
+                found[self._kind].append(executables[key])
+            return executables[key](*arguments)
+
+        return run
+
+    monkeypatch.setattr(CompiledStep, "_jitted", recording)
+    return found
+
+
+def flops(program: Any) -> float:
+    return program.cost_analysis()["flops"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name", "rows"),
+    [
+        ("mirrored_4", "convolutions", 10),
+        ("mirrored_4", "language", 7),
+        ("mirrored_4", "contrast", 1),
+        ("central", "convolutions", 5),
+        *(
+            pytest.param(strategy, name, rows, marks=pytest.mark.nightly)
+            for strategy, rows in (
+                ("mirrored_4", 5),
+                ("mirrored_2", 3),
+                ("central", 3),
+                ("model_2x2", 5),
+            )
+            for name in MODELS
+        ),
+    ],
+)
+def test_methods_give_the_numbers_of_one_device(strategy, name, rows, programs):
+    make = {**STRATEGIES, "model_2x2": MODEL_PARALLEL["model_2x2"].make}[strategy]
+    found = all_methods(make(), name, rows)
+    sharded = {kind: list(each) for kind, each in programs.items()}
+    for each in programs.values():
+        each.clear()
+    assert_same(found, all_methods(STRATEGIES["one_device"](), name, rows), 1e-4)
+    if strategy == "mirrored_4" and name != "contrast":
+        share = math.ceil(rows / 4) / rows
+        for kind, own in sharded.items():
+            assert len(own) == len(programs[kind])
+            for many, one in zip(own, programs[kind], strict=True):
+                assert flops(many) < 1.35 * share * flops(one), kind
+                # No activations: only the ids of an embedding, for its gradient.
+                sent = sent_bytes(many.as_text())
+                sent.pop("all-reduce", None)
+                assert sum(nbytes for _, nbytes in sent.values()) < 400, (kind, sent)
+
+
+def test_several_steps_are_one_sharded_program(programs):
+    """`steps_per_execution`: the padding is sliced off in the loop of the program."""
+
+    def results(strategy):
+        x, y = dense_data(5 * 4), labels(5 * 4)
+        with strategy.scope():
+            model = compiled("contrast", steps_per_execution=2)
+        history = model.fit(x, y, batch_size=5, epochs=2, shuffle=False, verbose=0)
+        return {
+            "history": [history.history[key] for key in sorted(history.history)],
+            "evaluate": model.evaluate(x, y, 5, 0),
+            "predict": [model.predict(x, 5, 0)],
+            "weights": model.get_weights(),
+        }
+
+    found = results(STRATEGIES["mirrored_4"]())
+    assert all(len(each) == 1 for each in programs.values())
+    assert_same(found, results(STRATEGIES["one_device"]()), 1e-4)
+
+
+def test_several_inputs_and_outputs_in_mixed_precision():
+    """Also without a compiler, where JAX has no uneven shards."""
+
+    def results(strategy, rows, **arguments):
+        keras.utils.set_random_seed(5)
+        with strategy.scope():
+            one, two = keras.Input((6,)), keras.Input((3,), dtype="int32")
+            policy = keras.DTypePolicy("mixed_float16")
+            x = layers.Dense(8, activation="relu", dtype=policy)(one)
+            y = layers.Flatten()(layers.Embedding(9, 4, dtype=policy)(two))
+            joined = layers.Concatenate(dtype=policy)([x, y])
+            a = layers.Dense(2, dtype="float32", name="a")(joined)
+            b = layers.Dense(1, dtype="float32", name="b")(joined)
+            # An output without rows of the batch.
+            mean = layers.Lambda(lambda x: ops.mean(x, axis=0), dtype="float32")(joined)
+            model = keras.Model({"one": one, "two": two}, {"a": a, "b": b, "m": mean})
+            optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+            model.compile(optimizer, {"a": "mse", "b": "mae", "m": None}, **arguments)
+        random = np.random.default_rng(0)
+        x = {
+            "one": random.normal(size=(rows, 6)).astype("float32"),
+            "two": random.integers(0, 9, (rows, 3)).astype("int32"),
+        }
+        y = {"a": np.ones((rows, 2), "float32"), "b": np.zeros((rows, 1), "float32")}
+        weights = {k: random.uniform(size=rows).astype("float32") for k in y}
+        logs = model.train_on_batch(x, {**y, "m": None}, {**weights, "m": None})
+        predicted = model.predict_on_batch(x)
+        return {
+            "logs": np.atleast_1d(logs),
+            "weights": model.get_weights(),
+            "predict": [predicted[key] for key in sorted(predicted)],
+        }
+
+    expected = results(STRATEGIES["one_device"](), 7)
+    for arguments in ({}, {"run_eagerly": True}):
+        found = results(STRATEGIES["mirrored_4"](), 7, **arguments)
+        assert_same(found, expected, 3e-3)
+
+
+def test_batches_on_the_devices_are_sharded_too():
+    x, y = jax.numpy.asarray(dense_data(7)), jax.numpy.asarray(labels(7))
+    strategy = STRATEGIES["mirrored_4"]()
+    mesh = strategy.drivers.fit.replicated
+    found = []
+    for place in (None, mesh):
+        with strategy.scope():
+            model = compiled("contrast")
+        batch = (x, y) if place is None else jax.device_put((x, y), place)
+        model.fit((each for each in [batch]), verbose=0)
+        found.append({"weights": model.get_weights()})
+    with STRATEGIES["one_device"]().scope():
+        model = compiled("contrast")
+    model.fit((each for each in [(dense_data(7), labels(7))]), verbose=0)
+    for each in found:
+        assert_same(each, {"weights": model.get_weights()}, 1e-5)
