@@ -64,6 +64,9 @@ class ModelHooks(Protocol):
     def input_made(self, adapter: Any) -> None:
         """`fit`, `evaluate` or `predict` has made a data adapter of its input."""
 
+    def called(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Called before a call of a model while no method of a model runs."""
+
     def building(self, model: Any, batch: Any) -> None:
         """Called before a model is built from the shapes of its first batch."""
 

@@ -146,6 +146,10 @@ class Engine(abc.ABC):
         """Whether a program is being traced, in which Python runs only once."""
         return False
 
+    def records_gradients(self) -> bool:
+        """Whether operations outside of a tape or a gradient are recorded for one."""
+        return False
+
     def optimizer_apply(
         self, optimizer: Any, apply: Callable[..., Any]
     ) -> Callable[..., Any]:

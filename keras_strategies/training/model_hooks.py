@@ -37,6 +37,7 @@ from keras_strategies.training.batch_norm import replica_moments
 from keras_strategies.training.elastic.elastic_actions import loop_of
 from keras_strategies.training.keras_rs_tables import check_table_optimizers
 from keras_strategies.training.model_input import model_arguments
+from keras_strategies.training.raw_loops import warn_of_raw_call
 from keras_strategies.training.saving.atomic_files import atomic_save, read_seeds
 
 
@@ -130,6 +131,9 @@ class StrategyHooks:
             spec = element_spec(adapter)
             if spec is not None:
                 check_batch(spec)
+
+    def called(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        warn_of_raw_call(model, args, kwargs)
 
     def building(self, model: Any, batch: Any) -> None:
         if strategy_of(model).num_replicas_in_sync > 1:

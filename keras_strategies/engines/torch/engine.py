@@ -46,6 +46,9 @@ class TorchEngine(Engine):
         self.lacks = _lacks()
         self._virtual_cpus = 1
 
+    def records_gradients(self) -> bool:
+        return torch.is_grad_enabled()
+
     def local_devices(self) -> tuple[Device, ...]:
         cpus = [Device("cpu", i) for i in range(self._virtual_cpus)]
         return (*accelerators(), *cpus)

@@ -148,6 +148,24 @@ class StrategyTrainer(Trainer):  # type: ignore[misc]
     test_on_batch = _method("test_on_batch")
     predict_on_batch = _method("predict_on_batch")
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not _Running.count:
+            installed_hooks().called(self, args, kwargs)
+        return super().__call__(*args, **kwargs)
+
+    def stateless_call(
+        self,
+        trainable_variables: Any,
+        non_trainable_variables: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if not _Running.count:
+            installed_hooks().called(self, args, kwargs)
+        return super().stateless_call(
+            trainable_variables, non_trainable_variables, *args, **kwargs
+        )
+
     def make_train_function(self, force: bool = False) -> Any:
         make = super().make_train_function
         return installed_hooks().step_function(self, "train", make, force)

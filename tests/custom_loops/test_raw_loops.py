@@ -1,0 +1,104 @@
+"""A loop of the user's without `run` trains on one device, and says so once."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, losses
+
+import keras_strategies as ks
+
+X = np.random.default_rng(0).normal(size=(4, 3)).astype("float32")
+Y = X[:, :1]
+
+
+class Nested(keras.Model):
+    """Calls a model for training whatever its own argument is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = model()
+
+    def call(self, x: Any) -> Any:
+        return self.inner(x, training=True)
+
+
+def model() -> keras.Model:
+    inputs = keras.Input((3,))
+    return keras.Model(inputs, layers.Dense(1)(layers.Dropout(0.1)(inputs)))
+
+
+def raw_call(made: keras.Model) -> None:
+    """The call of Keras's guides for loops, of each backend."""
+    if keras.backend.backend() == "jax":
+        values = [
+            [v.value for v in g]
+            for g in (made.trainable_variables, made.non_trainable_variables)
+        ]
+        made.stateless_call(*values, X, training=True)
+    elif keras.backend.backend() == "torch":
+        made(X)
+    else:
+        made(X, training=True)
+
+
+def test_it_says_so_once():
+    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        made = model()
+    with pytest.warns(
+        UserWarning, match="outside of `fit` and `strategy.run`"
+    ) as found:
+        raw_call(made)
+        made(X, training=True)
+    assert len([w for w in found if "strategy.run" in str(w.message)]) == 1
+    assert found[0].filename == __file__
+
+
+def test_what_is_no_raw_loop_says_nothing(tmp_path):
+    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*outside of `fit` and")
+        with strategy.scope():
+            made, nested = model(), Nested()
+            nested.build((None, 3))
+            sequential = keras.Sequential([layers.Dense(1)])
+            optimizer = keras.optimizers.SGD(0.1)
+            for each in (made, nested, sequential):
+                each.compile("sgd", "mse")
+        made.summary(print_fn=lambda *_, **__: None)
+        for each in (made, nested, sequential):
+            each.fit(X, Y, validation_data=(X, Y), verbose=0)
+        made.predict(X, verbose=0)
+        made.train_on_batch(X, Y)
+        made(X, training=False)
+        made.save(tmp_path / "model.keras")
+        with strategy.scope():
+            keras.models.load_model(tmp_path / "model.keras")
+            keras.models.clone_model(made)
+        strategy.describe(made)
+
+        def step(x: Any, y: Any) -> Any:
+            def loss_fn() -> Any:
+                loss_of = losses.MeanSquaredError(reduction=None)
+                return ks.compute_average_loss(loss_of(y, made(x, training=True)))
+
+            loss, gradients = ks.value_and_grad(loss_fn, made.trainable_variables)()
+            optimizer.apply(gradients, made.trainable_variables)
+            return loss
+
+        for batch in strategy.experimental_distribute_dataset((X, Y), batch_size=4):
+            strategy.run(step, args=batch)
+            ks.function(lambda *args: strategy.run(step, args=args))(*batch)
+
+
+def test_one_device_says_nothing():
+    with ks.OneDeviceStrategy("cpu:0").scope():
+        made = model()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*outside of `fit` and")
+        raw_call(made)
