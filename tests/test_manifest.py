@@ -95,6 +95,7 @@ CALLED = {
     "keras.src.backend.jax.trainer": "keras.src.models.model.Trainer",
     "keras.src.backend.jax.trainer.JAXEpochIterator": "keras.src.models.model.Trainer",
     "keras.src.backend.jax.distribution_lib": ("keras.src.backend.distribution_lib"),
+    "keras.src.backend.jax.nn": "keras.src.ops.nn.backend.nn",
     "keras.src.backend.jax.random": "keras.src.random.random.backend.random",
     "keras.src.backend.tensorflow.optimizer.TFOptimizer": "keras.optimizers.Adam",
     "keras.src.backend.tensorflow.trainer.TFEpochIterator": (
