@@ -207,3 +207,58 @@ def test_a_variable_made_in_the_first_call_lives_on(mirrored, compiled):
         found = step(gradients_of(1.0, 2.0))
         assert [float(part) for part in found.values] == [expected] * 2
     assert float(counter.total.numpy()) == 16
+
+
+EVERY_OPTIMIZER = (
+    *("SGD", "RMSprop", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax"),
+    *("Adafactor", "Ftrl", "Lion", "Lamb", "Nadam", "Muon", "ScheduleFreeAdamW"),
+)
+
+
+def built_in_first_apply(strategy: Any) -> dict[str, np.ndarray]:
+    """A variable for each optimizer, and one of `LossScaleOptimizer`, after 3 steps."""
+    random = np.random.default_rng(5)
+    x = random.normal(size=(6, 3)).astype("float32")
+    with strategy.scope():
+        every = {
+            name: getattr(keras.optimizers, name)(0.05) for name in EVERY_OPTIMIZER
+        }
+        inner = keras.optimizers.Nadam(0.05)
+        every["LossScale"] = keras.optimizers.LossScaleOptimizer(inner)
+        every["schedule"] = keras.optimizers.Nadam(
+            keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)
+        )
+        start = random.normal(size=(3, 2)).astype("float32")
+        variables = {name: keras.Variable(start, name=name) for name in every}
+
+    def replica_step(x: Any) -> None:
+        for name, optimizer in every.items():
+
+            def loss_fn(name: str = name, optimizer: Any = optimizer) -> Any:
+                outputs = ops.matmul(x, variables[name])
+                loss = ks.compute_average_loss(ops.sum(ops.square(outputs - 1), -1))
+                return optimizer.scale_loss(loss)
+
+            own = [variables[name]]
+            _, gradients = ks.value_and_grad(loss_fn, own)()
+            optimizer.apply(gradients, own)
+
+    step = ks.function(lambda x: strategy.run(replica_step, args=(x,)))
+    for _ in range(3):
+        for batch in strategy.experimental_distribute_dataset(x, batch_size=6):
+            step(batch)
+    return {name: variables[name].numpy() for name in every}
+
+
+def test_optimizers_are_built_in_their_first_apply(two):
+    assert set(EVERY_OPTIMIZER) == {
+        name
+        for name, kind in vars(keras.optimizers).items()
+        if isinstance(kind, type)
+        and issubclass(kind, keras.optimizers.Optimizer)
+        and name not in ("Optimizer", "LossScaleOptimizer", "MultiOptimizer")
+    }
+    found = built_in_first_apply(two)
+    alone = built_in_first_apply(STRATEGIES["one_device"].make())
+    for name, value in alone.items():
+        np.testing.assert_allclose(found[name], value, rtol=2e-5, err_msg=name)

@@ -144,3 +144,30 @@ def test_central_storage_runs_any_step(use, eager):
         return {"weights": model.get_weights(), **history.history}
 
     assert_same(fitted(STRATEGIES["central"]()), fitted(None))
+
+
+@pytest.mark.parametrize("name", ["mirrored_2", "central", "model_2x1"])
+def test_trainable_changes_without_compile(name):
+    """As in Keras: the optimizer has other variables, and `compile` makes a new one."""
+    strategies = {
+        **STRATEGIES,
+        "model_2x1": lambda: ks.ModelParallelStrategy(
+            "fsdp", ["cpu:0", "cpu:1"], min_shard_bytes=0
+        ),
+    }
+    x, y, _ = rows(8)
+    messages = []
+    for strategy in (None, strategies[name]()):
+        with scope_of(strategy):
+            model = small_model()
+        model.fit(x, y, batch_size=8, verbose=0)
+        model.layers[1].trainable = False
+        frozen = model.layers[1].kernel.numpy()
+        with pytest.raises(ValueError, match="optimizer was built with") as caught:
+            model.fit(x, y, batch_size=8, verbose=0)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+    with scope_of(strategy):
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    model.fit(x, y, batch_size=8, verbose=0)
+    np.testing.assert_array_equal(model.layers[1].kernel.numpy(), frozen)

@@ -97,6 +97,8 @@ class ReplicaProgram:
         # The state that functions under `shard_map` read; functions that are unrolled.
         self._known: dict[Any, dict[Any, StateRef]] = {}
         self._unrolled: set[Any] = set()
+        # The code of functions with replicas of different numbers of rows.
+        self._uneven: set[Any] = set()
 
     def __call__(
         self,
@@ -141,6 +143,23 @@ class ReplicaProgram:
                 self._unrolled.add(key)
             _warn_of_unrolling(fn, error)
         return list(put_together(results))
+
+    def _warn_of_uneven_rows(self, fn: Callable[..., Any]) -> None:
+        """Warns, once for a function."""
+        code = getattr(fn, "__code__", None)
+        if code is None or code in self._uneven or len(self._uneven) >= 1000:
+            return
+        self._uneven.add(code)
+        warnings.warn_explicit(
+            f"The replicas of {fn.__qualname__!r} have different numbers of rows, so "
+            "they cannot be one sharded program. On JAX every device then computes all "
+            "replicas, one after the other. Choose a batch size that "
+            f"{self._mesh.count} replicas divide, and drop or pad a last batch that "
+            "they do not; `fit` shards batches of any size.",
+            UserWarning,
+            code.co_filename,
+            code.co_firstlineno,
+        )
 
     def _sharded(
         self,

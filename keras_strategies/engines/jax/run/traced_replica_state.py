@@ -142,6 +142,10 @@ class MergedState(StatePolicy):
         self._merged[id(variable)] = value
         self._assign(variable, value)
 
+    def initial_value(self, value: Any, shape: Any, dtype: Any) -> tuple[Any, Any, Any]:
+        # An optimizer that is built in its first `apply` makes variables of numbers.
+        return as_initializer(value, shape, dtype)
+
 
 def merged_value(variable: Any, values: Sequence[Any]) -> Any:
     """A variable's value in cross-replica context, from those of replicas."""
