@@ -186,9 +186,13 @@ class StrategyHooks:
 
     def initial_value(self, value: Any, shape: Any, dtype: Any) -> tuple[Any, Any, Any]:
         policy = current_policy()
-        if policy is None:
-            return value, shape, dtype
-        return policy.initial_value(value, shape, dtype)
+        if policy is not None:
+            return policy.initial_value(value, shape, dtype)
+        if isinstance(value, (int, float)) and get_engine().in_program():
+            # TensorFlow creates the variable outside of the program, and could not lift
+            # a number that has become a tensor in it.
+            return _constant(value), (), dtype or _dtype_of(value)
+        return value, shape, dtype
 
     def optimizer_apply(
         self, optimizer: Any, original: Callable[..., Any], grads: Any, variables: Any
@@ -260,6 +264,18 @@ class StrategyHooks:
         ):
             return original(inputs, mask)
         return replica_moments(replica, layer, inputs, mask)
+
+
+def _constant(value: float) -> Callable[..., Any]:
+    """An initializer of scalars."""
+    return lambda shape, dtype=None: keras.ops.convert_to_tensor(value, dtype)
+
+
+def _dtype_of(value: float) -> str:
+    """The dtype that Keras gives a variable of a Python number."""
+    if isinstance(value, float):
+        return keras.config.floatx()  # type: ignore[no-any-return]
+    return "bool" if isinstance(value, bool) else "int32"
 
 
 def _made_in_run(variable: Any) -> None:
