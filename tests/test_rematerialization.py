@@ -116,3 +116,17 @@ def test_layers_that_assign_variables_in_the_backward_pass_too(mirrored, layer) 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert_trains_as_on_one_device(mirrored, rematerialized)
+
+
+def test_activations_that_are_computed_again(mirrored) -> None:
+    """Keras puts `layer.activation` aside in each call; replicas share the layer."""
+
+    def rematerialized() -> Any:
+        with keras.RematScope(mode="activations"):
+            return keras.Sequential(
+                [keras.layers.Dense(5, "tanh"), keras.layers.Dense(3, "gelu")]
+            )
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_trains_as_on_one_device(mirrored, rematerialized)

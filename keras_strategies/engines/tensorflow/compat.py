@@ -29,6 +29,7 @@ from tensorflow.python.ops import (
     control_flow_util,
     control_flow_util_v2,
     control_flow_v2_func_graphs,
+    gen_nn_ops,
     gen_stateless_random_ops,
     gen_stateless_random_ops_v2,
     gradients_util,
@@ -167,6 +168,23 @@ PRIVATE_NAMES = (
         f"{_PYTHON}.ops.control_flow_util",
         ("GraphOrParentsInXlaContext",),
         "Mirrored variables cannot be assigned in an XLA program.",
+    ),
+    Private(
+        f"{_PYTHON}.ops.gen_nn_ops",
+        (
+            "conv2d",
+            "conv2d_backprop_input",
+            "conv3d",
+            "conv3d_backprop_input_v2",
+            "depthwise_conv2d_native",
+            "dilation2d",
+            "fractional_max_pool",
+            "max_pool",
+            "max_pool3d",
+            "max_pool_v2",
+            "max_pool_with_argmax",
+        ),
+        "Kernels that fail on a replica without rows.",
     ),
     Private(
         f"{_PYTHON}.ops.gen_stateless_random_ops",
@@ -508,6 +526,39 @@ def inferred_shapes(
             None if tensor.shape.rank is None else tensor.shape.as_list()
             for tensor in made.outputs
         ]
+
+
+# Operations that fail on zero rows.
+
+#: With oneDNN, a convolution of zero rows has the channels of its input, and the
+#: gradient of a maximum ends the process; some of the kernels without it raise errors.
+#: Types of operations by the functions that make them.
+FAILING_KERNELS = {
+    "conv2d": "Conv2D",
+    "conv2d_backprop_input": "Conv2DBackpropInput",
+    "conv3d": "Conv3D",
+    "conv3d_backprop_input_v2": "Conv3DBackpropInputV2",
+    "depthwise_conv2d_native": "DepthwiseConv2dNative",
+    "dilation2d": "Dilation2D",
+    "fractional_max_pool": "FractionalMaxPool",
+    "max_pool": "MaxPool",
+    "max_pool3d": "MaxPool3D",
+    "max_pool_v2": "MaxPoolV2",
+    "max_pool_with_argmax": "MaxPoolWithArgmax",
+}
+
+
+def replace_failing_kernels(
+    replacement: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> None:
+    """Replaces the functions that make operations which fail on zero rows.
+
+    Args:
+        replacement: callable of a function, that returns the one in its place, with
+            the same arguments.
+    """
+    for name in FAILING_KERNELS:
+        setattr(gen_nn_ops, name, replacement(getattr(gen_nn_ops, name)))
 
 
 # Random numbers.

@@ -7,7 +7,7 @@ import functools
 import keras
 import numpy as np
 import pytest
-from keras import layers
+from keras import layers, ops
 
 import keras_strategies as ks
 
@@ -45,6 +45,7 @@ LAYERS = {
         VIDEO,
     ),
     "attention": (lambda: Attention(), SEQUENCE),
+    "own_kernels": (lambda: Kernels(), IMAGE),
     # Keras hands a mask over as an argument here, and attached to a tensor there.
     "masked_network": (
         lambda: keras.Sequential([layers.Masking(), layers.LSTM(4)]),
@@ -64,6 +65,22 @@ LAYERS = {
         IMAGE,
     ),
 }
+
+
+class Kernels(layers.Layer):
+    """A layer of a user that calls the kernels, and has a state and a row count."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(3, 3, 3, 4))
+        self.narrow = self.add_weight(shape=(2, 2, 2, 4))
+        self.rows = self.add_weight(shape=(), trainable=False, aggregation="sum")
+
+    def call(self, x):
+        self.rows.assign_add(ops.cast(ops.shape(x)[0], "float32"))
+        y = ops.relu(ops.conv(x, self.kernel, padding="same") + 0.1)
+        y = ops.conv_transpose(y, self.narrow, 2)
+        y, _ = tf.nn.max_pool_with_argmax(ops.max_pool(y, 2), 2, 1, "SAME")
+        return tf.nn.depthwise_conv2d(y, self.narrow[..., :1], [1] * 4, "SAME")
 
 
 class Attention(layers.Layer):
@@ -154,6 +171,7 @@ HERE = {
     "masked": [False, "any rows"],
     "time_distributed": [False, "any rows"],
     "network": [False, True, "any rows"],
+    "own_kernels": [False, True, "any rows"],
     "gru": [],
     "bidirectional": [],
     "conv_lstm": [],

@@ -1,8 +1,7 @@
-"""Layer calls with operations that fail on zero rows, in TensorFlow 2.21.
+"""Layer calls with operations that fail on zero rows (`compat.FAILING_KERNELS`).
 
-On CPUs, a convolution of zero rows has the output channels of its input, and the
-gradient of max pooling ends the process. Operations count, not layers: a layer or a
-functional model may call `keras.ops.conv` itself.
+Operations count, not layers: a layer or a functional model may call `keras.ops.conv`
+itself.
 """
 
 from __future__ import annotations
@@ -27,9 +26,6 @@ from keras_strategies.runtime.row_proofs.layer_calls import LayerCall
 from keras_strategies.runtime.row_proofs.python_state import PythonState
 from keras_strategies.runtime.state.replica_state import ReplicaState
 
-_CONVOLUTIONS = ("Conv", "DepthwiseConv", "Dilation2D")
-_POOLING = ("MaxPool", "FractionalMaxPool")
-
 
 def fails_on_zero_rows(layer_call: LayerCall) -> bool:
     """Whether a layer call has operations that fail on zero rows."""
@@ -42,7 +38,7 @@ def fails_on_zero_rows(layer_call: LayerCall) -> bool:
         return True
     finally:
         state.changes()
-    return any(name.startswith((*_CONVOLUTIONS, *_POOLING)) for name in operations)
+    return not operations.isdisjoint(compat.FAILING_KERNELS.values())
 
 
 def _operations(layer_call: LayerCall) -> set[str]:

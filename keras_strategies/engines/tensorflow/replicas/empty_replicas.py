@@ -1,42 +1,91 @@
-"""Padding with one row for layers with kernels that fail on zero rows.
+"""Padding with one row where a replica of `run` has no rows.
 
-A replica without data still runs, on zero rows, which fails in some CPU kernels of
-TensorFlow 2.21: convolutions return the channels of their input, recurrent cells and
-global maxima raise errors, and the gradient of max pooling ends the process. These
-layers compute each row separately and have no state, so a row of zeros that is removed
-from the result changes no value and adds zeros to gradients.
+A replica without data still runs, on zero rows. Some kernels of TensorFlow fail on
+these (`compat.FAILING_KERNELS`), and so does code of Keras: LSTM cells and maxima raise
+errors. Both compute each row separately and have no state, so a row of zeros that
+is removed from the result changes no value and adds zeros to gradients. Kernels are
+padded wherever a replica's function calls them; the layers whose code raises are padded
+as a whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import contextvars
+import functools
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 from keras import layers
 
+from keras_strategies.engines.tensorflow import compat
+from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.layers import get_mask, set_mask
 
-_PADDED_LAYERS = (
-    layers.Conv1D,
-    layers.Conv2D,
-    layers.Conv3D,
-    layers.Conv1DTranspose,
-    layers.Conv2DTranspose,
-    layers.Conv3DTranspose,
-    layers.DepthwiseConv1D,
-    layers.DepthwiseConv2D,
-    layers.SeparableConv1D,
-    layers.SeparableConv2D,
-    layers.MaxPooling1D,
-    layers.MaxPooling2D,
-    layers.MaxPooling3D,
+# Keras 3.15: `ops.add` takes zero rows for a missing axis, `ops.max` refuses them.
+_RAISING_LAYERS = (
     layers.GlobalMaxPooling1D,
     layers.GlobalMaxPooling2D,
     layers.GlobalMaxPooling3D,
     layers.RNN,
 )
+
+_is_padding: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "pads_kernels", default=False
+)
+
+
+@contextlib.contextmanager
+def padding_empty_replicas(is_on_cpu: bool) -> Iterator[None]:
+    """Context of a replica's call, in which no kernel has zero rows.
+
+    Args:
+        is_on_cpu: bool, whether the replica is on a CPU, the kernels of which fail.
+    """
+    token = _is_padding.set(is_on_cpu)
+    try:
+        with layer_calls_through(call_with_a_row if is_on_cpu else None):
+            yield
+    finally:
+        _is_padding.reset(token)
+
+
+@functools.cache
+def pad_kernels() -> None:
+    """Replaces the kernels that fail on zero rows, once for the process."""
+    compat.replace_failing_kernels(_padded)
+
+
+def _padded(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+    names = [*signature.parameters]
+    # The input of a transposed convolution is the gradient of another one's output.
+    rows_of = "out_backprop" if "out_backprop" in names else names[0]
+
+    @functools.wraps(original)
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        if not _is_padding.get():
+            return original(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        tensor = tf.convert_to_tensor(given[rows_of])
+        if not tensor.shape.rank or tensor.shape[0]:
+            return original(*args, **kwargs)
+        rows = tensor.shape[0]
+        count = 0 if rows == 0 else tf.shape(tensor)[0]
+        [given[rows_of]] = _with_a_row([tensor], rows)
+        if "input_sizes" in given:
+            sizes = tf.convert_to_tensor(given["input_sizes"])
+            given["input_sizes"] = tf.concat([tf.maximum(sizes[:1], 1), sizes[1:]], 0)
+        outputs = original(**given)
+        return tf.nest.map_structure(
+            lambda each: each[:count] if each.shape.rank == tensor.shape.rank else each,
+            outputs,
+        )
+
+    return kernel
 
 
 def call_with_a_row(
@@ -78,7 +127,7 @@ def call_with_a_row(
 def _needs_a_row(layer: Any) -> bool:
     if isinstance(layer, layers.TimeDistributed):
         layer = layer.layer  # It is called without `__call__`.
-    return isinstance(layer, _PADDED_LAYERS)
+    return isinstance(layer, _RAISING_LAYERS)
 
 
 def _with_a_row(tensors: list[Any], rows: int | None) -> list[Any]:

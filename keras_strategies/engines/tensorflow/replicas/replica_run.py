@@ -33,7 +33,10 @@ from keras_strategies.engines.tensorflow.intercepted_draws import (
     intercept_draws,
     seeing_draws,
 )
-from keras_strategies.engines.tensorflow.replicas.empty_replicas import call_with_a_row
+from keras_strategies.engines.tensorflow.replicas.empty_replicas import (
+    pad_kernels,
+    padding_empty_replicas,
+)
 from keras_strategies.engines.tensorflow.replicas.lockstep_replicas import (
     LockstepCollectives,
     ReplicaEngine,
@@ -43,7 +46,6 @@ from keras_strategies.engines.tensorflow.replicas.mirrored_variables import (
 )
 from keras_strategies.engines.tensorflow.tensor_primitives import PRIMITIVES
 from keras_strategies.engines.tensorflow.workers.worker_collectives import workers_of
-from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.placement import Placement
@@ -111,6 +113,7 @@ class TensorFlowRun(ReplicaRun):
         compat.exclude_from_autograph("keras_strategies")
         _suppress_eager_warning()
         intercept_draws()
+        pad_kernels()
         # By `tf.function` passed to `run`, a program of all replicas, and their set.
         self._programs: weakref.WeakKeyDictionary[Any, tuple[ReplicaSet, Any]] = (
             weakref.WeakKeyDictionary()
@@ -228,8 +231,7 @@ class TensorFlowRun(ReplicaRun):
     @contextlib.contextmanager
     def on_replica(self, replica_id: int) -> Iterator[None]:
         device = self._devices[replica_id]
-        guard = call_with_a_row if "CPU" in device else None
-        with reading_copies_on(device), layer_calls_through(guard):
+        with reading_copies_on(device), padding_empty_replicas("CPU" in device):
             yield
 
     def seeing_draws(self) -> contextlib.AbstractContextManager[None]:
