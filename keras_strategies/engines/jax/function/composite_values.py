@@ -73,7 +73,7 @@ def _parts(value: Any) -> Any:
         return CompositeParts((_form((structure,), None), *leaves))
     if not any(map(_is_composite, value.values)):
         return value
-    kind = type(value)
+    kind: Any = type(value)
     columns, structures = zip(*map(jax.tree.flatten, value.values), strict=True)
     if len(set(structures)) == 1:
         leaves = [kind(column) for column in zip(*columns, strict=True)]
@@ -104,8 +104,8 @@ def _rebuilt(structure: Any, made: dict[Any, Any]) -> Any:
             return type(structure)(*parts)
         return type(structure)(parts)
     if isinstance(structure, Mapping):
-        parts = {key: _rebuilt(part, made) for key, part in structure.items()}
-        return rebuilt_mapping(structure, parts)
+        items = {key: _rebuilt(part, made) for key, part in structure.items()}
+        return rebuilt_mapping(structure, items)
     return structure
 
 
