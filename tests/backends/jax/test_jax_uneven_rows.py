@@ -273,3 +273,23 @@ def test_batches_on_the_devices_are_sharded_too():
     model.fit((each for each in [(dense_data(7), labels(7))]), verbose=0)
     for each in found:
         assert_same(each, {"weights": model.get_weights()}, 1e-5)
+
+
+@pytest.mark.parametrize("name", ["model_2x2", "fsdp_2x2"])
+def test_grouped_convolutions_with_sharded_kernels(name):
+    """XLA's partitioner can end the process on them; here the kernel is gathered."""
+
+    def results(strategy):
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            inputs = keras.Input((6, 6, 8))
+            x = layers.Conv2D(16, 3, groups=4)(inputs)
+            x = layers.DepthwiseConv2D(3)(x)
+            model = keras.Model(inputs, layers.Dense(2)(layers.Flatten()(x)))
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+        x = np.random.default_rng(0).normal(size=(6, 6, 6, 8)).astype("float32")
+        losses = [model.train_on_batch(x, x[:, 0, 0, :2]) for _ in range(2)]
+        return {"losses": losses, "weights": model.get_weights()}
+
+    found = results(MODEL_PARALLEL[name].make())
+    assert_same(found, results(STRATEGIES["one_device"]()), 1e-4)
