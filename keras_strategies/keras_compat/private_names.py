@@ -138,10 +138,8 @@ PRIVATE = (
         (
             "_clear_losses",
             "_flatten_layers",
-            "_losses",
             "_non_trainable_variables",
             "_remat_mode",
-            "_trainable",
             "_trainable_variables",
         ),
         "The sublayers of a model, its switches, and the losses of its last call.",

@@ -189,6 +189,22 @@ def test_a_batch_of_a_dataset_is_one_array_in_a_program(mirrored, monkeypatch):
     assert [part.tolist() for part in batch.values] == [[0, 1], [2, 3]]
 
 
+def test_a_callback_is_that_of_each_run(mirrored):
+    """A program has the number of a callback, not its function."""
+    shape = jax.ShapeDtypeStruct((), "float32")
+
+    def step(factor: float) -> Any:
+        def double(x: Any) -> Any:
+            return np.float32(x * factor)
+
+        return lambda x: jax.pure_callback(double, shape, x)
+
+    x = per_replica(1.0, 2.0)
+    for factor in (2.0, 3.0):
+        found = mirrored.run(step(factor), args=(x,))
+        assert [float(part) for part in found.values] == [factor, 2 * factor]
+
+
 def test_run_inside_jax_jit_is_refused(mirrored):
     with pytest.raises(RuntimeError, match=r"not a `ks\.function`"):
         jax.jit(lambda x: mirrored.run(lambda x: x, args=(x,)))(np.ones(2))

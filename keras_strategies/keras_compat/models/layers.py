@@ -28,14 +28,6 @@ def added_later(model: Any) -> set[int]:
     return found
 
 
-def trainable_switches(layer: Any) -> tuple[bool, ...]:
-    """`trainable` of a layer and of its own weights, without those of its layers.
-
-    Keras 3.15: `Layer._trainable_variables`.
-    """
-    return (layer.trainable, *[v.trainable for v in layer._trainable_variables])
-
-
 def embedding_tables(layer: Any) -> list[Any]:
     """The `TableConfig`s of a `keras_rs.layers.DistributedEmbedding`.
 

@@ -127,11 +127,12 @@ class Strategy(StrategyInput, StrategyReports, StrategyCheckpoints):
     ) -> Any:
         """Calls `fn` once on each replica, in replica context.
 
-        On JAX `fn` is compiled, and traced again when something that it reads has
-        changed: a name, an attribute, the contents of a container or a NumPy array, a
-        setting of Keras. That takes time in each call if it draws random numbers from
-        NumPy, appends to a list, or counts: pass what changes as arguments, or hold it
-        in a `keras.Variable`. The time, files and the environment are constants.
+        The Python of `fn` runs in each call, unless the call is in a `ks.function`. On
+        JAX it is traced then, once for all replicas, and the trace runs as one program,
+        which is compiled if no earlier trace is equal: arrays in it have no values yet.
+        Tracing takes many times as long as a step in a `ks.function`. Values that are
+        constants of a trace and differ in each call make it compile again: pass them as
+        arguments, or hold them in a `keras.Variable`.
 
         Args:
             fn: callable; ordinary Keras code that may call models, apply optimizers,

@@ -9,7 +9,7 @@ import jax
 import keras
 import numpy as np
 
-from keras_strategies.engines.jax.function.program_keys import static_key
+from keras_strategies.engines.jax.function.argument_keys import static_key
 from keras_strategies.engines.jax.function.sharded_values import ShardedValues
 from keras_strategies.values import (
     DistributedValues,

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from keras_strategies import context
+from keras_strategies.engines.jax.function.argument_keys import IdentityKey
 from keras_strategies.engines.jax.function.call_arguments import CallArguments
 from keras_strategies.engines.jax.function.compiled_program import CompiledProgram
 from keras_strategies.engines.jax.function.composite_values import (
@@ -17,7 +18,6 @@ from keras_strategies.engines.jax.function.composite_values import (
     taken_apart,
     with_composite_values,
 )
-from keras_strategies.engines.jax.function.program_keys import IdentityKey
 from keras_strategies.engines.jax.function.program_sharding import ProgramSharding
 from keras_strategies.engines.jax.function.trace_state import (
     AllReplicasNeededError,
@@ -25,6 +25,9 @@ from keras_strategies.engines.jax.function.trace_state import (
     current_program,
     in_trace,
     is_stacked,
+)
+from keras_strategies.engines.jax.function.traced_executables import (
+    TracedExecutables,
 )
 from keras_strategies.engines.jax.function.worker_arguments import gather_arguments
 from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
@@ -40,10 +43,15 @@ class CompiledFunction:
 
     Args:
         fn: the function.
+        executables: where given, the function is traced in each call, and compiled
+            programs are reused for equal traces.
     """
 
-    def __init__(self, fn: Callable[..., Any]):
-        self._fn = fn
+    def __init__(
+        self, fn: Callable[..., Any], executables: TracedExecutables | None = None
+    ):
+        self.fn = fn
+        self._executables = executables
         self._calls: collections.OrderedDict[Any, _Call] = collections.OrderedDict()
         # By key, the workers of a call; found by its first trace.
         self._workers: dict[Any, JaxWorkers] = {}
@@ -71,16 +79,16 @@ class CompiledFunction:
         if workers is None:
             packed = CallArguments(structure)
         else:
-            name = getattr(self._fn, "__qualname__", type(self._fn).__name__)
+            name = getattr(self.fn, "__qualname__", type(self.fn).__name__)
             packed = gather_arguments(workers, structure, name, own)
         key = (key, workers is None, packed.key)
         call = self._calls.get(key)
         if call is None:
-            call = _Call(with_composite_values(self._fn), packed, workers)
+            call = _Call(packed, workers, self._executables)
             self._calls[key] = call
             if len(self._calls) > MAX_PROGRAMS:
                 self._calls.popitem(last=False)
-        return put_together(call(packed))
+        return put_together(call(with_composite_values(self.fn), packed))
 
 
 class _Call:
@@ -88,17 +96,19 @@ class _Call:
 
     def __init__(
         self,
-        fn: Callable[..., Any],
         packed: CallArguments,
         workers: JaxWorkers | None,
+        executables: TracedExecutables | None,
     ):
-        self._fn = fn
+        self._fn: Callable[..., Any] | None = None
         self._packed = packed
         self._result: Any = None
-        self._program = CompiledProgram(self._flat, sharding_of_program, workers)
+        self._program = CompiledProgram(
+            self._flat, sharding_of_program, workers, executables
+        )
 
-    def __call__(self, packed: CallArguments) -> Any:
-        self._packed = packed
+    def __call__(self, fn: Callable[..., Any], packed: CallArguments) -> Any:
+        self._fn, self._packed = fn, packed
         plain, joined = self._program(packed.plain, packed.parts)
         sharding = self._program.sharding
 
@@ -117,7 +127,7 @@ class _Call:
 
     def _flat(self, plain: list[Any], joined: list[Any]) -> tuple[list[Any], list[Any]]:
         program = current_program()
-        assert program is not None
+        assert program is not None and self._fn is not None
         args, kwargs = self._packed.build(plain, joined, program.split)
         result = self._fn(*args, **kwargs)
         results: list[Any] = []

@@ -14,6 +14,7 @@ Variables created by the function have no value in the trace, as in any Keras
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -30,6 +31,9 @@ from keras_strategies.engines.jax.function.trace_state import (
     MissingStateError,
     ProgramState,
     is_stacked,
+)
+from keras_strategies.engines.jax.function.traced_executables import (
+    TracedExecutables,
 )
 from keras_strategies.errors import ContextError
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
@@ -56,6 +60,7 @@ class CompiledProgram:
             same two; traced once or twice.
         choose_sharding: returns the shardings for a trace's strategies and variables.
         workers: the workers of the program; None without a cluster.
+        executables: where given, the function is traced in each call.
     """
 
     def __init__(
@@ -63,8 +68,10 @@ class CompiledProgram:
         function: Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]]],
         choose_sharding: Callable[[ProgramState], ProgramSharding],
         workers: JaxWorkers | None = None,
+        executables: TracedExecutables | None = None,
     ):
         self._workers = workers
+        self._executables = executables
         self._function = function
         self._choose_sharding = choose_sharding
         self._refs: dict[Any, StateRef] = {}
@@ -142,26 +149,50 @@ class CompiledProgram:
         if self._workers is not None:
             _broadcast_from_chief([ref.variable for ref in program.missing.values()])
         self._refs.update(program.missing)
+        # What a function that is traced in each call assigns is known afterwards.
+        donated = program.written if self._executables is None else {}
         refs = self._refs.items()
-        self._donated = [ref for key, ref in refs if key in program.written]
-        self._kept = [ref for key, ref in refs if key not in program.written]
+        self._donated = [ref for key, ref in refs if key in donated]
+        self._kept = [ref for key, ref in refs if key not in donated]
         self._moved = {}
         self.sharding = sharding = self._choose_sharding(program)
         self._expected = _variables(program.written.values())
         self._jitted = None
         if made:
             return
+        out_shardings = (
+            sharding.replicated,
+            sharding.split,
+            sharding.state_shardings(self._expected),
+            sharding.split,
+        )
+        if self._executables is not None:
+            self._jitted = functools.partial(self._trace_and_run, out_shardings)
+            return
         self._jitted = jax.jit(
             self._trace,
             # Not with elastic workers, which roll back a failed call.
             donate_argnums=() if self._is_elastic else 0,
-            out_shardings=(
-                sharding.replicated,
-                sharding.split,
-                sharding.state_shardings(self._expected),
-                sharding.split,
-            ),
+            out_shardings=out_shardings,
         )
+
+    def _trace_and_run(self, out_shardings: Any, *args: Any) -> Results:
+        assert self._executables is not None
+        # A new function each time: JAX keeps the trace of one that it knows.
+        results: Results = self._executables.run(
+            lambda *given: self._trace(*given), out_shardings, args
+        )
+        return results
+
+    def _forget_unused(self) -> None:
+        """Drops state that the trace of this call did not use, as of another model."""
+        trace = self._last_trace
+        used = trace.used | trace.written.keys()
+        if self._executables is None or self._refs.keys() <= used:
+            return
+        self._refs = {key: ref for key, ref in self._refs.items() if key in used}
+        self._kept = list(self._refs.values())
+        self._moved = {}
 
     def _check_made(self, made: list[Any], program: ProgramState) -> None:
         """Raises if each trace creates variables and the next one does not use them."""
@@ -226,6 +257,7 @@ class CompiledProgram:
         finally:
             if done:
                 self._commit(done[0])
+        self._forget_unused()
         return done[0][0], done[0][1]
 
     @property

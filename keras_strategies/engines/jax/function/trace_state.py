@@ -156,11 +156,17 @@ class ProgramState(TraceState):
     def __init__(self, known: Iterable[tuple[StateRef, Any]], sees_all: bool = False):
         super().__init__(None)
         self.sees_all = sees_all
+        #: The keys of the refs that the trace has read.
+        self.used: set[Any] = set()
         for ref, value in known:
             self._values[ref.key] = value
         self.missing: dict[Any, StateRef] = {}
         self.strategies: dict[int, StrategyCore] = {}
         self._origins: dict[tuple[int, ...], tuple[list[Any], Any]] = {}
+
+    def read_ref(self, ref: StateRef) -> Any:
+        self.used.add(ref.key)
+        return super().read_ref(ref)
 
     def _read_outside(self, ref: StateRef) -> Any:
         found = ref.spec()

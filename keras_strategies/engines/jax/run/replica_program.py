@@ -13,6 +13,7 @@ faster than one device.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,6 @@ from keras_strategies.engines.jax.function.composite_values import (
     taken_apart,
     with_composite_values,
 )
-from keras_strategies.engines.jax.function.program_keys import function_key
 from keras_strategies.engines.jax.function.program_sharding import ProgramSharding
 from keras_strategies.engines.jax.function.state_refs import OnReadValues, StateRef
 from keras_strategies.engines.jax.function.trace_state import (
@@ -94,7 +94,9 @@ class ReplicaProgram:
         self.on_read_values = OnReadValues(len(devices), split)
         self._mesh = ReplicaMesh(strategy, mesh, self.on_read_values)
         hook_draws(drawn)
-        # The state that functions under `shard_map` read; functions that are unrolled.
+        # By code and shapes, the state that functions under `shard_map` have read, and
+        # functions that are unrolled: what a trace begins with. Either is right for
+        # every function, also for one that closes over other values.
         self._known: dict[Any, dict[Any, StateRef]] = {}
         self._unrolled: set[Any] = set()
         # The code of functions with replicas of different numbers of rows.
@@ -127,7 +129,7 @@ class ReplicaProgram:
         program.strategies[id(strategy)] = strategy
         own = taken_apart([[list(own) for own in args], list(kwargs)])
         arguments = ReplicaArguments.of(*own)
-        key = (function_key(fn)[0], arguments.signature)
+        key = (code_of(fn), arguments.signature)
         on_parts = with_composite_values(fn)
         if self._mesh.count == 1 or not arguments.is_uniform or key in self._unrolled:
             results = UnrolledReplicas(self._mesh, state, on_parts)(arguments)
@@ -169,12 +171,14 @@ class ReplicaProgram:
         fn: Callable[..., Any],
         arguments: ReplicaArguments,
     ) -> list[Any]:
-        refs = self._known.get(key, {})
+        known = self._known.get(key)
+        refs = known or {}
         for _ in range(MAX_TRACES):
             replicas = ShardMapReplicas(self._mesh, fn, arguments, list(refs.values()))
             mapped = replicas.mapped()
             inputs = replicas.inputs(state, program)
-            results = (mapped if refs else _shape_inference(mapped))(*inputs)
+            is_first = known is None and not refs
+            results = (_shape_inference(mapped) if is_first else mapped)(*inputs)
             if not replicas.missing:
                 break
             refs = {**refs, **replicas.missing}
@@ -183,11 +187,19 @@ class ReplicaProgram:
                 f"{fn!r} was traced {MAX_TRACES} times, and each trace read variables "
                 f"that no earlier trace had read. {CREATE_ONCE}"
             )
-        if not refs:
+        if is_first:
             results = mapped(*inputs)
         if len(self._known) < 1000:
-            self._known[key] = refs
+            self._known[key] = replicas.used
         return replicas.finish(state, program, results)
+
+
+def code_of(fn: Callable[..., Any]) -> Any:
+    """What equal lambdas share: code, or the class of a callable without code."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    function = getattr(fn, "__func__", fn)
+    return getattr(function, "__code__", type(fn))
 
 
 def run_single_replica(

@@ -85,6 +85,8 @@ class ShardMapReplicas(TracedReplicas):
         self._replicated: dict[int, Any] = {}
         self._shared_inputs: dict[int, int] = {}
         self.missing: dict[Any, StateRef] = {}
+        #: The state that the trace has read.
+        self.used: dict[Any, StateRef] = {}
         self._written: list[StateRef] = []
         self._written_stacks: list[StateRef] = []
         self._result: Any = None
@@ -176,10 +178,13 @@ class ShardMapReplicas(TracedReplicas):
 
     def _read(self, ref: StateRef) -> Any:
         value = self._blocks.get(ref.key)
-        if value is None:
+        if value is not None:
+            self.used[ref.key] = ref
+        else:
             found = ref.spec()
             if found is None:
                 return None
+            self.used[ref.key] = ref
             self.missing[ref.key] = ref
             shape = found.shape
             if isinstance(ref, OnReadRef):
