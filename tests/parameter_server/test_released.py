@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 
 import keras
@@ -201,3 +202,30 @@ def test_values_of_workers_are_released_with_their_handles(synchronous) -> None:
     clusters.wait_until(
         lambda: values_on_workers(synchronous) == before, "all values have left"
     )
+
+
+@pytest.mark.multiprocess
+def test_memory_of_a_worker_over_epochs_of_iterators_is_flat(synchronous) -> None:
+    """Each iterator holds a mebibyte on the worker."""
+    coordinator = ks.ClusterCoordinator(synchronous)
+
+    def dataset():
+        rows = np.ones(1 << 17)
+        while True:
+            yield rows
+
+    def resident_bytes(iterator):
+        assert next(iterator).shape
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    datasets = coordinator.create_per_worker_dataset(dataset)
+
+    def epochs(count: int) -> int:
+        for _ in range(count):
+            scheduled = coordinator.schedule(resident_bytes, args=(iter(datasets),))
+            found = scheduled.fetch(clusters.SECONDS)
+        return found
+
+    early = epochs(100)
+    assert epochs(400) - early < 50 << 20
