@@ -209,17 +209,18 @@ def test_memory_of_a_worker_over_epochs_of_iterators_is_flat(synchronous) -> Non
     """Each iterator holds a mebibyte on the worker."""
     coordinator = ks.ClusterCoordinator(synchronous)
 
-    def dataset():
-        rows = np.ones(1 << 17)
-        while True:
-            yield rows
+    class Rows:
+        def __iter__(self):
+            rows = np.ones(1 << 17)
+            while True:
+                yield rows
 
     def resident_bytes(iterator):
         assert next(iterator).shape
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-    datasets = coordinator.create_per_worker_dataset(dataset)
+    datasets = coordinator.create_per_worker_dataset(Rows)
 
     def epochs(count: int) -> int:
         for _ in range(count):
