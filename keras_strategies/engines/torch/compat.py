@@ -19,7 +19,12 @@ from torch.autograd import forward_ad
 from torch.utils import _python_dispatch
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import (
+    tree_flatten,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+)
 
 from keras_strategies.keras_compat.private_names import Private
 from keras_strategies.runtime.thread_scheduling import scheduled_as_batch
@@ -33,6 +38,7 @@ __all__ = [
     "create_gloo_group",
     "decomposition_of",
     "default_mps_generator",
+    "disabled_torch_function",
     "dispatch_modes",
     "fake_tensor_mode",
     "function_modes",
@@ -49,8 +55,10 @@ __all__ = [
     "set_timeout",
     "silent_fake_tensors",
     "storage_key",
+    "tensor_without_memory",
     "tree_flatten",
     "tree_map",
+    "tree_map_only",
     "tree_unflatten",
     "version_of",
     "why_saved_tensors_hooks_are_disabled",
@@ -65,6 +73,16 @@ PRIVATE_NAMES = (
     ),
     Private("torch.Tensor", ("_version",), "Whether a tensor has changed in place."),
     Private("torch._C", ("_is_fwd_grad_enabled",), "State of the caller's thread."),
+    Private(
+        "torch._C",
+        ("_disabled_torch_function_impl",),
+        "Row parts: operations on a subclass of `torch.Tensor` return tensors.",
+    ),
+    Private(
+        "torch.Tensor",
+        ("_make_wrapper_subclass",),
+        "Row parts: a tensor without memory of its own.",
+    ),
     Private(
         "torch._C._autograd",
         ("_get_current_graph_task_keep_graph",),
@@ -161,13 +179,16 @@ PRIVATE_NAMES = (
     ),
     Private(
         "torch.utils._pytree",
-        ("tree_flatten", "tree_map", "tree_unflatten"),
+        ("tree_flatten", "tree_map", "tree_map_only", "tree_unflatten"),
         "Arguments of operations.",
     ),
 )
 
 #: The number of in-place changes of a tensor: a getter in C, for reads in every step.
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+
+#: The `__torch_function__` of subclasses whose operations return plain tensors.
+disabled_torch_function = torch._C._disabled_torch_function_impl
 
 #: Functions behind `torch.distributions`.
 RANDOM_FUNCTIONS = (torch._standard_gamma, torch._sample_dirichlet)
@@ -299,6 +320,16 @@ def decomposition_of(operation: Any) -> Callable[..., Any] | None:
 def storage_key(tensor: torch.Tensor) -> int:
     """A number that tensors have in common while they share their memory."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def tensor_without_memory(
+    cls: type[torch.Tensor],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Any:
+    """A tensor of a subclass, whose operations are its `__torch_dispatch__`."""
+    return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
 
 
 def set_timeout(options: Any, timeout: datetime.timedelta) -> None:

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from keras_strategies.devices import Device
+from keras_strategies.engines.torch.data_parallel.row_parts import (
+    TorchRowParts,
+    row_parts,
+)
 from keras_strategies.engines.torch.devices import torch_device
 from keras_strategies.engines.torch.memory_formats import in_format_of
 from keras_strategies.keras_compat.variables.values import raw_value
+from keras_strategies.runtime.replicas.replica_set import RowSplit
 from keras_strategies.runtime.replicas.tensor_primitives import TensorPrimitives
 from keras_strategies.runtime.workers import Workers
 from keras_strategies.types import ReduceOp
+
+if TYPE_CHECKING:
+    from keras_strategies.runtime.data_parallel.layer_call import DataParallelCall
 
 _REDUCTIONS: dict[ReduceOp, Callable[[torch.Tensor], torch.Tensor]] = {
     ReduceOp.SUM: lambda stacked: stacked.sum(0),
@@ -25,6 +33,15 @@ _REDUCTIONS: dict[ReduceOp, Callable[[torch.Tensor], torch.Tensor]] = {
 
 class TorchPrimitives(TensorPrimitives):
     """Functions of tensors on one device."""
+
+    @staticmethod
+    def row_parts(  # type: ignore[override]
+        parts: Sequence[torch.Tensor],
+        row_split: RowSplit,
+        caller: DataParallelCall,
+        device: Device,
+    ) -> TorchRowParts:
+        return row_parts(parts, row_split, caller, torch_device(device))
 
     def concatenate(
         self, tensors: Sequence[torch.Tensor], axis: int = 0

@@ -15,6 +15,7 @@ from keras_strategies.engines.torch.cuda_batches import batch_prefetcher
 from keras_strategies.engines.torch.data_parallel.layer_call import (
     TorchDataParallelCall,
 )
+from keras_strategies.engines.torch.data_parallel.row_parts import on_host
 from keras_strategies.engines.torch.devices import (
     device_of,
     memories,
@@ -74,7 +75,7 @@ class TorchTrainer(FitDriver):
         function = keras_function(model, kind, make)
         if self._call is not None:
             warn_of_jit_compile(model)
-        step = self._repeated(model, kind, self._routed(model, function))
+        step = self._repeated(model, kind, self._routed(model, kind, function))
         setattr(model, f"{kind}_function", step)
 
     def _repeated(
@@ -93,16 +94,23 @@ class TorchTrainer(FitDriver):
 
         return repeated
 
-    def _routed(self, model: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _routed(
+        self, model: Any, kind: str, function: Callable[..., Any]
+    ) -> Callable[..., Any]:
         workers = self.placement.workers
         call = self._call
         if call is None:
             return function
 
+        # Dynamo traces the rest of a compiled step, with plain tensors.
+        route = call.with_joined_outputs if model.jit_compile else call
+
         def step(data: Any) -> Any:
             check_steps(data, workers)
-            with layer_calls_through(call):
+            with layer_calls_through(route):
                 outputs = function(data)
+            if kind == "predict":
+                outputs = keras.tree.map_structure(on_host, outputs)
             if workers is not None:
                 workers.confirm()
             return outputs

@@ -50,6 +50,7 @@ from keras_strategies.runtime.state.replica_state import (
 from keras_strategies.user_warnings import warn_user
 
 if TYPE_CHECKING:
+    from keras_strategies.runtime.data_parallel.layer_call import DataParallelCall
     from keras_strategies.runtime.engine import StrategyCore
 
 # Layers for which second-order gradients have been warned about.
@@ -66,6 +67,7 @@ class SplitCall:
         row_split: the rows of each replica, and the functions of tensors.
         reduction: the strategy's `CrossDeviceOps`, None for the framework's sums.
         proof: the placements of what the call returns, adds and assigns.
+        caller: the data-parallel calls of the strategy.
     """
 
     strategy: StrategyCore
@@ -73,6 +75,7 @@ class SplitCall:
     row_split: RowSplit
     reduction: LocalReduction | None
     proof: RowProof
+    caller: DataParallelCall
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ class CallOnReplicas(GradientBoundary):
     """
 
     def __init__(self, call: SplitCall):
-        super().__init__(call.strategy, call.row_split, call.reduction)
+        super().__init__(call.strategy, call.row_split, call.reduction, call.caller)
         self.layer_call = call.layer_call
         self.proof = call.proof
 
@@ -217,7 +220,11 @@ class CallOnReplicas(GradientBoundary):
         sizes = self.row_split.sizes
         if placement.kind is RowKind.ROWS:
             self._check_rows_of(parts, placement.multiple)
-            return Channel(list(parts), multiple=placement.multiple)
+            return Channel(
+                list(parts),
+                multiple=placement.multiple,
+                is_apart=self.ops.row_parts is not None,
+            )
         if placement.kind is RowKind.SUM:
             return Channel(list(parts), [1.0] * len(parts))
         are_equal = placement.kind is RowKind.SAME
@@ -288,8 +295,8 @@ class CallOnReplicas(GradientBoundary):
                 set_logits(value, logits)
             masks = [result.masks[i] for result in results]
             if masks[0] is not None:
-                multiple = output.channels[-1].multiple
-                set_mask(value, self.combine(Channel(masks, multiple=multiple)))
+                of_mask = replace(output.channels[-1], parts=masks)
+                set_mask(value, self.combine(of_mask))
             leaves.append(value)
         return keras.tree.pack_sequence_as(results[0].outputs, leaves)
 

@@ -18,6 +18,7 @@ import keras
 
 from keras_strategies.collectives.replica_ops import LocalReduction
 from keras_strategies.keras_compat.optimizers.optimizer_parts import is_overwritten
+from keras_strategies.runtime.data_parallel.row_parts import parts_of
 from keras_strategies.runtime.replicas.gradient_sums import (
     largest_over_replicas,
     sums_over_replicas,
@@ -33,6 +34,7 @@ from keras_strategies.runtime.workers import Workers
 from keras_strategies.types import ReduceOp
 
 if TYPE_CHECKING:
+    from keras_strategies.runtime.data_parallel.layer_call import DataParallelCall
     from keras_strategies.runtime.engine import StrategyCore
 
 
@@ -47,12 +49,14 @@ class Channel:
             their gradients.
         multiple: int, entries of axis 0 for each row of the call.
         are_equal: bool, whether the parts are equal, on all workers.
+        is_apart: bool, whether rows stay on their replicas, see `RowParts`.
     """
 
     parts: list[Any]
     weights: list[Any] | None = None
     multiple: int = 1
     are_equal: bool = False
+    is_apart: bool = False
 
 
 @dataclass
@@ -66,12 +70,16 @@ class GradientTarget:
         by_rows: bool, whether gradients are concatenated, as for an input, or
             summed, as for a variable.
         variable: the `keras.Variable`; None for an input.
+        apart: callable of the gradients of the slices, which makes one tensor of them
+            whose rows stay on their replicas, as those of the input do; None for other
+            inputs.
     """
 
     tensor: Any
     locals: list[Any]
     by_rows: bool
     variable: Any = None
+    apart: Callable[[Sequence[Any]], Any] | None = None
 
     @property
     def is_overwritten(self) -> bool:
@@ -86,6 +94,8 @@ class GradientTarget:
             keras.ops.zeros_like(local) if part is None else part
             for part, local in zip(parts, self.locals, strict=True)
         ]
+        if self.apart is not None:
+            return self.apart(filled)
         return ops.concatenate([ops.to_device_of(p, self.tensor) for p in filled])
 
     def rounded(self, ops: TensorPrimitives, total: Any) -> Any:
@@ -155,6 +165,7 @@ class GradientBoundary(abc.ABC):
         strategy: the strategy.
         row_split: the rows of the call.
         reduction: the strategy's `CrossDeviceOps`, None for the framework's sums.
+        caller: the data-parallel calls of the strategy.
     """
 
     def __init__(
@@ -162,8 +173,10 @@ class GradientBoundary(abc.ABC):
         strategy: StrategyCore,
         row_split: RowSplit,
         reduction: LocalReduction | None,
+        caller: DataParallelCall,
     ):
         self.strategy = strategy
+        self.caller = caller
         self.ops = row_split.replica_set.primitives
         self.row_split = row_split
         #: The device of the global batch.
@@ -267,11 +280,29 @@ class GradientBoundary(abc.ABC):
         return [
             *found.values(),
             *(
-                GradientTarget(self.target_of_input(tensor), list(slices), True)
+                GradientTarget(
+                    self.target_of_input(tensor),
+                    list(slices),
+                    True,
+                    apart=self.apart
+                    if parts_of(tensor, self.row_split) is not None
+                    else None,
+                )
                 for tensor, slices in inputs
                 if self.has_gradient(0, slices[0])
             ),
         ]
+
+    def apart(self, parts: Sequence[Any], multiple: int = 1) -> Any:
+        """A tensor of the global batch whose rows stay on their replicas.
+
+        Args:
+            parts: the part of each local replica.
+            multiple: int, entries of axis 0 for each row of the call.
+        """
+        make = self.ops.row_parts
+        assert make is not None
+        return make(parts, self.row_split.times(multiple), self.caller, self.lead)
 
     def on_lead(self) -> contextlib.AbstractContextManager[Any]:
         """Entered around operations on the device of the global batch."""
@@ -283,6 +314,8 @@ class GradientBoundary(abc.ABC):
 
     def combine(self, channel: Channel) -> Any:
         """The global tensor of a channel, without gradient."""
+        if channel.is_apart:
+            return self.apart(channel.parts, channel.multiple)
         with self.on_lead():
             return self._combined(channel)
 
@@ -341,6 +374,9 @@ class GradientBoundary(abc.ABC):
                 for w in channel.weights
             ]
             return [ops.cast(wide * factor, gradient.dtype) for factor in factors]
+        parts = parts_of(gradient, self.row_split.times(channel.multiple))
+        if parts is not None:
+            return parts
         gradient = self.row_split.own(gradient, channel.multiple)
         if len(channel.parts) == 1:
             return [gradient]

@@ -174,6 +174,7 @@ class DataParallelCall(abc.ABC):
                 row_split,
                 self.reduction,
                 proof,
+                self,
             )
             return self.on_replicas(split_call).outputs()
 

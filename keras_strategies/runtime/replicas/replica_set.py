@@ -167,6 +167,14 @@ class RowSplit:
         """The rows of each worker."""
         return [sum(each) for each in self.replica_set.counts.split(self.every)]
 
+    def times(self, multiple: int) -> RowSplit:
+        """The split of a tensor with several entries of axis 0 for each row."""
+        if multiple == 1:
+            return self
+        every = [rows * multiple for rows in self.every]
+        sizes = [rows * multiple for rows in self.sizes]
+        return RowSplit(every, sizes, self.replica_set)
+
     def own(self, tensor: Any, multiple: int = 1) -> Any:
         """This worker's rows of a tensor of the global batch.
 

@@ -50,6 +50,11 @@ class TensorPrimitives(abc.ABC):
     #: Gradients that are rows of tables; None where all gradients are tensors.
     sparse: SparseGradients | None = None
 
+    #: `row_parts(parts, row_split, caller, device)` is a tensor of the global batch
+    #: (see `RowParts`), without gradient, from a part of each local replica. None where
+    #: tensors of the global batch are always joined.
+    row_parts: Callable[..., Any] | None = None
+
     @abc.abstractmethod
     def concatenate(self, tensors: Sequence[Any], axis: int = 0) -> Any:
         """Concatenates tensors of one device."""

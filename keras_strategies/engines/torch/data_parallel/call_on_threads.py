@@ -31,6 +31,7 @@ from keras_strategies.runtime.data_parallel.call_on_replicas import (
     OutputActivation,
     SplitCall,
 )
+from keras_strategies.runtime.data_parallel.row_parts import parts_of
 from keras_strategies.runtime.replicas.tensor_primitives import is_float
 from keras_strategies.runtime.state.replica_state import ReplicaState
 
@@ -74,12 +75,14 @@ class CallOnThreads(CallOnReplicas):
     # Forward.
 
     def split(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        own = self.row_split.own(tensor.detach())
-        parts = torch.split(own, list(self.row_split.sizes))
-        local = [
-            device_rows(part, device)
-            for part, device in zip(parts, self._devices, strict=True)
-        ]
+        local = parts_of(tensor, self.row_split)
+        if local is None:
+            own = self.row_split.own(tensor.detach())
+            parts = torch.split(own, list(self.row_split.sizes))
+            local = [
+                device_rows(part, device)
+                for part, device in zip(parts, self._devices, strict=True)
+            ]
         if tensor.requires_grad and torch.is_grad_enabled():
             local = [part.detach().requires_grad_() for part in local]
         return local

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import keras
 import torch
 
 from keras_strategies.engines.torch.compat import (
@@ -12,6 +13,7 @@ from keras_strategies.engines.torch.compat import (
     saved_tensors_hooks_of_thread,
 )
 from keras_strategies.engines.torch.data_parallel.call_on_threads import CallOnThreads
+from keras_strategies.engines.torch.data_parallel.row_parts import joined
 from keras_strategies.engines.torch.replicas.replica_threads import ReplicaThreads
 from keras_strategies.engines.torch.replicas.replica_variables import ReplicaVariables
 from keras_strategies.engines.torch.row_proofs.torch_row_prover import TorchRowProver
@@ -58,6 +60,17 @@ class TorchDataParallelCall(DataParallelCall):
             with layer_calls_through(None):
                 return call(*args, **kwargs)
         return super().__call__(layer, call, args, kwargs)
+
+    @torch.compiler.disable
+    def with_joined_outputs(
+        self,
+        layer: Any,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Calls a layer; no output stays on its replicas."""
+        return keras.tree.map_structure(joined, self(layer, call, args, kwargs))
 
     def can_split(self, layer: Any, tensors: Sequence[Any]) -> bool:
         # In transforms of `torch.func`, derivatives have levels of their thread.

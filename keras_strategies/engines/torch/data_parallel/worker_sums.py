@@ -149,6 +149,9 @@ class WorkerSums:
         for i, target in enumerate(self._targets):
             if target.by_rows:
                 own = target.joined_rows(self._ops, columns[i])
+                if target.apart is not None:
+                    results[i] = own
+                    continue
                 if own is None:
                     own = torch.zeros_like(self._row_split.own(target.tensor))
                 results[i] = self._row_split.joined(own)
