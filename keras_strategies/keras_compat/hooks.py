@@ -115,6 +115,40 @@ class ModelHooks(Protocol):
     ) -> Any:
         """Instead of `BatchNormalization._moments(inputs, mask)`."""
 
+    def loss(
+        self,
+        loss: Any,
+        original: Callable[..., Any],
+        y_true: Any,
+        y_pred: Any,
+        weights: Any,
+    ) -> Any:
+        """Instead of `loss(y_true, y_pred, weights)`."""
+
+    def metric_update(
+        self,
+        metric: Any,
+        original: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Instead of `metric.update_state(*args, **kwargs)`."""
+
+    def mask_weights(
+        self,
+        original: Callable[..., Any],
+        weights: Any,
+        mask: Any,
+        dtype: Any,
+        reduction: Any,
+    ) -> Any:
+        """The weights of a loss, those of the mask among them."""
+
+    def reduced_values(
+        self, original: Callable[..., Any], values: Any, weights: Any, reduction: Any
+    ) -> Any:
+        """A loss from its values, which have been multiplied by the weights."""
+
 
 class _Installed:
     hooks: ModelHooks
@@ -197,6 +231,32 @@ def input_structure_warning(
 def moments(original: Any, self: Any, inputs: Any, mask: Any) -> Any:
     own = functools.partial(original, self)
     return _Installed.hooks.moments(self, own, inputs, mask)
+
+
+def loss_call(
+    original: Any, self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None
+) -> Any:
+    return _Installed.hooks.loss(self, original, y_true, y_pred, sample_weight)
+
+
+def metric_update(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    return _Installed.hooks.metric_update(self, original, args, kwargs)
+
+
+def apply_mask(
+    original: Any, sample_weight: Any, mask: Any, dtype: Any, reduction: Any
+) -> Any:
+    hooks = _Installed.hooks
+    return hooks.mask_weights(original, sample_weight, mask, dtype, reduction)
+
+
+def reduce_values(
+    original: Any,
+    values: Any,
+    sample_weight: Any = None,
+    reduction: Any = "sum_over_batch_size",
+) -> Any:
+    return _Installed.hooks.reduced_values(original, values, sample_weight, reduction)
 
 
 @functools.cache

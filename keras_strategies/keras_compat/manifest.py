@@ -59,6 +59,7 @@ _LAYER = "keras.src.layers.layer.Layer"
 _OPTIMIZER = "keras.src.optimizers.base_optimizer.BaseOptimizer"
 _LOSS_SCALE = "keras.src.optimizers.loss_scale_optimizer.LossScaleOptimizer"
 _SAVING = "keras.src.saving.saving_lib"
+_LOSSES = "keras.src.losses.loss"
 _JAX = "keras.src.backend.jax"
 _TENSORFLOW = "keras.src.backend.tensorflow"
 _TORCH = "keras.src.backend.torch"
@@ -192,6 +193,60 @@ GROUPS: dict[str, Group] = {
                 "On a replica it would take the engine's `tf.distribute` strategy for "
                 "that of its slots.",
                 backend="tensorflow",
+            ),
+        ),
+        is_temporary=True,
+    ),
+    "row parts": Group(
+        "From a step that splits layer calls on, until the model's method ends.",
+        (
+            Patch(
+                f"{_LOSSES}.Loss",
+                "__call__",
+                "(self, y_true, y_pred, sample_weight=None)",
+                "hooks.loss_call",
+                "Replicas compute the losses of outputs that they have.",
+            ),
+            Patch(
+                _LOSSES,
+                "apply_mask",
+                "(sample_weight, mask, dtype, reduction)",
+                "hooks.apply_mask",
+                "On replicas, the valid entries of all rows are counted.",
+            ),
+            Patch(
+                _LOSSES,
+                "reduce_values",
+                "(values, sample_weight=None, reduction='sum_over_batch_size')",
+                "hooks.reduce_values",
+                "On replicas, the weights of all rows are added.",
+            ),
+            *(
+                Patch(
+                    f"keras.src.metrics.{name}",
+                    "update_state",
+                    f"(self, {arguments}, sample_weight=None)",
+                    "hooks.metric_update",
+                    "Replicas update metrics with outputs that they have.",
+                )
+                for name, arguments in (
+                    ("reduction_metrics.Mean", "values"),
+                    ("reduction_metrics.Sum", "values"),
+                    ("reduction_metrics.MeanMetricWrapper", "y_true, y_pred"),
+                    ("regression_metrics.RootMeanSquaredError", "y_true, y_pred"),
+                    ("regression_metrics.R2Score", "y_true, y_pred"),
+                    (
+                        "confusion_metrics._ConfusionMatrixConditionCount",
+                        "y_true, y_pred",
+                    ),
+                    ("confusion_metrics.Precision", "y_true, y_pred"),
+                    ("confusion_metrics.Recall", "y_true, y_pred"),
+                    ("confusion_metrics.SensitivitySpecificityBase", "y_true, y_pred"),
+                    ("confusion_metrics.AUC", "y_true, y_pred"),
+                    ("f_score_metrics.FBetaScore", "y_true, y_pred"),
+                    ("iou_metrics._IoUBase", "y_true, y_pred"),
+                    ("iou_metrics.BinaryIoU", "y_true, y_pred"),
+                )
             ),
         ),
         is_temporary=True,

@@ -29,6 +29,12 @@ from keras_strategies.keras_compat.variables.generator_seeds import seed_states
 from keras_strategies.keras_compat.variables.materialized import materialized_model
 from keras_strategies.keras_compat.variables.values import guard_value, raw_value
 from keras_strategies.runtime.data_parallel.row_draws import drawing
+from keras_strategies.runtime.data_parallel.row_functions import (
+    loss_of_rows,
+    mask_weights,
+    reduced_values,
+    update_of_rows,
+)
 from keras_strategies.runtime.drivers import Drivers
 from keras_strategies.runtime.state import run_state
 from keras_strategies.runtime.state.run_state import RunState
@@ -264,6 +270,40 @@ class StrategyHooks:
         ):
             return original(inputs, mask)
         return replica_moments(replica, layer, inputs, mask)
+
+    def loss(
+        self,
+        loss: Any,
+        original: Callable[..., Any],
+        y_true: Any,
+        y_pred: Any,
+        weights: Any,
+    ) -> Any:
+        return loss_of_rows(original, loss, y_true, y_pred, weights)
+
+    def metric_update(
+        self,
+        metric: Any,
+        original: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        return update_of_rows(original, metric, args, kwargs)
+
+    def mask_weights(
+        self,
+        original: Callable[..., Any],
+        weights: Any,
+        mask: Any,
+        dtype: Any,
+        reduction: Any,
+    ) -> Any:
+        return mask_weights(original, weights, mask, dtype, reduction)
+
+    def reduced_values(
+        self, original: Callable[..., Any], values: Any, weights: Any, reduction: Any
+    ) -> Any:
+        return reduced_values(original, values, weights, reduction)
 
 
 def _constant(value: float) -> Callable[..., Any]:

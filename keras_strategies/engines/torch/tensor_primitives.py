@@ -43,6 +43,9 @@ class TorchPrimitives(TensorPrimitives):
     ) -> TorchRowParts:
         return row_parts(parts, row_split, caller, torch_device(device))
 
+    def may_have_gradient(self, tensor: torch.Tensor) -> bool:
+        return tensor.requires_grad
+
     def concatenate(
         self, tensors: Sequence[torch.Tensor], axis: int = 0
     ) -> torch.Tensor:

@@ -31,6 +31,7 @@ def layer_calls_through(
     if route is not None:
         patching.install("routes")
         patching.install("replicas")
+        patching.install("row parts")
     previous = thread_route.call
     thread_route.call = route
     try:

@@ -405,3 +405,21 @@ _CHECKED: dict[str, Callable[[Any, Sequence[int]], bool]] = {
     "TimeDistributed": _time_distributed,
     "UnitNormalization": _with_axis,
 }
+
+
+#: Metrics whose update adds a sum over rows to each of their variables. Their code
+#: counts entries by reading values, which a row proof does not follow.
+METRICS_OF_SUMS = frozenset(
+    (
+        keras.metrics.AUC,
+        keras.metrics.PrecisionAtRecall,
+        keras.metrics.RecallAtPrecision,
+        keras.metrics.SensitivityAtSpecificity,
+        keras.metrics.SpecificityAtSensitivity,
+        keras.metrics.BinaryIoU,
+        keras.metrics.IoU,
+        keras.metrics.MeanIoU,
+        keras.metrics.OneHotIoU,
+        keras.metrics.OneHotMeanIoU,
+    )
+)

@@ -119,6 +119,7 @@ def _running(is_long: bool) -> Iterator[None]:
                 patching.remove("routes")
                 patching.remove("input")
                 patching.remove("replicas")
+                patching.remove("row parts")
 
 
 def _write(model: Any, name: str, filepath: Any, *args: Any, **kwargs: Any) -> Any:

@@ -165,7 +165,10 @@ class CallOnReplicas(GradientBoundary):
         tensors = [channel for each in joined for channel in each.channels] + losses
         connected = self.connect(inputs, results, tensors)
         outputs = self._global_outputs(results, joined, connected)
-        self._merge_updates(results, proof)
+        if self.layer_call.adds:
+            self._add_updates(results, proof)
+        else:
+            self._merge_updates(results, proof)
         clear_losses(self.layer_call.layer)
         if losses:
             # Functional models refuse `add_loss` on themselves; their base does not.
@@ -357,6 +360,23 @@ class CallOnReplicas(GradientBoundary):
         for key, values in zip(differing, everywhere, strict=True):
             variable, _ = states[0][key]
             variable.assign(merged_value(variable, values, weights))
+
+    def _add_updates(self, results: Sequence[ReplicaResult], proof: RowProof) -> None:
+        """Adds to variables what replicas, whose variables were zero, have in them."""
+        own, summed = [], []
+        for key, (variable, value) in results[0].state.updates.items():
+            values = [result.state.updates[key][1] for result in results]
+            with self.on_lead():
+                channel = self._channel(values, proof.of_update(variable) or SAME)
+                if channel.are_equal or channel.weights is None:
+                    own.append((variable, self.to_lead(value)))
+                    continue
+                summed.append((variable, self.sum_on_worker(channel)))
+        with self.on_lead():
+            totals = self.row_split.summed([total for _, total in summed])
+            added = zip((v for v, _ in summed), totals, strict=True)
+            for variable, total in (*own, *added):
+                variable.assign(variable + keras.ops.cast(total, variable.dtype))
 
     # Gradients of gradients.
 

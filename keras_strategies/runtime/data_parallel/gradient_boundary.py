@@ -323,16 +323,24 @@ class GradientBoundary(abc.ABC):
         ops = self.ops
         if channel.are_equal:
             return self.to_lead(channel.parts[0])
-        parts = [self.to_lead(part) for part in channel.parts]
         if channel.weights is None:
+            parts = [self.to_lead(part) for part in channel.parts]
             return self.row_split.joined(ops.concatenate(parts), channel.multiple)
+        [total] = self.row_split.summed([self.sum_on_worker(channel)])
+        return ops.cast(total, channel.parts[0].dtype)
+
+    def sum_on_worker(self, channel: Channel) -> Any:
+        """The weighted sum of the parts of this worker, not rounded."""
+        assert channel.weights is not None
         terms = []
-        for i, (part, weight) in enumerate(zip(parts, channel.weights, strict=True)):
-            part = self.counted(ops.widened(part), i)
+        for i, (part, weight) in enumerate(
+            zip(channel.parts, channel.weights, strict=True)
+        ):
+            part = self.counted(self.ops.widened(self.to_lead(part)), i)
             is_number = isinstance(weight, float)
-            terms.append(part * (weight if is_number else ops.cast(weight, part.dtype)))
-        [total] = self.row_split.summed([ops.add(terms)])
-        return ops.cast(total, parts[0].dtype)
+            factor = weight if is_number else self.ops.cast(weight, part.dtype)
+            terms.append(part if is_number and weight == 1.0 else part * factor)
+        return self.ops.add(terms)
 
     # Backward.
 

@@ -35,10 +35,12 @@ from keras_strategies.runtime.data_parallel.call_on_replicas import (
     CallOnReplicas,
     SplitCall,
 )
+from keras_strategies.runtime.data_parallel.row_parts import RowParts, parts_of
 from keras_strategies.runtime.replicas.replica_set import RowSplit
 from keras_strategies.runtime.replicas.tensor_primitives import TensorPrimitives
 from keras_strategies.runtime.row_proofs.layer_calls import LayerCall, argument_leaves
-from keras_strategies.runtime.row_proofs.row_proofs import RowProofs
+from keras_strategies.runtime.row_proofs.row_placements import RowProof
+from keras_strategies.runtime.row_proofs.row_proofs import RowProofs, is_plain
 from keras_strategies.runtime.row_proofs.row_prover import RowProver
 from keras_strategies.runtime.state.replica_state import has_rows
 from keras_strategies.user_warnings import warn_user
@@ -177,6 +179,64 @@ class DataParallelCall(abc.ABC):
                 self,
             )
             return self.on_replicas(split_call).outputs()
+
+    def on_row_parts(
+        self,
+        layer: Any,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        adds: bool = False,
+        known: RowProof | None = None,
+    ) -> tuple[bool, Any]:
+        """Calls a function on replicas, some of whose arguments are row parts.
+
+        Args:
+            layer: a `keras.layers.Layer` that stands for the function in row proofs.
+            call: the function.
+            args: its arguments.
+            kwargs: its keyword arguments.
+            adds: see `LayerCall`.
+            known: the proof of a function that is known by type, for arguments that
+                have rows or are None.
+
+        Returns:
+            Whether it is split, and its results; without a call if it is not.
+        """
+        leaves = [_as_tensor(leaf) for leaf in argument_leaves(args, kwargs)]
+        in_parts = [leaf for leaf in leaves if isinstance(leaf, RowParts)]
+        row_split = in_parts[0].row_split
+        if any(parts_of(leaf, row_split) is None for leaf in in_parts):
+            return False, None
+        rows = sum(row_split.every)
+        constants = frozenset(
+            i
+            for i, leaf in enumerate(leaves)
+            if not isinstance(leaf, RowParts)
+            and keras.ops.is_tensor(leaf)
+            and not self._primitives.may_have_gradient(leaf)
+        )
+        layer_call = LayerCall(
+            layer, call, (args, kwargs), leaves, rows, adds, constants
+        )
+        with layer_calls_through(None):
+            with_rows = [has_rows(leaf, rows) for leaf in leaves]
+            proof = known
+            if proof is None or not is_plain(layer_call, with_rows):
+                proof, _ = self._row_proofs.of(
+                    layer_call, with_rows, row_split.every, len(row_split.sizes)
+                )
+            if proof.problem is not None:
+                return False, None
+            split_call = SplitCall(
+                self.strategy,
+                layer_call,
+                row_split,
+                self.reduction,
+                proof,
+                self,
+            )
+            return True, self.on_replicas(split_call).outputs()
 
     def _inner_call(
         self,

@@ -55,6 +55,10 @@ class TensorPrimitives(abc.ABC):
     #: tensors of the global batch are always joined.
     row_parts: Callable[..., Any] | None = None
 
+    def may_have_gradient(self, tensor: Any) -> bool:
+        """Whether a gradient of a tensor may be computed."""
+        return True
+
     @abc.abstractmethod
     def concatenate(self, tensors: Sequence[Any], axis: int = 0) -> Any:
         """Concatenates tensors of one device."""

@@ -23,6 +23,9 @@ class LayerCall:
         structure: the pair of arguments and keyword arguments.
         leaves: the leaves of the structure, arrays as tensors.
         rows: int, or a tensor in a program for any number of rows.
+        adds: bool, whether it adds to its variables, whatever their values are, as a
+            metric does. Those of replicas are zero before the call.
+        constants: frozenset of int, the numbers of leaves without gradient.
     """
 
     layer: Any
@@ -30,6 +33,8 @@ class LayerCall:
     structure: Any
     leaves: list[Any]
     rows: Any
+    adds: bool = False
+    constants: frozenset[int] = frozenset()
 
     def arguments(self, leaves: Sequence[Any]) -> Any:
         """The pair of arguments and keyword arguments with other leaves."""

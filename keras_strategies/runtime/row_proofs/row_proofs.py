@@ -103,7 +103,7 @@ class RowProofs:
             proofs.row_wise.clear()
         settings = proofs.settings.number()
         by_type = False
-        if _is_plain(call, with_rows):
+        if is_plain(call, with_rows):
             ranks = tuple(len(leaf.shape) for leaf in call.leaves if _is_tensor(leaf))
             key = settings, ranks
             known = proofs.row_wise.get(key)
@@ -159,7 +159,7 @@ class RowProofs:
             changes = state.changes()
         if found.problem is not None:
             return found
-        if not self._synchronizes:
+        if not self._synchronizes and not call.adds:
             # Statistics are those of a replica's rows, by the user's choice.
             updates = dict.fromkeys(found.updates, MEAN)
             found = replace(found, updates=updates)
@@ -217,7 +217,7 @@ def _is_tensor(leaf: Any) -> bool:
     return bool(keras.ops.is_tensor(leaf))
 
 
-def _is_plain(call: LayerCall, with_rows: Sequence[bool]) -> bool:
+def is_plain(call: LayerCall, with_rows: Sequence[bool]) -> bool:
     """Whether all arguments are tensors with rows or flags."""
     return all(
         has_rows or leaf is None or isinstance(leaf, bool)
@@ -228,7 +228,7 @@ def _is_plain(call: LayerCall, with_rows: Sequence[bool]) -> bool:
 def _kinds(call: LayerCall, with_rows: Sequence[bool]) -> tuple[Any, ...]:
     """What a call's arguments are, besides the values of tensors."""
     args, kwargs = call.structure
-    found: list[Any] = [len(args), tuple(sorted(kwargs))]
+    found: list[Any] = [len(args), tuple(sorted(kwargs)), call.constants]
     for leaf, has_rows in zip(call.leaves, with_rows, strict=True):
         if _is_tensor(leaf):
             shape = tuple(leaf.shape)[1:] if has_rows else tuple(leaf.shape)
@@ -240,4 +240,4 @@ def _kinds(call: LayerCall, with_rows: Sequence[bool]) -> tuple[Any, ...]:
     return tuple(found)
 
 
-__all__ = ["RowPlacement", "RowProof", "RowProofs"]
+__all__ = ["RowPlacement", "RowProof", "RowProofs", "is_plain"]

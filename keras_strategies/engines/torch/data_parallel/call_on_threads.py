@@ -111,6 +111,9 @@ class CallOnThreads(CallOnReplicas):
         return RowNumbers() if self.proof.draws else contextlib.nullcontext()
 
     def replica_state(self, replica_id: int) -> ReplicaState:
+        if self.layer_call.adds:
+            device = self._devices[replica_id]
+            return ReplicaState(lambda variable: _zeros(variable, device))
         return ReplicaState(
             lambda variable: self._variables.copy(replica_id, variable),
             _cast_copy,
@@ -203,6 +206,10 @@ class CallOnThreads(CallOnReplicas):
         )
         remaining = dict(zip(wanted, results, strict=True))
         return [remaining.pop(id(target.tensor), None) for target in self.targets]
+
+
+def _zeros(variable: Any, device: torch.device) -> torch.Tensor:
+    return torch.zeros_like(raw_value(variable), device=device, requires_grad=False)
 
 
 def _cast_copy(value: torch.Tensor, dtype: str) -> torch.Tensor | None:

@@ -101,7 +101,8 @@ class CallRecording:
     def _argument(self, index: int, leaf: Any, has_rows: bool) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        found = self._input(("argument", index), leaf, has_rows)
+        has_gradient = index not in self._call.constants
+        found = self._input(("argument", index), leaf, has_rows, has_gradient)
         if found.requires_grad:
             self.arguments.append((found, has_rows))
         mask = get_mask(leaf)
@@ -109,12 +110,19 @@ class CallRecording:
             set_mask(found, self._input(("mask", index), mask, has_rows))
         return found
 
-    def _input(self, origin: Any, tensor: torch.Tensor, has_rows: bool) -> torch.Tensor:
+    def _input(
+        self,
+        origin: Any,
+        tensor: torch.Tensor,
+        has_rows: bool,
+        has_gradient: bool = True,
+    ) -> torch.Tensor:
         shape = list(tensor.shape)
         if has_rows:
             shape[0] = self.rows
         is_float = tensor.is_floating_point() or tensor.is_complex()
-        found = self.recorder.add_input(origin, shape, tensor.dtype, is_float)
+        needs = is_float and has_gradient
+        found = self.recorder.add_input(origin, shape, tensor.dtype, needs)
         self.inputs.append((found, self.recorder.version(found), has_rows))
         return found
 
@@ -123,7 +131,7 @@ class CallRecording:
         raw = raw_value(variable)
         if raw is None:
             return None
-        if is_seed_state(variable):
+        if is_seed_state(variable) or self._call.adds:
             return self.recorder.add_zeros(raw.shape, raw.dtype)
         origin = "variable", id(variable)
         found = self.recorder.add_input(origin, raw.shape, raw.dtype, raw.requires_grad)

@@ -178,6 +178,7 @@ class _Proof:
         known_types: bool,
     ):
         self._strategy = prover.strategy
+        self._adds = call.adds
         self._known_calls = KnownCalls() if known_types else None
         counts = _counts(call.rows, sizes)
         self._recordings = [
@@ -304,6 +305,9 @@ class _Proof:
             if len(values) < len(self._recordings):
                 raise _Problem(f"{name} depends on the number of rows")
             placed = self._placement(name, values)
+            if self._adds:
+                found[key] = placed
+                continue
             if placed.kind not in (RowKind.SAME, RowKind.MEAN):
                 raise _Problem(f"{name} is placed by {placed.kind.value} over rows")
             is_float = keras.backend.is_float_dtype(variable.dtype)

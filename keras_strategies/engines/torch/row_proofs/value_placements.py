@@ -119,6 +119,9 @@ class Placed:
             return RowPlacement(self.kind, reason=self.reason)
         if self.is_sum and self.power == -1:
             return RowPlacement(RowKind.MEAN)
+        if self.is_same and self.power == 1:
+            # Such as the number of rows itself.
+            return RowPlacement(RowKind.SUM)
         if self.is_rows and (self.axis, self.blocks) != (0, 1):
             return RowPlacement(
                 RowKind.MIXED, reason=f"its rows are not the first axis, but {self}"
