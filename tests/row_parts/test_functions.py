@@ -1,0 +1,329 @@
+"""Losses and metrics on outputs that stay on their replicas equal those of one device.
+
+Each of Keras's is in a table that says whether replicas compute it on their rows, or
+why not. A loss is differentiated, and metrics are updated twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+if keras.backend.backend() != "torch":
+    pytest.skip("JAX and TensorFlow have no row parts", allow_module_level=True)
+
+import torch
+
+import keras_strategies as ks
+from keras_strategies.runtime.data_parallel.layer_call import DataParallelCall
+from row_parts.functions import (
+    LOSSES,
+    METRICS,
+    SEQUENCES,
+    TARGETS,
+    WEIGHTS,
+    Function,
+    X,
+    first_of,
+    results,
+)
+
+REDUCTIONS = ("sum_over_batch_size", "sum", "mean", "mean_with_sample_weight", "none")
+
+
+@pytest.fixture
+def problems(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str | None]]:
+    """Why losses and metrics were not split, in their order; None where they were."""
+    found: list[str | None] = []
+    original = DataParallelCall.on_row_parts
+
+    def noted(self: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        outcome = original(self, layer, *args, **kwargs)
+        if outcome[0]:
+            found.append(None)
+        else:
+            proofs = self._row_proofs._layers[layer].found
+            found.append(next(iter(proofs.values())).problem)
+        return outcome
+
+    monkeypatch.setattr(DataParallelCall, "on_row_parts", noted)
+    yield found
+
+
+def differentiated(make_losses: Any) -> Any:
+    """A step that computes losses and their gradients."""
+
+    def make() -> Any:
+        losses = make_losses()
+
+        def step(model: Any, x: Any, y: Any, weights: Any) -> dict[str, Any]:
+            found = {}
+            for name, loss in losses.items():
+                with torch.enable_grad():
+                    total = loss(y, model(x), weights).sum()
+                    read = [v.value for v in model.trainable_variables]
+                    gradients = torch.autograd.grad(total, read)
+                found[name] = total.detach()
+                for i, gradient in enumerate(gradients):
+                    found[f"{name}_{i}"] = gradient.abs().sum()
+            return found
+
+        return step
+
+    return make
+
+
+def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        # Of all rows and weights; single gradients can cancel.
+        np.testing.assert_allclose(
+            found[name], value, rtol=2e-5, atol=2e-6, err_msg=name
+        )
+
+
+def check(function: Function, problems: list[str | None]) -> None:
+    assert problems
+    for problem in problems:
+        if function.joined:
+            assert problem is not None and function.joined in problem
+        else:
+            assert problem is None
+
+
+@pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["", "weights"])
+@pytest.mark.parametrize("function", LOSSES, ids=str)
+def test_losses(function: Function, weights: Any, problems: Any) -> None:
+    kind = getattr(keras.losses, function.name)
+
+    def losses() -> dict[str, Any]:
+        return {name: kind(reduction=name) for name in REDUCTIONS}
+
+    arguments = (
+        differentiated(losses),
+        X,
+        TARGETS[function.targets],
+        weights,
+        function.activation,
+    )
+    expected = results(ks.OneDeviceStrategy("cpu:0"), *arguments)
+    found = results(ks.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]), *arguments)
+    assert_equal(found, expected)
+    check(function, problems)
+
+
+def test_all_losses_are_in_the_table() -> None:
+    # CTC loss is tested below.
+    names = set(first_of(keras.losses, keras.losses.Loss)) - {"CTC"}
+    assert names == {function.name for function in LOSSES}
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_masked_losses(reduction: str, problems: Any) -> None:
+    def losses() -> dict[str, Any]:
+        return {"loss": keras.losses.SparseCategoricalCrossentropy(reduction=reduction)}
+
+    arguments = differentiated(losses), SEQUENCES, TARGETS["steps"]
+    expected = results(
+        ks.OneDeviceStrategy("cpu:0"), *arguments, None, "softmax", is_masked=True
+    )
+    found = results(
+        ks.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]),
+        *arguments,
+        None,
+        "softmax",
+        is_masked=True,
+    )
+    assert_equal(found, expected)
+    assert problems == [None]
+
+
+def test_masked_losses_with_weights(problems: Any) -> None:
+    """Keras on Torch multiplies the weights by the mask in place: rows are joined."""
+
+    def losses() -> dict[str, Any]:
+        return {"loss": keras.losses.SparseCategoricalCrossentropy()}
+
+    weights = np.repeat(WEIGHTS[:, None], 6, axis=1)
+    arguments = differentiated(losses), SEQUENCES, TARGETS["steps"], weights, "softmax"
+    expected = results(ks.OneDeviceStrategy("cpu:0"), *arguments, is_masked=True)
+    found = results(
+        ks.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]), *arguments, is_masked=True
+    )
+    assert_equal(found, expected)
+    assert problems == ["it changes an argument or a variable in place"]
+
+
+def test_ctc_needs_all_rows(problems: Any) -> None:
+    targets = np.clip(TARGETS["steps"][:, :2], 1, 4)
+    arguments = differentiated(lambda: {"loss": keras.losses.CTC()}), SEQUENCES, targets
+    expected = results(ks.OneDeviceStrategy("cpu:0"), *arguments)
+    found = results(ks.MirroredStrategy(["cpu:0", "cpu:1"]), *arguments)
+    assert_equal(found, expected)
+    assert problems[0] is not None and "_ctc_loss" in problems[0]
+
+
+class Ratio(keras.losses.Loss):
+    """A user's loss with a value for each row."""
+
+    def __init__(self) -> None:
+        super().__init__(name="ratio")
+        self.scale = 1.0
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        return self.scale * keras.ops.mean(
+            keras.ops.abs(y_true - y_pred) / (1 + keras.ops.abs(y_true)), axis=-1
+        )
+
+
+class InBatchNegatives(keras.losses.Loss):
+    """A value for each row that depends on the others."""
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        similar = keras.ops.matmul(y_pred, keras.ops.transpose(y_true))
+        labels = keras.ops.arange(keras.ops.shape(y_pred)[0])
+        return keras.losses.sparse_categorical_crossentropy(
+            labels, similar, from_logits=True
+        )
+
+
+def _scalar(y_true: Any, y_pred: Any) -> Any:
+    return keras.ops.mean(keras.ops.square(y_true - y_pred)) + 0.1 * keras.ops.sum(
+        keras.ops.abs(y_pred)
+    ) / keras.ops.cast(keras.ops.shape(y_pred)[0], "float32")
+
+
+def _normalized(y_true: Any, y_pred: Any) -> Any:
+    errors = keras.ops.sum(keras.ops.square(y_true - y_pred))
+    return errors / keras.ops.sum(keras.ops.square(y_true))
+
+
+def of_function(fn: Any) -> Any:
+    loss = keras.losses.Loss(name=fn.__name__)
+    loss.call = fn
+    return loss
+
+
+def test_losses_of_users(problems: Any) -> None:
+    def losses() -> dict[str, Any]:
+        return {
+            "ratio": Ratio(),
+            "scalar": of_function(_scalar),
+            "negatives": InBatchNegatives(),
+            "normalized": of_function(_normalized),
+        }
+
+    arguments = differentiated(losses), X, TARGETS["real"]
+    expected = results(ks.OneDeviceStrategy("cpu:0"), *arguments)
+    found = results(ks.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]), *arguments)
+    assert_equal(found, expected)
+    assert [problem is None for problem in problems] == [True, True, False, False]
+
+
+def test_a_changed_attribute_of_a_loss_is_seen() -> None:
+    def make() -> Any:
+        loss = Ratio()
+
+        def step(model: Any, x: Any, y: Any, weights: Any) -> dict[str, Any]:
+            first = loss(y, model(x))
+            loss.scale = 3.0
+            loss.reduction = "sum"
+            return {"first": first, "second": loss(y, model(x))}
+
+        return step
+
+    expected = results(ks.OneDeviceStrategy("cpu:0"), make, X, TARGETS["real"])
+    found = results(
+        ks.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]), make, X, TARGETS["real"]
+    )
+    assert_equal(found, expected)
+
+
+def updated(function: Function) -> Any:
+    def make() -> Any:
+        metric = getattr(keras.metrics, function.name)(**function.arguments)
+
+        def step(model: Any, x: Any, y: Any, weights: Any) -> dict[str, Any]:
+            metric.reset_state()
+            for _ in range(3):
+                outputs = model(x)
+                values = (outputs,) if function.name in ("Mean", "Sum") else (y, outputs)
+                metric.update_state(*values, sample_weight=weights)
+            result = keras.ops.convert_to_numpy(metric.result())
+            found = {"result": np.sum(result)}
+            for i, variable in enumerate(metric.variables):
+                found[str(i)] = np.sum(keras.ops.convert_to_numpy(variable))
+            return found
+
+        return step
+
+    return make
+
+
+# The metric takes one weight for each entry, and Keras one for each row.
+_WITHOUT_WEIGHTS = ("BinaryIoU",)
+
+
+@pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["", "weights"])
+@pytest.mark.parametrize("function", METRICS, ids=str)
+def test_metrics(function: Function, weights: Any, problems: Any) -> None:
+    if function.name in _WITHOUT_WEIGHTS:
+        weights = None
+    arguments = (
+        updated(function),
+        X,
+        TARGETS[function.targets],
+        weights,
+        function.activation,
+    )
+    expected = results(ks.OneDeviceStrategy("cpu:0"), *arguments)
+    found = results(ks.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]), *arguments)
+    assert_equal(found, expected)
+    check(function, problems)
+
+
+def test_all_metrics_are_in_the_table() -> None:
+    names = set(first_of(keras.metrics, keras.metrics.Metric)) - {"MeanMetricWrapper"}
+    assert names == {function.name for function in METRICS}
+
+
+def test_metrics_of_functions_and_users(problems: Any) -> None:
+    """Functions are proved; a metric with code of its own gets all rows."""
+
+    class Largest(keras.metrics.Metric):
+        def __init__(self) -> None:
+            super().__init__(name="largest")
+            self.value = self.add_weight(initializer="zeros", name="value")
+
+        def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any) -> None:
+            error = keras.ops.max(keras.ops.abs(y_true - y_pred))
+            self.value.assign(keras.ops.maximum(self.value, error))
+
+        def result(self) -> Any:
+            return self.value
+
+    def make() -> Any:
+        metrics = [
+            keras.metrics.MeanMetricWrapper(_scalar, name="scalar"),
+            keras.metrics.MeanMetricWrapper(_normalized, name="normalized"),
+            Largest(),
+        ]
+
+        def step(model: Any, x: Any, y: Any, weights: Any) -> dict[str, Any]:
+            for metric in metrics:
+                metric.update_state(y, model(x), sample_weight=weights)
+                metric.update_state(y, model(2 * x), sample_weight=weights)
+            return {metric.name: metric.result() for metric in metrics}
+
+        return step
+
+    expected = results(ks.OneDeviceStrategy("cpu:0"), make, X, TARGETS["real"])
+    found = results(
+        ks.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]), make, X, TARGETS["real"]
+    )
+    assert_equal(found, expected)
+    assert [problem is None for problem in problems] == [True, True, False, False]
