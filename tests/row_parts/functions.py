@@ -115,9 +115,7 @@ METRICS = (
         "softmax",
         arguments={"num_classes": CLASSES, "target_class_ids": [0]},
     ),
-    Function(
-        "OneHotMeanIoU", "one_hot", "softmax", arguments={"num_classes": CLASSES}
-    ),
+    Function("OneHotMeanIoU", "one_hot", "softmax", arguments={"num_classes": CLASSES}),
     Function("PearsonCorrelation"),
     Function("Poisson", "positive", "softplus"),
     Function("Precision", "flags", "sigmoid"),

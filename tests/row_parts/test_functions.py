@@ -17,9 +17,6 @@ if keras.backend.backend() != "torch":
     pytest.skip("JAX and TensorFlow have no row parts", allow_module_level=True)
 
 import torch
-
-import keras_strategies as ks
-from keras_strategies.runtime.data_parallel.layer_call import DataParallelCall
 from row_parts.functions import (
     LOSSES,
     METRICS,
@@ -31,6 +28,9 @@ from row_parts.functions import (
     first_of,
     results,
 )
+
+import keras_strategies as ks
+from keras_strategies.runtime.data_parallel.layer_call import DataParallelCall
 
 REDUCTIONS = ("sum_over_batch_size", "sum", "mean", "mean_with_sample_weight", "none")
 
@@ -251,7 +251,9 @@ def updated(function: Function) -> Any:
             metric.reset_state()
             for _ in range(3):
                 outputs = model(x)
-                values = (outputs,) if function.name in ("Mean", "Sum") else (y, outputs)
+                values = (
+                    (outputs,) if function.name in ("Mean", "Sum") else (y, outputs)
+                )
                 metric.update_state(*values, sample_weight=weights)
             result = keras.ops.convert_to_numpy(metric.result())
             found = {"result": np.sum(result)}
