@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from types import FrameType
 
 # Frames of these packages, between user code and the warning, are skipped.
 _LIBRARIES = frozenset(
@@ -17,10 +18,24 @@ def warn_user(message: str) -> None:
     Args:
         message: str, what was found and what to do.
     """
+    _, level = _user_frame()
+    # Of `_user_frame`.
+    warnings.warn(message, stacklevel=level - 1)
+
+
+def user_line() -> str:
+    """That line, as `"file:number"`."""
+    frame, _ = _user_frame()
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _user_frame() -> tuple[FrameType, int]:
+    """The innermost frame outside of libraries, and its number from here."""
     frame, level = inspect.currentframe(), 1
-    while frame and frame.f_back and _is_of_library(frame.f_globals):
+    assert frame is not None
+    while frame.f_back and _is_of_library(frame.f_globals):
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, stacklevel=level)
+    return frame, level
 
 
 def _is_of_library(names: dict[str, object]) -> bool:

@@ -19,6 +19,7 @@ Only results of code *inside* the layer have to be combined: batch statistics (s
 from __future__ import annotations
 
 import abc
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -47,6 +48,9 @@ from keras_strategies.user_warnings import warn_user
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
+
+
+_logger = logging.getLogger("keras_strategies.row_parts")
 
 
 class _UnsplitCall(threading.local):
@@ -223,9 +227,15 @@ class DataParallelCall(abc.ABC):
             with_rows = [has_rows(leaf, rows) for leaf in leaves]
             proof = known
             if proof is None or not is_plain(layer_call, with_rows):
-                proof, _ = self._row_proofs.of(
+                proof, is_new = self._row_proofs.of(
                     layer_call, with_rows, row_split.every, len(row_split.sizes)
                 )
+                if is_new and proof.problem is not None:
+                    _logger.info(
+                        "%r gets all rows of the outputs, which are joined: %s.",
+                        layer.name,
+                        proof.problem,
+                    )
             if proof.problem is not None:
                 return False, None
             split_call = SplitCall(

@@ -8,12 +8,19 @@ so that what is large never leaves its replica.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from keras_strategies.runtime.replicas.replica_set import RowSplit
+from keras_strategies.user_warnings import user_line
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.data_parallel.layer_call import DataParallelCall
+
+
+_logger = logging.getLogger("keras_strategies.row_parts")
+# Lines that have been logged.
+_joining_lines: set[str] = set()
 
 
 class RowParts:
@@ -38,6 +45,22 @@ class RowParts:
     def joined(self) -> Any:
         """All rows, without gradient, on the device of the global batch."""
         raise NotImplementedError
+
+
+def log_join(shape: tuple[int, ...]) -> None:
+    """Logs the line of user code that needs all rows of a tensor, once."""
+    line = user_line()
+    if line in _joining_lines:
+        return
+    _joining_lines.add(line)
+    _logger.info(
+        "All rows of an output of shape %s are joined on one device of each worker, as "
+        "the code called at %s needs them. This is exact; what is sent and stored "
+        "grows with the number of workers. Losses (`keras.losses.Loss`), Keras's "
+        "metrics and layers compute on the replicas that have the rows.",
+        shape,
+        line,
+    )
 
 
 def parts_of(tensor: Any, row_split: RowSplit) -> list[Any] | None:

@@ -15,7 +15,7 @@ from keras_strategies.engines.torch.compat import (
     tree_map_only,
 )
 from keras_strategies.engines.torch.devices import moved
-from keras_strategies.runtime.data_parallel.row_parts import RowParts
+from keras_strategies.runtime.data_parallel.row_parts import RowParts, log_join
 from keras_strategies.runtime.replicas.replica_set import RowSplit
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ class TorchRowParts(torch.Tensor, RowParts):
         rows = self._rows
         if rows.joined is None:
             assert rows.parts is not None
+            log_join(tuple(self.shape))
             with torch.no_grad():
                 own = [moved(part, self.device) for part in rows.parts]
                 local = torch.cat(own)

@@ -1,0 +1,281 @@
+"""Outputs that stay on their replicas are tensors of the global batch."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+if keras.backend.backend() != "torch":
+    pytest.skip("JAX and TensorFlow have no row parts", allow_module_level=True)
+
+import torch
+from row_parts.functions import TARGETS, X, results
+
+import keras_strategies as ks
+from keras_strategies.engines.torch.data_parallel.row_parts import TorchRowParts
+
+
+def _read(use: Any) -> Any:
+    """A step that uses outputs; of what it returns tensors and arrays are compared."""
+
+    def make() -> Any:
+        def step(model: Any, x: Any, y: Any, weights: Any) -> dict[str, Any]:
+            with torch.enable_grad():
+                found = use(model(x), model)
+            found = list(found) if isinstance(found, (tuple, list)) else [found]
+            return {
+                str(i): np.asarray(
+                    each.detach().numpy() if isinstance(each, torch.Tensor) else each,
+                    "float64",
+                )
+                for i, each in enumerate(found)
+            }
+
+        return step
+
+    return make
+
+
+def assert_same_use(use: Any) -> None:
+    """Compares a use of outputs on three replicas with one on one device."""
+    arguments = _read(use), X, TARGETS["real"]
+    expected = results(ks.OneDeviceStrategy("cpu:0"), *arguments)
+    found = results(ks.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]), *arguments)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+def gradients(model: Any, *losses: Any) -> list[Any]:
+    return list(
+        torch.autograd.grad(
+            sum(losses), [v.value for v in model.trainable_variables]
+        )
+    )
+
+
+def loss_of(outputs: Any) -> Any:
+    return keras.losses.MeanSquaredError()(TARGETS["real"], outputs)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return 3 * gradient
+
+
+def of_traits(y: Any, model: Any) -> Any:
+    assert isinstance(y, torch.Tensor)
+    assert keras.ops.is_tensor(y)
+    assert y.requires_grad
+    assert not y.is_leaf
+    assert y.device == torch.device("cpu")
+    assert y.dtype == torch.float32
+    assert y.is_contiguous()
+    assert y.stride() == (5, 1)
+    assert y.ndim == y.dim() == 2
+    return [len(y), *y.shape, y.numel(), y.nbytes, y.element_size()]
+
+
+def of_operations(y: Any, model: Any) -> Any:
+    return [y + 1, torch.exp(y), y @ y.T, y.reshape(-1), y.sum(0), y[2:7], y.T, -y]
+
+
+def of_numbers(y: Any, model: Any) -> Any:
+    plain = y.detach()
+    return [
+        plain.numpy(),
+        np.asarray(plain),
+        plain.tolist(),
+        keras.ops.convert_to_numpy(y),
+        float(y.sum()),
+        y[3, 2].item(),
+        [float(row.sum()) for row in y],
+        y.cpu(),
+        y.to(torch.float64),
+        torch.from_dlpack(plain),
+    ]
+
+
+def of_copies(y: Any, model: Any) -> Any:
+    plain = y.detach()
+    return [
+        copy.deepcopy(plain),
+        pickle.loads(pickle.dumps(plain)),
+        plain.clone(),
+        torch.tensor(plain.tolist()),
+    ]
+
+
+def of_changes(y: Any, model: Any) -> Any:
+    first = model(X)
+    first.mul_(2)
+    first[3] = 0
+    second = model(X)
+    view = second.view(-1)
+    view.add_(1)
+    plain = model(X).detach()
+    plain += 3
+    total = loss_of(first), loss_of(second)
+    return [first, second, view, plain, *total, *gradients(model, *total)]
+
+
+def of_gradients(y: Any, model: Any) -> Any:
+    seen = []
+    y.register_hook(lambda gradient: seen.append(gradient + 0))
+    y.retain_grad()
+    total = loss_of(y)
+    total.backward(retain_graph=True)
+    [own] = torch.autograd.grad(loss_of(y), y, retain_graph=True)
+    found = [v.value.grad.clone() for v in model.trainable_variables]
+    model.zero_grad()
+    return [*seen[:1], y.grad, own, *found]
+
+
+def of_several_paths(y: Any, model: Any) -> Any:
+    """Gradients of parts and of joined rows are added."""
+    first = gradients(model, loss_of(y), y.square().mean())
+    y = model(X)
+    second = gradients(model, y.square().mean(), loss_of(y))
+    y = model(X)
+    third = gradients(model, loss_of(Doubled.apply(y)), loss_of(y))
+    return [*first, *second, *third]
+
+
+def of_second_order(y: Any, model: Any) -> Any:
+    [inner] = torch.autograd.grad(loss_of(y), y, create_graph=True)
+    return gradients(model, inner.square().sum(), loss_of(y))
+
+
+def of_layers(y: Any, model: Any) -> Any:
+    """Another layer call gets the parts."""
+    again = model.dense(model(X)[:, :4])
+    return [again, *gradients(model, loss_of(again))]
+
+
+@pytest.mark.filterwarnings("ignore:A gradient through layer")
+@pytest.mark.parametrize(
+    "use",
+    [
+        of_traits,
+        of_operations,
+        of_numbers,
+        of_copies,
+        of_changes,
+        of_gradients,
+        of_several_paths,
+        of_second_order,
+        of_layers,
+    ],
+)
+def test_uses(use: Any) -> None:
+    assert_same_use(use)
+
+
+def test_text_is_that_of_a_tensor() -> None:
+    texts = []
+
+    def use(y: Any, model: Any) -> Any:
+        texts.append(repr(y))
+        return 0
+
+    assert_same_use(use)
+    plain, parts = texts
+    assert parts.splitlines()[0].replace("TorchRowParts", "tensor")[:20] == plain[:20]
+
+
+def test_a_tensor_with_a_gradient_is_no_array() -> None:
+    errors = []
+
+    def use(y: Any, model: Any) -> Any:
+        with pytest.raises(RuntimeError) as error:
+            y.numpy()
+        errors.append(str(error.value))
+        return 0
+
+    assert_same_use(use)
+    assert errors[0] == errors[1]
+
+
+class Chain(keras.Model):
+    """Its step calls one layer with the outputs of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = keras.layers.Dense(8, activation="tanh")
+        self.second = keras.layers.Dense(3)
+
+    def call(self, x: Any) -> Any:
+        return self.second(self.first(x))
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        hidden = self.first(x)
+        outputs = self.second(hidden)
+        self.zero_grad()
+        loss = self.compute_loss(x=x, y=y, y_pred=outputs)
+        loss.backward()
+        variables = self.trainable_variables
+        with torch.no_grad():
+            self.optimizer.apply([v.value.grad for v in variables], variables)
+        return {"loss": loss.detach()}
+
+
+def test_layers_take_parts_of_other_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined = []
+    original = TorchRowParts.joined
+
+    def noted(self: Any) -> Any:
+        joined.append(self.shape)
+        return original(self)
+
+    monkeypatch.setattr(TorchRowParts, "joined", noted)
+
+    def trained(strategy: Any) -> list[Any]:
+        keras.utils.set_random_seed(2)
+        with strategy.scope():
+            model = Chain()
+            model.build((None, 4))
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+        y = TARGETS["real"][:, :3]
+        history = model.fit(X, y, batch_size=4, epochs=2, shuffle=False, verbose=0)
+        return [*map(np.asarray, history.history["loss"]), *model.get_weights()]
+
+    expected = trained(ks.OneDeviceStrategy("cpu:0"))
+    found = trained(ks.MirroredStrategy(["cpu:0", "cpu:1"]))
+    for one, other in zip(expected, found, strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-6)
+    assert joined == []
+
+
+class _Looks(Chain):
+    def train_step(self, data: Any) -> Any:
+        x, _ = data
+        self(x, training=True) + 1
+        return super().train_step(data)
+
+
+def test_a_step_that_needs_all_rows_says_so_once(caplog: Any) -> None:
+    with ks.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+        model = _Looks()
+        model.build((None, 4))
+        model.compile("sgd", keras.losses.Dice())
+    with caplog.at_level("INFO", "keras_strategies.row_parts"):
+        model.fit(X, TARGETS["flags"][:, :3], batch_size=6, epochs=2, verbose=0)
+    found = [record.getMessage() for record in caplog.records]
+    lines = [text for text in found if f"{__file__}:" in text]
+    # The sum in the step, and the loss that `compute_loss` calls.
+    assert len(lines) == 2
+    assert "(6, 3)" in lines[0] and "joined on one device" in lines[0]
+    proofs = [text for text in found if "'dice' gets all rows" in text]
+    assert 1 <= len(proofs) <= 2  # One for each number of rows.
+    assert "a sum over rows" in proofs[0]
