@@ -191,14 +191,15 @@ def torch_peer(kind: str, workload: Workload) -> None:
     # This process's half of every global batch.
     shape = (workload.steps, 2, half)
     x = torch.as_tensor(x.reshape(*shape, *x.shape[1:])[:, rank])
-    y = torch.as_tensor(y.reshape(shape)[:, rank])
+    y = torch.as_tensor(y.reshape(*shape, *y.shape[1:])[:, rank])
     print("ready", flush=True)
     for _ in sys.stdin:
         start = time.perf_counter()
         total = 0.0
         for rows, labels in zip(x, y, strict=True):
             optimizer.zero_grad()
-            loss = cross_entropy(model(rows, training=True), labels)
+            logits = model(rows, training=True).flatten(0, -2)
+            loss = cross_entropy(logits, labels.flatten())
             backward(loss)
             optimizer.step()
             total += loss.item()

@@ -34,7 +34,7 @@ from measuring import (
     run_worker,
     use_cores,
 )
-from models import WORKLOADS, Workload, stateless_step
+from models import CLASSIFIERS, WORKLOADS, Workload, stateless_step
 from page import write_page
 from tables import markdown_table
 
@@ -235,7 +235,7 @@ def table(results: dict[str, Any]) -> str:
 
 def main() -> None:
     options = options_parser(
-        __doc__, BACKENDS, WORKLOADS, has_workers=True
+        __doc__, BACKENDS, CLASSIFIERS, has_workers=True
     ).parse_args()
     if options.worker:
         work(options.worker, options.cores, options.model, options.rounds)

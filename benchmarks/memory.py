@@ -31,7 +31,7 @@ from measuring import (
     options_parser,
     ratio,
 )
-from models import WORKLOADS
+from models import CLASSIFIERS, WORKLOADS
 from page import write_page
 from process_trees import Command, Used, arrive, used
 from start import fit, peer_commands, train_as_peer
@@ -214,7 +214,7 @@ PARTS = ("one process", "two workers", "parameter servers")
 
 
 def main() -> None:
-    parser = options_parser(__doc__, BACKENDS, WORKLOADS)
+    parser = options_parser(__doc__, BACKENDS, CLASSIFIERS)
     parser.add_argument("--worker", choices=list(WORK), help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
     parser.add_argument("--server-models", type=names, default=list(OF_SERVERS))

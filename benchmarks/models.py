@@ -1,4 +1,4 @@
-"""The three models that benchmarks train, with data that they are trained on."""
+"""The models that benchmarks train, with data that they are trained on."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ class Workload:
 
     Args:
         name: str.
-        build: makes the model; its last layer gives logits of 10 classes.
+        build: makes the model; its last layer gives logits of `classes`.
         example: makes so many rows of input.
         batch: int, rows of the global batch.
         steps: int, steps of one measured epoch.
+        classes: int.
+        labels: tuple of int, the shape of a row's labels.
     """
 
     name: str
@@ -26,11 +28,14 @@ class Workload:
     example: Callable[[np.random.Generator, int], np.ndarray]
     batch: int
     steps: int
+    classes: int = 10
+    labels: tuple[int, ...] = ()
 
     def data(self) -> tuple[np.ndarray, np.ndarray]:
         random = np.random.default_rng(0)
         rows = self.batch * self.steps
-        return self.example(random, rows), random.integers(0, 10, rows)
+        x = self.example(random, rows)
+        return x, random.integers(0, self.classes, (rows, *self.labels))
 
     def compiled(self) -> Any:
         import keras
@@ -88,6 +93,36 @@ def transformer() -> Any:
     return keras.Model(tokens, layers.Dense(10)(x))
 
 
+def language_model() -> Any:
+    """A transformer with logits of 8,192 words for each token."""
+    import keras
+    from keras import layers
+
+    tokens = keras.Input((64,), dtype="int32")
+    x = layers.Embedding(8192, 128)(tokens)
+    for _ in range(2):
+        attended = layers.MultiHeadAttention(4, 32)(x, x, use_causal_mask=True)
+        x = layers.LayerNormalization()(x + attended)
+        fed = layers.Dense(256, activation="relu")(x)
+        x = layers.LayerNormalization()(x + layers.Dense(128)(fed))
+    return keras.Model(tokens, layers.Dense(8192)(x))
+
+
+def segmentation() -> Any:
+    """Convolutions with logits of 19 classes for each pixel."""
+    import keras
+    from keras import layers
+
+    conv = {"kernel_size": 3, "activation": "relu", "padding": "same"}
+    images = keras.Input((64, 64, 3))
+    first = layers.Conv2D(16, **conv)(images)
+    x = layers.Conv2D(32, strides=2, **conv)(first)
+    x = layers.Conv2D(32, **conv)(x)
+    x = layers.UpSampling2D()(x)
+    x = layers.Concatenate()([first, x])
+    return keras.Model(images, layers.Conv2D(19, 1)(x))
+
+
 WORKLOADS = {
     workload.name: workload
     for workload in (
@@ -112,8 +147,29 @@ WORKLOADS = {
             batch=64,
             steps=10,
         ),
+        Workload(
+            "language model",
+            language_model,
+            lambda r, n: r.integers(0, 8192, (n, 64), dtype="int32"),
+            batch=32,
+            steps=4,
+            classes=8192,
+            labels=(64,),
+        ),
+        Workload(
+            "segmentation",
+            segmentation,
+            lambda r, n: r.random((n, 64, 64, 3), dtype="float32"),
+            batch=16,
+            steps=8,
+            classes=19,
+            labels=(64, 64),
+        ),
     )
 }
+
+#: The models with one label for each row.
+CLASSIFIERS = [name for name, each in WORKLOADS.items() if not each.labels]
 
 
 def stateless_step(

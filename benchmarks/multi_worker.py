@@ -31,6 +31,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from fit import keras_contestant, no_scope
 from measuring import (
     BACKENDS,
@@ -173,7 +174,8 @@ def own_rows(workload: Workload, index: int, count: int) -> Any:
     """This process's part of every global batch, batch after batch."""
     x, y = workload.data()
     shape = (workload.steps, count, workload.batch // count)
-    return x.reshape(*shape, *x.shape[1:])[:, index], y.reshape(shape)[:, index]
+    parts = [each.reshape(*shape, *each.shape[1:])[:, index] for each in (x, y)]
+    return parts[0], parts[1]
 
 
 def jax_peer(workload: Workload, index: int, count: int) -> Callable[[], float]:
@@ -184,7 +186,7 @@ def jax_peer(workload: Workload, index: int, count: int) -> Callable[[], float]:
     import keras
 
     x, y = own_rows(workload, index, count)
-    x, y = x.reshape(-1, *x.shape[2:]), y.reshape(-1)
+    x, y = (part.reshape(-1, *part.shape[2:]) for part in (x, y))
     keras.distribution.set_distribution(
         keras.distribution.DataParallel(auto_shard_dataset=False)
     )
@@ -208,7 +210,8 @@ def torch_peer(workload: Workload, index: int, count: int) -> Callable[[], float
         total = 0.0
         for rows, labels in zip(x, y, strict=True):
             optimizer.zero_grad()
-            loss = cross_entropy(model(rows, training=True), labels)
+            logits = model(rows, training=True).flatten(0, -2)
+            loss = cross_entropy(logits, labels.flatten())
             loss.backward()
             optimizer.step()
             total += loss.item()
@@ -232,7 +235,7 @@ def tensorflow_peer(workload: Workload, index: int, count: int) -> Callable[[], 
             losses = tf.nn.sparse_softmax_cross_entropy_with_logits(
                 labels, model(rows, training=True)
             )
-            loss = tf.reduce_sum(losses) / workload.batch
+            loss = tf.reduce_sum(losses) / (workload.batch * np.prod(workload.labels))
         variables = [v.value for v in model.trainable_variables]
         # An embedding's are rows, more of them here than the table has.
         gradients = [
