@@ -5,8 +5,8 @@ workers, with as many rows for each worker. Counted per step on the worker 0:
 
 - ours: the bytes of the tensors that it passes to all-reduces and receives in gathers;
 - DDP: the bytes of its buckets;
-- both: the peak of the resident memory above that before the model was made, when `fit` has
-  imported what it uses.
+- both: the peak of the resident memory above that before the model was made, when
+  `fit` has imported what it uses.
 
 Counts do not depend on the speed of the machine.
 """

@@ -92,6 +92,28 @@ CALLED = {
     ),
     "keras.src.backend.nn": "keras.src.ops.nn.backend.nn",
     "keras.src.losses.loss": "keras.Loss",
+    "keras.src.losses.loss.Loss": "keras.losses.MeanSquaredError",
+    "keras.src.metrics.reduction_metrics.Mean": "keras.metrics.Mean",
+    "keras.src.metrics.reduction_metrics.Sum": "keras.metrics.Sum",
+    "keras.src.metrics.reduction_metrics.MeanMetricWrapper": (
+        "keras.metrics.BinaryAccuracy"
+    ),
+    "keras.src.metrics.regression_metrics.RootMeanSquaredError": (
+        "keras.metrics.RootMeanSquaredError"
+    ),
+    "keras.src.metrics.regression_metrics.R2Score": "keras.metrics.R2Score",
+    "keras.src.metrics.confusion_metrics._ConfusionMatrixConditionCount": (
+        "keras.metrics.TruePositives"
+    ),
+    "keras.src.metrics.confusion_metrics.Precision": "keras.metrics.Precision",
+    "keras.src.metrics.confusion_metrics.Recall": "keras.metrics.Recall",
+    "keras.src.metrics.confusion_metrics.SensitivitySpecificityBase": (
+        "keras.metrics.PrecisionAtRecall"
+    ),
+    "keras.src.metrics.confusion_metrics.AUC": "keras.metrics.AUC",
+    "keras.src.metrics.f_score_metrics.FBetaScore": "keras.metrics.F1Score",
+    "keras.src.metrics.iou_metrics._IoUBase": "keras.metrics.MeanIoU",
+    "keras.src.metrics.iou_metrics.BinaryIoU": "keras.metrics.BinaryIoU",
     "keras.src.backend.jax.trainer": "keras.src.models.model.Trainer",
     "keras.src.backend.jax.trainer.JAXEpochIterator": "keras.src.models.model.Trainer",
     "keras.src.backend.jax.distribution_lib": ("keras.src.backend.distribution_lib"),

@@ -53,9 +53,7 @@ def assert_same_use(use: Any) -> None:
 
 def gradients(model: Any, *losses: Any) -> list[Any]:
     return list(
-        torch.autograd.grad(
-            sum(losses), [v.value for v in model.trainable_variables]
-        )
+        torch.autograd.grad(sum(losses), [v.value for v in model.trainable_variables])
     )
 
 

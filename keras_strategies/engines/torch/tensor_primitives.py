@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,13 +15,11 @@ from keras_strategies.engines.torch.data_parallel.row_parts import (
 from keras_strategies.engines.torch.devices import torch_device
 from keras_strategies.engines.torch.memory_formats import in_format_of
 from keras_strategies.keras_compat.variables.values import raw_value
+from keras_strategies.runtime.data_parallel.row_parts import RowPartsCaller
 from keras_strategies.runtime.replicas.replica_set import RowSplit
 from keras_strategies.runtime.replicas.tensor_primitives import TensorPrimitives
 from keras_strategies.runtime.workers import Workers
 from keras_strategies.types import ReduceOp
-
-if TYPE_CHECKING:
-    from keras_strategies.runtime.data_parallel.layer_call import DataParallelCall
 
 _REDUCTIONS: dict[ReduceOp, Callable[[torch.Tensor], torch.Tensor]] = {
     ReduceOp.SUM: lambda stacked: stacked.sum(0),
@@ -38,7 +36,7 @@ class TorchPrimitives(TensorPrimitives):
     def row_parts(  # type: ignore[override]
         parts: Sequence[torch.Tensor],
         row_split: RowSplit,
-        caller: DataParallelCall,
+        caller: RowPartsCaller,
         device: Device,
     ) -> TorchRowParts:
         return row_parts(parts, row_split, caller, torch_device(device))

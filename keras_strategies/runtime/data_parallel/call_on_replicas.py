@@ -32,6 +32,7 @@ from keras_strategies.runtime.data_parallel.row_draws import (
     ProvedDraws,
     drawing,
 )
+from keras_strategies.runtime.data_parallel.row_parts import RowPartsCaller
 from keras_strategies.runtime.replicas.replica_set import RowSplit
 from keras_strategies.runtime.replicas.tensor_primitives import is_float
 from keras_strategies.runtime.row_proofs.layer_calls import LayerCall
@@ -50,7 +51,6 @@ from keras_strategies.runtime.state.replica_state import (
 from keras_strategies.user_warnings import warn_user
 
 if TYPE_CHECKING:
-    from keras_strategies.runtime.data_parallel.layer_call import DataParallelCall
     from keras_strategies.runtime.engine import StrategyCore
 
 # Layers for which second-order gradients have been warned about.
@@ -75,7 +75,7 @@ class SplitCall:
     row_split: RowSplit
     reduction: LocalReduction | None
     proof: RowProof
-    caller: DataParallelCall
+    caller: RowPartsCaller
 
 
 @dataclass(frozen=True)

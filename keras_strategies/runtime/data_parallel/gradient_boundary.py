@@ -18,7 +18,7 @@ import keras
 
 from keras_strategies.collectives.replica_ops import LocalReduction
 from keras_strategies.keras_compat.optimizers.optimizer_parts import is_overwritten
-from keras_strategies.runtime.data_parallel.row_parts import parts_of
+from keras_strategies.runtime.data_parallel.row_parts import RowPartsCaller, parts_of
 from keras_strategies.runtime.replicas.gradient_sums import (
     largest_over_replicas,
     sums_over_replicas,
@@ -34,7 +34,6 @@ from keras_strategies.runtime.workers import Workers
 from keras_strategies.types import ReduceOp
 
 if TYPE_CHECKING:
-    from keras_strategies.runtime.data_parallel.layer_call import DataParallelCall
     from keras_strategies.runtime.engine import StrategyCore
 
 
@@ -173,7 +172,7 @@ class GradientBoundary(abc.ABC):
         strategy: StrategyCore,
         row_split: RowSplit,
         reduction: LocalReduction | None,
-        caller: DataParallelCall,
+        caller: RowPartsCaller,
     ):
         self.strategy = strategy
         self.caller = caller

@@ -193,20 +193,7 @@ class DataParallelCall(abc.ABC):
         adds: bool = False,
         known: RowProof | None = None,
     ) -> tuple[bool, Any]:
-        """Calls a function on replicas, some of whose arguments are row parts.
-
-        Args:
-            layer: a `keras.layers.Layer` that stands for the function in row proofs.
-            call: the function.
-            args: its arguments.
-            kwargs: its keyword arguments.
-            adds: see `LayerCall`.
-            known: the proof of a function that is known by type, for arguments that
-                have rows or are None.
-
-        Returns:
-            Whether it is split, and its results; without a call if it is not.
-        """
+        """Calls a function on replicas, see `RowPartsCaller`."""
         leaves = [_as_tensor(leaf) for leaf in argument_leaves(args, kwargs)]
         in_parts = [leaf for leaf in leaves if isinstance(leaf, RowParts)]
         row_split = in_parts[0].row_split

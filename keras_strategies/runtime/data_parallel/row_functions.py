@@ -125,7 +125,7 @@ def update_of_rows(
     """
     caller = _caller_of([*args, *kwargs.values()])
     # Some create their variables in the first update.
-    if caller is not None and getattr(metric, "_built", True):
+    if caller is not None and metric.variables:
 
         def call(*args: Any, **kwargs: Any) -> None:
             original(metric, *args, **kwargs)

@@ -9,18 +9,45 @@ so that what is large never leaves its replica.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from keras_strategies.runtime.replicas.replica_set import RowSplit
+from keras_strategies.runtime.row_proofs.row_placements import RowProof
 from keras_strategies.user_warnings import user_line
-
-if TYPE_CHECKING:
-    from keras_strategies.runtime.data_parallel.layer_call import DataParallelCall
-
 
 _logger = logging.getLogger("keras_strategies.row_parts")
 # Lines that have been logged.
 _joining_lines: set[str] = set()
+
+
+class RowPartsCaller(Protocol):
+    """Calls functions on replicas with their parts of arguments."""
+
+    def on_row_parts(
+        self,
+        layer: Any,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        adds: bool = False,
+        known: RowProof | None = None,
+    ) -> tuple[bool, Any]:
+        """Calls a function on replicas, some of whose arguments are row parts.
+
+        Args:
+            layer: a `keras.layers.Layer` that stands for the function in row proofs.
+            call: the function.
+            args: its arguments.
+            kwargs: its keyword arguments.
+            adds: see `LayerCall`.
+            known: the proof of a function that is known by type, for arguments that
+                have rows or are None.
+
+        Returns:
+            Whether it is split, and its results; without a call if it is not.
+        """
+        ...
 
 
 class RowParts:
@@ -32,7 +59,7 @@ class RowParts:
     """
 
     row_split: RowSplit
-    caller: DataParallelCall
+    caller: RowPartsCaller
 
     @property
     def parts(self) -> list[Any] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,11 +15,12 @@ from keras_strategies.engines.torch.compat import (
     tree_map_only,
 )
 from keras_strategies.engines.torch.devices import moved
-from keras_strategies.runtime.data_parallel.row_parts import RowParts, log_join
+from keras_strategies.runtime.data_parallel.row_parts import (
+    RowParts,
+    RowPartsCaller,
+    log_join,
+)
 from keras_strategies.runtime.replicas.replica_set import RowSplit
-
-if TYPE_CHECKING:
-    from keras_strategies.runtime.data_parallel.layer_call import DataParallelCall
 
 
 @dataclass
@@ -54,7 +55,7 @@ class TorchRowParts(torch.Tensor, RowParts):
         cls,
         rows: _Rows,
         row_split: RowSplit,
-        caller: DataParallelCall,
+        caller: RowPartsCaller,
         device: torch.device,
     ) -> TorchRowParts:
         assert rows.parts is not None
@@ -66,7 +67,7 @@ class TorchRowParts(torch.Tensor, RowParts):
         self,
         rows: _Rows,
         row_split: RowSplit,
-        caller: DataParallelCall,
+        caller: RowPartsCaller,
         device: torch.device,
     ):
         self._rows = rows
@@ -149,7 +150,7 @@ class TorchRowParts(torch.Tensor, RowParts):
 def row_parts(
     parts: Sequence[torch.Tensor],
     row_split: RowSplit,
-    caller: DataParallelCall,
+    caller: RowPartsCaller,
     device: torch.device,
 ) -> TorchRowParts:
     """A tensor of the global batch, without gradient, from parts of replicas.
