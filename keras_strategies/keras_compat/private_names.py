@@ -39,6 +39,11 @@ PRIVATE = (
         "State of a thread: scopes, devices, variables that wait for their values.",
     ),
     Private(
+        "keras.metrics.R2Score",
+        ("_built",),
+        "Replicas update metrics that have their variables.",
+    ),
+    Private(
         f"{_COMMON}.stateless_scope", ("get_stateless_scope",), "The innermost scope."
     ),
     Private(

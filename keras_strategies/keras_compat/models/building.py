@@ -160,3 +160,8 @@ def build_optimizer(model: Any) -> None:
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and model.built and not optimizer.built:
         optimizer.build(model.trainable_variables)
+
+
+def has_variables(metric: Any) -> bool:
+    """Whether a metric has its variables; some make them in the first update."""
+    return bool(getattr(metric, "_built", True))

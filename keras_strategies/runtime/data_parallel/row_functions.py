@@ -18,6 +18,7 @@ from typing import Any
 import keras
 
 from keras_strategies import context
+from keras_strategies.keras_compat.models.building import has_variables
 from keras_strategies.keras_compat.models.row_wise_layers import METRICS_OF_SUMS
 from keras_strategies.runtime.data_parallel.row_parts import RowParts
 from keras_strategies.runtime.row_proofs.row_placements import SAME, SUM, RowProof
@@ -125,7 +126,7 @@ def update_of_rows(
     """
     caller = _caller_of([*args, *kwargs.values()])
     # Some create their variables in the first update.
-    if caller is not None and metric.variables:
+    if caller is not None and has_variables(metric):
 
         def call(*args: Any, **kwargs: Any) -> None:
             original(metric, *args, **kwargs)

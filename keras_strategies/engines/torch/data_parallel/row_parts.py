@@ -46,7 +46,7 @@ class TorchRowParts(torch.Tensor, RowParts):
         device: the device of the global batch.
     """
 
-    __torch_function__ = disabled_torch_function
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     _rows: _Rows
 
@@ -91,7 +91,7 @@ class TorchRowParts(torch.Tensor, RowParts):
         return rows.joined
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
         types: Sequence[type],
