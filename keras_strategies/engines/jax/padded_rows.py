@@ -69,10 +69,11 @@ class PaddedRows:
     @classmethod
     def tree_unflatten(cls, rest: _Rest, children: tuple[Any]) -> PaddedRows:
         """The inverse of `tree_flatten`, for JAX."""
-        return cls(*children, *rest)
+        rows, sharding, stacked = rest
+        return cls(children[0], rows, sharding, stacked)
 
 
-def _replicated_rows(array: Any, rows: int, mesh: jax.sharding.Mesh) -> jax.Array:
+def _replicated_rows(array: Any, rows: int, mesh: Any) -> jax.Array:
     # An eager slice of a sharded array is one of JAX's arrays too, with equal shards.
     replicated = jax.NamedSharding(mesh, jax.P())
     return jax.jit(_first, static_argnums=1, out_shardings=replicated)(array, rows)
@@ -222,6 +223,7 @@ def _gathered(array: jax.Array, axis: int, gather_rows: GatherRows) -> Any:
     """The rows of an array on the devices of several workers, on the host of each."""
     # Each shard once, also where several devices have it, from the first worker.
     owners: dict[int, int] = {}
+    device: Any
     for device, index in array.sharding.devices_indices_map(array.shape).items():
         start = index[axis].start or 0
         owners[start] = min(

@@ -131,6 +131,8 @@ class ReplicaProgram:
         arguments = ReplicaArguments.of(*own)
         key = (code_of(fn), arguments.signature)
         on_parts = with_composite_values(fn)
+        if self._mesh.count > 1 and not arguments.is_uniform:
+            self._warn_of_uneven_rows(fn)
         if self._mesh.count == 1 or not arguments.is_uniform or key in self._unrolled:
             results = UnrolledReplicas(self._mesh, state, on_parts)(arguments)
             return list(put_together(results))
