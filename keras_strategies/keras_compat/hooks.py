@@ -131,8 +131,13 @@ class ModelHooks(Protocol):
         original: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        is_of_keras: bool,
     ) -> Any:
-        """Instead of `metric.update_state(*args, **kwargs)`."""
+        """Instead of `metric.update_state(*args, **kwargs)`.
+
+        `original` gets the metric and these; `is_of_keras` says whether its code is one
+        of Keras's.
+        """
 
     def mask_weights(
         self,
@@ -240,7 +245,20 @@ def loss_call(
 
 
 def metric_update(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    return _Installed.hooks.metric_update(self, original, args, kwargs)
+    return _Installed.hooks.metric_update(self, original, args, kwargs, True)
+
+
+def metrics_update(
+    original: Any, self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None
+) -> None:
+    for metric in self.metrics:
+        arguments = y_true, y_pred
+        weights = {"sample_weight": sample_weight}
+        update = type(metric).update_state
+        if update.__module__.startswith("keras.src."):
+            metric.update_state(*arguments, **weights)
+        else:
+            _Installed.hooks.metric_update(metric, update, arguments, weights, False)
 
 
 def apply_mask(

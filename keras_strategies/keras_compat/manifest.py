@@ -221,6 +221,13 @@ GROUPS: dict[str, Group] = {
                 "hooks.reduce_values",
                 "On replicas, the weights of all rows are added.",
             ),
+            Patch(
+                "keras.src.trainers.compile_utils.MetricsList",
+                "update_state",
+                "(self, y_true, y_pred, sample_weight=None)",
+                "hooks.metrics_update",
+                "Replicas update metrics of users, too.",
+            ),
             *(
                 Patch(
                     f"keras.src.metrics.{name}",

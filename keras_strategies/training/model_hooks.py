@@ -37,6 +37,7 @@ from keras_strategies.runtime.data_parallel.row_functions import (
 )
 from keras_strategies.runtime.drivers import Drivers
 from keras_strategies.runtime.state import run_state
+from keras_strategies.runtime.state.replica_state import AddedState
 from keras_strategies.runtime.state.run_state import RunState
 from keras_strategies.training import worker_training
 from keras_strategies.training.batch_norm import replica_moments
@@ -237,7 +238,7 @@ class StrategyHooks:
         self, variable: Any, original: Callable[..., Any], delta: Any
     ) -> Any:
         state = current_policy()
-        if isinstance(state, RunState):
+        if isinstance(state, (RunState, AddedState)):
             return state.add(variable, delta)
         return original(delta)
 
@@ -287,8 +288,9 @@ class StrategyHooks:
         original: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        is_of_keras: bool,
     ) -> Any:
-        return update_of_rows(original, metric, args, kwargs)
+        return update_of_rows(original, metric, args, kwargs, is_of_keras)
 
     def mask_weights(
         self,

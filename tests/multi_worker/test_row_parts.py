@@ -37,10 +37,49 @@ class Custom(keras.Model):
         return {**found, "largest": keras.ops.max(self(x, training=False))}
 
 
-def trained(strategy: Any, is_custom: bool, is_masked: bool) -> dict[str, Any]:
+class Words(keras.metrics.Metric):
+    """A metric with an update of its own, as the perplexity of keras-hub."""
+
+    def __init__(self, name: str = "words") -> None:
+        super().__init__(name=name)
+        self.total = self.add_weight(initializer="zeros", name="total")
+        self.count = self.add_weight(initializer="zeros", name="count")
+        self.batches = self.add_weight(initializer="zeros", name="batches")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        losses = keras.losses.sparse_categorical_crossentropy(
+            y_true, y_pred, from_logits=True
+        )
+        seen = keras.ops.cast(y_true > 0, losses.dtype)
+        self.total.assign_add(keras.ops.sum(losses * seen))
+        self.count.assign_add(keras.ops.sum(seen))
+        self.batches.assign_add(1)
+
+    def result(self) -> Any:
+        return keras.ops.exp(self.total / self.count) + self.batches
+
+
+class Largest(keras.metrics.Metric):
+    """A metric that is not a sum over rows."""
+
+    def __init__(self) -> None:
+        super().__init__(name="largest")
+        self.value = self.add_weight(initializer="zeros", name="value")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.value.assign(keras.ops.maximum(self.value, keras.ops.max(y_pred)))
+
+    def result(self) -> Any:
+        return self.value
+
+
+def trained(
+    strategy: Any, is_custom: bool, is_masked: bool, with_largest: bool = False
+) -> dict[str, Any]:
     """Results of two epochs with batches of 5, 5 and 4 rows, and the bytes sent."""
     from keras_strategies.engines.torch.worker_collectives import TorchWorkers
 
+    others = [Largest()] if with_largest else []
     sent = {"gathered": 0, "reduced": 0}
     gather, reduce = TorchWorkers.gather_rows, TorchWorkers.start_all_reduce
 
@@ -71,7 +110,7 @@ def trained(strategy: Any, is_custom: bool, is_masked: bool) -> dict[str, Any]:
             model.compile(
                 keras.optimizers.SGD(0.1, momentum=0.9),
                 keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-                metrics=["sparse_categorical_accuracy"],
+                metrics=["sparse_categorical_accuracy", Words(), *others],
             )
         model.fit(X, X, batch_size=5, epochs=1, shuffle=False, verbose=0)
         sent.update(gathered=0, reduced=0)
@@ -111,6 +150,13 @@ def test_outputs_stay_on_their_workers(cluster: Any, is_masked: bool) -> None:
         others = found["fit"]["reduced"] - found["gradients"]
         assert 0 <= others < MOST_BYTES
         assert found["evaluate"]["reduced"] < MOST_BYTES
+
+
+def test_a_metric_that_is_no_sum_has_all_rows(cluster: Any) -> None:
+    expected = trained(ks.OneDeviceStrategy("cpu:0"), False, False, True)
+    for found in cluster(trained, False, False, True):
+        check_numbers(expected, found)
+        assert found["fit"]["gathered"] == len(X) * STEPS * WORDS * 4
 
 
 def test_a_step_that_reads_outputs_has_all_of_them(cluster: Any) -> None:

@@ -191,6 +191,7 @@ class DataParallelCall(abc.ABC):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         adds: bool = False,
+        only_adds: bool = False,
         known: RowProof | None = None,
     ) -> tuple[bool, Any]:
         """Calls a function on replicas, see `RowPartsCaller`."""
@@ -208,7 +209,7 @@ class DataParallelCall(abc.ABC):
             and not self._primitives.may_have_gradient(leaf)
         )
         layer_call = LayerCall(
-            layer, call, (args, kwargs), leaves, rows, adds, constants
+            layer, call, (args, kwargs), leaves, rows, adds, only_adds, constants
         )
         with layer_calls_through(None):
             with_rows = [has_rows(leaf, rows) for leaf in leaves]

@@ -112,17 +112,20 @@ def update_of_rows(
     metric: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    is_of_keras: bool,
 ) -> Any:
-    """`update_state` of one of Keras's metrics on all replicas, or `original`.
+    """`update_state` of a metric on all replicas, or `original` with joined tensors.
 
-    The variables of these metrics are sums over batches. Those of replicas begin at
-    zero; what replicas add is added to the metric.
+    The variables of Keras's metrics are sums over batches. Those of replicas begin at
+    zero; what replicas add is added to the metric. Of other metrics, the update has to
+    call `assign_add`.
 
     Args:
-        original: `update_state` of the metric's class.
+        original: `update_state`, a callable of the metric and the arguments.
         metric: the `keras.metrics.Metric`.
         args: its arguments.
         kwargs: its keyword arguments.
+        is_of_keras: bool, whether the code of the update is Keras's.
     """
     caller = _caller_of([*args, *kwargs.values()])
     # Some create their variables in the first update.
@@ -133,7 +136,13 @@ def update_of_rows(
 
         known = _SUMS if type(metric) in METRICS_OF_SUMS else None
         is_split, _ = caller.on_row_parts(
-            _layer_of(metric), call, args, kwargs, adds=True, known=known
+            _layer_of(metric),
+            call,
+            args,
+            kwargs,
+            adds=True,
+            only_adds=not is_of_keras,
+            known=known,
         )
         if is_split:
             return None

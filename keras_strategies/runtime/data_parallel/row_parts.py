@@ -31,6 +31,7 @@ class RowPartsCaller(Protocol):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         adds: bool = False,
+        only_adds: bool = False,
         known: RowProof | None = None,
     ) -> tuple[bool, Any]:
         """Calls a function on replicas, some of whose arguments are row parts.
@@ -41,6 +42,7 @@ class RowPartsCaller(Protocol):
             args: its arguments.
             kwargs: its keyword arguments.
             adds: see `LayerCall`.
+            only_adds: see `LayerCall`.
             known: the proof of a function that is known by type, for arguments that
                 have rows or are None.
 

@@ -25,6 +25,8 @@ class LayerCall:
         rows: int, or a tensor in a program for any number of rows.
         adds: bool, whether it adds to its variables, whatever their values are, as a
             metric does. Those of replicas are zero before the call.
+        only_adds: bool, whether that holds only for `assign_add` and `assign_sub`; then
+            its variables may not be read.
         constants: frozenset of int, the numbers of leaves without gradient.
     """
 
@@ -34,6 +36,7 @@ class LayerCall:
     leaves: list[Any]
     rows: Any
     adds: bool = False
+    only_adds: bool = False
     constants: frozenset[int] = frozenset()
 
     def arguments(self, leaves: Sequence[Any]) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 
+from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.keras_compat.models.layers import get_mask
 from keras_strategies.keras_compat.state_scope import StatePolicy
 from keras_strategies.keras_compat.variables.values import autocast_dtype
@@ -82,6 +83,41 @@ class ReplicaState(StatePolicy):
             value = self._assigned(variable, lambda: self._read(variable), value)
         self._values[id(variable)] = value
         self.updates[id(variable)] = (variable, value)
+
+
+class AddedState(ReplicaState):
+    """The variables of a metric on one replica, whose update may only add to them.
+
+    What is added does not depend on the value before, so it is the metric's for the
+    replica's rows. `updates` has the sums of what was added.
+    """
+
+    patches = ("custom loops",)
+
+    def __init__(self) -> None:
+        super().__init__(lambda variable: None)
+
+    def read(self, variable: Any) -> Any:
+        raise _not_added(variable, "reads")
+
+    def assign(self, variable: Any, value: Any) -> None:
+        raise _not_added(variable, "assigns")
+
+    def add(self, variable: Any, delta: Any) -> None:
+        """Adds to a variable, by `assign_add` or `assign_sub`."""
+        ops = keras.ops
+        delta = ops.convert_to_tensor(delta, dtype=variable.dtype)
+        delta = ops.broadcast_to(delta, variable.shape)
+        _, before = self.updates.get(id(variable), (variable, None))
+        total = delta if before is None else before + delta
+        self.updates[id(variable)] = (variable, total)
+
+
+def _not_added(variable: Any, verb: str) -> Exception:
+    return InvalidArgumentError(
+        f"`update_state` {verb} variable {variable.path!r}. A metric is updated by "
+        "replicas if it changes its variables by `assign_add` and `assign_sub` only."
+    )
 
 
 @dataclass

@@ -33,7 +33,7 @@ from keras_strategies.runtime.data_parallel.call_on_replicas import (
 )
 from keras_strategies.runtime.data_parallel.row_parts import parts_of
 from keras_strategies.runtime.replicas.tensor_primitives import is_float
-from keras_strategies.runtime.state.replica_state import ReplicaState
+from keras_strategies.runtime.state.replica_state import AddedState, ReplicaState
 
 
 class CallOnThreads(CallOnReplicas):
@@ -111,6 +111,8 @@ class CallOnThreads(CallOnReplicas):
         return RowNumbers() if self.proof.draws else contextlib.nullcontext()
 
     def replica_state(self, replica_id: int) -> ReplicaState:
+        if self.layer_call.only_adds:
+            return AddedState()
         if self.layer_call.adds:
             device = self._devices[replica_id]
             return ReplicaState(lambda variable: _zeros(variable, device))

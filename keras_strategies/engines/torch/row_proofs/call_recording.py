@@ -39,7 +39,7 @@ from keras_strategies.runtime.row_proofs.known_calls import (
     known_arguments,
 )
 from keras_strategies.runtime.row_proofs.layer_calls import LayerCall
-from keras_strategies.runtime.state.replica_state import ReplicaState
+from keras_strategies.runtime.state.replica_state import AddedState, ReplicaState
 
 
 class CallFailed(Exception):
@@ -93,7 +93,11 @@ class CallRecording:
                 zip(call.leaves, with_rows, strict=True)
             )
         ]
-        self._state = ReplicaState(self._copy, assigned=_assigned_value)
+        self._state = (
+            AddedState()
+            if call.only_adds
+            else ReplicaState(self._copy, assigned=_assigned_value)
+        )
         self.outputs: list[Any] = []
         self.masks: list[Any] = []
         self.losses: list[Any] = []
