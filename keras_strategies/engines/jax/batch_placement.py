@@ -57,7 +57,9 @@ class MeshPlacer(JaxBatchPlacer):
     """Shards each array over a mesh by its rows.
 
     An array whose rows the number of devices does not divide becomes a `PaddedRows`;
-    one without rows is replicated.
+    one without rows is replicated. On a mesh with other axes, along which variables are
+    sharded, uneven rows are replicated too: XLA computes gradients of sharded tables
+    from uneven shards of ids wrong.
 
     Args:
         mesh: a mesh; rows are sharded along its first axis.
@@ -75,6 +77,7 @@ class MeshPlacer(JaxBatchPlacer):
     def use_mesh(self, mesh: jax.sharding.Mesh) -> None:
         """Shards later batches over another mesh."""
         axis = mesh.axis_names[0]
+        self._pads = len(mesh.axis_names) == 1
         self._size = mesh.shape[axis]
         self._split = jax.NamedSharding(mesh, jax.P(axis))
         self._replicated = jax.NamedSharding(mesh, jax.P())
@@ -122,7 +125,7 @@ class MeshPlacer(JaxBatchPlacer):
         ]
 
     def _is_uneven(self, shape: Sequence[int]) -> bool:
-        return len(shape) > 0 and shape[0] % self._size > 0
+        return self._pads and len(shape) > 0 and shape[0] % self._size > 0
 
     def _padded(self, array: Any, axis: int) -> PaddedRows:
         if is_padded(array):

@@ -238,7 +238,9 @@ class ObjectPickler:
     def dump(self, value: Any) -> PickledObject:
         """Pickles any object for workers, including Keras objects."""
         try:
-            objects = self._objects_in(value)
+            first = self._reached(value)
+            # Inner ones first.
+            objects = first.objects[::-1]
             file = io.BytesIO()
             pickler = self._pickler(file)
             for each in (objects, *map(object_state, objects), value):
@@ -253,18 +255,19 @@ class ObjectPickler:
         return PickledObject(
             file.getvalue(),
             next(self._generation),
-            pickler.variables,
-            [made for made in objects if is_optimizer(made)],
+            # An optimizer is built with them in the order of the model's layers.
+            first.variables,
+            [made for made in first.objects if is_optimizer(made)],
             list(pickler.worker_values.values()),
         )
 
-    def _objects_in(self, value: Any) -> list[Any]:
-        """The Keras objects in a value and in their states, inner ones first."""
+    def _reached(self, value: Any) -> _Pickler:
+        """A pickler of a value and of its Keras objects, outer ones first."""
         pickler = self._pickler(io.BytesIO())
         pickler.dump(value)
         for found in pickler.objects:  # It grows.
             pickler.dump(object_state(found))
-        return pickler.objects[::-1]
+        return pickler
 
     def _pickler(self, file: Any) -> _Pickler:
         return _Pickler(file, self._describe, self.number_of, self._strategy)

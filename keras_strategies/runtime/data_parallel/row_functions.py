@@ -26,7 +26,8 @@ from keras_strategies.runtime.row_proofs.row_placements import SAME, SUM, RowPro
 # Of metrics that are known to add sums over rows to all of their variables.
 _SUMS = RowProof(every_output=SAME, every_loss=SUM, every_update=SUM)
 _PLAIN = (type(None), bool, int, float, str)
-_LAYER = "_keras_strategies_rows"
+# Keras does not save attributes with such names.
+_LAYER = "__keras_strategies_rows__"
 
 
 class _FunctionLayer(keras.layers.Layer):  # type: ignore[misc]

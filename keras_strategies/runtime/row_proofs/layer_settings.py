@@ -22,7 +22,7 @@ from keras_strategies.runtime.row_proofs.python_state import (
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 #: First letters of attributes of this library, and of TensorFlow's checkpoints.
-_OF_FRAMEWORKS = ("_keras_strategies", "_self_")
+_OF_FRAMEWORKS = ("_keras_strategies", "__keras_strategies", "_self_")
 #: Longer containers and arrays are not settings, but data.
 _MOST_ENTRIES = 256
 #: Objects in objects of the user's, at most so deep.
@@ -217,8 +217,9 @@ def _entries(value: Any) -> Iterator[Any]:
         yield from value
     else:
         for name, each in getattr(value, "__dict__", {}).items():
-            yield name
-            yield each
+            if not name.startswith(_OF_FRAMEWORKS):
+                yield name
+                yield each
         for name, each in slots_of(value).items():
             yield name
             yield each

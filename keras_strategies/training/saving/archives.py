@@ -164,7 +164,8 @@ def _is_array(value: Any) -> bool:
 def _in_numpy(value: Any, reference: dict[str, Any]) -> np.ndarray:
     """An array with a dtype of NumPy; the reference gets its own one."""
     array = np.asarray(value)
-    if array.dtype.isbuiltin == 1:
+    # `isbuiltin` is 0 for some dtypes of NumPy, such as those from pickles.
+    if array.dtype.type.__module__ == "numpy":
         return array
     reference["dtype"] = array.dtype.name
     return np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}")
