@@ -221,11 +221,16 @@ MUTANTS = [
     Mutant(
         "metric_by_mean",
         "runtime/state/run_state.py",
-        "        return sum(values[1:], start=values[0])\n"
-        '    if variable.aggregation == "mean":',
-        "        return sum(values[1:], start=values[0]) / len(values)\n"
-        '    if variable.aggregation == "mean":',
+        "keras.ops.cast(sum(terms[1:], start=terms[0]), variable.dtype)",
+        "keras.ops.cast(sum(terms[1:], start=terms[0]) / len(terms), variable.dtype)",
         _everywhere(f"{RUN} -k on_read_variables_are_brought_together"),
+    ),
+    Mutant(
+        "masks_are_counted_by_each_replica",
+        "runtime/data_parallel/row_functions.py",
+        "    total, valid = _sums_of_all_rows(keras.ops.ones_like(valid), valid)",
+        "    total, valid = map(keras.ops.sum, (keras.ops.ones_like(valid), valid))",
+        {"torch": "tests/row_parts/test_functions.py -k masked_losses"},
     ),
     Mutant(
         "random_numbers_of_the_first_rows",
