@@ -243,6 +243,55 @@ def test_a_changed_attribute_of_a_loss_is_seen() -> None:
     assert_equal(found, expected)
 
 
+class Counting(Ratio):
+    """Counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        self.calls += 1
+        return super().call(y_true, y_pred)
+
+
+def test_losses_that_change_are_called_as_often_as_on_one_device(
+    problems: Any,
+) -> None:
+    kept = []
+
+    def keeping(y_true: Any, y_pred: Any) -> Any:
+        kept.append(y_pred)
+        return keras.ops.mean(keras.ops.square(y_true - y_pred), axis=-1)
+
+    def make() -> Any:
+        counting = Counting()
+        wrapped = keras.losses.get(keeping)
+        compiled = keras.metrics.MeanMetricWrapper(keeping)
+        own = of_function(keeping)
+
+        def step(model: Any, x: Any, y: Any, weights: Any) -> dict[str, Any]:
+            found = {"counting": counting(y, model(x)), "own": own(y, model(x))}
+            compiled.update_state(y, model(x))
+            found["again"] = counting(y, model(x))
+            found["kept"] = wrapped(y, model(x)).sum()
+            found["metric"] = compiled.result()
+            found["calls"] = counting.calls
+            found["rows"] = sum(each.shape[0] for each in kept)
+            kept.clear()
+            return found
+
+        return step
+
+    expected = results(ks.OneDeviceStrategy("cpu:0"), make, X, TARGETS["real"])
+    found = results(
+        ks.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]), make, X, TARGETS["real"]
+    )
+    assert_equal(found, expected)
+    assert found["calls"] == 2
+    assert None not in problems
+
+
 def updated(function: Function) -> Any:
     def make() -> Any:
         metric = getattr(keras.metrics, function.name)(**function.arguments)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -60,10 +61,12 @@ def _layer_of(function: Any) -> _FunctionLayer:
 
 
 def _configuration(function: Any) -> Iterator[Any]:
-    """Plain attributes of a loss or metric, among them arguments of its function."""
+    """Plain attributes of a loss or metric, its function and arguments of that."""
     for name, value in vars(function).items():
         if isinstance(value, _PLAIN):
             yield name, type(value), value
+        elif isinstance(value, types.FunctionType):
+            yield name, id(value)
         elif isinstance(value, dict):
             for key, each in value.items():
                 if isinstance(each, _PLAIN):

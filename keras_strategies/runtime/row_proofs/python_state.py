@@ -69,10 +69,25 @@ class PythonState:
                 name = f"layer {each.name!r} ({type(each).__name__})"
                 self._add_object(name, each)
             else:
-                # Functions of the user's, such as an activation or that of a `Lambda`.
-                for value in vars(each).values():
-                    if isinstance(value, types.FunctionType):
-                        self._add_function(value)
+                self._add_holder(f"layer {each.name!r}", each)
+
+    def _add_holder(self, name: str, holder: Any) -> None:
+        """Adds what an object of Keras has of the user: functions and objects.
+
+        Such as an activation, the function of a `Lambda`, a regularizer, or a loss.
+        """
+        if id(holder) in self._seen:
+            return
+        self._seen.add(id(holder))
+        for key, value in list(vars(holder).items()):
+            if isinstance(value, types.FunctionType):
+                self._add_function(value)
+            elif isinstance(value, keras.layers.Layer):
+                continue
+            elif is_of_user(type(value)):
+                self._add_object(f"{key!r} of {name}", value)
+            elif isinstance(value, (keras.losses.Loss, keras.metrics.Metric)):
+                self._add_holder(f"{key!r} of {name}", value)
 
     def _add_object(self, name: str, value: Any, depth: int = 0) -> None:
         if id(value) in self._seen:

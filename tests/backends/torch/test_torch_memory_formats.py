@@ -63,6 +63,7 @@ def test_rows_of_replicas_and_joined_rows(mirrored) -> None:
     formats = []
 
     class Step(keras.losses.Loss):
+        # It appends, so it gets the joined rows.
         def call(self, y: Any, outputs: Any) -> Any:
             formats.append(is_channels_last(outputs))
             return keras.ops.mean((y - outputs) ** 2, axis=(1, 2, 3))
