@@ -285,7 +285,7 @@ def test_a_damaged_snapshot_is_not_used(recovered, coordinator, total) -> None:
         path = Path(recovered.cluster.servers.request(server, "snapshot"))
     path.write_bytes(path.read_bytes()[:-1])
     clusters.kill(recovered, "ps", server)
-    with pytest.warns(UserWarning, match=rf"{path.name} is truncated.* restored"):
+    with pytest.warns(UserWarning, match=rf"(?s){path.name} is damaged.* restored"):
         coordinator.schedule(counting(total), args=(1.0,))
         coordinator.join(clusters.SECONDS)
         coordinator.join()
