@@ -243,6 +243,23 @@ def test_a_changed_attribute_of_a_loss_is_seen() -> None:
     assert_equal(found, expected)
 
 
+def test_names_of_metrics_with_slashes(problems: Any) -> None:
+    def make() -> Any:
+        loss = keras.losses.MeanSquaredError()
+        metric = keras.metrics.MeanSquaredError(name="mean/error")
+
+        def step(model: Any, x: Any, y: Any, weights: Any) -> dict[str, Any]:
+            metric.update_state(y, model(x))
+            return {"loss": loss(y, model(x)), "metric": metric.result()}
+
+        return step
+
+    expected = results(ks.OneDeviceStrategy("cpu:0"), make, X, TARGETS["real"])
+    found = results(ks.MirroredStrategy(["cpu:0", "cpu:1"]), make, X, TARGETS["real"])
+    assert_equal(found, expected)
+    assert problems == [None, None]
+
+
 class Counting(Ratio):
     """Counts its calls."""
 

@@ -39,7 +39,8 @@ class _FunctionLayer(keras.layers.Layer):  # type: ignore[misc]
     """
 
     def __init__(self, function: Any):
-        super().__init__(name=function.name, trainable=False)
+        # Names of layers have no slashes, those of metrics may.
+        super().__init__(name=str(function.name).replace("/", "_"), trainable=False)
         # Not tracked, so that the layer has no variables.
         object.__setattr__(self, "function", function)
         object.__setattr__(self, "configuration", ())
