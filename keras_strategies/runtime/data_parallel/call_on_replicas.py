@@ -368,7 +368,7 @@ class CallOnReplicas(GradientBoundary):
             values = [result.state.updates[key][1] for result in results]
             with self.on_lead():
                 channel = self._channel(values, proof.of_update(variable) or SAME)
-                if channel.are_equal or channel.weights is None:
+                if channel.are_equal:
                     own.append((variable, self.to_lead(value)))
                     continue
                 summed.append((variable, self.sum_on_worker(channel)))

@@ -306,6 +306,8 @@ class _Proof:
                 raise _Problem(f"{name} depends on the number of rows")
             placed = self._placement(name, values)
             if self._adds:
+                if placed.kind is RowKind.ROWS:
+                    raise _Problem(f"{name} has rows")
                 found[key] = placed
                 continue
             if placed.kind not in (RowKind.SAME, RowKind.MEAN):
