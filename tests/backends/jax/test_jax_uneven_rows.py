@@ -275,6 +275,36 @@ def test_batches_on_the_devices_are_sharded_too():
         assert_same(each, {"weights": model.get_weights()}, 1e-5)
 
 
+class Tuple(keras.Model):
+    """Unbuilt until it is called, with a structure of arrays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = layers.Dense(2)
+
+    def call(self, inputs: Any) -> Any:
+        one, two = inputs.values() if isinstance(inputs, dict) else inputs
+        return self.dense(one + two)
+
+
+@pytest.mark.parametrize("several", [1, 2])
+@pytest.mark.parametrize("wrap", [tuple, lambda pair: dict(zip("ab", pair))])
+@pytest.mark.parametrize("strategy", ["mirrored_2", "central"])
+def test_an_unbuilt_model_predicts(strategy, wrap, several):
+    """Keras calls it on the first batch, outside of a program."""
+    x = wrap((dense_data(7), 2 * dense_data(7)))
+
+    def predicted(strategy):
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            model = Tuple()
+            model.compile("sgd", "mse", steps_per_execution=several)
+        return {"predict": [model.predict(x, 3, 0), model.predict(x, 3, 0)]}
+
+    found = predicted(STRATEGIES[strategy]())
+    assert_same(found, predicted(STRATEGIES["one_device"]()), 1e-5)
+
+
 @pytest.mark.parametrize("name", ["model_2x2", "fsdp_2x2"])
 def test_grouped_convolutions_with_sharded_kernels(name):
     """XLA's partitioner can end the process on them; here the kernel is gathered."""

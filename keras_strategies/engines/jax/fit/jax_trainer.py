@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from keras_strategies.engines.jax.array_placement import spans_processes
-from keras_strategies.engines.jax.batch_placement import JaxBatchPlacer
+from keras_strategies.engines.jax.batch_placement import HostBatches, JaxBatchPlacer
 from keras_strategies.engines.jax.devices import default_device, device_of, jax_device
 from keras_strategies.engines.jax.fit import compiled_steps
 from keras_strategies.engines.jax.padded_rows import GatherRows
@@ -29,6 +29,7 @@ from keras_strategies.keras_compat.backends.keras_on_jax import (
     restore_jax_state,
     sync_jax_state,
 )
+from keras_strategies.keras_compat.models.building import is_built
 from keras_strategies.keras_compat.models.input_adapters import (
     BatchPlacer,
     batches_placed_by,
@@ -106,11 +107,15 @@ class JaxTrainer(FitDriver, CheckpointDriver):
         # A callback of `fit` may call `evaluate`, and `fit` empties the variables.
         sync_jax_state(model)
         self._check_model(model)
-        try:
-            yield
-        except BaseException:
-            restore_jax_state(model)
-            raise
+        with contextlib.ExitStack() as stack:
+            if name == "predict" and not is_built(model):
+                # Keras calls the model on a batch, which the step places in any case.
+                stack.enter_context(batches_placed_by(HostBatches()))
+            try:
+                yield
+            except BaseException:
+                restore_jax_state(model)
+                raise
 
     def step_function(self, model: Any, kind: str, make: Callable[[], Any]) -> None:
         if kind != "predict":
