@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 from harness.elastic_training import (
+    ENGINE_STARTS,
     STEPS_PER_EPOCH,
     ElasticCluster,
     Kill,
@@ -92,7 +93,29 @@ def test_a_worker_that_is_slow_in_validation_is_one_step_behind_at_most(
 )
 def test_a_worker_that_compiles_when_the_chief_is_lost_continues(cluster):
     """It waits for no one, and may take longer than a wait for a lost worker."""
-    elastic = cluster(kills=[Kill(2, 3)], compiles=GRACE + 2, epochs=2)
+    timeout = 2 * GRACE
+    elastic = cluster(
+        kills=[Kill(2, 3)], compiles=timeout + 2, timeout=timeout, epochs=2
+    )
+    elastic.await_kill(2)
+    elastic.await_kill(0)
+    found = assert_like_one_device(elastic)
+    assert found[1]["trained"] == 2 * STEPS_PER_EPOCH
+
+
+@pytest.mark.skipif(
+    keras.backend.backend() != "jax", reason="the engine that waits in its own code"
+)
+@pytest.mark.parametrize(
+    "function",
+    [
+        pytest.param(name, marks=[] if "local" in name else pytest.mark.nightly)
+        for name in ENGINE_STARTS
+    ],
+)
+def test_the_chief_is_lost_while_the_runtime_starts_again(cluster, function):
+    """As when a worker is killed, and the chief moments later."""
+    elastic = cluster(kills=[Kill(2, 3)], starting=function, epochs=2)
     elastic.await_kill(2)
     elastic.await_kill(0)
     found = assert_like_one_device(elastic)
@@ -121,6 +144,21 @@ def test_a_new_worker_in_another_fit_is_refused(cluster):
     assert "has joined in call 1 of `fit`, but the other workers are in call 2" in (
         elastic.text()
     )
+
+
+@pytest.mark.skipif(
+    keras.backend.backend() == "jax", reason="elastic steps place their batches"
+)
+@by_day_on_torch
+@pytest.mark.parametrize("source", ["arrays", "generator"])
+def test_batches_ahead_are_those_of_the_next_steps(cluster, source):
+    elastic = cluster(
+        kills=[Kill(2, 3), Kill(0, 7, "end")], waits={"9": 1}, source=source, ahead=True
+    )
+    elastic.await_kill(2)
+    elastic.await_kill(0)
+    elastic.start(2, is_new=True)
+    assert_like_one_device(elastic)
 
 
 @pytest.mark.nightly

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import faulthandler
+import importlib
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from harness.batches_ahead import prepare_ahead
 from harness.forker import Forked, Forker
 from harness.processes import TIMEOUT, wait_until
 
@@ -30,6 +32,16 @@ ROWS = 86
 STEPS_PER_EPOCH = -(-ROWS // BATCH_SIZE)
 #: Seconds that are enough for other workers to validate and end the epoch.
 LAG = 3.0
+
+
+#: Functions that JAX's runtime calls, one after the other, when it starts: for the
+#: connection to the service, the devices of all workers, and the connections between
+#: them. In each, other workers wait for the chief in the code of XLA.
+ENGINE_STARTS = (
+    "keras_strategies.engines.jax.compat.start_client",
+    "jax.local_devices",
+    "jax.make_array_from_single_device_arrays",
+)
 
 
 @dataclass(frozen=True)
@@ -71,6 +83,10 @@ class Settings:
         mixes_rows: bool, whether a layer computes from all rows, and is not split.
         compiles: float, seconds for which worker 1 traces its step after the first
             loss; the chief kills itself meanwhile.
+        starting: str, a function of `ENGINE_STARTS`, in which the chief kills itself
+            when JAX's runtime starts for two workers; the other one waits for it then.
+        timeout: float, seconds without heartbeats after which a worker is lost.
+        ahead: bool, whether batches are prepared ahead, as on accelerators.
     """
 
     folder: str
@@ -88,6 +104,9 @@ class Settings:
     lags: int | None = None
     mixes_rows: bool = False
     compiles: float = 0.0
+    starting: str = ""
+    timeout: float = TIMEOUT
+    ahead: bool = False
     addresses: list[str] = field(default_factory=list)
 
 
@@ -238,6 +257,21 @@ def compile_slowly(folder: Path, index: int, seconds: float) -> None:
     time.sleep(seconds)
 
 
+def die_in_start(membership: Any, name: str) -> None:
+    """Makes this worker kill itself in a function, if there are two workers."""
+    module_name, _, attribute = name.rpartition(".")
+    module = importlib.import_module(module_name)
+    original = getattr(module, attribute)
+
+    def start(*args: Any, **kwargs: Any) -> Any:
+        if membership.group.count == 2:
+            time.sleep(1.0)  # The other one begins to wait.
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
+
+    setattr(module, attribute, start)
+
+
 def kills_of(settings: Settings, index: int, is_eager: bool) -> list[Kill]:
     """The kills of one worker, as far as its steps are eager."""
     kills = [Kill(**each) for each in settings.kills if each["index"] == index]
@@ -272,10 +306,12 @@ def train() -> None:
     strategy = None
     if index >= 0:
         elastic = Elastic(settings.min_workers, timeout_seconds=settings.fails)
-        options = ks.CommunicationOptions(timeout_seconds=TIMEOUT)
+        options = ks.CommunicationOptions(timeout_seconds=settings.timeout)
         strategy = ks.MultiWorkerMirroredStrategy(
             communication_options=options, elastic=elastic
         )
+        if settings.ahead:
+            prepare_ahead(strategy)
     is_eager = keras.backend.backend() == "torch"
     mine = [] if is_new else kills_of(settings, index, is_eager)
     step = 0
@@ -289,6 +325,8 @@ def train() -> None:
         notice_loss_after_steps(
             elastic_actions, lambda: [index, step] in settings.unfinished
         )
+        if settings.starting and index == 0:
+            die_in_start(elastic_actions.membership, settings.starting)
 
     class Gate(keras.layers.Layer):
         def call(self, x: Any, training: bool = False) -> Any:

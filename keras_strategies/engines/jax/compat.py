@@ -200,7 +200,13 @@ def start_service(address: str, count: int) -> None:
     )
 
 
-def start_client(address: str, count: int, index: int, timeout: float) -> None:
+def start_client(
+    address: str,
+    count: int,
+    index: int,
+    timeout: float,
+    waiting: Callable[[Callable[[], Any]], Any],
+) -> None:
     """Connects this process to the service; then the devices of all processes exist.
 
     JAX 0.10: as `distributed.State.initialize`, without its handler of SIGTERM.
@@ -210,6 +216,7 @@ def start_client(address: str, count: int, index: int, timeout: float) -> None:
         count: int, the number of processes.
         index: int, the number of this process.
         timeout: float, seconds.
+        waiting: called with a function that waits for the service; returns its result.
     """
     from jax._src import distributed
     from jax._src.lib import _jax
@@ -226,12 +233,14 @@ def start_client(address: str, count: int, index: int, timeout: float) -> None:
         shutdown_on_destruction=False,
         use_compression=True,
     )
-    client.connect()
+    waiting(client.connect)
     state.client = client
 
 
 def use_host_for_collectives(
-    host: str, listening: Callable[[Callable[[], Any]], Any]
+    host: str,
+    listening: Callable[[Callable[[], Any]], Any],
+    waiting: Callable[[Callable[[], Any]], Any],
 ) -> None:
     """Makes Gloo, between CPU devices, use one network interface of this machine.
 
@@ -258,7 +267,12 @@ def use_host_for_collectives(
             collectives = listening(
                 lambda: _jax.make_gloo_tcp_collectives(client, hostname=host)
             )
-            return xla_bridge.make_cpu_client(collectives)
+
+        def devices() -> Any:
+            with scheduled_as_batch():
+                return xla_bridge.make_cpu_client(collectives)
+
+        return waiting(devices)
 
     factories = xla_bridge._backend_factories
     factories["cpu"] = dataclasses.replace(factories["cpu"], factory=make)

@@ -288,7 +288,7 @@ class Tuple(keras.Model):
 
 
 @pytest.mark.parametrize("several", [1, 2])
-@pytest.mark.parametrize("wrap", [tuple, lambda pair: dict(zip("ab", pair))])
+@pytest.mark.parametrize("wrap", [tuple, lambda pair: {"a": pair[0], "b": pair[1]}])
 @pytest.mark.parametrize("strategy", ["mirrored_2", "central"])
 def test_an_unbuilt_model_predicts(strategy, wrap, several):
     """Keras calls it on the first batch, outside of a program."""

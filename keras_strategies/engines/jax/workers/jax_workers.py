@@ -31,6 +31,7 @@ from keras_strategies.engines.jax import compat
 from keras_strategies.engines.jax.devices import jax_device
 from keras_strategies.engines.jax.workers.coordination_relay import Relay
 from keras_strategies.engines.jax.workers.host_copies import HostCopies
+from keras_strategies.engines.jax.workers.service_waits import until_loss
 from keras_strategies.errors import BackendInUseError, ClusterError, WorkerError
 from keras_strategies.runtime.engine_sockets import EngineSockets
 from keras_strategies.runtime.workers import Workers, lost_worker
@@ -39,6 +40,8 @@ from keras_strategies.types import CommunicationOptions, ReduceOp
 #: Bytes per pack by default.
 DEFAULT_PACK = 32 * 2**20
 
+# Seconds for which elastic workers may compile and compute after a loss.
+_COMPILATION = 300.0
 _LOOPBACK = "127.0.0.1"
 _WORKER_AXIS = "worker"
 
@@ -96,6 +99,7 @@ class JaxWorkers(Workers):
 
     def _start(self, group: WorkerGroup) -> None:
         folder = tempfile.mkdtemp(prefix="keras_strategies-") if group.is_chief else ""
+        waiting = functools.partial(until_loss, group)
         try:
             port = b""
             if group.is_chief:
@@ -114,9 +118,10 @@ class JaxWorkers(Workers):
                     group.count,
                     group.index,
                     group.patience,
+                    waiting,
                 )
             sockets = self._runtime.sockets = EngineSockets()
-            compat.use_host_for_collectives(group.own_host, sockets.listening)
+            compat.use_host_for_collectives(group.own_host, sockets.listening, waiting)
             group.barrier("the start of JAX's service")
         finally:
             # All workers are connected.
@@ -131,8 +136,7 @@ class JaxWorkers(Workers):
         """
         sockets = self._runtime.sockets
         assert sockets is not None
-        # Elastic workers: a wait ends with its sockets. A step that still compiles or
-        # computes then does not wait for the lost worker, and may take longer.
+        # Elastic workers.
         self.exit_watchdog.grace = max(GRACE, group.timeout)
 
         def end_waits(loss: LostWorker) -> None:
@@ -144,6 +148,10 @@ class JaxWorkers(Workers):
             jax.local_devices()
             with sockets.connecting(group):
                 _connect_devices(group)
+        if jax.local_devices()[0].platform == "cpu":
+            # Waits end with their sockets. What remains is a step that still compiles
+            # or computes, and does not wait for the lost worker.
+            self.exit_watchdog.grace = max(_COMPILATION, group.timeout)
         self._runtime.are_connected = True
 
     def _start_service(self, group: WorkerGroup, path: str) -> int:
@@ -367,9 +375,17 @@ def _unpack(
 
 
 def _connect_devices(group: WorkerGroup) -> None:
-    """Takes a sum over all devices, in which Gloo connects them."""
-    local = jax.local_devices()
-    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("device",))
+    """Takes sums over all devices, and over one of each worker: Gloo connects them."""
+    every = jax.devices()
+    firsts = {device.process_index: device for device in reversed(every)}
+    _sum_over(group, every)
+    if len(firsts) < len(every):
+        _sum_over(group, [firsts[index] for index in sorted(firsts)])
+
+
+def _sum_over(group: WorkerGroup, devices: Sequence[jax.Device]) -> None:
+    local = [each for each in devices if each.process_index == jax.process_index()]
+    mesh = jax.sharding.Mesh(np.array(devices), ("device",))
     split = jax.NamedSharding(mesh, jax.P("device"))
     shape = jax.ShapeDtypeStruct((mesh.size,), np.float32, sharding=split)
     replicated = jax.NamedSharding(mesh, jax.P())
@@ -378,7 +394,7 @@ def _connect_devices(group: WorkerGroup) -> None:
     group.barrier("the connections between devices")
     ones = [jax.device_put(np.ones(1, np.float32), device) for device in local]
     stacked = jax.make_array_from_single_device_arrays(shape.shape, split, ones)
-    jax.block_until_ready(program(stacked))
+    until_loss(group, lambda: jax.block_until_ready(program(stacked)))
 
 
 def _is_collective(error: BaseException) -> bool:

@@ -1,0 +1,28 @@
+"""Input of `fit` as on accelerators, in front of CPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+
+def prepare_ahead(strategy: Any) -> None:
+    """Makes a strategy prepare batches ahead, as if its devices were accelerators.
+
+    Pinned memory, which needs a GPU, is a copy; on TensorFlow the device is a virtual
+    CPU other than the host.
+    """
+    backend = keras.backend.backend()
+    trainer = strategy.drivers.fit
+    if backend == "torch":
+        from keras_strategies.engines.torch import cuda_batches
+
+        cuda_batches.pinned = lambda leaf: leaf.clone()
+        trainer.placer = cuda_batches.PinningPrefetcher()
+    elif backend == "tensorflow":
+        from keras_strategies.engines.tensorflow.epoch_datasets import EpochDatasets
+
+        trainer.placer = EpochDatasets("/device:CPU:1")
+    else:
+        trainer.placer._ahead = True
