@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from harness.batches_ahead import prepare_ahead
 from harness.strategies import STRATEGIES
 
 import keras_strategies as ks
@@ -156,17 +157,29 @@ def test_several_steps_per_execution(name: str) -> None:
     assert steps(strategy, name, model_on(strategy, 2)) == plain
 
 
-# On JAX and Torch, batches ahead are those of the iterator that Keras makes.
-@pytest.mark.parametrize(
-    "name",
-    ["unknown length", "validation on the same"] if BACKEND == "tensorflow" else [],
-)
-def test_with_batches_ahead_on_a_device(name: str) -> None:
-    """As on an accelerator."""
-    from keras_strategies.engines.tensorflow.epoch_datasets import EpochDatasets
+#: On each backend: what can be in another order if iterators are made at other times.
+AHEAD = {
+    "tensorflow": ["unknown length", "validation on the same"],
+    "torch": ["arrays", "seed"],
+    "jax": ["arrays", "PyDataset"],
+}
 
-    strategy = ks.OneDeviceStrategy("cpu:1")
-    strategy.drivers.fit.placer = EpochDatasets("/device:CPU:1")
+
+@pytest.mark.parametrize("device", ["one_device", "mirrored_2"])
+@pytest.mark.parametrize("name", AHEAD[BACKEND])
+def test_with_batches_ahead_on_a_device(
+    name: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on an accelerator."""
+    if BACKEND == "torch":
+        from keras_strategies.engines.torch import cuda_batches
+
+        monkeypatch.setattr(cuda_batches, "pinned", cuda_batches.pinned)
+    if device == "one_device":
+        strategy = ks.OneDeviceStrategy("cpu:1")
+    else:
+        strategy = STRATEGIES[device].make()
+    prepare_ahead(strategy)
     assert steps(strategy, name) == steps(None, name)
 
 

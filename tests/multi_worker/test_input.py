@@ -325,3 +325,27 @@ def test_groups_of_steps_read_every_batch_of_a_stream_once(cluster):
             if group <= 3:
                 # The batches 0, 1, 2 and 3, 4, 5.
                 np.testing.assert_allclose(found["limited"], [5 / 3, 50 / 3], rtol=1e-5)
+
+
+@pytest.mark.parametrize("cluster", ["two_by_two"], indirect=True)
+def test_batches_are_prepared_ahead(cluster):
+    """As on accelerators; also those that workers exchange when they are read."""
+
+    def program(strategy):
+        from harness.batches_ahead import prepare_ahead
+
+        prepare_ahead(strategy)
+        model = make_model(strategy)
+        arguments = {"epochs": 2, "verbose": 0, "shuffle": True}
+        found = summary(model, model.fit(*rows(22), batch_size=5, **arguments))
+        separate = creator(strategy, [11, 5])
+        return {"shuffled": found, "separate": separate}
+
+    def alone():
+        model = make_model(ks.OneDeviceStrategy("cpu:0"))
+        arguments = {"epochs": 2, "verbose": 0, "shuffle": True}
+        return summary(model, model.fit(*rows(22), batch_size=5, **arguments))
+
+    expected = {"shuffled": alone(), "separate": cluster(creator, [11, 5])[0]}
+    for index, found in enumerate(cluster(program)):
+        assert_same(expected, found, 1e-5, f"worker {index}")

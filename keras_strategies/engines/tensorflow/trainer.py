@@ -74,9 +74,8 @@ class TensorFlowTrainer(FitDriver):
             )
         self.elastic = None if self._call is None else self._call.elastic
         home = self.placement.variables
-        # With several replicas, the step transfers the rows of each to its device.
-        ahead = self.placement.is_single and home.kind != "cpu"
-        self.placer = EpochDatasets(tf_device(home) if ahead else None)
+        # Replicas take their rows from there, in the step.
+        self.placer = EpochDatasets(None if home.kind == "cpu" else tf_device(home))
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
 from typing import Any
 
 import keras
@@ -63,26 +65,23 @@ def pinned(leaf: Any) -> Any:
     return leaf.pin_memory() if is_host and leaf.layout is torch.strided else leaf
 
 
-def pin_batch(batch: Any) -> Callable[[], Any]:
-    """A mover to pinned memory, for batches that are split over several devices."""
-    found = keras.tree.map_structure(pinned, batch)
-    return lambda: found
+def pin_batch(batch: Any) -> Any:
+    """A copy of a batch in pinned memory, for rows that are moved to several devices."""
+    return keras.tree.map_structure(pinned, batch)
 
 
 def batch_prefetcher(
-    home: torch.device, is_single: bool, has_workers: bool
-) -> CudaPrefetcher | None:
+    home: torch.device, is_single: bool
+) -> CudaPrefetcher | PinningPrefetcher | None:
     """The prefetch of batches under a strategy; None without GPUs.
 
     Args:
         home: the device of the variables.
         is_single: bool, whether all rows are computed there.
-        has_workers: bool, whether a batch has rows of other workers too. These are not
-            transferred, so layer calls pin the worker's own rows (`device_rows`).
     """
-    if home.type != "cuda" or has_workers:
+    if home.type != "cuda":
         return None
-    return CudaPrefetcher(CudaMover(home) if is_single else pin_batch)
+    return CudaPrefetcher(CudaMover(home)) if is_single else PinningPrefetcher()
 
 
 def device_rows(part: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -102,3 +101,39 @@ class CudaPrefetcher:
 
     def batches(self, batches: Iterable[Any]) -> Iterator[Any]:
         return prefetch_one(batches, self._move)
+
+
+class PinningPrefetcher:
+    """Pins the batches of `fit`, `evaluate` and `predict` while a step runs.
+
+    For rows of several devices, which layer calls move. Batches are read by the thread
+    that trains, in the order of plain Keras: a source may draw from the random numbers
+    of the process. A thread pins the next one: with several workers, the host waits for
+    the collectives of each step, and would pin it while the devices are idle.
+    """
+
+    def batches(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """The batches in pinned memory; an error is raised in the step of its batch."""
+        pinning: list[Future[Any]] = []
+
+        def read() -> Iterator[Any]:
+            for batch in batches:
+                yield batch
+                # The source may write the next one to the same memory.
+                wait(pinning)
+
+        def begin(batch: Any) -> Callable[[], Any]:
+            pinning[:] = [Future()]
+            # A thread for each batch: none is left when an epoch is not finished.
+            args = (pinning[0], batch)
+            threading.Thread(target=_pin, args=args, name="ks-input").start()
+            return pinning[0].result
+
+        return prefetch_one(read(), begin)
+
+
+def _pin(pinning: Future[Any], batch: Any) -> None:
+    try:
+        pinning.set_result(pin_batch(batch))
+    except BaseException as error:
+        pinning.set_exception(error)

@@ -59,9 +59,7 @@ class TorchTrainer(FitDriver):
             self.elastic = TorchElasticSteps(self._call, workers)
         home = torch_device(self.placement.variables)
         # With several replicas, each layer call moves their rows from the host.
-        self.placer = batch_prefetcher(
-            home, self.placement.is_single, workers is not None
-        )
+        self.placer = batch_prefetcher(home, self.placement.is_single)
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:

@@ -206,7 +206,9 @@ def batches_placed_by(
 def torch_epoch_batches(original: Any, self: Any) -> Any:
     batches = original(self)
     placer = thread_input.placer
-    return batches if placer is None else placer.batches(batches)
+    # An iterator of a loader draws from Torch's random numbers when it is made, and
+    # Keras makes one more than it reads.
+    return batches if placer is None else placer.batches(iter(batches))
 
 
 def tensorflow_epochs(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
