@@ -66,7 +66,7 @@ def pinned(leaf: Any) -> Any:
 
 
 def pin_batch(batch: Any) -> Any:
-    """A copy of a batch in pinned memory, for rows that are moved to several devices."""
+    """A copy of a batch in pinned memory, for rows of several devices."""
     return keras.tree.map_structure(pinned, batch)
 
 
