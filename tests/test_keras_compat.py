@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+
 import keras
 import numpy as np
 import pytest
@@ -85,6 +88,46 @@ def test_thread_state_is_copied_and_put_back() -> None:
     with with_thread_state(state):
         assert current_stateless_scope() is state["stateless_scope"]
     assert current_stateless_scope() is None
+
+
+def test_threads_at_the_same_time_have_scopes_of_their_own() -> None:
+    """Keras changes the stacks of name scopes and of `RematScope` in place."""
+    from keras.src.backend.common.name_scope import current_path
+    from keras.src.backend.common.remat import get_current_remat_mode
+
+    barrier, found = threading.Barrier(2, timeout=60), {}
+
+    def in_scopes(state, name: str) -> None:
+        with with_thread_state(state):
+            for turn in ("one", "two"):
+                with contextlib.ExitStack() as stack:
+                    if turn == name:
+                        stack.enter_context(keras.name_scope(f"of_{name}"))
+                        stack.enter_context(keras.RematScope("full"))
+                    barrier.wait()
+                    found[name, turn] = (current_path(), get_current_remat_mode())
+                    barrier.wait()
+
+    with keras.name_scope("caller"), keras.RematScope(None):
+        state = thread_state()
+        threads = [
+            threading.Thread(target=in_scopes, args=(state, name))
+            for name in ("one", "two")
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert current_path() == "caller"
+    paths = {key: path for key, (path, _) in found.items()}
+    assert paths == {
+        ("one", "one"): "caller/of_one",
+        ("one", "two"): "caller",
+        ("two", "one"): "caller",
+        ("two", "two"): "caller/of_two",
+    }
+    modes = {key: mode.mode for key, (_, mode) in found.items()}
+    assert modes == {key: "full" if len(set(key)) == 1 else None for key in paths}
 
 
 def test_variables_of_optimizers_are_told_from_others() -> None:

@@ -11,6 +11,8 @@ from typing import Any
 #: What scopes of strategies set in Keras's state: its distribution on JAX, its device
 #: on Torch.
 _OF_SCOPES = ("distribution", "torch_device")
+#: Stacks of open scopes, which Keras changes in place.
+_STACKS = ("name_scope_stack", "remat_scope_stack")
 
 
 def current_stateless_scope() -> Any:
@@ -56,6 +58,8 @@ def with_thread_state(state: dict[str, Any]) -> Iterator[None]:
     saved = dict(own)
     own.clear()
     own.update(state)
+    # Threads at the same time open scopes of their own.
+    own.update({name: list(state.get(name) or ()) for name in _STACKS})
     # The call context is that of the thread that calls layers.
     own.pop("current_call_ctx", None)
     try:
