@@ -20,6 +20,15 @@ def check_flag(name: str, value: object) -> None:
         )
 
 
+def check_random_numbers(value: object) -> None:
+    """Raises an error for other random numbers of rows than the known ones."""
+    if value not in ("partitioned", "keras"):
+        raise InvalidArgumentError(
+            "`random_numbers` must be 'partitioned' (drawn in blocks of rows on Torch) "
+            f"or 'keras' (those of Keras without a strategy). Received: {value!r}"
+        )
+
+
 def _parsed_fields(
     cls: type[_Options], value: Any, what: str, error: type[Exception]
 ) -> _Options:

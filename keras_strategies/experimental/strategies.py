@@ -26,6 +26,7 @@ class ExperimentalMultiWorkerMirroredStrategy(multi_worker.MultiWorkerMirroredSt
         communication_options: `CommunicationOptions`, instead of `communication`.
         devices: as for `ks.MultiWorkerMirroredStrategy`.
         sync_batch_norm: as for `ks.MultiWorkerMirroredStrategy`.
+        random_numbers: as for `ks.MultiWorkerMirroredStrategy`.
 
     Raises:
         ValueError: if both `communication` and `communication_options` are given, and
@@ -45,6 +46,7 @@ class ExperimentalMultiWorkerMirroredStrategy(multi_worker.MultiWorkerMirroredSt
         communication_options: CommunicationOptions | None = None,
         devices: Sequence[str] | None = None,
         sync_batch_norm: bool = True,
+        random_numbers: str = "partitioned",
     ):
         chosen = CommunicationImplementation.parse(communication)
         if chosen is not CommunicationImplementation.AUTO:
@@ -60,6 +62,7 @@ class ExperimentalMultiWorkerMirroredStrategy(multi_worker.MultiWorkerMirroredSt
             communication_options,
             devices=devices,
             sync_batch_norm=sync_batch_norm,
+            random_numbers=random_numbers,
         )
 
 

@@ -67,6 +67,18 @@ _TORCH = "keras.src.backend.torch"
 _BACKENDS = "keras.src.backend"
 _BACKEND = "keras.src.backend.{backend}"
 _APPLY = "(self, grads, trainable_variables=None)"
+# Functions of `keras.random` that draw for each entry.
+_DRAWS = (
+    ("normal", "(shape, mean=0.0, stddev=1.0, dtype=None, seed=None)"),
+    ("uniform", "(shape, minval=0.0, maxval=1.0, dtype=None, seed=None)"),
+    ("categorical", "(logits, num_samples, dtype='int32', seed=None)"),
+    ("randint", "(shape, minval, maxval, dtype='int32', seed=None)"),
+    ("truncated_normal", "(shape, mean=0.0, stddev=1.0, dtype=None, seed=None)"),
+    ("dropout", "(inputs, rate, noise_shape=None, seed=None)"),
+    ("gamma", "(shape, alpha, dtype=None, seed=None)"),
+    ("binomial", "(shape, counts, probabilities, dtype=None, seed=None)"),
+    ("beta", "(shape, alpha, beta, dtype=None, seed=None)"),
+)
 
 GROUPS: dict[str, Group] = {
     "strategies": Group(
@@ -419,21 +431,26 @@ GROUPS: dict[str, Group] = {
                 "A replica draws the random numbers of its rows.",
                 backend="jax",
             )
+            for name, signature in _DRAWS
+        ),
+    ),
+    "torch draws": Group(
+        "While a step, or a replica's call of Keras's own layers, runs on Torch.",
+        tuple(
+            Patch(
+                f"{_TORCH}.random",
+                name,
+                signature,
+                "backends.keras_on_torch.drawn",
+                "A replica draws the random numbers of its rows.",
+                backend="torch",
+            )
             for name, signature in (
-                ("normal", "(shape, mean=0.0, stddev=1.0, dtype=None, seed=None)"),
-                ("uniform", "(shape, minval=0.0, maxval=1.0, dtype=None, seed=None)"),
-                ("categorical", "(logits, num_samples, dtype='int32', seed=None)"),
-                ("randint", "(shape, minval, maxval, dtype='int32', seed=None)"),
-                (
-                    "truncated_normal",
-                    "(shape, mean=0.0, stddev=1.0, dtype=None, seed=None)",
-                ),
-                ("dropout", "(inputs, rate, noise_shape=None, seed=None)"),
-                ("gamma", "(shape, alpha, dtype=None, seed=None)"),
-                ("binomial", "(shape, counts, probabilities, dtype=None, seed=None)"),
-                ("beta", "(shape, alpha, beta, dtype=None, seed=None)"),
+                *_DRAWS,
+                ("shuffle", "(x, axis=0, seed=None)"),
             )
         ),
+        is_temporary=True,
     ),
     "tensorflow replicas": Group(
         "From a strategy of several replicas on TensorFlow on.",

@@ -206,6 +206,16 @@ PRIVATE = (
         "Seeds that stand for those of Keras in proofs.",
     ),
     Private(
+        "keras.src.trainers.compile_utils.CompileMetrics",
+        ("_user_metrics", "_user_weighted_metrics"),
+        "Whether only code of Keras's runs in the steps of a model.",
+    ),
+    Private(
+        "keras.src.metrics.reduction_metrics.MeanMetricWrapper",
+        ("_fn",),
+        "Whether only code of Keras's runs in the steps of a model.",
+    ),
+    Private(
         "keras.src.layers.layer.Layer",
         ("_seed_generators",),
         "Whether a layer draws random numbers.",

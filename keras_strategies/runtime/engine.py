@@ -251,6 +251,7 @@ class StrategyCore(abc.ABC):
         cross_device_ops: reductions between local replicas; None for the engine's own.
         sync_batch_norm: bool, whether batch normalization uses the statistics of the
             global batch.
+        random_numbers: `"partitioned"` or `"keras"`.
     """
 
     def __init__(
@@ -259,11 +260,13 @@ class StrategyCore(abc.ABC):
         placement: Placement,
         cross_device_ops: Any = None,
         sync_batch_norm: bool = True,
+        random_numbers: str = "partitioned",
     ):
         self._engine = engine
         self._placement = placement
         self._cross_device_ops = cross_device_ops
         self._sync_batch_norm = sync_batch_norm
+        self._random_numbers = random_numbers
         #: Variables that have been synchronized between workers.
         self.synced_variables = IdSet()
         self._drivers = engine.drivers(self)
@@ -287,6 +290,16 @@ class StrategyCore(abc.ABC):
     def sync_batch_norm(self) -> bool:
         """bool, whether batch normalization uses the global batch's statistics."""
         return self._sync_batch_norm
+
+    @property
+    def random_numbers(self) -> str:
+        """`"partitioned"` or `"keras"`, see `ks.MirroredStrategy`."""
+        return self._random_numbers
+
+    @property
+    def partitions_draws(self) -> bool:
+        """bool, whether engines without counters draw in blocks of rows."""
+        return self._random_numbers == "partitioned" and self._placement.mesh is None
 
     @property
     def num_replicas_in_sync(self) -> int:

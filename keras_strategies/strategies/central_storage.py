@@ -23,6 +23,7 @@ class CentralStorageStrategy(Strategy):
         parameter_device: a device name or object; None for the compute device if there
             is one, else for `"cpu:0"`.
         sync_batch_norm: bool, as for `MirroredStrategy`.
+        random_numbers: `"partitioned"` or `"keras"`, as for `MirroredStrategy`.
 
     Raises:
         ValueError: for a device that does not exist or is named twice.
@@ -38,6 +39,7 @@ class CentralStorageStrategy(Strategy):
         parameter_device: object | None = None,
         *,
         sync_batch_norm: bool = True,
+        random_numbers: str = "partitioned",
     ):
         engine = get_engine()
         if compute_devices is None:
@@ -51,4 +53,6 @@ class CentralStorageStrategy(Strategy):
         else:
             (home,) = choose_devices(engine, ["cpu:0"], "parameter_device")
         placement = Placement(replicas, home, mirrored=False)
-        super().__init__(placement, sync_batch_norm=sync_batch_norm)
+        super().__init__(
+            placement, sync_batch_norm=sync_batch_norm, random_numbers=random_numbers
+        )

@@ -32,10 +32,17 @@ class MirroredStrategy(Strategy):
         sync_batch_norm: bool, whether batch normalization uses the statistics of
             the global batch. False uses those of each replica's rows. Torch and
             TensorFlow only; JAX, where all replicas are one program, raises an error.
+        random_numbers: `"partitioned"` or `"keras"`, the random numbers of rows on
+            Torch, where generators are sequences. `"partitioned"`: drawn in blocks of
+            rows with seeds of their own, so that a replica draws for its rows only;
+            numbers are those of `OneDeviceStrategy`. `"keras"`: those of Keras without
+            a strategy; each replica draws for the rows of all. On JAX and TensorFlow,
+            which have generators with counters, both are those of Keras.
 
     Raises:
         TypeError: if `cross_device_ops` is something else.
-        ValueError: for a device that does not exist or is named twice.
+        ValueError: for a device that does not exist or is named twice, and for other
+            `random_numbers`.
         RuntimeError: if virtual CPU devices are needed and the backend has
             already been used.
 
@@ -54,6 +61,7 @@ class MirroredStrategy(Strategy):
         cross_device_ops: CrossDeviceOps | None = None,
         *,
         sync_batch_norm: bool = True,
+        random_numbers: str = "partitioned",
     ):
         engine = get_engine()
         if devices is None:
@@ -61,4 +69,4 @@ class MirroredStrategy(Strategy):
         else:
             replicas = choose_devices(engine, devices)
         placement = Placement(replicas, replicas[0], mirrored=True)
-        super().__init__(placement, cross_device_ops, sync_batch_norm)
+        super().__init__(placement, cross_device_ops, sync_batch_norm, random_numbers)

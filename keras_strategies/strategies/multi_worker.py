@@ -46,7 +46,11 @@ from keras_strategies.strategies.device_selection import (
 )
 from keras_strategies.training.elastic.elastic_actions import ElasticActions
 from keras_strategies.training.random_sync import sync_random_numbers
-from keras_strategies.types import CommunicationOptions, Elastic
+from keras_strategies.types import (
+    CommunicationOptions,
+    Elastic,
+    check_random_numbers,
+)
 
 #: Default timeout between workers, in seconds.
 DEFAULT_TIMEOUT = 300.0
@@ -83,6 +87,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             engine of `communication_options`.
         sync_batch_norm: bool, whether batch normalization uses the statistics of the
             global batch (see `MirroredStrategy`).
+        random_numbers: `"partitioned"` or `"keras"`, as for `MirroredStrategy`.
         elastic: `Elastic`, for training that continues when workers are lost, return or
             join, under `fit` and in loops that catch `WorkersChanged`; None to end with
             an error when one is lost, unless `keras-strategies launch --elastic` has
@@ -111,10 +116,12 @@ class MultiWorkerMirroredStrategy(Strategy):
         devices: Sequence[object] | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
         sync_batch_norm: bool = True,
+        random_numbers: str = "partitioned",
         elastic: Elastic | None = None,
     ):
         engine = get_engine()
         Elastic.check(elastic)
+        check_random_numbers(random_numbers)  # Before workers connect.
         elastic = elastic or _elastic_of_launcher()
         check_cross_device_ops(cross_device_ops)
         options = CommunicationOptions.parse(
@@ -140,7 +147,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             if isinstance(workers.elastic, ElasticActions):
                 workers.elastic.register(workers)
         placement = Placement(replicas, replicas[0], mirrored=True, workers=workers)
-        super().__init__(placement, cross_device_ops, sync_batch_norm)
+        super().__init__(placement, cross_device_ops, sync_batch_norm, random_numbers)
         if workers is not None and isinstance(workers.elastic, ElasticActions):
             workers.elastic.follow(self)
         if workers is not None:

@@ -14,6 +14,7 @@ class OneDeviceStrategy(Strategy):
     Args:
         device: a device name such as `"gpu:0"`, or a device object of the framework
             (`torch.device`, `jax.Device`, `tf.config.LogicalDevice`).
+        random_numbers: `"partitioned"` or `"keras"`, as for `MirroredStrategy`.
 
     Raises:
         ValueError: if there is no such device; the message lists what exists.
@@ -25,6 +26,8 @@ class OneDeviceStrategy(Strategy):
     ...     model = keras.Sequential([keras.layers.Dense(1)])
     """
 
-    def __init__(self, device: object):
+    def __init__(self, device: object, *, random_numbers: str = "partitioned"):
         (chosen,) = choose_devices(get_engine(), [device], what="device")
-        super().__init__(Placement((chosen,), chosen, mirrored=False))
+        super().__init__(
+            Placement((chosen,), chosen, mirrored=False), random_numbers=random_numbers
+        )

@@ -109,10 +109,6 @@ def test_a_checkpoint_goes_on_under_another_strategy(name, tmp_path) -> None:
     losses = fit(made(STRATEGIES["one_device"].make()), callbacks=[saver])
     model = made(strategy)
     model.load_weights(tmp_path)
-    if keras.backend.backend() == "torch" and strategy.num_replicas_in_sync > 1:
-        # Replicas draw dropout's masks themselves there.
-        assert np.isfinite(fit(model)).all()
-        return
     expected = uninterrupted("one_device")
     np.testing.assert_allclose(losses + fit(model), expected, rtol=1e-4)
 

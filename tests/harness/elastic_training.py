@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import faulthandler
 import importlib
@@ -303,7 +302,8 @@ def train() -> None:
     settings = Settings(**json.loads(Path(sys.argv[1]).read_text()))
     index, is_new = int(sys.argv[2]), sys.argv[3] == "1"
     folder = Path(settings.folder)
-    strategy = None
+    # Its random numbers are those of workers.
+    strategy: Any = ks.OneDeviceStrategy("cpu:0")
     if index >= 0:
         elastic = Elastic(settings.min_workers, timeout_seconds=settings.fails)
         options = ks.CommunicationOptions(timeout_seconds=settings.timeout)
@@ -320,7 +320,7 @@ def train() -> None:
         if any(kill.step == step and kill.place == place for kill in mine):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    if strategy is not None and not is_new:
+    if index >= 0 and not is_new:
         elastic_actions = strategy.workers.elastic
         notice_loss_after_steps(
             elastic_actions, lambda: [index, step] in settings.unfinished
@@ -337,7 +337,7 @@ def train() -> None:
             return x + keras.ops.mean(x, 0) if settings.mixes_rows else x
 
     keras.utils.set_random_seed(11)
-    with contextlib.nullcontext() if strategy is None else strategy.scope():
+    with strategy.scope():
         model = keras.Sequential(
             [
                 keras.Input((4,)),

@@ -166,6 +166,8 @@ def _strategy(name: str) -> Any:
     import keras_strategies as ks
 
     devices = ["cpu:0", "cpu:1", "cpu:2"]
+    if name == "one_device":
+        return ks.OneDeviceStrategy("cpu:0")
     if name == "mirrored":
         return ks.MirroredStrategy(devices)
     if name == "central":

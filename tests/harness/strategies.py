@@ -21,12 +21,16 @@ class StrategyCase:
     make: Callable[[], Any]
 
 
+#: Cases are compared with Keras without a strategy, random numbers too.
+_OPTIONS: Any = {"random_numbers": "keras"}
+
+
 def _devices(count: int, first: int = 0) -> list[str]:
     return [f"{devices.KIND}:{i}" for i in range(first, first + count)]
 
 
 def _mirrored(count: int) -> Any:
-    return ks.MirroredStrategy(_devices(count))
+    return ks.MirroredStrategy(_devices(count), **_OPTIONS)
 
 
 def _model_parallel(layout_map: str, model_parallel: int) -> Any:
@@ -51,7 +55,9 @@ MODEL_PARALLEL = {
 STRATEGIES = {
     case.name: case
     for case in (
-        StrategyCase("one_device", 1, lambda: ks.OneDeviceStrategy(_devices(1)[0])),
+        StrategyCase(
+            "one_device", 1, lambda: ks.OneDeviceStrategy(_devices(1)[0], **_OPTIONS)
+        ),
         StrategyCase("mirrored_2", 2, lambda: _mirrored(2)),
         StrategyCase("mirrored_4", 4, lambda: _mirrored(4)),
         StrategyCase(
@@ -61,6 +67,7 @@ STRATEGIES = {
                 # Others than that of the storage.
                 _devices(2, first=int(devices.KIND == "cpu")),
                 "cpu:0",
+                **_OPTIONS,
             ),
         ),
     )

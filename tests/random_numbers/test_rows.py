@@ -51,15 +51,61 @@ def marked(case: Case) -> Any:
     return pytest.param(case, id=case.name, marks=marks)
 
 
+#: One for each way in which numbers are drawn. On JAX and TensorFlow both are the same.
+WITH_NUMBERS_OF_KERAS = (
+    *("Dropout", "Dropout-no-seed", "LSTM", "MultiHeadAttention", "RandomFlip"),
+    *("categorical-generator", "gamma-generator", "several-generator"),
+)
+
+
+def with_numbers(case: Case) -> list[Any]:
+    """A case with each kind of random numbers."""
+    name, own = case.name, marked(case)
+    is_by_day = BACKEND == "torch" and case.name in WITH_NUMBERS_OF_KERAS
+    marks = () if is_by_day else (pytest.mark.nightly,)
+    return [
+        pytest.param(
+            case, "partitioned", id=f"{case.name}-partitioned", marks=own.marks
+        ),
+        pytest.param(case, "keras", id=f"{name}-keras", marks=marks),
+    ]
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that end within the rows of a replica, and at their ends."""
+    if BACKEND == "torch":
+        from keras_strategies.engines.torch.replicas import partitioned_draws
+
+        monkeypatch.setattr(partitioned_draws, "_CPU_BLOCK", 24)
+
+
+def reference(random_numbers: str) -> Any:
+    """The strategy whose numbers are expected; None for Keras without one."""
+    if BACKEND == "torch" and random_numbers == "partitioned":
+        return ks.OneDeviceStrategy("cpu:0")
+    return None
+
+
 @pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.nightly), 3])
-@pytest.mark.parametrize("case", map(marked, CASES))
-def test_training_is_that_of_one_device(case: Case, count: int) -> None:
-    strategy = ks.MirroredStrategy([f"cpu:{i}" for i in range(count)])
-    expected = trained(case, None)
+@pytest.mark.parametrize(
+    ("case", "random_numbers"), [each for case in CASES for each in with_numbers(case)]
+)
+def test_training_is_that_of_one_device(
+    case: Case, random_numbers: str, count: int, small_blocks: None
+) -> None:
+    devices = [f"cpu:{i}" for i in range(count)]
+    strategy = ks.MirroredStrategy(devices, random_numbers=random_numbers)
+    expected = trained(case, reference(random_numbers))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = trained(case, strategy)
     assert_same(expected, found, 1e-5, case.name)
     texts = [str(each.message) for each in caught]
     unsplit = [text for text in texts if "cannot be split by rows" in text]
-    assert bool(unsplit) == (not case.splits), unsplit
+    assert bool(unsplit) == (not case.splits(random_numbers)), unsplit
+
+
+def test_other_numbers_are_refused() -> None:
+    with pytest.raises(ValueError, match="drawn in blocks of rows"):
+        ks.MirroredStrategy(["cpu:0"], random_numbers="numpy")

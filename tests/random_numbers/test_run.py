@@ -43,6 +43,7 @@ def rows_of_replicas(sizes: tuple[int, ...]) -> Any:
     return ks.PerReplica([ops.convert_to_tensor(part) for part in parts])
 
 
+@pytest.mark.parametrize("random_numbers", ["partitioned", "keras"])
 @pytest.mark.parametrize("sizes", [(6, 6), (5, 4, 3)])
 @pytest.mark.parametrize(
     "name",
@@ -51,12 +52,22 @@ def rows_of_replicas(sizes: tuple[int, ...]) -> Any:
         for name in DRAWS
     ],
 )
-def test_draws_are_those_of_one_device(name: str, sizes: tuple[int, ...]) -> None:
+def test_draws_are_those_of_one_device(
+    name: str, sizes: tuple[int, ...], random_numbers: str
+) -> None:
     draw = DRAWS[name]
-    rows = X[: sum(sizes)]
+    rows = ops.convert_to_tensor(X[: sum(sizes)])
     seed = keras.random.SeedGenerator(3)
-    expected = [draw(ops.convert_to_tensor(rows), seed) for _ in range(2)]
-    strategy = ks.MirroredStrategy([f"cpu:{i}" for i in range(len(sizes))])
+    one_device = ks.OneDeviceStrategy("cpu:0", random_numbers=random_numbers)
+    expected = [
+        one_device.run(lambda: draw(rows, seed))
+        if keras.backend.backend() == "torch" and random_numbers == "partitioned"
+        else draw(rows, seed)
+        for _ in range(2)
+    ]
+    strategy = ks.MirroredStrategy(
+        [f"cpu:{i}" for i in range(len(sizes))], random_numbers=random_numbers
+    )
     with strategy.scope():
         own = keras.random.SeedGenerator(3)
     for wanted in expected:
@@ -77,7 +88,7 @@ def test_layers_draw_for_their_rows() -> None:
         )
 
     expected = noisy()(X, training=True)
-    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
+    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"], random_numbers="keras")
     with strategy.scope():
         model = noisy()
     rows = rows_of_replicas((7, 5))

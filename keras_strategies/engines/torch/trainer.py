@@ -24,10 +24,12 @@ from keras_strategies.engines.torch.devices import (
 from keras_strategies.engines.torch.elastic_steps import TorchElasticSteps
 from keras_strategies.engines.torch.replicas.replica_threads import ReplicaThreads
 from keras_strategies.engines.torch.replicas.replica_variables import ReplicaVariables
+from keras_strategies.engines.torch.replicas.row_numbers import partitioned_step
 from keras_strategies.engines.torch.worker_collectives import TorchWorkers
 from keras_strategies.input.row_splits import check_batch
 from keras_strategies.keras_compat.models.input_adapters import batches_placed_by
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
+from keras_strategies.keras_compat.models.row_wise_layers import only_keras_draws
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.drivers import FitDriver
 from keras_strategies.runtime.placement import VariableCopy
@@ -46,6 +48,7 @@ class TorchTrainer(FitDriver):
 
     def __init__(self, strategy: StrategyCore):
         super().__init__(strategy.placement)
+        self._partitions_draws = strategy.partitions_draws
         self.threads = ReplicaThreads(self.placement.replicas)
         self.variables = ReplicaVariables(self.placement)
         self._call = (
@@ -97,6 +100,8 @@ class TorchTrainer(FitDriver):
     ) -> Callable[..., Any]:
         workers = self.placement.workers
         call = self._call
+        if self._partitions_draws and not model.jit_compile:
+            function = _partitioned(function, only_keras_draws(model))
         if call is None:
             return function
 
@@ -131,6 +136,18 @@ class TorchTrainer(FitDriver):
             for device, mirror in self.variables.mirrors(variable)
         ]
         return found
+
+
+def _partitioned(
+    function: Callable[..., Any], only_of_keras: bool
+) -> Callable[..., Any]:
+    """A step in which random numbers are drawn in blocks of rows."""
+
+    def step(data: Any) -> Any:
+        with partitioned_step(only_of_keras):
+            return function(data)
+
+    return step
 
 
 def _named(tensor: torch.Tensor, expected: Device) -> Device:

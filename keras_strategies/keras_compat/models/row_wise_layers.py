@@ -13,7 +13,7 @@ from typing import Any
 
 import keras
 
-from keras_strategies.keras_compat.models.layers import rematerializes
+from keras_strategies.keras_compat.models.layers import rematerializes, sublayers
 from keras_strategies.keras_compat.strategy_attribute import STRATEGY_ATTRIBUTE
 
 #: Layers without an argument that could mix rows.
@@ -233,6 +233,48 @@ def is_row_wise(layer: Any, ranks: Sequence[int]) -> bool:
     return all(is_row_wise(each, below) for each in inner)
 
 
+def only_keras_draws(model: Any) -> bool:
+    """Whether no code of the user's runs in the steps of a model.
+
+    Only functions of `keras.random` draw random numbers then. False for models that
+    cannot be followed.
+    """
+    given = [
+        (each._user_metrics, each._user_weighted_metrics)
+        for each in model.metrics
+        if type(each).__name__ == "CompileMetrics"
+    ]
+    parts = [model.loss, model.optimizer, model.metrics, given]
+    for part in keras.tree.flatten(parts):
+        if part is None or isinstance(part, (str, int, float)):
+            continue
+        # Functions in `LossFunctionWrapper` and `MeanMetricWrapper`.
+        inner = getattr(part, "_fn", getattr(part, "fn", part))
+        if not (_is_of_keras(part) and _is_of_keras(inner)):
+            return False
+    return all(map(_only_keras_calls, sublayers(model)))
+
+
+def _only_keras_calls(layer: Any) -> bool:
+    classes = [
+        kind
+        for kind in type(layer).__mro__
+        if "_keras_strategies_kind" not in vars(kind)
+    ]
+    packages = ("keras", "keras_strategies", "torch", "builtins", "abc")
+    if any(kind.__module__.partition(".")[0] not in packages for kind in classes):
+        return False
+    if "call" in vars(layer) or not _has_known_functions(layer):
+        return False
+    return not _is_container(layer) or all(map(_is_of_keras, _operations(layer)))
+
+
+def _is_of_keras(value: Any) -> bool:
+    """Whether a function, or the class of an object, is Keras's or of this package."""
+    module = getattr(value, "__module__", None) or type(value).__module__
+    return module.partition(".")[0] in ("keras", "keras_strategies")
+
+
 def _is_container(layer: Any) -> bool:
     from keras.src.models.functional import Functional
 
@@ -382,6 +424,15 @@ def _time_distributed(layer: Any, ranks: Sequence[int]) -> bool:
     return min(ranks, default=0) >= 3
 
 
+def _transforms(layer: Any, ranks: Sequence[int]) -> bool:
+    """Whether a layer transforms each image of a batch by numbers of its own.
+
+    Keras on Torch transforms one image after the other, so that the operations differ
+    with the rows. Elsewhere the layers are proved by their operations.
+    """
+    return keras.backend.backend() == "torch" and list(ranks) == [4]
+
+
 _CHECKED: dict[str, Callable[[Any, Sequence[int]], bool]] = {
     "ActivityRegularization": lambda layer, ranks: True,
     "BatchNormalization": _with_axis,
@@ -400,6 +451,10 @@ _CHECKED: dict[str, Callable[[Any, Sequence[int]], bool]] = {
     "Normalization": _with_axes_of_build,
     "RNN": _recurrent,
     "RMSNormalization": _with_axis,
+    "RandomRotation": _transforms,
+    "RandomShear": _transforms,
+    "RandomTranslation": _transforms,
+    "RandomZoom": _transforms,
     "SimpleRNN": _recurrent,
     "Softmax": _with_axis,
     "TimeDistributed": _time_distributed,

@@ -179,7 +179,8 @@ class CallOnReplicas(GradientBoundary):
     def _task(self, replica_id: int, leaves: list[Any]) -> Callable[[], ReplicaResult]:
         call, multiples = self.layer_call, self.proof.draws
         rows = self.own_rows(replica_id) if any(multiples) else OwnRows(0, 0, 0)
-        draws = ProvedDraws(multiples, rows, call.layer.name)
+        is_partitioned = self.strategy.partitions_draws
+        draws = ProvedDraws(multiples, rows, call.layer.name, is_partitioned)
 
         def run() -> ReplicaResult:
             args, kwargs = call.arguments(leaves)

@@ -55,7 +55,16 @@ class OwnRows:
 
 
 class RowDraws(abc.ABC):
-    """The draws of one replica in one computation."""
+    """The draws of one replica in one computation.
+
+    Args:
+        is_partitioned: bool, whether numbers are drawn in blocks of rows, for engines
+            with generators that are sequences; else they are those of Keras without a
+            strategy.
+    """
+
+    def __init__(self, is_partitioned: bool = False):
+        self.is_partitioned = is_partitioned
 
     @abc.abstractmethod
     def next_draw(self, length: int | None) -> OwnRows | None:
@@ -67,6 +76,16 @@ class RowDraws(abc.ABC):
         """
 
 
+class AllRows(RowDraws):
+    """Partitioned draws of all rows, outside of calls that are split."""
+
+    def __init__(self) -> None:
+        super().__init__(is_partitioned=True)
+
+    def next_draw(self, length: int | None) -> OwnRows | None:
+        return None
+
+
 class DrawsByLength(RowDraws):
     """Draws of a function of `run`, of which nothing is proved.
 
@@ -76,9 +95,11 @@ class DrawsByLength(RowDraws):
 
     Args:
         rows: the replica's rows; None without any.
+        is_partitioned: bool, see `RowDraws`.
     """
 
-    def __init__(self, rows: OwnRows | None):
+    def __init__(self, rows: OwnRows | None, is_partitioned: bool = False):
+        super().__init__(is_partitioned)
         self.rows = rows
 
     def is_static(self, length: int | None) -> bool:
@@ -138,9 +159,17 @@ class ProvedDraws(RowDraws):
             all rows share.
         rows: the replica's rows.
         name: str, of the layer, for errors.
+        is_partitioned: bool, see `RowDraws`.
     """
 
-    def __init__(self, multiples: Sequence[int], rows: OwnRows, name: str):
+    def __init__(
+        self,
+        multiples: Sequence[int],
+        rows: OwnRows,
+        name: str,
+        is_partitioned: bool = False,
+    ):
+        super().__init__(is_partitioned)
         self._multiples = multiples
         self._rows = rows
         self._name = name

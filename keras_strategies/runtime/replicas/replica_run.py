@@ -120,7 +120,10 @@ class ReplicaRun(RunDriver):
             replica = context.ReplicaContext(self.strategy, replica_id, collectives)
             state = self._state(i, replica, made)
             merging.states.append(state)
-            draws = DrawsByLength(OwnRows.of(rows, replica_id) if rows else None)
+            draws = DrawsByLength(
+                OwnRows.of(rows, replica_id) if rows else None,
+                self.strategy.partitions_draws,
+            )
             task = self._task(i, fn, own_args, own_kwargs, replica, state, draws)
             found.append(task)
         return found

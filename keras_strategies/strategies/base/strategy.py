@@ -31,7 +31,12 @@ from keras_strategies.training.tensorflow_calls import (
     check_not_in_tf_function,
     replacements_named,
 )
-from keras_strategies.types import ReduceOp, RunOptions, check_flag
+from keras_strategies.types import (
+    ReduceOp,
+    RunOptions,
+    check_flag,
+    check_random_numbers,
+)
 from keras_strategies.values import map_structure, regroup, select_replica
 
 # Attributes of strategies for other modules of this package; `dir` omits them.
@@ -44,6 +49,7 @@ _INTERNAL = frozenset(
         "input_context",
         "other_workers",
         "owns",
+        "partitions_draws",
         "placement",
         "replicas_here",
         "synced_variables",
@@ -63,6 +69,7 @@ class Strategy(StrategyInput, StrategyReports, StrategyCheckpoints):
             backend's own.
         sync_batch_norm: bool, whether batch normalization uses the statistics of
             the global batch.
+        random_numbers: `"partitioned"` or `"keras"`, see `MirroredStrategy`.
     """
 
     def __init__(
@@ -70,9 +77,11 @@ class Strategy(StrategyInput, StrategyReports, StrategyCheckpoints):
         placement: Placement,
         cross_device_ops: CrossDeviceOps | None = None,
         sync_batch_norm: bool = True,
+        random_numbers: str = "partitioned",
     ):
         check_cross_device_ops(cross_device_ops)
         check_flag("sync_batch_norm", sync_batch_norm)
+        check_random_numbers(random_numbers)
         install_hooks()
         engine = get_engine()
         custom = None if is_built_in(cross_device_ops) else cross_device_ops
@@ -80,7 +89,9 @@ class Strategy(StrategyInput, StrategyReports, StrategyCheckpoints):
             require(engine, Feature.CUSTOM_REDUCTIONS)
         if not sync_batch_norm and placement.replica_counts.total > 1:
             require(engine, Feature.SEPARATE_BATCH_NORM)
-        super().__init__(engine, placement, cross_device_ops, sync_batch_norm)
+        super().__init__(
+            engine, placement, cross_device_ops, sync_batch_norm, random_numbers
+        )
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:

@@ -113,3 +113,51 @@ def test_an_accelerator_and_a_cpu_equal_one_device(names) -> None:
         found.append({**state_of(model), "p": model.predict(rows.x, verbose=0)})
     assert np.isfinite(found[0]["p"]).all()
     assert_same(*({"p": each["p"], **each} for each in found), 1e-5, str(names))
+
+
+def noisy() -> keras.Model:
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            keras.layers.Dropout(0.4),
+            keras.layers.GaussianNoise(0.5, seed=3),
+            keras.layers.Dense(3),
+        ]
+    )
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    return model
+
+
+def weights_of_noisy(strategy: Any) -> Any:
+    keras.utils.set_random_seed(2)
+    with strategy.scope():
+        model = noisy()
+    rows = classes(13)
+    model.fit(rows.x, rows.y, batch_size=8, shuffle=False, verbose=0)
+    return state_of(model)
+
+
+def test_partitioned_numbers_of_an_accelerator(monkeypatch: Any) -> None:
+    from keras_strategies.engines.torch.replicas import partitioned_draws
+
+    monkeypatch.setattr(partitioned_draws, "_ACCELERATOR_BLOCK", 12)
+    expected = weights_of_noisy(ks.OneDeviceStrategy("gpu:0"))
+    found = weights_of_noisy(ks.MirroredStrategy(["gpu:0", "gpu:1"]))
+    assert_same(expected, found, 1e-5, "two accelerators")
+
+
+@pytest.mark.parametrize("devices", [("gpu:0", "cpu:0"), ("cpu:0", "gpu:0")])
+def test_devices_of_different_kinds_draw_on_one(devices: tuple[str, ...]) -> None:
+    """Their generators are different: calls are not split, and `run` is refused."""
+    expected = weights_of_noisy(ks.OneDeviceStrategy(devices[0]))
+    mixed = ks.MirroredStrategy(devices)
+    with pytest.warns(UserWarning, match="devices of different kinds"):
+        found = weights_of_noisy(mixed)
+    assert_same(expected, found, 1e-5, str(devices))
+    with mixed.scope():
+        layer = keras.layers.Dropout(0.5)
+    rows = ks.PerReplica([torch.ones(2, 3), torch.ones(2, 3)])
+    with pytest.raises(ks.errors.ContextError, match="devices of one kind"):
+        mixed.run(lambda x: layer(x, training=True), args=(rows,))
+    means = mixed.run(lambda x: x.mean(), args=(rows,))
+    assert [float(each) for each in mixed.experimental_local_results(means)] == [1, 1]

@@ -18,7 +18,7 @@ from keras_strategies.engines.torch.replicas.replica_generators import (
 )
 from keras_strategies.engines.torch.replicas.replica_threads import ReplicaThreads
 from keras_strategies.engines.torch.replicas.replica_variables import ReplicaVariables
-from keras_strategies.engines.torch.replicas.row_numbers import RowNumbers
+from keras_strategies.engines.torch.replicas.row_numbers import seeing_draws
 from keras_strategies.engines.torch.replicas.thread_collectives import (
     ThreadCollectives,
 )
@@ -108,7 +108,9 @@ class CallOnThreads(CallOnReplicas):
             return self._threads.run(contextual, self._collectives)
 
     def seeing_draws(self) -> contextlib.AbstractContextManager[Any]:
-        return RowNumbers() if self.proof.draws else contextlib.nullcontext()
+        if not self.proof.draws:
+            return contextlib.nullcontext()
+        return seeing_draws(only_of_keras=self.proof.is_by_type)
 
     def replica_state(self, replica_id: int) -> ReplicaState:
         if self.layer_call.only_adds:

@@ -25,12 +25,15 @@ class ReplicaGenerators:
     """
 
     def __init__(self, devices: Sequence[torch.device]):
-        self._devices = list(devices)
+        # Replicas on devices of different kinds draw nothing, see `RowNumbers`.
+        is_mixed = len({device.type for device in devices}) > 1
+        cpu = torch.device("cpu")
+        self._devices = [cpu for _ in devices] if is_mixed else list(devices)
         source = self._states(0)
         self._own = [source for _ in self._devices]
         # Generators of other devices than the first are not used on one device.
         others = set(self._devices[1:]) - {self._devices[0], torch.device("cpu")}
-        self._others = [(device, _generator(device).get_state()) for device in others]
+        self._others = [(device, generator_of(device).get_state()) for device in others]
 
     def begin_turn(self, replica_id: int) -> None:
         """Sets the process's generators to a replica's states."""
@@ -55,7 +58,7 @@ class ReplicaGenerators:
         """Leaves the states of the first replica, which are those of one device."""
         self.begin_turn(0)
         for device, state in self._others:
-            _generator(device).set_state(state)
+            generator_of(device).set_state(state)
 
     def _states(self, replica_id: int) -> _State:
         return [each.get_state() for each in self._generators(replica_id)]
@@ -64,10 +67,13 @@ class ReplicaGenerators:
         """Of the CPU, and of an accelerator of the replica."""
         device = self._devices[replica_id]
         found = [torch.default_generator]
-        return found if device.type == "cpu" else [*found, _generator(device)]
+        return found if device.type == "cpu" else [*found, generator_of(device)]
 
 
-def _generator(device: torch.device) -> torch.Generator:
+def generator_of(device: torch.device) -> torch.Generator:
+    """The process's generator of a device."""
+    if device.type == "cpu":
+        return torch.default_generator
     if device.type == "mps":
         return default_mps_generator()
     module = torch.get_device_module(device)

@@ -133,7 +133,7 @@ class TorchRun(ReplicaRun):
             yield
 
     def seeing_draws(self) -> contextlib.AbstractContextManager[Any]:
-        return RowNumbers()
+        return RowNumbers({device.type for device in self._devices})
 
     def copier(self, replica_id: int) -> Callable[[Any], Any]:
         return functools.partial(self._variables.copy, replica_id)

@@ -14,7 +14,7 @@ import torch
 
 from keras_strategies import context
 from keras_strategies.engines.torch.compat import fake_tensor_mode, silent_fake_tensors
-from keras_strategies.engines.torch.replicas.row_numbers import (
+from keras_strategies.engines.torch.replicas.recorded_draws import (
     DrawRecorder,
     RecordedDraw,
 )

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import torch
 
-from keras_strategies.engines.torch.replicas.row_numbers import (
+from keras_strategies.engines.torch.replicas.recorded_draws import (
     DrawRecorder,
     RecordedDraw,
 )

@@ -14,7 +14,7 @@ from keras_strategies.engines.torch.compat import (
     module_hooks,
     why_saved_tensors_hooks_are_disabled,
 )
-from keras_strategies.engines.torch.replicas.row_numbers import (
+from keras_strategies.engines.torch.replicas.recorded_draws import (
     DrawsDiffer,
     multiples_of,
 )
@@ -34,6 +34,7 @@ from keras_strategies.keras_compat.variables.generator_seeds import (
     is_seed_state,
     substitute_global_generator,
 )
+from keras_strategies.runtime.data_parallel.row_draws import drawing
 from keras_strategies.runtime.row_proofs.known_calls import (
     KnownCalls,
     UnknownUse,
@@ -49,7 +50,7 @@ from keras_strategies.runtime.row_proofs.row_prover import RowProver
 
 _ROWS = Placed(RowKind.ROWS)
 #: Numbers of rows with which draws of known layers are recorded, without memory.
-_SAMPLED_COUNTS = (503, 97)
+_SAMPLED_COUNTS = (23, 17)
 
 
 class TorchRowProver(RowProver):
@@ -66,6 +67,7 @@ class TorchRowProver(RowProver):
             torch.inference_mode(False),
             _without_hooks(),
             substitute_global_generator(),
+            drawing(None),
         ):
             return self._proof(call, with_rows, sizes)
 
@@ -108,11 +110,25 @@ class TorchRowProver(RowProver):
     def draws(
         self, call: LayerCall, with_rows: Sequence[bool], sizes: Sequence[int]
     ) -> RowProof:
-        found = [recorded_draws(call, with_rows, rows) for rows in _SAMPLED_COUNTS]
+        with drawing(None):
+            found = [recorded_draws(call, with_rows, rows) for rows in _SAMPLED_COUNTS]
         try:
-            return RowProof(draws=multiples_of(_SAMPLED_COUNTS, found))
+            multiples = multiples_of(
+                _SAMPLED_COUNTS, found, self.strategy.partitions_draws
+            )
+            return RowProof(draws=self.on_devices(multiples))
         except DrawsDiffer as error:
             return RowProof(problem=str(error))
+
+    def on_devices(self, draws: tuple[int, ...]) -> tuple[int, ...]:
+        """The draws of a proof, if the replicas' devices draw the same numbers."""
+        kinds = {device.kind for device in self.strategy.placement.replicas}
+        if draws and len(kinds) > 1:
+            raise DrawsDiffer(
+                "it draws random numbers, and replicas are on devices of different "
+                f"kinds ({', '.join(sorted(kinds))}), which have other generators"
+            )
+        return draws
 
     def has_hooks(self, layer: Any) -> str:
         if has_global_hooks() or any(
@@ -177,6 +193,7 @@ class _Proof:
         branches: Sequence[bool],
         known_types: bool,
     ):
+        self._prover = prover
         self._strategy = prover.strategy
         self._adds = call.adds
         self._known_calls = KnownCalls() if known_types else None
@@ -226,7 +243,12 @@ class _Proof:
         """The draws of the call; none is in its backward pass."""
         counts = [recording.rows for recording in self._recordings]
         try:
-            return multiples_of(counts, [each.draws for each in self._recordings])
+            multiples = multiples_of(
+                counts,
+                [each.draws for each in self._recordings],
+                self._strategy.partitions_draws,
+            )
+            return self._prover.on_devices(multiples)
         except DrawsDiffer as error:
             raise _Problem(str(error)) from error
 

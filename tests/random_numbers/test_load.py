@@ -1,0 +1,107 @@
+"""Runs with one seed are equal bit for bit, whatever other threads do meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+from keras import layers, ops
+
+import keras_strategies as ks
+
+_RANDOM = np.random.default_rng(3)
+IMAGES = _RANDOM.uniform(size=(11, 6, 6, 3)).astype("float32")
+LABELS = np.eye(2, dtype="float32")[_RANDOM.integers(0, 2, 11)]
+
+
+class Mixed(layers.Layer):
+    """Mixes images, which Keras does by numbers of several distributions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixing = layers.MixUp(seed=4)
+
+    def call(self, images: Any, training: bool = False) -> Any:
+        labels = ops.ones((ops.shape(images)[0], 2))
+        data = {"images": images, "labels": labels}
+        return self.mixing(data, training=training)["images"]
+
+
+class Counted(layers.Layer):
+    """Keeps what a call has drawn in an attribute until its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seed = keras.random.SeedGenerator(8)
+        self.noise: Any = None
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if not training:
+            return x
+        self.noise = keras.random.normal(ops.shape(x), seed=self.seed)
+        found = x + 0.1 * self.noise
+        self.noise = None
+        return found
+
+
+@contextlib.contextmanager
+def load() -> Iterator[None]:
+    """A thread that runs Python, and switches more often than by default."""
+    ended = threading.Event()
+
+    def burn() -> None:
+        while not ended.is_set():
+            sum(i * i for i in range(500))
+
+    thread = threading.Thread(target=burn)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-3)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        sys.setswitchinterval(interval)
+        thread.join()
+
+
+def trained() -> list[np.ndarray]:
+    """Losses and weights; the outputs of the model stay on replicas on Torch."""
+    keras.utils.set_random_seed(6)
+    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((6, 6, 3)),
+                Mixed(),
+                keras.Sequential(
+                    [
+                        layers.Reshape((6, 18)),
+                        layers.Dropout(0.3),
+                        layers.LSTM(5, dropout=0.3, recurrent_dropout=0.2),
+                        Counted(),
+                        layers.Dense(2, "softmax"),
+                    ]
+                ),
+            ]
+        )
+        model.compile(
+            keras.optimizers.SGD(0.1), "categorical_crossentropy", metrics=["accuracy"]
+        )
+    history = model.fit(
+        IMAGES, LABELS, batch_size=6, epochs=2, shuffle=False, verbose=0
+    ).history
+    return [*(np.asarray(each) for each in history.values()), *model.get_weights()]
+
+
+def test_three_runs_under_load_are_equal() -> None:
+    expected = trained()
+    with load():
+        for _ in range(2):
+            for one, other in zip(expected, trained(), strict=True):
+                np.testing.assert_array_equal(one, other)
