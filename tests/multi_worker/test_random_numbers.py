@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keras
 import numpy as np
+import pytest
 from keras import layers, ops
 
 import keras_strategies as ks
@@ -48,6 +49,36 @@ def fitted(strategy):
     history = model.fit(X, Y, batch_size=7, epochs=2, shuffle=False, verbose=0)
     weights = [ops.convert_to_numpy(each) for each in model.trainable_variables]
     return [*map(np.asarray, history.history["loss"]), *weights]
+
+
+def drawn_in_run(strategy, sizes):
+    """What the replicas of this worker draw, for so many rows each."""
+    rows = strategy.experimental_distribute_values_from_function(
+        lambda context: ops.ones((sizes[context.replica_id_in_sync_group], 3))
+    )
+    with strategy.scope():
+        layer, seed = layers.Dropout(0.5), keras.random.SeedGenerator(3)
+
+    def fn(x):
+        return layer(x, training=True) + keras.random.normal(ops.shape(x), seed=seed)
+
+    keras.utils.set_random_seed(7)
+    found = [strategy.run(fn, args=(rows,)) for _ in range(2)]
+    return [
+        ops.convert_to_numpy(part)
+        for each in found
+        for part in strategy.experimental_local_results(each)
+    ]
+
+
+@pytest.mark.skipif(
+    keras.backend.backend() != "torch",
+    reason="a program does not know the rows of other workers",
+)
+def test_run_with_uneven_workers_draws_the_numbers_of_one_device(cluster):
+    expected = drawn_in_run(ks.OneDeviceStrategy("cpu:0"), [7])
+    for parts in zip(*cluster(drawn_in_run, [5, 2]), expected, strict=True):
+        np.testing.assert_array_equal(np.concatenate(parts[:-1]), parts[-1])
 
 
 def test_uneven_batches_have_the_numbers_of_one_device(cluster):

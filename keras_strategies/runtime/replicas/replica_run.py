@@ -34,6 +34,7 @@ from keras_strategies.values import DistributedValues, select_replica
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
+    from keras_strategies.runtime.workers import Workers
 
 
 class ReplicaRun(RunDriver):
@@ -95,13 +96,17 @@ class ReplicaRun(RunDriver):
     def rows(
         self, args: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]]
     ) -> list[Any]:
-        """The rows of each replica, of all workers; empty where they have none.
-
-        Those of other workers are not known here, and taken for the same.
-        """
+        """The rows of each replica, of all workers; empty where they have none."""
         own = rows_of_arguments(list(zip(args, kwargs, strict=True)))
         workers = self.replica_set.workers
-        return own if workers is None else own * len(self.replica_set.counts.by_worker)
+        return own if workers is None else self.rows_of_workers(own, workers)
+
+    def rows_of_workers(self, own: list[Any], workers: Workers) -> list[Any]:
+        """The rows of the replicas of all workers, from those of this one.
+
+        In a program those of others are not known, and taken for the same.
+        """
+        return own * len(self.replica_set.counts.by_worker)
 
     def tasks(
         self,
