@@ -24,6 +24,7 @@ from keras_strategies.engines.tensorflow.own_entries import (
     own_entries,
     rows_of_length,
 )
+from keras_strategies.errors import ContextError
 from keras_strategies.runtime.data_parallel.row_draws import DrawsByLength, row_draws
 
 
@@ -107,12 +108,16 @@ def _intercepted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
             recorder.add(result)
             return result
         draws = row_draws()
-        if draws is None or not _is_in(_graph_of_call.get()):
+        if draws is None:
             return original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
         length = length_of(given)
+        if not _is_in(_graph_of_call.get()):
+            if isinstance(draws, DrawsByLength):
+                _refuse_rows(name, draws, length)
+            return original(*args, **kwargs)
         if isinstance(draws, DrawsByLength) and not draws.is_static(length):
             rows = rows_of_length(draws.rows, given)
         else:
@@ -122,6 +127,24 @@ def _intercepted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         return own_entries(name, original, given, rows)
 
     return draw
+
+
+def _refuse_rows(name: str, draws: DrawsByLength, length: int | None) -> None:
+    """Raises an error for a draw with rows in a `tf.function` within `run`.
+
+    Its trace is called by all replicas, and with other rows.
+    """
+    if draws.rows is None:
+        return
+    if length is not None and draws.is_static(length) and not draws.next_draw(length):
+        return
+    raise ContextError(
+        f"`{name}` draws {'rows' if length is None else f'{length} rows'} of random "
+        "numbers in a `tf.function` that is called in `run`, which would be the same "
+        "on all replicas. Omit the inner `tf.function`, since a `ks.function` around "
+        "`run` compiles what it calls, or draw outside of it and pass the numbers as "
+        "an argument."
+    )
 
 
 def _is_in(graph: Any) -> bool:

@@ -314,3 +314,24 @@ def test_rematerialized_numbers():
     assert_close(expected, found)
     assert len(reasons) == 1
     assert "in its backward pass" in reasons[0]
+
+
+@pytest.mark.parametrize("signature", [None, [tf.TensorSpec((None, 4))]])
+def test_rows_in_a_function_within_run_are_refused(signature) -> None:
+    """A trace is called by all replicas; draws without rows are right in it."""
+    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
+
+    @tf.function(input_signature=signature)
+    def noisy(x):
+        return x + tf.random.stateless_normal(tf.shape(x), (1, 2))
+
+    @tf.function(input_signature=signature)
+    def shifted(x):
+        return x + tf.random.stateless_normal((1, 4), (1, 2))
+
+    rows = ks.PerReplica([tf.zeros((3, 4)), tf.zeros((3, 4))])
+    with pytest.raises(ks.errors.ContextError, match="Omit the inner"):
+        strategy.run(lambda x: noisy(x), args=(rows,))
+    found = strategy.run(lambda x: shifted(x), args=(rows,))
+    first, second = strategy.experimental_local_results(found)
+    np.testing.assert_array_equal(first, second)
