@@ -122,6 +122,7 @@ CALLED = {
     "keras.src.backend.jax.distribution_lib": ("keras.src.backend.distribution_lib"),
     "keras.src.backend.jax.nn": "keras.src.ops.nn.backend.nn",
     "keras.src.backend.jax.random": "keras.src.random.random.backend.random",
+    "keras.src.backend.torch.random": "keras.src.random.random.backend.random",
     "keras.src.backend.tensorflow.optimizer.TFOptimizer": "keras.optimizers.Adam",
     "keras.src.backend.tensorflow.trainer.TFEpochIterator": (
         "keras.src.models.model.Trainer"

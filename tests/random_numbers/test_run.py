@@ -110,6 +110,17 @@ def test_a_draw_without_rows_is_the_same_on_all_replicas() -> None:
 
 
 @pytest.mark.skipif(keras.backend.backend() != "torch", reason="functions of torch")
+def test_numbers_of_keras_that_depend_on_other_rows_are_refused() -> None:
+    """With rows of their own they are drawn, see `test_partitioned_draws`."""
+    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"], random_numbers="keras")
+    with pytest.raises(ks.errors.ContextError, match="random_numbers='partitioned'"):
+        strategy.run(
+            lambda x: keras.random.gamma(ops.shape(x), 0.5),
+            args=(rows_of_replicas((6, 6)),),
+        )
+
+
+@pytest.mark.skipif(keras.backend.backend() != "torch", reason="functions of torch")
 def test_functions_that_mix_axis_0_get_no_rows_of_others() -> None:
     """As long as the replica's rows, but an axis of time or of categories."""
     import torch

@@ -32,7 +32,6 @@ _OF_TENSORS = frozenset(
         torch.rand_like,
         torch.randint_like,
         torch.randn_like,
-        torch.rrelu,
         torch.Tensor.bernoulli,
         torch.Tensor.multinomial,
         functional.alpha_dropout,
@@ -43,7 +42,6 @@ _OF_TENSORS = frozenset(
         functional.feature_alpha_dropout,
         functional.gumbel_softmax,
         functional.multi_head_attention_forward,
-        functional.rrelu,
         functional.scaled_dot_product_attention,
     ]
 )
@@ -68,7 +66,9 @@ IN_PLACE = frozenset(
     ]
 )
 #: Functions that draw more numbers for some parameters than for others.
-OF_PARAMETERS = frozenset([torch.binomial, torch.poisson, *RANDOM_FUNCTIONS])
+OF_PARAMETERS = frozenset(
+    [torch.binomial, torch.poisson, torch.rrelu, functional.rrelu, *RANDOM_FUNCTIONS]
+)
 #: Dropouts, with the position of the argument `training`.
 _DROPOUTS = {
     torch.alpha_dropout: 2,
@@ -98,9 +98,11 @@ _WITH_GENERATOR = frozenset(
     [
         *SIZED,
         *IN_PLACE,
-        *OF_PARAMETERS,
+        *RANDOM_FUNCTIONS,
         torch.bernoulli,
+        torch.binomial,
         torch.multinomial,
+        torch.poisson,
         torch.Tensor.bernoulli,
         torch.Tensor.multinomial,
     ]

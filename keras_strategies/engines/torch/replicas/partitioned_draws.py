@@ -201,6 +201,7 @@ class _Draw:
         return first_tensor(args, kwargs).shape
 
     def _block(self, block: _Block) -> Any:
+        args: Sequence[Any]
         if self._is_sized:
             args, kwargs = with_rows(self._func, self._args, self._kwargs, block.count)
         else:

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from keras_strategies.engines.torch.replicas.draw_functions import (
     IN_PLACE,
+    OF_PARAMETERS,
     SIZED,
     Function,
     first_tensor,
@@ -80,8 +81,16 @@ class RowNumbers(TorchFunctionMode):
             if draws.is_partitioned:
                 return partitioned_draw(func, args, kwargs, draws)
             rows = draws.next_draw(length_of(func, args, kwargs))
-            if rows is None:
+            if rows is None or rows.own == rows.total:
                 return func(*args, **kwargs)
+            if func in OF_PARAMETERS:
+                raise ContextError(
+                    f"How many random numbers {func.__name__!r} draws for a row "
+                    "depends on its parameters, so a replica cannot skip those of "
+                    "other rows. Make the strategy with "
+                    "random_numbers='partitioned', or draw outside of `run` and pass "
+                    "the numbers as an argument."
+                )
             return drawn_rows(func, args, kwargs, rows)
 
 
