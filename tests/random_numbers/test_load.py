@@ -26,6 +26,9 @@ class Mixed(layers.Layer):
         super().__init__()
         self.mixing = layers.MixUp(seed=4)
 
+    def build(self, shape: Any) -> None:
+        """It has no variables."""
+
     def call(self, images: Any, training: bool = False) -> Any:
         labels = ops.ones((ops.shape(images)[0], 2))
         data = {"images": images, "labels": labels}
