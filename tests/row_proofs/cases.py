@@ -42,6 +42,8 @@ class Argument:
         shape = (rows, *self.shape) if self.has_rows else self.shape
         if self.dtype == FLOAT:
             return random.normal(size=shape).astype(FLOAT)
+        if self.dtype == "string":
+            return random.choice(["a", "b", "z"], shape).astype(object)
         if self.dtype == "bool":
             return random.integers(0, 2, shape).astype(bool)
         return random.integers(0, 4, shape).astype(self.dtype)
@@ -131,6 +133,17 @@ def _table(*shape: int) -> Any:
     return np.random.default_rng(1).normal(size=shape).astype(FLOAT)
 
 
+def _columns(x: Any, row: int = 0) -> tuple[Any, Any, Any]:
+    """Arguments of `slice_update`, which has no gradient on TensorFlow."""
+    given = ops.stop_gradient(x)
+    return given, (row, 1), 2.0 * given[row:, :3]
+
+
+def _ctc_loss(labels: Any, logits: Any) -> Any:
+    ones = ops.ones_like(labels[:, 0])
+    return ops.ctc_loss(labels + 1, logits, 2 * ones, 8 * ones)
+
+
 TABLE, EYE, BIG = _table(BATCH, 6), _table(6, 4), _table(128, 6)
 
 KERAS_LAYERS = [
@@ -171,6 +184,7 @@ KERAS_LAYERS = [
     rows("gaussian noise", lambda: layers.GaussianNoise(0.3), (6,), draws=True),
     rows("alpha dropout", lambda: layers.AlphaDropout(0.3), (6,), draws=True),
     rows("embedding", lambda: layers.Embedding(9, 4), ids(6)),
+    rows("reversible embedding", lambda: layers.ReversibleEmbedding(9, 4), ids(6)),
     rows("conv2d", lambda: layers.Conv2D(4, 3, padding="same"), (7, 7, 3)),
     rows("conv2d dilated", lambda: layers.Conv2D(4, 3, dilation_rate=2), (9, 9, 3)),
     rows("conv2d in groups", lambda: layers.Conv2D(4, 3, groups=2), (7, 7, 4)),
@@ -402,6 +416,54 @@ ROW_OPERATIONS = [
     function(
         "argument as a table", lambda i, t: ops.take(t, i, axis=0), ids(3), whole(9, 4)
     ),
+    # The zeros of its gradient are filled for all rows, and constants for parts.
+    function("clip of many columns", lambda x: ops.clip(x, -1, 1), (200,)),
+    function("quantiles of rows", lambda x: ops.quantile(x, 0.3, axis=1), (6,)),
+    function("maximum without NaN", lambda x: ops.nanmax(x, axis=1), (6,)),
+    function("cross product", lambda x, y: ops.cross(x, y, axis=-1), (3,), (3,)),
+    function(
+        "loss of a cross product",
+        lambda x: (x, ops.mean(ops.cross(x, 2 * ops.flip(x, 1), axis=-1))),
+        (3,),
+        outputs=(ROWS, MEAN),
+    ),
+    function(
+        "least squares of columns",
+        lambda x: ops.transpose(ops.lstsq(EYE.T, ops.transpose(x))),
+        (4,),
+    ),
+    function("short-time Fourier transform", lambda x: ops.stft(x, 8, 4, 8)[0], (32,)),
+    function(
+        "Fourier transform there and back",
+        lambda x: ops.istft(ops.stft(x, 8, 4, 8), 8, 4, 8),
+        (32,),
+    ),
+    function("bits", lambda x: ops.view(x, "int32"), (6,)),
+    function(
+        "multiples",
+        lambda x: x * ops.floor_divide(ops.stop_gradient(x), 0.3),
+        (6,),
+    ),
+    function(
+        "step", lambda x: x * ops.heaviside(ops.stop_gradient(x) - 1e6, 0.5), (6,)
+    ),
+    function(
+        "columns replaced",
+        lambda x: x + ops.slice_update(*_columns(x)),
+        (6,),
+    ),
+    function(
+        "one of two by number",
+        lambda x: ops.switch(1, [lambda y: y - ops.mean(y), lambda y: 2.0 * y], x),
+        (6,),
+    ),
+    rows(
+        "CTC loss",
+        lambda: Apply(_ctc_loss),
+        ids(2),
+        (8, 6),
+        only="torch",
+    ),
     rows("codebook", lambda: own.Codebook(), (6,), losses=(MEAN, MEAN)),
     rows(
         "sampling",
@@ -506,6 +568,41 @@ MIXING_OPERATIONS = [
         "matmul with an argument of rows",
         lambda x, t: ops.matmul(x, ops.transpose(t)),
         (6,),
+        (6,),
+    ),
+    mixing_function("quantiles of columns", lambda x: ops.quantile(x, 0.3, 0), (6,)),
+    mixing_function("largest of columns", lambda x: x - ops.nanmax(x, axis=0), (6,)),
+    mixing_function(
+        "cross product with a constant of rows",
+        lambda x: ops.cross(x, TABLE[:, :3], axis=-1),
+        (3,),
+    ),
+    mixing_function(
+        "least squares of rows",
+        lambda x: x + 0.0 * ops.sum(ops.lstsq(x, TABLE)),
+        (3,),
+    ),
+    mixing_function(
+        "Fourier transform along rows",
+        lambda x: ops.stft(ops.transpose(x), 3, 1, 4)[0],
+        (6,),
+    ),
+    mixing_function("bits of a sum", lambda x: ops.view(ops.sum(x, 0), "int32"), (6,)),
+    mixing_function(
+        "multiples of the rows",
+        lambda x: x * ops.floor_divide(ops.stop_gradient(x), row_count(x)),
+        (6,),
+    ),
+    mixing_function(
+        "a row replaced",
+        lambda x: x + 0.0 * ops.slice_update(*_columns(x, row=1)),
+        (6,),
+    ),
+    mixing_function(
+        "one of two by a statistic",
+        lambda x: ops.switch(
+            ops.cast(ops.mean(x) > -1e6, "int32"), [lambda y: y, lambda y: 2.0 * y], x
+        ),
         (6,),
     ),
     mixing("shuffled rows", lambda: own.Shuffled(), (6,)),

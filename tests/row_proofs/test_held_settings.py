@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from keras import layers, ops
 
 import keras_strategies as ks
 from keras_strategies.runtime.row_proofs.row_proofs import RowProofs
+from row_proofs import case_layers
 from row_proofs.proofs import PROVERS
 
 BACKEND = keras.backend.backend()
@@ -93,6 +95,75 @@ def test_a_setting_in_an_object_is_proved_again(name: str) -> None:
             losses = [float(model.train_on_batch(X, X))]
             change(layer.held)
             losses += [float(model.train_on_batch(X, X)) for _ in range(2)]
+        found.append(as_arrays({"losses": losses, "weights": model.get_weights()}))
+    assert_same(found[0], found[1], 2e-5, name)
+
+
+MIXES = False
+
+
+class Settings:
+    mixes = False
+
+
+def helper() -> bool:
+    return MIXES
+
+
+def _of_closure() -> tuple[Callable[[], bool], Callable[[bool], None]]:
+    mixes = False
+
+    def change(value: bool) -> None:
+        nonlocal mixes
+        mixes = value
+
+    return lambda: mixes, change
+
+
+def _set_global(value: bool) -> None:
+    global MIXES
+    MIXES = value
+
+
+def _set_of_module(value: bool) -> None:
+    case_layers.mixes = value  # type: ignore[attr-defined]
+
+
+OF_CLOSURE, SET_CLOSURE = _of_closure()
+#: What a function reads that no layer holds, and its assignment.
+OUTSIDE: dict[str, tuple[Callable[[], bool], Callable[[bool], None]]] = {
+    "global": (lambda: MIXES, _set_global),
+    "global of a function": (helper, _set_global),
+    "global of a function within": (lambda: (lambda: helper())(), _set_global),
+    "attribute of a class": (
+        lambda: Settings.mixes,
+        lambda value: setattr(Settings, "mixes", value),
+    ),
+    "attribute of a module": (lambda: case_layers.mixes, _set_of_module),
+    "variable of a closure": (OF_CLOSURE, SET_CLOSURE),
+}
+
+
+@pytest.mark.skipif(BACKEND not in PROVERS, reason="this backend has no prover")
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_setting_outside_of_layers_is_proved_again(name: str) -> None:
+    read, change = OUTSIDE[name]
+    found = []
+    for strategy in (None, ks.MirroredStrategy(["cpu:0", "cpu:1"])):
+        keras.utils.set_random_seed(3)
+        change(False)
+        with (
+            warnings.catch_warnings(),
+            strategy.scope() if strategy else contextlib.nullcontext(),
+        ):
+            warnings.simplefilter("ignore")
+            layer = Held(None, lambda held: read())
+            model = keras.Sequential([keras.Input((4,)), layer])
+            model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=True)
+            losses = [float(model.train_on_batch(X, X))]
+            change(True)
+            losses += [float(model.train_on_batch(X, X)) for _ in range(2)]
+            change(False)
         found.append(as_arrays({"losses": losses, "weights": model.get_weights()}))
     assert_same(found[0], found[1], 2e-5, name)
 

@@ -136,7 +136,7 @@ PRIVATE_NAMES = (
     ),
     Private(
         f"{_PYTHON}.framework.ops.Graph",
-        ("_get_function",),
+        ("_get_function", "_is_function"),
         "Graphs of the functions that operations of a graph call.",
     ),
     Private(
@@ -439,14 +439,26 @@ def new_graph(name: str) -> Any:
     return func_graph.FuncGraph(name)
 
 
-def called_graph(operation: Any, attribute: str) -> Any:
+def calls_its_type(operation: Any) -> bool:
+    """Whether an operation's type is the name of a function of its graph."""
+    found: bool = operation.graph._is_function(operation.type)
+    return found
+
+
+def called_graph(operation: Any, attribute: str | None) -> Any:
     """The graph of a function that an operation calls.
 
     Args:
         operation: the `tf.Operation`.
-        attribute: str, its attribute with the function.
+        attribute: str, its attribute with the function, and its number where that is a
+            list, as in "branches 1"; None where the operation's type is its name.
     """
-    name = operation.get_attr(attribute).name
+    if attribute is None:
+        name = operation.type
+    else:
+        attribute, _, number = attribute.partition(" ")
+        value = operation.get_attr(attribute)
+        name = (value[int(number)] if number else value).name
     function = operation.graph._get_function(name)
     found = getattr(function, "graph", None)
     if found is None:

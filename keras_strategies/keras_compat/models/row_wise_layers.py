@@ -74,6 +74,7 @@ _ROW_WISE = frozenset(
         "Permute",
         "ReLU",
         "RepeatVector",
+        "ReversibleEmbedding",
         "Rescaling",
         "Reshape",
         "SeparableConv1D",
@@ -141,6 +142,8 @@ _ELEMENTWISE = frozenset(
 #: Names of classes that Keras exports by another one.
 _EXPORTED = {"GroupedQueryAttention": "GroupQueryAttention"}
 _RNN = ("ConvLSTM1D", "ConvLSTM2D", "ConvLSTM3D", "GRU", "LSTM", "RNN", "SimpleRNN")
+#: The module of a cell that Keras does not export.
+_CONV_CELL = "keras.src.layers.rnn.conv_lstm"
 #: Regularizers that are sums over all entries, which Keras divides by the rows.
 _SUMS = ("L1", "L2", "L1L2")
 #: Attributes with functions that a call does not use.
@@ -159,7 +162,7 @@ _NOT_CALLED_NAMES = frozenset(
     ]
 )
 #: Names that a user's subclass of a model may define without changing its call.
-_OF_TRAINING = frozenset(
+NAMES_OF_TRAINING = frozenset(
     [
         "__init__",
         "__module__",
@@ -222,6 +225,8 @@ def is_row_wise(layer: Any, ranks: Sequence[int]) -> bool:
         return _is_known_class(layer) and all(map(_is_known, _operations(layer)))
     kind = type(layer)
     name = kind.__name__
+    if kind.__module__ == _CONV_CELL and name == "ConvLSTMCell":
+        return True
     if getattr(keras.layers, _EXPORTED.get(name, name), None) is not kind:
         return False
     if name not in _ROW_WISE:
@@ -343,7 +348,7 @@ def _is_known_class(model: Any) -> bool:
             continue  # Bases of Keras's own layers.
         inherited = set(dir(keras.Model)) | set(dir(keras.Sequential))
         inherited |= {"operations", "input_structure"}
-        own = set(vars(kind)) - _OF_TRAINING
+        own = set(vars(kind)) - NAMES_OF_TRAINING
         if own & inherited:
             return False
     return True

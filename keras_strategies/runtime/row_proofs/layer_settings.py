@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
+import types
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,11 @@ import keras
 import numpy as np
 
 from keras_strategies.keras_compat.models.layers import sublayers
+from keras_strategies.runtime.row_proofs.function_names import (
+    FunctionNames,
+    Read,
+    functions_of_class,
+)
 from keras_strategies.runtime.row_proofs.python_state import (
     attributes_of_layers,
     is_object_of_user,
@@ -91,7 +97,8 @@ class LayerSettings:
     """Settings of the calls of a layer; a number tells whether they have changed.
 
     That are flags, functions and plain values among the attributes of the layer, of
-    layers in it, and of objects of the user's classes and containers that they hold.
+    layers in it, and of objects of the user's classes and containers that they hold;
+    and those of modules and closures that the user's functions among them refer to.
 
     Args:
         layer: the layer.
@@ -103,6 +110,8 @@ class LayerSettings:
         self._attributes: list[_Attributes] = []
         # Containers and objects that the attributes hold, and their entries.
         self._held: list[tuple[Any, tuple[Any, ...]]] = []
+        # Of modules and closures.
+        self._reads: list[Read] = []
         self._number = -1
 
     def number(self) -> int:
@@ -114,7 +123,7 @@ class LayerSettings:
             layers = sublayers(self._layer)
             self._attributes = [_attributes(vars(each)) for each in layers]
             self._held.clear()
-            key = tuple(map(self._settings_of, layers))
+            key = (*map(self._settings_of, layers), self._of_functions(layers))
             self._number = self._known.setdefault(key, len(self._known))
         return self._number
 
@@ -125,6 +134,8 @@ class LayerSettings:
 
     def _is_same(self) -> bool:
         if not all(each.are_same for each in self._attributes):
+            return False
+        if not all(each.are_same for each in self._reads):
             return False
         for value, before in self._held:
             entries = tuple(_entries(value))
@@ -148,6 +159,18 @@ class LayerSettings:
             ),
             tuple(map(self._token_of_class, filter(is_of_user, type(layer).__mro__))),
         )
+
+    def _of_functions(self, layers: Sequence[Any]) -> Any:
+        """What functions of the user's refer to in modules and closures."""
+        names = FunctionNames(_functions_of(layers))
+        self._reads = names.reads
+        found = []
+        for value in names.values:
+            is_class = isinstance(value, type)
+            found.append(
+                self._token_of_class(value) if is_class else self._token(value, 0)
+            )
+        return tuple(found)
 
     def _token_of_class(self, kind: Any) -> Any:
         entries = tuple(_entries(kind))
@@ -184,6 +207,40 @@ class LayerSettings:
             own = _Identity(value) if callable(value) else None
             return type(value), own, in_order(tokens)
         return _Identity(value) if callable(value) else None
+
+
+def _functions_of(layers: Sequence[Any]) -> Iterator[types.FunctionType]:
+    """The functions of the user's in layers, their classes and what they hold."""
+    seen: set[int] = set()
+
+    def of_class(kind: Any) -> Iterator[types.FunctionType]:
+        for each in filter(is_of_user, kind.__mro__):
+            if id(each) not in seen:
+                seen.add(id(each))
+                yield from functions_of_class(each)
+
+    def of_value(value: Any, depth: int) -> Iterator[types.FunctionType]:
+        if isinstance(value, types.FunctionType):
+            yield value
+        elif isinstance(value, types.MethodType):
+            yield from of_value(value.__func__, depth)
+        elif is_object_of_user(value) and depth < _DEEPEST:
+            yield from of_class(type(value))
+            if not isinstance(value, (keras.layers.Layer, keras.Variable)):
+                yield from of_entries(value, depth)
+        elif isinstance(value, _CONTAINERS) and depth < _DEEPEST:
+            yield from of_entries(value, depth)
+
+    def of_entries(value: Any, depth: int) -> Iterator[types.FunctionType]:
+        if not isinstance(value, _CONTAINERS) or len(value) <= _MOST_ENTRIES:
+            for each in list(_entries(value)):
+                yield from of_value(each, depth + 1)
+
+    for layer in layers:
+        yield from of_class(type(layer))
+        for name, value in list(vars(layer).items()):
+            if _may_be_setting(name, value):
+                yield from of_value(value, 0)
 
 
 def _attributes(space: dict[str, Any]) -> _Attributes:

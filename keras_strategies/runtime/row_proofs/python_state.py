@@ -143,7 +143,7 @@ class PythonState:
             return
         self._seen.add(id(function))
         where = f"function {function.__qualname__!r}"
-        names = function.__code__.co_names
+        names = names_in(function.__code__)
         found = {n: function.__globals__[n] for n in names if n in function.__globals__}
         changed = {
             name: value
@@ -193,6 +193,16 @@ class PythonState:
                     space[key] = value
                     if not _is_equal(now, value):
                         yield StateChange(f"{key!r} of {name}", _has_tensors(now))
+
+
+@functools.cache
+def names_in(code: types.CodeType) -> frozenset[str]:
+    """The names of modules and attributes in a function and in functions within it."""
+    found = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found |= names_in(constant)
+    return frozenset(found)
 
 
 def slots_of(value: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 
 import keras
@@ -260,3 +261,66 @@ def test_automatic_jit_compile_is_off_with_several_devices(monkeypatch):
 
 class Accelerator:
     device_type = "GPU"
+
+
+# --- Data and functions -------------------------------------------------------
+
+
+class Autoencoder(keras.Model):
+    """Its loss has no targets."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(4)
+
+    def call(self, inputs):
+        return self.dense(inputs)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, *rest, **kwargs):
+        return ops.mean(ops.square(y_pred - x))
+
+
+def test_one_tensor_and_a_tuple_of_it_are_other_batches():
+    x = rows(10, 4)[0]
+    feeds = [
+        {"x": x, "batch_size": 4},
+        {"x": tf.data.Dataset.from_tensor_slices((x,)).batch(4)},
+        {"x": tf.data.Dataset.from_tensor_slices(x).batch(4)},
+        {"x": x, "batch_size": 4},
+    ]
+    losses = []
+    for scope in (contextlib.nullcontext(), two().scope()):
+        with scope:
+            keras.utils.set_random_seed(3)
+            model = Autoencoder()
+            model.compile("sgd")
+        given = {"epochs": 1, "shuffle": False, "verbose": 0}
+        fits = [model.fit(**feed, **given).history["loss"] for feed in feeds]
+        losses.append(np.array(fits))
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+
+
+class WithFunction(layers.Layer):
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(4, 4), name="kernel")
+
+    @tf.function
+    def product(self, inputs):
+        return tf.matmul(inputs, self.kernel)
+
+    def call(self, inputs):
+        return self.product(inputs)
+
+
+def test_a_function_in_a_layer_of_eager_steps():
+    x = rows(10, 4)[0]
+    found = []
+    for scope in (contextlib.nullcontext(), two().scope()):
+        with scope:
+            keras.utils.set_random_seed(3)
+            model = keras.Sequential([keras.Input((4,)), WithFunction()])
+            model.compile(keras.optimizers.SGD(0.2), "mse", run_eagerly=True)
+        history = model.fit(x, x, batch_size=4, epochs=3, shuffle=False, verbose=0)
+        found.append((history.history["loss"], *model.get_weights()))
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-6)

@@ -88,6 +88,7 @@ class CallInLockstep(CallOnReplicas):
             self._devices, self.slices, self._local_value, self._collectives
         )
         self.graph = tf.compat.v1.get_default_graph()
+        self._is_eager = tf.executing_eagerly()
 
     # Replicas.
 
@@ -171,7 +172,9 @@ class CallInLockstep(CallOnReplicas):
             if tape is not None:
                 tape.watch([s for s in self.slices[i] if is_float(s)])
             if tf.executing_eagerly():
-                return task()
+                # A trace of a `tf.function` has captured the values of a step.
+                with compat.functions_copied():
+                    return task()
             with compat.functions_copied(), self.traces.tracing(replica, i) as trace:
                 trace.result = task()
                 return trace.result
@@ -213,10 +216,11 @@ class CallInLockstep(CallOnReplicas):
         tape = self.tapes[replica_id]
         with self._outside_control_flow():
             local = self.traces.read(replica_id, variable, raw)
-            if tape is not None and self._is_trained(variable, raw):
-                tape.watch(local)
-                self.watched[replica_id].add(id(local))
-            return local
+        # Not there: tapes do not watch in `tf.init_scope`.
+        if tape is not None and self._is_trained(variable, raw):
+            tape.watch(local)
+            self.watched[replica_id].add(id(local))
+        return local
 
     def _assigned_value(
         self, variable: Any, read: Callable[[], Any], value: Any
@@ -264,9 +268,12 @@ class CallInLockstep(CallOnReplicas):
                 return tf.identity(value)
 
     def _outside_control_flow(self) -> Any:
-        """The call's own graph: a copy first read in a loop is made before the loop."""
-        if tf.executing_eagerly():
-            return tf.name_scope("")
+        """The call's own graph: a copy first read in a loop is made before the loop.
+
+        In an eager call, a copy that a `tf.function` reads is made outside of that.
+        """
+        if self._is_eager:
+            return tf.init_scope()
         return self.graph.as_default()
 
     @property

@@ -175,7 +175,9 @@ class StepFunction:
     def _run_on(self, program: Any, batch: Any, spec: Any) -> Any:
         if spec is None or self._model.run_eagerly or _has_optionals(spec):
             return self._directly(program, batch)
-        key = (program, tuple(keras.tree.flatten(spec)))
+        # One tensor and a tuple of it have equal leaves.
+        structure = repr(keras.tree.map_structure(lambda leaf: None, spec))
+        key = (program, structure, tuple(keras.tree.flatten(spec)))
         if key not in self._traced:
             self._traced[key] = program.get_concrete_function(spec)
         if self._call.elastic is not None:

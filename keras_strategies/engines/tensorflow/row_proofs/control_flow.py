@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from keras_strategies.engines.tensorflow.row_proofs.graph_placements import (
@@ -37,6 +39,11 @@ def call(node: Node) -> Result:
     return node.walk.call(node, "f", node.inputs)
 
 
+def call_of_type(node: Node) -> Result:
+    """An operation whose type is the name of a function, as older programs have."""
+    return node.walk.call(node, None, node.inputs)
+
+
 def branch(node: Node) -> Result:
     """`If(cond, input)`, with attributes `then_branch` and `else_branch`."""
     condition, *inputs = node.inputs
@@ -47,10 +54,30 @@ def branch(node: Node) -> Result:
     names = ["then_branch", "else_branch"]
     if condition.values is not None and not condition.is_counted:
         names = [names[0] if condition.values[0] else names[1]]
-    results = [node.walk.call(node, name, inputs, 1) for name in names]
-    if len(results) == 1:
-        return results[0]
-    return [_joined(node, a, b) for a, b in zip(*results, strict=True)]
+    return _of_branches(node, [node.walk.call(node, n, inputs, 1) for n in names])
+
+
+def case(node: Node) -> Result:
+    """`Case(branch_index, input)`, with attribute `branches`."""
+    index, *inputs = node.inputs
+    if index.is_lost:
+        return index
+    if not index.is_plain:
+        raise MixesRowsError(f"a condition that is {index}")
+    count = len(node.attribute("branches"))
+    chosen: Sequence[int] = range(count)
+    if index.values is not None and not index.is_counted:
+        number = int(index.values[0])
+        chosen = [number if 0 <= number < count else count - 1]
+    names = [f"branches {i}" for i in chosen]
+    return _of_branches(node, [node.walk.call(node, n, inputs, 1) for n in names])
+
+
+def _of_branches(node: Node, results: list[list[GraphPlacement]]) -> Result:
+    found = results[0]
+    for other in results[1:]:
+        found = [_joined(node, a, b) for a, b in zip(found, other, strict=True)]
+    return found
 
 
 def loop(node: Node) -> Result:
@@ -207,10 +234,12 @@ def _result(operation: str, sizes: list[int]) -> list[int] | int:
 
 
 _ANY = {"takes_all": True}
+CALL_OF_TYPE = Rule(call_of_type, takes_all=True)
 RULES: dict[str, Rule] = {
     **rules("Identity StopGradient PreventGradient EnsureShape", identity, **_ANY),
     **rules("PartitionedCall StatefulPartitionedCall", call, **_ANY),
     **rules("If StatelessIf", branch, **_ANY),
+    **rules("Case StatelessCase", case, **_ANY),
     **rules("While StatelessWhile", loop, **_ANY),
     **rules("ReadVariableOp VariableShape", read),
     **rules("OptionalNone", empty_list),

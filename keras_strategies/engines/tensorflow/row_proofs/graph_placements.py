@@ -123,6 +123,11 @@ class NoRuleError(Exception):
     """An operation without a rule, or outside of what its rule covers."""
 
 
+def are_equal(one: Any, other: Any) -> bool:
+    """Whether arrays are equal; entries that are not a number equal each other."""
+    return np.array_equal(one, other, equal_nan=one.dtype.kind in "fc")
+
+
 def of_values(values: Sequence[Any], counts: Sequence[int]) -> GraphPlacement:
     """The placement of a small tensor that is known for each number of rows.
 
@@ -135,7 +140,7 @@ def of_values(values: Sequence[Any], counts: Sequence[int]) -> GraphPlacement:
     if any(value.shape != first.shape for value in known):
         return GraphPlacement(Kind.COUNT, values=known, is_counted=True)
     is_number = first.dtype.kind in "iuf"
-    if all(np.array_equal(value, first) for value in known[1:]):
+    if all(are_equal(value, first) for value in known[1:]):
         is_zero = is_number and not first.any()
         return GraphPlacement(values=known, is_zero=is_zero)
     tolerance = 1e-5 if first.dtype.kind == "f" else 1e-12
@@ -213,4 +218,4 @@ def joined(first: GraphPlacement, second: GraphPlacement) -> GraphPlacement:
 def _equal_values(first: GraphPlacement, second: GraphPlacement) -> bool:
     if first.values is None or second.values is None:
         return False
-    return all(map(np.array_equal, first.values, second.values))
+    return all(map(are_equal, first.values, second.values))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from keras_strategies.engines.tensorflow import compat
+
 #: Attributes that may differ: shapes follow the rows, functions are compared where they
 #: are called, and `value`, a constant's, is placed by its own rule.
 _SHAPES = {"shape", "shapes", "output_shapes", "element_shape"}
@@ -48,7 +50,11 @@ class Columns:
         column = tuple(tensor.op for tensor in tensors)
         known = self._found.get(column[0])
         if known is None:
-            if not (self._are_equal(column) or are_constant(column)):
+            if not (
+                self._are_equal(column)
+                or are_constant(column)
+                or all(map(compat.calls_its_type, column))
+            ):
                 raise GraphsDifferError
             self._found[column[0]] = column
         elif any(a is not b for a, b in zip(known, column, strict=True)):
@@ -56,18 +62,22 @@ class Columns:
         if len({tensor.value_index for tensor in tensors}) > 1:
             raise GraphsDifferError
 
-    def match_inputs(self, operation: Any) -> None:
-        """Notes that the inputs of operations that correspond do so, too."""
+    def matched_inputs(self, operation: Any) -> Sequence[Any]:
+        """The inputs of an operation; notes that those of all graphs correspond.
+
+        Constants in different forms have none.
+        """
         if self._is_single or operation in self._inputs_matched:
-            return
+            return () if are_constant(self.of(operation)) else operation.inputs
         self._inputs_matched.add(operation)
         column = self._found[operation]
         if are_constant(column):
-            return
+            return ()
         if len({len(each.inputs) for each in column}) > 1:
             raise GraphsDifferError
         for tensors in zip(*(each.inputs for each in column), strict=True):
             self.match(tensors)
+        return operation.inputs  # type: ignore[no-any-return]
 
     def _are_equal(self, column: Sequence[Any]) -> bool:
         first, *others = (
@@ -109,5 +119,6 @@ def _may_differ(operation: str, name: str, value: Any) -> bool:
         name.startswith("_")
         or name in _SHAPES
         or value.WhichOneof("value") == "func"
+        or bool(value.list.func)
         or (operation == "Const" and name == "value")
     )

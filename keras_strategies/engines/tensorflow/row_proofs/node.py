@@ -27,7 +27,7 @@ class Walk(Protocol):
     def call(
         self,
         node: Node,
-        function: str,
+        function: str | None,
         inputs: Sequence[GraphPlacement],
         first_argument: int = 0,
     ) -> list[GraphPlacement]:
@@ -35,7 +35,8 @@ class Walk(Protocol):
 
         Args:
             node: the operation.
-            function: the name of its attribute with the function.
+            function: the name of its attribute with the function, and its number where
+                that is a list; None for an operation whose type names the function.
             inputs: placements of the arguments.
             first_argument: the number of the input that is the first argument.
         """

@@ -128,7 +128,7 @@ def one_hot(node: Node) -> Result:
     given = node.inputs[0]
     if any(not each.is_plain for each in node.inputs[1:]) or given.power:
         raise MixesRowsError("as many classes as rows")
-    new = node.attribute("axis") % node.output_rank()
+    new = node.attribute("axis") % (node.rank(0) + 1)
     return given.but(axis=given.axis + (new <= given.axis), values=None, is_zero=False)
 
 
@@ -172,6 +172,19 @@ def set_diagonal(node: Node) -> Result:
     if given.axis >= node.rank(0) - 2 or given.multiple != values.multiple:
         raise MixesRowsError("along the rows")
     return given.but(values=None, is_zero=False)
+
+
+def cross(node: Node) -> Result:
+    """`Cross(a, b)`, of vectors along the last axis: linear in each of them."""
+    a, b = node.inputs
+    are_alike = (
+        a.has_rows and b.has_rows and (a.axis, a.multiple) == (b.axis, b.multiple)
+    )
+    if not are_alike:
+        raise MixesRowsError(f"of {a} and {b}")
+    if a.axis == node.rank(0) - 1:
+        raise MixesRowsError("along the rows")
+    return a.but(power=a.power + b.power, values=None, is_zero=False)
 
 
 def bincount(node: Node) -> Result:
@@ -264,6 +277,7 @@ RULES: dict[str, Rule] = {
     **rules("MatrixDiagV3 MatrixDiagPartV3", diagonal),
     **rules("MatrixSetDiagV3", set_diagonal),
     **rules("DenseBincount", bincount),
+    **rules("Cross", cross),
     **rules("FusedBatchNormV3 FusedBatchNormV2 FusedBatchNorm", fused_batch_norm),
     **rules("FusedBatchNormGradV3", fused_batch_norm_gradient),
     **rules("Where", where),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from keras_strategies.engines.tensorflow.row_proofs.graph_placements import (
     SAME,
+    ZERO,
     GraphPlacement,
     Kind,
     MixesRowsError,
@@ -38,6 +39,13 @@ def fill(node: Node) -> Result:
     if sizes.is_plain and sizes.values is None:
         return value.without_values()
     return filled(node, node.numbers(0), value)
+
+
+def empty(node: Node) -> Result:
+    """`Empty(shape)`, with attribute `init`: zeros."""
+    if not node.attribute("init"):
+        raise NoRuleError("a tensor without values")
+    return filled(node, node.numbers(0), ZERO)
 
 
 def broadcast_to(node: Node) -> Result:
@@ -125,7 +133,7 @@ def _completed(target: Sequence[int], shape: Sequence[int]) -> list[int]:
 
 def expand_dims(node: Node) -> Result:
     """`ExpandDims(input, axis)`."""
-    given, new = node.inputs[0], node.axes(1, node.output_rank())[0]
+    given, new = node.inputs[0], node.axes(1, node.rank(0) + 1)[0]
     return given.but(axis=given.axis + (new <= given.axis), values=None)
 
 
@@ -169,7 +177,7 @@ def _listed(placements: Sequence[GraphPlacement]) -> str:
 
 def pack(node: Node) -> Result:
     """`Pack(values)`, with attribute `axis`."""
-    new = node.attribute("axis") % node.output_rank()
+    new = node.attribute("axis") % (node.rank(0) + 1)
     found = _alike(node, range(len(node.inputs)))
     if not found.has_rows:
         return found
@@ -188,7 +196,7 @@ def concatenate(node: Node) -> Result:
     """`ConcatV2(values, axis)`."""
     last = len(node.inputs) - 1
     found = _alike(node, range(last))
-    if found.has_rows and node.axes(last, node.output_rank())[0] == found.axis:
+    if found.has_rows and node.axes(last, node.rank(0))[0] == found.axis:
         raise MixesRowsError("a concatenation along the rows")
     return found
 
@@ -199,7 +207,7 @@ def split(node: Node) -> Result:
     given = node.inputs[value]
     if given.kind is Kind.PART or (given.kind is Kind.SAME):
         return given.without_values()
-    if node.axes(axis, node.output_rank())[0] == given.axis:
+    if node.axes(axis, node.rank(value))[0] == given.axis:
         raise MixesRowsError("a split along the rows")
     return given.without_values()
 
@@ -249,6 +257,7 @@ def _known(size: int | None) -> int:
 
 RULES: dict[str, Rule] = {
     **rules("Fill", fill, takes_counts=True),
+    **rules("Empty", empty, takes_counts=True),
     **rules("BroadcastTo", broadcast_to, moves=0, takes_counts=True),
     **rules("Tile", tile, moves=0, takes_counts=True),
     **rules(

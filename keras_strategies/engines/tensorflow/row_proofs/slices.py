@@ -155,6 +155,21 @@ def slice_(node: Node) -> Result:
     return given.without_values()
 
 
+def update_slice(node: Node) -> Result:
+    """`XlaDynamicUpdateSlice(input, update, indices)`, of slices with all rows."""
+    given, update = node.inputs[:2]
+    starts = node.numbers(2)
+    if not (given.has_rows and update.has_rows) or given.axis != update.axis:
+        raise MixesRowsError(f"{update} put into {given}")
+    if any(start != starts[0] for start in starts):
+        raise MixesRowsError(_BY_COUNT)
+    if starts[0][given.axis] or given.multiple != update.multiple:
+        raise MixesRowsError(_BY_NUMBER)
+    if given.power != update.power:
+        raise MixesRowsError(f"{update} put into {given}")
+    return given.but(values=None, is_zero=False)
+
+
 def pad(node: Node) -> Result:
     """`Pad`, `PadV2`, `MirrorPad` and its gradient: `(input, paddings, ...)`."""
     given, paddings = node.inputs[0], node.numbers(1)
@@ -205,6 +220,7 @@ RULES: dict[str, Rule] = {
     **rules("StridedSlice", strided_slice, moves=0, takes_counts=True),
     **rules("StridedSliceGrad", strided_slice, moves=4, takes_counts=True),
     **rules("Slice", slice_, moves=0, takes_counts=True),
+    **rules("XlaDynamicUpdateSlice", update_slice, takes_counts=True),
     **rules("Pad MirrorPad MirrorPadGrad", pad, moves=0, takes_counts=True),
     **rules("PadV2", pad, takes_counts=True),
     "Cumsum": linear_along(1),

@@ -28,6 +28,7 @@ from keras_strategies.engines.tensorflow.row_proofs.graph_placements import (
     Kind,
     MixesRowsError,
     NoRuleError,
+    are_equal,
     of_values,
 )
 from keras_strategies.engines.tensorflow.row_proofs.known_values import computed
@@ -124,10 +125,9 @@ class GraphWalk:
         remaining = list(targets)
         while remaining:
             operation = remaining[-1]
-            self._columns.match_inputs(operation)
             missing = [
                 tensor.op
-                for tensor in operation.inputs
+                for tensor in self._columns.matched_inputs(operation)
                 if id(tensor) not in self._placements
             ]
             if missing:
@@ -138,7 +138,8 @@ class GraphWalk:
                 self._visit(operation)
 
     def _visit(self, operation: Any) -> None:
-        inputs = [self._placements[id(tensor)] for tensor in operation.inputs]
+        read = self._columns.matched_inputs(operation)
+        inputs = [self._placements[id(tensor)] for tensor in read]
         column = self._columns.of(operation)
         node = Node(self, self._facts, column, tuple(inputs))
         try:
@@ -163,7 +164,7 @@ class GraphWalk:
     def call(
         self,
         node: Node,
-        function: str,
+        function: str | None,
         inputs: Sequence[GraphPlacement],
         first_argument: int = 0,
     ) -> list[GraphPlacement]:
@@ -190,9 +191,16 @@ class GraphWalk:
         return found
 
 
+def _rule(operation: Any) -> Rule | None:
+    found = RULES.get(operation.type)
+    if found is None and compat.calls_its_type(operation):
+        return control_flow.CALL_OF_TYPE
+    return found
+
+
 def _results(node: Node) -> list[GraphPlacement]:
     """Placements of the results of an operation."""
-    rule, count = RULES.get(node.type), len(node.operation.outputs)
+    rule, count = _rule(node.operation), len(node.operation.outputs)
     if node.type == "Const" or are_constant(node.operations):
         return [_constant(node)]
     if rule is not None and rule.takes_all:
@@ -264,7 +272,7 @@ def _constant(node: Node) -> GraphPlacement:
     values = [compat.constant_value(each) for each in node.operations]
     first = values[0]
     if len(values) == 1 or all(
-        value.shape == first.shape and np.array_equal(value, first) for value in values
+        value.shape == first.shape and are_equal(value, first) for value in values
     ):
         is_zero = first.dtype.kind in "iuf" and not first.any()
         known = (first,) * len(node.counts) if first.size <= SMALL else None
@@ -276,9 +284,7 @@ def _constant(node: Node) -> GraphPlacement:
     axis = node.row_axis([value.shape for value in values])
     # As `np.zeros((rows, columns))`: only equal rows are the rows of all replicas.
     if axis is None or any(
-        not np.array_equal(
-            value, np.broadcast_to(value.take([0], axis.axis), value.shape)
-        )
+        not are_equal(value, np.broadcast_to(value.take([0], axis.axis), value.shape))
         for value in values
     ):
         raise MixesRowsError("a constant with as many entries as rows")

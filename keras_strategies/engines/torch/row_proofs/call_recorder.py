@@ -25,6 +25,7 @@ from keras_strategies.engines.torch.compat import (
     schema_arguments,
     storage_key,
 )
+from keras_strategies.engines.torch.row_proofs.result_shapes import result_shapes
 from keras_strategies.engines.torch.row_proofs.rules.registry import has_rule
 from keras_strategies.engines.torch.row_proofs.value_placements import Shape
 
@@ -347,7 +348,10 @@ class CallRecorder(TorchDispatchMode):
             kwargs["device"] = _CPU
         args = tuple(map(self._argument, args))
         if traits.reads_values and not _indexes_by_numbers(traits.name, args):
-            return self._read(func, args, kwargs)
+            shapes = result_shapes(traits.name, args)
+            if shapes is None or self._known_arguments((args, kwargs)) is not None:
+                return self._read(func, args, kwargs)
+            return self._record(func, traits, args, kwargs, shapes)
         if traits.is_copy:
             return self._copy(func, args, kwargs)
         if not traits.has_own_rule:
@@ -402,7 +406,20 @@ class CallRecorder(TorchDispatchMode):
         self._register(result, version)
         return result
 
-    def _record(self, func: Any, traits: _Traits, args: Any, kwargs: Any) -> Any:
+    def _record(
+        self,
+        func: Any,
+        traits: _Traits,
+        args: Any,
+        kwargs: Any,
+        shapes: Sequence[tuple[Shape, torch.dtype]] | None = None,
+    ) -> Any:
+        """Records an operation.
+
+        Args:
+            shapes: those of its results, where they do not follow from the arguments
+                by themselves.
+        """
         step = RecordedStep(
             func,
             self._encoded(args),
@@ -414,8 +431,11 @@ class CallRecorder(TorchDispatchMode):
         known = None
         if not traits.is_drawing:
             known = self._known_arguments((args, kwargs))
-        with self._fake:
-            result = func(*args, **kwargs)
+        if shapes is None:
+            with self._fake:
+                result = func(*args, **kwargs)
+        else:
+            result = tuple(self._empty(*each) for each in shapes)
         results = list(result) if isinstance(result, (list, tuple)) else [result]
         values = self._known_results(func, known, results)
         changed = self._changed(traits, args, kwargs)

@@ -46,6 +46,10 @@ class CallFailed(Exception):
     """The call raised an error on fake tensors."""
 
 
+class NoDerivative(CallFailed):
+    """A backward pass reaches an operation without one, as on one device."""
+
+
 class CallRecording:
     """A layer call on fake tensors of the CPU, whatever the device of the replicas.
 
@@ -191,29 +195,36 @@ class CallRecording:
         self.losses = list(scope.losses)
 
     def backward(
-        self, group: int, tensors: Sequence[torch.Tensor]
+        self,
+        group: int,
+        tensors: Sequence[torch.Tensor],
+        of_variables_only: bool = False,
     ) -> tuple[list[int], list[torch.Tensor | None]]:
         """Records a backward pass.
 
         Args:
             group: int, the number of the backward pass.
             tensors: outputs and losses.
+            of_variables_only: bool, whether arguments have no gradients.
 
         Returns:
             The versions of the gradients of these, and the gradients of `arguments` and
             `variables`.
 
         Raises:
-            CallFailed: if it raises.
+            NoDerivative: if an operation has no derivative.
+            CallFailed: if it raises anything else.
         """
-        sources = [tensor for tensor, _ in self.arguments] + self.variables
+        arguments = [tensor for tensor, _ in self.arguments]
+        left_out = [None] * len(arguments) if of_variables_only else []
+        sources = self.variables if of_variables_only else arguments + self.variables
         given = [
             self.recorder.add_input(("gradient", group, i), t.shape, t.dtype)
             for i, t in enumerate(tensors)
         ]
         versions = [self.recorder.version(tensor) for tensor in given]
         if not sources or not tensors:
-            return versions, [None] * len(sources)
+            return versions, [*left_out, *[None] * len(sources)]
         self.recorder.place = None
         assigned = [id(value) for _, value in self.updates.values()]
         with (
@@ -228,7 +239,7 @@ class CallRecording:
             )
         if [id(value) for _, value in self.updates.values()] != assigned:
             self.recorder.reject("it assigns a variable")
-        return versions, list(found)
+        return versions, [*left_out, *found]
 
     @contextlib.contextmanager
     def _recording(self) -> Iterator[None]:
@@ -243,6 +254,8 @@ class CallRecording:
         except Exception as error:
             # Errors of the layer's own code; the unsplit call raises them again.
             name, text = type(error).__name__, error_text(error)
+            if text.startswith("derivative for") and "not implemented" in text:
+                raise NoDerivative(text) from error
             self.recorder.reject(f"with {self.rows} rows it raises {name}: {text}")
             raise CallFailed(self.recorder.problem) from error
 

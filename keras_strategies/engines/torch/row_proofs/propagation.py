@@ -6,6 +6,7 @@ operations; where arguments differ, they depend on the number of rows.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -35,7 +36,10 @@ from keras_strategies.engines.torch.row_proofs.rules import (
     reductions,
     shapes,
 )
-from keras_strategies.engines.torch.row_proofs.rules.registry import find_rule
+from keras_strategies.engines.torch.row_proofs.rules.registry import (
+    RuleFunction,
+    find_rule,
+)
 from keras_strategies.engines.torch.row_proofs.value_placements import (
     SAME,
     ZERO,
@@ -69,6 +73,11 @@ _OWN_ARGUMENTS = {
 }
 # Operations that take the numbers of the rows as indices.
 _TAKES_NUMBERS = frozenset(("index", "index_put"))
+# Operations that only move numbers of entries, and that take them as an index.
+_MOVES_NUMBERS = frozenset(
+    ("view", "_unsafe_view", "unsafe_view", "_reshape_alias", "as_strided")
+)
+_ADDS_AT_NUMBERS = frozenset(("index_add",))
 
 
 class RecordingsDiffer(Exception):
@@ -272,7 +281,10 @@ class Propagation:
         for name, value in op.arguments.items():
             if name not in sizes and _varies(value):
                 raise MixesRows("with the number of rows")
-        if found is not None:
+        numbers = op.operands[0].placed if op.name in _MOVES_NUMBERS else SAME
+        if found is not None and numbers.offset:
+            placed = _moved_numbers(op, found.apply)
+        elif found is not None:
             placed = found.apply(op)
         elif op.draws:
             placed = filled.random(op)
@@ -306,6 +318,8 @@ class Propagation:
         known = [each.known for each in traits]
         shapes_ = [each.shape for each in traits]
         is_number = not op.operands or not _is_float(traits[0].dtype)
+        if placed.offset:
+            return placed
         if (
             not placed.is_joined
             and is_number
@@ -392,9 +406,29 @@ class _AlreadyMixed(Exception):
     pass
 
 
+def _moved_numbers(op: Operation, apply: RuleFunction) -> Placed:
+    """The placement of numbers of entries that an operation moves as rows."""
+    numbers = op.operands[0]
+    rows = numbers.placed.changed(kind=RowKind.ROWS, offset=0)
+    name = next(n for n, value in op.arguments.items() if value is numbers)
+    moved = dataclasses.replace(numbers, placed=rows)
+    arguments = {**op.arguments, name: moved}
+    found = apply(dataclasses.replace(op, arguments=arguments, operands=[moved]))
+    if not isinstance(found, Placed) or not found.is_rows:
+        raise NoRule
+    return found.changed(
+        kind=RowKind.MIXED, offset=numbers.placed.offset, reason=numbers.placed.reason
+    )
+
+
 def _blocks(op: Operation, operand: Operand) -> bool:
     """Whether an operand makes the results depend on rows in another way."""
     if operand.placed.is_joined:
+        return False
+    if operand.placed.offset and (
+        op.name in _MOVES_NUMBERS
+        or (op.name in _ADDS_AT_NUMBERS and operand is op.get("index"))
+    ):
         return False
     if op.name in _TAKES_NUMBERS:
         return operand.known is None

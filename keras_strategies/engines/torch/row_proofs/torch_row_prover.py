@@ -22,6 +22,7 @@ from keras_strategies.engines.torch.row_proofs.call_recorder import CallRecorder
 from keras_strategies.engines.torch.row_proofs.call_recording import (
     CallFailed,
     CallRecording,
+    NoDerivative,
 )
 from keras_strategies.engines.torch.row_proofs.draws_of_calls import recorded_draws
 from keras_strategies.engines.torch.row_proofs.propagation import (
@@ -373,21 +374,11 @@ class _Proof:
     def _check_gradients(
         self, power: int, group: Sequence[tuple[RowPlacement, tuple[Any, ...]]]
     ) -> None:
-        gradients: list[list[torch.Tensor | None]] = []
-        given: list[int] = []
-        self._groups += 1
-        for i, recording in enumerate(self._recordings):
-            try:
-                versions, found = recording.backward(
-                    self._groups, [column[i] for _, column in group]
-                )
-            except CallFailed as error:
-                raise _RecordingProblem(f"its backward pass fails: {error}") from error
-            gradients.append(found)
-            if i == 0:
-                given = versions
-            if recording.recorder.problem:
-                raise _Problem(f"{recording.recorder.problem} in the backward pass")
+        try:
+            gradients, given = self._gradients(group, False)
+        except NoDerivative:
+            # That of an argument raises on one device as well, if it is needed.
+            gradients, given = self._gradients(group, True)
         for (placement, _), version in zip(group, given, strict=True):
             is_rows = placement.kind is RowKind.ROWS
             placed = _ROWS.changed(multiple=placement.multiple) if is_rows else SAME
@@ -410,6 +401,36 @@ class _Proof:
                     f"the gradient of {what} is not "
                     f"{'by rows' if has_rows else 'a sum over rows'}"
                 )
+
+    def _gradients(
+        self,
+        group: Sequence[tuple[RowPlacement, tuple[Any, ...]]],
+        of_variables_only: bool,
+    ) -> tuple[list[list[torch.Tensor | None]], list[int]]:
+        """Records the backward pass of a group of results.
+
+        Returns:
+            The gradients of all recordings, and the versions of those of the results
+            in the first one.
+        """
+        gradients: list[list[torch.Tensor | None]] = []
+        given: list[int] = []
+        self._groups += 1
+        for i, recording in enumerate(self._recordings):
+            try:
+                versions, found = recording.backward(
+                    self._groups, [column[i] for _, column in group], of_variables_only
+                )
+            except CallFailed as error:
+                if isinstance(error, NoDerivative) and not of_variables_only:
+                    raise
+                raise _RecordingProblem(f"its backward pass fails: {error}") from error
+            gradients.append(found)
+            if i == 0:
+                given = versions
+            if recording.recorder.problem:
+                raise _Problem(f"{recording.recorder.problem} in the backward pass")
+        return gradients, given
 
 
 def _counts(rows: int, sizes: Sequence[int]) -> list[int]:

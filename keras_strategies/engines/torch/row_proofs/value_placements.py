@@ -46,6 +46,8 @@ class Placed:
         power: int, the power of the number of rows that the value is divided by.
         is_zero: bool, whether it is zero whatever the values are.
         reason: str, for `MIXED` and `UNKNOWN`: see `RowPlacement`.
+        offset: int, for `MIXED` numbers of entries, by how much those of each row are
+            larger than those of the row before; each replica may count from 0.
     """
 
     kind: RowKind
@@ -55,6 +57,7 @@ class Placed:
     power: int = 0
     is_zero: bool = False
     reason: str = ""
+    offset: int = 0
 
     @property
     def is_same(self) -> bool:

@@ -16,6 +16,7 @@ from keras_strategies.engines.torch.row_proofs.rules.reductions import require_p
 from keras_strategies.engines.torch.row_proofs.rules.registry import rule
 from keras_strategies.engines.torch.row_proofs.rules.shapes import along
 from keras_strategies.engines.torch.row_proofs.value_placements import (
+    SAME,
     SUM,
     MixesRows,
     Placed,
@@ -203,7 +204,23 @@ def _ctc_loss(op: Operation) -> Sequence[Placed]:
             raise MixesRows("of rows with other rows")
     if targets.placed.layout != logits.placed.layout:
         raise MixesRows("of rows with other rows")
-    return [targets.placed, targets.placed]
+    found = targets.placed.changed(is_zero=False)
+    return [found, found]
+
+
+@rule("_ctc_loss_backward")
+def _ctc_loss_gradient(op: Operation) -> Placed:
+    """The gradient of the logits, linear in that of the losses."""
+    logits, gradient = op["log_probs"], op["grad"]
+    others = tensors(op, "grad")
+    for operand in others:
+        require_plain(operand.placed)
+    layouts = {operand.placed.layout for operand in op.operands}
+    if not all(operand.placed.is_rows for operand in op.operands) or len(layouts) > 1:
+        raise MixesRows("of rows with other rows")
+    if any(o.placed.axis != (1 if o is logits else 0) for o in op.operands):
+        raise MixesRows("along the rows")
+    return logits.placed.changed(power=gradient.placed.power)  # type: ignore
 
 
 # Linear algebra: matrices are the last two axes.
@@ -233,6 +250,19 @@ def _solve(op: Operation) -> Placed:
     return batched(op, op.operands, min(ranks) - 1)
 
 
+@rule("linalg_lstsq")
+def _least_squares(op: Operation) -> Sequence[Placed]:
+    """Solutions, residuals, ranks and singular values; right sides are columns."""
+    matrices, sides = op["self"], op["b"]
+    require_plain(matrices.placed)
+    if matrices.placed.is_same and sides.placed.is_rows:
+        if sides.placed.axis != sides.rank - 1 or matrices.rank != 2:
+            raise MixesRows("along the rows")
+        return [sides.placed.changed(is_zero=False), SAME, SAME, SAME]
+    found = batched(op, [matrices, sides], 2)
+    return [found, SAME, found, SAME]
+
+
 @rule("linalg_pinv")
 def _pseudo_inverse(op: Operation) -> Placed:
     op.require_equal("atol", "rtol", "rcond")
@@ -250,11 +280,11 @@ def _unpacked_factors(op: Operation) -> Placed:
 
 @rule("linalg_cross")
 def _cross(op: Operation) -> Placed:
+    """Linear in each of its operands."""
     axis = op.axis("dim", op.rank)
     for operand in op.operands:
-        require_plain(operand.placed)
         along(op, operand, [axis])
-    return combined(op, "other", op.operands)
+    return combined(op, "multiply", op.operands)
 
 
 @rule("_fft_r2c _fft_c2c _fft_c2r")

@@ -213,7 +213,9 @@ def _same_axes(op: Operation) -> Placed:
 @rule("_to_copy")
 def _cast(op: Operation) -> Placed:
     source, target = op.operand("self").dtype, op.dtypes[0]
-    assert source is not None and target is not None
+    assert target is not None
+    if source is None:  # A number of Python.
+        return combined(op, "linear", [op.operand("self")])
     is_exact = not _is_float(source) and target is not torch.bool
     is_linear = _is_float(target) or is_exact or source is target
     return combined(op, "linear" if is_linear else "other", [op.operand("self")])

@@ -59,7 +59,12 @@ def _numbers(op: Operation) -> Placed:
     """Numbers of entries: equal for any number of rows, or numbers of rows."""
     if not any(map(_varies, op.arguments.values())):
         return SAME
-    raise MixesRows("of the number of rows, or of their numbers,")
+    reason = "of the number of rows, or of their numbers,"
+    if op.name != "arange" or op.get("start", 0) != 0 or op.get("step", 1) != 1:
+        raise MixesRows(reason)
+    placed = rows_of_shapes(op.shapes, op.counts)
+    reason = f"'arange' {reason}"
+    return placed.changed(kind=RowKind.MIXED, reason=reason, offset=placed.multiple)
 
 
 def _varies(value: Any) -> bool:

@@ -162,6 +162,8 @@ def _index_add(op: Operation) -> Placed:
     """Slices added at places along an axis."""
     base, index, source = op["self"], op["index"], op["source"]
     axis = op.axis("dim", op.rank)
+    if index.placed.offset:
+        return _added_to_own(base, index, source, axis)
     require_plain(index.placed)
     if index.placed.is_rows:
         if not source.placed.is_rows or source.placed.axis != axis:
@@ -176,6 +178,19 @@ def _index_add(op: Operation) -> Placed:
     # Along other axes slices have the entries of the tensor.
     like = Operand(placed, tuple(_one(s, axis) for s in source.shapes))
     return combined(op, "add", [base, like])
+
+
+def _added_to_own(base: Operand, index: Operand, source: Operand, axis: int) -> Placed:
+    """Entries added to those of their own row, by numbers of entries."""
+    rows, values = base.placed, source.placed
+    is_own = rows.is_rows and values.is_rows and rows.axis == values.axis == axis
+    if not is_own or rows.layout != (1, index.placed.offset):
+        raise MixesRows(_BY_NUMBER)
+    if index.placed.blocks > 1 or values.layout != index.placed.layout:
+        raise MixesRows(_OTHER_ROWS)
+    if not rows.is_zero and rows.power != values.power:
+        raise MixesRows("with the number of rows")
+    return rows.changed(power=values.power, is_zero=False)
 
 
 def _one(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:

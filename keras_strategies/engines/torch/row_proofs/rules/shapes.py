@@ -25,17 +25,32 @@ _ALONG = "along the rows"
 _BY_NUMBER = "of rows by their numbers"
 
 
-@rule("view _unsafe_view reshape _reshape_alias", sizes=["size", "shape", "stride"])
+@rule(
+    "view _unsafe_view unsafe_view reshape _reshape_alias",
+    sizes=["size", "shape", "stride"],
+)
 def _reshape(op: Operation) -> Placed:
     source = op["self"]
     placed = source.placed
     if op.get("size") is None and op.get("shape") is None:
-        raise NoRule  # A view in another dtype.
+        return _in_other_dtype(op, source)
     if not placed.is_rows:
         if any(shape != op.shapes[0] for shape in op.shapes):
             raise MixesRows("to a shape that depends on the number of rows")
         return placed  # type: ignore[no-any-return]
     return reshaped(placed, source.shapes[0], op.shapes, op.counts)
+
+
+def _in_other_dtype(op: Operation, source: Operand) -> Placed:
+    """A view of the memory of each entry, or of those along the last axis."""
+    if not source.placed.is_equal and not source.placed.is_rows:
+        raise MixesRows("of a sum over rows")
+    if source.placed.power:
+        raise MixesRows("with the number of rows")
+    own = source.dtype, op.dtypes[0]
+    if len({dtype.itemsize for dtype in own}) == 1:  # type: ignore[union-attr]
+        return source.placed.changed(is_zero=False)  # type: ignore[no-any-return]
+    return along(op, source, [source.rank - 1]).changed(is_zero=False)
 
 
 def reshaped(
@@ -150,9 +165,9 @@ def _as_strided(op: Operation) -> Placed:
         if isinstance(op["storage_offset"], Varying):
             raise MixesRows("with the number of rows")
         return placed  # type: ignore[no-any-return]
-    if placed.axis or placed.layout != (1, 1) or op["storage_offset"] not in (0, None):
+    if placed.axis or placed.blocks > 1 or op["storage_offset"] not in (0, None):
         raise NoRule
-    own = math.prod(source.shape[1:])
+    own = placed.multiple * math.prod(source.shape[1:])
     axis = next(
         (i for i, sizes in enumerate(zip(*op.shapes, strict=True)) if _vary(sizes)),
         None,
@@ -164,7 +179,7 @@ def _as_strided(op: Operation) -> Placed:
     reach = sum((op.shapes[0][i] - 1) * strides[i] for i in others)
     if strides[axis] != own or reach >= own:
         raise MixesRows(_BY_NUMBER)
-    return placed.at(axis)  # type: ignore[no-any-return]
+    return placed.changed(axis=axis, multiple=1)  # type: ignore[no-any-return]
 
 
 def _vary(sizes: Sequence[int]) -> bool:

@@ -1,0 +1,133 @@
+"""The page of layers and functions that are split says what the code does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import pytest
+
+from row_proofs import keras_functions, keras_layers, keras_table
+from row_proofs.cases import SIZES
+from row_proofs.keras_table import MIXES, PROVED, TYPE
+from row_proofs.proofs import built, needs_prover, proof_of
+from row_proofs.split_numbers import assert_equal, numbers, split_numbers
+
+BACKEND = keras.backend.backend()
+#: By day each kind of rules and reasons, in calls that are quickly traced.
+BY_DAY = {
+    "layers": frozenset(
+        [
+            "BatchNormalization",
+            "CategoryEncoding",
+            "Concatenate",
+            "ConvLSTM1D",
+            "Dense",
+            "Hashing",
+            "LSTM",
+            "LSTMCell",
+            "Lambda",
+            "MixUp",
+            "MultiHeadAttention",
+            "RandomContrast",
+            "Rescaling",
+            "ReversibleEmbedding",
+        ]
+    ),
+    "functions": frozenset(
+        [
+            "add",
+            "angle",
+            "argpartition",
+            "bincount",
+            "cholesky",
+            "clip",
+            "conv",
+            "cross",
+            "ctc_loss",
+            "diag",
+            "einsum",
+            "floor_divide",
+            "gcd",
+            "glu",
+            "heaviside",
+            "histogram",
+            "image.resize",
+            "inner",
+            "istft",
+            "lstsq",
+            "map",
+            "nanmax",
+            "nanquantile",
+            "qr",
+            "quantile",
+            "segment_sum",
+            "slice_update",
+            "solve",
+            "sort",
+            "stft",
+            "switch",
+            "take",
+            "top_k",
+            "unique",
+            "vander",
+            "vectorize",
+            "view",
+            "where",
+        ]
+    ),
+}
+#: Undefined entries, and calls that Keras alone cannot differentiate.
+WITHOUT_NUMBERS = ("empty_like",)
+
+
+def parameters() -> Iterator[Any]:
+    for kind, by_day in BY_DAY.items():
+        for name in keras_table.cases(kind):
+            marks = [] if name in by_day else [pytest.mark.nightly]
+            yield pytest.param(kind, name, id=f"{kind}-{name}", marks=marks)
+
+
+def test_every_function_and_layer_has_a_call() -> None:
+    known = set(keras_functions.FUNCTIONS)
+    assert known | keras_functions.WITHOUT_ROWS == keras_functions.names_of_keras()
+    layers = set(keras_layers.LAYERS)
+    assert layers | keras_layers.WITHOUT_EXAMPLE == keras_layers.layers_of_keras()
+    for kind, names in BY_DAY.items():
+        assert names <= set(keras_table.cases(kind))
+
+
+def test_the_page_has_the_results() -> None:
+    results = keras_table.read()
+    for backend in keras_table.BACKENDS:
+        for kind in BY_DAY:
+            assert set(results[backend][kind]) == set(keras_table.cases(kind))
+    text = keras_table.PAGE.read_text()
+    assert text == keras_table.with_table(text, keras_table.page_text(results))
+
+
+@needs_prover
+@pytest.mark.parametrize(("kind", "name"), parameters())
+def test_a_call_is_treated_as_the_page_says(kind: str, name: str) -> None:
+    case = keras_table.cases(kind)[name]
+    found = keras_table.verdict(kind, name, case)
+    assert found == keras_table.read()[BACKEND][kind][name]
+    assert (
+        found != MIXES
+        or (keras_layers.LAYERS if kind == "layers" else keras_functions.FUNCTIONS)[
+            name
+        ].mixes
+    )
+    if found not in (PROVED, TYPE) or name in WITHOUT_NUMBERS:
+        return
+    # Two uneven parts of the batch give its numbers.
+    layer, values = built(case)
+    proof = proof_of(layer, values, [True] * len(values))
+    if any(proof.draws) or name == "BatchNormalization" or proof.problem is not None:
+        return
+    has_rows = [True] * len(values)
+    expected = numbers(
+        layer, values, len(proof.losses), None, [1.0] * len(proof.losses)
+    )
+    assert_equal(expected, split_numbers(layer, values, has_rows, SIZES, proof))
