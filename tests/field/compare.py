@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -19,6 +20,7 @@ from harness.data import Data
 from harness.training import SGD_TOLERANCE
 
 import keras_strategies as ks
+from keras_strategies.runtime.row_proofs.row_proofs import RowProofs
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Relative to the largest magnitude of each weight, with the seed 0.
@@ -69,6 +71,9 @@ class Measured:
         disturbed: difference to the disturbed run on one device.
         weights, loss: difference to two replicas; None if these raised.
         unsplit: number of warnings that a call was not split.
+        calls, split: layers that are called, and those of them that are split by rows;
+            zero where the backend proves nothing.
+        unnamed: layers that are not split, if there is no warning.
         seconds_alone, seconds: of the first run on one device and on two replicas.
         error: type and first line of what the strategy raised, or "".
     """
@@ -83,6 +88,9 @@ class Measured:
     weights: float | None
     loss: float | None
     unsplit: int
+    calls: int
+    split: int
+    unnamed: tuple[str, ...]
     seconds_alone: float
     seconds: float
     error: str = ""
@@ -163,7 +171,7 @@ def measure(
     found: Any = None
     error: Exception | None = None
     start = time.perf_counter()
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as said, recorded_proofs() as proved:
         warnings.simplefilter("always")
         try:
             found = _fit_under(make_strategy, case)
@@ -179,12 +187,39 @@ def measure(
         disturbed_loss=expected.disturbed_loss,
         weights=None if error else largest_difference(expected.weights, found[0]),
         loss=None if error else largest_difference(expected.loss, found[1]),
-        unsplit=sum("not parallel" in str(warning.message) for warning in said),
+        unsplit=sum("split by rows" in str(warning.message) for warning in said),
+        calls=len(proved),
+        split=sum(proved.values()),
+        unnamed=tuple(
+            name
+            for name, is_split in proved.items()
+            if not is_split and not any("split by rows" in str(w.message) for w in said)
+        ),
         seconds_alone=expected.seconds,
         seconds=time.perf_counter() - start,
         error=f"{type(error).__name__}: {_first_line(error)}" if error else "",
     )
     return measured, error
+
+
+@contextlib.contextmanager
+def recorded_proofs() -> Iterator[dict[str, bool]]:
+    """Whether all calls of layers are split by rows, by the names of the layers."""
+    found: dict[str, bool] = {}
+    original = RowProofs.of
+
+    def of(self: Any, call: Any, *args: Any) -> Any:
+        proof, is_new = original(self, call, *args)
+        if isinstance(call.layer, keras.layers.Layer):
+            name = call.layer.name
+            found[name] = found.get(name, True) and proof.problem is None
+        return proof, is_new
+
+    RowProofs.of = of  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        RowProofs.of = original  # type: ignore[method-assign]
 
 
 def _fit_under(make_strategy: Callable[[], Any] | None, case: FieldCase) -> Any:

@@ -20,6 +20,7 @@ HEADER = (
     "weights",
     "disturbed",
     "loss",
+    "split calls",
     "first fit alone",
     "first fit",
     "verdict",
@@ -48,6 +49,7 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
         _number(row["weights"]),
         _number(row["disturbed"]),
         _number(row["loss"]),
+        f"{row['split']} of {row['calls']}" if row["calls"] else "",
         f"{row['seconds_alone']:.1f} s",
         f"{row['seconds']:.1f} s",
         verdict,
@@ -72,7 +74,24 @@ def text(rows: list[dict[str, Any]]) -> str:
         good = sum(row["verdict"] in ("equal", "rounding") for row in own)
         if own:
             table.append(f"{backend}: {good} of {len(own)} as on one device")
+            table += _shares(backend, own)
     return "\n".join(table)
+
+
+def _shares(backend: str, rows: list[dict[str, Any]]) -> list[str]:
+    """How many cases are split, in whole or but for layers that a warning names."""
+    proved = [row for row in rows if row["calls"]]
+    if not proved:
+        return []
+    whole = sum(row["split"] == row["calls"] for row in proved)
+    unnamed = [row["name"] for row in proved if row["unnamed"]]
+    named = len(proved) - whole - len(unnamed)
+    layers = sum(row["split"] for row in proved), sum(row["calls"] for row in proved)
+    return [
+        f"{backend}: every call split in {whole} of {len(proved)} cases, all but named "
+        f"ones in {named}, unnamed in {len(unnamed)} {' '.join(unnamed)}; "
+        f"{layers[0]} of {layers[1]} layers"
+    ]
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from field.recipes import (
     generative,
+    mixing,
     optimization,
     representation,
     sequences,
@@ -14,4 +15,5 @@ CASES = [
     *sequences.CASES,
     *structured.CASES,
     *optimization.CASES,
+    *mixing.CASES,
 ]
