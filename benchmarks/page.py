@@ -103,6 +103,7 @@ def table(name: str) -> str:
     import elasticity
     import faults
     import first_step
+    import first_step_large
     import fit
     import fit_gpu
     import loops
@@ -137,6 +138,7 @@ def table(name: str) -> str:
         "memory": memory,
         "start": start,
         "first step": first_step,
+        "first step large": first_step_large,
         "fit gpu": fit_gpu,
         "steps per execution": steps_per_execution,
         "uneven rows": uneven_rows,
