@@ -84,11 +84,17 @@ def model_of(name: str) -> tuple[Any, Any, Any]:
 
 
 def without_proofs() -> None:
-    """Takes every layer call to be split by rows."""
+    """Takes every call of a model to be split by rows."""
+    import keras
+
     from keras_strategies.runtime.row_proofs.row_proofs import RowProofs
 
-    def of(self: Any, *args: Any) -> tuple[Any, bool]:
-        return self._by_type, False
+    original = RowProofs.of
+
+    def of(self: Any, call: Any, *args: Any) -> tuple[Any, bool]:
+        if isinstance(call.layer, keras.Model):
+            return self._by_type, False
+        return original(self, call, *args)
 
     RowProofs.of = of  # type: ignore[method-assign]
 

@@ -147,7 +147,7 @@ class Engine(abc.ABC):
         return False
 
     def records_gradients(self) -> bool:
-        """Whether operations outside of a tape or a gradient are recorded for one."""
+        """Whether operations of this thread are recorded for gradients."""
         return False
 
     def optimizer_apply(

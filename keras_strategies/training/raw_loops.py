@@ -40,8 +40,8 @@ def warn_of_raw_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         f"`strategy.run`. {strategy!r} has {strategy.num_replicas_in_sync} replicas, "
         f"but a call in a loop of your own is computed{workers} on one device. Pass a "
         "function with the call, its gradients and `optimizer.apply` to "
-        "`strategy.run`, or override `train_step` and call `fit`. On Torch call a "
-        "model that only predicts under `torch.no_grad()`."
+        "`strategy.run`, or override `train_step` and call `fit`. Call a model that "
+        "only predicts with `training=False`, on Torch or under `torch.no_grad()`."
     )
 
 

@@ -46,6 +46,41 @@ def raw_call(made: keras.Model) -> None:
         made(X, training=True)
 
 
+def differentiated_call(made: keras.Model) -> None:
+    """A call without `training`, of which a gradient is computed."""
+    if keras.backend.backend() == "jax":
+        import jax
+
+        trained, *others = (
+            [v.value for v in g]
+            for g in (made.trainable_variables, made.non_trainable_variables)
+        )
+        jax.grad(lambda values: made.stateless_call(values, *others, X)[0].sum())(
+            trained
+        )
+    elif keras.backend.backend() == "torch":
+        made(X).sum().backward()
+    else:
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(made(X))
+        tape.gradient(loss, [v.value for v in made.trainable_variables])
+
+
+def test_a_call_without_training_that_is_differentiated_says_so():
+    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        made = model()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*outside of `fit` and")
+        if keras.backend.backend() != "torch":
+            made(X)
+        made(X, training=False)
+    with pytest.warns(UserWarning, match="outside of `fit` and `strategy.run`"):
+        differentiated_call(made)
+
+
 def test_it_says_so_once():
     strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
     with strategy.scope():

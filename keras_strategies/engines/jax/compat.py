@@ -60,6 +60,11 @@ PRIVATE_NAMES = (
         "The values that a result depends on.",
     ),
     Private(
+        "jax._src.interpreters.ad",
+        ("JVPTrace", "LinearizeTrace"),
+        "Calls of models in a function that is differentiated.",
+    ),
+    Private(
         "jax._src.interpreters.partial_eval.DynamicJaxprTracer",
         ("parent",),
         "Gradients that are transpositions.",
@@ -91,6 +96,16 @@ def is_tracing() -> bool:
     from jax._src import core
 
     return not core.trace_state_clean()
+
+
+def is_differentiating() -> bool:
+    """Whether this thread is in a function that is differentiated.
+
+    JAX 0.10: traces of `interpreters.ad`. False in a program within such a function.
+    """
+    from jax._src.interpreters import ad
+
+    return isinstance(current_trace(), (ad.JVPTrace, ad.LinearizeTrace))
 
 
 def current_trace() -> Any:

@@ -61,6 +61,9 @@ class JaxEngine(Engine):
         }
     )
 
+    def records_gradients(self) -> bool:
+        return compat.is_differentiating()
+
     def local_devices(self) -> tuple[Device, ...]:
         return devices.local_devices()
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.devices import Device
-from keras_strategies.engines.tensorflow import composite_values
+from keras_strategies.engines.tensorflow import compat, composite_values
 from keras_strategies.engines.tensorflow.compiled_function import (
     function,
     value_and_grad,
@@ -86,6 +86,9 @@ class TensorFlowEngine(Engine):
     def __init__(self) -> None:
         loop_over(ProgramIterable, lambda given: given.iterator_in_program())
         composite_values.register()
+
+    def records_gradients(self) -> bool:
+        return compat.is_any_tape_active()
 
     def local_devices(self) -> tuple[Device, ...]:
         return local_devices()
