@@ -282,6 +282,7 @@ class Propagation:
             if name not in sizes and _varies(value):
                 raise MixesRows("with the number of rows")
         numbers = op.operands[0].placed if op.name in _MOVES_NUMBERS else SAME
+        placed: Placed | Sequence[Placed]
         if found is not None and numbers.offset:
             placed = _moved_numbers(op, found.apply)
         elif found is not None:
