@@ -34,6 +34,10 @@ EVERYWHERE = {
         "test_a_slow_worker_is_named_once_and_an_equal_one_never[three]",
     ),
     "test_float8": ("test_variables_are_overwritten_as_on_one_device[two-fitted]",),
+    "test_row_parts": (
+        "test_outputs_stay_on_their_workers[two-True]",
+        "test_a_step_that_reads_outputs_has_all_of_them",
+    ),
     "test_row_proofs": ("test_a_problem_that_one_worker_finds_counts_on_all",),
     "test_input": (
         "test_workers_with_different_amounts_of_data_stay_in_step[two]",

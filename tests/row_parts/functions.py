@@ -181,6 +181,27 @@ class Rows(keras.Model):
         return self.function(self, x, y, weights)
 
 
+def loss_and_gradients(model: Any, loss: Any) -> tuple[Any, list[Any]]:
+    """A loss, and its gradients of a model's trainable variables.
+
+    Args:
+        model: the model.
+        loss: callable without arguments, the computation.
+    """
+    read = [v.value for v in model.trainable_variables]
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            total = loss()
+        return total, tape.gradient(total, read)
+    import torch
+
+    with torch.enable_grad():
+        total = loss()
+        return total.detach(), list(torch.autograd.grad(total, read))
+
+
 def results(
     strategy: Any,
     make: Any,
@@ -189,8 +210,9 @@ def results(
     weights: Any = None,
     activation: str = "linear",
     is_masked: bool = False,
+    batch_size: int = ROWS,
 ) -> dict[str, Any]:
-    """The results of one step on all rows.
+    """The results of one step on all rows, or of the last on fewer rows.
 
     Args:
         strategy: the strategy.
@@ -200,6 +222,7 @@ def results(
         weights: the weights of the rows.
         activation: str, of the outputs.
         is_masked: bool, whether outputs have masks.
+        batch_size: int, the rows of a step.
     """
     keras.utils.set_random_seed(1)
     with strategy.scope():
@@ -209,6 +232,11 @@ def results(
         model.function = make()
     return dict(
         model.evaluate(
-            x, y, sample_weight=weights, batch_size=ROWS, verbose=0, return_dict=True
+            x,
+            y,
+            sample_weight=weights,
+            batch_size=batch_size,
+            verbose=0,
+            return_dict=True,
         )
     )

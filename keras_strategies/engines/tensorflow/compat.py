@@ -427,8 +427,30 @@ def with_gradient(
     graph = tf.compat.v1.get_default_graph()
     with graph._override_gradient_function({"IdentityN": of_operation}):
         outputs = tf.identity_n(tensors)
-    record.record_operation("CustomGradient", outputs, tensors, gradient)
+    record_gradient(outputs, tensors, gradient)
     return list(outputs)
+
+
+def record_gradient(
+    outputs: Sequence[Any], inputs: Sequence[Any], gradient: Callable[..., list[Any]]
+) -> None:
+    """Makes tapes compute gradients of some tensors from those of others.
+
+    Args:
+        outputs: tensors.
+        inputs: the tensors that they are computed from.
+        gradient: callable from the outputs' gradients to the list of the inputs'. They
+            can be objects that convert to tensors, which arrive as they are unless
+            several are added.
+    """
+    record.record_operation("CustomGradient", list(outputs), list(inputs), gradient)
+
+
+def is_in_program() -> bool:
+    """Whether a program is traced, outside of its inner functions and loops."""
+    graph = tf.compat.v1.get_default_graph()
+    outer = getattr(graph, "outer_graph", None)
+    return outer is not None and not outer.building_function
 
 
 # Graphs of layer calls.

@@ -158,7 +158,7 @@ def all_variables(model: Any) -> list[Any]:
 def build_optimizer(model: Any) -> None:
     """Makes the optimizer's variables of a built model."""
     optimizer = getattr(model, "optimizer", None)
-    if optimizer is not None and model.built and not optimizer.built:
+    if optimizer is not None and not optimizer.built and is_built(model):
         optimizer.build(model.trainable_variables)
 
 

@@ -18,6 +18,7 @@ from keras_strategies.keras_compat.models.layer_calls import (
 )
 from keras_strategies.keras_compat.models.layers import (
     clear_losses,
+    get_logits,
     get_mask,
     set_logits,
     set_mask,
@@ -153,6 +154,9 @@ class CallOnReplicas(GradientBoundary):
             if has_rows(leaf, self.layer_call.rows):
                 slices = self._split_with_mask(leaf)
                 inputs.append((leaf, slices))
+                logits = get_logits(leaf)
+                if logits is not None:
+                    inputs.append((logits, self._split_logits(logits, slices)))
             else:
                 slices = [leaf] * len(self.row_split.sizes)
             columns.append(slices)
@@ -198,6 +202,12 @@ class CallOnReplicas(GradientBoundary):
             for part, mask_part in zip(slices, self.split(mask), strict=True):
                 set_mask(part, mask_part)
         return slices
+
+    def _split_logits(self, logits: Any, slices: Sequence[Any]) -> list[Any]:
+        parts = self.split(logits)
+        for part, logits_part in zip(slices, parts, strict=True):
+            set_logits(part, logits_part)
+        return parts
 
     # Outputs.
 
@@ -270,6 +280,8 @@ class CallOnReplicas(GradientBoundary):
             if channel.weights is None and is_float(channel.parts[0]):
                 activation = self.activation_of(channel.parts)
             own = [channel]
+            if activation is not None and channel.is_apart:
+                activation = replace(activation, apply=None)
             if activation is not None:
                 logits = replace(channel, parts=activation.logits)
                 own = [logits] if activation.apply else [logits, channel]

@@ -102,9 +102,19 @@ class DataParallelCall(abc.ABC):
     def on_replicas(self, call: SplitCall) -> CallOnReplicas:
         """A call on the replicas that have rows."""
 
-    def sizes_in_program(self, layer_call: LayerCall, count: int) -> list[Any]:
-        """Rows for each replica, in a program for any number of rows."""
+    def sizes_in_program(
+        self, layer_call: LayerCall, count: int
+    ) -> tuple[list[Any], bool]:
+        """Rows for each replica, in a program for any number of rows.
+
+        Returns:
+            The scalar tensors, and whether each is known to be positive.
+        """
         raise NotImplementedError
+
+    def takes(self, layer_call: LayerCall, row_split: RowSplit) -> bool:
+        """Whether a layer can be called on the rows of an argument's parts."""
+        return True
 
     def workers_changed(self) -> None:
         """Drops the row proofs, which workers agree on."""
@@ -200,7 +210,7 @@ class DataParallelCall(abc.ABC):
         row_split = in_parts[0].row_split
         if any(parts_of(leaf, row_split) is None for leaf in in_parts):
             return False, None
-        rows = sum(row_split.every)
+        rows = in_parts[0].rows
         constants = frozenset(
             i
             for i, leaf in enumerate(leaves)
@@ -216,7 +226,10 @@ class DataParallelCall(abc.ABC):
             proof = known
             if proof is None or not is_plain(layer_call, with_rows):
                 proof, is_new = self._row_proofs.of(
-                    layer_call, with_rows, row_split.every, len(row_split.sizes)
+                    layer_call,
+                    with_rows,
+                    row_split.every if isinstance(rows, int) else (),
+                    len(row_split.sizes),
                 )
                 if is_new and proof.problem is not None:
                     _logger.info(
@@ -257,25 +270,42 @@ class DataParallelCall(abc.ABC):
         tensors = [leaf for leaf in layer_call.leaves if has_rows(leaf, rows)]
         if not self.can_split(layer, tensors):
             return None
-        total, workers = self.placement.replica_counts.total, self.placement.workers
-        if isinstance(rows, int):
-            every: list[Any] = split_sizes(rows, total)
-        else:
-            every = self.sizes_in_program(layer_call, total)
-        # Replicas without rows do not participate.
-        if workers is None:
-            row_split = RowSplit.local(self._primitives, every)
-        else:
-            found = RowSplit.over(self._primitives, every, workers)
-            if found is None:
-                # Fewer rows than workers: each worker computes all rows.
-                return None
-            row_split = found
+        row_split = self._split_of_parts(layer_call) or self._new_split(layer_call)
+        if row_split is None:
+            # Fewer rows than workers: each worker computes all rows.
+            return None
         replicas, lead = self.placement.replicas, self.placement.variables
         is_alone = len(row_split.every) == 1 and replicas[0] == lead
         if not row_split.sizes or (is_alone and self.reduction is None):
             return None
         return row_split
+
+    def _split_of_parts(self, layer_call: LayerCall) -> RowSplit | None:
+        """The rows of an argument that is on its replicas; None without one."""
+        for leaf in layer_call.leaves:
+            if (
+                isinstance(leaf, RowParts)
+                and leaf.caller is self
+                and has_rows(leaf, layer_call.rows)
+                and leaf.parts is not None
+                and self.takes(layer_call, leaf.row_split)
+            ):
+                return leaf.row_split
+        return None
+
+    def _new_split(self, layer_call: LayerCall) -> RowSplit | None:
+        """The rows in equal parts; None if a worker has none."""
+        rows, workers = layer_call.rows, self.placement.workers
+        total = self.placement.replica_counts.total
+        every: list[Any] = []
+        if isinstance(rows, int):
+            # Replicas without rows do not participate.
+            every, all_have_rows = split_sizes(rows, total), True
+        else:
+            every, all_have_rows = self.sizes_in_program(layer_call, total)
+        if workers is None:
+            return RowSplit.local(self._primitives, every, all_have_rows)
+        return RowSplit.over(self._primitives, every, workers, all_have_rows)
 
     def _warn_once(self, layer: Any, problem: str) -> None:
         """Warns, unless another proof of the layer has found the same problem."""
@@ -306,5 +336,6 @@ def _rows(leaves: list[Any]) -> Any:
     """The rows of the first tensor with a batch axis; None without one."""
     for leaf in leaves:
         if keras.ops.is_tensor(leaf) and len(leaf.shape) > 0:
-            return keras.ops.shape(leaf)[0]
+            is_apart = isinstance(leaf, RowParts)
+            return leaf.rows if is_apart else keras.ops.shape(leaf)[0]
     return None

@@ -67,9 +67,15 @@ class RowParts:
     def parts(self) -> list[Any] | None:
         """The part of each local replica, without gradient, on the replica's device.
 
-        None once the tensor has been changed in place: only `joined` has that.
+        None where only `joined` has the rows: once the tensor has been changed in
+        place, or in another graph.
         """
         raise NotImplementedError
+
+    @property
+    def rows(self) -> Any:
+        """The entries of axis 0: int, or a scalar tensor."""
+        return sum(self.row_split.every)
 
     def joined(self) -> Any:
         """All rows, without gradient, on the device of the global batch."""
@@ -101,7 +107,4 @@ def parts_of(tensor: Any, row_split: RowSplit) -> list[Any] | None:
     """
     if not isinstance(tensor, RowParts):
         return None
-    own = tensor.row_split
-    if own.replica_set != row_split.replica_set or own.every != row_split.every:
-        return None
-    return tensor.parts
+    return tensor.parts if tensor.row_split.is_like(row_split) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras
@@ -130,21 +130,36 @@ class RowSplit:
         every: the number of rows of each replica, of all workers.
         sizes: the number of rows of each local replica.
         replica_set: the replicas.
+        all_have_rows: bool, whether each replica is known to have a row.
     """
 
     every: list[Any]
     sizes: list[Any]
     replica_set: ReplicaSet
+    all_have_rows: bool = True
+    _by_multiple: dict[int, RowSplit] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @classmethod
-    def local(cls, primitives: TensorPrimitives, sizes: Sequence[Any]) -> RowSplit:
+    def local(
+        cls,
+        primitives: TensorPrimitives,
+        sizes: Sequence[Any],
+        all_have_rows: bool = True,
+    ) -> RowSplit:
         """Over the replicas of this process; those without rows do not participate."""
         present = [size for size in sizes if _may_have_rows(size)]
-        return cls(present, present, ReplicaSet.local(primitives, len(present)))
+        replica_set = ReplicaSet.local(primitives, len(present))
+        return cls(present, present, replica_set, all_have_rows)
 
     @classmethod
     def over(
-        cls, primitives: TensorPrimitives, sizes: Sequence[Any], workers: Workers
+        cls,
+        primitives: TensorPrimitives,
+        sizes: Sequence[Any],
+        workers: Workers,
+        all_have_rows: bool = True,
     ) -> RowSplit | None:
         """Over the replicas of all workers; None if a worker has no rows."""
         own = [
@@ -156,7 +171,8 @@ class RowSplit:
         index = workers.group.index
         counts = ReplicaCounts(tuple(map(len, own)), index)
         every = [size for each in own for size in each]
-        return cls(every, own[index], ReplicaSet(primitives, counts, workers))
+        replica_set = ReplicaSet(primitives, counts, workers)
+        return cls(every, own[index], replica_set, all_have_rows)
 
     @property
     def workers(self) -> Workers | None:
@@ -171,9 +187,23 @@ class RowSplit:
         """The split of a tensor with several entries of axis 0 for each row."""
         if multiple == 1:
             return self
-        every = [rows * multiple for rows in self.every]
-        sizes = [rows * multiple for rows in self.sizes]
-        return RowSplit(every, sizes, self.replica_set)
+        if multiple not in self._by_multiple:
+            self._by_multiple[multiple] = RowSplit(
+                [rows * multiple for rows in self.every],
+                [rows * multiple for rows in self.sizes],
+                self.replica_set,
+                self.all_have_rows,
+            )
+        return self._by_multiple[multiple]
+
+    def is_like(self, other: RowSplit) -> bool:
+        """Whether each replica is known to have as many rows in another split."""
+        if self.replica_set != other.replica_set or len(self.every) != len(other.every):
+            return False
+        return all(
+            own is rows or (isinstance(own, int) and isinstance(rows, int) and own == rows)
+            for own, rows in zip(self.every, other.every, strict=True)
+        )
 
     def own(self, tensor: Any, multiple: int = 1) -> Any:
         """This worker's rows of a tensor of the global batch.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from keras_strategies.engines.tensorflow.data_parallel.graph_copies import (
     ReplicaOfAny,
     ReplicaTraces,
 )
+from keras_strategies.engines.tensorflow.data_parallel.row_parts import for_tapes
 from keras_strategies.engines.tensorflow.devices import tf_device
 from keras_strategies.engines.tensorflow.intercepted_draws import seeing_draws
 from keras_strategies.engines.tensorflow.replicas.lockstep_replicas import (
@@ -39,8 +41,13 @@ from keras_strategies.runtime.data_parallel.call_on_replicas import (
 )
 from keras_strategies.runtime.data_parallel.gradient_boundary import Channel
 from keras_strategies.runtime.data_parallel.row_draws import OwnRows
+from keras_strategies.runtime.data_parallel.row_parts import parts_of
 from keras_strategies.runtime.replicas.tensor_primitives import is_float
-from keras_strategies.runtime.state.replica_state import ReplicaResult, ReplicaState
+from keras_strategies.runtime.state.replica_state import (
+    AddedState,
+    ReplicaResult,
+    ReplicaState,
+)
 
 #: Operations whose input Keras's losses use in a program.
 _ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
@@ -55,13 +62,9 @@ class CallInLockstep(CallOnReplicas):
     Args:
         call: the layer call and its rows.
         engine: the replicas' threads.
-        all_have_rows: bool, whether a program for any number of rows asserts that each
-            replica has one.
     """
 
-    def __init__(
-        self, call: SplitCall, engine: ReplicaEngine, all_have_rows: bool = False
-    ):
+    def __init__(self, call: SplitCall, engine: ReplicaEngine):
         super().__init__(call)
         self._engine = engine
         self.sizes = call.row_split.sizes
@@ -80,7 +83,7 @@ class CallInLockstep(CallOnReplicas):
         self._used_tapes: set[int] = set()
         self._zeros: dict[Any, tuple[Any, Any]] = {}
         self._is_static = all(isinstance(size, int) for size in self.sizes)
-        self._all_have_rows = self._is_static or all_have_rows
+        self._all_have_rows = self._is_static or call.row_split.all_have_rows
         self._collectives = LockstepCollectives(
             replicas, placement.variables, call.row_split.replica_set, call.reduction
         )
@@ -94,8 +97,10 @@ class CallInLockstep(CallOnReplicas):
 
     def split(self, tensor: Any) -> list[Any]:
         parts = []
-        tensor = self.row_split.own(tensor)
-        pieces = tf.split(tensor, self.sizes) if len(self.sizes) > 1 else [tensor]
+        pieces = parts_of(tensor, self.row_split)
+        if pieces is None:
+            own = self.row_split.own(tensor)
+            pieces = tf.split(own, self.sizes) if len(self.sizes) > 1 else [own]
         for i, part in enumerate(pieces):
             with tf.device(self._devices[i]):
                 # Inside the gradient boundary, which begins with the slices.
@@ -203,6 +208,10 @@ class CallInLockstep(CallOnReplicas):
     # Variables.
 
     def replica_state(self, replica_id: int) -> ReplicaState:
+        if self.layer_call.only_adds:
+            return AddedState()
+        if self.layer_call.adds:
+            return ReplicaState(zeros_of)
         return ReplicaState(
             lambda variable: self._copy_variable(replica_id, variable),
             lambda value, dtype: self._cast_copy(replica_id, value, dtype),
@@ -311,7 +320,7 @@ class CallInLockstep(CallOnReplicas):
 
     def target_of_input(self, tensor: Any) -> Any:
         """This worker's rows; their gradients are gathered to the global batch."""
-        if self.row_split.workers is None:
+        if self.row_split.workers is None or self._is_apart(tensor):
             return tensor
 
         # The gradient is gathered from workers only where an outer tape needs it.
@@ -331,7 +340,15 @@ class CallInLockstep(CallOnReplicas):
         self._check_rows(channels)
         return super().connect(inputs, results, channels)
 
+    def _is_apart(self, tensor: Any) -> bool:
+        return parts_of(tensor, self.row_split) is not None
+
     def connected(self) -> list[Any]:
+        if any(channel.is_apart for channel in self.channels) or any(
+            self._is_apart(target.tensor) for target in self.targets
+        ):
+            return self._connected_parts()
+
         @custom_gradient
         def connected(*tensors: Any) -> Any:
             def grad(*gradients: Any) -> list[Any]:
@@ -342,6 +359,33 @@ class CallInLockstep(CallOnReplicas):
         found = list(connected(*(target.tensor for target in self.targets)))
         self._close_tapes()
         return found
+
+    def _connected_parts(self) -> list[Any]:
+        """The same, where outputs or inputs stay on their replicas."""
+        with compat.without_recording():
+            columns = [
+                [for_tapes(part) for part in channel.parts]
+                if channel.is_apart
+                else [for_tapes(self.combine(channel))]
+                for channel in self.channels
+            ]
+
+        def grad(*gradients: Any) -> list[Any]:
+            left = iter(gradients)
+            given = [list(itertools.islice(left, len(column))) for column in columns]
+            return self.backward(self._of_columns(given))
+
+        tensors = [tensor for column in columns for tensor in column]
+        compat.record_gradient(tensors, [t.tensor for t in self.targets], grad)
+        self._close_tapes()
+        return self._of_columns(columns)
+
+    def _of_columns(self, columns: Sequence[Sequence[Any]]) -> list[Any]:
+        """The tensor of each channel, from its parts or from itself."""
+        return [
+            self.apart(column, channel.multiple) if channel.is_apart else column[0]
+            for channel, column in zip(self.channels, columns, strict=True)
+        ]
 
     def backward(self, gradients: Sequence[Any]) -> list[Any]:
         outer = [target.tensor for target in self.targets]
@@ -368,6 +412,10 @@ class CallInLockstep(CallOnReplicas):
         else:
             found = tape.gradient(targets, sources, output_gradients=given)
         self._used_tapes.add(i)
+        for gradient, source in zip(found, sources, strict=True):
+            if isinstance(gradient, tf.Tensor):
+                # Some operations lose it, and packs are made of known shapes.
+                gradient.set_shape(source.shape)
         return list(found)
 
     def counted(self, part: Any, replica_id: int) -> Any:
@@ -444,6 +492,12 @@ class CallInLockstep(CallOnReplicas):
                     gradient = tf.cast(gradient, target.tensor.dtype)
                 returned.append(gradient)
             return returned
+
+
+def zeros_of(variable: Any) -> Any:
+    """Zeros in the place of a variable."""
+    raw = raw_value(variable)
+    return None if raw is None else tf.zeros(raw.shape, raw.dtype)
 
 
 def _operation(tensor: Any) -> str:

@@ -32,6 +32,7 @@ from keras_strategies.keras_compat.backends.keras_on_tensorflow import (
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.runtime.data_parallel.call_on_replicas import SplitCall
 from keras_strategies.runtime.data_parallel.layer_call import DataParallelCall
+from keras_strategies.runtime.replicas.replica_set import RowSplit
 from keras_strategies.runtime.row_proofs.layer_calls import LayerCall
 from keras_strategies.user_warnings import warn_user
 
@@ -51,8 +52,6 @@ class TensorFlowDataParallelCall(DataParallelCall):
         super().__init__(strategy, PRIMITIVES, TensorFlowRowProver(strategy))
         intercept_draws()
         self._engine = engine
-        # Of the last program for any number of rows, whether each replica has one.
-        self._all_have_rows = False
         #: The rollback of steps of elastic workers; None for a fixed group.
         self.elastic: TensorFlowElasticSteps | None = None
         workers = workers_of(self.placement)
@@ -89,15 +88,21 @@ class TensorFlowDataParallelCall(DataParallelCall):
         )
 
     def on_replicas(self, call: SplitCall) -> CallInLockstep:
-        return CallInLockstep(call, self._engine, self._all_have_rows)
+        return CallInLockstep(call, self._engine)
 
-    def sizes_in_program(self, layer_call: LayerCall, count: int) -> list[Any]:
+    def sizes_in_program(
+        self, layer_call: LayerCall, count: int
+    ) -> tuple[list[Any], bool]:
         rows = layer_call.rows
-        self._all_have_rows = fails_on_zero_rows(layer_call)
-        if self._all_have_rows:
+        needs_rows = fails_on_zero_rows(layer_call)
+        if needs_rows:
             rows = self._at_least_one_each(layer_call.layer, rows)
         base, larger = rows // count, rows % count
-        return [base + tf.cast(i < larger, base.dtype) for i in range(count)]
+        sizes = [base + tf.cast(i < larger, base.dtype) for i in range(count)]
+        return sizes, needs_rows
+
+    def takes(self, layer_call: LayerCall, row_split: RowSplit) -> bool:
+        return row_split.all_have_rows or not fails_on_zero_rows(layer_call)
 
     def _at_least_one_each(self, layer: Any, rows: Any) -> Any:
         count = self.placement.replica_counts.total

@@ -15,6 +15,7 @@ from keras_strategies.engines.tensorflow.data_parallel.first_step import (
     collection_paused,
     optimizer_options,
 )
+from keras_strategies.engines.tensorflow.data_parallel.row_parts import joined_silently
 from keras_strategies.engines.tensorflow.workers.worker_collectives import workers_of
 from keras_strategies.input.row_splits import check_batch
 from keras_strategies.keras_compat.models.building import (
@@ -73,7 +74,10 @@ class StepFunction:
 
         def routed(data: Any) -> Any:
             with layer_calls_through(call):
-                return step(data)
+                found = step(data)
+                if self._kind == "predict":
+                    return keras.tree.map_structure(joined_silently, found)
+                return found
 
         self._parallel = self._program(routed)
         self._unsplit = self._program(lambda data: step(data))

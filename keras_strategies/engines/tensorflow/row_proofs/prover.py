@@ -99,7 +99,7 @@ class TensorFlowRowProver(RowProver):
         try:
             traced_with = counts if sizes else (None,)
             traces = self._traces(call, with_rows, traced_with, known_calls)
-            return _Proof(traces, counts, bool(sizes)).result()
+            return _Proof(traces, counts, bool(sizes), call.adds).result()
         except GraphsDifferError as error:
             text = "its operations depend on the number of rows"
             raise _TraceError(text) from error
@@ -220,11 +220,17 @@ class _Proof:
         traces: the call at each number of rows, or for any.
         counts: numbers of rows.
         are_real: bool, whether the call runs with these only.
+        adds: bool, whether the call adds to its variables, see `LayerCall`.
     """
 
     def __init__(
-        self, traces: Sequence[TracedCall], counts: tuple[int, ...], are_real: bool
+        self,
+        traces: Sequence[TracedCall],
+        counts: tuple[int, ...],
+        are_real: bool,
+        adds: bool,
     ):
+        self._adds = adds
         self._traces = traces
         self._call = traces[0]
         columns = self._columns(lambda trace: trace.draws.results)
@@ -335,7 +341,10 @@ class _Proof:
             if not self._are_own(values):
                 raise NotProvedError(f"it assigns {variable.path!r} in a loop")
             found = self._joined(f"the value assigned to {variable.path!r}", values)
-            if found.kind not in (RowKind.SAME, RowKind.MEAN):
+            if self._adds:
+                if found.kind is RowKind.ROWS:
+                    raise NotProvedError(f"the value added to {variable.path!r} has rows")
+            elif found.kind not in (RowKind.SAME, RowKind.MEAN):
                 raise NotProvedError(
                     f"the value assigned to {variable.path!r} is {found.kind.value}"
                 )
@@ -399,6 +408,9 @@ def _row_placement(placement: GraphPlacement) -> RowPlacement | None:
         return RowPlacement(RowKind.ROWS, multiple=placement.multiple)
     if placement.is_plain:
         return RowPlacement(RowKind.SAME)
+    if kind is Kind.SAME and placement.power == 1:
+        # A multiple of the number of rows adds up.
+        return RowPlacement(RowKind.SUM)
     if kind is Kind.PART and placement.power in (0, -1):
         return RowPlacement(RowKind.MEAN if placement.power else RowKind.SUM)
     return None

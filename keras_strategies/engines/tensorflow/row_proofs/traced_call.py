@@ -24,7 +24,12 @@ from keras_strategies.engines.tensorflow.row_proofs.traced_collectives import (
     TracedCollectives,
 )
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
-from keras_strategies.keras_compat.models.layers import get_mask, set_mask
+from keras_strategies.keras_compat.models.layers import (
+    get_logits,
+    get_mask,
+    set_logits,
+    set_mask,
+)
 from keras_strategies.keras_compat.variables.generator_seeds import seed_generators
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.row_proofs.known_calls import (
@@ -34,7 +39,7 @@ from keras_strategies.runtime.row_proofs.known_calls import (
 )
 from keras_strategies.runtime.row_proofs.layer_calls import LayerCall
 from keras_strategies.runtime.row_proofs.proof_replica import ProofReplica
-from keras_strategies.runtime.state.replica_state import ReplicaState
+from keras_strategies.runtime.state.replica_state import AddedState, ReplicaState
 
 
 @dataclass
@@ -147,13 +152,13 @@ def traced(
         contextlib.nullcontext() if has_gradients else tape.stop_recording(),
     ):
         leaves = [
-            _argument(found, tape, i, leaf, has_rows, rows)
+            _argument(found, tape, call, i, leaf, has_rows, rows)
             for i, (leaf, has_rows) in enumerate(
                 zip(call.leaves, with_rows, strict=True)
             )
         ]
         args, kwargs = call.arguments(leaves)
-        state = _state(found, tape)
+        state = _state(found, tape, call)
         replicas = strategy.num_replicas_in_sync
         collectives = TracedCollectives(found, rows, call.rows, replicas)
         replica = ProofReplica(strategy, collectives)
@@ -193,7 +198,13 @@ def is_dense(leaf: Any) -> bool:
 
 
 def _argument(
-    found: TracedCall, tape: Any, i: int, leaf: Any, has_rows: bool, rows: int | None
+    found: TracedCall,
+    tape: Any,
+    call: LayerCall,
+    i: int,
+    leaf: Any,
+    has_rows: bool,
+    rows: int | None,
 ) -> Any:
     if not keras.ops.is_tensor(leaf):
         return leaf
@@ -201,7 +212,10 @@ def _argument(
     mask = get_mask(leaf)
     if mask is not None:
         set_mask(tensor, _placeholder(found, mask, has_rows, rows))
-    if tensor.dtype.is_floating:
+    logits = get_logits(leaf)
+    if logits is not None:
+        set_logits(tensor, _argument(found, tape, call, i, logits, has_rows, rows))
+    if tensor.dtype.is_floating and i not in call.constants:
         tape.watch(tensor)
         found.sources.append(GradientSource(f"argument {i}", tensor, has_rows))
     return tensor
@@ -218,13 +232,18 @@ def _placeholder(
     return tensor
 
 
-def _state(found: TracedCall, tape: Any) -> ReplicaState:
+def _state(found: TracedCall, tape: Any, call: LayerCall) -> ReplicaState:
     """Variables are inputs of the graph; what is assigned is stored."""
+    if call.only_adds:
+        return AddedState()
 
     def copy(variable: Any) -> Any:
         raw = raw_value(variable)
         if raw is None:
             return None
+        if call.adds:
+            with found.graph.as_default():
+                return tf.zeros(raw.shape, raw_dtype(variable))
         # A variable that is first read in a loop is an input of the call's graph too.
         with found.graph.as_default():
             tensor = tf.raw_ops.Placeholder(dtype=raw_dtype(variable), shape=raw.shape)
