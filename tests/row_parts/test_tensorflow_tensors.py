@@ -213,9 +213,7 @@ USES = {
 @pytest.mark.filterwarnings("ignore:A gradient through layer")
 @pytest.mark.parametrize("batch_size", [11, 4])
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
-def test_uses(
-    use: Any, batch_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_uses(use: Any, batch_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     joins = joins_of(use, batch_size, monkeypatch)
     print("joins", joins)
     if USES[use] is not None:

@@ -446,6 +446,11 @@ def record_gradient(
     record.record_operation("CustomGradient", list(outputs), list(inputs), gradient)
 
 
+def tape_id(tensor: Any) -> Any:
+    """The number by which tapes know a tensor."""
+    return tensor._id
+
+
 def is_in_program() -> bool:
     """Whether a program is traced, outside of its inner functions and loops."""
     graph = tf.compat.v1.get_default_graph()

@@ -201,7 +201,7 @@ class RowSplit:
         if self.replica_set != other.replica_set or len(self.every) != len(other.every):
             return False
         return all(
-            own is rows or (isinstance(own, int) and isinstance(rows, int) and own == rows)
+            own is rows or (type(own) is type(rows) is int and own == rows)
             for own, rows in zip(self.every, other.every, strict=True)
         )
 

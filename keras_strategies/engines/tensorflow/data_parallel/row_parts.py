@@ -139,7 +139,7 @@ class TensorFlowRowParts(tf.Tensor, RowParts):  # type: ignore[misc]
     @property
     def _id(self) -> Any:
         # Tapes know tensors by it.
-        return self._of_tapes._id
+        return compat.tape_id(self._of_tapes)
 
 
 def row_parts(

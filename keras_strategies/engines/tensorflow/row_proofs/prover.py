@@ -343,7 +343,8 @@ class _Proof:
             found = self._joined(f"the value assigned to {variable.path!r}", values)
             if self._adds:
                 if found.kind is RowKind.ROWS:
-                    raise NotProvedError(f"the value added to {variable.path!r} has rows")
+                    name = variable.path
+                    raise NotProvedError(f"the value added to {name!r} has rows")
             elif found.kind not in (RowKind.SAME, RowKind.MEAN):
                 raise NotProvedError(
                     f"the value assigned to {variable.path!r} is {found.kind.value}"
