@@ -56,7 +56,9 @@ class Function:
 
 
 # Looks whether all labels are 0 or 1.
-_LABELS = "Python reads a truth value"
+_LABELS = {
+    "tensorflow": "All, over the rows",
+}.get(keras.backend.backend(), "Python reads a truth value")
 LOSSES = (
     Function("BinaryCrossentropy", "flags", "sigmoid"),
     Function("BinaryFocalCrossentropy", "flags", "sigmoid"),

@@ -142,7 +142,10 @@ def test_masked_losses(reduction: str, problems: Any) -> None:
 
 
 def test_masked_losses_with_weights(problems: Any) -> None:
-    """Keras on Torch multiplies the weights by the mask in place: rows are joined."""
+    """Keras on Torch multiplies the weights by the mask in place: rows are joined.
+
+    Else replicas compute it.
+    """
 
     def losses() -> dict[str, Any]:
         return {"loss": keras.losses.SparseCategoricalCrossentropy()}
@@ -154,7 +157,9 @@ def test_masked_losses_with_weights(problems: Any) -> None:
         ks.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]), *arguments, is_masked=True
     )
     assert_equal(found, expected)
-    assert problems == ["it changes an argument or a variable in place"]
+    in_place = "it changes an argument or a variable in place"
+    is_torch = keras.backend.backend() == "torch"
+    assert problems == [in_place if is_torch else None]
 
 
 def test_ctc_needs_all_rows(problems: Any) -> None:
@@ -163,7 +168,9 @@ def test_ctc_needs_all_rows(problems: Any) -> None:
     expected = results(ks.OneDeviceStrategy("cpu:0"), *arguments)
     found = results(ks.MirroredStrategy(["cpu:0", "cpu:1"]), *arguments)
     assert_equal(found, expected)
-    assert problems[0] is not None and "_ctc_loss" in problems[0]
+    [problem] = problems
+    assert problem is not None
+    assert "_ctc_loss" in problem or keras.backend.backend() == "tensorflow"
 
 
 class Ratio(keras.losses.Loss):
@@ -190,13 +197,13 @@ class InBatchNegatives(keras.losses.Loss):
         )
 
 
-def _scalar(y_true: Any, y_pred: Any) -> Any:
+def scalar(y_true: Any, y_pred: Any) -> Any:
     return keras.ops.mean(keras.ops.square(y_true - y_pred)) + 0.1 * keras.ops.sum(
         keras.ops.abs(y_pred)
     ) / keras.ops.cast(keras.ops.shape(y_pred)[0], "float32")
 
 
-def _normalized(y_true: Any, y_pred: Any) -> Any:
+def normalized(y_true: Any, y_pred: Any) -> Any:
     errors = keras.ops.sum(keras.ops.square(y_true - y_pred))
     return errors / keras.ops.sum(keras.ops.square(y_true))
 
@@ -211,9 +218,9 @@ def test_losses_of_users(problems: Any) -> None:
     def losses() -> dict[str, Any]:
         return {
             "ratio": Ratio(),
-            "scalar": of_function(_scalar),
+            "scalar": of_function(scalar),
             "negatives": InBatchNegatives(),
-            "normalized": of_function(_normalized),
+            "normalized": of_function(normalized),
         }
 
     arguments = differentiated(losses), X, TARGETS["real"]
@@ -374,8 +381,8 @@ def test_metrics_of_functions_and_users(problems: Any) -> None:
 
     def make() -> Any:
         metrics = [
-            keras.metrics.MeanMetricWrapper(_scalar, name="scalar"),
-            keras.metrics.MeanMetricWrapper(_normalized, name="normalized"),
+            keras.metrics.MeanMetricWrapper(scalar, name="scalar"),
+            keras.metrics.MeanMetricWrapper(normalized, name="normalized"),
             Largest(),
         ]
 

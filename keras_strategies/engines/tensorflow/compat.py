@@ -559,7 +559,8 @@ def inferred_shapes(
         dtypes = [tensor.dtype for tensor in operation.outputs]
         try:
             made = graph.create_op(operation.type, tensors, dtypes, attrs=attributes)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RuntimeError):
+            # A RuntimeError of an operation that is a function of its graph.
             return []
         return [
             None if tensor.shape.rank is None else tensor.shape.as_list()

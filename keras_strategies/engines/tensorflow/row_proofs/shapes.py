@@ -80,7 +80,7 @@ def tile(node: Node) -> Result:
     sizes = [_known(size) for size in node.sizes(0)]
     shapes = [[a * b for a, b in zip(each, sizes, strict=True)] for each in multiples]
     found = filled(node, shapes, given)
-    if found.has_rows and sizes[found.axis] != found.multiple:
+    if found.has_rows and found.multiple % sizes[found.axis]:
         raise MixesRowsError("a constant is repeated for a part of the rows")
     return found
 
