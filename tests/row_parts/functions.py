@@ -66,7 +66,7 @@ LOSSES = (
     Function("CategoricalFocalCrossentropy", "one_hot", "softmax"),
     Function("CategoricalGeneralizedCrossEntropy", "numbers", "softmax"),
     Function("CategoricalHinge", "one_hot"),
-    Function("Circle", "numbers", joined="rows with other rows"),
+    Function("Circle", "numbers", joined="with other rows"),
     Function("CosineSimilarity"),
     Function("Dice", "flags", "sigmoid", joined="a sum over rows"),
     Function("Hinge", "flags", joined=_LABELS),
