@@ -125,6 +125,9 @@ class ModelHooks(Protocol):
     ) -> Any:
         """Instead of `loss(y_true, y_pred, weights)`."""
 
+    def metrics_updated(self) -> contextlib.AbstractContextManager[Any]:
+        """Entered around the updates of all metrics of `compile`."""
+
     def metric_update(
         self,
         metric: Any,
@@ -246,6 +249,11 @@ def loss_call(
 
 def metric_update(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     return _Installed.hooks.metric_update(self, original, args, kwargs, True)
+
+
+def compiled_metrics(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    with _Installed.hooks.metrics_updated():
+        original(self, *args, **kwargs)
 
 
 def metrics_update(

@@ -234,6 +234,13 @@ GROUPS: dict[str, Group] = {
                 "On replicas, the weights of all rows are added.",
             ),
             Patch(
+                "keras.src.trainers.compile_utils.CompileMetrics",
+                "update_state",
+                "(self, y_true, y_pred, sample_weight=None)",
+                "hooks.compiled_metrics",
+                "Workers send the sums of all metrics at once.",
+            ),
+            Patch(
                 "keras.src.trainers.compile_utils.MetricsList",
                 "update_state",
                 "(self, y_true, y_pred, sample_weight=None)",

@@ -28,6 +28,7 @@ from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.keras_compat.variables.generator_seeds import seed_states
 from keras_strategies.keras_compat.variables.materialized import materialized_model
 from keras_strategies.keras_compat.variables.values import guard_value, raw_value
+from keras_strategies.runtime.data_parallel.added_sums import sent_together
 from keras_strategies.runtime.data_parallel.row_draws import drawing
 from keras_strategies.runtime.data_parallel.row_functions import (
     loss_of_rows,
@@ -281,6 +282,9 @@ class StrategyHooks:
         weights: Any,
     ) -> Any:
         return loss_of_rows(original, loss, y_true, y_pred, weights)
+
+    def metrics_updated(self) -> contextlib.AbstractContextManager[None]:
+        return sent_together()
 
     def metric_update(
         self,

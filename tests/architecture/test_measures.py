@@ -30,7 +30,7 @@ BOUNDS = {
     "required members of an engine": 19,
     "attributes replaced for the process": 27,
     # While a step, a scope or a save is open.
-    "attributes replaced for a time": 43,
+    "attributes replaced for a time": 44,
     "StatelessScope subclasses": 1,
     "communicators": 3,
     # `process_group`: programs and forks, those of the tests too.

@@ -88,7 +88,7 @@ def counted() -> Iterator[dict[str, int]]:
     On TensorFlow those of each program: its rows are unknown, and count as one.
     Gradients of tables, which are gathered there, are not counted.
     """
-    sent = {"gathered": 0, "reduced": 0}
+    sent = {"gathered": 0, "reduced": 0, "reductions": 0}
     if keras.backend.backend() == "torch":
         from keras_strategies.engines.torch.worker_collectives import TorchWorkers
 
@@ -109,6 +109,7 @@ def counted() -> Iterator[dict[str, int]]:
 
     def reduced(self: Any, op: Any, flat: Any) -> Any:
         sent["reduced"] += size(flat)
+        sent["reductions"] += 1
         return reduce(self, op, flat)
 
     kind.gather_rows = gather_rows
@@ -149,7 +150,7 @@ def trained(
             )
         if keras.backend.backend() == "torch":
             model.fit(X, X, batch_size=5, epochs=1, shuffle=False, verbose=0)
-            sent.update(gathered=0, reduced=0)
+            sent.update(dict.fromkeys(sent, 0))
         history = model.fit(X, X, batch_size=5, epochs=1, shuffle=False, verbose=0)
         fitted = dict(sent)
         evaluated = model.evaluate(X, X, batch_size=5, verbose=0)
@@ -189,6 +190,12 @@ def test_outputs_stay_on_their_workers(cluster: Any, is_masked: bool) -> None:
         others = found["fit"]["reduced"] - found["gradients"]
         assert 0 <= others < MOST_BYTES
         assert found["evaluate"]["reduced"] < MOST_BYTES
+        # Of the loss and its mask, of all metrics, and of all gradients.
+        reductions = found["evaluate"]["reductions"], found["fit"]["reductions"]
+        assert reductions == (
+            (2 + is_masked) * STEPS_OR_PROGRAMS,
+            (3 + is_masked) * STEPS_OR_PROGRAMS,
+        )
 
 
 def test_a_metric_that_is_no_sum_has_all_rows(cluster: Any) -> None:

@@ -24,6 +24,7 @@ from keras_strategies.keras_compat.models.layers import (
     set_mask,
 )
 from keras_strategies.keras_compat.variables.generator_seeds import is_seed_state
+from keras_strategies.runtime.data_parallel.added_sums import AddedSums
 from keras_strategies.runtime.data_parallel.gradient_boundary import (
     Channel,
     GradientBoundary,
@@ -376,20 +377,17 @@ class CallOnReplicas(GradientBoundary):
 
     def _add_updates(self, results: Sequence[ReplicaResult], proof: RowProof) -> None:
         """Adds to variables what replicas, whose variables were zero, have in them."""
-        own, summed = [], []
+        sums = []
         for key, (variable, value) in results[0].state.updates.items():
             values = [result.state.updates[key][1] for result in results]
             with self.on_lead():
                 channel = self._channel(values, proof.of_update(variable) or SAME)
                 if channel.are_equal:
-                    own.append((variable, self.to_lead(value)))
-                    continue
-                summed.append((variable, self.sum_on_worker(channel)))
-        with self.on_lead():
-            totals = self.row_split.summed([total for _, total in summed])
-            added = zip((v for v, _ in summed), totals, strict=True)
-            for variable, total in (*own, *added):
-                variable.assign(variable + keras.ops.cast(total, variable.dtype))
+                    own = keras.ops.cast(self.to_lead(value), variable.dtype)
+                    variable.assign(variable + own)
+                else:
+                    sums.append((variable, self.sum_on_worker(channel)))
+        AddedSums(self.row_split, sums, self.on_lead).add()
 
     # Gradients of gradients.
 
