@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.keras_compat.models.layers import sublayers
 from keras_strategies.layouts import Axes, VariableMesh
 from keras_strategies.reports.mesh_picture import draw
 from keras_strategies.reports.tables import Table, counted, readable_bytes
+from keras_strategies.runtime.data_parallel.row_parts import joins_of
 from keras_strategies.runtime.placement import axes_of, check_layouts
 
 if TYPE_CHECKING:
@@ -33,6 +35,8 @@ class Description:
             step.
         mesh: the mesh that variables are sharded over; None where they are not.
         layouts: path, shape and layout of each variable of the model, for `plot`.
+        joins: tuple of str, lines that needed all rows of outputs of the model on one
+            device, and the outputs' shapes, so far.
     """
 
     title: str
@@ -41,6 +45,7 @@ class Description:
     step_copies: tuple[str, ...] = ()
     mesh: VariableMesh | None = None
     layouts: tuple[tuple[str, tuple[int, ...], Axes], ...] = ()
+    joins: tuple[str, ...] = ()
 
     def plot(self, largest: int = 6) -> Any:
         """A picture of the mesh and of how the largest variables are sharded.
@@ -66,6 +71,11 @@ class Description:
             notes.append(
                 "During a step, copies of the variables that it reads are also on "
                 f"{', '.join(self.step_copies)}."
+            )
+        if self.joins:
+            notes.append(
+                "All rows of outputs were joined on one device of each worker for "
+                f"{', '.join(self.joins)}."
             )
         header = _HEADER if self.mesh is None else MESH_HEADER
         note = " ".join(notes)
@@ -127,6 +137,10 @@ def describe(strategy: StrategyCore, model: Any) -> Description:
         tuple(visited),
         mesh,
         layouts,
+        tuple(
+            f"{line} (shape {shape})"
+            for line, shape in joins_of(sublayers(model)).items()
+        ),
     )
 
 

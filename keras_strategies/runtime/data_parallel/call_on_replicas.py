@@ -115,6 +115,7 @@ class CallOnReplicas(GradientBoundary):
     def __init__(self, call: SplitCall):
         super().__init__(call.strategy, call.row_split, call.reduction, call.caller)
         self.layer_call = call.layer_call
+        self.layer = weakref.ref(call.layer_call.layer)
         self.proof = call.proof
 
     # Provided by an engine, besides the boundary.

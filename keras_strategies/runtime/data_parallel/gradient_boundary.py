@@ -185,6 +185,9 @@ class GradientBoundary(abc.ABC):
         self.channels: list[Channel] = []
         self.targets: list[GradientTarget] = []
 
+    #: Returns the layer that is called; None if it is gone.
+    layer: Callable[[], Any]
+
     # Provided by an engine.
 
     @abc.abstractmethod
@@ -301,7 +304,9 @@ class GradientBoundary(abc.ABC):
         """
         make = self.ops.row_parts
         assert make is not None
-        return make(parts, self.row_split.times(multiple), self.caller, self.lead)
+        found = make(parts, self.row_split.times(multiple), self.caller, self.lead)
+        found.layer = self.layer
+        return found
 
     def on_lead(self) -> contextlib.AbstractContextManager[Any]:
         """Entered around operations on the device of the global batch."""

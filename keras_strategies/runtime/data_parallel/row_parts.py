@@ -9,7 +9,8 @@ so that what is large never leaves its replica.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from keras_strategies.runtime.replicas.replica_set import RowSplit
@@ -17,6 +18,10 @@ from keras_strategies.runtime.row_proofs.row_placements import RowProof
 from keras_strategies.user_warnings import user_line
 
 _logger = logging.getLogger("keras_strategies.row_parts")
+# By the layer whose output or gradient was joined, the shapes by lines of user code.
+_joins: weakref.WeakKeyDictionary[Any, dict[str, tuple[int | None, ...]]] = (
+    weakref.WeakKeyDictionary()
+)
 # Lines that have been logged.
 _joining_lines: set[str] = set()
 
@@ -58,10 +63,12 @@ class RowParts:
     Attributes:
         row_split: the entries of axis 0 on each replica.
         caller: the data-parallel calls of the strategy that has made it.
+        layer: returns the layer that has computed it; None if that is gone.
     """
 
     row_split: RowSplit
     caller: RowPartsCaller
+    layer: Callable[[], Any]
 
     @property
     def parts(self) -> list[Any] | None:
@@ -82,9 +89,11 @@ class RowParts:
         raise NotImplementedError
 
 
-def log_join(shape: tuple[int, ...]) -> None:
-    """Logs the line of user code that needs all rows of a tensor, once."""
-    line = user_line()
+def note_join(tensor: RowParts, shape: tuple[int | None, ...]) -> None:
+    """Notes the line of user code that needs all rows of a tensor, and logs it once."""
+    line, layer = user_line(), tensor.layer()
+    if layer is not None:
+        _joins.setdefault(layer, {})[line] = shape
     if line in _joining_lines:
         return
     _joining_lines.add(line)
@@ -96,6 +105,18 @@ def log_join(shape: tuple[int, ...]) -> None:
         shape,
         line,
     )
+
+
+def joins_of(layers: Iterable[Any]) -> dict[str, tuple[int | None, ...]]:
+    """The lines that needed all rows of outputs of layers, and the last shape of each.
+
+    Args:
+        layers: the `keras.layers.Layer`s.
+    """
+    found: dict[str, tuple[int | None, ...]] = {}
+    for layer in layers:
+        found.update(_joins.get(layer, {}))
+    return found
 
 
 def parts_of(tensor: Any, row_split: RowSplit) -> list[Any] | None:

@@ -15,7 +15,7 @@ from keras_strategies.keras_compat.models.layers import get_logits, set_logits
 from keras_strategies.runtime.data_parallel.row_parts import (
     RowParts,
     RowPartsCaller,
-    log_join,
+    note_join,
     parts_of,
 )
 from keras_strategies.runtime.replicas.replica_set import RowSplit
@@ -72,7 +72,7 @@ class TensorFlowRowParts(tf.Tensor, RowParts):  # type: ignore[misc]
 
     def joined(self) -> Any:
         if self._all_rows is None:
-            log_join(tuple(self.shape))
+            note_join(self, tuple(self.shape))
         return self.joined_silently()
 
     def joined_silently(self) -> Any:

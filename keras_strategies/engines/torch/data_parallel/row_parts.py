@@ -18,7 +18,7 @@ from keras_strategies.engines.torch.devices import moved
 from keras_strategies.runtime.data_parallel.row_parts import (
     RowParts,
     RowPartsCaller,
-    log_join,
+    note_join,
 )
 from keras_strategies.runtime.replicas.replica_set import RowSplit
 
@@ -82,7 +82,7 @@ class TorchRowParts(torch.Tensor, RowParts):
         rows = self._rows
         if rows.joined is None:
             assert rows.parts is not None
-            log_join(tuple(self.shape))
+            note_join(self, tuple(self.shape))
             with torch.no_grad():
                 own = [moved(part, self.device) for part in rows.parts]
                 local = torch.cat(own)
@@ -100,7 +100,9 @@ class TorchRowParts(torch.Tensor, RowParts):
     ) -> Any:
         if func is torch.ops.aten.detach.default and args[0].parts is not None:
             tensor = args[0]
-            return cls(tensor._rows, tensor.row_split, tensor.caller, tensor.device)
+            alias = cls(tensor._rows, tensor.row_split, tensor.caller, tensor.device)
+            alias.layer = tensor.layer
+            return alias
         args, kwargs = tree_map_only(cls, cls.joined, (args, kwargs or {}))
         return func(*args, **kwargs)
 
