@@ -93,6 +93,9 @@ CALLED = {
     "keras.src.backend.nn": "keras.src.ops.nn.backend.nn",
     "keras.src.losses.loss": "keras.Loss",
     "keras.src.losses.loss.Loss": "keras.losses.MeanSquaredError",
+    "keras.src.trainers.compile_utils.CompileMetrics": (
+        "keras.src.trainers.trainer.CompileMetrics"
+    ),
     "keras.src.trainers.compile_utils.MetricsList": (
         "keras.src.trainers.trainer.CompileMetrics"
     ),

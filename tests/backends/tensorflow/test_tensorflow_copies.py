@@ -15,6 +15,7 @@ if keras.backend.backend() != "tensorflow":
 import tensorflow as tf
 
 from keras_strategies.engines.tensorflow.data_parallel.graph_copies import ReplicaTraces
+from keras_strategies.runtime.data_parallel.layer_call import DataParallelCall
 
 ks.set_virtual_cpu_devices(4)
 # The replicas that were traced; layers that count their calls are not split.
@@ -29,6 +30,15 @@ def traced_replicas(monkeypatch):
         _traces.append(replica_id)
         return tracing(traces, replica, replica_id)
 
+    def not_recorded(*args, **kwargs):
+        count = len(_traces)
+        found = on_row_parts(*args, **kwargs)
+        del _traces[count:]
+        return found
+
+    # The traces of losses and metrics are left out.
+    on_row_parts = DataParallelCall.on_row_parts
+    monkeypatch.setattr(DataParallelCall, "on_row_parts", not_recorded)
     monkeypatch.setattr(ReplicaTraces, "tracing", recorded)
 
 
