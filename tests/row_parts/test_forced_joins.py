@@ -1,4 +1,4 @@
-"""Training is the same where every output is joined, as code that needs all rows does."""
+"""Training is the same where every output is joined, as for code with all rows."""
 
 from __future__ import annotations
 
