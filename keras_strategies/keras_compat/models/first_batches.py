@@ -76,6 +76,10 @@ def _begin_pass(adapter: Any) -> None:
 
     Keras 3.15: `TFDatasetAdapter._dataset`, `TorchDataLoaderAdapter._dataloader`.
     """
+    from keras.src.trainers.data_adapters.generator_data_adapter import (
+        GeneratorDataAdapter,
+    )
+
     for name in ("_dataset", "_dataloader"):
         if hasattr(adapter, name):
             iter(getattr(adapter, name))
@@ -84,3 +88,6 @@ def _begin_pass(adapter: Any) -> None:
         # A `batches_adapter`: the pass that is not read, and the one that is.
         begin()
         begin()
+    elif keras.backend.backend() == "torch" and type(adapter) is GeneratorDataAdapter:
+        # A pass begins by a draw of Torch's, before it reads.
+        iter(adapter.get_torch_dataloader())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -186,3 +188,33 @@ def test_fit_on_a_gpu_gets_its_batches_there():
     assert places == {"cuda:0"}
     for plain, ahead in zip(*results, strict=True):
         np.testing.assert_allclose(plain, ahead, rtol=1e-6)
+
+
+@pytest.mark.parametrize("is_endless", [True, False])
+def test_draws_after_a_generator_are_those_of_keras(is_endless):
+    """To begin a pass draws from Torch's generator, from which dropout draws."""
+
+    def batches():
+        while True:
+            for start in range(0, 11, 4):
+                yield X[start : start + 4], Y[start : start + 4]
+            if not is_endless:
+                return
+
+    def trained(scope):
+        keras.utils.set_random_seed(0)
+        with scope:
+            model = keras.Sequential(
+                [keras.Input((3,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
+            )
+            model.compile("sgd", "mse", metrics=["mae"])
+        steps = 3 if is_endless else None
+        epochs = 2 if is_endless else 1
+        model.fit(batches(), steps_per_epoch=steps, epochs=epochs, verbose=0)
+        return model.get_weights()
+
+    expected = trained(contextlib.nullcontext())
+    for devices in (["cpu:0"], ["cpu:0", "cpu:1"]):
+        strategy = ks.MirroredStrategy(devices, random_numbers="keras")
+        for one, other in zip(expected, trained(strategy.scope()), strict=True):
+            np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-6)
