@@ -302,9 +302,10 @@ def train() -> None:
     settings = Settings(**json.loads(Path(sys.argv[1]).read_text()))
     index, is_new = int(sys.argv[2]), sys.argv[3] == "1"
     folder = Path(settings.folder)
-    # Its random numbers are those of workers.
-    strategy: Any = ks.OneDeviceStrategy("cpu:0")
-    if index >= 0:
+    if index < 0:
+        # Its random numbers are those of workers.
+        strategy: Any = ks.OneDeviceStrategy("cpu:0")
+    else:
         elastic = Elastic(settings.min_workers, timeout_seconds=settings.fails)
         options = ks.CommunicationOptions(timeout_seconds=settings.timeout)
         strategy = ks.MultiWorkerMirroredStrategy(
