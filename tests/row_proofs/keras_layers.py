@@ -83,6 +83,8 @@ def _of_images() -> dict[str, Use]:
     found = {
         name: use(make, IMAGE)
         for name, make in {**augmentations(), **more_image_layers()}.items()
+        # Others are models of several layers.
+        if hasattr(layers, name)
     }
     found["MixUp"] = mixing(lambda: layers.MixUp(seed=1), IMAGE)
     found["CutMix"] = mixing(found["CutMix"].apply, IMAGE)

@@ -249,7 +249,9 @@ def only_keras_draws(model: Any) -> bool:
         for each in model.metrics
         if type(each).__name__ == "CompileMetrics"
     ]
-    parts = [model.loss, model.optimizer, model.metrics, given]
+    # A model that was not compiled has no loss and no optimizer.
+    compiled = [getattr(model, name, None) for name in ("loss", "optimizer")]
+    parts = [*compiled, model.metrics, given]
     for part in keras.tree.flatten(parts):
         if part is None or isinstance(part, (str, int, float)):
             continue
