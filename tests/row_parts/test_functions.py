@@ -192,15 +192,15 @@ def test_masked_losses_with_weights(problems: Any) -> None:
     assert problems == [in_place if is_torch else None]
 
 
-def test_ctc_needs_all_rows(problems: Any) -> None:
+def test_ctc(problems: Any) -> None:
     targets = np.clip(TARGETS["steps"][:, :2], 1, 4)
     arguments = differentiated(lambda: {"loss": keras.losses.CTC()}), SEQUENCES, targets
     expected = results(ks.OneDeviceStrategy("cpu:0"), *arguments)
     found = results(ks.MirroredStrategy(["cpu:0", "cpu:1"]), *arguments)
     assert_equal(found, expected)
     [problem] = problems
-    assert problem is not None
-    assert "_ctc_loss" in problem or keras.backend.backend() == "tensorflow"
+    # Its operations on TensorFlow have no rules.
+    assert (problem is None) == (keras.backend.backend() == "torch")
 
 
 class Ratio(keras.losses.Loss):
