@@ -218,3 +218,22 @@ def test_uses(use: Any, batch_size: int, monkeypatch: pytest.MonkeyPatch) -> Non
     print("joins", joins)
     if USES[use] is not None:
         assert joins == USES[use]
+
+
+def test_targets_of_another_unknown_length_are_an_error() -> None:
+    """Their length is not known in the program, so it is checked when it runs."""
+
+    def make() -> Any:
+        def step(model: Any, x: Any, y: Any, weights: Any) -> dict[str, Any]:
+            return {"loss": loss_of(tf.concat([y, y], 0), model(x))}
+
+        return step
+
+    with pytest.raises(tf.errors.InvalidArgumentError, match="numbers of rows"):
+        results(
+            ks.MirroredStrategy(["cpu:0", "cpu:1"]),
+            make,
+            X,
+            TARGETS["real"],
+            batch_size=4,
+        )

@@ -99,7 +99,7 @@ class CallInLockstep(CallOnReplicas):
         parts = []
         pieces = parts_of(tensor, self.row_split)
         if pieces is None:
-            own = self.row_split.own(tensor)
+            own = self.row_split.own(self._of_all_rows(tensor))
             pieces = tf.split(own, self.sizes) if len(self.sizes) > 1 else [own]
         for i, part in enumerate(pieces):
             with tf.device(self._devices[i]):
@@ -107,6 +107,26 @@ class CallInLockstep(CallOnReplicas):
                 parts.append(tf.identity(tf.stop_gradient(part)))
             self.slices[i].append(parts[-1])
         return parts
+
+    def _of_all_rows(self, tensor: Any) -> Any:
+        """The tensor, with a check of its rows in a program for any number of rows.
+
+        A worker would else take other rows of a tensor of another length.
+        """
+        if self._is_static:
+            return tensor
+        layer = self.layer_call.layer
+        with tf.device("CPU:0"):
+            rows, found = sum(self.row_split.every), tf.shape(tensor)[0]
+            message = (
+                f"{layer.name!r} was called with tensors of different numbers of rows, "
+                "in a program for any number of rows. Their lengths are unknown when "
+                "it is traced, so all are divided over the replicas alike. Give "
+                "batches a fixed size, or compute this outside of layers and losses."
+            )
+            check = tf.debugging.Assert(tf.equal(found, rows), [message, found, rows])
+        with tf.control_dependencies([check]):
+            return tf.identity(tensor)
 
     def run(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
         if self.is_forward:
