@@ -1,6 +1,6 @@
 """Rows of the manifests agree with the installed packages, and with what is used.
 
-`keras_compat` has those of Keras, `engines/*/compat.py` those of the frameworks.
+`keras_compat` has those of Keras, `compat` of each engine those of the frameworks.
 """
 
 from __future__ import annotations
@@ -29,9 +29,19 @@ PATCHES = [
     for row in group.patches
 ]
 ENGINE = keras.backend.backend()
-ENGINE_ROWS: tuple[Private, ...] = importlib.import_module(
-    f"keras_strategies.engines.{ENGINE}.compat"
-).PRIVATE_NAMES
+#: The file or files of the engine that use private names of its framework.
+COMPAT = [
+    module
+    for module in package_source().modules
+    if module.is_compat and module.engine == ENGINE and module.name.count(".") > 1
+]
+ROWS_OF: dict[str, tuple[Private, ...]] = {
+    module.name: getattr(
+        importlib.import_module(f"keras_strategies.{module.name}"), "PRIVATE_NAMES", ()
+    )
+    for module in COMPAT
+}
+ENGINE_ROWS = tuple(row for rows in ROWS_OF.values() for row in rows)
 NAMES = [
     pytest.param(row, name, id=f"{row.owner.rpartition('.')[2]}.{name}")
     for row in (*PRIVATE, *ENGINE_ROWS)
@@ -241,13 +251,8 @@ def test_every_private_name_that_is_used_has_a_row() -> None:
     assert not missing
 
 
-def used_of_framework() -> Iterator[str]:
-    """Private modules and attributes that the engine's compat file uses, by name."""
-    [module] = (
-        module
-        for module in package_source().modules
-        if module.name == f"engines.{ENGINE}.compat"
-    )
+def used_of_framework(module: Module) -> Iterator[str]:
+    """Private modules and attributes that a compat file uses, by name."""
     for node in module.nodes:
         if isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
@@ -259,14 +264,18 @@ def used_of_framework() -> Iterator[str]:
             yield name
 
 
-def test_every_private_name_of_the_framework_that_is_used_has_a_row() -> None:
-    owners = {row.owner for row in ENGINE_ROWS}
-    names = {name for row in ENGINE_ROWS for name in row.names}
+@pytest.mark.parametrize("module", COMPAT, ids=lambda module: module.name)
+def test_every_private_name_of_the_framework_that_is_used_has_a_row(
+    module: Module,
+) -> None:
+    rows = ROWS_OF[module.name]
+    owners = {row.owner for row in rows}
+    names = {name for row in rows for name in row.names}
     names |= {part for owner in owners for part in owner.split(".")}
-    full = owners | {f"{row.owner}.{name}" for row in ENGINE_ROWS for name in row.names}
+    full = owners | {f"{row.owner}.{name}" for row in rows for name in row.names}
     missing = {
         name
-        for name in used_of_framework()
+        for name in used_of_framework(module)
         if name not in (full if "." in name else names)
     }
     assert not missing

@@ -95,14 +95,16 @@ def shard(dataset: Any, counts: ReplicaCounts) -> Any:
         return None
     if policy is AutoShardPolicy.OFF:
         return dataset
-    from keras_strategies.engines.tensorflow import compat
+    from keras_strategies.engines.tensorflow.compat.datasets import (
+        read_by_worker,
+    )
 
     tf = loaded("tensorflow")
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = getattr(
         tf.data.experimental.AutoShardPolicy, policy.name
     )
-    part = compat.read_by_worker(dataset.with_options(options), workers, counts.worker)
+    part = read_by_worker(dataset.with_options(options), workers, counts.worker)
     size = _batch_size(dataset)
     if size is None:
         return part
@@ -120,9 +122,11 @@ def shard(dataset: Any, counts: ReplicaCounts) -> Any:
 
 def _batch_size(dataset: Any) -> int | None:
     """The rows of a dataset's batches; None for an empty one."""
-    from keras_strategies.engines.tensorflow import compat
+    from keras_strategies.engines.tensorflow.compat.datasets import (
+        static_batch_size,
+    )
 
-    size = compat.static_batch_size(dataset)
+    size = static_batch_size(dataset)
     if size > 0:
         return size
     # A `map` after `batch` can hide the size; read the first batch.
@@ -135,7 +139,9 @@ def count_files(dataset: Any) -> int | None:
 
     Readers inside of `interleave` or `flat_map` are not found.
     """
-    from keras_strategies.engines.tensorflow import compat
+    from keras_strategies.engines.tensorflow.compat.datasets import (
+        file_readers,
+    )
 
     tf = loaded("tensorflow")
     counts = [
@@ -144,6 +150,6 @@ def count_files(dataset: Any) -> int | None:
             if isinstance(files, tf.data.Dataset)
             else tf.size(files)
         )
-        for files in compat.file_readers(dataset)
+        for files in file_readers(dataset)
     ]
     return sum(counts) if counts else None

@@ -35,7 +35,7 @@ class Module:
     def is_compat(self) -> bool:
         """Whether private names of other packages may stand in it."""
         parts = self.name.split(".")
-        return "keras_compat" in parts or parts[-1].endswith("compat")
+        return any(part.endswith("compat") for part in parts)
 
     @property
     def engine(self) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_strategies.engines.tensorflow import compat
+from keras_strategies.engines.tensorflow.compat.programs import make_composite
 from keras_strategies.values import DistributedValues, Mirrored, PerReplica
 
 
@@ -64,4 +64,4 @@ def _spec_of(value: DistributedValues) -> PerReplicaSpec:
 
 def register() -> None:
     """Makes all `DistributedValues` composite tensors."""
-    compat.make_composite(DistributedValues, _spec_of)
+    make_composite(DistributedValues, _spec_of)

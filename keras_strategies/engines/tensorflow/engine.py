@@ -12,7 +12,8 @@ import tensorflow as tf
 
 from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.devices import Device
-from keras_strategies.engines.tensorflow import compat, composite_values
+from keras_strategies.engines.tensorflow import composite_values
+from keras_strategies.engines.tensorflow.compat.gradients import is_any_tape_active
 from keras_strategies.engines.tensorflow.compiled_function import (
     function,
     value_and_grad,
@@ -88,7 +89,7 @@ class TensorFlowEngine(Engine):
         composite_values.register()
 
     def records_gradients(self) -> bool:
-        return compat.is_any_tape_active()
+        return is_any_tape_active()
 
     def local_devices(self) -> tuple[Device, ...]:
         return local_devices()

@@ -13,7 +13,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_strategies.engines.tensorflow import compat
+from keras_strategies.engines.tensorflow.compat.datasets import (
+    LazyIterator,
+    handle_of,
+    iterator_of,
+)
 
 # Batches on the device, or being transferred, besides the one in use.
 _AHEAD = 1
@@ -82,7 +86,7 @@ class Epochs:
     def __iter__(self) -> tf.data.Iterator:
         if self._begin is not None:
             self._begin()
-        return compat.LazyIterator(lambda: iter(self.dataset), self.element_spec)
+        return LazyIterator(lambda: iter(self.dataset), self.element_spec)
 
 
 class _UsersEpochs:
@@ -108,14 +112,14 @@ class _UsersEpochs:
         batches = iter(self.dataset)
 
         def prefetched() -> tf.data.Iterator:
-            self._handle.assign(compat.handle_of(batches))
+            self._handle.assign(handle_of(batches))
             return iter(self._prefetched)
 
-        return compat.LazyIterator(prefetched, self.element_spec, batches)
+        return LazyIterator(prefetched, self.element_spec, batches)
 
     def _batches_of(self, handle: Any) -> tf.data.Dataset:
         def following(_: Any) -> Any:
-            return compat.iterator_of(handle, self.dataset).get_next_as_optional()
+            return iterator_of(handle, self.dataset).get_next_as_optional()
 
         batches = tf.data.Dataset.range(tf.int64.max).map(following)
         batches = batches.take_while(lambda batch: batch.has_value())

@@ -12,7 +12,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_strategies.engines.tensorflow import compat
+from keras_strategies.engines.tensorflow.compat.operations import (
+    global_seed,
+    operation_seeds,
+)
 
 
 def random_state() -> bytes:
@@ -20,13 +23,13 @@ def random_state() -> bytes:
 
     Without a global seed TensorFlow's numbers cannot be reproduced, so one is set.
     """
-    seed = compat.global_seed()
+    seed = global_seed()
     if seed is None:
         # Not from Python's generator: its state must not change.
         tf.random.set_seed(secrets.randbits(31))
-        seed = compat.global_seed()
+        seed = global_seed()
     assert seed is not None
-    version, internal, gauss = compat.operation_seeds().getstate()
+    version, internal, gauss = operation_seeds().getstate()
     return json.dumps([int(seed), version, list(internal), gauss]).encode()
 
 
@@ -37,18 +40,18 @@ def set_random_state(state: bytes) -> None:
         state: bytes, the `random_state()` of that worker.
     """
     seed, version, internal, gauss = json.loads(state)
-    if compat.global_seed() != seed:
+    if global_seed() != seed:
         tf.random.set_seed(seed)
-    compat.operation_seeds().setstate((version, tuple(internal), gauss))
+    operation_seeds().setstate((version, tuple(internal), gauss))
 
 
 @contextlib.contextmanager
 def operation_seeds_restored() -> Iterator[None]:
     """Restores the seeds of operations, so that a trace does not change later ones."""
-    if compat.global_seed() is None:
+    if global_seed() is None:
         yield
         return
-    seeds = compat.operation_seeds()
+    seeds = operation_seeds()
     before = seeds.getstate()
     try:
         yield

@@ -18,7 +18,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_strategies.engines.tensorflow import compat
+from keras_strategies.engines.tensorflow.compat.graphs import is_in_control_flow_of
+from keras_strategies.engines.tensorflow.compat.operations import replace_draws
 from keras_strategies.engines.tensorflow.own_entries import (
     length_of,
     own_entries,
@@ -94,7 +95,7 @@ def seeing_draws() -> Iterator[None]:
 @functools.cache
 def intercept_draws() -> None:
     """Intercepts the functions that make stateless random operations."""
-    compat.replace_draws(_intercepted)
+    replace_draws(_intercepted)
 
 
 def _intercepted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -151,4 +152,4 @@ def _is_in(graph: Any) -> bool:
     """Whether the current graph is that of the call, or of a loop or branch in it."""
     if graph is None or tf.executing_eagerly():
         return graph is None and tf.executing_eagerly()
-    return compat.is_in_control_flow_of(graph, tf.compat.v1.get_default_graph())
+    return is_in_control_flow_of(graph, tf.compat.v1.get_default_graph())

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_strategies.engines.tensorflow import compat
+from keras_strategies.engines.tensorflow.compat.programs import is_compiled_by_xla
 from keras_strategies.errors import BatchError
 from keras_strategies.runtime.data_parallel.row_draws import OwnRows
 
@@ -164,7 +164,7 @@ def _is_philox(given: Arguments) -> bool:
 
 def _is_for_xla() -> bool:
     graph = tf.compat.v1.get_default_graph()
-    return not tf.executing_eagerly() and compat.is_compiled_by_xla(graph)
+    return not tf.executing_eagerly() and is_compiled_by_xla(graph)
 
 
 def _dtype(given: Arguments) -> Any:

@@ -16,7 +16,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_strategies.engines.tensorflow import compat
+from keras_strategies.engines.tensorflow.compat.programs import (
+    program_for_loop,
+    python_for_loop,
+    register_for_loop,
+)
 from keras_strategies.errors import ContextError
 from keras_strategies.values import PerReplica, flatten, map_structure
 
@@ -201,14 +205,14 @@ def loop_over(iterable: type, in_program: Callable[[Any], ProgramIterator]) -> N
 
     def for_statement(given: Any, *loop: Any) -> None:
         if tf.executing_eagerly():
-            compat.python_for_loop(given, *loop)
+            python_for_loop(given, *loop)
             return
         iterator = in_program(given)
         graph = tf.compat.v1.get_default_graph()
         before = len(graph.get_operations())
-        compat.program_for_loop(iterator, *loop)
+        program_for_loop(iterator, *loop)
         # Otherwise TensorFlow would run `end` as soon as its inputs are available.
         with tf.control_dependencies(graph.get_operations()[before:]):
             iterator.end()
 
-    compat.register_for_loop(iterable, for_statement)
+    register_for_loop(iterable, for_statement)

@@ -9,7 +9,8 @@ from typing import Any
 import tensorflow as tf
 
 from keras_strategies.devices import Device
-from keras_strategies.engines.tensorflow import compat
+from keras_strategies.engines.tensorflow.compat.gradients import is_recorded
+from keras_strategies.engines.tensorflow.compat.graphs import is_in_program
 from keras_strategies.engines.tensorflow.data_parallel.row_parts import row_parts
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.replicas.tensor_primitives import (
@@ -76,10 +77,10 @@ class TensorFlowPrimitives(TensorPrimitives):
 
     @property
     def row_parts(self) -> Callable[..., Any] | None:  # type: ignore[override]
-        return row_parts if compat.is_in_program() else None
+        return row_parts if is_in_program() else None
 
     def may_have_gradient(self, tensor: Any) -> bool:
-        return compat.is_recorded([tensor])
+        return is_recorded([tensor])
 
     def concatenate(self, tensors: Sequence[Any], axis: int = 0) -> Any:
         return tf.concat(list(tensors), axis)

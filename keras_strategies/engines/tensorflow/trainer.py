@@ -11,7 +11,8 @@ import tensorflow as tf
 
 from keras_strategies import context
 from keras_strategies.devices import Device
-from keras_strategies.engines.tensorflow import compat
+from keras_strategies.engines.tensorflow.compat.programs import default_strategy
+from keras_strategies.engines.tensorflow.compat.variables import is_resource_variable
 from keras_strategies.engines.tensorflow.data_parallel.layer_call import (
     TensorFlowDataParallelCall,
 )
@@ -69,7 +70,7 @@ class TensorFlowTrainer(FitDriver):
                 _on_replica,
                 _has_several_devices,
                 _initialize,
-                compat.default_strategy,
+                default_strategy,
                 context.has_strategy,
             )
         self.elastic = None if self._call is None else self._call.elastic
@@ -138,7 +139,7 @@ class TensorFlowTrainer(FitDriver):
             with creating_variables(tf_device(self.placement.variables)):
                 original(value)
         raw = raw_value(variable)
-        if compat.is_resource_variable(raw):
+        if is_resource_variable(raw):
             mirror(raw, self._others, creating_variables)
 
     @contextlib.contextmanager

@@ -282,9 +282,11 @@ def _warn_of_unseeded_order(dataset: Any) -> None:
     """Warns of a `tf.data` pipeline without a repeatable order."""
     if not is_tf_data(dataset):
         return
-    from keras_strategies.engines.tensorflow import compat
+    from keras_strategies.engines.tensorflow.compat.datasets import (
+        shuffles_without_seed,
+    )
 
-    if compat.shuffles_without_seed(dataset):
+    if shuffles_without_seed(dataset):
         warn_user(
             "The tf.data pipeline shuffles without a seed. After a restart, rows of "
             "the unfinished epoch are replayed or skipped. Call "

@@ -19,7 +19,7 @@ import tensorflow as tf
 from tensorflow.core.protobuf.rewriter_config_pb2 import RewriterConfig
 
 from keras_strategies.devices import Device
-from keras_strategies.engines.tensorflow import compat
+from keras_strategies.engines.tensorflow.compat.programs import program_options
 from keras_strategies.engines.tensorflow.data_parallel import first_step
 from keras_strategies.runtime.placement import Placement
 
@@ -27,7 +27,7 @@ ks.set_virtual_cpu_devices(4)
 
 
 def current_options():
-    serialized = compat.program_options().config_proto_serialized
+    serialized = program_options().config_proto_serialized
     config = tf.compat.v1.ConfigProto.FromString(serialized)
     return config.graph_options.rewrite_options
 

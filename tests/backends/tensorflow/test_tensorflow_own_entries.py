@@ -13,7 +13,7 @@ tf = pytest.importorskip("tensorflow")
 if keras.backend.backend() != "tensorflow":
     pytest.skip("draws of TensorFlow", allow_module_level=True)
 
-from keras_strategies.engines.tensorflow import compat  # noqa: E402
+from keras_strategies.engines.tensorflow.compat import operations  # noqa: E402
 from keras_strategies.engines.tensorflow.intercepted_draws import (  # noqa: E402
     intercept_draws,
     seeing_draws,
@@ -207,7 +207,7 @@ def test_counter_carries() -> None:
     }
     every = tf.raw_ops.StatelessRandomUniformV2(shape=[8, 4], **options)
     with drawing(ProvedDraws([1], OwnRows(5, 3, 8), "layer")), seeing_draws():
-        draw = compat.DRAWS[0][0].stateless_random_uniform_v2
+        draw = operations.DRAWS[0][0].stateless_random_uniform_v2
         found = draw(shape=[3, 4], **options)
     assert bits(found) == bits(every[5:])
 

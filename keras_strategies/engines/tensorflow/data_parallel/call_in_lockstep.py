@@ -10,7 +10,15 @@ from typing import Any
 import tensorflow as tf
 
 from keras_strategies import context
-from keras_strategies.engines.tensorflow import compat
+from keras_strategies.engines.tensorflow.compat.gradients import (
+    graph_gradients,
+    is_any_tape_active,
+    is_persistent,
+    is_recorded,
+    record_gradient,
+    without_recording,
+)
+from keras_strategies.engines.tensorflow.compat.programs import functions_copied
 from keras_strategies.engines.tensorflow.data_parallel.assigned_values import (
     assigned_value,
 )
@@ -155,7 +163,7 @@ class CallInLockstep(CallOnReplicas):
 
     def _open_tapes(self) -> None:
         """Records the replicas, unless no tape can need a gradient."""
-        if tf.executing_eagerly() and not compat.is_any_tape_active():
+        if tf.executing_eagerly() and not is_any_tape_active():
             return
         # Under a persistent tape TensorFlow traces the gradient of a loop three times
         # when the loop is created. In a graph, second gradients come from the graph
@@ -176,7 +184,7 @@ class CallInLockstep(CallOnReplicas):
         this call: a cycle that the garbage collector cannot traverse. Gradients that
         are computed later, as by a tape around the function, come from the graph.
         """
-        if not tf.executing_eagerly() and not compat.is_any_tape_active():
+        if not tf.executing_eagerly() and not is_any_tape_active():
             self.tapes = [None] * len(self.sizes)
 
     def _forward(
@@ -198,9 +206,9 @@ class CallInLockstep(CallOnReplicas):
                 tape.watch([s for s in self.slices[i] if is_float(s)])
             if tf.executing_eagerly():
                 # A trace of a `tf.function` has captured the values of a step.
-                with compat.functions_copied():
+                with functions_copied():
                     return task()
-            with compat.functions_copied(), self.traces.tracing(replica, i) as trace:
+            with functions_copied(), self.traces.tracing(replica, i) as trace:
                 trace.result = task()
                 return trace.result
 
@@ -289,7 +297,7 @@ class CallInLockstep(CallOnReplicas):
         device = self._devices[replica_id]
         own = raw.copy_on(device) if isinstance(raw, MirroredVariable) else None
         # Not recorded by tapes: gradients of variables cross the boundary by `targets`.
-        with compat.without_recording():
+        with without_recording():
             value = self._read(raw) if own is None else own.value()
             if own is not None or device == self._lead_name:
                 return value
@@ -382,7 +390,7 @@ class CallInLockstep(CallOnReplicas):
 
     def _connected_parts(self) -> list[Any]:
         """The same, where outputs or inputs stay on their replicas."""
-        with compat.without_recording():
+        with without_recording():
             columns = [
                 [for_tapes(part) for part in channel.parts]
                 if channel.is_apart
@@ -396,7 +404,7 @@ class CallInLockstep(CallOnReplicas):
             return self.backward(self._of_columns(given))
 
         tensors = [tensor for column in columns for tensor in column]
-        compat.record_gradient(tensors, [t.tensor for t in self.targets], grad)
+        record_gradient(tensors, [t.tensor for t in self.targets], grad)
         self._close_tapes()
         return self._of_columns(columns)
 
@@ -409,7 +417,7 @@ class CallInLockstep(CallOnReplicas):
 
     def backward(self, gradients: Sequence[Any]) -> list[Any]:
         outer = [target.tensor for target in self.targets]
-        if compat.is_recorded([*gradients, *outer]):
+        if is_recorded([*gradients, *outer]):
             return self._differentiable_gradients(gradients)
         return super().backward(gradients)
 
@@ -427,8 +435,8 @@ class CallInLockstep(CallOnReplicas):
         i, tape = replica_id, self.tapes[replica_id]
         targets = [part for part, _ in outputs]
         given = [share for _, share in outputs]
-        if tape is None or (i in self._used_tapes and not compat.is_persistent(tape)):
-            found = compat.graph_gradients(targets, sources, given, self.graph)
+        if tape is None or (i in self._used_tapes and not is_persistent(tape)):
+            found = graph_gradients(targets, sources, given, self.graph)
         else:
             found = tape.gradient(targets, sources, output_gradients=given)
         self._used_tapes.add(i)

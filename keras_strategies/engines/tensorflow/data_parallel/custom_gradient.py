@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_strategies.engines.tensorflow import compat
+from keras_strategies.engines.tensorflow.compat.gradients import with_gradient
 
 
 def custom_gradient(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,7 +37,7 @@ def custom_gradient(fn: Callable[..., Any]) -> Callable[..., Any]:
                 found = [found]
             return [*[None] * count, *found]
 
-        outputs = compat.with_gradient([*flat, *given], gradient)
+        outputs = with_gradient([*flat, *given], gradient)
         return tf.nest.pack_sequence_as(result, outputs[:count])
 
     return decorated

@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_strategies.engines.tensorflow import compat
+from keras_strategies.engines.tensorflow.compat.operations import operation_seeds
 from keras_strategies.engines.tensorflow.workers.worker_collectives import (
     TensorFlowWorkers,
     joined_workers,
@@ -64,10 +64,10 @@ class TensorFlowElasticSteps(ElasticDriver):
         saved = self._saved = {}
         with tf.init_scope():
             self._add(variables)
-        seeds = compat.operation_seeds().getstate()
+        seeds = operation_seeds().getstate()
 
         def restore() -> bool:
-            compat.operation_seeds().setstate(seeds)
+            operation_seeds().setstate(seeds)
             for variable, value in saved.values():
                 variable.assign(value)
             return True

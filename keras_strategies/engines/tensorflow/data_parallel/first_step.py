@@ -14,7 +14,7 @@ from typing import Any
 
 from tensorflow.core.protobuf.rewriter_config_pb2 import RewriterConfig
 
-from keras_strategies.engines.tensorflow import compat
+from keras_strategies.engines.tensorflow.compat.programs import program_config
 from keras_strategies.runtime.placement import Placement
 
 # Options of the graph optimizer in place of its defaults, on CPUs:
@@ -39,7 +39,7 @@ def optimizer_options(
     devices = {placement.variables, *placement.replicas}
     if any(device.kind != "cpu" for device in devices):
         return contextlib.nullcontext
-    return functools.partial(compat.program_config, set_options)
+    return functools.partial(program_config, set_options)
 
 
 def set_options(config: Any) -> None:

@@ -21,7 +21,7 @@ import tensorflow as tf
 from tensorflow.core.framework import graph_pb2
 
 from keras_strategies import context
-from keras_strategies.engines.tensorflow import compat
+from keras_strategies.engines.tensorflow.compat.gradients import without_recording
 from keras_strategies.engines.tensorflow.replicas.lockstep_replicas import (
     Combine,
     LockstepCollectives,
@@ -312,7 +312,7 @@ class ReplicaTraces:
         if not self._can_follow(forward, segment):
             return None
         every: list[Any] = [values]
-        with compat.without_recording(), operations.paused():
+        with without_recording(), operations.paused():
             for i in range(1, len(self._slices)):
                 with tf.device(self._devices[i]):
                     if self._is_backward:

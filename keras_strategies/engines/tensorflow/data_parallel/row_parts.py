@@ -8,7 +8,12 @@ from typing import Any
 import tensorflow as tf
 
 from keras_strategies.devices import Device
-from keras_strategies.engines.tensorflow import compat
+from keras_strategies.engines.tensorflow.compat.gradients import (
+    record_gradient,
+    tape_id,
+    with_gradient,
+    without_recording,
+)
 from keras_strategies.engines.tensorflow.devices import tf_device
 from keras_strategies.errors import ContextError
 from keras_strategies.keras_compat.models.layers import get_logits, set_logits
@@ -50,10 +55,10 @@ class TensorFlowRowParts(tf.Tensor, RowParts):  # type: ignore[misc]
         size = sum(rows) if is_static else None
         self._static_shape = tf.TensorShape([size, *parts[0].shape[1:]])
         self._all_rows: Any = None
-        with compat.without_recording():
+        with without_recording():
             # Of no other tensor, for tapes.
             self._of_tapes = tf.identity(parts[0])
-        compat.record_gradient([self], self._parts, self._gradients_of_parts)
+        record_gradient([self], self._parts, self._gradients_of_parts)
 
     def _gradients_of_parts(self, gradient: Any) -> list[Any]:
         parts = parts_of(gradient, self.row_split)
@@ -78,14 +83,14 @@ class TensorFlowRowParts(tf.Tensor, RowParts):  # type: ignore[misc]
     def joined_silently(self) -> Any:
         """The same without a line in the log."""
         with self.graph.as_default(), tf.device(self._lead):
-            with compat.without_recording():
+            with without_recording():
                 if self._all_rows is None:
                     own = self._parts
                     local = tf.concat(own, 0) if len(own) > 1 else own[0]
                     self._all_rows = self.row_split.joined(local)
                 found = tf.identity(self._all_rows)
             found.set_shape(self._static_shape)
-            compat.record_gradient([found], [self], lambda gradient: [gradient])
+            record_gradient([found], [self], lambda gradient: [gradient])
         logits = get_logits(self)
         if logits is not None:
             set_logits(found, logits)
@@ -139,7 +144,7 @@ class TensorFlowRowParts(tf.Tensor, RowParts):  # type: ignore[misc]
     @property
     def _id(self) -> Any:
         # Tapes know tensors by it.
-        return compat.tape_id(self._of_tapes)
+        return tape_id(self._of_tapes)
 
 
 def row_parts(
@@ -166,7 +171,7 @@ def for_tapes(tensor: Any) -> Any:
     these are on several devices.
     """
     with tf.device(tensor.device):
-        (found,) = compat.with_gradient([tensor], _refused)
+        (found,) = with_gradient([tensor], _refused)
     return found
 
 

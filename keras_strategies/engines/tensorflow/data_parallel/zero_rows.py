@@ -1,4 +1,4 @@
-"""Layer calls with operations that fail on zero rows (`compat.FAILING_KERNELS`).
+"""Layer calls with operations that fail on zero rows (`FAILING_KERNELS`).
 
 Operations count, not layers: a layer or a functional model may call `keras.ops.conv`
 itself.
@@ -11,7 +11,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_strategies.engines.tensorflow import compat
+from keras_strategies.engines.tensorflow.compat.graphs import new_graph
+from keras_strategies.engines.tensorflow.compat.operations import FAILING_KERNELS
 from keras_strategies.engines.tensorflow.global_random import (
     operation_seeds_restored,
     python_numbers_restored,
@@ -38,12 +39,12 @@ def fails_on_zero_rows(layer_call: LayerCall) -> bool:
         return True
     finally:
         state.changes()
-    return not operations.isdisjoint(compat.FAILING_KERNELS.values())
+    return not operations.isdisjoint(FAILING_KERNELS.values())
 
 
 def _operations(layer_call: LayerCall) -> set[str]:
     """The types of the operations of a call, also in its loops and functions."""
-    graph = compat.new_graph("operations")
+    graph = new_graph("operations")
     with (
         layer_calls_through(None),
         operation_seeds_restored(),

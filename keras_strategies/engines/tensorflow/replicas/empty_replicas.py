@@ -1,7 +1,7 @@
 """Padding with one row where a replica of `run` has no rows.
 
 A replica without data still runs, on zero rows. Some kernels of TensorFlow fail on
-these (`compat.FAILING_KERNELS`), and so does code of Keras: LSTM cells and maxima raise
+these (`FAILING_KERNELS`), and so does code of Keras: LSTM cells and maxima raise
 errors. Both compute each row separately and have no state, so a row of zeros that
 is removed from the result changes no value and adds zeros to gradients. Kernels are
 padded wherever a replica's function calls them; the layers whose code raises are padded
@@ -21,7 +21,9 @@ import keras
 import tensorflow as tf
 from keras import layers
 
-from keras_strategies.engines.tensorflow import compat
+from keras_strategies.engines.tensorflow.compat.operations import (
+    replace_failing_kernels,
+)
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.layers import get_mask, set_mask
 
@@ -56,7 +58,7 @@ def padding_empty_replicas(is_on_cpu: bool) -> Iterator[None]:
 @functools.cache
 def pad_kernels() -> None:
     """Replaces the kernels that fail on zero rows, once for the process."""
-    compat.replace_failing_kernels(_padded)
+    replace_failing_kernels(_padded)
 
 
 def _padded(original: Callable[..., Any]) -> Callable[..., Any]:

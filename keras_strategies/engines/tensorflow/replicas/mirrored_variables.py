@@ -6,7 +6,7 @@ in eager code and in programs, so a copy is never out of date. The new values, o
 changed rows, are copied; the operation is not repeated on each copy, since sums on
 accelerators that add in no fixed order would diverge.
 
-`compat.WithAssignments` is called after assignments of every kind. Those with
+`WithAssignments` is called after assignments of every kind. Those with
 `read_value=False` are overridden here. An assignment by an operation of `tf.raw_ops`,
 which takes a handle and not a variable, does not update the copies.
 """
@@ -21,7 +21,22 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_strategies.engines.tensorflow import compat
+from keras_strategies.engines.tensorflow.compat.gradients import (
+    record_operation,
+    without_recording,
+)
+from keras_strategies.engines.tensorflow.compat.programs import (
+    is_compiled_by_xla,
+    without_colocation,
+)
+from keras_strategies.engines.tensorflow.compat.variables import (
+    ResourceVariable,
+    UnreadVariable,
+    WithAssignments,
+    handle_alias,
+    handle_specs,
+    record_read,
+)
 from keras_strategies.engines.tensorflow.compiled_function import refuse_xla
 from keras_strategies.errors import ContextError
 
@@ -100,15 +115,15 @@ class _Copies:
             An operation that completes when all copies are updated; None in eager code.
         """
         if tf.executing_eagerly():
-            with self._update_lock, compat.without_recording():
+            with self._update_lock, without_recording():
                 self._update(variable)
             return None
         self._check_program(variable)
         waiting = [] if after is None else [after]
         with (
-            compat.without_colocation(),
+            without_colocation(),
             tf.control_dependencies(waiting),
-            compat.without_recording(),
+            without_recording(),
         ):
             updates = self._update(variable)
             # Each of them waits for the assignment.
@@ -138,7 +153,7 @@ class _Copies:
 
     def _check_program(self, variable: Any) -> None:
         graph = tf.compat.v1.get_default_graph()
-        if not compat.is_compiled_by_xla(graph):
+        if not is_compiled_by_xla(graph):
             return
         refuse_xla()
         devices = ", ".join([_short(self.home), *self._of_device])
@@ -151,7 +166,7 @@ class _Copies:
         )
 
 
-class _Assigned(compat.WithAssignments):
+class _Assigned(WithAssignments):
     """Assignments of `tf.Variable`s, followed by those of their copies."""
 
     _copies: _Copies
@@ -202,7 +217,7 @@ for _name in ("add", "sub", "mul", "div", "min", "max", "update"):
     setattr(_Assigned, f"scatter_{_name}", _by_rows(f"scatter_{_name}"))
 
 
-class _Unread(_Assigned, compat.UnreadVariable):
+class _Unread(_Assigned, UnreadVariable):
     """Result of an assignment: the variable, which can be assigned again."""
 
     def __init__(self, variable: Any, operation: Any):
@@ -210,7 +225,7 @@ class _Unread(_Assigned, compat.UnreadVariable):
         super().__init__(variable, operation)
 
 
-class MirroredVariable(_Assigned, compat.ResourceVariable):
+class MirroredVariable(_Assigned, ResourceVariable):
     """A variable with a copy on each of several devices.
 
     Plain variables of TensorFlow are composite tensors: `tf.nest` and `tf.function`
@@ -240,7 +255,7 @@ class MirroredVariable(_Assigned, compat.ResourceVariable):
         own = self._copy_to_read()
         if own is None:
             return None
-        compat.record_read(self)
+        record_read(self)
         with _unrecorded_on(own.device):
             value = own.read_value()
         _record_as_read_of(self, value, lambda gradient: gradient)
@@ -251,7 +266,7 @@ class MirroredVariable(_Assigned, compat.ResourceVariable):
         if own is None or _current_graph() is not _reading.graph:
             # In a loop or a branch, where the indices may be computed.
             return super().sparse_read(indices, name)
-        compat.record_read(self)
+        record_read(self)
         with _unrecorded_on(own.device):
             indices = tf.identity(indices)
             rows = own.sparse_read(indices, name)
@@ -268,7 +283,7 @@ class MirroredVariable(_Assigned, compat.ResourceVariable):
         return rows
 
     def __tf_tracing_type__(self, context: Any) -> _Identity:
-        return _Identity(self, compat.handle_alias(self, context))
+        return _Identity(self, handle_alias(self, context))
 
     def exported(self, tensor_map: Any) -> list[Any]:
         # A loaded variable has no copies: their handles become that of the variable.
@@ -287,7 +302,7 @@ def _unrecorded_on(device: str) -> Iterator[None]:
     graph = _reading.graph
     with (
         contextlib.nullcontext() if graph is None else graph.as_default(),
-        compat.without_recording(),
+        without_recording(),
         tf.device(device),
     ):
         yield
@@ -297,7 +312,7 @@ def _record_as_read_of(
     variable: Any, value: Any, gradient_of: Callable[[Any], Any]
 ) -> None:
     """Records the value of a copy on tapes as a read of the variable."""
-    compat.record_operation(
+    record_operation(
         "ReadVariableOp",
         [value],
         [variable.handle],
@@ -332,7 +347,7 @@ class _Identity(tf.types.experimental.TraceType):  # type: ignore[misc]
         return [value.handle]
 
     def flatten(self) -> list[Any]:
-        return compat.handle_specs(self._alias)
+        return handle_specs(self._alias)
 
     def cast(self, value: Any, cast_context: Any) -> Any:
         return value

@@ -20,7 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from keras_strategies.engines.tensorflow import compat
+from keras_strategies.engines.tensorflow.compat.programs import (
+    default_strategy,
+    exclude_from_autograph,
+    is_for_xla,
+)
 from keras_strategies.engines.tensorflow.compiled_function import (
     program_of,
     refuse_xla,
@@ -63,7 +67,7 @@ if TYPE_CHECKING:
 @contextlib.contextmanager
 def creating_variables(device: str) -> Iterator[None]:
     """Context for new variables that are plain and outlive the current trace."""
-    with tf.init_scope(), compat.default_strategy(), tf.device(device):
+    with tf.init_scope(), default_strategy(), tf.device(device):
         yield
 
 
@@ -110,7 +114,7 @@ class TensorFlowRun(ReplicaRun):
     local_values_class = TensorFlowLocalValues
 
     def __init__(self, strategy: StrategyCore, engine: ReplicaEngine):
-        compat.exclude_from_autograph("keras_strategies")
+        exclude_from_autograph("keras_strategies")
         _suppress_eager_warning()
         intercept_draws()
         pad_kernels()
@@ -165,7 +169,7 @@ class TensorFlowRun(ReplicaRun):
                 own,
                 reduce_retracing=True,
                 # XLA compiles programs for one device.
-                jit_compile=compat.is_for_xla(fn)
+                jit_compile=is_for_xla(fn)
                 if self.replica_set.counts.total == 1
                 else None,
             )
@@ -238,7 +242,7 @@ class TensorFlowRun(ReplicaRun):
         return seeing_draws()
 
     def merged(self) -> contextlib.AbstractContextManager[Any]:
-        return compat.default_strategy()
+        return default_strategy()
 
     def updating(self) -> contextlib.AbstractContextManager[Any]:
         return tf.device(self.lead)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_strategies.engines.tensorflow import compat
+from keras_strategies.engines.tensorflow.compat.graphs import computed_operation
 from keras_strategies.engines.tensorflow.row_proofs.graph_placements import (
     GraphPlacement,
     MixesRowsError,
@@ -60,7 +60,7 @@ def computed(node: Node) -> list[GraphPlacement] | None:
     for i in range(count):
         try:
             results.append(
-                compat.computed(node.operation, [column[i] for column in columns])
+                computed_operation(node.operation, [column[i] for column in columns])
             )
         except (tf.errors.OpError, ValueError) as error:
             if is_plain:

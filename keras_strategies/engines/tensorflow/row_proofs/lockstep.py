@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from keras_strategies.engines.tensorflow import compat
+from keras_strategies.engines.tensorflow.compat.graphs import calls_its_type
 
 #: Attributes that may differ: shapes follow the rows, functions are compared where they
 #: are called, and `value`, a constant's, is placed by its own rule.
@@ -53,7 +53,7 @@ class Columns:
             if not (
                 self._are_equal(column)
                 or are_constant(column)
-                or all(map(compat.calls_its_type, column))
+                or all(map(calls_its_type, column))
             ):
                 raise GraphsDifferError
             self._found[column[0]] = column

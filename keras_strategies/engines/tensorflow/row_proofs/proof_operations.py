@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from keras_strategies import context
-from keras_strategies.engines.tensorflow import compat
+from keras_strategies.engines.tensorflow.compat.graphs import new_graph
 from keras_strategies.engines.tensorflow.data_parallel.custom_gradient import (
     custom_gradient,
 )
@@ -143,7 +143,7 @@ def run_in_own_graph(
         What the call gives; None if it adds losses, assigns trained variables, or
         returns what is no tensor with the rows.
     """
-    graph = compat.new_graph("known_layer")
+    graph = new_graph("known_layer")
 
     def copy(variable: Any) -> Any:
         raw = raw_value(variable)

@@ -11,7 +11,9 @@ import keras
 import tensorflow as tf
 
 from keras_strategies import context
-from keras_strategies.engines.tensorflow import compat
+from keras_strategies.engines.tensorflow.compat.graphs import new_graph
+from keras_strategies.engines.tensorflow.compat.operations import kernels_alone
+from keras_strategies.engines.tensorflow.compat.programs import functions_copied
 from keras_strategies.engines.tensorflow.intercepted_draws import (
     TracedDraws,
     recording,
@@ -143,7 +145,7 @@ def traced(
         has_gradients: bool, whether the backward pass is traced.
     """
     in_order = None if known_calls is None else known_calls.in_order()
-    found = TracedCall(compat.new_graph("row_proof"))
+    found = TracedCall(new_graph("row_proof"))
     found.draws = TracedDraws(found.graph, tf.executing_eagerly())
     with (
         recording(found.draws),
@@ -167,7 +169,7 @@ def traced(
             state.scope() as scope,
             context.on_replica(replica),
             layer_calls_through(route),
-            compat.functions_copied(),
+            functions_copied(),
         ):
             outputs = call.call(*args, **kwargs)
         found.outputs = keras.tree.flatten(outputs)
@@ -323,5 +325,5 @@ def _add_gradients(found: TracedCall, tape: Any) -> None:
 @contextlib.contextmanager
 def eager_arithmetic() -> Iterator[None]:
     """Small eager operations on the CPU, outside of a program that is being traced."""
-    with tf.init_scope(), tf.device("CPU:0"), compat.kernels_alone():
+    with tf.init_scope(), tf.device("CPU:0"), kernels_alone():
         yield

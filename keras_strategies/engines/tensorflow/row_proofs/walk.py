@@ -9,7 +9,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_strategies.engines.tensorflow import compat
+from keras_strategies.engines.tensorflow.compat.graphs import (
+    called_graph,
+    calls_its_type,
+    constant_value,
+    inferred_shapes,
+)
 from keras_strategies.engines.tensorflow.row_proofs import (
     contractions,
     control_flow,
@@ -168,7 +173,7 @@ class GraphWalk:
         inputs: Sequence[GraphPlacement],
         first_argument: int = 0,
     ) -> list[GraphPlacement]:
-        graphs = [compat.called_graph(each, function) for each in node.operations]
+        graphs = [called_graph(each, function) for each in node.operations]
         inner = GraphWalk(graphs, self._work)
         given = list(node.operation.inputs)[first_argument:]
         own_inputs = zip(*(graph.inputs for graph in graphs), strict=True)
@@ -193,7 +198,7 @@ class GraphWalk:
 
 def _rule(operation: Any) -> Rule | None:
     found = RULES.get(operation.type)
-    if found is None and compat.calls_its_type(operation):
+    if found is None and calls_its_type(operation):
         return control_flow.CALL_OF_TYPE
     return found
 
@@ -269,7 +274,7 @@ def _check_inputs(node: Node, rule: Rule) -> None:
 
 
 def _constant(node: Node) -> GraphPlacement:
-    values = [compat.constant_value(each) for each in node.operations]
+    values = [constant_value(each) for each in node.operations]
     first = values[0]
     if len(values) == 1 or all(
         value.shape == first.shape and are_equal(value, first) for value in values
@@ -357,4 +362,4 @@ def _inferred(node: Node) -> list[Any]:
             sizes[placement.axis] = rows
         value = None if placement.values is None else placement.values[0]
         given.append((value, sizes))
-    return compat.inferred_shapes(operation, given)
+    return inferred_shapes(operation, given)

@@ -17,7 +17,7 @@ import tensorflow as tf
 from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.cluster.group.worker_group import LostWorker
 from keras_strategies.collectives.packing import pack_indices
-from keras_strategies.engines.tensorflow import compat
+from keras_strategies.engines.tensorflow.compat.workers import abort_collectives
 from keras_strategies.engines.tensorflow.workers.instance_keys import InstanceKeys
 from keras_strategies.engines.tensorflow.workers.tensor_carriers import (
     MOVED_AS,
@@ -106,7 +106,7 @@ class TensorFlowWorkers(Workers):
     def end_waits(self) -> None:
         if self._server.group is not None:
             reason = "A worker is lost, and collective ops are aborted."
-            compat.abort_collectives(tf.errors.UNAVAILABLE, reason)
+            abort_collectives(tf.errors.UNAVAILABLE, reason)
 
     @contextlib.contextmanager
     def _starting(self) -> Iterator[None]:
@@ -133,7 +133,7 @@ class TensorFlowWorkers(Workers):
     def _abort(self, loss: LostWorker) -> None:
         """Aborts collectives that wait for a lost worker."""
         if self._server.group is not None and self.elastic is None:
-            compat.abort_collectives(tf.errors.UNAVAILABLE, self.group.describe(loss))
+            abort_collectives(tf.errors.UNAVAILABLE, self.group.describe(loss))
 
     def close(self) -> None:
         self._groups.clear()

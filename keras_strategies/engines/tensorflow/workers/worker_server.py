@@ -13,7 +13,12 @@ import tensorflow as tf
 from tensorflow.core.protobuf import tensorflow_server_pb2
 
 from keras_strategies.cluster.group import WorkerGroup
-from keras_strategies.engines.tensorflow import compat
+from keras_strategies.engines.tensorflow.compat.workers import (
+    collective_configuration,
+    configure_collectives,
+    replace_collectives,
+    start_collectives,
+)
 from keras_strategies.errors import BackendInUseError, ClusterError
 from keras_strategies.runtime.engine_sockets import EngineSockets
 
@@ -64,18 +69,18 @@ class WorkerServer:
         server = tensorflow_server_pb2.ServerDef(
             cluster=tf.train.ClusterSpec({"worker": tasks}).as_cluster_def(),
             # Includes the virtual devices configured so far.
-            default_session_config=compat.collective_configuration(task_name(group, 0)),
+            default_session_config=collective_configuration(task_name(group, 0)),
             job_name="worker",
             task_index=_number(group, group.index),
             protocol="grpc",
         )
         if previous:
-            compat.replace_collectives(server)
+            replace_collectives(server)
             group.barrier("the start of TensorFlow's servers")
             return generation
         try:
             with _shared_ports():
-                compat.start_collectives(server)
+                start_collectives(server)
         except tf.errors.OpError as error:
             raise ClusterError(
                 f"TensorFlow's server of worker {group.index} could not listen at "
@@ -91,7 +96,7 @@ class WorkerServer:
 def configure(group: WorkerGroup) -> None:
     """Configures collectives of the group, before the runtime is started."""
     try:
-        compat.configure_collectives(task_name(group, 0), task_name(group, group.index))
+        configure_collectives(task_name(group, 0), task_name(group, group.index))
     except RuntimeError as error:
         raise BackendInUseError(
             "MultiWorkerMirroredStrategy was made after TensorFlow was used in this "

@@ -1,0 +1,178 @@
+"""Operations that fail on zero rows, random operations and their seeds."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tensorflow.python import pywrap_tfe
+from tensorflow.python.eager import context as eager_context
+from tensorflow.python.ops import (
+    gen_nn_ops,
+    gen_stateless_random_ops,
+    gen_stateless_random_ops_v2,
+)
+
+from keras_strategies.keras_compat.private_names import Private
+
+_PYTHON = "tensorflow.python"
+
+PRIVATE_NAMES = (
+    Private(
+        f"{_PYTHON}.eager.context",
+        ("context", "global_seed"),
+        "Seeds of operations.",
+    ),
+    Private(
+        f"{_PYTHON}.eager.context.Context",
+        ("_handle", "_rng", "ensure_initialized"),
+        "Seeds of operations, and whether they run as programs.",
+    ),
+    Private(
+        f"{_PYTHON}.pywrap_tfe",
+        ("TFE_ContextSetRunEagerOpAsFunction",),
+        "Eager operations of row checks run without a program for each.",
+    ),
+    Private(
+        f"{_PYTHON}.ops.gen_nn_ops",
+        (
+            "conv2d",
+            "conv2d_backprop_input",
+            "conv3d",
+            "conv3d_backprop_input_v2",
+            "depthwise_conv2d_native",
+            "dilation2d",
+            "fractional_max_pool",
+            "max_pool",
+            "max_pool3d",
+            "max_pool_v2",
+            "max_pool_with_argmax",
+        ),
+        "Kernels that fail on a replica without rows.",
+    ),
+    Private(
+        f"{_PYTHON}.ops.gen_stateless_random_ops",
+        (
+            "stateless_multinomial",
+            "stateless_parameterized_truncated_normal",
+            "stateless_random_binomial",
+            "stateless_random_poisson",
+        ),
+        "Random numbers of a replica's rows.",
+    ),
+    Private(
+        f"{_PYTHON}.ops.gen_stateless_random_ops_v2",
+        (
+            "stateless_random_gamma_v3",
+            "stateless_random_normal_v2",
+            "stateless_random_uniform_full_int_v2",
+            "stateless_random_uniform_int_v2",
+            "stateless_random_uniform_v2",
+            "stateless_truncated_normal_v2",
+        ),
+        "Random numbers of a replica's rows.",
+    ),
+)
+
+
+#: With oneDNN, a convolution of zero rows has the channels of its input, and the
+#: gradient of a maximum ends the process; some of the kernels without it raise errors.
+#: Types of operations by the functions that make them.
+FAILING_KERNELS = {
+    "conv2d": "Conv2D",
+    "conv2d_backprop_input": "Conv2DBackpropInput",
+    "conv3d": "Conv3D",
+    "conv3d_backprop_input_v2": "Conv3DBackpropInputV2",
+    "depthwise_conv2d_native": "DepthwiseConv2dNative",
+    "dilation2d": "Dilation2D",
+    "fractional_max_pool": "FractionalMaxPool",
+    "max_pool": "MaxPool",
+    "max_pool3d": "MaxPool3D",
+    "max_pool_v2": "MaxPoolV2",
+    "max_pool_with_argmax": "MaxPoolWithArgmax",
+}
+
+
+def replace_failing_kernels(
+    replacement: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> None:
+    """Replaces the functions that make operations which fail on zero rows.
+
+    Args:
+        replacement: callable of a function, that returns the one in its place, with
+            the same arguments.
+    """
+    for name in FAILING_KERNELS:
+        setattr(gen_nn_ops, name, replacement(getattr(gen_nn_ops, name)))
+
+
+#: Functions that make stateless random operations, by the module where
+#: `tf.random.stateless_*` look them up in each call.
+DRAWS = (
+    (
+        gen_stateless_random_ops_v2,
+        (
+            "stateless_random_uniform_v2",
+            "stateless_random_normal_v2",
+            "stateless_truncated_normal_v2",
+            "stateless_random_uniform_int_v2",
+            "stateless_random_uniform_full_int_v2",
+            "stateless_random_gamma_v3",
+        ),
+    ),
+    (
+        gen_stateless_random_ops,
+        (
+            "stateless_random_binomial",
+            "stateless_random_poisson",
+            "stateless_parameterized_truncated_normal",
+            "stateless_multinomial",
+        ),
+    ),
+)
+
+
+def replace_draws(
+    replacement: Callable[[str, Callable[..., Any]], Callable[..., Any]],
+) -> None:
+    """Replaces the functions that make stateless random operations.
+
+    Args:
+        replacement: callable of the name of a function and the function, that returns
+            the one in its place, with the same arguments.
+    """
+    for module, names in DRAWS:
+        for name in names:
+            setattr(module, name, replacement(name, getattr(module, name)))
+
+
+def global_seed() -> int | None:
+    """The seed of `tf.random.set_seed`; None without one."""
+    seed: int | None = eager_context.global_seed()
+    return seed
+
+
+def operation_seeds() -> random.Random:
+    """The generator of seeds for operations, after `tf.random.set_seed`."""
+    generator: random.Random = eager_context.context()._rng
+    return generator
+
+
+@contextlib.contextmanager
+def kernels_alone() -> Iterator[None]:
+    """Runs eager operations as plain kernels, without a program for each operation.
+
+    At the first call of each kind of operation, TensorFlow creates a program of that
+    one operation: 5 ms, and each call takes six times as long as the kernel. Affects
+    all threads of the process; results are the same.
+    """
+    context = eager_context.context()
+    context.ensure_initialized()
+    set_programs = pywrap_tfe.TFE_ContextSetRunEagerOpAsFunction
+    set_programs(context._handle, False)
+    try:
+        yield
+    finally:
+        set_programs(context._handle, True)

@@ -1,0 +1,146 @@
+"""Subclasses of variables, and variables as arguments of traces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tensorflow.python.ops import (
+    resource_variable_ops,
+)
+
+from keras_strategies.keras_compat.private_names import Private
+
+_PYTHON = "tensorflow.python"
+_VARIABLES = f"{_PYTHON}.ops.resource_variable_ops"
+
+PRIVATE_NAMES = (
+    Private(
+        _VARIABLES,
+        ("ResourceVariable", "VariableSpec", "_UnreadVariable", "variable_accessed"),
+        "Mirrored variables, and what their assignments return.",
+    ),
+    Private(
+        f"{_VARIABLES}.BaseResourceVariable",
+        (
+            "_export_to_saved_model_graph",
+            "_in_graph_mode",
+            "_lazy_read",
+            "_read_variable_op",
+            "_restore_from_tensors",
+            "_shape",
+            "_unique_id",
+        ),
+        "Reads and assignments of mirrored variables.",
+    ),
+    Private(f"{_VARIABLES}.VariableSpec", ("_component_specs",), "Their trace types."),
+    Private(
+        f"{_PYTHON}.framework.ops.EagerTensor",
+        ("_id",),
+        "The identity of an argument in a trace.",
+    ),
+)
+
+
+def is_resource_variable(variable: Any) -> bool:
+    """Whether a variable is a plain `ResourceVariable`, not of a subclass."""
+    return type(variable) is resource_variable_ops.ResourceVariable
+
+
+def record_read(variable: Any) -> None:
+    """Notifies tapes and graphs that a variable is read."""
+    resource_variable_ops.variable_accessed(variable)
+
+
+class ResourceVariable(resource_variable_ops.BaseResourceVariable):  # type: ignore[misc]
+    """A variable with reads that a subclass may replace; not a composite tensor."""
+
+    def replica_value(self) -> Any:
+        """The result of a read in place of the variable's value; None for the value."""
+        return None
+
+    def _read_variable_op(self, no_copy: bool = False) -> Any:
+        value = self.replica_value()
+        return super()._read_variable_op(no_copy) if value is None else value
+
+    def exported(self, tensor_map: Any) -> list[Any]:
+        """Further handles of the variable in a SavedModel.
+
+        Args:
+            tensor_map: dict from a handle to the exported one, to be extended.
+        """
+        return []
+
+    def _export_to_saved_model_graph(
+        self, object_map: Any, tensor_map: Any, options: Any, **kwargs: Any
+    ) -> list[Any]:
+        handles = super()._export_to_saved_model_graph(
+            object_map=object_map, tensor_map=tensor_map, options=options, **kwargs
+        )
+        return [*handles, *self.exported(tensor_map)]
+
+
+class WithAssignments:
+    """Mix-in of a variable with a hook that is called after each assignment.
+
+    TensorFlow ends every assignment with `BaseResourceVariable._lazy_read`, also
+    assignments of slices and of rows, and those by functions of `tf.compat.v1`.
+    """
+
+    def assigned(self, operation: Any) -> Any:
+        """Called after an assignment.
+
+        Args:
+            operation: the assigning operation; None in eager code.
+
+        Returns:
+            The result of an assignment with `read_value=False`.
+        """
+        raise NotImplementedError
+
+    def after(self, operation: Any) -> Any:
+        """The result of an assignment: the variable, which can be assigned again."""
+        raise NotImplementedError
+
+    def _lazy_read(self, op: Any) -> Any:
+        self.assigned(op)
+        record_read(self)
+        return self.after(op)
+
+    def _restore_from_tensors(self, restored_tensors: Any) -> Any:
+        done = super()._restore_from_tensors(restored_tensors)  # type: ignore[misc]
+        return self.assigned(done)
+
+
+class UnreadVariable(resource_variable_ops._UnreadVariable):  # type: ignore[misc]
+    """The result of an assignment: the variable, which can be assigned again.
+
+    Args:
+        variable: the variable.
+        operation: the assigning operation.
+    """
+
+    def __init__(self, variable: Any, operation: Any):
+        super().__init__(
+            handle=variable.handle,
+            dtype=variable.dtype,
+            shape=variable._shape,
+            in_graph_mode=variable._in_graph_mode,
+            parent_op=operation,
+            unique_id=variable._unique_id,
+        )
+
+
+def handle_alias(variable: Any, context: Any) -> Any:
+    """The number of a variable's handle among the arguments of a trace.
+
+    Args:
+        variable: the variable.
+        context: a `tf.types.experimental.TracingContext`.
+    """
+    return context.alias_global_id(variable.handle._id)
+
+
+def handle_specs(alias: Any) -> list[Any]:
+    """The specifications of a variable's tensors as an argument of a trace."""
+    spec = resource_variable_ops.VariableSpec([], alias_id=alias)
+    return list(spec._component_specs)
