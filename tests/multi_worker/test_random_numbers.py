@@ -11,6 +11,8 @@ import keras_strategies as ks
 
 X = np.random.default_rng(3).normal(size=(20, 4)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
+#: There a `run` is compiled in any case.
+NOT_ON_JAX = [pytest.mark.nightly] if keras.backend.backend() == "jax" else []
 
 
 class Noisy(layers.Layer):
@@ -51,34 +53,57 @@ def fitted(strategy):
     return [*map(np.asarray, history.history["loss"]), *weights]
 
 
-def drawn_in_run(strategy, sizes):
-    """What the replicas of this worker draw, for so many rows each."""
-    rows = strategy.experimental_distribute_values_from_function(
-        lambda context: ops.ones((sizes[context.replica_id_in_sync_group], 3))
-    )
+def drawn_in_run(strategy, sizes, compiled):
+    """What the replicas of this worker draw.
+
+    Args:
+        sizes: for each run, the rows of each replica.
+        compiled: bool, whether each run is in a `ks.function`.
+    """
     with strategy.scope():
         layer, seed = layers.Dropout(0.5), keras.random.SeedGenerator(3)
 
     def fn(x):
-        return layer(x, training=True) + keras.random.normal(ops.shape(x), seed=seed)
+        noise = keras.random.uniform((2 * ops.shape(x)[0], 3), seed=seed)
+        noise = ops.sum(ops.reshape(noise, (-1, 2, 3)), 1)
+        shared = ops.mean(keras.random.normal((11, 3), seed=seed), 0)
+        return layer(x, training=True) + noise + shared
+
+    def step(rows):
+        return strategy.run(fn, args=(rows,))
 
     keras.utils.set_random_seed(7)
-    found = [strategy.run(fn, args=(rows,)) for _ in range(2)]
-    return [
-        ops.convert_to_numpy(part)
-        for each in found
-        for part in strategy.experimental_local_results(each)
-    ]
+    step = ks.function(step) if compiled else step
+    found = []
+    for counts in sizes:
+        rows = strategy.experimental_distribute_values_from_function(
+            lambda replica, counts=counts: ops.ones(
+                (counts[replica.replica_id_in_sync_group], 3)
+            )
+        )
+        results = strategy.experimental_local_results(step(rows))
+        found.append(np.concatenate([ops.convert_to_numpy(each) for each in results]))
+    return found
 
 
-@pytest.mark.skipif(
-    keras.backend.backend() != "torch",
-    reason="a program does not know the rows of other workers",
+@pytest.mark.parametrize(
+    ("cluster", "compiled"),
+    # On JAX an array of one replica is the same on all workers in a `ks.function`.
+    [("two", False), pytest.param("two_by_two", True, marks=NOT_ON_JAX)]
+    + [("two", True)] * (keras.backend.backend() != "jax"),
+    indirect=["cluster"],
+    scope="session",
 )
-def test_run_with_uneven_workers_draws_the_numbers_of_one_device(cluster):
-    expected = drawn_in_run(ks.OneDeviceStrategy("cpu:0"), [7])
-    for parts in zip(*cluster(drawn_in_run, [5, 2]), expected, strict=True):
-        np.testing.assert_array_equal(np.concatenate(parts[:-1]), parts[-1])
+def test_run_with_uneven_workers_draws_the_numbers_of_one_device(cluster, compiled):
+    sizes = [[5, 2], [5, 2], [4, 3], [5, 0]]
+    if cluster.replicas == 4:
+        sizes = [[3, 2, 2, 4], [3, 3, 0, 2], [5, 2, 3, 4]]
+    totals = [[sum(counts)] for counts in sizes]
+    one_device = ks.OneDeviceStrategy("cpu:0")
+    expected = drawn_in_run(one_device, totals, compiled)
+    workers = cluster(drawn_in_run, sizes, compiled)
+    for one, *parts in zip(expected, *workers, strict=True):
+        np.testing.assert_allclose(np.concatenate(parts), one, rtol=1e-6, atol=1e-6)
 
 
 def test_uneven_batches_have_the_numbers_of_one_device(cluster):

@@ -14,7 +14,8 @@ from __future__ import annotations
 import abc
 import contextlib
 import contextvars
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,13 +95,20 @@ class DrawsByLength(RowDraws):
     replicas draw different numbers where one device draws one.
 
     Args:
-        rows: the replica's rows; None without any.
+        rows: returns the replica's rows, None without any; called for the first draw.
         is_partitioned: bool, see `RowDraws`.
     """
 
-    def __init__(self, rows: OwnRows | None, is_partitioned: bool = False):
+    def __init__(
+        self, rows: Callable[[], OwnRows | None], is_partitioned: bool = False
+    ):
         super().__init__(is_partitioned)
-        self.rows = rows
+        self._rows = rows
+
+    @functools.cached_property
+    def rows(self) -> OwnRows | None:
+        """The replica's rows; None without any."""
+        return self._rows()
 
     def is_static(self, length: int | None) -> bool:
         """Whether the numbers of rows, and a length, are known outside of a step."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,9 @@ from keras_strategies.values import DistributedValues, select_replica
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
     from keras_strategies.runtime.workers import Workers
+
+#: Sent by a worker whose replicas have no argument with rows.
+NO_ROWS = -1
 
 
 class ReplicaRun(RunDriver):
@@ -95,18 +99,33 @@ class ReplicaRun(RunDriver):
 
     def rows(
         self, args: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]]
-    ) -> list[Any]:
-        """The rows of each replica, of all workers; empty where they have none."""
+    ) -> Callable[[], list[Any]]:
+        """A function of the rows of each replica, of all workers.
+
+        They are an empty list where replicas have none.
+        """
         own = rows_of_arguments(list(zip(args, kwargs, strict=True)))
         workers = self.replica_set.workers
-        return own if workers is None else self.rows_of_workers(own, workers)
+        if workers is None:
+            return lambda: own
+        return self.rows_of_workers(own, workers)
 
-    def rows_of_workers(self, own: list[Any], workers: Workers) -> list[Any]:
-        """The rows of the replicas of all workers, from those of this one.
+    def rows_of_workers(
+        self, own: list[Any], workers: Workers
+    ) -> Callable[[], list[Any]]:
+        """A function of the rows of the replicas of all workers.
 
-        In a program those of others are not known, and taken for the same.
+        Workers call it equally often. Called by replicas when they draw first.
+
+        Args:
+            own: the rows of the replicas of this worker; an empty list without any.
+            workers: the communicator between workers.
         """
-        return own * len(self.replica_set.counts.by_worker)
+        counts = self.replica_set.counts.by_worker
+        sent = own or [NO_ROWS] * len(self.placement.replicas)
+        every = self.replica_set.primitives.all_lengths(sent, workers, counts)
+        found = [] if NO_ROWS in every else every
+        return lambda: found
 
     def tasks(
         self,
@@ -116,7 +135,7 @@ class ReplicaRun(RunDriver):
         collectives: ReplicaCollectives,
         merging: MergeContext,
         made: CreatedVariables,
-        rows: Sequence[Any],
+        rows: Callable[[], list[Any]],
     ) -> list[Callable[[], Any]]:
         """The call of each local replica, in its context; states are in `merging`."""
         found = []
@@ -126,7 +145,7 @@ class ReplicaRun(RunDriver):
             state = self._state(i, replica, made)
             merging.states.append(state)
             draws = DrawsByLength(
-                OwnRows.of(rows, replica_id) if rows else None,
+                functools.partial(_rows_of, rows, replica_id),
                 self.strategy.partitions_draws,
             )
             task = self._task(i, fn, own_args, own_kwargs, replica, state, draws)
@@ -260,6 +279,11 @@ class ReplicaRun(RunDriver):
 
     def variable_assigned(self, variable: Any) -> None:
         self.on_read_values.assigned(variable)
+
+
+def _rows_of(rows: Callable[[], list[Any]], replica_id: int) -> OwnRows | None:
+    every = rows()
+    return OwnRows.of(every, replica_id) if every else None
 
 
 class MergeContext:

@@ -35,11 +35,12 @@ def draws_of(
     """
     columns = (part for part in parts if all(each.ndim for each in part))
     rows = next(([each.shape[0] for each in column] for column in columns), None)
-    if rows is None:
-        return DrawsByLength(None)
-    if is_uniform:
-        return DrawsByLength(OwnRows(replica * rows[0], rows[0], sum(rows)))
-    return DrawsByLength(OwnRows.of(rows, replica))
+    own = None
+    if rows is not None and is_uniform:
+        own = OwnRows(replica * rows[0], rows[0], sum(rows))
+    elif rows is not None:
+        own = OwnRows.of(rows, replica)
+    return DrawsByLength(lambda: own)
 
 
 def drawn(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

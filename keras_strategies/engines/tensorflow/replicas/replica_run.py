@@ -53,7 +53,11 @@ from keras_strategies.engines.tensorflow.workers.worker_collectives import worke
 from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.placement import Placement
-from keras_strategies.runtime.replicas.replica_run import MergeContext, ReplicaRun
+from keras_strategies.runtime.replicas.replica_run import (
+    NO_ROWS,
+    MergeContext,
+    ReplicaRun,
+)
 from keras_strategies.runtime.replicas.replica_set import ReplicaSet
 from keras_strategies.runtime.state.local_values import LocalValues
 from keras_strategies.runtime.state.run_state import (
@@ -62,6 +66,7 @@ from keras_strategies.runtime.state.run_state import (
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
+    from keras_strategies.runtime.workers import Workers
 
 
 @contextlib.contextmanager
@@ -237,6 +242,30 @@ class TensorFlowRun(ReplicaRun):
         device = self._devices[replica_id]
         with reading_copies_on(device), padding_empty_replicas("CPU" in device):
             yield
+
+    def rows_of_workers(
+        self, own: list[Any], workers: Workers
+    ) -> Callable[[], list[Any]]:
+        # Values of the program, since workers trace at different times. Only a program
+        # that draws has this collective. Draws in a loop need it before the loop.
+        counts = self.replica_set.counts.by_worker
+        graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        given = own or [NO_ROWS] * len(self._devices)
+
+        @functools.cache
+        def rows() -> list[Any]:
+            base = graph.as_default() if graph else contextlib.nullcontext()
+            with base, tf.control_dependencies(None), tf.device("CPU:0"):
+                sent = tf.stack([tf.cast(count, tf.int32) for count in given])
+                every = workers.gather_rows(sent, counts)
+                if graph is None:
+                    found = every.numpy().tolist()
+                    return [] if NO_ROWS in found else found
+                # Zeros stand for draws without rows.
+                has_rows = tf.reduce_min(every) > NO_ROWS
+                return tf.unstack(tf.where(has_rows, every, 0), sum(counts))
+
+        return rows
 
     def seeing_draws(self) -> contextlib.AbstractContextManager[None]:
         return seeing_draws()

@@ -36,7 +36,6 @@ from keras_strategies.values import map_structure
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
-    from keras_strategies.runtime.workers import Workers
 
 
 class TorchLocalValues(LocalValues):
@@ -132,13 +131,6 @@ class TorchRun(ReplicaRun):
     def creating_variable(self) -> Iterator[None]:
         with outside_stateless_scopes(), self.strategy.drivers.fit.scope():
             yield
-
-    def rows_of_workers(self, own: list[Any], workers: Workers) -> list[Any]:
-        # All workers exchange them in each run: one may have no argument with rows.
-        counts = self.replica_set.counts.by_worker
-        sent = own or [-1] * len(self._devices)
-        found = self.replica_set.primitives.all_lengths(sent, workers, counts)
-        return [] if -1 in found else found
 
     def seeing_draws(self) -> contextlib.AbstractContextManager[Any]:
         return RowNumbers({device.type for device in self._devices})
