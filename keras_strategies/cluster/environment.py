@@ -33,6 +33,10 @@ ELASTIC = "KS_ELASTIC"
 #: Random name of a run, which all of its workers have; set by Ray's resolver.
 RUN_ID = "KS_RUN_ID"
 
+#: The addresses of a strategy's processes, one for each device, and the number of this
+#: one; set by the first of them.
+DEVICE_PROCESS = "KS_DEVICE_PROCESS"
+
 #: Shared secret of the tasks of a cluster with parameter servers.
 SECRET = "KS_CLUSTER_SECRET"
 

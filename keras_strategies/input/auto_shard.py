@@ -12,7 +12,7 @@ from typing import Any
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.input.batches import loaded, rows_of
 from keras_strategies.input.row_splits import split_sizes
-from keras_strategies.runtime.replicas.replica_counts import ReplicaCounts
+from keras_strategies.runtime.workers import Workers
 from keras_strategies.types import AutoShardPolicy
 
 
@@ -74,12 +74,12 @@ def separate_input_error() -> InvalidArgumentError:
     )
 
 
-def shard(dataset: Any, counts: ReplicaCounts) -> Any:
+def shard(dataset: Any, workers: Workers) -> Any:
     """This worker's shard of a dataset.
 
     Args:
         dataset: a batched `tf.data.Dataset`.
-        counts: the replicas of all workers.
+        workers: the workers of the strategy.
 
     Returns:
         A `tf.data.Dataset` of this worker's own rows; None if all workers read the full
@@ -89,8 +89,11 @@ def shard(dataset: Any, counts: ReplicaCounts) -> Any:
         ValueError: for `FILE` without a file for each worker, or global batches with
             fewer rows than workers.
     """
-    workers = len(counts.by_worker)
-    policy = resolve_policy(policy_of(dataset), workers, count_files(dataset))
+    if workers.are_device_processes:
+        return None
+    counts = workers.replica_counts
+    count = len(counts.by_worker)
+    policy = resolve_policy(policy_of(dataset), count, count_files(dataset))
     if policy is AutoShardPolicy.DATA:
         return None
     if policy is AutoShardPolicy.OFF:
@@ -104,7 +107,7 @@ def shard(dataset: Any, counts: ReplicaCounts) -> Any:
     options.experimental_distribute.auto_shard_policy = getattr(
         tf.data.experimental.AutoShardPolicy, policy.name
     )
-    part = read_by_worker(dataset.with_options(options), workers, counts.worker)
+    part = read_by_worker(dataset.with_options(options), count, counts.worker)
     size = _batch_size(dataset)
     if size is None:
         return part
@@ -113,7 +116,7 @@ def shard(dataset: Any, counts: ReplicaCounts) -> Any:
     own = sum(counts.split(sizes)[counts.worker])
     if own == 0:
         raise InvalidArgumentError(
-            f"The dataset's global batches have {size} rows, but {workers} "
+            f"The dataset's global batches have {size} rows, but {count} "
             "workers read separate files. Use batches with at least one row per "
             "worker, or AutoShardPolicy.DATA."
         )

@@ -47,7 +47,7 @@ def dataset(
     if workers is not None and workers.elastic is not None and is_tf_data(given):
         auto_shard.check_elastic(given)
     elif workers is not None and is_tf_data(given):
-        part = auto_shard.shard(given, workers.replica_counts)
+        part = auto_shard.shard(given, workers)
         if part is not None:
             # Rows of this worker.
             counts = ReplicaCounts((workers.replica_counts.count,))

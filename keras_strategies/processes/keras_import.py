@@ -25,6 +25,13 @@ def call_with_keras(entry: str, arguments: dict[str, Any]) -> None:
     getattr(importlib.import_module(module), function)(**arguments)
 
 
+def own_backend() -> dict[str, str]:
+    """The environment variable for the backend of this process, if it uses Keras."""
+    if "keras" not in sys.modules:
+        return {}
+    return {"KERAS_BACKEND": sys.modules["keras"].backend.backend()}
+
+
 def import_keras() -> None:
     """Imports Keras without optional imports that take much time.
 

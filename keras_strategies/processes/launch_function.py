@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import queue
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 
 from keras_strategies.errors import InvalidArgumentError, WorkerError
 from keras_strategies.processes.function_command import function_command
+from keras_strategies.processes.keras_import import own_backend
 from keras_strategies.processes.launched_call import (
     CALL,
     CallOutcome,
@@ -101,7 +101,8 @@ def _run(cluster: LocalCluster, directory: Path, timeout: float | None) -> None:
     waiting = set(cluster.tasks)
     deadline = None if timeout is None else time.monotonic() + timeout
     with ProcessLauncher(events, _GRACE_SECONDS) as processes:
-        for task, environment in cluster.environments(_environment()).items():
+        outer = {**os.environ, **own_backend()}
+        for task, environment in cluster.environments(outer).items():
             arguments = {"directory": str(directory), "index": task.index}
             command = function_command(_ENTRY, arguments)
             processes.start(task, command, environment)
@@ -117,13 +118,6 @@ def _run(cluster: LocalCluster, directory: Path, timeout: float | None) -> None:
             if isinstance(event, Ended):
                 _check(event, directory)
                 waiting.discard(event.task)
-
-
-def _environment() -> dict[str, str]:
-    """Environment variables of the workers, with the backend of this process."""
-    if "keras" not in sys.modules:
-        return dict(os.environ)
-    return {**os.environ, "KERAS_BACKEND": sys.modules["keras"].backend.backend()}
 
 
 def _names(tasks: set[LocalTask]) -> str:

@@ -125,7 +125,7 @@ class LocalCluster:
         for task, address in zip(self.tasks, addresses, strict=True):
             cluster.setdefault(task.job, []).append(address)
         # Processes share the cores instead of competing for them.
-        threads = max(1, _cores() // len(self.tasks))
+        threads = max(1, core_count() // len(self.tasks))
         devices = self._devices(visible_gpus(outer))
         secret = {SECRET: secrets.token_hex()} if self.ps else {}
         outer = {k: text for k, text in outer.items() if k not in PROCESS_NUMBERS}
@@ -171,7 +171,7 @@ class LocalCluster:
         return {task: {GPUS: shares.get(task, "")} for task in self.tasks}
 
 
-def _cores() -> int:
+def core_count() -> int:
     """Number of cores that this process may use."""
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))

@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from keras_strategies.cluster import ClusterResolver
+from keras_strategies.collectives.cross_device_ops import check_cross_device_ops
 from keras_strategies.engines import get_engine
 from keras_strategies.runtime.placement import Placement
 from keras_strategies.strategies.base.strategy import Strategy
 from keras_strategies.strategies.device_selection import choose_devices, default_devices
+from keras_strategies.strategies.mirrored_processes import join_device_processes
+from keras_strategies.training.random_sync import sync_random_numbers
+from keras_strategies.types import check_random_numbers
 
 if TYPE_CHECKING:
     from keras_strategies.collectives import CrossDeviceOps
@@ -38,13 +43,24 @@ class MirroredStrategy(Strategy):
             numbers are those of `OneDeviceStrategy`. `"keras"`: those of Keras without
             a strategy; each replica draws for the rows of all. On JAX and TensorFlow,
             which have generators with counters, both are those of Keras.
+        processes: bool, whether each device has a process of its own, on Torch, where
+            the replicas of one process wait for its Python interpreter. The script is
+            started again for each other device, so it runs up to its end in each of
+            them, as under `MultiWorkerMirroredStrategy`: initial weights and random
+            numbers are those of the first process, all get the same results, and only
+            the first writes models and checkpoints and prints to stdout. None, the
+            default, means True for two accelerators or more in a script, and False in
+            a notebook, a thread, a command of an installed package (pytest), and a
+            process of a cluster. True is an error where no script can be started;
+            `ks.launch` calls a function in processes there.
 
     Raises:
         TypeError: if `cross_device_ops` is something else.
-        ValueError: for a device that does not exist or is named twice, and for other
-            `random_numbers`.
+        ValueError: for a device that does not exist or is named twice, for other
+            `random_numbers`, and for `processes=True` without a script.
         RuntimeError: if virtual CPU devices are needed and the backend has
-            already been used.
+            already been used, or if another process of the script ends before it
+            makes the strategy.
 
     Example:
 
@@ -62,11 +78,29 @@ class MirroredStrategy(Strategy):
         *,
         sync_batch_norm: bool = True,
         random_numbers: str = "partitioned",
+        processes: bool | None = None,
     ):
         engine = get_engine()
         if devices is None:
             replicas = default_devices(engine)
         else:
             replicas = choose_devices(engine, devices)
-        placement = Placement(replicas, replicas[0], mirrored=True)
+        check_cross_device_ops(cross_device_ops)  # Before processes are started.
+        check_random_numbers(random_numbers)
+        worker = join_device_processes(engine, replicas, processes)
+        self._cluster_resolver = None if worker is None else worker.resolver
+        if worker is None:
+            placement = Placement(replicas, replicas[0], mirrored=True)
+        else:
+            device = worker.device
+            placement = Placement(
+                (device,), device, mirrored=True, workers=worker.workers
+            )
         super().__init__(placement, cross_device_ops, sync_batch_norm, random_numbers)
+        if worker is not None:
+            sync_random_numbers(engine, worker.workers.group)
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver | None:
+        """The addresses of the devices' processes; None if there is one process."""
+        return self._cluster_resolver

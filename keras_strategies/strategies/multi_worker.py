@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -33,6 +33,7 @@ from keras_strategies.collectives.cross_device_ops import (
 from keras_strategies.devices import as_devices
 from keras_strategies.engines import get_engine
 from keras_strategies.errors import ClusterError
+from keras_strategies.processes.device_processes import end_others
 from keras_strategies.processes.ray.ray_resolver import RayClusterResolver
 from keras_strategies.processes.ray.train_context import is_train_worker
 from keras_strategies.runtime.engine import Engine, Feature, require
@@ -196,8 +197,17 @@ def join_workers(
     engine: Engine,
     options: CommunicationOptions,
     elastic: Elastic | None = None,
+    absence: Callable[[], str | None] = lambda: None,
 ) -> Workers | None:
-    """Connects the workers of a cluster; None if this is the only one."""
+    """Connects the workers of a cluster; None if this is the only one.
+
+    Args:
+        resolver: the cluster and the task of this process.
+        engine: the engine.
+        options: `CommunicationOptions`.
+        elastic: `Elastic`; None for a fixed group.
+        absence: as for `WorkerGroup.join`.
+    """
     if isinstance(resolver, LocalClusterResolver):
         raise ClusterError(
             "LocalClusterResolver describes processes that ParameterServerStrategy "
@@ -240,6 +250,7 @@ def join_workers(
             timeout=timeout,
             job=job,
             shares_port=_is_port_shared(resolver),
+            absence=absence,
         )
     else:
         require(engine, Feature.ELASTIC_WORKERS)
@@ -322,6 +333,7 @@ def _end_process() -> None:
         # Skips the interpreter's last garbage collection, which takes seconds on a busy
         # machine while other workers wait for this process to end.
         gc.freeze()
+    end_others()
 
 
 atexit.register(_end_process)

@@ -168,7 +168,7 @@ def _model_input(
             source = WorkersSource(source, group)
     elif is_tf_data(value):
         assert strategy is not None and strategy.workers is not None and group
-        part = auto_shard.shard(value, strategy.workers.replica_counts)
+        part = auto_shard.shard(value, strategy.workers)
         if part is None:
             return value
         source = over_workers(part, group)

@@ -50,7 +50,7 @@ def test_environments_extend_the_one_around() -> None:
     one = first[LocalTask("worker", 1)]
     assert one["HOME"] == "/h"
     assert one["KS_DEVICES_PER_WORKER"] == "3"
-    assert int(one["OMP_NUM_THREADS"]) == max(1, local_cluster._cores() // 2)
+    assert int(one["OMP_NUM_THREADS"]) == max(1, local_cluster.core_count() // 2)
     assert json.loads(one["TF_CONFIG"])["task"] == {"type": "worker", "index": 1}
     assert outer == {"HOME": "/h", "CUDA_VISIBLE_DEVICES": "", "TF_CONFIG": "old"}
     asked = cluster.environments({**outer, "OMP_NUM_THREADS": "7"})

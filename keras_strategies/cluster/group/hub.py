@@ -7,6 +7,7 @@ import dataclasses
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from keras_strategies.cluster.group.chief_saves import ChiefSaves, SavedFile, SaveWait
@@ -44,6 +45,7 @@ class Hub:
         job: str, identifies this cluster among others at the same address.
         addresses: the workers' addresses, for messages.
         timeout: float, seconds for workers to connect, and between heartbeats.
+        absence: callable, says why a worker cannot come; None while all may.
     """
 
     def __init__(
@@ -52,11 +54,13 @@ class Hub:
         job: str,
         addresses: list[str],
         timeout: float,
+        absence: Callable[[], str | None] = lambda: None,
     ):
         self._server = server
         self._job = job
         self._addresses = addresses
         self._timeout = timeout
+        self._absence = absence
         self._lock = threading.Lock()
         self._members: dict[int, _Member] = {}
         self._refusal: dict[str, Any] | None = None
@@ -227,7 +231,9 @@ class Hub:
                 beat = {"kind": "beat", "progress": progress, "times": times}
                 self._send_to_all(beat)
                 if not self.is_complete:
-                    if now > deadline:
+                    if (why := self._absence()) is not None:
+                        self._refuse(why, is_late=True)
+                    elif now > deadline:
                         self._refuse(self._missing_workers(), is_late=True)
                     continue
                 for index, member in self._members.items():

@@ -139,6 +139,7 @@ class WorkerGroup:
         *,
         job: str | None = None,
         shares_port: bool = False,
+        absence: Callable[[], str | None] = lambda: None,
     ) -> WorkerGroup:
         """Connects to the hub and waits for all workers.
 
@@ -153,6 +154,8 @@ class WorkerGroup:
                 use the addresses.
             shares_port: bool, whether another program listens at the chief's port, as
                 under torchrun; the hub then uses one of the next ports.
+            absence: callable, says on the chief why a worker cannot come, which ends
+                the wait with an error; None while all may.
 
         Returns:
             A `WorkerGroup`.
@@ -168,7 +171,7 @@ class WorkerGroup:
         ports = [port + each for each in shift]
         hub = None
         if index == 0:
-            hub = Hub(listen(host, ports), name, addresses, timeout)
+            hub = Hub(listen(host, ports), name, addresses, timeout, absence)
         own = {**(info or {}), "same": same, "pid": os.getpid()}
         hello = {"kind": "hello", "job": name, "index": index, "info": own}
         try:

@@ -41,6 +41,7 @@ class TorchEngine(Engine):
 
     name = "torch"
     has_process_per_mesh_device = True
+    has_python_per_replica = True
 
     def __init__(self) -> None:
         self.lacks = _lacks()
@@ -63,7 +64,8 @@ class TorchEngine(Engine):
         chosen = super().keep_accelerator(choose)
         if chosen is not None and chosen.kind == "gpu":
             # The device of "cuda", and of the context that pins memory.
-            torch.cuda.set_device(chosen.index)
+            module = torch.get_device_module(torch_device(chosen))
+            module.set_device(chosen.index)
         return chosen
 
     def to_device(self, value: Any, device: Device) -> torch.Tensor:

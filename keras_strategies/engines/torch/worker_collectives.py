@@ -81,6 +81,8 @@ class TorchWorkers(Workers):
             if use_nccl:
                 # Waits are on the GPU, where the clock cannot measure them.
                 self.group.clock.sees_waits = False
+            # Raises if a worker is lost; processes that connect would wait for it.
+            self.group.gather(f"the first collective by {kind}", b"", stream=kind)
             store = dist.PrefixStore(kind, self._store)
             index, count = self.group.index, self.group.count
             self._groups[kind] = (

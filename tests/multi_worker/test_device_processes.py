@@ -1,0 +1,179 @@
+"""`MirroredStrategy` with a process for each device: scripts that are started again."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import pytest
+from harness.devices import VARIABLE
+from harness.processes import TIMEOUT, assert_gone
+from harness.training import alone, assert_same
+from harness.worker_cases import WORKER_CASES
+
+import keras_strategies as ks
+
+BACKEND = keras.backend.backend()
+TESTS = Path(__file__).parents[1]
+pytestmark = pytest.mark.multiprocess
+needs_torch = pytest.mark.skipif(BACKEND != "torch", reason="processes are for Torch")
+#: Losses and statistics over the rows of all processes.
+CASE = next(each.case for each in WORKER_CASES if each.case.name == "conv_bn")
+
+#: Writes `NAME.pid`, and takes the number of its process from the strategy.
+PRELUDE = """\
+import json, os, pathlib, pickle, sys
+from harness import devices
+devices.install()
+import keras, keras_strategies as ks
+here = pathlib.Path(__file__).parent
+(here / f"{os.getpid()}.pid").write_text("")
+"""
+
+TRAIN = """
+from harness.training import train
+from harness.worker_cases import WORKER_CASES
+[case] = [each.case for each in WORKER_CASES if each.case.name == sys.argv[1]]
+os.chdir("/")
+strategy = ks.MirroredStrategy()
+index = strategy.cluster_resolver.task_id
+print("the lines of process", index)
+print("an error line of process", index, file=sys.stderr)
+again = ks.MirroredStrategy()
+facts = [str(device) for device in strategy.placement.replicas]
+assert again.num_replicas_in_sync == strategy.num_replicas_in_sync == 2
+(here / f"{index}.json").write_text(json.dumps(facts))
+(here / f"{index}.results").write_bytes(pickle.dumps(train(case, strategy)))
+for kwargs in ({"devices": ["gpu:1", "gpu:0"]}, {"processes": False}):
+    try:
+        ks.MirroredStrategy(**kwargs)
+    except ks.errors.ClusterError as error:
+        assert "one for each device of its first MirroredStrategy" in str(error)
+    else:
+        raise AssertionError(kwargs)
+"""
+
+
+def run_script(
+    folder: Path, body: str, *arguments: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    path = folder / "script.py"
+    path.write_text(PRELUDE + body)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", path.name, *arguments],
+        cwd=folder,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]),
+            "OMP_NUM_THREADS": "1",
+            **environment,
+        },
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+    )
+    assert_gone([int(path.stem) for path in folder.glob("*.pid")])
+    return done
+
+
+@needs_torch
+def test_a_script_trains_in_a_process_for_each_accelerator(tmp_path) -> None:
+    import pickle
+
+    done = run_script(tmp_path, TRAIN, CASE.name, **{VARIABLE: "simulated:2"})
+    assert done.returncode == 0, done.stderr
+    for index in range(2):
+        # Each has one of the accelerators.
+        facts = json.loads((tmp_path / f"{index}.json").read_text())
+        assert facts == [f"gpu:{index}"]
+        found = pickle.loads((tmp_path / f"{index}.results").read_bytes())
+        assert_same(alone(CASE), found, CASE.tolerance, f"process {index}")
+    assert "the lines of process 0" in done.stdout
+    assert "the lines of process 1" not in done.stdout
+    assert "[worker 1] an error line of process 1" in done.stderr
+
+
+FAILS = """
+if "KS_DEVICE_PROCESS" in os.environ:
+    raise ValueError("the other process cannot read its data")
+ks.MirroredStrategy(["cpu:0", "cpu:1"], processes=True)
+"""
+
+ENDS = """
+if "KS_DEVICE_PROCESS" not in os.environ:
+    ks.MirroredStrategy(["cpu:0", "cpu:1"], processes=True)
+"""
+
+
+@needs_torch
+@pytest.mark.parametrize(
+    ("body", "how"),
+    [
+        (FAILS, "ended with exit code 1 before it made the strategy. ValueError: the "),
+        pytest.param(ENDS, "ended with exit code 0 before", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_process_that_ends_early_ends_the_wait_for_it(tmp_path, body, how) -> None:
+    done = run_script(tmp_path, body)
+    assert done.returncode == 1, done.stderr
+    which = "The process of worker 1, which runs this script for another device, "
+    assert which + how in done.stderr
+
+
+LEAVES = """
+strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"], processes=True)
+if strategy.cluster_resolver.task_id == 1:
+    raise ValueError("the other process fails later")
+strategy.reduce("SUM", 1.0, axis=None)
+"""
+
+
+@needs_torch
+@pytest.mark.nightly
+def test_a_process_that_fails_later_ends_the_others(tmp_path) -> None:
+    done = run_script(tmp_path, LEAVES)
+    assert done.returncode == 1
+    assert "ValueError: the other process fails later" in done.stderr
+    assert "Worker 1 (127.0.0.1, process" in done.stderr
+
+
+# --- Where no process can be started ------------------------------------------
+
+
+def test_processes_is_true_false_or_none() -> None:
+    with pytest.raises(ValueError, match="`processes` must be True, for a process for"):
+        ks.MirroredStrategy(["cpu:0", "cpu:1"], processes=2)
+
+
+@pytest.mark.skipif(BACKEND == "torch", reason="the error of other backends")
+def test_other_backends_need_no_processes() -> None:
+    with pytest.raises(ks.errors.BackendError, match="one program computes the steps"):
+        ks.MirroredStrategy(["cpu:0", "cpu:1"], processes=True)
+
+
+@needs_torch
+def test_processes_need_a_script(monkeypatch) -> None:
+    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
+    with pytest.raises(ValueError, match=r"`ks.launch\(train, workers=2\)`"):
+        ks.MirroredStrategy(["cpu:0", "cpu:1"], processes=True)
+
+
+@needs_torch
+def test_processes_need_several_devices() -> None:
+    with pytest.raises(ValueError, match=r"needs two devices or more\. Found: cpu:0"):
+        ks.MirroredStrategy(["cpu:0"], processes=True)
+
+
+@needs_torch
+def test_processes_of_a_launcher_start_no_others(monkeypatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with pytest.raises(ValueError, match="a launcher has started this process as one"):
+        ks.MirroredStrategy(["cpu:0", "cpu:1"], processes=True)
