@@ -9,7 +9,7 @@ from typing import Any
 
 #: Optional imports of Keras 3.15: scikit-learn estimators, plots, sharded checkpoints,
 #: and data frames in `fit`, which the coordinator reads. They take up to half of the
-#: time of `import keras`, and pandas imports PyArrow; its threads prevent forks.
+#: time of `import keras`.
 _NOT_NEEDED = ("jax", "matplotlib", "pandas", "sklearn")
 
 
@@ -20,7 +20,7 @@ def call_with_keras(entry: str, arguments: dict[str, Any]) -> None:
         entry: str, `"module:function"`.
         arguments: dict of its arguments.
     """
-    import_keras()
+    _import_keras()
     module, function = entry.split(":")
     getattr(importlib.import_module(module), function)(**arguments)
 
@@ -32,7 +32,7 @@ def own_backend() -> dict[str, str]:
     return {"KERAS_BACKEND": sys.modules["keras"].backend.backend()}
 
 
-def import_keras() -> None:
+def _import_keras() -> None:
     """Imports Keras without optional imports that take much time.
 
     Scheduled functions can import these, as in any process.

@@ -22,7 +22,6 @@ from keras_strategies.processes.process_group import (
     GUARD,
     KILL_SECONDS,
     ProcessGroup,
-    RunningGroup,
 )
 
 # Seconds to wait for the rest of an ended task's output: a child process may still hold
@@ -110,10 +109,10 @@ class ProcessLauncher:
         self._events = events
         self._grace = grace_seconds
         self._streams = (out or sys.stdout, err or sys.stderr)
-        self._running: dict[LocalTask, RunningGroup] = {}
+        self._running: dict[LocalTask, ProcessGroup] = {}
         # Ended tasks with child processes that still run.
-        self._left: dict[LocalTask, RunningGroup] = {}
-        self._groups: set[RunningGroup] = set()
+        self._left: dict[LocalTask, ProcessGroup] = {}
+        self._groups: set[ProcessGroup] = set()
         self._threads: dict[LocalTask, list[threading.Thread]] = {}
         self._last_errors: dict[LocalTask, str] = {}
         self._guard: ProcessGroup
@@ -141,9 +140,8 @@ class ProcessLauncher:
         task: LocalTask,
         command: Sequence[str],
         environment: Mapping[str, str],
-        pass_fds: Sequence[int] = (),
     ) -> None:
-        """Starts one task in a new process group.
+        """Starts one task in a new process group, copies its output, reports its end.
 
         The task ends with the calling thread.
         """
@@ -152,14 +150,7 @@ class ProcessLauncher:
             environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            pass_fds=pass_fds,
         )
-        self.watch(task, process, environment)
-
-    def watch(
-        self, task: LocalTask, process: RunningGroup, environment: Mapping[str, str]
-    ) -> None:
-        """Copies the output of a task that runs, and reports its end."""
         self._running[task] = process
         self._groups.add(process)
         self._notify_guard(f"+{process.pid}")
@@ -192,7 +183,7 @@ class ProcessLauncher:
         name = f"launch {task}"
         return threading.Thread(target=run, args=args, name=name, daemon=True)
 
-    def _wait(self, task: LocalTask, process: RunningGroup) -> None:
+    def _wait(self, task: LocalTask, process: ProcessGroup) -> None:
         code = process.wait()
         assert code is not None
         for thread in self._threads[task]:

@@ -1,8 +1,7 @@
-"""Process groups: start or fork of a process in a group of its own, signals and end."""
+"""Process groups: start of a process in a group of its own, signals and end."""
 
 from __future__ import annotations
 
-import abc
 import os
 import signal
 import subprocess
@@ -12,8 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from keras_strategies.processes.orphan_guard import end_with_parent
-
 #: Command of the guard process, which starts in milliseconds.
 GUARD = [sys.executable, "-I", "-S", str(Path(__file__).with_name("orphan_guard.py"))]
 #: Seconds for the end of a killed process: it ends at once, unless a disk or a driver
@@ -21,70 +18,10 @@ GUARD = [sys.executable, "-I", "-S", str(Path(__file__).with_name("orphan_guard.
 KILL_SECONDS = 10.0
 
 
-def fork_group(stdin: int = 0, stdout: int = 1, stderr: int = 2) -> int:
-    """Forks this process, which must have one thread only.
-
-    The fork leads a group and a session of its own, without a terminal, and the kernel
-    kills it when this process ends, on Linux. It inherits all file descriptors.
-
-    Args:
-        stdin, stdout, stderr: int, file descriptors that become its standard streams;
-            by default those of this process.
-
-    Returns:
-        int, the process id of the fork; 0 in the fork.
-
-    Raises:
-        OSError: if the system cannot fork.
-    """
-    parent = os.getpid()
-    pid = os.fork()
-    if not pid:
-        end_with_parent(parent)
-        os.setsid()
-        for number, descriptor in enumerate((stdin, stdout, stderr)):
-            os.dup2(descriptor, number)
-    return pid
-
-
-class RunningGroup(abc.ABC):
-    """A process that leads a group, and the other members of the group."""
-
-    #: int, the number of the process and of the group.
-    pid: int
-    stdout: IO[Any] | None
-    stderr: IO[Any] | None
-
-    @property
-    def exists(self) -> bool:
-        """Whether the group has a member, which may be a child of its leader."""
-        try:
-            os.killpg(self.pid, 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:
-            return True
-        return True
-
-    def send(self, number: int) -> None:
-        """Sends a signal to all members."""
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, number)
-
-    @abc.abstractmethod
-    def wait(self, seconds: float | None = None) -> int | None:
-        """Waits for the end of the leader.
-
-        Args:
-            seconds: float; None to wait as long as it takes.
-
-        Returns:
-            int, its exit code, or minus the number of a signal; None if it runs on.
-        """
-
-
-class ProcessGroup(RunningGroup):
+class ProcessGroup:
     """A process that leads a group and a session of its own, without a terminal.
+
+    Other members of the group may outlive it.
 
     Args:
         command: list of str, the program and its arguments.
@@ -95,6 +32,9 @@ class ProcessGroup(RunningGroup):
         is_text: bool, whether pipes have lines of text instead of bytes.
         ends_with_parent: bool, whether the kernel kills it when this thread ends, on
             Linux. False for a process that ends with its standard input.
+
+    Attributes:
+        pid: int, the number of the process and of the group.
     """
 
     def __init__(
@@ -125,7 +65,31 @@ class ProcessGroup(RunningGroup):
         self.stdin, self.stdout = self._process.stdin, self._process.stdout
         self.stderr = self._process.stderr
 
+    @property
+    def exists(self) -> bool:
+        """Whether the group has a member, which may be a child of its leader."""
+        try:
+            os.killpg(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            return True
+        return True
+
+    def send(self, number: int) -> None:
+        """Sends a signal to all members."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
     def wait(self, seconds: float | None = None) -> int | None:
+        """Waits for the end of the leader.
+
+        Args:
+            seconds: float; None to wait as long as it takes.
+
+        Returns:
+            int, its exit code, or minus the number of a signal; None if it runs on.
+        """
         try:
             return self._process.wait(seconds)
         except subprocess.TimeoutExpired:

@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 # Loads nothing of the library that uses Keras.
-from keras_strategies.processes.process_group import ProcessGroup, fork_group
+from keras_strategies.processes.orphan_guard import end_with_parent
+from keras_strategies.processes.process_group import ProcessGroup
 
 #: The folder with the sockets of a run's servers.
 SERVERS = "KS_FORK_SERVERS"
@@ -38,7 +39,7 @@ PROCESSES = "KS_PROCESSES"
 PLAIN_GRAPHS = "KS_PLAIN_GRAPHS"
 # How often a server looks for scripts that have ended, in seconds.
 _TICK = 0.02
-# What scripts find imported: Keras, of the library only what forks processes; or also
+# What scripts find imported: Keras, of the library only what starts processes; or also
 # all of `keras_strategies` and pytest.
 _KINDS = ("keras", "strategies")
 # A test may change the environment before it starts the first script.
@@ -205,7 +206,7 @@ class _Orders:
 
     def _fork_full(self, listener: socket.socket) -> _Orders | None:
         """The server that imports more, in the process that was forked for it."""
-        if fork_group():
+        if _fork_group():
             self._full = None
             listener.close()
             return None
@@ -283,10 +284,36 @@ class _Orders:
                     file.with_suffix(".part").rename(file)
 
 
+def _fork_group(stdin: int = 0, stdout: int = 1, stderr: int = 2) -> int:
+    """Forks this process, which must have one thread only.
+
+    The fork leads a group and a session of its own, without a terminal, and the kernel
+    kills it when this process ends, on Linux. It inherits all file descriptors.
+
+    Args:
+        stdin, stdout, stderr: int, file descriptors that become its standard streams;
+            by default those of this process.
+
+    Returns:
+        int, the process id of the fork; 0 in the fork.
+
+    Raises:
+        OSError: if the system cannot fork.
+    """
+    parent = os.getpid()
+    pid = os.fork()
+    if not pid:
+        end_with_parent(parent)
+        os.setsid()
+        for number, descriptor in enumerate((stdin, stdout, stderr)):
+            os.dup2(descriptor, number)
+    return pid
+
+
 def _fork_script(log: Path) -> int:
     """Forks a process without input that writes to a log; 0 in the fork."""
     with open(os.devnull, "rb") as null, log.open("wb") as output:
-        return fork_group(null.fileno(), output.fileno(), output.fileno())
+        return _fork_group(null.fileno(), output.fileno(), output.fileno())
 
 
 def _become(order: Mapping[str, Any]) -> None:

@@ -10,17 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from keras_strategies.cluster.environment import QUIET
-from keras_strategies.processes.forks.fork_launcher import ForkLauncher, are_forks_safe
 from keras_strategies.processes.function_command import function_command
 from keras_strategies.processes.launcher import Ended, Events, ProcessLauncher
 from keras_strategies.processes.local_cluster import GPUS, LocalTask
 
 _ENTRY = "keras_strategies.processes.keras_import:call_with_keras"
-#: Modules that processes import besides Keras.
-_MODULES = (
-    "keras_strategies.parameter_server.server.server_process",
-    "keras_strategies.parameter_server.worker.worker_process",
-)
 #: For processes with a common GPU: JAX and TensorFlow take its memory as needed.
 SHARED_GPU = {
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
@@ -71,8 +65,7 @@ class TaskProcesses(abc.ABC):
 class ClusterProcesses(TaskProcesses):
     """Workers and parameter servers on this machine.
 
-    The processes also end if this one is killed. Where it is safe, they are forked
-    from a process that has imported Keras, so that Keras is imported once.
+    The processes also end if this one is killed.
 
     Args:
         call_of: callable of a task that returns its `ProcessCall`.
@@ -91,38 +84,22 @@ class ClusterProcesses(TaskProcesses):
         self._launcher = self._open.enter_context(
             ProcessLauncher(events, _GRACE_SECONDS)
         )
-        self._forks: ForkLauncher | None = None
-        if are_forks_safe(environment):
-            self._forks = ForkLauncher(self._launcher, environment, _MODULES)
-            self._open.callback(self._forks.close)
 
     def start(self, task: LocalTask) -> None:
         call = self._call_of(task)
-        if self._forks is not None:
-            # Without GPUs no task has an environment of its own.
-            self._forks.start(task, call.entry, call.arguments)
-            return
         arguments = {"entry": call.entry, "arguments": call.arguments}
         command = function_command(_ENTRY, arguments)
         self._launcher.start(task, command, {**self._environment, **call.environment})
 
     def kill(self, task: LocalTask) -> None:
-        if self._forks is not None:
-            self._forks.kill(task)
-        else:
-            self._launcher.kill(task)
+        self._launcher.kill(task)
 
     def ended(self) -> Iterator[tuple[LocalTask, str]]:
-        if self._forks is not None:
-            yield from self._forks.update()
         while (event := self._launcher.next_event(0.0)) is not None:
             if isinstance(event, Ended):
                 is_error = event.code > 0 and event.last_error
                 reason = event.last_error if is_error else f"it {event.how}"
-                if self._forks is not None and self._forks.is_server(event.task):
-                    yield from self._forks.server_ended(reason)
-                else:
-                    yield event.task, reason
+                yield event.task, reason
 
     def close(self) -> None:
         self._open.close()

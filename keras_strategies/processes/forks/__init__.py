@@ -1,1 +1,0 @@
-"""Processes that are forked from one that has imported Keras, on Linux."""
