@@ -16,12 +16,12 @@ from keras_strategies.devices import Device
 from keras_strategies.engines import get_engine
 from keras_strategies.errors import ContextError, InvalidArgumentError
 from keras_strategies.keras_compat import patching
+from keras_strategies.parameter_server.coordinator.cluster_options import ClusterOptions
 from keras_strategies.parameter_server.coordinator.model_training import ModelTraining
 from keras_strategies.parameter_server.coordinator.parameter_server_trainer import (
     ParameterServerTrainer,
 )
 from keras_strategies.parameter_server.coordinator.process_cluster import (
-    ClusterOptions,
     ProcessCluster,
 )
 from keras_strategies.parameter_server.coordinator.remote_functions import (

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.parameter_server.coordinator.cluster_options import ClusterOptions
 from keras_strategies.parameter_server.coordinator.cluster_processes import (
     SHARED_GPU,
     ProcessCall,
@@ -13,7 +14,6 @@ from keras_strategies.parameter_server.coordinator.cluster_processes import (
     environment,
 )
 from keras_strategies.parameter_server.coordinator.process_cluster import (
-    ClusterOptions,
     ProcessCluster,
 )
 from keras_strategies.parameter_server.wire.cluster_keys import Keys

@@ -14,6 +14,8 @@ import numpy as np
 
 import keras_strategies as ks
 from keras_strategies.experimental import partitioners
+from keras_strategies.parameter_server.coordinator.cluster_options import ClusterOptions
+from keras_strategies.parameter_server.coordinator.cluster_state import WorkerState
 from keras_strategies.parameter_server.coordinator.process_supervisor import (
     ProcessSupervisor,
 )
@@ -85,20 +87,31 @@ class RecordedSupervisor(ProcessSupervisor):
         self.damage: list[str] = []
         self.snapshot_problems: list[str | None] = []
         super().__init__(
-            workers,
-            servers,
+            ClusterOptions(workers, servers, silence_seconds=8.0),
             self.processes,
-            silence=8.0,
             can_restore=can_restore,
             name="me",
             addresses=ServerAddresses([""] * servers),
-            send=lambda receiver, message: self.sent.append((receiver, message)),
-            on_lost=lambda worker, reason: self.lost.append((worker.index, reason)),
-            on_failure=self.failures.append,
-            on_change=lambda: None,
-            on_damage=self.damage.append,
-            on_snapshots=self.snapshot_problems.append,
+            observer=self,
         )
+
+    def send(self, receiver: bytes, message: Any) -> None:
+        self.sent.append((receiver, message))
+
+    def process_registered(self) -> None:
+        pass
+
+    def worker_lost(self, worker: WorkerState, reason: str) -> None:
+        self.lost.append((worker.index, reason))
+
+    def server_damaged(self, damage: str) -> None:
+        self.damage.append(damage)
+
+    def snapshots_reported(self, problem: str | None) -> None:
+        self.snapshot_problems.append(problem)
+
+    def failed(self, error: BaseException) -> None:
+        self.failures.append(error)
 
 
 def wait_until(holds: Callable[[], bool], what: str) -> None:

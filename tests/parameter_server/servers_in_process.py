@@ -20,7 +20,7 @@ import pytest
 
 import keras_strategies as ks
 from keras_strategies.parameter_server import parameter_server_strategy
-from keras_strategies.parameter_server.coordinator.process_cluster import ClusterOptions
+from keras_strategies.parameter_server.coordinator.cluster_options import ClusterOptions
 from keras_strategies.parameter_server.engines import parameter_server_engine
 from keras_strategies.parameter_server.engines.engine_interface import (
     OptimizerCall,

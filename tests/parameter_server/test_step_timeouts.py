@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import queue
 
 import keras
 import pytest
 
 import keras_strategies as ks
+from keras_strategies.parameter_server.coordinator.cluster_options import ClusterOptions
 from keras_strategies.parameter_server.coordinator.cluster_state import QueuedTask
 from keras_strategies.parameter_server.coordinator.scheduler import Scheduler
 from keras_strategies.parameter_server.variables.coordinator_variables import (
@@ -48,17 +50,12 @@ class Messages:
 def scheduler_of(messages, processes, **options):
     scheduler = Scheduler(
         messages,
-        1,
-        1,
+        ClusterOptions(1, 1, silence_seconds=1000.0, **options),
         processes,
         CoordinatorVariables(),
-        max_staleness=None,
-        pulls_ahead=False,
-        silence=1000.0,
         can_restore=False,
         name="me",
         addresses=ServerAddresses(["ipc://ps"]),
-        **options,
     )
     scheduler.define(FunctionDefinition(0, "call", b"", 0, (), "function 'step'"))
     messages.put(b"ps", "server", (0, 0, 60, False, "", "ipc://ps"))
@@ -87,7 +84,7 @@ def run_late(messages, processes, life: int) -> None:
 
 def test_a_late_step_goes_to_another_worker_and_fails_in_the_end() -> None:
     messages, processes = Messages(), clusters.RecordedProcesses()
-    scheduler = scheduler_of(messages, processes, step_timeout=0.3)
+    scheduler = scheduler_of(messages, processes, step_timeout_seconds=0.3)
     results = []
     try:
         scheduler.schedule(
@@ -111,7 +108,7 @@ def test_a_late_step_goes_to_another_worker_and_fails_in_the_end() -> None:
 
 def test_processes_of_other_launchers_are_told_to_end() -> None:
     messages = Messages()
-    scheduler = scheduler_of(messages, None, step_timeout=0.3)
+    scheduler = scheduler_of(messages, None, step_timeout_seconds=0.3)
     try:
         messages.put(b"beats", "heartbeat", (0, 0, None))
         scheduler.schedule(QueuedTask(0, b"", 0, lambda *found: None, (), None))
@@ -124,7 +121,7 @@ def test_processes_of_other_launchers_are_told_to_end() -> None:
 
 def test_time_without_a_server_does_not_count() -> None:
     messages, processes = Messages(), clusters.RecordedProcesses()
-    scheduler = scheduler_of(messages, processes, step_timeout=0.3)
+    scheduler = scheduler_of(messages, processes, step_timeout_seconds=0.3)
     try:
         with scheduler.condition:
             scheduler.servers[0].is_ready = False
@@ -152,7 +149,8 @@ def test_it_is_a_positive_number() -> None:
 def test_a_closure_that_hangs_counts_once(recovered, tmp_path, monkeypatch) -> None:
     """It hangs after its first update, in the only process that runs it first."""
     scheduler = recovered.cluster.scheduler
-    monkeypatch.setattr(scheduler, "_step_timeout", 4.0)
+    options = dataclasses.replace(scheduler._options, step_timeout_seconds=4.0)
+    monkeypatch.setattr(scheduler, "_options", options)
     coordinator = ks.ClusterCoordinator(recovered)
     with recovered.scope():
         total = keras.Variable(0.0, name="total", trainable=False)

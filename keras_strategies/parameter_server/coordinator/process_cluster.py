@@ -9,11 +9,11 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from keras_strategies.errors import InvalidArgumentError, SnapshotError
+from keras_strategies.errors import SnapshotError
+from keras_strategies.parameter_server.coordinator.cluster_options import ClusterOptions
 from keras_strategies.parameter_server.coordinator.cluster_processes import (
     SHARED_GPU,
     ClusterProcesses,
@@ -36,49 +36,6 @@ from keras_strategies.parameter_server.wire.variable_description import ShardRan
 from keras_strategies.parameter_server.worker.worker_process import run_worker
 from keras_strategies.processes.local_cluster import LocalTask, visible_gpus
 from keras_strategies.user_warnings import warn_user
-
-
-@dataclass(frozen=True)
-class ClusterOptions:
-    """Options of a cluster; see `ParameterServerStrategy`.
-
-    Raises:
-        ValueError: for an invalid option.
-    """
-
-    workers: int = 2
-    servers: int = 1
-    max_staleness: int | None = None
-    pull_ahead: bool = False
-    snapshot_seconds: float | None = None
-    snapshot_folder: str | None = None
-    on_snapshot_error: str = "raise"
-    timeout_seconds: float = 120.0
-    silence_seconds: float = 30.0
-    start_seconds: float = 180.0
-    step_timeout_seconds: float | None = None
-
-    def __post_init__(self) -> None:
-        bound = self.max_staleness
-        if bound is not None and (
-            isinstance(bound, bool) or not isinstance(bound, int) or bound < 0
-        ):
-            raise InvalidArgumentError(
-                "`max_staleness` must be an int of 0 or more, or None for no bound. "
-                f"Received: {bound!r}"
-            )
-        for name, value in vars(self).items():
-            is_time = name.endswith("_seconds") and value is not None
-            if is_time and not value > 0:
-                raise InvalidArgumentError(
-                    f"`{name}` must be a positive number of seconds. Received: "
-                    f"{value!r}"
-                )
-        if self.on_snapshot_error not in ("raise", "continue"):
-            raise InvalidArgumentError(
-                "`on_snapshot_error` must be 'raise' or 'continue'. Received: "
-                f"{self.on_snapshot_error!r}"
-            )
 
 
 class ProcessCluster:
@@ -141,19 +98,13 @@ class ProcessCluster:
         self.local = CoordinatorVariables()
         self.scheduler = Scheduler(
             self._service,
-            options.workers,
-            options.servers,
+            options,
             self._processes,
             self.local,
-            options.max_staleness,
-            options.pull_ahead,
-            options.silence_seconds,
             # A server that was started elsewhere reports whether it was restored.
             can_restore=self._snapshots is not None or self._processes is None,
             name=self.name,
             addresses=self._addresses,
-            on_snapshot_error=options.on_snapshot_error,
-            step_timeout=options.step_timeout_seconds,
         )
         self.servers: ServerConnections | None = None
         try:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from keras_strategies.cluster.startup_report import Progress
 from keras_strategies.errors import ServerLostError, WorkerError
+from keras_strategies.parameter_server.coordinator.cluster_options import ClusterOptions
 from keras_strategies.parameter_server.coordinator.cluster_processes import (
     TaskProcesses,
 )
@@ -24,55 +24,58 @@ from keras_strategies.reports.tables import counted
 _MAX_FAILED_STARTS = 4
 
 
+class SupervisorObserver(Protocol):
+    """What a `ProcessSupervisor` reports to."""
+
+    def send(self, receiver: bytes, message: Any) -> None:
+        """Sends a message to a process."""
+
+    def process_registered(self) -> None:
+        """A process is ready."""
+
+    def worker_lost(self, worker: WorkerState, reason: str) -> None:
+        """A worker has ended or is silent."""
+
+    def server_damaged(self, damage: str) -> None:
+        """A server was restored from damaged files."""
+
+    def snapshots_reported(self, problem: str | None) -> None:
+        """A server cannot write snapshots, or, with None, can again."""
+
+    def failed(self, error: BaseException) -> None:
+        """The cluster has ended with an error."""
+
+
 class ProcessSupervisor:
     """Tracks and restarts workers and servers, in the scheduler's thread.
 
     Args:
-        workers: int, initial number of workers.
-        servers: int, number of servers.
-        processes: starts and kills them; None if they are started elsewhere.
-        silence: float, seconds without a heartbeat after which a process is lost.
+        options: `ClusterOptions`.
+        processes: starts and kills workers and servers; None if they are started
+            elsewhere.
         can_restore: bool, whether servers have snapshots.
         name: str, the coordinator's.
         addresses: `ServerAddresses`, changed when a server registers.
-        send: callable of a recipient and a message.
-        on_lost: called with a lost worker and the reason.
-        on_failure: called with an error that ends the cluster.
-        on_change: called when a process has registered.
-        on_damage: called with the damage of a restored server's files.
-        on_snapshots: called with a server's snapshot problem, a str, or None after
-            recovery.
+        observer: `SupervisorObserver`.
     """
 
     def __init__(
         self,
-        workers: int,
-        servers: int,
+        options: ClusterOptions,
         processes: TaskProcesses | None,
-        silence: float,
         can_restore: bool,
         name: str,
         addresses: ServerAddresses,
-        send: Callable[[bytes, Any], None],
-        on_lost: Callable[[WorkerState, str], None],
-        on_failure: Callable[[BaseException], None],
-        on_change: Callable[[], None],
-        on_damage: Callable[[str], None],
-        on_snapshots: Callable[[str | None], None],
+        observer: SupervisorObserver,
     ):
-        self.workers = {i: WorkerState(i) for i in range(workers)}
-        self.servers = {i: ServerState(i) for i in range(servers)}
+        self.workers = {i: WorkerState(i) for i in range(options.workers)}
+        self.servers = {i: ServerState(i) for i in range(options.servers)}
         self._processes = processes
-        self._silence = silence
+        self._silence = options.silence_seconds
         self._can_restore = can_restore
         self._name = name
         self._addresses = addresses
-        self._send = send
-        self._notify_lost = on_lost
-        self._notify_failure = on_failure
-        self._notify_change = on_change
-        self._notify_damage = on_damage
-        self._notify_snapshots = on_snapshots
+        self._observer = observer
         self._to_start: collections.deque[LocalTask] = collections.deque()
         # Incarnations of removed servers.
         self._removed: dict[int, int] = {}
@@ -137,7 +140,7 @@ class ProcessSupervisor:
         worker.deaths += 1
         worker.failed_starts = 0 if worker.steps else worker.failed_starts + 1
         worker.sender = None
-        self._notify_lost(worker, reason)
+        self._observer.worker_lost(worker, reason)
 
     def _start(self, kind: str, index: int, incarnation: int) -> None:
         if self._processes is not None:
@@ -159,7 +162,7 @@ class ProcessSupervisor:
             try:
                 self._processes.start(task)
             except OSError as error:
-                self._notify_failure(
+                self._observer.failed(
                     WorkerError(f"The process of {task} cannot be started: {error}")
                 )
         for task, reason in self._processes.ended():
@@ -178,10 +181,10 @@ class ProcessSupervisor:
         worker.incarnation = incarnation
         worker.last_heartbeat = time.monotonic()
         worker.known = set()
-        self._send(sender, ("registered", self._name))
+        self._observer.send(sender, ("registered", self._name))
         ready, total = sum(w.is_alive for w in self.workers.values()), len(self.workers)
         self._progress.report(f"worker {index} is ready, {ready} of {total}")
-        self._notify_change()
+        self._observer.process_registered()
 
     def _on_server(
         self, sender: bytes, value: tuple[int, int, int, bool, str, str]
@@ -208,14 +211,14 @@ class ProcessSupervisor:
             reason = damage or "There was no snapshot to restore."
             self._fail(f"Parameter server {index} died and was restarted. {reason}")
         elif is_restart and damage:
-            self._notify_damage(damage)
-        self._notify_change()
+            self._observer.server_damaged(damage)
+        self._observer.process_registered()
 
     def _on_snapshots(self, sender: bytes, value: tuple[int, str | None, bool]) -> None:
         index, problem, is_restorable = value
         if index in self.servers:
             self.servers[index].unsaved = "" if is_restorable else problem or ""
-            self._notify_snapshots(problem)
+            self._observer.snapshots_reported(problem)
 
     def _on_memory(self, sender: bytes, value: tuple[int, int]) -> None:
         index, resident = value
@@ -225,7 +228,7 @@ class ProcessSupervisor:
     def _on_heartbeat(self, sender: bytes, value: tuple[Any, int, int | None]) -> None:
         name, incarnation, version = value
         if version not in (None, self._addresses.version):
-            self._send(sender, ("addresses", self._addresses.state))
+            self._observer.send(sender, ("addresses", self._addresses.state))
         state: WorkerState | ServerState | None
         if isinstance(name, tuple):
             state = self.servers.get(name[1])
@@ -252,7 +255,7 @@ class ProcessSupervisor:
         if self._processes is not None:
             self._kill("worker", worker.index, worker.incarnation)
         elif worker.heartbeat_sender is not None:
-            self._send(worker.heartbeat_sender, ("end", reason))
+            self._observer.send(worker.heartbeat_sender, ("end", reason))
         self._lost(worker, reason)
         self._restart(worker, reason)
 
@@ -260,7 +263,7 @@ class ProcessSupervisor:
         if worker.failed_starts >= _MAX_FAILED_STARTS:
             worker.is_abandoned = True
             if all(w.is_abandoned for w in self.workers.values()):
-                self._notify_failure(
+                self._observer.failed(
                     WorkerError(
                         f"No worker could be started: worker {worker.index} exited "
                         f"{worker.failed_starts} times before its first step, last "
@@ -303,7 +306,7 @@ class ProcessSupervisor:
                 "Create a new strategy and resume from a checkpoint; with "
                 "`snapshot_seconds`, a server is restored from its last snapshot."
             )
-        self._notify_failure(
+        self._observer.failed(
             ServerLostError(f"{what} Its variables are lost. {advice}")
         )
 

@@ -16,6 +16,7 @@ from keras_strategies.errors import (
     SnapshotError,
     WorkerError,
 )
+from keras_strategies.parameter_server.coordinator.cluster_options import ClusterOptions
 from keras_strategies.parameter_server.coordinator.cluster_processes import (
     TaskProcesses,
 )
@@ -58,60 +59,33 @@ class Scheduler:
 
     Args:
         service: receives the reports of workers and servers.
-        workers: int, initial number of workers.
-        servers: int, number of servers.
-        processes: starts and kills them; None if they are started elsewhere.
+        options: `ClusterOptions`.
+        processes: starts and kills workers and servers; None if they are started
+            elsewhere.
         local: values of variables on no server.
-        max_staleness: int or None, see `ParameterServerStrategy`.
-        pulls_ahead: bool, whether workers pull values two steps ahead.
-        silence: float, seconds without a heartbeat after which a process is lost.
         can_restore: bool, whether servers have snapshots.
         name: str, the coordinator's.
         addresses: `ServerAddresses`, changed when a server registers.
-        on_snapshot_error: str, `"raise"` or `"continue"`.
-        step_timeout: float or None, seconds without a result after which a worker that
-            has tasks is ended.
     """
 
     def __init__(
         self,
         service: Service,
-        workers: int,
-        servers: int,
+        options: ClusterOptions,
         processes: TaskProcesses | None,
         local: CoordinatorVariables,
-        max_staleness: int | None,
-        pulls_ahead: bool,
-        silence: float,
         can_restore: bool,
         name: str,
         addresses: ServerAddresses,
-        on_snapshot_error: str = "raise",
-        step_timeout: float | None = None,
     ):
         self._service = service
-        self._step_timeout = step_timeout
-        self._on_snapshot_error = on_snapshot_error
+        self._options = options
         self._local = local
-        self._silence = silence
-        self.max_staleness = max_staleness
-        self._pulls_ahead = pulls_ahead
+        self.max_staleness = options.max_staleness
         self.tasks = TaskQueue(self._is_running)
         self.condition = self.tasks.condition
         self.supervisor = ProcessSupervisor(
-            workers,
-            servers,
-            processes,
-            silence,
-            can_restore,
-            name,
-            addresses,
-            send=lambda receiver, message: self._to_send.append((receiver, message)),
-            on_lost=self._worker_lost,
-            on_failure=self._fail_all,
-            on_change=self.condition.notify_all,
-            on_damage=self.tasks.warnings.append,
-            on_snapshots=self._on_snapshots,
+            options, processes, can_restore, name, addresses, observer=self
         )
         self.workers = self.supervisor.workers
         self.servers = self.supervisor.servers
@@ -157,7 +131,7 @@ class Scheduler:
                     ("definition", number) for number in released.definitions
                 )
                 if worker.sender is not None:
-                    self._to_send.append((worker.sender, ("release", released)))
+                    self.send(worker.sender, ("release", released))
 
     def schedule(self, task: QueuedTask) -> None:
         """Queues a task; blocks only while the queue is full."""
@@ -170,7 +144,7 @@ class Scheduler:
 
     def abandon(self) -> None:
         """Drops queued tasks and waits for running ones, without errors."""
-        self.tasks.abandon(2 * self._silence)
+        self.tasks.abandon(2 * self._options.silence_seconds)
 
     def raise_fatal(self) -> None:
         """Raises the fatal error, if there is one."""
@@ -276,7 +250,7 @@ class Scheduler:
             self._is_closed = True
             for worker in self.workers.values():
                 if worker.sender is not None:
-                    self._to_send.append((worker.sender, ("stop", None)))
+                    self.send(worker.sender, ("stop", None))
             self.tasks.cancel(ClosureCancelledError("The strategy was closed."))
             self.tasks.fatal = self.tasks.fatal or WorkerError(
                 "The cluster of this strategy has been closed."
@@ -326,9 +300,19 @@ class Scheduler:
         for worker in self.workers.values():
             worker.known.difference_update(("resource", number) for number in numbers)
             if worker.sender is not None:
-                self._to_send.append((worker.sender, ("release", released)))
+                self.send(worker.sender, ("release", released))
 
-    def _worker_lost(self, worker: WorkerState, reason: str) -> None:
+    def send(self, receiver: bytes, message: Any) -> None:
+        """Queues a message to a process."""
+        self._to_send.append((receiver, message))
+
+    def process_registered(self) -> None:
+        self.condition.notify_all()
+
+    def server_damaged(self, damage: str) -> None:
+        self.tasks.warnings.append(damage)
+
+    def worker_lost(self, worker: WorkerState, reason: str) -> None:
         again = list(worker.in_flight)
         worker.in_flight.clear()
         for i, pending in enumerate(again):
@@ -348,9 +332,9 @@ class Scheduler:
         if pending.timeouts:
             return ClusterTimeoutError(
                 f"{pending.deaths} workers in turn were ended because {name} did not "
-                f"finish within {self._step_timeout:g} seconds, worker {worker.index} "
-                "last. If it needs longer, raise `step_timeout_seconds` of the "
-                "strategy."
+                f"finish within {self._options.step_timeout_seconds:g} seconds, "
+                f"worker {worker.index} last. If it needs longer, raise "
+                "`step_timeout_seconds` of the strategy."
             )
         return WorkerError(
             f"{pending.deaths} workers in turn died while they ran one scheduled "
@@ -364,7 +348,8 @@ class Scheduler:
 
     def _check_progress(self) -> None:
         """Ends workers without a result for `step_timeout_seconds`."""
-        if self._step_timeout is None:
+        limit = self._options.step_timeout_seconds
+        if limit is None:
             return
         now = time.monotonic()
         if not all(server.is_ready for server in self.servers.values()):
@@ -373,13 +358,10 @@ class Scheduler:
                 worker.last_progress = now
         for worker in self.workers.values():
             seconds = now - worker.last_progress
-            if worker.in_flight and seconds > self._step_timeout:
+            if worker.in_flight and seconds > limit:
                 late = worker.in_flight[0]
                 late.timeouts += 1
-                reason = (
-                    f"{self._name(late)} did not finish within "
-                    f"{self._step_timeout:g} seconds"
-                )
+                reason = f"{self._name(late)} did not finish within {limit:g} seconds"
                 if late.deaths + 1 < _FATAL_DEATHS:
                     self.tasks.warnings.append(
                         f"Worker {worker.index} was ended and is replaced: {reason}, "
@@ -418,7 +400,7 @@ class Scheduler:
         kind = self._definitions[self.tasks.waiting[0].definition].kind
         return (
             _STEPS_IN_FLIGHT
-            if self._pulls_ahead and kind != "call"
+            if self._options.pull_ahead and kind != "call"
             else _TASKS_IN_FLIGHT
         )
 
@@ -432,16 +414,16 @@ class Scheduler:
             and ("placement", placement.number) not in worker.known
         ):
             worker.known.add(("placement", placement.number))
-            self._to_send.append((worker.sender, ("placement", placement)))
+            self.send(worker.sender, ("placement", placement))
         for resource in self._resources.values():
             if ("resource", resource.number) not in worker.known:
                 worker.known.add(("resource", resource.number))
-                self._to_send.append((worker.sender, ("resource", resource)))
+                self.send(worker.sender, ("resource", resource))
         number = pending.definition
         if ("definition", number) not in worker.known:
             worker.known.add(("definition", number))
             definition = self._definitions[number]
-            self._to_send.append((worker.sender, ("define", definition)))
+            self.send(worker.sender, ("define", definition))
         task = ScheduledTask(
             pending.number,
             number,
@@ -449,14 +431,14 @@ class Scheduler:
             local={n: self._local.get(n) for n in pending.local},
             done=self.tasks.first_unfinished,
             generation=pending.generation,
-            pulls_ahead=self._pulls_ahead,
+            pulls_ahead=self._options.pull_ahead,
             variables=pending.variables,
             worker_values=pending.worker_values,
         )
         if not worker.in_flight:
             worker.last_progress = time.monotonic()
         worker.in_flight.append(pending)
-        self._to_send.append((worker.sender, ("task", task)))
+        self.send(worker.sender, ("task", task))
         self.condition.notify_all()
 
     def _on_result(self, sender: bytes, result: TaskResult) -> None:
@@ -510,14 +492,14 @@ class Scheduler:
             "`keras.Variable` of the scope."
         )
 
-    def _on_snapshots(self, problem: str | None) -> None:
+    def snapshots_reported(self, problem: str | None) -> None:
         """Handles a server's snapshot problem; None after recovery."""
         tasks = self.tasks
         before, self.snapshot_problem = self.snapshot_problem, problem
         if problem is None:
             if isinstance(tasks.error, SnapshotError):
                 tasks.error = None
-        elif self._on_snapshot_error == "continue":
+        elif self._options.on_snapshot_error == "continue":
             if before is None:
                 tasks.warnings.append(
                     f"{problem} Training continues without snapshots: if this server "
@@ -532,7 +514,7 @@ class Scheduler:
             tasks.cancel(tasks.error)
             self.condition.notify_all()
 
-    def _fail_all(self, error: BaseException) -> None:
+    def failed(self, error: BaseException) -> None:
         """Fails all tasks with a fatal error."""
         if self.tasks.fatal is not None:
             return
