@@ -64,8 +64,13 @@ for_each_survivor = pytest.mark.parametrize(
 
 
 @for_each_survivor
-def test_a_worker_that_did_not_finish_a_step_takes_its_result(cluster, index):
-    elastic = cluster(kills=[Kill(2, 3, "end")], unfinished=[(index, 3)], epochs=2)
+@pytest.mark.parametrize(
+    "source", ["generator", pytest.param("arrays", marks=pytest.mark.nightly)]
+)
+def test_a_worker_that_did_not_finish_a_step_takes_its_result(cluster, index, source):
+    elastic = cluster(
+        kills=[Kill(2, 3, "end")], unfinished=[(index, 3)], epochs=2, source=source
+    )
     elastic.await_kill(2)
     found = assert_like_one_device(elastic)
     assert [found[i]["trained"] for i in (0, 1)] == [2 * STEPS_PER_EPOCH] * 2

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import random
 import secrets
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
-import numpy as np
 import tensorflow as tf
 
 from keras_strategies.engines.tensorflow.compat.operations import (
@@ -57,29 +54,3 @@ def operation_seeds_restored() -> Iterator[None]:
         yield
     finally:
         seeds.setstate(before)
-
-
-@contextlib.contextmanager
-def python_numbers_restored() -> Iterator[Callable[[], bool]]:
-    """Restores the generators of Python and NumPy after code that is only traced.
-
-    Yields:
-        A function without arguments: whether numbers have been drawn from them.
-    """
-    before = random.getstate(), np.random.get_state()
-
-    def are_drawn() -> bool:
-        return not _are_equal(before, (random.getstate(), np.random.get_state()))
-
-    try:
-        yield are_drawn
-    finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-
-
-def _are_equal(first: Any, second: Any) -> bool:
-    python, numpy = zip(first, second, strict=True)
-    return python[0] == python[1] and all(
-        np.array_equal(a, b) for a, b in zip(*numpy, strict=True)
-    )

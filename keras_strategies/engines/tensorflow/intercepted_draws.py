@@ -27,6 +27,7 @@ from keras_strategies.engines.tensorflow.own_entries import (
 )
 from keras_strategies.errors import ContextError
 from keras_strategies.runtime.data_parallel.row_draws import DrawsByLength, row_draws
+from keras_strategies.runtime.once import once
 
 
 class TracedDraws:
@@ -92,7 +93,7 @@ def seeing_draws() -> Iterator[None]:
         _graph_of_call.reset(token)
 
 
-@functools.cache
+@once
 def intercept_draws() -> None:
     """Intercepts the functions that make stateless random operations."""
     replace_draws(_intercepted)

@@ -14,7 +14,6 @@ from keras_strategies.keras_compat.models.row_wise_layers import is_row_wise
 from keras_strategies.keras_compat.variables.generator_seeds import seed_generators
 from keras_strategies.runtime.row_proofs.layer_calls import LayerCall
 from keras_strategies.runtime.row_proofs.layer_settings import LayerSettings
-from keras_strategies.runtime.row_proofs.python_state import PythonState
 from keras_strategies.runtime.row_proofs.row_placements import (
     MEAN,
     ROWS,
@@ -23,6 +22,7 @@ from keras_strategies.runtime.row_proofs.row_placements import (
     RowProof,
 )
 from keras_strategies.runtime.row_proofs.row_prover import RowProver
+from keras_strategies.runtime.row_proofs.traced_apart import traced_apart
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.workers import Workers
@@ -152,11 +152,12 @@ class RowProofs:
         hooks = self._prover.has_hooks(call.layer)
         if hooks:
             return RowProof(problem=f"{hooks}, which would see the rows of one replica")
-        state = PythonState(call.layer)
-        try:
-            found = self._prover.prove(call, with_rows, sizes)
-        finally:
-            changes = state.changes()
+        trace = traced_apart(
+            call.layer, lambda: self._prover.prove(call, with_rows, sizes)
+        )
+        found, changes = trace.result, trace.changes
+        if trace.draws_numbers:
+            return RowProof(problem="it draws random numbers of Python or NumPy")
         if found.problem is not None:
             return found
         if not self._synchronizes and not call.adds:

@@ -20,6 +20,7 @@ from tensorflow.python.ops import (
 )
 
 from keras_strategies.keras_compat.private_names import Private
+from keras_strategies.runtime.once import once
 
 _PYTHON = "tensorflow.python"
 
@@ -211,7 +212,7 @@ def functions_copied() -> Iterator[None]:
         _copies.of_functions = before
 
 
-@functools.cache
+@once
 def _copy_functions_of_threads() -> None:
     kind = polymorphic_function.Function
     original = kind.__call__

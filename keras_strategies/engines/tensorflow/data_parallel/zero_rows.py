@@ -15,7 +15,6 @@ from keras_strategies.engines.tensorflow.compat.graphs import new_graph
 from keras_strategies.engines.tensorflow.compat.operations import FAILING_KERNELS
 from keras_strategies.engines.tensorflow.global_random import (
     operation_seeds_restored,
-    python_numbers_restored,
 )
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.layers import get_mask, set_mask
@@ -24,32 +23,34 @@ from keras_strategies.keras_compat.variables.generator_seeds import (
 )
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.row_proofs.layer_calls import LayerCall
-from keras_strategies.runtime.row_proofs.python_state import PythonState
+from keras_strategies.runtime.row_proofs.traced_apart import traced_apart
 from keras_strategies.runtime.state.replica_state import ReplicaState
 
 
 def fails_on_zero_rows(layer_call: LayerCall) -> bool:
     """Whether a layer call has operations that fail on zero rows."""
-    state = PythonState(layer_call.layer)
+    operations = traced_apart(layer_call.layer, lambda: _operations(layer_call)).result
+    # Without known operations, every replica must have a row.
+    return operations is None or not operations.isdisjoint(FAILING_KERNELS.values())
+
+
+def _operations(layer_call: LayerCall) -> set[str] | None:
+    """The types of the operations of a call, also in its loops and functions.
+
+    None if it cannot be traced: a layer may raise any error in another graph.
+    """
     try:
-        operations = _operations(layer_call)
+        return _traced_operations(layer_call)
     except Exception:
-        # A layer may raise any error in another graph. Then its kernels are not known,
-        # and every replica must have a row.
-        return True
-    finally:
-        state.changes()
-    return not operations.isdisjoint(FAILING_KERNELS.values())
+        return None
 
 
-def _operations(layer_call: LayerCall) -> set[str]:
-    """The types of the operations of a call, also in its loops and functions."""
+def _traced_operations(layer_call: LayerCall) -> set[str]:
     graph = new_graph("operations")
     with (
         layer_calls_through(None),
         operation_seeds_restored(),
         substitute_global_generator(),
-        python_numbers_restored(),
         ReplicaState(raw_value).scope(),
         graph.as_default(),
     ):

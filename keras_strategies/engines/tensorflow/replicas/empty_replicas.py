@@ -26,6 +26,7 @@ from keras_strategies.engines.tensorflow.compat.operations import (
 )
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.layers import get_mask, set_mask
+from keras_strategies.runtime.once import once
 
 # Keras 3.15: `ops.add` takes zero rows for a missing axis, `ops.max` refuses them.
 _RAISING_LAYERS = (
@@ -55,7 +56,7 @@ def padding_empty_replicas(is_on_cpu: bool) -> Iterator[None]:
         _is_padding.reset(token)
 
 
-@functools.cache
+@once
 def pad_kernels() -> None:
     """Replaces the kernels that fail on zero rows, once for the process."""
     replace_failing_kernels(_padded)

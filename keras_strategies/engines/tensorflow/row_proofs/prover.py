@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_strategies.engines.tensorflow.global_random import python_numbers_restored
 from keras_strategies.engines.tensorflow.row_proofs.graph_placements import (
     HANDLE,
     ROWS,
@@ -136,10 +135,7 @@ class TensorFlowRowProver(RowProver):
             _TraceError: if it cannot be traced.
         """
         traces = list[TracedCall]()
-        with (
-            substitute_global_generator() as substitute,
-            python_numbers_restored() as are_drawn,
-        ):
+        with substitute_global_generator() as substitute:
             try:
                 for count in counts:
                     found = traced(
@@ -155,9 +151,6 @@ class TensorFlowRowProver(RowProver):
                 # Of the user's code: the unsplit call that follows raises it again, or
                 # TensorFlow can run the code in eager mode only.
                 raise _TraceError(_failure(error, counts, traces)) from error
-            is_drawn = are_drawn()
-        if is_drawn:
-            raise NotProvedError("it draws random numbers of Python or NumPy")
         for trace in traces:
             if trace.draws.problem:
                 raise NotProvedError(trace.draws.problem)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 import torch
 
 from keras_strategies import context
@@ -245,7 +243,7 @@ class CallRecording:
     def _recording(self) -> Iterator[None]:
         try:
             with (
-                self._restored_random_state(),
+                self._seed_restored(),
                 silent_fake_tensors(),
                 keras.device("cpu"),
                 self.recorder,
@@ -260,18 +258,17 @@ class CallRecording:
             raise CallFailed(self.recorder.problem) from error
 
     @contextlib.contextmanager
-    def _restored_random_state(self) -> Iterator[None]:
-        """Restores the random state of Python, NumPy and Torch."""
-        python, numpy = random.getstate(), np.random.get_state()
-        own, before = torch.get_rng_state(), _numbers_of_numpy()
+    def _seed_restored(self) -> Iterator[None]:
+        """Restores Torch's default generator if the call has set it.
+
+        Draws of fake tensors do not advance it; what has, is another thread.
+        """
+        state, seed = torch.get_rng_state(), torch.initial_seed()
         try:
             yield
         finally:
-            if (random.getstate(), _numbers_of_numpy()) != (python, before):
-                self.recorder.reject("it draws random numbers of Python or NumPy")
-            random.setstate(python)
-            np.random.set_state(numpy)
-            torch.set_rng_state(own)
+            if torch.initial_seed() != seed:
+                torch.set_rng_state(state)
 
     def _inner_call(self, layer: Any, call: Any, args: Any, kwargs: Any) -> Any:
         with self._in_layer(layer):
@@ -339,9 +336,3 @@ class _Assigned(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
         return gradient, None
-
-
-def _numbers_of_numpy() -> list[Any]:
-    """The state of NumPy's random numbers, as values that can be compared."""
-    name, keys, *position = np.random.get_state()
-    return [name, keys.tobytes(), *position]  # type: ignore

@@ -1,0 +1,114 @@
+"""Row proofs while other threads draw random numbers and train."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import keras_strategies as ks
+
+pytestmark = pytest.mark.skipif(
+    keras.backend.backend() == "jax", reason="JAX's programs need no row proofs"
+)
+
+X = np.random.default_rng(1).normal(size=(7, 4)).astype("float32")
+
+
+class Drawer:
+    """A thread that draws from the global generators of Python and NumPy.
+
+    Args:
+        seed: int, the seed of both.
+    """
+
+    def __init__(self, seed: int):
+        self.seed = seed
+        self.drawn: list[tuple[float, float, int]] = []
+        self._another = threading.Condition()
+        self._ends = threading.Event()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        random.seed(self.seed)
+        np.random.seed(self.seed)
+        thread = threading.Thread(target=self._draw)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._ends.set()
+            thread.join()
+
+    def _draw(self) -> None:
+        while not self._ends.wait(0.005):
+            numbers = random.random(), float(np.random.normal()), random.randrange(100)
+            with self._another:
+                self.drawn.append(numbers)
+                self._another.notify_all()
+
+    def wait(self) -> None:
+        """Waits for another draw, for a short time."""
+        with self._another:
+            self._another.wait(0.1)
+
+
+def expected_draws(seed: int, count: int) -> list[tuple[float, float, int]]:
+    python, numpy = random.Random(seed), np.random.RandomState(seed)
+    return [
+        (python.random(), float(numpy.normal()), python.randrange(100))
+        for _ in range(count)
+    ]
+
+
+class WithDrawer(layers.Layer):
+    """Multiplies, after another thread has drawn."""
+
+    def __init__(self, drawer: Drawer, draw: Any = None):
+        super().__init__()
+        self.wait = drawer.wait
+        self.draw = draw
+
+    def build(self, shape: Any) -> None:
+        self.kernel = self.add_weight(shape=(shape[-1], 2))
+
+    def call(self, x: Any) -> Any:
+        self.wait()
+        if self.draw is not None:
+            self.draw()
+        return ops.tanh(x @ self.kernel)
+
+
+def trained_with(drawer: Drawer, draw: Any = None) -> list[str]:
+    """Trains for one step; the texts of warnings."""
+    with ks.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+        model = keras.Sequential([keras.Input((4,)), WithDrawer(drawer, draw)])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    with warnings.catch_warnings(record=True) as found, drawer.running():
+        warnings.simplefilter("always")
+        model.fit(X, np.ones((7, 2)), batch_size=7, verbose=0)
+    return [str(each.message) for each in found]
+
+
+def test_numbers_that_another_thread_draws_are_not_drawn_again() -> None:
+    # Such as the thread of a dataset that reads ahead from a generator.
+    drawer = Drawer(5)
+    texts = trained_with(drawer)
+    assert drawer.drawn == expected_draws(5, len(drawer.drawn))
+    assert not [text for text in texts if "cannot be split" in text]
+
+
+@pytest.mark.parametrize(
+    "draw", [np.random.random, random.random, lambda: random.choice([1, 2])]
+)
+def test_draws_of_the_call_are_found_while_others_draw(draw: Any) -> None:
+    texts = trained_with(Drawer(5), draw)
+    assert any("draws random numbers of Python or NumPy" in text for text in texts)

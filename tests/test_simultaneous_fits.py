@@ -1,0 +1,153 @@
+"""Two models that are trained at the same time, in two threads."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import keras_strategies as ks
+from keras_strategies.keras_compat import patching
+from keras_strategies.runtime.once import once
+
+RANDOM = np.random.default_rng(2)
+DEVICES = ["cpu:0", "cpu:1"]
+X = RANDOM.normal(size=(11, 6, 6, 2)).astype("float32")
+Y = np.eye(3, dtype="float32")[RANDOM.integers(0, 3, 11)]
+
+
+class Noise(layers.Layer):
+    """A layer of the user that draws, with convolutions in it."""
+
+    def __init__(self, seed: int):
+        super().__init__()
+        self.seed = keras.random.SeedGenerator(seed)
+        self.convolution = layers.Conv2D(3, 3)
+
+    def build(self, shape: Any) -> None:
+        self.convolution.build(shape)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if training:
+            x = x + 0.1 * keras.random.normal(ops.shape(x), seed=self.seed)
+        return ops.tanh(self.convolution(x))
+
+
+def made(strategy: Any, seed: int) -> keras.Model:
+    keras.utils.set_random_seed(seed)
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((6, 6, 2)),
+                Noise(seed),
+                layers.Flatten(),
+                layers.Dropout(0.3, seed=seed),
+                layers.Dense(3, "softmax"),
+            ]
+        )
+        model.compile(
+            keras.optimizers.Adam(0.01),
+            "categorical_crossentropy",
+            metrics=["accuracy"],
+        )
+    return model
+
+
+def train(model: keras.Model) -> list[np.ndarray]:
+    """Losses, metrics and weights; the last batch has fewer rows."""
+    history = model.fit(X, Y, batch_size=4, epochs=2, shuffle=False, verbose=0).history
+    values = model.evaluate(X, Y, batch_size=4, verbose=0)
+    return [
+        *map(np.asarray, history.values()),
+        np.asarray(values),
+        *model.get_weights(),
+    ]
+
+
+def at_the_same_time(*functions: Callable[[], Any]) -> list[Any]:
+    """The results of functions that threads call; their errors are raised."""
+    start = threading.Barrier(len(functions))
+    results: dict[int, Any] = {}
+    errors: list[BaseException] = []
+
+    def call(index: int, function: Callable[[], Any]) -> None:
+        start.wait(10)
+        try:
+            results[index] = function()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [
+        threading.Thread(target=call, args=each) for each in enumerate(functions)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not any(thread.is_alive() for thread in threads)
+    for error in errors:
+        raise error
+    return [results[index] for index in range(len(functions))]
+
+
+def replaced() -> dict[str, Any]:
+    """What may be replaced in this process."""
+    found: dict[str, Any] = {
+        "patches": {group: len(rows) for group, rows in patching.installed.items()},
+        "draws": dict(vars(keras.src.backend.random)),
+        "collector": gc.isenabled(),
+        "profile": sys.getprofile(),
+    }
+    if keras.backend.backend() == "tensorflow":
+        from keras_strategies.engines.tensorflow.compat import operations as compat
+
+        operations = [(compat.gen_nn_ops, compat.FAILING_KERNELS), *compat.DRAWS]
+        found["operations"] = {
+            name: getattr(module, name)
+            for module, names in operations
+            for name in names
+        }
+    return found
+
+
+@pytest.fixture(scope="module")
+def one_after_the_other() -> list[list[np.ndarray]]:
+    strategy = ks.MirroredStrategy(DEVICES)
+    return [train(made(strategy, seed)) for seed in (1, 2)]
+
+
+@pytest.mark.parametrize("of_one_strategy", [True, False])
+def test_two_first_fits_at_once_are_those_one_after_the_other(
+    one_after_the_other: list[list[np.ndarray]], of_one_strategy: bool
+) -> None:
+    before = replaced()
+    first = ks.MirroredStrategy(DEVICES)
+    second = first if of_one_strategy else ks.MirroredStrategy(DEVICES)
+    models = [made(first, 1), made(second, 2)]
+    found = at_the_same_time(*(functools.partial(train, model) for model in models))
+    for one, other in zip(one_after_the_other, found, strict=True):
+        for a, b in zip(one, other, strict=True):
+            np.testing.assert_array_equal(a, b)
+    assert replaced() == before
+
+
+def test_what_is_replaced_for_good_is_replaced_once() -> None:
+    calls = []
+    both = threading.Barrier(2)
+
+    @once
+    def replace() -> None:
+        calls.append(1)
+        with pytest.raises(threading.BrokenBarrierError):
+            both.wait(0.2)  # The other thread has not come here.
+
+    at_the_same_time(replace, replace)
+    assert calls == [1]
