@@ -106,7 +106,7 @@ def _calls_of_python_noted() -> Iterator[Callable[[], bool]]:
         # A profiler of the user, which stays: the draws may be those of this thread.
         yield lambda: True
         return
-    generator = random.random.__self__
+    generator = random.random.__self__  # type: ignore[attr-defined]
     calls = list[str]()
 
     def note(frame: FrameType, event: str, function: Any) -> None:
@@ -127,7 +127,7 @@ def _numpy_noted() -> Iterator[Callable[[], bool]]:
     Where the lock is not reentrant (NumPy 2.0), this thread would wait for its own
     draws, too: there each draw counts as one of this thread.
     """
-    lock = np.random.get_bit_generator().lock
+    lock = np.random.get_bit_generator().lock  # type: ignore[attr-defined]
     with lock if isinstance(lock, _REENTRANT) else contextlib.nullcontext():
         before = np.random.get_state()
         is_drawn = False
