@@ -20,7 +20,7 @@ from architecture.private_names import FRAMEWORKS
 import keras_strategies as ks
 from keras_strategies.errors import BackendError
 from keras_strategies.keras_compat import patching
-from keras_strategies.keras_compat.manifest import GROUPS, Patch
+from keras_strategies.keras_compat.manifest import GROUPS, INTRUSIONS, Patch
 from keras_strategies.keras_compat.private_names import PRIVATE, Private
 
 PATCHES = [
@@ -294,3 +294,34 @@ def test_a_name_that_has_moved_is_reported() -> None:
     moved = Patch("keras.src.layers.layer.Layer", "moved", "()", "layers.x", "Why.")
     with pytest.raises(AttributeError, match="no attribute 'moved'"):
         patching.owner_of(moved)
+
+
+def intrusions(module: Module) -> Iterator[str]:
+    """The kinds of `Intrusion` that a module contains."""
+    for node in module.nodes:
+        match node:
+            case ast.Attribute(attr="__class__", ctx=ast.Store()):
+                yield "class"
+            case ast.Call(
+                func=ast.Attribute(attr="__setattr__"),
+                args=[_, ast.Constant("__class__"), _],
+            ):
+                yield "class"
+            case ast.Call(func=ast.Name("setattr"), args=[owner, *_]) if (
+                module.is_foreign(owner) or ast.unparse(owner) == "module"
+            ):
+                yield "function"
+            case ast.Call(func=function, args=[path, *_]) if ast.unparse(function) in (
+                "os.listdir",
+                "open",
+            ) and "/proc/" in ast.unparse(path):
+                yield "sockets"
+
+
+def test_every_other_intrusion_has_a_row() -> None:
+    found = {
+        (module.name, kind)
+        for module in package_source().modules
+        for kind in intrusions(module)
+    }
+    assert found == {(row.module, row.kind) for row in INTRUSIONS}
