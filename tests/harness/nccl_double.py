@@ -87,10 +87,8 @@ class Group:
     def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Work:
         return self._begin("broadcast", tensors, tensors, options)
 
-    def allgather(
-        self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor]
-    ) -> Work:
-        return self._begin("allgather", outputs[0], outputs, tensors)
+    def _allgather_base(self, joined: torch.Tensor, own: torch.Tensor) -> Work:
+        return self._begin("_allgather_base", [joined], joined, own)
 
     def abort(self) -> None:
         self._aborted.set()

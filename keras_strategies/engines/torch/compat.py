@@ -355,6 +355,11 @@ def create_gloo_group(
         return dist.ProcessGroupGloo(store, index, count, options)
 
 
+def all_gather_into(group: Any, joined: torch.Tensor, own: torch.Tensor) -> Any:
+    """Begins to gather equal parts in one tensor; a list of parts is copied by NCCL."""
+    return group._allgather_base(joined, own)
+
+
 def compile_graph(graph: Any, inputs: list[Any]) -> Callable[..., Any]:
     """Compiles a graph of ATen operations by TorchInductor, in this process."""
     from torch._inductor import compile, config

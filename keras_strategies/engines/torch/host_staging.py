@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 import torch
+
+from keras_strategies.engines.torch.compat import all_gather_into
 
 #: The types of devices with tensors that Gloo takes.
 _SUPPORTED = ("cpu", "cuda")
@@ -31,12 +32,10 @@ class _HostStagedGroup:
         copies = [tensor.cpu() for tensor in tensors]
         return _Work(self._group.broadcast(copies, options), tensors, copies)
 
-    def allgather(
-        self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]
-    ) -> _Work:
-        copies = [[part.cpu() for part in parts] for parts in outputs]
-        work = self._group.allgather(copies, [tensor.cpu() for tensor in inputs])
-        return _Work(work, [*chain(*outputs)], [*chain(*copies)])
+    def _allgather_base(self, joined: torch.Tensor, own: torch.Tensor) -> _Work:
+        copy = torch.empty_like(joined, device="cpu")
+        work = all_gather_into(self._group, copy, own.cpu())
+        return _Work(work, [joined], [copy])
 
 
 class _Work:

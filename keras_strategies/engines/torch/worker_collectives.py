@@ -14,7 +14,11 @@ import torch.distributed as dist
 
 from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.collectives.packing import pack_indices
-from keras_strategies.engines.torch.compat import create_gloo_group, gloo_device
+from keras_strategies.engines.torch.compat import (
+    all_gather_into,
+    create_gloo_group,
+    gloo_device,
+)
 from keras_strategies.engines.torch.host_staging import gloo_for
 from keras_strategies.engines.torch.memory_formats import (
     axis_order,
@@ -259,16 +263,15 @@ class TorchWorkers(Workers):
         own = tensor.detach().to(_CARRIERS.get(kind, kind)).contiguous()
         most = max(rows)
         if own.shape[0] < most:
-            # `allgather` requires equal lengths.
+            # It requires equal lengths.
             missing = own.new_zeros((most - own.shape[0], *own.shape[1:]))
             own = torch.cat([own, missing])
         joined = own.new_empty((most * len(rows), *own.shape[1:]))
-        parts = list(joined.split(most)) if most else [own for _ in rows]
-        self._wait(
-            own.device, lambda: self._engine(own.device).allgather([parts], [own])
-        )
+        if joined.numel():
+            engine = self._engine(own.device)
+            self._wait(own.device, lambda: all_gather_into(engine, joined, own))
         if any(count < most for count in rows):
-            pairs = zip(parts, rows, strict=True)
+            pairs = zip(joined.split(most), rows, strict=True)
             joined = torch.cat([part[:count] for part, count in pairs])
         return in_format_of(joined.to(kind), tensor)
 
