@@ -240,7 +240,10 @@ class ReplicaContext:
 
     def gather_batch_statistics(self, value: Any) -> Any:
         """Concatenates batch statistics of all replicas along axis 0."""
-        return self.all_gather(value, axis=0)
+        return self._on_tensors(
+            lambda tensors: self._collectives.all_gather_equal(self._local_id, tensors),
+            value,
+        )
 
     def with_gradient(
         self, fn: Callable[..., tuple[Any, Callable[..., Any]]], tensor: Any

@@ -211,3 +211,34 @@ def test_a_step_that_reads_outputs_has_all_of_them(cluster: Any) -> None:
         check_numbers(expected, found)
         # Once in each step.
         assert found["fit"]["gathered"] == OUTPUTS
+
+
+CHANNELS = 6
+
+
+def normalized(strategy: Any) -> dict[str, Any]:
+    """An epoch with batches of 5, 5 and 4 rows, and the bytes sent."""
+    x = np.random.default_rng(2).normal(size=(14, CHANNELS)).astype("float32")
+    keras.utils.set_random_seed(3)
+    with counted() as sent:
+        with strategy.scope():
+            model = keras.Sequential(
+                [
+                    keras.Input((CHANNELS,)),
+                    keras.layers.BatchNormalization(),
+                    keras.layers.Dense(1),
+                ]
+            )
+            model.compile("sgd", "mse")
+        model.fit(x, x[:, :1], batch_size=5, shuffle=False, verbose=0)
+    return {"numbers": model.get_weights(), "sent": dict(sent)}
+
+
+def test_batch_normalization_sends_its_statistics_and_no_lengths(cluster: Any) -> None:
+    expected = normalized(ks.OneDeviceStrategy("cpu:0"))
+    every = cluster(normalized)
+    for found in every:
+        check_numbers(expected, found)
+        # Count, mean and squared deviations of each worker.
+        statistics = STEPS_OR_PROGRAMS * len(every) * 3 * CHANNELS * 4
+        assert found["sent"]["gathered"] == statistics

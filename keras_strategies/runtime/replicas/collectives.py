@@ -38,6 +38,10 @@ class ReplicaCollectives(abc.ABC):
     ) -> Sequence[Any]:
         """Concatenates each tensor over replicas along `axis`; differentiable."""
 
+    def all_gather_equal(self, replica: int, tensors: Sequence[Any]) -> Sequence[Any]:
+        """As `all_gather` along axis 0, for tensors of one shape on all replicas."""
+        return self.all_gather(replica, tensors, 0)
+
     @abc.abstractmethod
     def merge_call(
         self, replica: int, merge: Callable[..., Any], arguments: MergeArguments

@@ -53,13 +53,15 @@ class ReplicaSet:
         return [tensor / self.counts.total for tensor in found] if is_mean else found
 
     def gather(
-        self, values: Sequence[Sequence[Any]], axis: int
+        self, values: Sequence[Sequence[Any]], axis: int, are_equal: bool = False
     ) -> tuple[list[Any], list[list[Any]]]:
         """Concatenates tensors of all replicas along an axis.
 
         Args:
             values: for each local replica a list of tensors.
             axis: int, the axis along which lengths may differ.
+            are_equal: bool, whether they are known to be equal on all replicas, so that
+                workers do not exchange them.
 
         Returns:
             list with one tensor for each in a replica's list, and for each of them the
@@ -67,7 +69,7 @@ class ReplicaSet:
         """
         gathered, lengths = [], []
         for column in self._on_first_replica(values):
-            whole, sizes = self._gather(column, axis)
+            whole, sizes = self._gather(column, axis, are_equal)
             gathered.append(whole)
             lengths.append(sizes)
         return gathered, lengths
@@ -78,13 +80,20 @@ class ReplicaSet:
             for column in zip(*values, strict=True)
         ]
 
-    def _gather(self, parts: Sequence[Any], axis: int) -> tuple[Any, list[Any]]:
+    def _gather(
+        self, parts: Sequence[Any], axis: int, are_equal: bool
+    ) -> tuple[Any, list[Any]]:
         joined = self.primitives.concatenate(parts, axis)
         # Scalar tensors in a program where sizes are unknown.
         sizes = [keras.ops.shape(part)[axis] for part in parts]
         if self.workers is None:
             return joined, sizes
-        sizes = self.primitives.all_lengths(sizes, self.workers, self.counts.by_worker)
+        if are_equal:
+            sizes = sizes[:1] * self.counts.total
+        else:
+            sizes = self.primitives.all_lengths(
+                sizes, self.workers, self.counts.by_worker
+            )
         rows = [sum(each) for each in self.counts.split(sizes)]
         if axis % len(joined.shape) == 0:
             return self.workers.gather_rows(joined, rows), sizes

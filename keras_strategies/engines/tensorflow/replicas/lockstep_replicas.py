@@ -273,10 +273,18 @@ class LockstepCollectives(ReplicaCollectives):
     def all_gather(
         self, replica: int, tensors: Sequence[Any], axis: int
     ) -> Sequence[Any]:
+        return self._all_gather(replica, tensors, axis, are_equal=False)
+
+    def all_gather_equal(self, replica: int, tensors: Sequence[Any]) -> Sequence[Any]:
+        return self._all_gather(replica, tensors, 0, are_equal=True)
+
+    def _all_gather(
+        self, replica: int, tensors: Sequence[Any], axis: int, *, are_equal: bool
+    ) -> Sequence[Any]:
         count = len(self._devices)
 
         def gather(values: list[Any]) -> list[Any]:
-            return [self.replica_set.gather(values, axis)] * count
+            return [self.replica_set.gather(values, axis, are_equal)] * count
 
         @custom_gradient
         def gathered(*tensors: Any) -> Any:

@@ -225,7 +225,13 @@ class ThreadCollectives(ReplicaCollectives):
         self, replica: int, tensors: Sequence[torch.Tensor], axis: int
     ) -> Sequence[torch.Tensor]:
         number = self._next(replica)
-        return list(_AllGather.apply(self, replica, number, axis, *tensors))
+        return list(_AllGather.apply(self, replica, number, axis, False, *tensors))
+
+    def all_gather_equal(
+        self, replica: int, tensors: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        number = self._next(replica)
+        return list(_AllGather.apply(self, replica, number, 0, True, *tensors))
 
     def merge_call(
         self, replica: int, merge: Callable[..., Any], arguments: MergeArguments
@@ -305,14 +311,14 @@ class _AllGather(torch.autograd.Function):
     """A concatenation; the gradient of a part is its sum over replicas."""
 
     @staticmethod
-    def forward(ctx, collectives, replica_id, number, axis, *tensors):  # type: ignore[no-untyped-def]
+    def forward(ctx, collectives, replica_id, number, axis, are_equal, *tensors):  # type: ignore[no-untyped-def]
         replicas = collectives.replica_set
         found, lengths = collectives.exchange(
             replica_id,
             number,
             "all_gather",
             tensors,
-            lambda values: replicas.gather(values, axis),
+            lambda values: replicas.gather(values, axis, are_equal),
         )
         ctx.call = (collectives, replica_id, number, axis)
         ctx.lengths = lengths
@@ -338,4 +344,4 @@ class _AllGather(torch.autograd.Function):
             whole.narrow(axis, sum(lengths[:place]), lengths[place]).to(own.device)
             for own, whole, lengths in zip(gradients, total, ctx.lengths, strict=True)
         ]
-        return (None, None, None, None, *own)
+        return (None, None, None, None, None, *own)
