@@ -99,6 +99,7 @@ def summary() -> str:
 
 def table(name: str) -> str:
     """The Markdown of one block."""
+    import communication
     import demo
     import elasticity
     import faults
@@ -111,6 +112,7 @@ def table(name: str) -> str:
     import model_parallel
     import multi_worker
     import parameter_server as ps
+    import python_time
     import resume
     import start
     import steps_per_execution
@@ -130,12 +132,14 @@ def table(name: str) -> str:
         }
         return part("model_parallel", what, tables[what])
     modules = {
+        "communication": communication,
         "demo": demo,
         "elasticity": elasticity,
         "fit": fit,
         "loops": loops,
         "faults": faults,
         "memory": memory,
+        "python time": python_time,
         "start": start,
         "first step": first_step,
         "first step large": first_step_large,
