@@ -98,6 +98,47 @@ def test_layers_draw_for_their_rows() -> None:
     np.testing.assert_allclose(joined, ops.convert_to_numpy(expected), atol=1e-6)
 
 
+def drawn_in_uneven_replicas(draw: Any, sizes: tuple[int, ...]) -> Any:
+    """What replicas draw, joined, and what one device draws."""
+    rows = ops.convert_to_tensor(X[: sum(sizes)])
+    seed = keras.random.SeedGenerator(3)
+    expected = ks.OneDeviceStrategy("cpu:0").run(lambda: draw(rows, seed))
+    strategy = ks.MirroredStrategy([f"cpu:{i}" for i in range(len(sizes))])
+    with strategy.scope():
+        own = keras.random.SeedGenerator(3)
+    found = strategy.run(lambda x: draw(x, own), args=(rows_of_replicas(sizes),))
+    parts = map(ops.convert_to_numpy, strategy.experimental_local_results(found))
+    return np.concatenate(list(parts)), ops.convert_to_numpy(expected)
+
+
+def shared(x: Any, seed: Any) -> Any:
+    return x + ops.sum(keras.random.normal((3, 4), seed=seed), 0)
+
+
+def doubled(x: Any, seed: Any) -> Any:
+    drawn = keras.random.normal((2 * ops.shape(x)[0], 4), seed=seed)
+    return ops.sum(ops.reshape(drawn, (-1, 2, 4)), 1)
+
+
+@pytest.mark.parametrize(
+    ("draw", "sizes"), [(shared, (4, 3)), (doubled, (2, 1)), (doubled, (2, 2, 1))]
+)
+def test_uneven_rows_show_which_draws_have_rows(
+    draw: Any, sizes: tuple[int, ...]
+) -> None:
+    """Not the length on one replica alone: 3 of 3 rows, 2 for one row."""
+    found, expected = drawn_in_uneven_replicas(draw, sizes)
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(("draw", "sizes"), [(shared, (3, 2)), (doubled, (1, 2))])
+def test_draws_that_may_have_rows_or_not_are_refused(
+    draw: Any, sizes: tuple[int, ...]
+) -> None:
+    with pytest.raises(ks.errors.ContextError, match="does not follow from the leng"):
+        drawn_in_uneven_replicas(draw, sizes)
+
+
 def test_a_draw_without_rows_is_the_same_on_all_replicas() -> None:
     strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
     with strategy.scope():

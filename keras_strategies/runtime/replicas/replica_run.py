@@ -13,6 +13,7 @@ from keras_strategies.collectives.replica_ops import LocalReduction
 from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.data_parallel.row_draws import (
+    DrawLengths,
     DrawsByLength,
     OwnRows,
     RowDraws,
@@ -139,6 +140,7 @@ class ReplicaRun(RunDriver):
     ) -> list[Callable[[], Any]]:
         """The call of each local replica, in its context; states are in `merging`."""
         found = []
+        lengths = DrawLengths()
         for i, (own_args, own_kwargs) in enumerate(zip(args, kwargs, strict=True)):
             replica_id = self.replica_set.counts.first + i
             replica = context.ReplicaContext(self.strategy, replica_id, collectives)
@@ -147,6 +149,7 @@ class ReplicaRun(RunDriver):
             draws = DrawsByLength(
                 functools.partial(_rows_of, rows, replica_id),
                 self.strategy.partitions_draws,
+                lengths,
             )
             task = self._task(i, fn, own_args, own_kwargs, replica, state, draws)
             found.append(task)

@@ -9,10 +9,12 @@ after the call of a proof, and are restored.
 from __future__ import annotations
 
 import functools
+import random
 import sys
 import types
+from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +23,10 @@ import numpy as np
 
 from keras_strategies.keras_compat.models.layers import sublayers
 
-_CONTAINERS = (list, dict, set, deque)
+_CONTAINERS = (list, dict, set, deque, bytearray, array)
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
+#: Values of names that calls of functions assign or change.
+_STATE = (*_PLAIN, *_CONTAINERS, np.ndarray)
 #: Packages with objects that calls do not change, or that restore themselves.
 _FOREIGN = ("builtins", "keras", "keras_strategies", "numpy", "torch", "tensorflow")
 #: Objects in objects, and in containers, at most so deep.
@@ -31,6 +35,20 @@ _DEEPEST = 3
 _MOST_ENTRIES = 256
 #: Modules of Python with classes of which users make objects with attributes.
 _NAMESPACES = ("__main__", "argparse", "types")
+#: Modules of Python with iterators that cannot be restored.
+_ITERATORS = ("builtins", "itertools", "_io")
+#: Generators of random numbers, with how their state is read and restored.
+_GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]] = {
+    random.Random: (lambda g: g.getstate(), lambda g, state: g.setstate(state)),
+    np.random.RandomState: (
+        lambda g: g.get_state(legacy=False),
+        lambda g, state: g.set_state(state),
+    ),
+    np.random.Generator: (
+        lambda g: g.bit_generator.state,
+        lambda g, state: setattr(g.bit_generator, "state", state),
+    ),
+}
 #: Arrays larger than this are not compared.
 _LARGEST_ARRAY = 1 << 16
 
@@ -52,8 +70,9 @@ class PythonState:
     """The Python state that the code of a layer can reach.
 
     That are attributes of the layer, of layers in it, and of other objects of the
-    user's classes in these attributes; names and cells that their functions refer to;
-    and the contents of lists, dicts, sets and small arrays among them.
+    user's classes in these attributes; attributes of these classes; names and cells
+    that their functions refer to, functions among them, and defaults of arguments; and
+    the contents of lists, dicts, sets, small arrays and generators of random numbers.
 
     Args:
         layer: the layer.
@@ -63,7 +82,10 @@ class PythonState:
         self._spaces: list[tuple[str, Any, dict[str, Any]]] = []
         self._contents: list[tuple[str, Any, Any]] = []
         self._cells: list[tuple[str, Any, Any]] = []
+        self._generators: list[tuple[str, Any, type, Any]] = []
         self._seen: set[int] = set()
+        #: Why a call cannot be restored, as the end of a sentence; "" if it can.
+        self.problem = ""
         for each in sublayers(layer):
             if is_of_user(type(each)):
                 name = f"layer {each.name!r} ({type(each).__name__})"
@@ -109,10 +131,27 @@ class PythonState:
             self._add_value(f"{key!r} of {name}", attribute, depth)
         for kind in type(value).__mro__:
             if is_of_user(kind):
-                for function in list(vars(kind).values()):
-                    function = getattr(function, "__func__", function)
-                    if isinstance(function, types.FunctionType):
-                        self._add_function(function)
+                self._add_class(kind)
+
+    def _add_class(self, kind: Any) -> None:
+        """Adds the attributes of a user's class, and its functions."""
+        package = kind.__module__.partition(".")[0]
+        is_of_python = package in sys.stdlib_module_names and package != "__main__"
+        if id(kind) in self._seen or is_of_python:
+            return
+        self._seen.add(id(kind))
+        where = f"class {kind.__qualname__!r}"
+        own = {
+            name: value
+            for name, value in vars(kind).items()
+            if not name.startswith("__") and isinstance(value, _STATE)
+        }
+        self._spaces.append((where, _OfClass(kind, own), own))
+        for name, value in list(vars(kind).items()):
+            value = value.fget if isinstance(value, property) else value
+            value = getattr(value, "__func__", value)
+            if name in own or isinstance(value, types.FunctionType):
+                self._add_value(f"{name!r} of {where}", value, 1)
 
     def _add_value(self, where: str, value: Any, depth: int) -> None:
         if isinstance(value, (*_PLAIN, keras.layers.Layer)):
@@ -129,6 +168,23 @@ class PythonState:
                 self._contents.append((where, value, value.copy()))
         elif isinstance(value, types.FunctionType):
             self._add_function(value)
+        elif isinstance(value, types.MethodType):
+            self._add_value(where, value.__self__, depth)
+        elif isinstance(value, functools.partial):
+            self._add_value(where, value.func, depth)
+            self._add_value(where, list(value.args), depth)
+            self._add_value(where, value.keywords, depth)
+        elif isinstance(value, tuple(_GENERATORS)):
+            if id(value) not in self._seen:
+                self._seen.add(id(value))
+                kind = next(k for k in _GENERATORS if isinstance(value, k))
+                state = _GENERATORS[kind][0](value)
+                self._generators.append((where, value, kind, state))
+        elif isinstance(value, Iterator) and type(value).__module__ in _ITERATORS:
+            self.problem = (
+                f"a proof would advance the {type(value).__name__} in {where}; hold "
+                "what changes in a `keras.Variable`"
+            )
         elif depth < _DEEPEST and is_object_of_user(value):
             self._add_object(where, value, depth + 1)
 
@@ -139,21 +195,27 @@ class PythonState:
                 self._add_value(f"an entry of {where}", each, depth)
 
     def _add_function(self, function: types.FunctionType) -> None:
-        if id(function) in self._seen or not is_of_user(function):
+        package = (function.__module__ or "").partition(".")[0]
+        is_of_python = package in sys.stdlib_module_names and package != "__main__"
+        if id(function) in self._seen or is_of_python or not is_of_user(function):
             return
         self._seen.add(id(function))
         where = f"function {function.__qualname__!r}"
         names = names_in(function.__code__)
         found = {n: function.__globals__[n] for n in names if n in function.__globals__}
         changed = {
-            name: value
-            for name, value in found.items()
-            if isinstance(value, (*_PLAIN, *_CONTAINERS, np.ndarray))
+            name: value for name, value in found.items() if isinstance(value, _STATE)
         }
+        self._add_own(where, function)
         if changed:
             self._spaces.append((where, _Names(function.__globals__, changed), changed))
         for name, value in changed.items():
             self._add_value(f"{name!r} of {where}", value, 1)
+        for name, value in found.items():
+            if isinstance(value, type) and is_of_user(value):
+                self._add_class(value)
+            elif name not in changed and not isinstance(value, types.ModuleType):
+                self._add_value(f"{name!r} of {where}", value, 1)
         for name, cell in zip(
             function.__code__.co_freevars, function.__closure__ or (), strict=False
         ):
@@ -166,9 +228,23 @@ class PythonState:
             else:
                 self._add_value(f"{name!r} of {where}", value, 0)
 
+    def _add_own(self, where: str, function: types.FunctionType) -> None:
+        """Adds the attributes of a function, and its default values."""
+        own = dict(vars(function))
+        self._spaces.append((where, vars(function), own))
+        defaults = (*(function.__defaults__ or ()), function.__kwdefaults__ or {})
+        self._add_value(f"the defaults of {where}", defaults, 1)
+        for name, value in own.items():
+            self._add_value(f"{name!r} of {where}", value, 1)
+
     def changes(self) -> list[StateChange]:
         """What has changed since, restored."""
         found = list(self._attribute_changes())
+        for where, generator, kind, before in self._generators:
+            read, restore = _GENERATORS[kind]
+            if not _is_same_state(read(generator), before):
+                found.append(StateChange(where, False))
+                restore(generator, before)
         for where, cell, before in self._cells:
             if cell.cell_contents is not before:
                 found.append(StateChange(where, _has_tensors(cell.cell_contents)))
@@ -257,6 +333,26 @@ def attributes_of_layers() -> frozenset[str]:
     return frozenset(vars(keras.layers.Layer(name="attributes", dtype="float32")))
 
 
+class _OfClass(dict):
+    """Some attributes of a class, which assignments change."""
+
+    def __init__(self, kind: type, names: dict[str, Any]):
+        super().__init__(names)
+        self._kind = kind
+
+    def __contains__(self, name: object) -> bool:
+        return name in vars(self._kind)
+
+    def __getitem__(self, name: str) -> Any:
+        return vars(self._kind)[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return vars(self._kind).get(name, default)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        type.__setattr__(self._kind, name, value)
+
+
 class _Names(dict):
     """Some names of a module: reads and assignments are those of the module."""
 
@@ -287,6 +383,15 @@ def _is_equal(now: Any, before: Any) -> bool:
     return is_plain and type(now) is type(before) and now == before
 
 
+def _is_same_state(now: Any, before: Any) -> bool:
+    """Whether states of a generator are equal: dicts and tuples with arrays."""
+    if isinstance(now, dict):
+        return all(_is_same_state(now[key], before[key]) for key in now)
+    if isinstance(now, np.ndarray):
+        return bool(np.array_equal(now, before))
+    return bool(now == before)
+
+
 def _has_tensors(value: Any) -> bool:
     try:
         leaves = keras.tree.flatten(value)
@@ -308,12 +413,17 @@ def _is_same_content(value: Any, before: Any) -> bool:
         return all(key in value and value[key] is before[key] for key in before)
     if isinstance(value, set):
         return value == set(before)
+    if isinstance(value, (bytearray, array)):
+        return list(value) == before
     return all(now is then for now, then in zip(value, before, strict=True))
 
 
 def _restore(value: Any, before: Any) -> None:
     if isinstance(value, np.ndarray):
         value[...] = before
+        return
+    if isinstance(value, array):
+        value[:] = array(value.typecode, before)
         return
     value.clear()
     if isinstance(value, (dict, set)):

@@ -14,6 +14,7 @@ from keras_strategies.keras_compat.models.row_wise_layers import is_row_wise
 from keras_strategies.keras_compat.variables.generator_seeds import seed_generators
 from keras_strategies.runtime.row_proofs.layer_calls import LayerCall
 from keras_strategies.runtime.row_proofs.layer_settings import LayerSettings
+from keras_strategies.runtime.row_proofs.python_state import PythonState
 from keras_strategies.runtime.row_proofs.row_placements import (
     MEAN,
     ROWS,
@@ -152,9 +153,10 @@ class RowProofs:
         hooks = self._prover.has_hooks(call.layer)
         if hooks:
             return RowProof(problem=f"{hooks}, which would see the rows of one replica")
-        trace = traced_apart(
-            call.layer, lambda: self._prover.prove(call, with_rows, sizes)
-        )
+        state = PythonState(call.layer)
+        if state.problem:
+            return RowProof(problem=state.problem)
+        trace = traced_apart(state, lambda: self._prover.prove(call, with_rows, sizes))
         found, changes = trace.result, trace.changes
         if trace.draws_numbers:
             return RowProof(problem="it draws random numbers of Python or NumPy")

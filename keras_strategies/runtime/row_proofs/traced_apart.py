@@ -42,17 +42,17 @@ class TraceApart(Generic[T]):
     draws_numbers: bool
 
 
-def traced_apart(layer: Any, trace: Callable[[], T]) -> TraceApart[T]:
+def traced_apart(state: PythonState, trace: Callable[[], T]) -> TraceApart[T]:
     """Traces code of a layer, and restores what the trace has changed.
 
     If the generators of Python or NumPy have advanced, it is traced once more to find
     out whether this code has drawn, or another thread.
 
     Args:
-        layer: the layer.
+        state: the Python state that its code can reach, before the trace.
         trace: callable without arguments, which calls the layer.
     """
-    state, numbers = PythonState(layer), _Numbers()
+    numbers = _Numbers()
     try:
         result = trace()
     finally:

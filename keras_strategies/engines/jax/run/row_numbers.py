@@ -17,6 +17,7 @@ from jax import lax
 from jax import numpy as jnp
 
 from keras_strategies.runtime.data_parallel.row_draws import (
+    DrawLengths,
     DrawsByLength,
     OwnRows,
     row_draws,
@@ -24,7 +25,10 @@ from keras_strategies.runtime.data_parallel.row_draws import (
 
 
 def draws_of(
-    parts: Sequence[Sequence[Any]], replica: Any, is_uniform: bool
+    parts: Sequence[Sequence[Any]],
+    replica: Any,
+    is_uniform: bool,
+    lengths: DrawLengths | None = None,
 ) -> DrawsByLength:
     """The draws of a replica.
 
@@ -32,6 +36,7 @@ def draws_of(
         parts: for each array argument that replicas do not share, those of all.
         replica: int, the replica; a traced scalar in one trace of all.
         is_uniform: bool, whether all replicas have the same shapes.
+        lengths: those of all replicas of the run.
     """
     columns = (part for part in parts if all(each.ndim for each in part))
     rows = next(([each.shape[0] for each in column] for column in columns), None)
@@ -40,7 +45,7 @@ def draws_of(
         own = OwnRows(replica * rows[0], rows[0], sum(rows))
     elif rows is not None:
         own = OwnRows.of(rows, replica)
-    return DrawsByLength(lambda: own)
+    return DrawsByLength(lambda: own, lengths=lengths)
 
 
 def drawn(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -30,6 +30,7 @@ from keras_strategies.engines.jax.run.traced_replica_state import (
 from keras_strategies.keras_compat.thread_state import thread_state, with_thread_state
 from keras_strategies.keras_compat.variables.deferred import has_deferred_variables
 from keras_strategies.runtime.data_parallel.row_draws import (
+    DrawLengths,
     RowDraws,
     drawing,
     row_draws,
@@ -52,12 +53,12 @@ class UnrolledReplicas(TracedReplicas):
 
     def __call__(self, arguments: ReplicaArguments) -> list[Any]:
         has_deferred_variables()  # One list for all threads.
-        states, tasks = [], []
+        states, tasks, lengths = [], [], DrawLengths()
         for i in range(self._mesh.count):
             replica = context.ReplicaContext(self._mesh.strategy, i, self)
             state = TracedReplicaState(replica, self._copier(i), self._local, self)
             states.append(state)
-            draws = draws_of(arguments.parts, i, is_uniform=False)
+            draws = draws_of(arguments.parts, i, False, lengths)
             tasks.append(self._task(arguments.calls[i], replica, state, draws))
         results = run_in_lockstep(tasks)
         self._commit(states)

@@ -1,0 +1,119 @@
+"""Python state that calls change: proofs call layers too, and leave it as it was."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from harness.training import as_arrays, assert_same
+from keras import layers, ops
+
+import keras_strategies as ks
+
+BACKEND = keras.backend.backend()
+if BACKEND == "jax":
+    pytest.skip("JAX has no proofs", allow_module_level=True)
+
+X = np.random.default_rng(4).normal(size=(17, 4)).astype("float32")
+SEEN: list[int] = []
+
+
+class Counter:
+    """Counts in an attribute of the class."""
+
+    count = 0
+
+
+def next_of_function() -> int:
+    next_of_function.count += 1
+    return next_of_function.count
+
+
+def next_of_global() -> int:
+    SEEN.append(1)
+    return len(SEEN)
+
+
+def next_of_class() -> int:
+    Counter.count += 1
+    return Counter.count
+
+
+def next_of_default(seen: list[int] = SEEN) -> int:
+    seen.append(1)
+    return len(seen)
+
+
+class Held:
+    """What layers hold, and how they read a number of it that changes."""
+
+    def __init__(self) -> None:
+        self.bytes = bytearray()
+        self.numbers = np.random.default_rng(1)
+        self.state = np.random.RandomState(1)
+        self.random = random.Random(1)
+        self.count = itertools.count()
+        self.generated = (10 * i for i in range(100))
+
+    def grown(self) -> int:
+        self.bytes.append(1)
+        return len(self.bytes)
+
+
+STATES: dict[str, Callable[[Held], float]] = {
+    "attribute of a function": lambda held: next_of_function(),
+    "list in a module": lambda held: next_of_global(),
+    "attribute of a class": lambda held: next_of_class(),
+    "default value": lambda held: next_of_default(),
+    "bytes": lambda held: held.grown(),
+    "method": lambda held: held.grown(),
+    "generator of NumPy": lambda held: 5 * float(held.numbers.normal()),
+    "random state of NumPy": lambda held: 5 * float(held.state.normal()),
+    "generator of Python": lambda held: 5 * held.random.random(),
+    "iterator": lambda held: next(held.count),
+    "generator function": lambda held: next(held.generated),
+}
+
+
+class Stateful(layers.Layer):
+    """Its factor follows from state."""
+
+    def __init__(self, name_of_state: str) -> None:
+        super().__init__()
+        held = Held()
+        self.read = STATES[name_of_state]
+        self.held: Any = held.grown if name_of_state == "method" else held
+
+    def build(self, shape: Any) -> None:
+        self.kernel = self.add_weight(shape=(4, 4), name="kernel")
+
+    def call(self, x: Any) -> Any:
+        held = getattr(self.held, "__self__", self.held)
+        return ops.matmul(x, self.kernel) * (1 + 0.02 * self.read(held))
+
+
+def trained(name: str, strategy: Any) -> Any:
+    keras.utils.set_random_seed(3)
+    SEEN.clear()
+    Counter.count = next_of_function.count = 0
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), Stateful(name), layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.02), "mse", run_eagerly=True)
+    history = model.fit(X, X[:, :1], batch_size=7, epochs=2, shuffle=False, verbose=0)
+    return as_arrays((history.history["loss"], model.get_weights()))
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_state_is_that_of_one_device(name: str) -> None:
+    expected = trained(name, ks.OneDeviceStrategy("cpu:0"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = trained(name, ks.MirroredStrategy(["cpu:0", "cpu:1"]))
+    assert_same(expected, found, 1e-5, name)
+    assert any("cannot be split by rows" in str(each.message) for each in caught)
