@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from harness.strategies import STRATEGIES
 
+import keras_strategies as ks
+
 X = np.random.default_rng(0).normal(size=(9, 3)).astype("float32")
 Y = X[:, ::-1] * 2
 BACKEND = keras.backend.backend()
@@ -130,3 +132,42 @@ def test_activations_that_are_computed_again(mirrored) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert_trains_as_on_one_device(mirrored, rematerialized)
+
+
+class Rematerialized(keras.layers.Layer):
+    """Calls Keras's layers that assign variables, in a function of its own."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.inner = keras.Sequential([keras.layers.Dense(3, "tanh"), layer])
+
+    def build(self, shape: Any) -> None:
+        self.inner.build(shape)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        return keras.remat(lambda given: self.inner(given, training=training))(x)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        keras.layers.BatchNormalization,
+        lambda: keras.layers.Dropout(0.5, seed=4),
+    ],
+)
+def test_functions_that_assign_variables_in_the_backward_pass_too(
+    mirrored, layer
+) -> None:
+    """Layers that are known by their types have operations in both passes."""
+
+    def make() -> Any:
+        return Rematerialized(layer())
+
+    expected = weights_of(
+        model_on(ks.OneDeviceStrategy("cpu:0", random_numbers="keras"), make)
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = weights_of(model_on(mirrored, make))
+    for value, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-6)

@@ -11,7 +11,11 @@ import keras
 import torch
 
 from keras_strategies import context
-from keras_strategies.engines.torch.compat import fake_tensor_mode, silent_fake_tensors
+from keras_strategies.engines.torch.compat import (
+    fake_tensor_mode,
+    saved_tensors_hooks_of_thread,
+    silent_fake_tensors,
+)
 from keras_strategies.engines.torch.replicas.recorded_draws import (
     DrawRecorder,
     RecordedDraw,
@@ -174,6 +178,7 @@ class CallRecording:
         """
         args, kwargs = self._call.arguments(self._leaves)
         scope = self._state.scope()
+        self._hooks = saved_tensors_hooks_of_thread()
         if self._known_calls is not None:
             self._in_order = self._known_calls.in_order()
         with (
@@ -231,10 +236,13 @@ class CallRecording:
             self._state.scope(),
             context.on_replica(self._replica),
             layer_calls_through(self._inner_call),
+            DrawRecorder() as again,
         ):
             found = torch.autograd.grad(
                 list(tensors), sources, given, retain_graph=True, allow_unused=True
             )
+        if again.draws:
+            self.recorder.reject("it draws random numbers in its backward pass")
         if [id(value) for _, value in self.updates.values()] != assigned:
             self.recorder.reject("it assigns a variable")
         return versions, [*left_out, *found]
@@ -272,7 +280,9 @@ class CallRecording:
 
     def _inner_call(self, layer: Any, call: Any, args: Any, kwargs: Any) -> Any:
         with self._in_layer(layer):
-            if self._in_order is None:
+            # Operations that are computed again in the backward pass are recorded.
+            is_again = saved_tensors_hooks_of_thread() != self._hooks
+            if self._in_order is None or is_again:
                 return call(*args, **kwargs)
             arguments = known_arguments(layer, args, kwargs, self.rows)
 
