@@ -70,11 +70,9 @@ class Engine(abc.ABC):
     name: ClassVar[str]
     #: The features that this engine lacks, with what to use instead.
     lacks: Mapping[Feature, str] = MappingProxyType({})
-    #: Whether each device of a mesh needs a process of its own.
-    has_process_per_mesh_device: ClassVar[bool] = False
-    #: Whether Python runs the steps of each replica, so that replicas of one process
-    #: wait for its interpreter.
-    has_python_per_replica: ClassVar[bool] = False
+    #: Whether Python runs the steps of each device, so that those of one process wait
+    #: for its interpreter; each device of a mesh has a process.
+    has_python_per_device: ClassVar[bool] = False
     #: The error of an iterator that has ended.
     out_of_range_error: ClassVar[type[OutOfRangeError]] = OutOfRangeError
     #: The exceptions that end iterations.

@@ -84,7 +84,7 @@ def _program(
     engine: Engine, devices: tuple[Device, ...], wanted: bool | None
 ) -> Program | None:
     """The script to start for the other devices; None to keep them in this process."""
-    if wanted is False or (wanted is None and not engine.has_python_per_replica):
+    if wanted is False or (wanted is None and not engine.has_python_per_device):
         return None
     if not wanted and (len(devices) == 1 or devices[0].kind == "cpu"):
         return None
@@ -93,7 +93,7 @@ def _program(
     if not wanted:
         is_script = program is not None and not program.is_installed
         return program if is_script and not is_launched else None
-    if not engine.has_python_per_replica:
+    if not engine.has_python_per_device:
         raise BackendError(
             f"`processes=True` with KERAS_BACKEND={engine.name!r}: there, one program "
             "computes the steps of all devices, and processes would not be faster. "

@@ -148,7 +148,7 @@ class ModelParallelStrategy(Strategy):
         self._cluster_resolver = resolver
         given = getattr(layout_map, "device_mesh", None)
         own = _devices(engine, devices, None if workers is not None else given)
-        if engine.has_process_per_mesh_device:
+        if engine.has_python_per_device:
             own = _one_device(engine, own)
         check_implementation(options, engine.name, own)
         every = [own] if workers is None else _of_all_workers(workers, own)

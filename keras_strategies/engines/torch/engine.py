@@ -40,8 +40,7 @@ class TorchEngine(Engine):
     """Torch on CPU, CUDA, MPS and XPU devices."""
 
     name = "torch"
-    has_process_per_mesh_device = True
-    has_python_per_replica = True
+    has_python_per_device = True
 
     def __init__(self) -> None:
         self.lacks = _lacks()
