@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import threading
@@ -247,7 +248,10 @@ def test_snapshots_that_cannot_be_written(
         assert float(total.numpy()) == made
         with monkeypatch.context() as patch:
             patch.setattr(scheduler, "snapshot_problem", None)
-            patch.setattr(scheduler, "_on_snapshot_error", "continue")
+            options = dataclasses.replace(
+                scheduler._options, on_snapshot_error="continue"
+            )
+            patch.setattr(scheduler, "_options", options)
             patch.setattr(scheduler.tasks, "error", None)
             with pytest.warns(UserWarning, match="continues without snapshots"):
                 train()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import random
 import threading
 import warnings
@@ -32,7 +33,8 @@ class Drawer:
 
     def __init__(self, seed: int):
         self.seed = seed
-        self.drawn: list[tuple[float, float, int]] = []
+        # A list would be state of the layer, which a proof restores.
+        self._drawn = queue.SimpleQueue[tuple[float, float, int]]()
         self._another = threading.Condition()
         self._ends = threading.Event()
 
@@ -51,9 +53,12 @@ class Drawer:
     def _draw(self) -> None:
         while not self._ends.wait(0.005):
             numbers = random.random(), float(np.random.normal()), random.randrange(100)
+            self._drawn.put(numbers)
             with self._another:
-                self.drawn.append(numbers)
                 self._another.notify_all()
+
+    def drawn(self) -> list[tuple[float, float, int]]:
+        return [self._drawn.get() for _ in range(self._drawn.qsize())]
 
     def wait(self) -> None:
         """Waits for another draw, for a short time."""
@@ -102,7 +107,8 @@ def test_numbers_that_another_thread_draws_are_not_drawn_again() -> None:
     # Such as the thread of a dataset that reads ahead from a generator.
     drawer = Drawer(5)
     texts = trained_with(drawer)
-    assert drawer.drawn == expected_draws(5, len(drawer.drawn))
+    drawn = drawer.drawn()
+    assert drawn == expected_draws(5, len(drawn)) and drawn
     assert not [text for text in texts if "cannot be split" in text]
 
 

@@ -34,6 +34,7 @@ __all__ = [
     "RANDOM_FUNCTIONS",
     "DeviceContext",
     "TorchDispatchMode",
+    "all_gather_into",
     "compile_graph",
     "create_gloo_group",
     "decomposition_of",
@@ -66,6 +67,11 @@ __all__ = [
 ]
 
 PRIVATE_NAMES = (
+    Private(
+        "torch.distributed.ProcessGroupGloo",
+        ("_allgather_base",),
+        "Rows of all workers are gathered into one tensor.",
+    ),
     Private(
         "torch",
         ("_sample_dirichlet", "_standard_gamma"),

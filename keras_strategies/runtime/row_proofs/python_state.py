@@ -49,6 +49,12 @@ _GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]]
         lambda g, state: setattr(g.bit_generator, "state", state),
     ),
 }
+#: Those of the process, from which other threads may draw: `traced_apart` finds the
+#: draws of the trace and restores them.
+_GENERATORS_OF_PROCESS = frozenset(
+    id(draw.__self__)  # type: ignore[attr-defined]
+    for draw in (random.random, np.random.random)
+)
 #: Arrays larger than this are not compared.
 _LARGEST_ARRAY = 1 << 16
 
@@ -175,7 +181,7 @@ class PythonState:
             self._add_value(where, list(value.args), depth)
             self._add_value(where, value.keywords, depth)
         elif isinstance(value, tuple(_GENERATORS)):
-            if id(value) not in self._seen:
+            if id(value) not in self._seen | _GENERATORS_OF_PROCESS:
                 self._seen.add(id(value))
                 kind = next(k for k in _GENERATORS if isinstance(value, k))
                 state = _GENERATORS[kind][0](value)
