@@ -391,7 +391,11 @@ def _reported(model: Any, path: Any) -> Iterator[None]:
     try:
         yield
     except BaseException as found:
-        error = f"{type(found).__name__}: {found}"
+        # Reading variables may raise the error of a step that has lost a worker.
+        cause = found if workers is None else workers.cause(found)
+        error = f"{type(cause).__name__}: {cause}"
+        if cause is not found:
+            raise cause from found
         raise
     finally:
         if workers is not None:
