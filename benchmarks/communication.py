@@ -48,6 +48,8 @@ def imported() -> int:
     import keras
     import numpy as np
 
+    # Keras imports TensorFlow, where it is installed, to seed it.
+    keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
     model.compile("sgd", "mse")
     model.fit(np.zeros((2, 2)), np.zeros((2, 2)), verbose=0)
