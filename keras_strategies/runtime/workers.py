@@ -39,7 +39,7 @@ class Workers(abc.ABC):
         self.replica_counts = ReplicaCounts((1,) * group.count, group.index)
         self.steps = WorkerSteps(group)
         #: Whether all read the same global batches, whatever a dataset's policy says:
-        #: processes of one machine, whose script does not know of them.
+        #: processes of one machine, of which the script does not know.
         self.are_device_processes = False
         #: The loop of an elastic group; None for a fixed one.
         self.elastic: ElasticLoop | None = None

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
     from keras_strategies.runtime.workers import Workers
 
-#: Sent by a worker whose replicas have no argument with rows.
+#: Sent by a worker where no argument of a replica has rows.
 NO_ROWS = -1
 
 
