@@ -14,6 +14,9 @@ def prefetch_one(
 ) -> Iterator[Moved]:
     """Moves each batch while the previous one is used.
 
+    The second is read when it is asked for: Keras reads the first batch of a pass to
+    build a model, and reading others may draw from random numbers of the process.
+
     Args:
         batches: the batches. An error of the iterable is raised after the batches
             before it.
@@ -30,6 +33,12 @@ def prefetch_one(
     """
     waiting = iter(batches)
     arrive: Callable[[], Moved] | None = None
+    try:
+        arrive = move(next(waiting))
+    except StopIteration:
+        return
+    yield arrive()
+    arrive = None
     while True:
         error: Exception | None = None
         following: Callable[[], Moved] | None = None

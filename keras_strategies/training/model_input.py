@@ -149,29 +149,27 @@ def _elastic_input(value: Any, class_weight: dict[int, float] | None) -> Any:
 def _model_input(
     strategy: Any, value: Any, class_weight: dict[int, float] | None
 ) -> Any:
-    group = None
-    if strategy is not None and strategy.workers is not None:
-        if strategy.workers.elastic is not None:
-            return _elastic_input(value, class_weight)
-        group = strategy.workers.group
+    workers = None if strategy is None else strategy.workers
+    if workers is not None and workers.elastic is not None:
+        return _elastic_input(value, class_weight)
     if isinstance(value, DistributedDataset):
         source = value.feed.source()
-        if group is not None and not value.feed.is_global:
-            source = WorkersSource(source, group)
+        if workers is not None and not value.feed.is_global:
+            source = WorkersSource(source, workers)
     elif isinstance(value, DatasetFunction):
         if strategy is None:
             source = value.source(InputContext(1, 0, 1), 1)
         else:
             local_replicas = len(strategy.placement.replicas)
             source = value.source(strategy.input_context(), local_replicas)
-        if group is not None:
-            source = WorkersSource(source, group)
+        if workers is not None:
+            source = WorkersSource(source, workers)
     elif is_tf_data(value):
-        assert strategy is not None and strategy.workers is not None and group
-        part = auto_shard.shard(value, strategy.workers)
+        assert workers is not None
+        part = auto_shard.shard(value, workers)
         if part is None:
             return value
-        source = over_workers(part, group)
+        source = over_workers(part, workers)
     else:
         source = source_of(value)
     return source.model_input(class_weight)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
-from typing import Any
+from typing import Any, Protocol
 
 import keras
 import torch
@@ -56,6 +56,13 @@ class CudaMover:
         return pinned(leaf).to(self._device, non_blocking=True)
 
 
+class BatchPrefetcher(Protocol):
+    """Prefetches the batches of `fit`, `evaluate` and `predict`."""
+
+    def batches(self, batches: Iterable[Any], adapter: Any = None) -> Iterator[Any]:
+        """A pass over the batches, which begins now; see `LoaderPlacer`."""
+
+
 def pinned(leaf: Any) -> Any:
     """A dense tensor of the host in pinned memory; other values unchanged.
 
@@ -70,9 +77,7 @@ def pin_batch(batch: Any) -> Any:
     return keras.tree.map_structure(pinned, batch)
 
 
-def batch_prefetcher(
-    home: torch.device, is_single: bool
-) -> CudaPrefetcher | PinningPrefetcher | None:
+def batch_prefetcher(home: torch.device, is_single: bool) -> BatchPrefetcher | None:
     """The prefetch of batches under a strategy; None without GPUs.
 
     Args:
@@ -99,8 +104,8 @@ class CudaPrefetcher:
     def __init__(self, move: Mover):
         self._move = move
 
-    def batches(self, batches: Iterable[Any]) -> Iterator[Any]:
-        return prefetch_one(batches, self._move)
+    def batches(self, batches: Iterable[Any], adapter: Any = None) -> Iterator[Any]:
+        return prefetch_one(iter(batches), self._move)
 
 
 class PinningPrefetcher:
@@ -112,12 +117,15 @@ class PinningPrefetcher:
     the collectives of each step, and would pin it while the devices are idle.
     """
 
-    def batches(self, batches: Iterable[Any]) -> Iterator[Any]:
+    def batches(self, batches: Iterable[Any], adapter: Any = None) -> Iterator[Any]:
         """The batches in pinned memory; an error is raised in the step of its batch."""
         pinning: list[Future[Any]] = []
 
+        # An iterator of a loader draws from Torch's random numbers when it is made.
+        begun = iter(batches)
+
         def read() -> Iterator[Any]:
-            for batch in batches:
+            for batch in begun:
                 yield batch
                 # The source may write the next one to the same memory.
                 wait(pinning)

@@ -15,13 +15,14 @@ from keras_strategies.engines.torch.cuda_batches import batch_prefetcher
 from keras_strategies.engines.torch.data_parallel.layer_call import (
     TorchDataParallelCall,
 )
-from keras_strategies.engines.torch.data_parallel.row_parts import on_host
+from keras_strategies.engines.torch.data_parallel.row_parts import joined, on_host
 from keras_strategies.engines.torch.devices import (
     device_of,
     memories,
     torch_device,
 )
 from keras_strategies.engines.torch.elastic_steps import TorchElasticSteps
+from keras_strategies.engines.torch.own_rows.own_batches import OwnBatchPlacer
 from keras_strategies.engines.torch.replicas.replica_threads import ReplicaThreads
 from keras_strategies.engines.torch.replicas.replica_variables import ReplicaVariables
 from keras_strategies.engines.torch.replicas.row_numbers import partitioned_step
@@ -31,6 +32,7 @@ from keras_strategies.keras_compat.models.input_adapters import batches_placed_b
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.row_wise_layers import only_keras_draws
 from keras_strategies.keras_compat.variables.values import raw_value
+from keras_strategies.runtime.data_parallel.row_parts import has_row_parts
 from keras_strategies.runtime.drivers import FitDriver
 from keras_strategies.runtime.placement import VariableCopy
 from keras_strategies.runtime.workers import Workers
@@ -63,6 +65,8 @@ class TorchTrainer(FitDriver):
         home = torch_device(self.placement.variables)
         # With several replicas, each layer call moves their rows from the host.
         self.placer = batch_prefetcher(home, self.placement.is_single)
+        if workers is not None and self._call is not None and self.elastic is None:
+            self.placer = OwnBatchPlacer(self.placement, self._call, self.placer)
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
@@ -110,6 +114,8 @@ class TorchTrainer(FitDriver):
 
         def step(data: Any) -> Any:
             check_steps(data, workers)
+            if route is not call:
+                data = keras.tree.map_structure(joined, data)
             with layer_calls_through(route):
                 outputs = function(data)
             if kind == "predict":
@@ -187,7 +193,8 @@ def check_steps(data: Any, workers: Workers | None) -> None:
         workers.steps.begin_steps(len(data))
     for batch in data:
         check_batch(batch)
-        if workers is not None:
+        # Own rows have been compared when they were read.
+        if workers is not None and not has_row_parts(batch):
             workers.steps.check_batch(batch)
 
 

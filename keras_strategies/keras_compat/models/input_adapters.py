@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -37,6 +38,7 @@ def batches_adapter(
     begin: Callable[[], None] | None = None,
     *,
     can_repeat: bool = False,
+    own: Callable[[], Iterator[Any]] | None = None,
 ) -> Any:
     """An `x` for `fit`, `evaluate` and `predict`, from a function of batches.
 
@@ -53,6 +55,8 @@ def batches_adapter(
             more does not change.
         can_repeat: bool, whether passes are functions of a position, so that batches
             that are read for their specification belong to no pass.
+        own: starts a pass of `WorkerBatch`, with this worker's rows; None for batches
+            that all workers read in full.
     """
     from keras.src.trainers.data_adapters import data_adapter_utils
     from keras.src.trainers.data_adapters.generator_data_adapter import (
@@ -65,22 +69,35 @@ def batches_adapter(
             yield tuple(batch) if isinstance(batch, list) else batch
 
     def weighted() -> Iterator[Any]:
-        for batch in standard():
-            x, y, sample_weight = data_adapter_utils.unpack_x_y_sample_weight(batch)
-            if sample_weight is not None:
-                raise InvalidArgumentError(
-                    f"`fit` received class_weight={class_weight}, and a batch has a "
-                    "`sample_weight`. Only one is possible: multiply the sample "
-                    "weights by those of the classes in the dataset."
-                )
-            weights = data_adapter_utils.class_weight_to_sample_weights(y, class_weight)
-            yield x, y, weights
+        return map(with_weights, standard())
+
+    def with_weights(batch: Any) -> Any:
+        x, y, sample_weight = data_adapter_utils.unpack_x_y_sample_weight(batch)
+        if sample_weight is not None:
+            raise InvalidArgumentError(
+                f"`fit` received class_weight={class_weight}, and a batch has a "
+                "`sample_weight`. Only one is possible: multiply the sample "
+                "weights by those of the classes in the dataset."
+            )
+        weights = data_adapter_utils.class_weight_to_sample_weights(y, class_weight)
+        return x, y, weights
+
+    def own_pass() -> Iterator[Any]:
+        assert own is not None
+        for each in own():
+            if class_weight is None:
+                yield each
+            else:
+                yield dataclasses.replace(each, batch=with_weights(each.batch))
 
     class BatchesAdapter(GeneratorDataAdapter):
         def __init__(self) -> None:
             self._output_signature = None
             # A pass of which the first batches were read for their specification.
             self._peeked: Iterator[Any] | None = None
+
+        # Read by engines that keep rows on their workers.
+        own_batches = None if own is None else staticmethod(own_pass)
 
         def begin(self) -> None:
             if begin is not None and self._peeked is None:
@@ -158,11 +175,36 @@ def is_adapter(value: Any) -> bool:
     return isinstance(value, DataAdapter)
 
 
+def is_array_adapter(value: Any) -> bool:
+    """Whether a value is Keras's adapter of arrays."""
+    from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+
+    return type(value) is ArrayDataAdapter
+
+
+def own_batches(adapter: Any) -> Iterator[Any] | None:
+    """A pass over own rows of an adapter of `batches_adapter`; None if it has all."""
+    begin = getattr(adapter, "own_batches", None)
+    return None if begin is None else begin()
+
+
 class BatchPlacer(Protocol):
-    """Puts the batches of training loops on devices, on JAX and Torch."""
+    """Puts the batches of training loops on devices, on JAX."""
 
     def batches(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The batches, each moved to the devices when it is requested."""
+
+
+class LoaderPlacer(Protocol):
+    """Puts the batches of training loops on devices, on Torch."""
+
+    def batches(self, batches: Any, adapter: Any) -> Iterator[Any]:
+        """A pass over the batches, which begins now.
+
+        Args:
+            batches: the `torch.utils.data.DataLoader`.
+            adapter: Keras's adapter of the user's input.
+        """
 
 
 class DatasetPlacer(Protocol):
@@ -190,7 +232,7 @@ thread_input = _Input()
 
 @contextlib.contextmanager
 def batches_placed_by(
-    placer: BatchPlacer | DatasetPlacer | None,
+    placer: BatchPlacer | LoaderPlacer | DatasetPlacer | None,
 ) -> Iterator[None]:
     """Sets this thread's placer of batches; None leaves placement to Keras."""
     if placer is not None:
@@ -208,7 +250,9 @@ def torch_epoch_batches(original: Any, self: Any) -> Any:
     placer = thread_input.placer
     # An iterator of a loader draws from Torch's random numbers when it is made, and
     # Keras makes one more than it reads.
-    return batches if placer is None else placer.batches(iter(batches))
+    if placer is None:
+        return batches
+    return placer.batches(batches, self.data_adapter)
 
 
 def tensorflow_epochs(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:

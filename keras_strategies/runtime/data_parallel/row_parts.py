@@ -1,9 +1,10 @@
-"""Row parts: outputs of a data-parallel call that stay on their replicas.
+"""Row parts: tensors of the global batch with rows that stay on their replicas.
 
-Such a tensor is one of the global batch, with all of its rows, for any code that looks
-at it; its parts are joined when the first operation needs them. A data-parallel call
-that gets it as an argument, such as another layer, a loss or a metric, takes the parts,
-so that what is large never leaves its replica.
+These are outputs of data-parallel calls, and batches of which each worker has read its
+own rows. Such a tensor has all rows, for any code that looks at it; its parts are
+joined when the first operation needs them. A data-parallel call that gets it as an
+argument, such as another layer, a loss or a metric, takes the parts, so that what is
+large never leaves its replica.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
+
+import keras
 
 from keras_strategies.runtime.replicas.replica_set import RowSplit
 from keras_strategies.runtime.row_proofs.row_placements import RowProof
@@ -63,7 +66,8 @@ class RowParts:
     Attributes:
         row_split: the entries of axis 0 on each replica.
         caller: the data-parallel calls of the strategy that has made it.
-        layer: returns the layer that has computed it; None if that is gone.
+        layer: returns the layer that has computed it; None if that is gone, or for a
+            batch.
     """
 
     row_split: RowSplit
@@ -98,7 +102,7 @@ def note_join(tensor: RowParts, shape: tuple[int | None, ...]) -> None:
         return
     _joining_lines.add(line)
     _logger.info(
-        "All rows of an output of shape %s are joined on one device of each worker, as "
+        "All rows of a tensor of shape %s are joined on one device of each worker, as "
         "the code called at %s needs them. This is exact; what is sent and stored "
         "grows with the number of workers. Losses (`keras.losses.Loss`), Keras's "
         "metrics and layers compute on the replicas that have the rows.",
@@ -129,3 +133,8 @@ def parts_of(tensor: Any, row_split: RowSplit) -> list[Any] | None:
     if not isinstance(tensor, RowParts):
         return None
     return tensor.parts if tensor.row_split.is_like(row_split) else None
+
+
+def has_row_parts(values: Any) -> bool:
+    """Whether a structure has row parts among its leaves."""
+    return any(isinstance(leaf, RowParts) for leaf in keras.tree.flatten(values))

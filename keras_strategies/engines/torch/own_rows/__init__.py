@@ -1,0 +1,1 @@
+"""Batches of which each worker reads its own rows."""

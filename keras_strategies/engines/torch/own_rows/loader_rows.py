@@ -1,0 +1,428 @@
+"""This worker's rows of the global batches of a map-style `DataLoader`.
+
+The order of rows is that of the loader's batch sampler, which every worker reads in
+full; of the dataset, a worker reads its own rows only. That gives the rows of one
+device if each depends on its index alone. Nothing says whether it does, so each read is
+checked: if one of the workers finds that it has drawn random numbers, all of them
+restore the state before it, and read all rows of this batch and of those that follow.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import zlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import keras
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
+
+from keras_strategies.engines.torch.own_rows.dataset_state import DatasetState
+from keras_strategies.errors import InputError, WorkerError
+from keras_strategies.input.row_splits import split_sizes
+from keras_strategies.runtime.worker_batch import WorkerBatch
+from keras_strategies.runtime.workers import Workers
+
+_logger = logging.getLogger("keras_strategies.own_rows")
+
+
+class _Indices(list[int]):
+    """The indices of a global batch, as a loader's processes get them.
+
+    Attributes:
+        start: int, where this worker's begin.
+        stop: int, where they end.
+    """
+
+    start: int
+    stop: int
+
+
+class _Order:
+    """The order of a pass, in which the batches of a loader can be read again.
+
+    Args:
+        sampler: the loader's batch sampler.
+    """
+
+    def __init__(self, sampler: Iterable[Any]):
+        self._sampler = sampler
+        self._rest: Iterator[Any] = iter(())
+        self._read: list[Any] = []
+        self._again = False
+
+    def pass_over(self) -> Iterator[list[int]]:
+        if self._again:
+            self._again = False
+            yield from self._read
+        else:
+            self._rest = iter(self._sampler)
+        self._read = []
+        for indices in self._rest:
+            self._read.append(list(indices))
+            yield self._read[-1]
+
+    def forget(self) -> None:
+        """Drops the batches so far: they will not be read again."""
+        self._read.clear()
+
+    def again(self) -> None:
+        """The next pass begins with the batches since `forget`, and goes on."""
+        self._again = True
+
+
+class _AllRows:
+    """The batch sampler of a loader that reads all rows."""
+
+    def __init__(self, order: _Order):
+        self._order = order
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._order.pass_over()
+
+
+class _RowsOfWorker:
+    """The batch sampler of a loader that reads the rows of this worker.
+
+    Args:
+        order: the order of the global batches.
+        workers: the workers.
+    """
+
+    def __init__(self, order: _Order, workers: Workers):
+        self._order = order
+        self._counts = workers.replica_counts
+        #: Whether the next batches are read with all rows.
+        self.reads_all = False
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for indices in self._order.pass_over():
+            found = _Indices(indices)
+            found.start, found.stop = self._range(len(indices))
+            yield found
+
+    def _range(self, rows: int) -> tuple[int, int]:
+        if self.reads_all:
+            return 0, rows
+        sizes = self._counts.split(split_sizes(rows, self._counts.total))
+        own = [sum(each) for each in sizes]
+        if not all(own):
+            # Fewer rows than workers: each computes all of them.
+            return 0, rows
+        start = sum(own[: self._counts.worker])
+        return start, start + own[self._counts.worker]
+
+
+class _Read:
+    """What a loader's process has read of a global batch.
+
+    Args:
+        indices: those of the global batch.
+        change: str, the state that the read has changed; "" for none.
+        samples: what the dataset returned.
+
+    Attributes:
+        rows: int, those of the global batch.
+        is_own: bool, whether `samples` are of this worker.
+        checksum: int, of the indices of the global batch.
+    """
+
+    def __init__(self, indices: _Indices, change: str, samples: Any):
+        self.rows = len(indices)
+        self.is_own = indices.stop - indices.start < len(indices)
+        self.checksum = zlib.crc32(repr(list(indices)).encode())
+        self.change = change
+        self.samples = samples
+
+
+class _OwnSamples:
+    """A dataset that reads the samples of this worker.
+
+    Args:
+        dataset: the dataset.
+        is_checked: bool, whether the state that reads change is compared.
+    """
+
+    def __init__(self, dataset: Any, is_checked: bool):
+        self._dataset = dataset
+        self._is_checked = is_checked
+        #: The state before the last read, in the process that has read.
+        self.before: DatasetState | None = None
+        # What a read has changed; in a process that stays, also one whose batch was not
+        # used.
+        self._change = ""
+
+    def __getitems__(self, indices: _Indices) -> _Read:
+        own = list(indices[indices.start : indices.stop])
+        if self._is_checked:
+            self.before = DatasetState(self._dataset)
+        samples = _samples(self._dataset, own)
+        if self.before is not None and not self._change:
+            change = self.before.changed()
+            self._change = change and f"reading a row changes {change}"
+        return _Read(indices, self._change, samples)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "before": None}
+
+
+def _samples(dataset: Any, indices: list[int]) -> Any:
+    """The samples of a dataset, as a loader reads them."""
+    several = getattr(dataset, "__getitems__", None)
+    if several is not None:
+        return several(indices)
+    return [dataset[index] for index in indices]
+
+
+class _Collated:
+    """The function that makes a batch of samples.
+
+    Args:
+        collate: the loader's own.
+    """
+
+    def __init__(self, collate: Any):
+        self._collate = collate
+
+    def __call__(self, read: _Read) -> tuple[int, bool, int, str, Any]:
+        batch = self._collate(read.samples)
+        return read.rows, read.is_own, read.checksum, read.change, batch
+
+
+class _Pass:
+    """A pass over a loader: loaders for own rows, and for all rows from a step on.
+
+    Args:
+        loader: the user's loader.
+        workers: the workers.
+        is_checked: bool, whether the state that reads change is compared.
+    """
+
+    def __init__(self, loader: Any, workers: Workers, is_checked: bool):
+        self._loader = loader
+        self._order = _Order(loader.batch_sampler)
+        self._samples = _OwnSamples(loader.dataset, is_checked)
+        self.sampler = _RowsOfWorker(self._order, workers)
+        self._own = _loader_like(
+            loader, self._samples, self.sampler, _Collated(loader.collate_fn)
+        )
+        self._all = _loader_like(
+            loader, loader.dataset, _AllRows(self._order), loader.collate_fn
+        )
+        self._generators = _LoaderGenerators(loader)
+        #: How many passes have read own rows.
+        self.count = 0
+
+    def own(self) -> Iterator[Any]:
+        self.count += 1
+        self._generators = _LoaderGenerators(self._loader)
+        return iter(self._own)
+
+    def agreed(self) -> None:
+        """The workers use their rows of the last batch; it is not read again."""
+        if self._loader.num_workers == 0:
+            self._order.forget()
+
+    def all(self) -> Iterator[Any]:
+        return iter(self._all)
+
+    def all_from(self, step: int) -> Iterator[Any]:
+        """The batches from a step of the pass on, which has been read of own rows.
+
+        Processes of the loader have generators of their own, so that their reads are
+        repeated from the beginning of the pass.
+        """
+        self._order.again()
+        with self._generators.as_before():
+            batches = iter(self._all)
+        if self._loader.num_workers > 0:
+            return itertools.islice(batches, step, None)
+        if self._samples.before is not None:
+            self._samples.before.restore()
+        return batches
+
+
+class LoaderRows:
+    """Own rows of the global batches of a loader.
+
+    Args:
+        loader: a `torch.utils.data.DataLoader` that `can_read_rows`, or one of Keras
+            for arrays.
+        workers: the workers.
+        is_of_arrays: bool, whether it is one of Keras, whose order is that of the
+            random numbers of the process.
+    """
+
+    def __init__(self, loader: Any, workers: Workers, is_of_arrays: bool = False):
+        self._loader = loader
+        self._workers = workers
+        self._is_of_arrays = is_of_arrays
+        self._is_known = is_of_arrays or type(loader.dataset) is TensorDataset
+        self._reads_all = False
+        self._under_way: _Pass | None = None
+        # With processes that stay for the next pass.
+        self._kept = self._new_pass() if loader.persistent_workers else None
+
+    def _new_pass(self) -> _Pass:
+        return _Pass(self._loader, self._workers, not self._is_known)
+
+    def begin(self) -> Iterator[Any]:
+        """A pass over the global batches: `WorkerBatch`, or all rows of a batch.
+
+        Iterators of loaders draw from Torch's random numbers when they are made, so
+        this one is made now.
+        """
+        if self._reads_all:
+            return iter(self._loader) if self._kept is None else self._kept.all()
+        one_pass = self._under_way = self._kept or self._new_pass()
+        return self._batches(one_pass, one_pass.own())
+
+    def read_all(self) -> None:
+        """Reads all rows of the batches that follow, also in the pass under way."""
+        self._reads_all = True
+        if self._under_way is not None:
+            self._under_way.sampler.reads_all = True
+
+    def _batches(self, one_pass: _Pass, reads: Any) -> Iterator[Any]:
+        total = self._workers.replica_counts.total
+        for step in itertools.count():
+            read = next(reads, None)
+            change = "" if self._is_of_arrays else self._agreed(read)
+            if read is None:
+                return
+            if change:
+                if one_pass.count > 1:
+                    raise _changed_later(change)
+                _logger.info(
+                    "Each worker reads all rows of a DataLoader, which is exact: %s.",
+                    change,
+                )
+                self._reads_all = True
+                del reads
+                yield from one_pass.all_from(step)
+                return
+            one_pass.agreed()
+            rows, is_own, _, _, batch = read
+            yield WorkerBatch(batch, split_sizes(rows, total)) if is_own else batch
+
+    def _agreed(self, read: Any) -> str:
+        """What the read of a batch has changed on one of the workers; "" for nothing.
+
+        Raises:
+            WorkerError: if these are not reads of the same batch.
+        """
+        group = self._workers.group
+        own: dict[str, Any] = {"rows": 0, "checksum": 0, "change": ""}
+        if read is not None:
+            rows, is_own, checksum, change, batch = read
+            if is_own and not change:
+                change = _problem(batch)
+            own = {"rows": rows, "checksum": checksum, "change": change}
+        found: list[dict[str, Any]] = group.gather_values("a batch", own)
+        for other, each in enumerate(found):
+            if (each["rows"], each["checksum"]) != (own["rows"], own["checksum"]):
+                raise WorkerError(
+                    f"Workers {group.index} and {other} have different batches at "
+                    f"{group.progress}, of {own['rows']} and {each['rows']} rows of "
+                    "their DataLoaders. All workers must read the same global batches "
+                    "in the same order: seed the loader's `generator`, and remove a "
+                    "`DistributedSampler`; for separate data per worker, use "
+                    "ks.DatasetCreator or `strategy.distribute_datasets_from_function`."
+                )
+        return next((str(each["change"]) for each in found if each["change"]), "")
+
+
+class _LoaderGenerators:
+    """Torch's generator and that of a loader, now.
+
+    Args:
+        loader: the loader.
+    """
+
+    def __init__(self, loader: Any):
+        self._generators = [torch.default_generator]
+        if loader.generator is not None:
+            self._generators.append(loader.generator)
+        self._states = self._now()
+
+    def _now(self) -> list[torch.Tensor]:
+        return [generator.get_state() for generator in self._generators]
+
+    def as_before(self) -> _AsBefore:
+        return _AsBefore(self)
+
+
+class _AsBefore:
+    """Context in which generators are as at an earlier time."""
+
+    def __init__(self, generators: _LoaderGenerators):
+        self._of = generators
+
+    def __enter__(self) -> None:
+        self._now = self._of._now()
+        self._set(self._of._states)
+
+    def __exit__(self, *exception: Any) -> None:
+        self._set(self._now)
+
+    def _set(self, states: list[torch.Tensor]) -> None:
+        for generator, state in zip(self._of._generators, states, strict=True):
+            generator.set_state(state)
+
+
+def can_read_rows(loader: Any) -> bool:
+    """Whether own rows of a loader's batches can be read.
+
+    Not of streams, with a function of the user that makes batches, which may pad or mix
+    their rows, or with one that starts processes, which may change the dataset.
+    """
+    return (
+        type(loader) is DataLoader
+        and not isinstance(loader.dataset, IterableDataset)
+        and loader.batch_sampler is not None
+        and loader.collate_fn is default_collate
+        and loader.worker_init_fn is None
+    )
+
+
+def _changed_later(change: str) -> InputError:
+    return InputError(
+        "Each worker reads its own rows of a DataLoader with persistent_workers=True, "
+        f"but {change}, which the first batch did not. Its processes have read other "
+        "rows by now, so that the random numbers of one device are lost. Use "
+        "persistent_workers=False, or draw in each row."
+    )
+
+
+def _problem(batch: Any) -> str:
+    """Why a batch of own rows cannot be used, like a change; "" if it can."""
+    leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
+    if all(isinstance(leaf, torch.Tensor) and leaf.ndim for leaf in leaves):
+        return ""
+    return "its batches have values that are not tensors"
+
+
+def _loader_like(loader: Any, dataset: Any, sampler: Any, collate: Any) -> Any:
+    """A loader with the options of another one."""
+    options = {}
+    if loader.num_workers > 0:
+        options = {
+            "prefetch_factor": loader.prefetch_factor,
+            "persistent_workers": loader.persistent_workers,
+            "multiprocessing_context": loader.multiprocessing_context,
+            "timeout": loader.timeout,
+        }
+    return DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        num_workers=loader.num_workers,
+        collate_fn=collate,
+        pin_memory=loader.pin_memory,
+        generator=loader.generator,
+        **options,
+    )

@@ -1,0 +1,252 @@
+"""Each worker reads its own rows of a global batch, where that changes no number."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+if keras.backend.backend() != "torch":
+    pytest.skip("reads of own rows are Torch's", allow_module_level=True)
+
+import torch
+from harness.training import assert_same
+from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
+
+import keras_strategies as ks
+
+ALL = pytest.mark.parametrize(
+    "cluster", ["two", "three", "two_by_two"], indirect=True, scope="session"
+)
+ROWS, WIDTH, BATCH = 23, 3, 5
+_random = np.random.default_rng(4)
+X = _random.normal(size=(ROWS, WIDTH)).astype("float32")
+Y = X.sum(1, keepdims=True)
+WEIGHTS = np.linspace(0.5, 2.0, ROWS).astype("float32")
+
+
+class Rows(Dataset):
+    """Rows that depend on their index alone, and which of them have been read."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, i: int) -> Any:
+        self.read.append(int(i))
+        return X[i], Y[i], WEIGHTS[i]
+
+
+class Noisy(Rows):
+    """Rows with noise of a generator of the process or of the dataset."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind = kind
+        self.generator = np.random.default_rng(1)
+        self.python = random.Random(2)
+        self.seeds = keras.random.SeedGenerator(3)
+        self.count = 0
+
+    def noise(self, i: int) -> Any:
+        if self.kind == "torch":
+            return float(torch.rand(()))
+        if self.kind == "numpy":
+            return np.random.rand()
+        if self.kind == "python":
+            return random.random()
+        if self.kind == "generator":
+            return self.generator.random()
+        if self.kind == "own python":
+            return self.python.random()
+        if self.kind == "keras":
+            return float(keras.random.uniform((), seed=self.seeds))
+        if self.kind == "counter":
+            self.count += 1
+            return self.count / 10
+        # Rows of one worker, in the second epoch's batches too.
+        return np.random.rand() if i == ROWS - 2 else 0.0
+
+    def __getitem__(self, i: int) -> Any:
+        x, y, weight = super().__getitem__(i)
+        return x + np.float32(self.noise(i)), y, weight
+
+
+KINDS = (
+    "numpy",
+    "python",
+    "own python",
+    "keras",
+    "torch",
+    "generator",
+    "counter",
+    "of one row",
+)
+
+
+def make_model(strategy: Any) -> Any:
+    keras.utils.set_random_seed(5)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(1)])
+        model.compile(
+            keras.optimizers.SGD(0.05, momentum=0.9), "mse", weighted_metrics=["mae"]
+        )
+    return model
+
+
+def summary(model: Any, history: Any, *others: Any) -> dict[str, Any]:
+    return {
+        "history": {k: np.asarray(v) for k, v in history.history.items()},
+        "weights": {i: np.asarray(w) for i, w in enumerate(model.get_weights())},
+        "others": {i: np.asarray(each) for i, each in enumerate(others)},
+    }
+
+
+def loader(dataset: Any, **options: Any) -> Any:
+    return DataLoader(dataset, **{"batch_size": BATCH, "shuffle": True, **options})
+
+
+def fitted(strategy: Any, kind: str) -> tuple[Any, list[int]]:
+    """Numbers of `fit` with a loader, and the rows that were read."""
+    model = make_model(strategy)
+    dataset: Any = Rows() if kind == "rows" else Noisy(kind)
+    batches = loader(dataset)
+    history = model.fit(batches, epochs=2, verbose=0)
+    read = list(dataset.read)
+    evaluated = model.evaluate(batches, verbose=0)
+    # Equal draws after it: the generators of the process have moved alike.
+    draws = [random.random(), np.random.rand(), float(torch.rand(()))]
+    return summary(model, history, evaluated, draws), read
+
+
+@ALL
+def test_rows_of_a_loader_are_read_by_their_worker(cluster: Any) -> None:
+    expected, read = fitted(ks.OneDeviceStrategy("cpu:0"), "rows")
+    every = cluster(fitted, "rows")
+    for index, (found, _) in enumerate(every):
+        assert_same(expected, found, 1e-5, f"worker {index}")
+    # Each row by one of the workers.
+    assert sorted(itertools.chain(*(own for _, own in every))) == sorted(read)
+    assert max(len(own) for _, own in every) < len(read)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(pytest.param(kind, marks=pytest.mark.nightly) for kind in KINDS[:-4]),
+        *KINDS[-4:],
+    ],
+)
+def test_samples_with_random_numbers_are_those_of_one_device(
+    cluster: Any, kind: str
+) -> None:
+    expected, _ = fitted(ks.OneDeviceStrategy("cpu:0"), kind)
+    for index, (found, _) in enumerate(cluster(fitted, kind)):
+        assert_same(expected, found, 1e-5, f"worker {index}")
+
+
+def with_processes(strategy: Any, kind: str, persistent: bool) -> Any:
+    model = make_model(strategy)
+    dataset: Any = Rows() if kind == "rows" else Noisy(kind)
+    batches = loader(dataset, num_workers=2, persistent_workers=persistent)
+    history = model.fit(batches, epochs=2, verbose=0)
+    draws = [random.random(), np.random.rand(), float(torch.rand(()))]
+    return summary(model, history, draws)
+
+
+@pytest.mark.parametrize(
+    ("kind", "persistent"),
+    [
+        pytest.param("rows", False, marks=pytest.mark.nightly),
+        ("rows", True),
+        pytest.param("torch", False, marks=pytest.mark.nightly),
+        pytest.param("torch", True, marks=pytest.mark.nightly),
+        ("of one row", False),
+    ],
+)
+def test_processes_of_a_loader(cluster: Any, kind: str, persistent: bool) -> None:
+    expected = with_processes(ks.OneDeviceStrategy("cpu:0"), kind, persistent)
+    for index, found in enumerate(cluster(with_processes, kind, persistent)):
+        assert_same(expected, found, 1e-5, f"worker {index}")
+
+
+def with_late_draws(strategy: Any) -> str:
+    try:
+        with_processes(strategy, "of one row", True)
+    except ks.errors.InputError as error:
+        return str(error)
+    return ""
+
+
+def test_processes_that_stay_and_draw_later_are_an_error(cluster: Any) -> None:
+    for text in cluster(with_late_draws):
+        assert "persistent_workers=False" in text
+
+
+def of_arrays(strategy: Any, is_custom: bool) -> Any:
+    """Numbers of `fit` with arrays, the rows on this worker, and of the last steps."""
+    from keras_strategies.runtime.data_parallel.row_parts import RowParts
+
+    found: list[int] = []
+
+    class Custom(keras.Sequential):
+        def train_step(self, data: Any) -> Any:
+            x = data[0]
+            own = x.parts if isinstance(x, RowParts) else [x]
+            found.append(sum(len(part) for part in own))
+            if is_custom:
+                x = x + 0.5 * x.mean(0)
+            return super().train_step((x, *data[1:]))
+
+    keras.utils.set_random_seed(5)
+    with strategy.scope():
+        model = Custom([keras.Input((WIDTH,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", metrics=["mae"])
+    history = model.fit(
+        X, Y, sample_weight=WEIGHTS, batch_size=BATCH, epochs=2, verbose=0
+    )
+    predicted = model.predict(X, batch_size=7, verbose=0)
+    evaluated = model.evaluate(X, Y, batch_size=2, verbose=0)
+    return summary(model, history, predicted, evaluated), found
+
+
+@ALL
+def test_rows_of_arrays(cluster: Any) -> None:
+    expected, sizes = of_arrays(ks.OneDeviceStrategy("cpu:0"), False)
+    every = cluster(of_arrays, False)
+    for index, (found, _) in enumerate(every):
+        assert_same(expected, found, 1e-5, f"worker {index}")
+    assert np.sum([own for _, own in every], 0).tolist() == sizes
+
+
+def test_arrays_of_a_step_that_joins_them_are_read_in_full(cluster: Any) -> None:
+    expected, sizes = of_arrays(ks.OneDeviceStrategy("cpu:0"), True)
+    for index, (found, own) in enumerate(cluster(of_arrays, True)):
+        assert_same(expected, found, 1e-5, f"worker {index}")
+        assert own[0] < sizes[0] and own[1:] == sizes[1:]
+
+
+def of_other_orders(strategy: Any) -> str:
+    batches = DataLoader(
+        TensorDataset(torch.tensor(X), torch.tensor(Y)),
+        BATCH,
+        sampler=RandomSampler(
+            X, generator=torch.Generator().manual_seed(strategy.workers.group.index)
+        ),
+    )
+    try:
+        make_model(strategy).fit(batches, verbose=0)
+    except ks.errors.WorkerError as error:
+        return str(error)
+    return ""
+
+
+def test_orders_that_differ_are_an_error(cluster: Any) -> None:
+    for text in cluster(of_other_orders):
+        assert "have different batches" in text and "`generator`" in text
