@@ -111,10 +111,10 @@ class NumpyRun(ReplicaRun):
         args: Sequence[tuple[Any, ...]],
         kwargs: Sequence[dict[str, Any]],
     ) -> list[Any]:
-        merging, made = MergeContext(self), CreatedVariables()
+        merging = MergeContext(self, self.draws_of(fn, args, kwargs))
+        made = CreatedVariables()
         collectives = TurnCollectives(self, merging)
-        rows = self.rows(args, kwargs)
-        tasks = self.tasks(fn, args, kwargs, collectives, merging, made, rows)
+        tasks = self.tasks(fn, args, kwargs, collectives, merging, made)
         around = thread_state.thread_state()
 
         def on_thread(i: int) -> Any:
@@ -125,7 +125,7 @@ class NumpyRun(ReplicaRun):
             calls = [pool.submit(on_thread, i) for i in self.replicas]
         if collectives.error is not None:
             raise collectives.error
-        self.commit(merging.states)
+        self.commit(merging)
         return [call.result() for call in calls]
 
     def copier(self, replica_id: int) -> Callable[[Any], Any]:

@@ -139,6 +139,60 @@ def test_draws_that_may_have_rows_or_not_are_refused(
         drawn_in_uneven_replicas(draw, sizes)
 
 
+def fixed(x: Any, seed: Any) -> Any:
+    """Entries as many as rows of a run, by chance."""
+    return x + ops.sum(keras.random.normal((3, 4), seed=seed), 0)
+
+
+def drawn_in_runs(strategy: Any, draw: Any, runs: list[tuple[int, ...]]) -> list[Any]:
+    """What replicas draw in several runs of a function, each joined."""
+    with strategy.scope():
+        seed = keras.random.SeedGenerator(3)
+
+    def fn(x: Any) -> Any:
+        return draw(x, seed)
+
+    found = []
+    for sizes in runs:
+        results = strategy.run(fn, args=(rows_of_replicas(sizes),))
+        parts = map(ops.convert_to_numpy, strategy.experimental_local_results(results))
+        found.append(np.concatenate(list(parts)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("draw", "runs"),
+    [(fixed, [(4, 2), (3, 3), (3, 2), (3, 3)]), (doubled, [(2, 2), (1, 2), (1, 1)])],
+)
+def test_earlier_runs_show_which_draws_have_rows(draw: Any, runs: Any) -> None:
+    one_device = ks.OneDeviceStrategy("cpu:0")
+    expected = drawn_in_runs(one_device, draw, [(sum(sizes),) for sizes in runs])
+    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
+    for one, other in zip(expected, drawn_in_runs(strategy, draw, runs), strict=True):
+        np.testing.assert_allclose(other, one, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "runs", [[(3, 3), (4, 2)], [(3, 3), (2, 2)], [(3, 3), (3, 3), (5, 4)]]
+)
+def test_later_runs_do_not_change_which_draws_have_rows(runs: Any) -> None:
+    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
+    with pytest.raises(ks.errors.ContextError, match="in an earlier run"):
+        drawn_in_runs(strategy, fixed, runs)
+
+
+def test_functions_with_the_same_code_draw_apart() -> None:
+    """What one has drawn says nothing of another that it is called with."""
+    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
+    for draw, runs in [(fixed, [(4, 2)]), (DRAWS["normal"], [(3, 3), (2, 1)])]:
+        totals = [(sum(sizes),) for sizes in runs]
+        one_device = ks.OneDeviceStrategy("cpu:0")
+        expected = drawn_in_runs(one_device, draw, totals)
+        found = drawn_in_runs(strategy, draw, runs)
+        for one, other in zip(expected, found, strict=True):
+            np.testing.assert_allclose(other, one, atol=1e-6)
+
+
 def test_a_draw_without_rows_is_the_same_on_all_replicas() -> None:
     strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
     with strategy.scope():

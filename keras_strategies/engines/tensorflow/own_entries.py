@@ -70,8 +70,7 @@ def length_of(given: Arguments) -> int | None:
 
 
 def rows_of_length(rows: OwnRows | None, given: Arguments) -> OwnRows | None:
-    """`DrawsByLength.next_draw` in a graph where a number of rows or a length is known
-    in a step only."""
+    """The entries of a draw of which the length is known in a step only."""
     is_choice = "logits" in given
     if rows is None or not (is_choice or _rank(given["shape"])):
         return None
@@ -83,10 +82,24 @@ def rows_of_length(rows: OwnRows | None, given: Arguments) -> OwnRows | None:
         )
         multiple = tf.where(own > 1, length // tf.maximum(own, 1), 1)
         are_rows = (own > 0) & (multiple > 0) & (length == multiple * own)
+        return entries_in_program(
+            OwnRows(before, own, total), tf.where(are_rows, multiple, 0), length
+        )
+
+
+def entries_in_program(rows: OwnRows, multiple: Any, length: Any) -> OwnRows:
+    """The entries of a draw of which a step knows whether it has rows.
+
+    Args:
+        rows: the replica's rows.
+        multiple: int64 scalar, the entries of axis 0 for each row; 0 without rows.
+        length: int, or int64 scalar, what the replica draws.
+    """
+    with _scalars():
+        before, total = (tf.cast(n, tf.int64) for n in (rows.before, rows.total))
+        length = tf.cast(length, tf.int64)
         return OwnRows(
-            tf.where(are_rows, before * multiple, 0),
-            length,
-            tf.where(are_rows, total * multiple, length),
+            before * multiple, length, tf.where(multiple > 0, total * multiple, length)
         )
 
 

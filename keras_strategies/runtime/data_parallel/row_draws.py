@@ -16,12 +16,13 @@ import contextlib
 import contextvars
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import keras
 
-from keras_strategies.errors import BatchError, ContextError
+from keras_strategies.errors import BatchError
+from keras_strategies.runtime.data_parallel.draw_lengths import DrawLengths
 
 
 @dataclass(frozen=True)
@@ -87,74 +88,28 @@ class AllRows(RowDraws):
         return None
 
 
-@dataclass
-class DrawLengths:
-    """The draws of the first replica of a run that has reached each of them.
-
-    Replicas have different numbers of rows where a batch does not divide evenly, so
-    their lengths of one draw show whether it has rows.
-    """
-
-    #: For each draw the replica's rows, the length, and the entries of a row.
-    first: list[tuple[int, int, int]] = field(default_factory=list)
-
-    def multiple(self, number: int, own: int, length: int) -> int:
-        """The entries of axis 0 for each row; 0 for a draw that all rows share.
-
-        Args:
-            number: int, of the draw.
-            own: int, the rows of a replica.
-            length: int, what the replica draws.
-
-        Raises:
-            ContextError: if the first replica has drawn by another rule.
-        """
-        # Of one row, each length is a multiple.
-        multiple = length // own if own > 1 else 1
-        multiple = multiple if length == multiple * own else 0
-        if number == len(self.first):
-            self.first.append((own, length, multiple))
-        if number >= len(self.first) or self.first[number][0] == own:
-            return multiple
-        own_of_first, of_first, expected = self.first[number]
-        is_shared = length == of_first
-        has_rows = length * own_of_first == of_first * own and not length % own
-        if not (is_shared or has_rows):
-            return multiple
-        found = length // own if has_rows else 0
-        if found != expected:
-            raise ContextError(
-                f"Replicas with {own_of_first} and {own} rows draw {of_first} and "
-                f"{length} entries of random numbers in `run`, and whether these "
-                "belong to rows does not follow from the lengths. Draw with the rows "
-                "as first axis and others after it (`(rows, 2, ...)`), or draw outside "
-                "of `run` and pass the numbers as an argument."
-            )
-        return found
-
-
 class DrawsByLength(RowDraws):
     """Draws of a function of `run`, of which nothing is proved.
 
     Those have rows that are as long as the replica's rows, or several times as long
-    (steps that are merged with rows). A fixed length can be that by chance: then
-    replicas draw different numbers where one device draws one.
+    (steps that are merged with rows). A fixed length can be that by chance, see
+    `DrawLengths`.
 
     Args:
         rows: returns the replica's rows, None without any; called for the first draw.
-        is_partitioned: bool, see `RowDraws`.
         lengths: those of all replicas of the run.
+        is_partitioned: bool, see `RowDraws`.
     """
 
     def __init__(
         self,
         rows: Callable[[], OwnRows | None],
+        lengths: DrawLengths,
         is_partitioned: bool = False,
-        lengths: DrawLengths | None = None,
     ):
         super().__init__(is_partitioned)
         self._rows = rows
-        self._lengths = lengths or DrawLengths()
+        self._lengths = lengths
         self._count = 0
 
     @functools.cached_property
@@ -170,11 +125,15 @@ class DrawsByLength(RowDraws):
         counts = (rows.before, rows.own, rows.total, length)
         return all(isinstance(each, int) for each in counts)
 
-    def next_draw(self, length: int | None) -> OwnRows | None:
-        rows = self.rows
+    def next_number(self) -> int:
+        """The number of the next draw."""
         number, self._count = self._count, self._count + 1
-        if rows is None or not rows.own or not length:
-            return None
+        return number
+
+    def next_draw(self, length: int | None) -> OwnRows | None:
+        rows, number = self.rows, self.next_number()
+        if rows is None or not rows.own or not length or rows.own == rows.total:
+            return None  # Also where the replica has all rows, of whatever draw.
         multiple = self._lengths.multiple(number, rows.own, length)
         return rows.times(multiple) if multiple else None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +11,8 @@ from keras_strategies import context
 from keras_strategies.collectives.replica_ops import LocalReduction
 from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
 from keras_strategies.keras_compat.variables.values import raw_value
+from keras_strategies.runtime.data_parallel.draw_lengths import DrawHistory
 from keras_strategies.runtime.data_parallel.row_draws import (
-    DrawLengths,
-    DrawsByLength,
-    OwnRows,
     RowDraws,
     drawing,
     rows_of_arguments,
@@ -28,6 +25,7 @@ from keras_strategies.runtime.replicas.gradient_sums import (
     sums_over_workers,
 )
 from keras_strategies.runtime.replicas.replica_set import ReplicaSet
+from keras_strategies.runtime.replicas.run_draws import RunDraws
 from keras_strategies.runtime.replicas.tensor_primitives import TensorPrimitives
 from keras_strategies.runtime.state import run_state
 from keras_strategies.runtime.state.local_values import LocalValues
@@ -36,7 +34,6 @@ from keras_strategies.values import DistributedValues, select_replica
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
-    from keras_strategies.runtime.workers import Workers
 
 #: Sent by a worker where no argument of a replica has rows.
 NO_ROWS = -1
@@ -65,6 +62,8 @@ class ReplicaRun(RunDriver):
             self._primitives, self.placement.replica_counts, self.placement.workers
         )
         self.on_read_values = self.local_values_class(self.replica_set, self.placement)
+        # A new worker has none of the earlier runs.
+        self.draws = DrawHistory()
 
     # Implemented by engines.
 
@@ -98,35 +97,23 @@ class ReplicaRun(RunDriver):
 
     # Runs.
 
-    def rows(
-        self, args: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]]
-    ) -> Callable[[], list[Any]]:
-        """A function of the rows of each replica, of all workers.
-
-        They are an empty list where replicas have none.
-        """
-        own = rows_of_arguments(list(zip(args, kwargs, strict=True)))
+    def draws_of(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[tuple[Any, ...]],
+        kwargs: Sequence[dict[str, Any]],
+    ) -> RunDraws:
+        """The draws of the local replicas in a run. Workers call it equally often."""
+        calls = list(zip(args, kwargs, strict=True))
+        own, earlier = rows_of_arguments(calls), self.draws.of(fn, calls)
         workers = self.replica_set.workers
         if workers is None:
-            return lambda: own
-        return self.rows_of_workers(own, workers)
-
-    def rows_of_workers(
-        self, own: list[Any], workers: Workers
-    ) -> Callable[[], list[Any]]:
-        """A function of the rows of the replicas of all workers.
-
-        Workers call it equally often. Called by replicas when they draw first.
-
-        Args:
-            own: the rows of the replicas of this worker; an empty list without any.
-            workers: the communicator between workers.
-        """
+            return RunDraws(lambda: own, earlier)
         counts = self.replica_set.counts.by_worker
         sent = own or [NO_ROWS] * len(self.placement.replicas)
         every = self.replica_set.primitives.all_lengths(sent, workers, counts)
-        found = [] if NO_ROWS in every else every
-        return lambda: found
+        found = [] if NO_ROWS in every else list(map(int, every))
+        return RunDraws(lambda: found, earlier, workers)
 
     def tasks(
         self,
@@ -136,20 +123,16 @@ class ReplicaRun(RunDriver):
         collectives: ReplicaCollectives,
         merging: MergeContext,
         made: CreatedVariables,
-        rows: Callable[[], list[Any]],
     ) -> list[Callable[[], Any]]:
         """The call of each local replica, in its context; states are in `merging`."""
         found = []
-        lengths = DrawLengths()
         for i, (own_args, own_kwargs) in enumerate(zip(args, kwargs, strict=True)):
             replica_id = self.replica_set.counts.first + i
             replica = context.ReplicaContext(self.strategy, replica_id, collectives)
             state = self._state(i, replica, made)
             merging.states.append(state)
-            draws = DrawsByLength(
-                functools.partial(_rows_of, rows, replica_id),
-                self.strategy.partitions_draws,
-                lengths,
+            draws = merging.draws.of_replica(
+                replica_id, i, self.strategy.partitions_draws
             )
             task = self._task(i, fn, own_args, own_kwargs, replica, state, draws)
             found.append(task)
@@ -188,9 +171,10 @@ class ReplicaRun(RunDriver):
 
         return run
 
-    def commit(self, states: Sequence[RunState]) -> None:
+    def commit(self, merging: MergeContext) -> None:
         """Assigns the replicas' values to variables."""
-        workers = self.replica_set.workers
+        merging.draws.compare()
+        workers, states = self.replica_set.workers, merging.states
         updated = {k: v for state in states for k, (v, _) in state.updates.items()}
         variables = list(updated.values())
         with self.updating():
@@ -284,20 +268,17 @@ class ReplicaRun(RunDriver):
         self.on_read_values.assigned(variable)
 
 
-def _rows_of(rows: Callable[[], list[Any]], replica_id: int) -> OwnRows | None:
-    every = rows()
-    return OwnRows.of(every, replica_id) if every else None
-
-
 class MergeContext:
     """Context of functions of `merge_call`: they read and assign the variables.
 
     Args:
         run: the run of the replicas.
+        draws: their draws.
     """
 
-    def __init__(self, run: ReplicaRun):
+    def __init__(self, run: ReplicaRun, draws: RunDraws):
         self._run = run
+        self.draws = draws
         #: The states of the local replicas.
         self.states: list[RunState] = []
 
@@ -305,7 +286,7 @@ class MergeContext:
     def __call__(self) -> Iterator[None]:
         version = self._run.version
         with outside_stateless_scopes(), self._run.merged():
-            self._run.commit(self.states)
+            self._run.commit(self)
             read = {id(v): v for state in self.states for v in state.variables_read()}
             before = {key: version(variable) for key, variable in read.items()}
             try:

@@ -335,3 +335,45 @@ def test_rows_in_a_function_within_run_are_refused(signature) -> None:
     found = strategy.run(lambda x: shifted(x), args=(rows,))
     first, second = strategy.experimental_local_results(found)
     np.testing.assert_array_equal(first, second)
+
+
+def drawn_in_function(strategy, runs, signature):
+    """What replicas draw in runs of a `tf.function`, each joined."""
+    with strategy.scope():
+        seed = random.SeedGenerator(3)
+
+    def fn(x):
+        return (
+            x
+            + random.uniform(ops.shape(x), seed=seed)
+            + random.normal((3, 1), seed=seed)[0]
+        )
+
+    count = strategy.num_replicas_in_sync
+    specs = [tf.TensorSpec((None, 4))] * count if signature else None
+
+    @tf.function(input_signature=specs)
+    def step(*rows):
+        results = strategy.run(fn, args=(ks.PerReplica(list(rows)),))
+        return tf.concat(strategy.experimental_local_results(results), 0)
+
+    return [step(*(tf.zeros((own, 4)) for own in sizes)).numpy() for sizes in runs]
+
+
+@pytest.mark.parametrize("signature", [False, True])
+@pytest.mark.parametrize("runs", [[(4, 3), (4, 2), (3, 3), (3, 4)]])
+def test_fixed_lengths_in_programs_are_not_rows(signature, runs) -> None:
+    """Of programs for any number of rows, and for that of some replicas."""
+    totals = [(sum(sizes),) for sizes in runs]
+    expected = drawn_in_function(ks.OneDeviceStrategy("cpu:0"), totals, signature)
+    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
+    found = drawn_in_function(strategy, runs, signature)
+    for one, other in zip(expected, found, strict=True):
+        np.testing.assert_allclose(other, one, atol=1e-6)
+
+
+@pytest.mark.parametrize("runs", [[(3, 3), (4, 3)], [(3, 3), (4, 4), (5, 5)]])
+def test_programs_for_any_rows_do_not_change_which_lengths_are_fixed(runs) -> None:
+    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
+    with pytest.raises(ks.errors.ContextError, match="in an earlier run"):
+        drawn_in_function(strategy, runs, False)

@@ -46,6 +46,10 @@ from keras_strategies.engines.jax.run.unrolled_replicas import UnrolledReplicas
 from keras_strategies.errors import ContextError
 from keras_strategies.keras_compat.backends.keras_on_jax import hook_draws
 from keras_strategies.keras_compat.state_scope import current_policy
+from keras_strategies.runtime.data_parallel.draw_lengths import (
+    DrawHistory,
+    EarlierDraws,
+)
 from keras_strategies.runtime.replicas.collectives import SingleReplica
 from keras_strategies.runtime.state.run_state import CREATE_ONCE
 
@@ -99,6 +103,7 @@ class ReplicaProgram:
         # every function, also for one that closes over other values.
         self._known: dict[Any, dict[Any, StateRef]] = {}
         self._unrolled: set[Any] = set()
+        self._draws = DrawHistory()
         # The code of functions with replicas of different numbers of rows.
         self._uneven: set[Any] = set()
 
@@ -130,19 +135,20 @@ class ReplicaProgram:
         own = taken_apart([[list(own) for own in args], list(kwargs)])
         arguments = ReplicaArguments.of(*own)
         key = (code_of(fn), arguments.signature)
+        earlier = self._draws.of(fn, (args, kwargs))
         on_parts = with_composite_values(fn)
         if self._mesh.count > 1 and not arguments.is_uniform:
             self._warn_of_uneven_rows(fn)
         if self._mesh.count == 1 or not arguments.is_uniform or key in self._unrolled:
-            results = UnrolledReplicas(self._mesh, state, on_parts)(arguments)
+            results = UnrolledReplicas(self._mesh, state, on_parts, earlier)(arguments)
             return list(put_together(results))
         try:
-            results = self._sharded(key, state, program, on_parts, arguments)
+            results = self._sharded(key, state, program, on_parts, arguments, earlier)
         except Exception as error:
             # Python that depends on the traced replica number, in a branch, shape or
             # index, can raise any error, and so can what `shard_map` does not support.
             # An error with another cause is raised again by the unrolled replicas.
-            results = UnrolledReplicas(self._mesh, state, on_parts)(arguments)
+            results = UnrolledReplicas(self._mesh, state, on_parts, earlier)(arguments)
             if len(self._unrolled) < 1000:
                 self._unrolled.add(key)
             _warn_of_unrolling(fn, error)
@@ -172,11 +178,14 @@ class ReplicaProgram:
         program: ProgramState,
         fn: Callable[..., Any],
         arguments: ReplicaArguments,
+        earlier: EarlierDraws,
     ) -> list[Any]:
         known = self._known.get(key)
         refs = known or {}
         for _ in range(MAX_TRACES):
-            replicas = ShardMapReplicas(self._mesh, fn, arguments, list(refs.values()))
+            replicas = ShardMapReplicas(
+                self._mesh, fn, arguments, list(refs.values()), earlier
+            )
             mapped = replicas.mapped()
             inputs = replicas.inputs(state, program)
             is_first = known is None and not refs

@@ -16,8 +16,8 @@ import jax
 from jax import lax
 from jax import numpy as jnp
 
+from keras_strategies.runtime.data_parallel.draw_lengths import DrawLengths
 from keras_strategies.runtime.data_parallel.row_draws import (
-    DrawLengths,
     DrawsByLength,
     OwnRows,
     row_draws,
@@ -28,7 +28,7 @@ def draws_of(
     parts: Sequence[Sequence[Any]],
     replica: Any,
     is_uniform: bool,
-    lengths: DrawLengths | None = None,
+    lengths: DrawLengths,
 ) -> DrawsByLength:
     """The draws of a replica.
 
@@ -45,7 +45,7 @@ def draws_of(
         own = OwnRows(replica * rows[0], rows[0], sum(rows))
     elif rows is not None:
         own = OwnRows.of(rows, replica)
-    return DrawsByLength(lambda: own, lengths=lengths)
+    return DrawsByLength(lambda: own, lengths)
 
 
 def drawn(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -40,6 +40,10 @@ from keras_strategies.engines.jax.run.traced_replica_state import (
     current_replica_state,
     merged_value,
 )
+from keras_strategies.runtime.data_parallel.draw_lengths import (
+    DrawLengths,
+    EarlierDraws,
+)
 from keras_strategies.runtime.data_parallel.row_draws import drawing
 from keras_strategies.runtime.replicas.collectives import (
     MergeArguments,
@@ -66,7 +70,15 @@ class _ShardedContext(context.ReplicaContext):
 
 
 class ShardMapReplicas(TracedReplicas):
-    """A function on replicas that share one trace."""
+    """A function on replicas that share one trace.
+
+    Args:
+        mesh: the replicas.
+        fn: the function.
+        arguments: those of all replicas.
+        refs: the state that the function reads, as far as known.
+        earlier: its draws in earlier runs.
+    """
 
     def __init__(
         self,
@@ -74,12 +86,14 @@ class ShardMapReplicas(TracedReplicas):
         fn: Callable[..., Any],
         arguments: ReplicaArguments,
         refs: list[StateRef],
+        earlier: EarlierDraws,
     ):
         self._mesh = mesh
         self._axis = mesh.axis
         self._fn = fn
         self._arguments = arguments
         self._refs = refs
+        self._earlier = earlier
         self._blocks: dict[Any, Any] = {}
         # Traced values that are equal on all replicas, by identity.
         self._replicated: dict[int, Any] = {}
@@ -166,7 +180,8 @@ class ShardMapReplicas(TracedReplicas):
         )
         self._state = TracedReplicaState(replica, self._copy, self._local, self)
         args, kwargs = self._arguments.build(replicated, parts)
-        draws = draws_of(self._arguments.parts, self._replica_id, is_uniform=True)
+        lengths = DrawLengths(self._earlier)
+        draws = draws_of(self._arguments.parts, self._replica_id, True, lengths)
         with context.on_replica(replica), self._state.scope(), drawing(draws):
             result = self._fn(*args, **kwargs)
             outputs = self._sorted_outputs(result)

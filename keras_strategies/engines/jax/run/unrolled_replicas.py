@@ -29,8 +29,11 @@ from keras_strategies.engines.jax.run.traced_replica_state import (
 )
 from keras_strategies.keras_compat.thread_state import thread_state, with_thread_state
 from keras_strategies.keras_compat.variables.deferred import has_deferred_variables
-from keras_strategies.runtime.data_parallel.row_draws import (
+from keras_strategies.runtime.data_parallel.draw_lengths import (
     DrawLengths,
+    EarlierDraws,
+)
+from keras_strategies.runtime.data_parallel.row_draws import (
     RowDraws,
     drawing,
     row_draws,
@@ -44,16 +47,30 @@ from keras_strategies.types import ReduceOp
 
 
 class UnrolledReplicas(TracedReplicas):
-    """A function on replicas that are traced one by one into one program."""
+    """A function on replicas that are traced one by one into one program.
 
-    def __init__(self, mesh: ReplicaMesh, state: TraceState, fn: Callable[..., Any]):
+    Args:
+        mesh: the replicas.
+        state: the state of the program.
+        fn: the function.
+        earlier: its draws in earlier runs.
+    """
+
+    def __init__(
+        self,
+        mesh: ReplicaMesh,
+        state: TraceState,
+        fn: Callable[..., Any],
+        earlier: EarlierDraws,
+    ):
         self._mesh = mesh
         self._state = state
         self._fn = fn
+        self._earlier = earlier
 
     def __call__(self, arguments: ReplicaArguments) -> list[Any]:
         has_deferred_variables()  # One list for all threads.
-        states, tasks, lengths = [], [], DrawLengths()
+        states, tasks, lengths = [], [], DrawLengths(self._earlier)
         for i in range(self._mesh.count):
             replica = context.ReplicaContext(self._mesh.strategy, i, self)
             state = TracedReplicaState(replica, self._copier(i), self._local, self)

@@ -48,10 +48,15 @@ from keras_strategies.engines.tensorflow.replicas.lockstep_replicas import (
 from keras_strategies.engines.tensorflow.replicas.mirrored_variables import (
     reading_copies_on,
 )
+from keras_strategies.engines.tensorflow.replicas.program_draws import (
+    Exchange,
+    ProgramDraws,
+)
 from keras_strategies.engines.tensorflow.tensor_primitives import PRIMITIVES
 from keras_strategies.engines.tensorflow.workers.worker_collectives import workers_of
 from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
 from keras_strategies.keras_compat.variables.values import raw_value
+from keras_strategies.runtime.data_parallel.row_draws import rows_of_arguments
 from keras_strategies.runtime.placement import Placement
 from keras_strategies.runtime.replicas.replica_run import (
     NO_ROWS,
@@ -59,6 +64,7 @@ from keras_strategies.runtime.replicas.replica_run import (
     ReplicaRun,
 )
 from keras_strategies.runtime.replicas.replica_set import ReplicaSet
+from keras_strategies.runtime.replicas.run_draws import RunDraws
 from keras_strategies.runtime.state.local_values import LocalValues
 from keras_strategies.runtime.state.run_state import (
     CreatedVariables,
@@ -66,7 +72,6 @@ from keras_strategies.runtime.state.run_state import (
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
-    from keras_strategies.runtime.workers import Workers
 
 
 @contextlib.contextmanager
@@ -74,6 +79,11 @@ def creating_variables(device: str) -> Iterator[None]:
     """Context for new variables that are plain and outlive the current trace."""
     with tf.init_scope(), default_strategy(), tf.device(device):
         yield
+
+
+def _on_cpu(value: Any) -> tf.Variable:
+    with creating_variables("CPU:0"):
+        return tf.Variable(value, trainable=False, name="draws")
 
 
 def _suppress_eager_warning() -> None:
@@ -143,13 +153,15 @@ class TensorFlowRun(ReplicaRun):
             program = self._program(fn)
             with self._watched():
                 return program(list(args), list(kwargs))  # type: ignore[no-any-return]
-        elif not tf.executing_eagerly():
+        with self._watched():
+            draws = self.draws_of(fn, args, kwargs)
+        if not tf.executing_eagerly():
             # AutoGraph converts `if` and `for` on tensors, as in the code around `run`.
             fn = tf.__internal__.autograph.tf_convert(
                 fn, tf.__internal__.autograph.control_status_ctx()
             )
         with self._watched():
-            return self._run(fn, args, kwargs)
+            return self._run(fn, args, kwargs, draws)
 
     def _watched(self) -> contextlib.AbstractContextManager[None]:
         """Raises `WorkerError` if a collective fails because a worker was lost."""
@@ -186,8 +198,9 @@ class TensorFlowRun(ReplicaRun):
         fn: Callable[..., Any],
         args: Sequence[tuple[Any, ...]],
         kwargs: Sequence[dict[str, Any]],
+        draws: RunDraws,
     ) -> list[Any]:
-        merging = MergeContext(self)
+        merging = MergeContext(self, draws)
         collectives = LockstepCollectives(
             self.placement.replicas,
             self.placement.variables,
@@ -195,8 +208,8 @@ class TensorFlowRun(ReplicaRun):
             self.reduction,
             merging,
         )
-        made, rows = CreatedVariables(), self.rows(args, kwargs)
-        tasks = self.tasks(fn, args, kwargs, collectives, merging, made, rows)
+        made = CreatedVariables()
+        tasks = self.tasks(fn, args, kwargs, collectives, merging, made)
         if self.replica_set.counts.total > 1:
             refuse_xla()
         if len(tasks) == 1:
@@ -205,7 +218,9 @@ class TensorFlowRun(ReplicaRun):
                 results = [tasks[0]()]
         else:
             results = self._engine.run(tasks, collectives)
-        self.commit(merging.states)
+        self.commit(merging)
+        if isinstance(draws, ProgramDraws):
+            draws.finish()
         return results
 
     @contextlib.contextmanager
@@ -243,29 +258,22 @@ class TensorFlowRun(ReplicaRun):
         with reading_copies_on(device), padding_empty_replicas("CPU" in device):
             yield
 
-    def rows_of_workers(
-        self, own: list[Any], workers: Workers
-    ) -> Callable[[], list[Any]]:
-        # Values of the program, since workers trace at different times. Only a program
-        # that draws has this collective. Draws in a loop need it before the loop.
-        counts = self.replica_set.counts.by_worker
-        graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-        given = own or [NO_ROWS] * len(self._devices)
-
-        @functools.cache
-        def rows() -> list[Any]:
-            base = graph.as_default() if graph else contextlib.nullcontext()
-            with base, tf.control_dependencies(None), tf.device("CPU:0"):
-                sent = tf.stack([tf.cast(count, tf.int32) for count in given])
-                every = workers.gather_rows(sent, counts)
-                if graph is None:
-                    found = every.numpy().tolist()
-                    return [] if NO_ROWS in found else found
-                # Zeros stand for draws without rows.
-                has_rows = tf.reduce_min(every) > NO_ROWS
-                return tf.unstack(tf.where(has_rows, every, 0), sum(counts))
-
-        return rows
+    def draws_of(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[tuple[Any, ...]],
+        kwargs: Sequence[dict[str, Any]],
+    ) -> RunDraws:
+        if tf.executing_eagerly():
+            return super().draws_of(fn, args, kwargs)
+        calls = list(zip(args, kwargs, strict=True))
+        own, earlier = rows_of_arguments(calls), self.draws.of(fn, calls)
+        workers = self.replica_set.workers
+        if workers is None:
+            return ProgramDraws(own, earlier, _on_cpu)
+        sent = own or [NO_ROWS] * len(self._devices)
+        exchange = Exchange(workers, self.replica_set.counts.by_worker)
+        return ProgramDraws(sent, earlier, _on_cpu, exchange)
 
     def seeing_draws(self) -> contextlib.AbstractContextManager[None]:
         return seeing_draws()

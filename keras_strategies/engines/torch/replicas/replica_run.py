@@ -87,10 +87,10 @@ class TorchRun(ReplicaRun):
                 "derivatives do not pass through replicas. Call the transform inside "
                 "of the function."
             )
-        rows = self.rows(args, kwargs)
+        draws = self.draws_of(fn, args, kwargs)
         args = self._on_replicas(args)
         kwargs = self._on_replicas(kwargs)
-        merging = MergeContext(self)
+        merging = MergeContext(self, draws)
         # Replicas share the objects that a function changes, so they take turns.
         collectives = ThreadCollectives(
             self.placement.replicas,
@@ -100,7 +100,7 @@ class TorchRun(ReplicaRun):
             merging,
         )
         made = CreatedVariables()
-        tasks = self.tasks(fn, args, kwargs, collectives, merging, made, rows)
+        tasks = self.tasks(fn, args, kwargs, collectives, merging, made)
         with patching.installed_while(*RunState.patches):
             if len(tasks) == 1:
                 # It runs on this thread, which may be in a step of `fit`.
@@ -109,7 +109,7 @@ class TorchRun(ReplicaRun):
             else:
                 with collectives.drawing_from(ReplicaGenerators(self._devices)):
                     results = self._threads.run(tasks, collectives)
-        self.commit(merging.states)
+        self.commit(merging)
         return results
 
     def _on_replicas(self, arguments: Sequence[Any]) -> list[Any]:
