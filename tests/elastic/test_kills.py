@@ -151,6 +151,21 @@ def test_a_new_worker_in_another_fit_is_refused(cluster):
     )
 
 
+@pytest.mark.parametrize(
+    "model", ["transformer", pytest.param("cnn", marks=pytest.mark.nightly)]
+)
+@by_day_on_torch
+def test_random_numbers_are_those_of_one_device(cluster, model):
+    """Of rows, on three, two, one and two workers."""
+    elastic = cluster(
+        kills=[Kill(2, 3), Kill(0, 7, "end")], waits={"9": 1}, epochs=3, model=model
+    )
+    elastic.await_kill(2)
+    elastic.await_kill(0)
+    elastic.start(2, is_new=True)
+    assert_like_one_device(elastic)
+
+
 @pytest.mark.skipif(
     keras.backend.backend() == "jax", reason="elastic steps place their batches"
 )

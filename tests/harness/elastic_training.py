@@ -86,6 +86,7 @@ class Settings:
             when JAX's runtime starts for two workers; the other one waits for it then.
         timeout: float, seconds without heartbeats after which a worker is lost.
         ahead: bool, whether batches are prepared ahead, as on accelerators.
+        model: str, a model of `DRAWING`; empty for a small one.
     """
 
     folder: str
@@ -106,6 +107,7 @@ class Settings:
     starting: str = ""
     timeout: float = TIMEOUT
     ahead: bool = False
+    model: str = ""
     addresses: list[str] = field(default_factory=list)
 
 
@@ -296,6 +298,7 @@ def train() -> None:
     import keras
 
     import keras_strategies as ks
+    from harness.drawing_models import DRAWING
     from keras_strategies.types import Elastic
 
     faulthandler.dump_traceback_later(TIMEOUT / 3)
@@ -339,11 +342,18 @@ def train() -> None:
 
     keras.utils.set_random_seed(11)
     with strategy.scope():
+        hidden = (
+            DRAWING[settings.model]()
+            if settings.model
+            else [
+                keras.layers.Dense(6, "tanh"),
+                keras.layers.BatchNormalization(),
+            ]
+        )
         model = keras.Sequential(
             [
                 keras.Input((4,)),
-                keras.layers.Dense(6, "tanh"),
-                keras.layers.BatchNormalization(),
+                *hidden,
                 Gate(),
                 keras.layers.Dropout(0.3),
                 keras.layers.Dense(1, "sigmoid"),

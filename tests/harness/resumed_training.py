@@ -1,6 +1,6 @@
 """Trainings in processes that are killed, and what they leave.
 
-    python resumed_training.py FOLDER STRATEGY KILLED_AT DROPOUT EPOCHS
+    python resumed_training.py FOLDER STRATEGY KILLED_AT DROPOUT EPOCHS MODEL
 
 trains a model with snapshots in a folder. The process is killed after a number of
 steps; 0 lets it train to the end and write `results.json` and `results.npz`.
@@ -57,6 +57,7 @@ class Resumed:
         folder: Path of its files.
         dropout: float, the rate.
         epochs: int.
+        model: str, a model of `DRAWING`; empty for a small one.
     """
 
     def __init__(
@@ -65,8 +66,10 @@ class Resumed:
         folder: Path,
         dropout: float = 0.0,
         epochs: int = EPOCHS,
+        model: str = "",
     ):
         self._forker = forker
+        self._model = model
         self._epochs = epochs
         self._folder = folder
         self._dropout = dropout
@@ -130,7 +133,7 @@ class Resumed:
                     self._folder / f"run{run}-{index}.log",
                     __file__,
                     *(str(self._folder), strategy, str(after)),
-                    *(str(self._dropout), str(self._epochs)),
+                    *(str(self._dropout), str(self._epochs), self._model),
                     **environment,
                 )
             )
@@ -192,10 +195,11 @@ def main() -> None:
     import keras
 
     import keras_strategies as ks
+    from harness.drawing_models import DRAWING
 
     folder, name = Path(sys.argv[1]), sys.argv[2]
     killed_at, dropout = int(sys.argv[3]), float(sys.argv[4])
-    epochs = int(sys.argv[5])
+    epochs, kind = int(sys.argv[5]), sys.argv[6]
     if name not in WORKERS:
         ks.set_virtual_cpu_devices(3)
     strategy = _strategy(name)
@@ -216,6 +220,8 @@ def main() -> None:
         ]
         if dropout:
             layers.insert(3, keras.layers.Dropout(dropout, seed=5))
+        if kind:
+            layers[1:-1] = DRAWING[kind]()
         model = keras.Sequential(layers)
         auc = keras.metrics.AUC(num_thresholds=20, name="auc")
         model.compile(

@@ -63,6 +63,27 @@ def test_the_strategy_changes_between_kills(forker: Forker, tmp_path: Path) -> N
     assert_same_end(found, expected, ADAM_TOLERANCE)
 
 
+#: By day on the backend that compiles no programs; the elastic test has the other.
+_CNN = pytest.param("cnn", marks=[] if BACKEND == "torch" else pytest.mark.nightly)
+
+
+@pytest.mark.parametrize(
+    "model", [_CNN, pytest.param("transformer", marks=pytest.mark.nightly)]
+)
+def test_random_numbers_are_those_of_one_device(
+    forker: Forker, tmp_path: Path, model: str
+) -> None:
+    """Of rows, on three workers and then on two."""
+    alone = "one_device" if BACKEND == "torch" else "none"
+    settings = {"epochs": 3, "model": model}
+    expected = Resumed(forker, tmp_path / "whole", **settings).finished(alone)
+    killed = Resumed(forker, tmp_path / "killed", **settings)
+    killed.killed("three workers", 6)
+    found = killed.finished("workers")
+    assert 0 < found.trained < expected.trained
+    assert_same_end(found, expected, ADAM_TOLERANCE)
+
+
 @pytest.mark.skipif(BACKEND != "torch", reason="a pair of backends is enough")
 def test_the_backend_changes_between_kills(forker: Forker, tmp_path: Path) -> None:
     killed = Resumed(forker, tmp_path / "killed")

@@ -176,15 +176,15 @@ class ProgramDraws(RunDraws):
     @functools.cached_property
     def _multiples(self) -> list[Any]:
         """For each draw, the entries of a row; 0 for one that all rows share."""
-        rows, earlier = self.rows(), self.lengths.earlier
+        rows: Any = self.rows()
+        earlier = self.lengths.earlier
         if earlier.in_programs is None:
             zeros = np.zeros((3, MAX_DRAWS), np.int64)
             earlier.in_programs = self._make_variable(zeros)
         _keep(self._graph, earlier.in_programs)
         with self._in_program():
-            found = _multiples(
-                tf.stack(rows), self._gathered[:, 1:], earlier.in_programs
-            )
+            rows = tf.stack([tf.cast(each, tf.int64) for each in rows])
+            found = _multiples(rows, self._gathered[:, 1:], earlier.in_programs)
             return list(tf.unstack(found, MAX_DRAWS))
 
 
