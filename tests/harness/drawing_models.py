@@ -12,7 +12,8 @@ class Block(layers.Layer):
 
     def __init__(self, width: int, rate: float = 0.2) -> None:
         super().__init__()
-        self.attention = layers.MultiHeadAttention(2, 3, dropout=rate)
+        # The gradient of a bias of keys is zero; Adam's steps are those of rounding.
+        self.attention = layers.MultiHeadAttention(2, 3, dropout=rate, use_bias=False)
         self.dropouts = [layers.Dropout(rate), layers.Dropout(rate)]
         self.norms = [layers.LayerNormalization(), layers.LayerNormalization()]
         self.dense = layers.Dense(width, "gelu")

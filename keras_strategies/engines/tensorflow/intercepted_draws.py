@@ -24,7 +24,7 @@ from keras_strategies.engines.tensorflow.own_entries import (
     length_of,
     own_entries,
 )
-from keras_strategies.engines.tensorflow.replicas.program_draws import DrawsInProgram
+from keras_strategies.engines.tensorflow.replicas.program_draws import next_in_program
 from keras_strategies.errors import ContextError
 from keras_strategies.runtime.data_parallel.row_draws import DrawsByLength, row_draws
 from keras_strategies.runtime.once import once
@@ -120,8 +120,8 @@ def _intercepted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
             if isinstance(draws, DrawsByLength):
                 _refuse_rows(name, draws, length)
             return original(*args, **kwargs)
-        if isinstance(draws, DrawsInProgram) and not draws.is_static(length):
-            rows = draws.next_in_program(length, given)
+        if isinstance(draws, DrawsByLength) and not draws.is_static(length):
+            rows = next_in_program(draws, length, given)
         else:
             rows = draws.next_draw(length)
         if rows is None:

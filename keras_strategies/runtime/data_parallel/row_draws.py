@@ -111,6 +111,9 @@ class DrawsByLength(RowDraws):
         self._rows = rows
         self._lengths = lengths
         self._count = 0
+        #: In a program in which rows are known in a step only: returns the entries for
+        #: each row, as a value of a step, of a draw with a number and a length.
+        self.multiple_in_program: Callable[[int, int], Any] | None = None
 
     @functools.cached_property
     def rows(self) -> OwnRows | None:

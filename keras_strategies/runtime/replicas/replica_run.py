@@ -63,7 +63,7 @@ class ReplicaRun(RunDriver):
         )
         self.on_read_values = self.local_values_class(self.replica_set, self.placement)
         # A new worker has none of the earlier runs.
-        self.draws = DrawHistory()
+        self._draws = DrawHistory()
 
     # Implemented by engines.
 
@@ -105,7 +105,7 @@ class ReplicaRun(RunDriver):
     ) -> RunDraws:
         """The draws of the local replicas in a run. Workers call it equally often."""
         calls = list(zip(args, kwargs, strict=True))
-        own, earlier = rows_of_arguments(calls), self.draws.of(fn, calls)
+        own, earlier = rows_of_arguments(calls), self._draws.of(fn, calls)
         workers = self.replica_set.workers
         if workers is None:
             return RunDraws(lambda: own, earlier)

@@ -42,34 +42,22 @@ _UNKNOWN = -1
 MakeVariable = Callable[[Any], Any]
 
 
-class DrawsInProgram(DrawsByLength):
-    """The draws of one replica in a program.
+def next_in_program(
+    draws: DrawsByLength, length: int | None, given: Arguments
+) -> OwnRows | None:
+    """`next_draw` where a number of rows or a length is known in a step only.
 
     Args:
-        draws: those of a replica outside of programs.
-        program: the draws of the program.
-        local: int, the replica, among those of this worker.
+        draws: those of a replica.
+        length: int, that of axis 0; None if it is known in a step only.
+        given: the arguments of the function that draws.
     """
-
-    def __init__(self, draws: DrawsByLength, program: ProgramDraws, local: int):
-        super().__init__(lambda: draws.rows, program.lengths, draws.is_partitioned)
-        self._program = program
-        self._local = local
-
-    def next_in_program(self, length: int | None, given: Arguments) -> OwnRows | None:
-        """`next_draw` where a number of rows or a length is known in a step only.
-
-        Args:
-            length: int, that of axis 0; None if it is known in a step only.
-            given: the arguments of the function that draws.
-        """
-        number, rows = self.next_number(), self.rows
-        if rows is None or length == 0 or self._program.is_single:
-            return None
-        if length is None or number >= MAX_DRAWS:
-            return rows_of_length(rows, given)
-        multiple = self._program.multiple(self._local, number, length)
-        return entries_in_program(rows, multiple, length)
+    number, rows = draws.next_number(), draws.rows
+    if rows is None or length == 0:
+        return None
+    if length is None or number >= MAX_DRAWS or draws.multiple_in_program is None:
+        return rows_of_length(rows, given)
+    return entries_in_program(rows, draws.multiple_in_program(number, length), length)
 
 
 @dataclass(frozen=True)
@@ -105,8 +93,6 @@ class ProgramDraws(RunDraws):
         rows = functools.cache(self._rows) if exchange else lambda: list(own)
         super().__init__(rows, earlier)
         self._own = own
-        #: Whether one replica has all rows.
-        self.is_single = exchange is None and len(own) == 1
         self._make_variable = make_variable
         self._exchange = exchange
         self._graph = tf.compat.v1.get_default_graph()
@@ -117,9 +103,10 @@ class ProgramDraws(RunDraws):
         self, replica_id: int, local: int, is_partitioned: bool
     ) -> DrawsByLength:
         draws = super().of_replica(replica_id, local, is_partitioned)
-        return DrawsInProgram(draws, self, local)
+        draws.multiple_in_program = functools.partial(self._multiple, local)
+        return draws
 
-    def multiple(self, local: int, number: int, length: int) -> Any:
+    def _multiple(self, local: int, number: int, length: int) -> Any:
         """The entries of axis 0 for each row, of a draw of a fixed length.
 
         Args:

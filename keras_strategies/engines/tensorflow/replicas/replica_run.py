@@ -267,9 +267,11 @@ class TensorFlowRun(ReplicaRun):
         if tf.executing_eagerly():
             return super().draws_of(fn, args, kwargs)
         calls = list(zip(args, kwargs, strict=True))
-        own, earlier = rows_of_arguments(calls), self.draws.of(fn, calls)
+        own, earlier = rows_of_arguments(calls), self._draws.of(fn, calls)
         workers = self.replica_set.workers
         if workers is None:
+            # One replica has all rows.
+            own = own if len(own) > 1 else []
             return ProgramDraws(own, earlier, _on_cpu)
         sent = own or [NO_ROWS] * len(self._devices)
         exchange = Exchange(workers, self.replica_set.counts.by_worker)
