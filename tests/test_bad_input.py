@@ -182,6 +182,39 @@ def test_a_layer_that_raises_on_the_replicas(mirrored, monkeypatch) -> None:
     assert np.isfinite(history.history["loss"]).all()
 
 
+def compiled(function):
+    """A function of one tensor as a program of the backend."""
+    if keras.backend.backend() == "jax":
+        import jax
+
+        return jax.jit(function)
+    import tensorflow as tf
+
+    return tf.function(function)
+
+
+@pytest.mark.skipif(
+    keras.backend.backend() == "torch", reason="Torch has no programs around `fit`."
+)
+@pytest.mark.parametrize("name", ["fit", "predict", "train_on_batch"])
+def test_a_method_in_a_program(mirrored, name) -> None:
+    """It must not leave a half-built optimizer or traced state."""
+    with mirrored.scope():
+        model = build()
+        # Its slots would be created in the program.
+        model.compile(keras.optimizers.Adam(), "sparse_categorical_crossentropy")
+
+    def program(x):
+        getattr(model, name)(X, *(() if name == "predict" else (Y,)))
+        return x
+
+    with pytest.raises(ks.errors.ContextError, match=rf"`{name}` of model 'seq.* Call"):
+        compiled(program)(np.float32(1))
+    alone = build()
+    alone.compile(keras.optimizers.Adam(), "sparse_categorical_crossentropy")
+    _assert_same_fit(model, alone)
+
+
 def test_nan_is_handled_as_keras_does(model) -> None:
     inputs = X.copy()
     inputs[3] = np.nan

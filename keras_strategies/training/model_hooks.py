@@ -12,7 +12,11 @@ import keras
 
 from keras_strategies import context
 from keras_strategies.engines import get_engine
-from keras_strategies.errors import InvalidArgumentError, ModelScopeError
+from keras_strategies.errors import (
+    ContextError,
+    InvalidArgumentError,
+    ModelScopeError,
+)
 from keras_strategies.input.row_splits import batches_of_custom_step, check_batch
 from keras_strategies.keras_compat import hooks, patching
 from keras_strategies.keras_compat.models.building import (
@@ -115,6 +119,8 @@ class StrategyHooks:
     def method(self, model: Any, name: str) -> Iterator[None]:
         strategy = strategy_of(model)
         is_short = name.endswith("on_batch")
+        if name != "compile":
+            _check_not_in_program(model, name)
         if (
             name in ("fit", "train_on_batch")
             and strategy.placement.variables.kind != "tpu"
@@ -346,6 +352,18 @@ def _largest_once(
     for i, value in replica.all_reduce("max", given).items():
         found[i] = keras.ops.where(is_first, value, keras.ops.zeros_like(value))
     return found
+
+
+def _check_not_in_program(model: Any, name: str) -> None:
+    """Raises in a program, in which optimizers would be built and state be traced."""
+    if not get_engine().in_program():
+        return
+    raise ContextError(
+        f"`{name}` of model {model.name!r} was called in a function that is compiled, "
+        "as by `tf.function`, `jax.jit` or `ks.function`. It reads batches and returns "
+        f"numbers, which a program cannot. Call `{name}` outside of the function, or "
+        "in it the model itself, `model(x, training=...)`."
+    )
 
 
 def _drivers_of(model: Any) -> Drivers:

@@ -7,9 +7,11 @@ do not correspond.
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -551,3 +553,33 @@ def test_a_layer_is_named_while_another_thread_is_in_an_unsplit_call() -> None:
     finally:
         released.set()
         other.join()
+
+
+class Large(layers.Layer):
+    """A layer whose call runs out of memory while a file is there."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.file = str(file)
+
+    def call(self, inputs: Any) -> Any:
+        if os.path.exists(self.file):
+            raise MemoryError("cannot allocate 9 GiB")
+        return ops.tanh(inputs)
+
+
+@SPLITS
+def test_a_proof_without_memory_says_nothing_about_the_layer(tmp_path: Path) -> None:
+    """A later call, with the memory, is split."""
+    file = tmp_path / "memory_is_used"
+    with mirrored().scope():
+        model = keras.Sequential([keras.Input((6,)), Large(file), layers.Dense(3)])
+        model.compile(run_eagerly=True)
+    file.touch()
+    with warnings.catch_warnings():
+        # That it cannot be split.
+        warnings.simplefilter("error", UserWarning)
+        with pytest.raises(MemoryError, match="cannot allocate 9 GiB"):
+            model.predict_on_batch(X[:8])
+        file.unlink()
+        model.predict_on_batch(X[:8])

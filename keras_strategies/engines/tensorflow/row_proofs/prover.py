@@ -147,6 +147,8 @@ class TensorFlowRowProver(RowProver):
                         has_gradients,
                     )
                     traces.append(found)
+            except (MemoryError, tf.errors.ResourceExhaustedError):
+                raise  # Not a property of the layer, which may be split next time.
             except Exception as error:
                 # Of the user's code: the unsplit call that follows raises it again, or
                 # TensorFlow can run the code in eager mode only.

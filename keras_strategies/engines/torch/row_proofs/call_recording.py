@@ -257,6 +257,8 @@ class CallRecording:
                 self.recorder,
             ):
                 yield
+        except (MemoryError, torch.OutOfMemoryError):
+            raise  # Not a property of the layer, which may be split next time.
         except Exception as error:
             # Errors of the layer's own code; the unsplit call raises them again.
             name, text = type(error).__name__, error_text(error)
