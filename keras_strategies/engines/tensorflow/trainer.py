@@ -19,7 +19,10 @@ from keras_strategies.engines.tensorflow.data_parallel.layer_call import (
 from keras_strategies.engines.tensorflow.data_parallel.step_function import StepFunction
 from keras_strategies.engines.tensorflow.devices import device_of, tf_device
 from keras_strategies.engines.tensorflow.epoch_datasets import EpochDatasets
-from keras_strategies.engines.tensorflow.replicas.lockstep_replicas import ReplicaEngine
+from keras_strategies.engines.tensorflow.replicas.lockstep_replicas import (
+    ReplicaEngine,
+    check_no_other_strategy,
+)
 from keras_strategies.engines.tensorflow.replicas.mirrored_variables import (
     MirroredVariable,
     mirror,
@@ -80,6 +83,7 @@ class TensorFlowTrainer(FitDriver):
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
+        check_no_other_strategy()
         with (
             batches_placed_by(self.placer),
             keras.device(str(self.placement.variables)),

@@ -326,3 +326,24 @@ def test_a_function_in_a_layer_of_eager_steps():
         found.append((history.history["loss"], *model.get_weights()))
     for one, other in zip(*found, strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("is_inner", [False, True])
+def test_a_strategy_of_tf_distribute_at_the_same_time(is_inner: bool):
+    strategy, other = two(), tf.distribute.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x = rows(10, 4)[0]
+
+    def mixed():
+        if is_inner:
+            with strategy.scope(), other.scope():
+                model.fit(x, x[:, :1], verbose=0)
+        with other.scope(), strategy.scope():
+            pass
+
+    with pytest.raises(ks.errors.MixedStrategyError, match=r"`tf\.distribute`.*Leave"):
+        mixed()
+    assert not tf.distribute.has_strategy() and not ks.has_strategy()
+    model.fit(x, x[:, :1], verbose=0)

@@ -37,7 +37,12 @@ from keras_strategies.engines.tensorflow.data_parallel.custom_gradient import (
 )
 from keras_strategies.engines.tensorflow.devices import tf_device
 from keras_strategies.engines.tensorflow.tensor_primitives import PRIMITIVES
-from keras_strategies.errors import GatherError, ReplicaError, ReplicaMismatchError
+from keras_strategies.errors import (
+    GatherError,
+    MixedStrategyError,
+    ReplicaError,
+    ReplicaMismatchError,
+)
 from keras_strategies.keras_compat.thread_state import thread_state, with_thread_state
 from keras_strategies.runtime.replicas.collectives import (
     MergeArguments,
@@ -56,6 +61,22 @@ CopiedExchange = Callable[[Sequence[Any], Combine], list[Any] | None]
 
 class NestedCollectiveError(ReplicaError):
     """A collective was called inside a loop or branch of the graph."""
+
+
+class _Replicas(tf.distribute.MirroredStrategy):
+    """The strategy of TensorFlow whose `run` starts the threads."""
+
+
+def check_no_other_strategy() -> None:
+    """Raises in the scope of a strategy of `tf.distribute` that the user has made."""
+    other = tf.distribute.get_strategy()
+    if tf.distribute.has_strategy() and not isinstance(other, _Replicas):
+        raise MixedStrategyError(
+            f"Mixing different strategies: this is the scope of {type(other).__name__} "
+            "of `tf.distribute`, which would place variables and split batches too. "
+            "Leave it; the strategies of `keras_strategies` replace those of "
+            "`tf.distribute`."
+        )
 
 
 class ReplicaEngine:
@@ -103,7 +124,7 @@ class ReplicaEngine:
             with _quiet():
                 # After an exception in a replica, CPU collectives would remain
                 # aborted; this reduction does not use them.
-                self._strategies[count] = tf.distribute.MirroredStrategy(
+                self._strategies[count] = _Replicas(
                     [tf_device(device) for device in self._devices[:count]],
                     cross_device_ops=tf.distribute.ReductionToOneDevice(),
                 )
