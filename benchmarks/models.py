@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -78,17 +79,25 @@ def perceptron() -> Any:
     return keras.Sequential([keras.Input((64,)), *hidden, layers.Dense(10)])
 
 
-def transformer() -> Any:
+def transformer(rate: float = 0.0) -> Any:
+    """A classifier of sequences.
+
+    Args:
+        rate: float, that of dropout of embeddings, attention and both branches.
+    """
     import keras
     from keras import layers
 
+    def dropped(x: Any) -> Any:
+        return layers.Dropout(rate)(x) if rate else x
+
     tokens = keras.Input((64,), dtype="int32")
-    x = layers.Embedding(1000, 128)(tokens)
+    x = dropped(layers.Embedding(1000, 128)(tokens))
     for _ in range(2):
-        attended = layers.MultiHeadAttention(4, 32)(x, x)
-        x = layers.LayerNormalization()(x + attended)
+        attended = layers.MultiHeadAttention(4, 32, dropout=rate)(x, x)
+        x = layers.LayerNormalization()(x + dropped(attended))
         fed = layers.Dense(256, activation="relu")(x)
-        x = layers.LayerNormalization()(x + layers.Dense(128)(fed))
+        x = layers.LayerNormalization()(x + dropped(layers.Dense(128)(fed)))
     x = layers.GlobalAveragePooling1D()(x)
     return keras.Model(tokens, layers.Dense(10)(x))
 
@@ -148,6 +157,13 @@ WORKLOADS = {
             steps=10,
         ),
         Workload(
+            "transformer with dropout",
+            functools.partial(transformer, 0.1),
+            lambda r, n: r.integers(0, 1000, (n, 64), dtype="int32"),
+            batch=64,
+            steps=10,
+        ),
+        Workload(
             "language model",
             language_model,
             lambda r, n: r.integers(0, 8192, (n, 64), dtype="int32"),
@@ -168,8 +184,12 @@ WORKLOADS = {
     )
 }
 
-#: The models with one label for each row.
-CLASSIFIERS = [name for name, each in WORKLOADS.items() if not each.labels]
+#: The models with one label for each row, without random numbers.
+CLASSIFIERS = [
+    name
+    for name, each in WORKLOADS.items()
+    if not each.labels and "dropout" not in name
+]
 
 
 def stateless_step(

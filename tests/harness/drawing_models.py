@@ -36,7 +36,6 @@ def transformer() -> list[layers.Layer]:
         layers.Dense(6),
         layers.GaussianNoise(0.1),
         Block(6),
-        Block(6),
         layers.GlobalAveragePooling1D(),
     ]
 
@@ -47,7 +46,6 @@ def augmented_cnn() -> list[layers.Layer]:
         layers.Dense(6 * 6 * 3, "sigmoid"),
         layers.Reshape((6, 6, 3)),
         layers.RandomFlip(seed=3),
-        layers.RandomRotation(0.1),
         layers.RandomContrast(0.4),
         layers.RandomErasing(value_range=(0, 1)),
         layers.Conv2D(4, 3, activation="relu"),
