@@ -51,6 +51,21 @@ class LayerCall:
         return tuple(leaves[: len(args)]), {name: named[name] for name in kwargs}
 
 
+@dataclass(frozen=True)
+class UnsplitCall:
+    """A call of a layer in another layer, which cannot be split by rows either.
+
+    Args:
+        call: the call, with tensors of a trace.
+        with_rows: for each leaf of the call, whether it has the rows.
+        problem: str, see `RowProof`.
+    """
+
+    call: LayerCall
+    with_rows: Sequence[bool]
+    problem: str
+
+
 def argument_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The leaves of a call's arguments, in the order of `keras.tree`."""
     given = [*args, *map(kwargs.__getitem__, sorted(kwargs))]

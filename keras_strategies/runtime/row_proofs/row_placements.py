@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from keras_strategies.runtime.row_proofs.layer_calls import UnsplitCall
+
 
 class RowKind(enum.Enum):
     """How replicas' values of one tensor become its value for the global batch.
@@ -68,6 +70,8 @@ class RowProof:
             sentence "Layer 'x' cannot be split by rows: ..."; None if it can be.
         draws: for each draw of random numbers, in their order, the entries of its axis
             0 for each row; 0 for a draw that all rows share.
+        inner: calls in this call that its trace shows to be unsplit as well, if it has
+            a problem.
         every_output, every_loss, every_update: the placement of all outputs, losses and
             updates, of a call that is known by type; None where they are listed.
     """
@@ -77,6 +81,7 @@ class RowProof:
     updates: Mapping[int, RowPlacement] = field(default_factory=dict)
     problem: str | None = None
     draws: Sequence[int] = ()
+    inner: Sequence[UnsplitCall] = ()
     every_output: RowPlacement | None = None
     every_loss: RowPlacement | None = None
     every_update: RowPlacement | None = None

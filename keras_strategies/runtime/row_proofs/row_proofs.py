@@ -12,7 +12,7 @@ import keras
 from keras_strategies.keras_compat.models.layers import rematerializes
 from keras_strategies.keras_compat.models.row_wise_layers import is_row_wise
 from keras_strategies.keras_compat.variables.generator_seeds import seed_generators
-from keras_strategies.runtime.row_proofs.layer_calls import LayerCall
+from keras_strategies.runtime.row_proofs.layer_calls import LayerCall, UnsplitCall
 from keras_strategies.runtime.row_proofs.layer_settings import LayerSettings
 from keras_strategies.runtime.row_proofs.python_state import PythonState
 from keras_strategies.runtime.row_proofs.row_placements import (
@@ -44,6 +44,8 @@ class _LayerProofs:
     agreed: dict[Any, tuple[RowProof | None, RowProof]] = field(default_factory=dict)
     # Whether a call is known by the types of its layers, and whether it may draw.
     row_wise: dict[Any, tuple[bool, bool]] = field(default_factory=dict)
+    # Results that the trace of a layer around it has shown, by settings and arguments.
+    shown: dict[Any, RowProof] = field(default_factory=dict)
 
 
 class RowProofs:
@@ -94,14 +96,13 @@ class RowProofs:
             local: int, how many replicas call the layer in this process.
         """
         layer = call.layer
-        proofs = self._layers.get(layer)
-        if proofs is None:
-            proofs = self._layers[layer] = _LayerProofs(LayerSettings(layer))
+        proofs = self._of_layer(layer)
         if self._workers is not None and proofs.settings.count >= _MOST_SETTINGS:
             # The limit below may be reached on one worker alone.
             proofs.settings = LayerSettings(layer)
             proofs.found.clear()
             proofs.row_wise.clear()
+            proofs.shown.clear()
         settings = proofs.settings.number()
         by_type = False
         if is_plain(call, with_rows):
@@ -119,10 +120,10 @@ class RowProofs:
             by_type = by_type and not self._prover.has_hooks(layer)
             if by_type and not may_draw:
                 return self._by_type, False
-        arguments = (*_kinds(call, with_rows), self._prover.surroundings())
-        if not by_type:
-            rows = call.rows if isinstance(call.rows, int) else None
-            arguments = (*arguments, frozenset(sizes), rows, local > 1)
+        if by_type:
+            arguments = self._arguments(call, with_rows)
+        else:
+            arguments = self._arguments_with_rows(call, with_rows, sizes, local)
         found = proofs.found.get((settings, arguments))
         if found is not None:
             return found, False
@@ -133,8 +134,13 @@ class RowProofs:
                 found = proofs.found[arguments] = RowProof(problem=_OFTEN)
                 return found, True
             return found, False
-        prove = self._draws if by_type else self._proved
-        own = prove(call, with_rows, sizes, local)
+        own = proofs.shown.pop((settings, arguments), None)
+        if own is None:
+            prove = self._draws if by_type else self._proved
+            own = prove(call, with_rows, sizes, local)
+            for inner in own.inner:
+                self._note_unsplit(inner, sizes, local)
+            own = replace(own, inner=())
         before, agreed = proofs.agreed.get(arguments, (None, own))
         # Settings can change on one worker alone, such as a counter of saved files.
         # Workers exchange results where these change, which is so on all of them.
@@ -142,6 +148,41 @@ class RowProofs:
         proofs.agreed[arguments] = own, found
         proofs.found[settings, arguments] = found
         return found, True
+
+    def _of_layer(self, layer: Any) -> _LayerProofs:
+        proofs = self._layers.get(layer)
+        if proofs is None:
+            proofs = self._layers[layer] = _LayerProofs(LayerSettings(layer))
+        return proofs
+
+    def _arguments(self, call: LayerCall, with_rows: Sequence[bool]) -> tuple[Any, ...]:
+        """What a proof depends on besides the layer's settings and numbers of rows."""
+        return (*_kinds(call, with_rows), self._prover.surroundings())
+
+    def _arguments_with_rows(
+        self,
+        call: LayerCall,
+        with_rows: Sequence[bool],
+        sizes: Sequence[int],
+        local: int,
+    ) -> tuple[Any, ...]:
+        rows = call.rows if isinstance(call.rows, int) else None
+        return (
+            *self._arguments(call, with_rows),
+            frozenset(sizes),
+            rows,
+            local > 1,
+        )
+
+    def _note_unsplit(
+        self, inner: UnsplitCall, sizes: Sequence[int], local: int
+    ) -> None:
+        """Notes the result of a call that follows if the call around it is unsplit."""
+        call = inner.call
+        proofs = self._of_layer(call.layer)
+        arguments = self._arguments_with_rows(call, inner.with_rows, sizes, local)
+        key = proofs.settings.number(), arguments
+        proofs.shown[key] = RowProof(problem=inner.problem)
 
     def _proved(
         self,

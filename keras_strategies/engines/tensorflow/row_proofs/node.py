@@ -65,6 +65,10 @@ class Facts:
     # Sizes that TensorFlow did not infer, by `id(tensor)`.
     sizes: dict[int, Sizes] = field(default_factory=dict)
 
+    def apart(self) -> Facts:
+        """What is known about the call before its operations are placed."""
+        return Facts(self.counts, self.are_real, self.draws)
+
     def sizes_of(self, tensor: Any) -> Sizes | None:
         """The shape of a tensor at the first number of rows; None for unknown rank."""
         known = self.sizes.get(id(tensor))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,14 @@ from keras_strategies.engines.tensorflow.row_proofs.lockstep import GraphsDiffer
 from keras_strategies.engines.tensorflow.row_proofs.node import Facts
 from keras_strategies.engines.tensorflow.row_proofs.proof_operations import is_of_proof
 from keras_strategies.engines.tensorflow.row_proofs.traced_call import (
+    InnerCall,
     TracedCall,
     eager_arithmetic,
     is_dense,
     traced,
 )
 from keras_strategies.engines.tensorflow.row_proofs.walk import GraphWalk, SharedWork
+from keras_strategies.keras_compat.models.layers import sublayers
 from keras_strategies.keras_compat.variables.generator_seeds import (
     substitute_global_generator,
 )
@@ -33,7 +36,7 @@ from keras_strategies.runtime.row_proofs.known_calls import (
     KnownCalls,
     UnknownUse,
 )
-from keras_strategies.runtime.row_proofs.layer_calls import LayerCall
+from keras_strategies.runtime.row_proofs.layer_calls import LayerCall, UnsplitCall
 from keras_strategies.runtime.row_proofs.row_placements import (
     RowKind,
     RowPlacement,
@@ -98,7 +101,15 @@ class TensorFlowRowProver(RowProver):
         try:
             traced_with = counts if sizes else (None,)
             traces = self._traces(call, with_rows, traced_with, known_calls)
-            return _Proof(traces, counts, bool(sizes), call.adds).result()
+            forward = _Proof(traces, counts, bool(sizes), call.adds)
+            try:
+                forward.results()
+            except NotProvedError as error:
+                inner = forward.unsplit_inner_calls()
+                return RowProof(problem=str(error), inner=inner)
+            self._trace_gradients(traces, traced_with)
+            # Gradients of loops change the operations of the loops.
+            return _Proof(traces, counts, bool(sizes), call.adds).with_gradients()
         except GraphsDifferError as error:
             text = "its operations depend on the number of rows"
             raise _TraceError(text) from error
@@ -110,7 +121,7 @@ class TensorFlowRowProver(RowProver):
     ) -> RowProof:
         try:
             traced_with = (_RECOGNIZED,)
-            (trace,) = self._traces(call, with_rows, traced_with, None, False)
+            (trace,) = self._traces(call, with_rows, traced_with, None)
             multiples = _multiples(trace.draws.results)
         except (NotProvedError, _TraceError) as error:
             return RowProof(problem=str(error))
@@ -126,9 +137,8 @@ class TensorFlowRowProver(RowProver):
         with_rows: Sequence[bool],
         counts: Sequence[int | None],
         known_calls: KnownCalls | None,
-        has_gradients: bool = True,
     ) -> list[TracedCall]:
-        """The traces of a call at each number of rows.
+        """The traces of a call at each number of rows, without its backward pass.
 
         Raises:
             NotProvedError: if it draws numbers out of order.
@@ -144,7 +154,6 @@ class TensorFlowRowProver(RowProver):
                         with_rows,
                         count,
                         known_calls,
-                        has_gradients,
                     )
                     traces.append(found)
             except (MemoryError, tf.errors.ResourceExhaustedError):
@@ -152,13 +161,28 @@ class TensorFlowRowProver(RowProver):
             except Exception as error:
                 # Of the user's code: the unsplit call that follows raises it again, or
                 # TensorFlow can run the code in eager mode only.
-                raise _TraceError(_failure(error, counts, traces)) from error
-        for trace in traces:
-            if trace.draws.problem:
-                raise NotProvedError(trace.draws.problem)
+                raise _TraceError(_failure(error, counts, len(traces))) from error
+        _check_draws(traces)
         if substitute is not None and substitute.was_used:
-            return self._traces(call, with_rows, counts, known_calls, has_gradients)
+            return self._traces(call, with_rows, counts, known_calls)
         return traces
+
+    def _trace_gradients(
+        self, traces: Sequence[TracedCall], counts: Sequence[int | None]
+    ) -> None:
+        """Adds the backward pass to the traces of a call.
+
+        Raises:
+            NotProvedError: if it draws numbers.
+            _TraceError: if it cannot be traced.
+        """
+        with substitute_global_generator():
+            for i, trace in enumerate(traces):
+                try:
+                    trace.add_gradients()
+                except Exception as error:
+                    raise _TraceError(_failure(error, counts, i)) from error
+        _check_draws(traces)
 
     def has_hooks(self, layer: Any) -> str:
         return ""
@@ -198,14 +222,18 @@ def _multiples(results: Sequence[Any]) -> list[int] | None:
     return found
 
 
-def _failure(
-    error: Exception, counts: Sequence[int | None], traces: Sequence[TracedCall]
-) -> str:
+def _failure(error: Exception, counts: Sequence[int | None], position: int) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()]
     text = f"{type(error).__name__}: {lines[0] if lines else ''}"
-    if traces:
-        return f"its call fails with {counts[len(traces)]} rows ({text})"
+    if position:
+        return f"its call fails with {counts[position]} rows ({text})"
     return f"its call cannot be traced ({text})"
+
+
+def _check_draws(traces: Sequence[TracedCall]) -> None:
+    for trace in traces:
+        if trace.draws.problem:
+            raise NotProvedError(trace.draws.problem)
 
 
 class _Proof:
@@ -238,24 +266,77 @@ class _Proof:
         _check_effects(self._call)
         work = SharedWork(self._facts, self._call.place_of)
         self._walk = GraphWalk([trace.graph for trace in traces], work)
-        for tensors in self._columns(lambda trace: trace.with_rows):
-            self._walk.place(tensors, ROWS)
-        for tensors in self._columns(lambda trace: trace.the_same):
-            self._walk.place(tensors, SAME)
-        self._place_captured()
+        self._place_inputs(self._walk)
 
-    def result(self) -> RowProof:
+    def results(self) -> RowProof:
+        """The proof of what the call gives, without its backward pass."""
         with eager_arithmetic():
             outputs = list(self._outputs())
             losses = [
                 self._joined(f"loss {i} that it adds", tensors)
                 for i, tensors in enumerate(self._columns(lambda trace: trace.losses))
             ]
-            updates = dict(self._updates())
-            self._check_gradients([*outputs, *losses])
+            return RowProof(outputs, losses, dict(self._updates()))
+
+    def with_gradients(self) -> RowProof:
+        """The proof with the backward pass, which the traces contain."""
+        results = self.results()
+        with eager_arithmetic():
+            self._check_gradients([*results.outputs, *results.losses])
         # What no result depends on is drawn as it is.
         draws = [self._facts.multiples.get(i, 0) for i in range(self._count)]
-        return RowProof(outputs, losses, updates, draws=draws)
+        return replace(results, draws=draws)
+
+    def unsplit_inner_calls(self) -> list[UnsplitCall]:
+        """The calls of layers with layers in them whose results mix rows.
+
+        Their operations are traced, so they need no traces of their own.
+        """
+        with eager_arithmetic():
+            return list(self._unsplit_inner_calls())
+
+    def _unsplit_inner_calls(self) -> Iterator[UnsplitCall]:
+        every = (trace.inner for trace in self._traces)
+        for calls in zip(*every, strict=False):
+            first = calls[0]
+            layer, with_rows = first.call.layer, first.with_rows
+            if len(sublayers(layer)) > 1 and all(
+                each.call.layer is layer and each.with_rows == with_rows
+                for each in calls
+            ):
+                problem = self._problem_of(calls)
+                if problem:
+                    yield UnsplitCall(first.call, with_rows, problem)
+
+    def _problem_of(self, calls: Sequence[InnerCall]) -> str:
+        """Why results of a call mix rows; empty if they do not, or cannot be said to.
+
+        Its arguments have all rows or none, as where the call around it is unsplit.
+        """
+        walk = self._walk.apart()
+        self._place_inputs(walk)
+        try:
+            for pairs in zip(*(call.arguments for call in calls), strict=False):
+                tensors = [tensor for tensor, _ in pairs]
+                if self._are_own(tensors):
+                    walk.place(tensors, ROWS if pairs[0][1] else SAME)
+            for i, results in enumerate(
+                zip(*(call.results for call in calls), strict=False)
+            ):
+                if self._are_own(results):
+                    placement = walk.placements([results])[0]
+                    if _row_placement(placement) is None:
+                        return _reason(f"result {i}", placement)
+        except GraphsDifferError:
+            return ""
+        return ""
+
+    def _place_inputs(self, walk: GraphWalk) -> None:
+        for tensors in self._columns(lambda trace: trace.with_rows):
+            walk.place(tensors, ROWS)
+        for tensors in self._columns(lambda trace: trace.the_same):
+            walk.place(tensors, SAME)
+        self._place_captured(walk)
 
     def _columns(
         self, part: Callable[[TracedCall], Sequence[Any]]
@@ -266,12 +347,12 @@ class _Proof:
             raise GraphsDifferError
         return list(zip(*every, strict=True))
 
-    def _place_captured(self) -> None:
+    def _place_captured(self, walk: GraphWalk) -> None:
         """Tensors from closures and attributes."""
         for pairs in self._columns(lambda trace: trace.graph.captures):
             outer = [each for each, _ in pairs]
             inner = [each for _, each in pairs]
-            self._walk.place(inner, self._captured(outer, outer[0]))
+            walk.place(inner, self._captured(outer, outer[0]))
 
     def _captured(self, tensors: Sequence[Any], first: Any) -> GraphPlacement:
         if first.dtype in (tf.resource, tf.variant):

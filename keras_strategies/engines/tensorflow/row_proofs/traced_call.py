@@ -39,9 +39,13 @@ from keras_strategies.runtime.row_proofs.known_calls import (
     KnownCallsOfTrace,
     known_arguments,
 )
-from keras_strategies.runtime.row_proofs.layer_calls import LayerCall
+from keras_strategies.runtime.row_proofs.layer_calls import LayerCall, argument_leaves
 from keras_strategies.runtime.row_proofs.proof_replica import ProofReplica
-from keras_strategies.runtime.state.replica_state import AddedState, ReplicaState
+from keras_strategies.runtime.state.replica_state import (
+    AddedState,
+    ReplicaState,
+    has_rows,
+)
 
 
 @dataclass
@@ -69,6 +73,31 @@ class TracedResult:
     gradient: Any
 
 
+@dataclass(frozen=True)
+class InnerCall:
+    """A traced call of a layer in the call.
+
+    Args:
+        call: the call.
+        with_rows: for each leaf of its arguments, whether it has the rows.
+        results: the tensors among its outputs, and the losses that it adds.
+    """
+
+    call: LayerCall
+    with_rows: list[bool]
+    results: list[Any]
+
+    @property
+    def arguments(self) -> list[tuple[Any, bool]]:
+        """Tensors that it gets, and whether they have the rows."""
+        found = []
+        for leaf, is_rows in zip(self.call.leaves, self.with_rows, strict=True):
+            if is_dense(leaf):
+                given = (leaf, get_mask(leaf), get_logits(leaf))
+                found += [(each, is_rows) for each in given if each is not None]
+        return found
+
+
 @dataclass
 class TracedCall:
     """A layer call in a graph of its own.
@@ -83,7 +112,9 @@ class TracedCall:
         masks: the mask of each output, or None.
         losses: the added losses.
         updates: pairs of a variable and its assigned value.
+        inner: the calls of layers in it, without those that are one operation.
         is_backward: bool, whether the backward pass is traced.
+        add_gradients: callable without arguments, which traces the backward pass.
         draws: the draws of random numbers; None before the call is traced.
     """
 
@@ -96,7 +127,9 @@ class TracedCall:
     masks: list[Any] = field(default_factory=list)
     losses: list[Any] = field(default_factory=list)
     updates: list[tuple[Any, Any]] = field(default_factory=list)
+    inner: list[InnerCall] = field(default_factory=list)
     is_backward: bool = False
+    add_gradients: Callable[[], None] = lambda: None
     draws: Any = None
     _calls: list[tuple[int, int, Any]] = field(default_factory=list)
 
@@ -131,9 +164,8 @@ def traced(
     with_rows: Sequence[bool],
     rows: int | None,
     known_calls: KnownCalls | None,
-    has_gradients: bool = True,
 ) -> TracedCall:
-    """Traces a call and its backward pass.
+    """Traces a call. `add_gradients` of what is returned adds its backward pass.
 
     Args:
         strategy: the strategy.
@@ -142,7 +174,6 @@ def traced(
         rows: int, the number of rows; None for any number.
         known_calls: the calls of layers that are known by type; None to trace their
             operations.
-        has_gradients: bool, whether the backward pass is traced.
     """
     in_order = None if known_calls is None else known_calls.in_order()
     found = TracedCall(new_graph("row_proof"))
@@ -151,7 +182,6 @@ def traced(
         recording(found.draws),
         found.graph.as_default(),
         tf.GradientTape() as tape,
-        contextlib.nullcontext() if has_gradients else tape.stop_recording(),
     ):
         leaves = [
             _argument(found, tape, call, i, leaf, has_rows, rows)
@@ -164,9 +194,10 @@ def traced(
         replicas = strategy.num_replicas_in_sync
         collectives = TracedCollectives(found, rows, call.rows, replicas)
         replica = ProofReplica(strategy, collectives)
-        route = _recorded(found, tape, strategy, state, rows, in_order)
+        scope = state.scope()
+        route = _recorded(found, tape, strategy, state, scope, call, rows, in_order)
         with (
-            state.scope() as scope,
+            scope,
             context.on_replica(replica),
             layer_calls_through(route),
             functions_copied(),
@@ -179,7 +210,8 @@ def traced(
             (variable, tf.convert_to_tensor(value, raw_dtype(variable)))
             for variable, value in state.updates.values()
         ]
-    if has_gradients:
+
+    def add_gradients() -> None:
         found.is_backward = found.draws.is_backward = True
         with (
             recording(found.draws),
@@ -187,6 +219,8 @@ def traced(
             context.on_replica(replica),
         ):
             _add_gradients(found, tape)
+
+    found.add_gradients = add_gradients
     return found
 
 
@@ -263,6 +297,8 @@ def _recorded(
     tape: Any,
     strategy: Any,
     state: ReplicaState,
+    scope: Any,
+    call: LayerCall,
     rows: int | None,
     known_calls: KnownCallsOfTrace | None,
 ) -> Callable[..., Any]:
@@ -275,9 +311,10 @@ def _recorded(
         start = found.graph.num_operations()
         try:
             known = arguments = None
+            # Not in the body of a loop or a function.
+            is_in_graph = tf.compat.v1.get_default_graph() is found.graph
             if known_calls is not None:
-                # Not in the body of a loop or a function. Draws are recorded singly.
-                is_in_graph = tf.compat.v1.get_default_graph() is found.graph
+                # Draws are recorded singly.
                 if is_in_graph and not seed_generators(layer):
                     arguments = known_arguments(layer, args, kwargs, rows)
                 known = known_calls.results(
@@ -286,7 +323,14 @@ def _recorded(
                     lambda: run_in_own_graph(strategy, original, args, kwargs, rows),
                 )
             if known is None or arguments is None:
-                return original(*args, **kwargs)
+                added = len(scope.losses)
+                outputs = original(*args, **kwargs)
+                if is_in_graph:
+                    results = [*keras.tree.flatten(outputs), *scope.losses[added:]]
+                    found.inner.append(
+                        _inner_call(call, layer, original, args, kwargs, results, rows)
+                    )
+                return outputs
             weights = tf.raw_ops.Placeholder(dtype=tf.float32, shape=())
             found.the_same.append(weights)
             if known.is_trained:
@@ -298,6 +342,26 @@ def _recorded(
             found.add_call(start, layer)
 
     return route
+
+
+def _inner_call(
+    around: LayerCall,
+    layer: Any,
+    original: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    results: Sequence[Any],
+    rows: int | None,
+) -> InnerCall:
+    leaves = argument_leaves(args, kwargs)
+    return InnerCall(
+        LayerCall(layer, original, (args, kwargs), leaves, around.rows),
+        [
+            is_dense(leaf) and bool(leaf.shape.rank) and has_rows(leaf, rows)
+            for leaf in leaves
+        ],
+        [each for each in results if is_dense(each)],
+    )
 
 
 def _add_gradients(found: TracedCall, tape: Any) -> None:

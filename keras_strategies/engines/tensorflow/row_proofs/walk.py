@@ -91,6 +91,7 @@ class GraphWalk:
     """
 
     def __init__(self, graphs: Sequence[Any], work: SharedWork):
+        self._graphs = graphs
         self._work = work
         self._facts = work.facts
         self._placements: dict[int, GraphPlacement] = {}
@@ -108,6 +109,13 @@ class GraphWalk:
         """
         self._columns.match(tensors)
         self._placements[id(tensors[0])] = placement
+
+    def apart(self) -> GraphWalk:
+        """A walk over the same graphs, in which nothing is placed."""
+        facts = self._facts.apart()
+        return GraphWalk(
+            self._graphs, SharedWork(facts, self._work.place_of, self._work.columns)
+        )
 
     def placements(self, columns: Sequence[Sequence[Any]]) -> list[GraphPlacement]:
         """Placements of results.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -40,8 +41,12 @@ from keras_strategies.runtime.row_proofs.known_calls import (
     KnownResults,
     known_arguments,
 )
-from keras_strategies.runtime.row_proofs.layer_calls import LayerCall
-from keras_strategies.runtime.state.replica_state import AddedState, ReplicaState
+from keras_strategies.runtime.row_proofs.layer_calls import LayerCall, argument_leaves
+from keras_strategies.runtime.state.replica_state import (
+    AddedState,
+    ReplicaState,
+    has_rows,
+)
 
 
 class CallFailed(Exception):
@@ -50,6 +55,28 @@ class CallFailed(Exception):
 
 class NoDerivative(CallFailed):
     """A backward pass reaches an operation without one, as on one device."""
+
+
+@dataclass(frozen=True)
+class RecordedCall:
+    """A recorded call of a layer in the call.
+
+    Args:
+        call: the call.
+        begin, end: int, the numbers of operations before it and after it.
+        with_rows: for each leaf of its arguments, whether it has the rows.
+        leaves: the versions of the leaves; None for those that are no tensors.
+        masks: the versions of their masks.
+        results: the versions of its outputs and of the losses that it adds.
+    """
+
+    call: LayerCall
+    begin: int
+    end: int
+    with_rows: list[bool]
+    leaves: list[int | None]
+    masks: list[int | None]
+    results: list[int]
 
 
 class CallRecording:
@@ -107,6 +134,9 @@ class CallRecording:
         self.outputs: list[Any] = []
         self.masks: list[Any] = []
         self.losses: list[Any] = []
+        #: The calls of layers in it, without those that are one operation.
+        self.inner: list[RecordedCall] = []
+        self._scope: Any = None
 
     def _argument(self, index: int, leaf: Any, has_rows: bool) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -177,7 +207,7 @@ class CallRecording:
             CallFailed: if it raises.
         """
         args, kwargs = self._call.arguments(self._leaves)
-        scope = self._state.scope()
+        scope = self._scope = self._state.scope()
         self._hooks = saved_tensors_hooks_of_thread()
         if self._known_calls is not None:
             self._in_order = self._known_calls.in_order()
@@ -284,8 +314,10 @@ class CallRecording:
         with self._in_layer(layer):
             # Operations that are computed again in the backward pass are recorded.
             is_again = saved_tensors_hooks_of_thread() != self._hooks
-            if self._in_order is None or is_again:
+            if is_again:
                 return call(*args, **kwargs)
+            if self._in_order is None:
+                return self._recorded_call(layer, call, args, kwargs)
             arguments = known_arguments(layer, args, kwargs, self.rows)
 
             def run() -> KnownResults | None:
@@ -299,13 +331,40 @@ class CallRecording:
 
             known = self._in_order.results(layer, arguments, run)
             if known is None or arguments is None:
-                return call(*args, **kwargs)
+                return self._recorded_call(layer, call, args, kwargs)
             outputs, weights = recorded_known_call(
                 self.recorder, self._state, arguments, known, self.rows
             )
             if weights is not None:
                 self._weights.append(weights)
             return outputs
+
+    def _recorded_call(self, layer: Any, call: Any, args: Any, kwargs: Any) -> Any:
+        """Records the operations of a call of a layer."""
+        begin, added = len(self.recorder.steps), len(self._scope.losses)
+        leaves = argument_leaves(args, kwargs)
+        with_rows = [has_rows(leaf, self.rows) for leaf in leaves]
+        of_leaves = self._versions(leaves)
+        of_masks = self._versions(map(get_mask, leaves))
+        outputs = call(*args, **kwargs)
+        results = [*keras.tree.flatten(outputs), *self._scope.losses[added:]]
+        found = RecordedCall(
+            LayerCall(layer, call, (args, kwargs), leaves, self._call.rows),
+            begin,
+            len(self.recorder.steps),
+            with_rows,
+            of_leaves,
+            of_masks,
+            [each for each in self._versions(results) if each is not None],
+        )
+        self.inner.append(found)
+        return outputs
+
+    def _versions(self, values: Iterable[Any]) -> list[int | None]:
+        return [
+            self.recorder.version(each) if isinstance(each, torch.Tensor) else None
+            for each in values
+        ]
 
     @contextlib.contextmanager
     def _in_layer(self, layer: Any) -> Iterator[None]:

@@ -90,18 +90,21 @@ class Propagation:
     Args:
         counts: the numbers of rows.
         recorders: a recording with each.
+        begin: int, the number of recorded operations that are left out.
 
     Attributes:
         problem: str, why Python may take other branches on replicas; empty.
     """
 
-    def __init__(self, counts: Sequence[int], recorders: Sequence[CallRecorder]):
+    def __init__(
+        self, counts: Sequence[int], recorders: Sequence[CallRecorder], begin: int = 0
+    ):
         self._counts = tuple(counts)
         self._recorders = list(recorders)
         self._placed: dict[int, Placed] = {}
         # By the version in the first recording, those in all.
         self._versions: dict[int, tuple[int, ...]] = {}
-        self._done = 0
+        self._done = begin
         self.problem = ""
 
     def place(self, version: int, placed: Placed) -> None:
@@ -112,6 +115,11 @@ class Propagation:
             placed: its placement.
         """
         self._placed[version] = placed
+
+    def place_of_all(self, versions: tuple[int, ...], placed: Placed) -> None:
+        """Places a value with these versions in the recordings."""
+        self._versions[versions[0]] = versions
+        self._placed[versions[0]] = placed
 
     def placed(self, versions: tuple[int, ...]) -> Placed:
         """The placement of a value with these versions; `advance` first.
@@ -136,13 +144,16 @@ class Propagation:
             found = self._placed[version] = self._of_constant(versions)
         return found
 
-    def advance(self) -> None:
+    def advance(self, end: int | None = None) -> None:
         """Propagates through the operations that were recorded since.
+
+        Args:
+            end: int, the number of operations until which it does; None for all.
 
         Raises:
             RecordingsDiffer: if those of recordings are not the same.
         """
-        columns = [recorder.steps for recorder in self._recorders]
+        columns = [recorder.steps[:end] for recorder in self._recorders]
         lengths = {len(steps) for steps in columns}
         for steps in zip(*(steps[self._done :] for steps in columns), strict=False):
             self._step(steps)

@@ -29,6 +29,9 @@ from keras_strategies.engines.torch.row_proofs.propagation import (
     Propagation,
     RecordingsDiffer,
 )
+from keras_strategies.engines.torch.row_proofs.unsplit_inner_calls import (
+    unsplit_inner_calls,
+)
 from keras_strategies.engines.torch.row_proofs.value_placements import SAME, Placed
 from keras_strategies.keras_compat.models.layers import sublayers
 from keras_strategies.keras_compat.variables.generator_seeds import (
@@ -101,7 +104,8 @@ class TorchRowProver(RowProver):
                     raise _RecordingsOfTypes from problem
                 return RowProof(problem=str(problem))
             except _Problem as problem:
-                return RowProof(problem=str(problem))
+                inner = unsplit_inner_calls(proof.recordings)
+                return RowProof(problem=str(problem), inner=inner)
             taken = proof.branches
             todo += [
                 [*taken[:i], not taken[i]] for i in range(len(branches), len(taken))
@@ -199,7 +203,7 @@ class _Proof:
         self._adds = call.adds
         self._known_calls = KnownCalls() if known_types else None
         counts = _counts(call.rows, sizes)
-        self._recordings = [
+        self.recordings = [
             CallRecording(
                 prover.strategy,
                 call,
@@ -211,7 +215,7 @@ class _Proof:
             )
             for rows in counts
         ]
-        recorders = [recording.recorder for recording in self._recordings]
+        recorders = [recording.recorder for recording in self.recordings]
         self._propagation = Propagation(counts, recorders)
         self._groups = 0
 
@@ -223,12 +227,12 @@ class _Proof:
     @property
     def branches(self) -> list[bool]:
         """The truth values that Python has read."""
-        return self._recordings[0].recorder.branches
+        return self.recordings[0].recorder.branches
 
     def result(self) -> RowProof:
-        for recording in self._recordings:
+        for recording in self.recordings:
             self._record(recording)
-        first = self._recordings[0]
+        first = self.recordings[0]
         for _, version, has_rows in first.inputs:
             self._propagation.place(version, _ROWS if has_rows else SAME)
         self._advance()
@@ -242,11 +246,11 @@ class _Proof:
 
     def _draws(self) -> tuple[int, ...]:
         """The draws of the call; none is in its backward pass."""
-        counts = [recording.rows for recording in self._recordings]
+        counts = [recording.rows for recording in self.recordings]
         try:
             multiples = multiples_of(
                 counts,
-                [each.draws for each in self._recordings],
+                [each.draws for each in self.recordings],
                 self._strategy.partitions_draws,
             )
             return self._prover.on_devices(multiples)
@@ -273,7 +277,7 @@ class _Proof:
 
     def _columns(self, name: str) -> list[tuple[Any, ...]]:
         """Results of all recordings, by result."""
-        found = [getattr(recording, name) for recording in self._recordings]
+        found = [getattr(recording, name) for recording in self.recordings]
         if len(set(map(len, found))) > 1:
             raise _Problem(f"how many {name} it has depends on the number of rows")
         return list(zip(*found, strict=True))
@@ -295,7 +299,7 @@ class _Proof:
         return placed
 
     def _placed(self, values: Sequence[Any]) -> Placed:
-        recorders = [recording.recorder for recording in self._recordings]
+        recorders = [recording.recorder for recording in self.recordings]
         versions = tuple(
             _version(recorder, value)
             for recorder, value in zip(recorders, values, strict=True)
@@ -316,16 +320,16 @@ class _Proof:
 
     def _updates(self) -> Mapping[int, RowPlacement]:
         found = {}
-        for key, (variable, _) in self._recordings[0].updates.items():
+        for key, (variable, _) in self.recordings[0].updates.items():
             if is_seed_state(variable):
                 continue  # It counts draws, which are proved.
             values = [
                 recording.updates[key][1]
-                for recording in self._recordings
+                for recording in self.recordings
                 if key in recording.updates
             ]
             name = f"the value that it assigns to variable {variable.path!r}"
-            if len(values) < len(self._recordings):
+            if len(values) < len(self.recordings):
                 raise _Problem(f"{name} depends on the number of rows")
             placed = self._placement(name, values)
             if self._adds:
@@ -342,7 +346,7 @@ class _Proof:
         return found
 
     def _check_inputs(self) -> None:
-        for recording in self._recordings:
+        for recording in self.recordings:
             if recording.changes_inputs:
                 raise _Problem("it changes an argument or a variable in place")
 
@@ -384,7 +388,7 @@ class _Proof:
             placed = _ROWS.changed(multiple=placement.multiple) if is_rows else SAME
             self._propagation.place(version, placed)
         self._advance()
-        first = self._recordings[0]
+        first = self.recordings[0]
         of_rows = [has_rows for _, has_rows in first.arguments]
         of_rows += [False] * (len(gradients[0]) - len(of_rows))
         for has_rows, column in zip(of_rows, zip(*gradients, strict=True), strict=True):
@@ -416,7 +420,7 @@ class _Proof:
         gradients: list[list[torch.Tensor | None]] = []
         given: list[int] = []
         self._groups += 1
-        for i, recording in enumerate(self._recordings):
+        for i, recording in enumerate(self.recordings):
             try:
                 versions, found = recording.backward(
                     self._groups, [column[i] for _, column in group], of_variables_only
