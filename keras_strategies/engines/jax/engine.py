@@ -26,6 +26,7 @@ from keras_strategies.engines.jax.run.traceable_optimizers import traceable_appl
 from keras_strategies.engines.jax.sharding.model_parallel_trainer import (
     ModelParallelTrainer,
 )
+from keras_strategies.engines.jax.sort_gradients import use_signed_indices
 from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
 from keras_strategies.runtime.drivers import Drivers
 from keras_strategies.runtime.engine import (
@@ -147,6 +148,7 @@ class JaxEngine(Engine):
         if placement.is_single:
             one = OneDeviceTrainer(strategy)
             return Drivers(one, JaxRun(strategy, one.devices), checkpoints=one)
+        use_signed_indices()
         if placement.mesh is not None:
             sharded = ModelParallelTrainer(strategy)
             mesh = sharded.distribution.device_mesh.backend_mesh

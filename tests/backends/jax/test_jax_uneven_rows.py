@@ -323,3 +323,26 @@ def test_grouped_convolutions_with_sharded_kernels(name):
 
     found = results(MODEL_PARALLEL[name].make())
     assert_same(found, results(STRATEGIES["one_device"]()), 1e-4)
+
+
+class Sorted(layers.Layer):
+    """Gradients of what is sorted, along the rows and along another axis."""
+
+    def call(self, x: Any) -> Any:
+        ranked = ops.sort(x, axis=-1) + ops.median(x, axis=-1, keepdims=True)
+        return ranked + ops.sort(x, axis=0) * ops.quantile(x, 0.3, axis=0)
+
+
+def test_gradients_of_what_is_sorted() -> None:
+    def results(strategy: Any) -> Any:
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            model = keras.Sequential(
+                [layers.Input((6,)), layers.Dense(8), Sorted(), layers.Dense(1)]
+            )
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+        x, y = dense_data(7), dense_data(7)[:, :1]
+        return {"loss": [model.train_on_batch(x, y)], "weights": model.get_weights()}
+
+    found = results(STRATEGIES["mirrored_4"]())
+    assert_same(found, results(STRATEGIES["one_device"]()), 1e-5)
