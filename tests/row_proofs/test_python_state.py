@@ -98,18 +98,36 @@ class Stateful(layers.Layer):
         return ops.matmul(x, self.kernel) * (1 + 0.02 * self.read(held))
 
 
+class Remembering(layers.Layer):
+    """Reads a tensor of the call before."""
+
+    before: Any = None
+
+    def build(self, shape: Any) -> None:
+        self.kernel = self.add_weight(shape=(4, 4), name="kernel")
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        found = ops.matmul(x, self.kernel)
+        if self.before is not None:
+            found = found + 0.1 * self.before
+        if training:  # Not while Keras computes shapes.
+            self.before = ops.stop_gradient(ops.mean(found, axis=0))
+        return found
+
+
 def trained(name: str, strategy: Any) -> Any:
     keras.utils.set_random_seed(3)
     SEEN.clear()
     Counter.count = next_of_function.count = 0
     with strategy.scope():
-        model = keras.Sequential([keras.Input((4,)), Stateful(name), layers.Dense(1)])
+        layer = Remembering() if name == "tensor" else Stateful(name)
+        model = keras.Sequential([keras.Input((4,)), layer, layers.Dense(1)])
         model.compile(keras.optimizers.SGD(0.02), "mse", run_eagerly=True)
     history = model.fit(X, X[:, :1], batch_size=7, epochs=2, shuffle=False, verbose=0)
     return as_arrays((history.history["loss"], model.get_weights()))
 
 
-@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("name", [*STATES, "tensor"])
 def test_state_is_that_of_one_device(name: str) -> None:
     expected = trained(name, ks.OneDeviceStrategy("cpu:0"))
     with warnings.catch_warnings(record=True) as caught:

@@ -357,8 +357,9 @@ class _Proof:
     def _captured(self, tensors: Sequence[Any], first: Any) -> GraphPlacement:
         if first.dtype in (tf.resource, tf.variant):
             return HANDLE
-        if not hasattr(first, "numpy"):
-            cause = "it uses a tensor of the step that is no argument"
+        if not all(hasattr(tensor, "numpy") for tensor in tensors):
+            # Also one that the call keeps in an attribute, read with other rows.
+            cause = "a tensor of the step that is no argument"
             return GraphPlacement(Kind.UNKNOWN, cause=cause)
         if all(tensor is first for tensor in tensors[1:]):
             return SAME
