@@ -16,16 +16,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from measuring import Results, names, options_parser
 from models import WORKLOADS, Workload
-from multi_worker import environment, own_rows
+from multi_worker import own_rows, ranks
 from page import write_page
 from tables import markdown_table
 
@@ -33,7 +31,6 @@ MODELS = ("language model", "segmentation")
 WORKERS = (1, 2, 4, 8)
 #: Rows of each worker, and steps that are counted.
 ROWS, STEPS = 4, 3
-TIMEOUT = 300
 
 
 def resident() -> int:
@@ -132,30 +129,8 @@ KINDS = {"ours": ours, "DDP": ddp}
 
 def counted(kind: str, name: str, count: int) -> dict[str, float]:
     """The counts of worker 0 of some workers."""
-    from keras_strategies.cluster.resolvers.local_processes import free_addresses
-
-    addresses = free_addresses(count)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, "--kind", kind, "--models", name],
-            env=environment("torch", addresses, index),
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(count)
-    ]
-    until = time.monotonic() + TIMEOUT
-    try:
-        outputs = [
-            process.communicate(timeout=max(1.0, until - time.monotonic()))[0]
-            for process in processes
-        ]
-    finally:
-        for process in processes:
-            process.kill()
-    if any(process.returncode for process in processes):
-        raise RuntimeError(f"{kind} failed with {count} workers.")
-    found: dict[str, float] = json.loads(outputs[0].splitlines()[-1])
+    command = [sys.executable, __file__, "--kind", kind, "--models", name]
+    found: dict[str, float] = ranks(command, count)[0]
     return found
 
 

@@ -56,6 +56,8 @@ PEERS = {
 WITH_GLOO = ("jax", "torch")
 # Seconds in which a cluster has to come through its first epoch.
 START_SECONDS = 60
+# Seconds for all that a command of `ranks` does.
+RANKS_SECONDS = 300
 
 
 class Cluster:
@@ -130,6 +132,42 @@ def environment(backend: str, addresses: list[str], index: int) -> dict[str, str
         "MASTER_ADDR": host,
         "MASTER_PORT": port,
     }
+
+
+def ranks(command: list[str], count: int) -> list[Any]:
+    """Runs a command on Torch as each of some workers.
+
+    Args:
+        command: a command that prints JSON in its last line.
+        count: int, the workers.
+
+    Returns:
+        list of what each has printed.
+    """
+    from keras_strategies.cluster.resolvers.local_processes import free_addresses
+
+    addresses = free_addresses(count)
+    processes = [
+        subprocess.Popen(
+            command,
+            env=environment("torch", addresses, index),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(count)
+    ]
+    until = time.monotonic() + RANKS_SECONDS
+    try:
+        outputs = [
+            process.communicate(timeout=max(1.0, until - time.monotonic()))[0]
+            for process in processes
+        ]
+    finally:
+        for process in processes:
+            process.kill()
+    if any(process.returncode for process in processes):
+        raise RuntimeError(f"{' '.join(command)} failed with {count} workers.")
+    return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 
 # --- In the workers -----------------------------------------------------------

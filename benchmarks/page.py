@@ -114,6 +114,7 @@ def table(name: str) -> str:
     import parameter_server as ps
     import python_time
     import resume
+    import slow_input
     import start
     import steps_per_execution
     import uneven_rows
@@ -140,6 +141,7 @@ def table(name: str) -> str:
         "faults": faults,
         "memory": memory,
         "python time": python_time,
+        "slow input": slow_input,
         "start": start,
         "first step": first_step,
         "first step large": first_step_large,

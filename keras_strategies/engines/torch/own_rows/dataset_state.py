@@ -71,7 +71,8 @@ class DatasetState:
         self._parts: list[_Part] = []
         self._seen: set[int] = set()
         self._add("Python's generator", random.getstate, random.setstate)
-        self._add("NumPy's generator", np.random.get_state, np.random.set_state)
+        numpy = functools.partial(np.random.get_state, legacy=False)
+        self._add("NumPy's generator", numpy, np.random.set_state)
         self._add("Torch's generator", torch.get_rng_state, torch.set_rng_state)
         seeds = global_seed_state()
         if seeds is not None:
@@ -113,7 +114,8 @@ class DatasetState:
         if isinstance(value, random.Random):
             self._add(name, value.getstate, value.setstate)
         elif isinstance(value, np.random.RandomState):
-            self._add(name, value.get_state, value.set_state)
+            state = functools.partial(value.get_state, legacy=False)
+            self._add(name, state, value.set_state)
         elif isinstance(value, np.random.Generator):
             bits = value.bit_generator
             self._add(
@@ -210,12 +212,10 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_equal(now: Any, before: Any) -> bool:
-    """Whether two states are equal: dicts and tuples with arrays and tensors."""
+    """Whether two states are equal: numbers, tuples of these, dicts, arrays, tensors."""
     if isinstance(now, dict):
         return all(_is_equal(now[key], before[key]) for key in before)
-    if isinstance(now, tuple):
-        return len(now) == len(before) and all(map(_is_equal, now, before))
-    if isinstance(now, (bool, int, float, str, type(None))):
-        # Not a number is equal to itself here.
-        return type(now) is type(before) and (now == before or now != now)
-    return bool(np.array_equal(now, before))
+    if isinstance(now, (np.ndarray, torch.Tensor)):
+        return bool(np.array_equal(now, before))
+    # Not a number is equal to itself here.
+    return type(now) is type(before) and (now == before or now != now)

@@ -1,0 +1,150 @@
+"""Input that takes long to read, on one and two workers: ours beside DDP's, on Torch.
+
+A dataset takes 5 ms for each row, as from a disk or a decoder, and trains a small
+model.
+Ours is `fit` with a `DataLoader` of global batches; DDP's each has the rows of a
+`DistributedSampler`. Reading is nearly all of the time, and does not need a core.
+
+Numbers are rows per second of all workers, and the bytes that worker 0 reads in an
+epoch, which do not depend on the speed of the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from measuring import Results, measure, options_parser, ratio
+from multi_worker import ranks
+from page import write_page
+from tables import markdown_table
+
+WORKERS = ("1", "2")
+KINDS = ("ours", "DDP")
+#: Seconds to read a row; rows of an epoch and of a global batch; numbers in a row.
+SECONDS, ROWS, BATCH, WIDTH = 0.005, 192, 32, 1024
+
+
+def dataset_of_rows() -> Any:
+    """A dataset that takes its time, and notes what it has read."""
+    import numpy as np
+    import torch
+
+    class SlowRows(torch.utils.data.Dataset[Any]):
+        def __init__(self) -> None:
+            # The bytes of each row.
+            self.read: list[int] = []
+
+        def __len__(self) -> int:
+            return ROWS
+
+        def __getitem__(self, index: int) -> Any:
+            time.sleep(SECONDS)
+            row = np.random.default_rng(index).normal(size=WIDTH).astype("float32")
+            self.read.append(row.nbytes)
+            return row, row[:1]
+
+    return SlowRows()
+
+
+def ours(dataset: Any) -> Callable[[], None]:
+    import keras
+    import torch
+
+    import keras_strategies as ks
+
+    strategy = ks.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(1e-4), "mse")
+    loader = torch.utils.data.DataLoader(dataset, BATCH, shuffle=True)
+    return lambda: model.fit(loader, verbose=0)
+
+
+def ddp(dataset: Any) -> Callable[[], None]:
+    import keras
+    import torch
+
+    torch.distributed.init_process_group("gloo")
+    module = keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(1)])
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-4)
+    model = torch.nn.parallel.DistributedDataParallel(module)
+    count = torch.distributed.get_world_size()
+    sampler = torch.utils.data.distributed.DistributedSampler(dataset)
+    loader = torch.utils.data.DataLoader(dataset, BATCH // count, sampler=sampler)
+
+    def epoch() -> None:
+        for rows, targets in loader:
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(rows), targets).backward()
+            optimizer.step()
+
+    return epoch
+
+
+def train(kind: str, rounds: int) -> dict[str, Any]:
+    """Rows per second by round, and bytes read in an epoch."""
+    import torch
+
+    torch.set_num_threads(1)
+    dataset = dataset_of_rows()
+    run = {"ours": ours, "DDP": ddp}[kind](dataset)
+    read: list[int] = []
+
+    def epoch() -> float:
+        dataset.read.clear()
+        began = time.perf_counter()
+        run()
+        found = ROWS / (time.perf_counter() - began)
+        read.append(sum(dataset.read))
+        return found
+
+    times = measure({kind: epoch}, rounds)[kind]
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    return {"rows": times, "bytes": read[-1]}
+
+
+def table(results: dict[str, Any]) -> str:
+    """The results as a Markdown table."""
+    header = ["workers", "ours", "DDP", "ours / DDP"]
+    header += ["ours: read by worker 0", "DDP: read by worker 0"]
+    rows = []
+    for workers, found in results.items():
+        own, peer = found["ours"], found["DDP"]
+        speeds = [sorted(each["rows"])[len(each["rows"]) // 2] for each in (own, peer)]
+        cells = [f"{speed:.0f} rows/s" for speed in speeds]
+        cells.append(ratio(own["rows"], peer["rows"]))
+        cells += [f"{each['bytes'] / 1e3:.0f} kB" for each in (own, peer)]
+        rows.append([workers, *cells])
+    return markdown_table(header, rows)
+
+
+def main() -> None:
+    parser = options_parser(__doc__)
+    parser.add_argument("--kind", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.kind:
+        found = train(options.kind, options.rounds)
+        print(json.dumps(found), flush=True)
+        return
+    known = Results(options.output / "slow_input.json")
+    for workers in WORKERS:
+        by_kind = {}
+        for kind in KINDS:
+            print(f"{workers} workers, {kind} ...", file=sys.stderr, flush=True)
+            command = [sys.executable, os.path.abspath(__file__), "--kind", kind]
+            command += ["--rounds", str(options.rounds)]
+            by_kind[kind] = ranks(command, int(workers))[0]
+        known.put(workers, by_kind)
+    print(table(known.values))
+    write_page(options.output)
+
+
+if __name__ == "__main__":
+    main()
