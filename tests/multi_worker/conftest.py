@@ -41,6 +41,8 @@ EVERYWHERE = {
     "test_row_proofs": ("test_a_problem_that_one_worker_finds_counts_on_all",),
     "test_input": (
         "test_workers_with_different_amounts_of_data_stay_in_step[two]",
+        "test_separate_batches_stay_on_their_workers[two-counts0-1]",
+        "test_separate_batches_stay_on_their_workers[two-counts2-1]",
         "test_files_are_divided_and_each_row_is_read_once",
         "test_fit_reads_files_of_its_own",
         "test_datasets_from_a_function_are_not_divided_again",

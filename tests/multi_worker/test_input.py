@@ -95,6 +95,91 @@ def test_workers_with_different_amounts_of_data_stay_in_step(cluster):
         assert_same(expected, found, 1e-5, f"worker {index}")
 
 
+WIDE = 2048
+
+
+def of_wide_rows(strategy, counts, steps):
+    """Each worker has so many wide rows in each of three batches of its own."""
+    batches = [
+        (np.ones((rows, WIDE), "float32"), np.ones((rows, 1))) for rows in counts
+    ]
+
+    def dataset_fn(context):
+        start = np.arange(WIDE, dtype="float32") / WIDE + context.input_pipeline_id
+        x, y = batches[context.input_pipeline_id]
+        return [(x * start * step, y) for step in range(1, 4)]
+
+    keras.utils.set_random_seed(5)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((WIDE,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(1e-5), "mse", steps_per_execution=steps)
+    sent, group = [0], strategy.workers.group
+    gather = group.gather
+
+    def counted(what, payload, *args, **kwargs):
+        sent[0] += len(payload)
+        return gather(what, payload, *args, **kwargs)
+
+    group.gather = counted
+    try:
+        history = model.fit(
+            strategy.distribute_datasets_from_function(dataset_fn), verbose=0
+        )
+    finally:
+        del group.gather
+    return summary(model, history), sent[0]
+
+
+@pytest.mark.skipif(
+    keras.backend.backend() == "tensorflow",
+    reason="TensorFlow's programs read all rows",
+)
+@pytest.mark.parametrize(("counts", "steps"), [([4, 4], 1), ([4, 4], 3), ([3, 6], 1)])
+def test_separate_batches_stay_on_their_workers(cluster, counts, steps):
+    def alone():
+        batches = []
+        for step in range(1, 4):
+            x = np.concatenate(
+                [
+                    np.ones((rows, WIDE), "float32")
+                    * (np.arange(WIDE, dtype="float32") / WIDE + worker)
+                    * step
+                    for worker, rows in enumerate(counts)
+                ]
+            )
+            batches.append((x, np.ones((sum(counts), 1))))
+        keras.utils.set_random_seed(5)
+        with ks.OneDeviceStrategy("cpu:0").scope():
+            model = keras.Sequential([keras.Input((WIDE,)), keras.layers.Dense(1)])
+            model.compile(keras.optimizers.SGD(1e-5), "mse")
+        source = (batch for batch in batches)
+        return summary(model, model.fit(source, steps_per_epoch=3, verbose=0))
+
+    expected = alone()
+    for index, (found, sent) in enumerate(cluster(of_wide_rows, counts, steps)):
+        assert_same(expected, found, 1e-5, f"worker {index}")
+        # A row is 8 KiB.
+        assert sent < 3 * 4 * WIDE
+
+
+def test_separate_batches_of_other_shapes_are_an_error(cluster):
+    def program(strategy):
+        def dataset_fn(context):
+            width = 2 + context.input_pipeline_id
+            return [(np.ones((4, width), "float32"), np.ones((4, 1), "float32"))]
+
+        try:
+            make_model(strategy).fit(
+                strategy.distribute_datasets_from_function(dataset_fn), verbose=0
+            )
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    for text in cluster(program):
+        assert "shape" in text
+
+
 def test_files_are_divided_and_each_row_is_read_once(cluster, tmp_path):
     import tensorflow as tf
 

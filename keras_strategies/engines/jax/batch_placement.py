@@ -17,12 +17,17 @@ from keras_strategies.engines.jax.padded_rows import (
     put_padded,
 )
 from keras_strategies.engines.jax.strategy_distribution import splits
+from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
 from keras_strategies.input.row_splits import check_batch
 from keras_strategies.runtime.batch_prefetch import prefetch_one
+from keras_strategies.runtime.worker_batch import WorkerBatch
 
 
 class JaxBatchPlacer(abc.ABC):
     """Transfers batches, structures of arrays, to the devices of a strategy."""
+
+    #: Whether a batch may be a `WorkerBatch`.
+    takes_worker_batches = False
 
     @abc.abstractmethod
     def place(self, batch: Any) -> Any:
@@ -40,9 +45,12 @@ class JaxBatchPlacer(abc.ABC):
         """The batches on the devices, transferred at or before `next`.
 
         With `several` batches in one call of Keras's loop (`steps_per_execution`) they
-        are not transferred here, but by `place_several`.
+        are not transferred here, but by `place_several`, except a `WorkerBatch`.
         """
-        return iter(batches) if several > 1 else self._placed(batches)
+        return map(self._of_one, batches) if several > 1 else self._placed(batches)
+
+    def _of_one(self, batch: Any) -> Any:
+        return self.place(batch) if isinstance(batch, WorkerBatch) else batch
 
     @abc.abstractmethod
     def _placed(self, batches: Iterable[Any]) -> Iterator[Any]: ...
@@ -63,16 +71,18 @@ class MeshPlacer(JaxBatchPlacer):
 
     Args:
         mesh: a mesh; rows are sharded along its first axis.
-        compare: called with each global batch, to compare it between workers.
+        workers: the workers whose devices it has, which compare each global batch; None
+            for one process.
     """
 
-    def __init__(
-        self,
-        mesh: jax.sharding.Mesh,
-        compare: Callable[[Any], None] = lambda batch: None,
-    ):
-        self._compare = compare
+    def __init__(self, mesh: jax.sharding.Mesh, workers: JaxWorkers | None = None):
+        self._workers = workers
+        self.takes_worker_batches = workers is not None
         self.use_mesh(mesh)
+
+    def _compare(self, batch: Any) -> None:
+        if self._workers is not None:
+            self._workers.steps.check_batch(batch)
 
     def use_mesh(self, mesh: jax.sharding.Mesh) -> None:
         """Shards later batches over another mesh."""
@@ -86,12 +96,40 @@ class MeshPlacer(JaxBatchPlacer):
         self._ahead = mesh.devices.flat[0].platform != "cpu"
 
     def place(self, batch: Any) -> Any:
+        if isinstance(batch, WorkerBatch):
+            return self._of_workers(batch)
         check_batch(batch)
         if not any(map(spans_processes, jax.tree.leaves(batch))):
             self._compare(batch)
         # In JAX, None has no leaves, and the components of a sparse array are leaves.
         leaves, structure = jax.tree.flatten(batch, is_leaf=is_padded)
         return jax.tree.unflatten(structure, self._put(leaves))
+
+    def _of_workers(self, batch: WorkerBatch) -> Any:
+        """A batch of which each worker has its own rows.
+
+        Equal rows of all devices stay where they are. Others have to move, since shards
+        of an array are equal.
+        """
+        assert self._workers is not None
+        counts = self._workers.replica_counts
+        rows = [sum(each) for each in counts.split(batch.every)]
+        if len(set(batch.every)) > 1 or not self._pads:
+            whole = jax.tree.map(
+                lambda leaf: self._workers.gather_rows_on_host(leaf, rows), batch.batch
+            )
+            return self.place(whole)
+        check_batch(batch.batch)
+        first, total = sum(rows[: counts.worker]), sum(rows)
+
+        def placed(leaf: Any) -> Any:
+            return jax.make_array_from_callback(
+                (total, *leaf.shape[1:]),
+                self._split,
+                lambda index: leaf[index[0].start - first : index[0].stop - first],
+            )
+
+        return jax.tree.map(placed, batch.batch)
 
     def place_several(self, batches: Sequence[Any]) -> Any:
         if any(map(_has_jax_arrays, batches)):
@@ -194,6 +232,8 @@ class DevicePlacer(JaxBatchPlacer):
 
 class HostBatches:
     """Returns batches unchanged, for steps that place them themselves."""
+
+    takes_worker_batches = False
 
     def place(self, batch: Any) -> Any:
         """The batch."""

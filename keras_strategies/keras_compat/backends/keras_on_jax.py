@@ -11,7 +11,10 @@ import keras
 import numpy as np
 
 from keras_strategies.keras_compat import patching
-from keras_strategies.keras_compat.models.input_adapters import thread_input
+from keras_strategies.keras_compat.models.input_adapters import (
+    own_batches,
+    thread_input,
+)
 from keras_strategies.keras_compat.variables.values import raw_value
 
 # Groups of variables in the state of each kind of loop, in its order.
@@ -38,9 +41,11 @@ def epoch_batches(original: Any, self: Any) -> Any:
     placer = thread_input.placer
     if placer is None:
         return original(self)
-    return placer.batches(
-        self.data_adapter.get_jax_iterator(), self.steps_per_execution
-    )
+    adapter = self.data_adapter
+    batches = own_batches(adapter) if placer.takes_worker_batches else None
+    if batches is None:
+        batches = adapter.get_jax_iterator()
+    return placer.batches(batches, self.steps_per_execution)
 
 
 class _Placement:

@@ -191,6 +191,9 @@ def own_batches(adapter: Any) -> Iterator[Any] | None:
 class BatchPlacer(Protocol):
     """Puts the batches of training loops on devices, on JAX."""
 
+    #: Whether a batch may be a `WorkerBatch`.
+    takes_worker_batches: bool
+
     def batches(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The batches, each moved to the devices when it is requested."""
 

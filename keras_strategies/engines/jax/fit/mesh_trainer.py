@@ -41,9 +41,9 @@ class DistributionTrainer(JaxTrainer, ShardingDriver):
 
     def __init__(self, strategy: StrategyCore, distribution: StrategyDistribution):
         mesh = distribution.device_mesh.backend_mesh
-        placer = MeshPlacer(mesh)
-        if strategy.workers is not None:
-            placer = MeshPlacer(mesh, strategy.workers.steps.check_batch)
+        workers = strategy.workers
+        assert workers is None or isinstance(workers, JaxWorkers)
+        placer = MeshPlacer(mesh, workers)
         super().__init__(strategy, placer)
         self.mesh_placer = placer
         self._distribution = distribution

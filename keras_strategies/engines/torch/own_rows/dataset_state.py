@@ -212,7 +212,7 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_equal(now: Any, before: Any) -> bool:
-    """Whether two states are equal: numbers, tuples of these, dicts, arrays, tensors."""
+    """Whether two states are equal: numbers, tuples of them, dicts and arrays."""
     if isinstance(now, dict):
         return all(_is_equal(now[key], before[key]) for key in before)
     if isinstance(now, (np.ndarray, torch.Tensor)):
