@@ -7,12 +7,30 @@ import dataclasses
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import keras
+import numpy as np
 
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.keras_compat import patching
+
+
+class RowsOfWorker(NamedTuple):
+    """A batch with this worker's rows, as elements of a `tf.data.Dataset`.
+
+    Args:
+        batch: the rows: `x`, or a tuple with `y` and `sample_weight`.
+        every: int array, the rows of each replica, of all workers.
+    """
+
+    batch: Any
+    every: Any
+
+
+def own_part(batch: Any) -> Any:
+    """The batch of a `RowsOfWorker`; others unchanged."""
+    return batch.batch if isinstance(batch, RowsOfWorker) else batch
 
 
 def py_dataset_batches(dataset: Any) -> Iterator[Any]:
@@ -63,10 +81,12 @@ def batches_adapter(
         GeneratorDataAdapter,
     )
 
+    def as_tuple(batch: Any) -> Any:
+        # TensorFlow converts a list, as loaders yield it, to one array.
+        return tuple(batch) if isinstance(batch, list) else batch
+
     def standard() -> Iterator[Any]:
-        for batch in batches():
-            # TensorFlow converts a list, as loaders yield it, to one array.
-            yield tuple(batch) if isinstance(batch, list) else batch
+        return map(as_tuple, batches())
 
     def weighted() -> Iterator[Any]:
         return map(with_weights, standard())
@@ -85,10 +105,14 @@ def batches_adapter(
     def own_pass() -> Iterator[Any]:
         assert own is not None
         for each in own():
-            if class_weight is None:
-                yield each
-            else:
-                yield dataclasses.replace(each, batch=with_weights(each.batch))
+            batch = as_tuple(each.batch)
+            if class_weight is not None:
+                batch = with_weights(batch)
+            yield dataclasses.replace(each, batch=batch)
+
+    def own_elements() -> Iterator[RowsOfWorker]:
+        for each in own_pass():
+            yield RowsOfWorker(each.batch, np.asarray(each.every, "int32"))
 
     class BatchesAdapter(GeneratorDataAdapter):
         def __init__(self) -> None:
@@ -107,6 +131,8 @@ def batches_adapter(
             peeked, self._peeked = self._peeked, None
             if peeked is not None:
                 return peeked
+            if own is not None and keras.backend.backend() == "tensorflow":
+                return own_elements()
             return standard() if class_weight is None else weighted()
 
         @property

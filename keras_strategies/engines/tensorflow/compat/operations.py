@@ -1,15 +1,17 @@
-"""Operations that fail on zero rows, random operations and their seeds."""
+"""Operations that fail on zero rows, random operations and their seeds, shapes."""
 
 from __future__ import annotations
 
 import contextlib
 import random
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import context as eager_context
 from tensorflow.python.ops import (
+    array_ops,
     gen_nn_ops,
     gen_stateless_random_ops,
     gen_stateless_random_ops_v2,
@@ -34,6 +36,11 @@ PRIVATE_NAMES = (
         f"{_PYTHON}.pywrap_tfe",
         ("TFE_ContextSetRunEagerOpAsFunction",),
         "Eager operations of row checks run without a program for each.",
+    ),
+    Private(
+        f"{_PYTHON}.ops.array_ops",
+        ("shape_internal",),
+        "`tf.shape` of a tensor whose rows are on other devices does not move them.",
     ),
     Private(
         f"{_PYTHON}.ops.gen_nn_ops",
@@ -176,3 +183,23 @@ def kernels_alone() -> Iterator[None]:
         yield
     finally:
         set_programs(context._handle, True)
+
+
+#: Calls between `tf.shape` and the conversion of its argument, at most.
+_CALLS_OF_CONVERSION = 8
+
+
+def is_read_for_shape() -> bool:
+    """Whether the method that calls this converts a tensor for `tf.shape`.
+
+    TensorFlow converts the argument first, and has no other way for a class of tensors
+    to give its shape.
+    """
+    frame = sys._getframe(1)
+    for _ in range(_CALLS_OF_CONVERSION):
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+        if frame.f_code is array_ops.shape_internal.__code__:
+            return True
+    return False

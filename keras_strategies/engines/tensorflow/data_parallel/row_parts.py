@@ -14,6 +14,7 @@ from keras_strategies.engines.tensorflow.compat.gradients import (
     with_gradient,
     without_recording,
 )
+from keras_strategies.engines.tensorflow.compat.operations import is_read_for_shape
 from keras_strategies.engines.tensorflow.devices import tf_device
 from keras_strategies.errors import ContextError
 from keras_strategies.keras_compat.models.layers import get_logits, set_logits
@@ -99,7 +100,19 @@ class TensorFlowRowParts(tf.Tensor, RowParts):  # type: ignore[misc]
     # What TensorFlow asks of a tensor.
 
     def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> Any:
+        if is_read_for_shape() and self.parts is not None:
+            # Keras's steps have the number of rows from the shape of `x`.
+            return self._of_this_shape()
         return self.joined().__tf_tensor__(dtype, name)
+
+    def _of_this_shape(self) -> Any:
+        """A tensor of this shape, without the rows."""
+        with without_recording():
+            rows = tf.convert_to_tensor(self.rows, tf.int32)
+            shape = tf.concat([[rows], tf.shape(self._parts[0])[1:]], 0)
+            found = tf.broadcast_to(tf.zeros([], tf.bool), shape)
+        found.set_shape(self._static_shape)
+        return found
 
     @property
     def dtype(self) -> Any:

@@ -15,6 +15,10 @@ from keras_strategies.engines.tensorflow.data_parallel.first_step import (
     collection_paused,
     optimizer_options,
 )
+from keras_strategies.engines.tensorflow.data_parallel.own_batches import (
+    in_parts,
+    joined,
+)
 from keras_strategies.engines.tensorflow.data_parallel.row_parts import joined_silently
 from keras_strategies.engines.tensorflow.workers.worker_collectives import workers_of
 from keras_strategies.input.row_splits import check_batch
@@ -24,6 +28,7 @@ from keras_strategies.keras_compat.models.building import (
     is_built,
     symbolic_build,
 )
+from keras_strategies.keras_compat.models.input_adapters import RowsOfWorker, own_part
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.user_warnings import warn_user
 
@@ -79,7 +84,13 @@ class StepFunction:
                     return keras.tree.map_structure(joined_silently, found)
                 return found
 
+        place = call.placement
         self._parallel = self._program(routed)
+        self._of_workers = self._program(
+            lambda data: routed(in_parts(data, place, call))
+        )
+        self._joined = self._program(lambda data: routed(joined(data, place)))
+        self._joined_unsplit = self._program(lambda data: step(joined(data, place)))
         self._unsplit = self._program(lambda data: step(data))
         self._few = None
         if call.reduction is not None:
@@ -150,11 +161,12 @@ class StepFunction:
         weights the losses of several outputs.
         """
         batch = keras.tree.map_structure(_none_if_optional, batch)
-        check_batch(batch)
+        check_batch(own_part(batch))
         if self._workers is None:
             return self._step_on(batch, spec)
         self._workers.steps.begin_steps()
-        self._workers.steps.check_batch(batch)
+        if not isinstance(batch, RowsOfWorker):
+            self._workers.steps.check_batch(batch)
         with self._workers.watched():
             return self._step_on(batch, spec)
 
@@ -163,14 +175,26 @@ class StepFunction:
             self._make_programs()
         if not self._has_begun:
             self._has_begun = True
-            if not self._build(batch):
-                return self._directly(self._unsplit, batch)
+            if not self._build(own_part(batch)):
+                is_own = isinstance(batch, RowsOfWorker)
+                program = self._joined_unsplit if is_own else self._unsplit
+                return self._directly(program, batch)
+        if isinstance(batch, RowsOfWorker):
+            return self._run(self._program_of_workers(batch), batch, spec)
         rows = _rows(batch)
         if rows is not None and rows < self._replicas:
             if self._few is not None:
                 return self._directly(self._few, batch)
             return self._run(self._unsplit, batch, spec)
         return self._run(self._parallel, batch, spec)
+
+    def _program_of_workers(self, batch: RowsOfWorker) -> Any:
+        every = np.asarray(batch.every)
+        if every.all() and not self._model.run_eagerly:
+            return self._of_workers
+        # A replica without rows would compute means of zero elements.
+        is_split = every.sum() >= self._replicas or self._few is not None
+        return self._joined if is_split else self._joined_unsplit
 
     def _run(self, program: Any, batch: Any, spec: Any) -> Any:
         with self._optimizer_options():
