@@ -111,22 +111,26 @@ class MeshPlacer(JaxBatchPlacer):
         Equal rows of all devices stay where they are. Others have to move, since shards
         of an array are equal.
         """
-        assert self._workers is not None
-        counts = self._workers.replica_counts
+        workers = self._workers
+        assert workers is not None
+        counts = workers.replica_counts
         rows = [sum(each) for each in counts.split(batch.every)]
         if len(set(batch.every)) > 1 or not self._pads:
             whole = jax.tree.map(
-                lambda leaf: self._workers.gather_rows_on_host(leaf, rows), batch.batch
+                lambda leaf: workers.gather_rows_on_host(leaf, rows), batch.batch
             )
             return self.place(whole)
         check_batch(batch.batch)
         first, total = sum(rows[: counts.worker]), sum(rows)
 
+        def own_rows(index: Any) -> slice:
+            return slice(index[0].start - first, index[0].stop - first)
+
         def placed(leaf: Any) -> Any:
             return jax.make_array_from_callback(
                 (total, *leaf.shape[1:]),
                 self._split,
-                lambda index: leaf[index[0].start - first : index[0].stop - first],
+                lambda index: leaf[own_rows(index)],
             )
 
         return jax.tree.map(placed, batch.batch)
