@@ -120,19 +120,19 @@ class _Read:
 
     Args:
         indices: those of the global batch.
+        checksum: int, of the indices.
         change: str, the state that the read has changed; "" for none.
         samples: what the dataset returned.
 
     Attributes:
         rows: int, those of the global batch.
         is_own: bool, whether `samples` are of this worker.
-        checksum: int, of the indices of the global batch.
     """
 
-    def __init__(self, indices: _Indices, change: str, samples: Any):
+    def __init__(self, indices: _Indices, checksum: int, change: str, samples: Any):
         self.rows = len(indices)
         self.is_own = indices.stop - indices.start < len(indices)
-        self.checksum = zlib.crc32(repr(list(indices)).encode())
+        self.checksum = checksum
         self.change = change
         self.samples = samples
 
@@ -143,11 +143,13 @@ class _OwnSamples:
     Args:
         dataset: the dataset.
         is_checked: bool, whether the state that reads change is compared.
+        is_compared: bool, whether workers compare the order of their batches.
     """
 
-    def __init__(self, dataset: Any, is_checked: bool):
+    def __init__(self, dataset: Any, is_checked: bool, is_compared: bool):
         self._dataset = dataset
         self._is_checked = is_checked
+        self._is_compared = is_compared
         #: The state before the last read, in the process that has read.
         self.before: DatasetState | None = None
         # What a read has changed; in a process that stays, also one whose batch was not
@@ -162,7 +164,10 @@ class _OwnSamples:
         if self.before is not None and not self._change:
             change = self.before.changed()
             self._change = change and f"reading a row changes {change}"
-        return _Read(indices, self._change, samples)
+        checksum = 0
+        if self._is_compared:
+            checksum = zlib.crc32(repr(list(indices)).encode())
+        return _Read(indices, checksum, self._change, samples)
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -201,12 +206,15 @@ class _Pass:
         loader: the user's loader.
         workers: the workers.
         is_checked: bool, whether the state that reads change is compared.
+        is_compared: bool, whether workers compare the order of their batches.
     """
 
-    def __init__(self, loader: Any, workers: Workers, is_checked: bool):
+    def __init__(
+        self, loader: Any, workers: Workers, is_checked: bool, is_compared: bool
+    ):
         self._loader = loader
         self._order = _Order(loader.batch_sampler)
-        self._samples = _OwnSamples(loader.dataset, is_checked)
+        self._samples = _OwnSamples(loader.dataset, is_checked, is_compared)
         self.sampler = _RowsOfWorker(self._order, workers)
         self._own = _loader_like(
             loader, self._samples, self.sampler, _Collated(loader.collate_fn)
@@ -269,7 +277,8 @@ class LoaderRows:
         self._kept = self._new_pass() if loader.persistent_workers else None
 
     def _new_pass(self) -> _Pass:
-        return _Pass(self._loader, self._workers, not self._is_known)
+        is_compared = not self._is_of_arrays
+        return _Pass(self._loader, self._workers, not self._is_known, is_compared)
 
     def begin(self) -> Iterator[Any]:
         """A pass over the global batches: `WorkerBatch`, or all rows of a batch.
