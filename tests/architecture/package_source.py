@@ -176,8 +176,15 @@ def dotted(node: ast.AST) -> str:
 
 
 def bases_of(node: ast.ClassDef) -> set[str]:
+    """Names of the bases of a class, those of TensorFlow with their module.
+
+    `tf.distribute.MirroredStrategy` is not the class of this package.
+    """
     bases = (b.value if isinstance(b, ast.Subscript) else b for b in node.bases)
-    return {dotted(base).rsplit(".", 1)[-1] for base in bases}
+    names = map(dotted, bases)
+    return {
+        name if name.startswith("tf.") else name.rsplit(".", 1)[-1] for name in names
+    }
 
 
 def members_of(node: ast.ClassDef) -> set[str]:
