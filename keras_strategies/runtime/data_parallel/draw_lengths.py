@@ -197,7 +197,7 @@ class DrawHistory:
         for each in (*_parts(fn), *keras.tree.flatten(arguments)):
             if each is None or isinstance(each, bool | int | float | str | bytes):
                 keys.append((type(each), each))
-            elif not hasattr(each, "shape"):
+            elif not hasattr(type(each), "shape"):
                 keys.append((type(each), id(each)))
                 referents.append(each)
         key = tuple(keys)

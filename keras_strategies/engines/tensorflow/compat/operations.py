@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import random
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -186,7 +186,7 @@ def kernels_alone() -> Iterator[None]:
 
 
 #: Calls between `tf.shape` and the conversion of its argument, at most.
-_CALLS_OF_CONVERSION = 8
+_CALLS_OF_CONVERSION = 10
 
 
 def is_read_for_shape() -> bool:
@@ -195,11 +195,11 @@ def is_read_for_shape() -> bool:
     TensorFlow converts the argument first, and has no other way for a class of tensors
     to give its shape.
     """
-    frame = sys._getframe(1)
+    frame = inspect.currentframe()
     for _ in range(_CALLS_OF_CONVERSION):
-        if frame.f_back is None:
+        if frame is None:
             return False
-        frame = frame.f_back
         if frame.f_code is array_ops.shape_internal.__code__:
             return True
+        frame = frame.f_back
     return False

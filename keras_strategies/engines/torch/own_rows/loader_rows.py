@@ -11,192 +11,26 @@ from __future__ import annotations
 
 import itertools
 import logging
-import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
-from keras_strategies.engines.torch.own_rows.dataset_state import DatasetState
+from keras_strategies.engines.torch.own_rows.own_samples import (
+    AllRows,
+    Collated,
+    Order,
+    OwnSamples,
+    RowsOfWorker,
+)
 from keras_strategies.errors import InputError, WorkerError
 from keras_strategies.input.row_splits import split_sizes
 from keras_strategies.runtime.worker_batch import WorkerBatch
 from keras_strategies.runtime.workers import Workers
 
 _logger = logging.getLogger("keras_strategies.own_rows")
-
-
-class _Indices(list[int]):
-    """The indices of a global batch, as a loader's processes get them.
-
-    Attributes:
-        start: int, where this worker's begin.
-        stop: int, where they end.
-    """
-
-    start: int
-    stop: int
-
-
-class _Order:
-    """The order of a pass, in which the batches of a loader can be read again.
-
-    Args:
-        sampler: the loader's batch sampler.
-    """
-
-    def __init__(self, sampler: Iterable[Any]):
-        self._sampler = sampler
-        self._rest: Iterator[Any] = iter(())
-        self._read: list[Any] = []
-        self._again = False
-
-    def pass_over(self) -> Iterator[list[int]]:
-        if self._again:
-            self._again = False
-            yield from self._read
-        else:
-            self._rest = iter(self._sampler)
-        self._read = []
-        for indices in self._rest:
-            self._read.append(list(indices))
-            yield self._read[-1]
-
-    def forget(self) -> None:
-        """Drops the batches so far: they will not be read again."""
-        self._read.clear()
-
-    def again(self) -> None:
-        """The next pass begins with the batches since `forget`, and goes on."""
-        self._again = True
-
-
-class _AllRows:
-    """The batch sampler of a loader that reads all rows."""
-
-    def __init__(self, order: _Order):
-        self._order = order
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return self._order.pass_over()
-
-
-class _RowsOfWorker:
-    """The batch sampler of a loader that reads the rows of this worker.
-
-    Args:
-        order: the order of the global batches.
-        workers: the workers.
-    """
-
-    def __init__(self, order: _Order, workers: Workers):
-        self._order = order
-        self._counts = workers.replica_counts
-        #: Whether the next batches are read with all rows.
-        self.reads_all = False
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for indices in self._order.pass_over():
-            found = _Indices(indices)
-            found.start, found.stop = self._range(len(indices))
-            yield found
-
-    def _range(self, rows: int) -> tuple[int, int]:
-        if self.reads_all:
-            return 0, rows
-        sizes = self._counts.split(split_sizes(rows, self._counts.total))
-        own = [sum(each) for each in sizes]
-        if not all(own):
-            # Fewer rows than workers: each computes all of them.
-            return 0, rows
-        start = sum(own[: self._counts.worker])
-        return start, start + own[self._counts.worker]
-
-
-class _Read:
-    """What a loader's process has read of a global batch.
-
-    Args:
-        indices: those of the global batch.
-        checksum: int, of the indices.
-        change: str, the state that the read has changed; "" for none.
-        samples: what the dataset returned.
-
-    Attributes:
-        rows: int, those of the global batch.
-        is_own: bool, whether `samples` are of this worker.
-    """
-
-    def __init__(self, indices: _Indices, checksum: int, change: str, samples: Any):
-        self.rows = len(indices)
-        self.is_own = indices.stop - indices.start < len(indices)
-        self.checksum = checksum
-        self.change = change
-        self.samples = samples
-
-
-class _OwnSamples:
-    """A dataset that reads the samples of this worker.
-
-    Args:
-        dataset: the dataset.
-        is_checked: bool, whether the state that reads change is compared.
-        is_compared: bool, whether workers compare the order of their batches.
-    """
-
-    def __init__(self, dataset: Any, is_checked: bool, is_compared: bool):
-        self._dataset = dataset
-        self._is_checked = is_checked
-        self._is_compared = is_compared
-        #: The state before the last read, in the process that has read.
-        self.before: DatasetState | None = None
-        # What a read has changed; in a process that stays, also one whose batch was not
-        # used.
-        self._change = ""
-
-    def __getitems__(self, indices: _Indices) -> _Read:
-        own = list(indices[indices.start : indices.stop])
-        if self._is_checked:
-            self.before = DatasetState(self._dataset)
-        samples = _samples(self._dataset, own)
-        if self.before is not None and not self._change:
-            change = self.before.changed()
-            self._change = change and f"reading a row changes {change}"
-        checksum = 0
-        if self._is_compared:
-            checksum = zlib.crc32(repr(list(indices)).encode())
-        return _Read(indices, checksum, self._change, samples)
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "before": None}
-
-
-def _samples(dataset: Any, indices: list[int]) -> Any:
-    """The samples of a dataset, as a loader reads them."""
-    several = getattr(dataset, "__getitems__", None)
-    if several is not None:
-        return several(indices)
-    return [dataset[index] for index in indices]
-
-
-class _Collated:
-    """The function that makes a batch of samples.
-
-    Args:
-        collate: the loader's own.
-    """
-
-    def __init__(self, collate: Any):
-        self._collate = collate
-
-    def __call__(self, read: _Read) -> tuple[int, bool, int, str, Any]:
-        batch = self._collate(read.samples)
-        return read.rows, read.is_own, read.checksum, read.change, batch
 
 
 class _Pass:
@@ -213,14 +47,14 @@ class _Pass:
         self, loader: Any, workers: Workers, is_checked: bool, is_compared: bool
     ):
         self._loader = loader
-        self._order = _Order(loader.batch_sampler)
-        self._samples = _OwnSamples(loader.dataset, is_checked, is_compared)
-        self.sampler = _RowsOfWorker(self._order, workers)
+        self._order = Order(loader.batch_sampler)
+        self._samples = OwnSamples(loader.dataset, is_checked, is_compared)
+        self.sampler = RowsOfWorker(self._order, workers)
         self._own = _loader_like(
-            loader, self._samples, self.sampler, _Collated(loader.collate_fn)
+            loader, self._samples, self.sampler, Collated(loader.collate_fn)
         )
         self._all = _loader_like(
-            loader, loader.dataset, _AllRows(self._order), loader.collate_fn
+            loader, loader.dataset, AllRows(self._order), loader.collate_fn
         )
         self._generators = _LoaderGenerators(loader)
         #: How many passes have read own rows.
