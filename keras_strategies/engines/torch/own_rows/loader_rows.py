@@ -19,11 +19,11 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from keras_strategies.engines.torch.own_rows.own_samples import (
-    AllRows,
     Collated,
-    Order,
+    GlobalSampler,
     OwnSamples,
-    RowsOfWorker,
+    PassOrder,
+    WorkerSampler,
 )
 from keras_strategies.errors import InputError, WorkerError
 from keras_strategies.input.row_splits import split_sizes
@@ -47,14 +47,14 @@ class _Pass:
         self, loader: Any, workers: Workers, is_checked: bool, is_compared: bool
     ):
         self._loader = loader
-        self._order = Order(loader.batch_sampler)
+        self._order = PassOrder(loader.batch_sampler)
         self._samples = OwnSamples(loader.dataset, is_checked, is_compared)
-        self.sampler = RowsOfWorker(self._order, workers)
+        self.sampler = WorkerSampler(self._order, workers)
         self._own = _loader_like(
             loader, self._samples, self.sampler, Collated(loader.collate_fn)
         )
         self._all = _loader_like(
-            loader, loader.dataset, AllRows(self._order), loader.collate_fn
+            loader, loader.dataset, GlobalSampler(self._order), loader.collate_fn
         )
         self._generators = _LoaderGenerators(loader)
         #: How many passes have read own rows.

@@ -11,7 +11,7 @@ from keras_strategies.input.row_splits import split_sizes
 from keras_strategies.runtime.workers import Workers
 
 
-class Indices(list[int]):
+class BatchIndices(list[int]):
     """The indices of a global batch, as a loader's processes get them.
 
     Attributes:
@@ -23,7 +23,7 @@ class Indices(list[int]):
     stop: int
 
 
-class Order:
+class PassOrder:
     """The order of a pass, in which the batches of a loader can be read again.
 
     Args:
@@ -56,17 +56,17 @@ class Order:
         self._again = True
 
 
-class AllRows:
+class GlobalSampler:
     """The batch sampler of a loader that reads all rows."""
 
-    def __init__(self, order: Order):
+    def __init__(self, order: PassOrder):
         self._order = order
 
     def __iter__(self) -> Iterator[list[int]]:
         return self._order.pass_over()
 
 
-class RowsOfWorker:
+class WorkerSampler:
     """The batch sampler of a loader that reads the rows of this worker.
 
     Args:
@@ -74,7 +74,7 @@ class RowsOfWorker:
         workers: the workers.
     """
 
-    def __init__(self, order: Order, workers: Workers):
+    def __init__(self, order: PassOrder, workers: Workers):
         self._order = order
         self._counts = workers.replica_counts
         #: Whether the next batches are read with all rows.
@@ -82,7 +82,7 @@ class RowsOfWorker:
 
     def __iter__(self) -> Iterator[list[int]]:
         for indices in self._order.pass_over():
-            found = Indices(indices)
+            found = BatchIndices(indices)
             found.start, found.stop = self._range(len(indices))
             yield found
 
@@ -98,7 +98,7 @@ class RowsOfWorker:
         return start, start + own[self._counts.worker]
 
 
-class Read:
+class SamplesRead:
     """What a loader's process has read of a global batch.
 
     Args:
@@ -112,7 +112,7 @@ class Read:
         is_own: bool, whether `samples` are of this worker.
     """
 
-    def __init__(self, indices: Indices, checksum: int, change: str, samples: Any):
+    def __init__(self, indices: BatchIndices, checksum: int, change: str, samples: Any):
         self.rows = len(indices)
         self.is_own = indices.stop - indices.start < len(indices)
         self.checksum = checksum
@@ -139,7 +139,7 @@ class OwnSamples:
         # used.
         self._change = ""
 
-    def __getitems__(self, indices: Indices) -> Read:
+    def __getitems__(self, indices: BatchIndices) -> SamplesRead:
         own = list(indices[indices.start : indices.stop])
         if self._is_checked:
             self.before = DatasetState(self._dataset)
@@ -150,7 +150,7 @@ class OwnSamples:
         checksum = 0
         if self._is_compared:
             checksum = zlib.crc32(repr(list(indices)).encode())
-        return Read(indices, checksum, self._change, samples)
+        return SamplesRead(indices, checksum, self._change, samples)
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -177,6 +177,6 @@ class Collated:
     def __init__(self, collate: Any):
         self._collate = collate
 
-    def __call__(self, read: Read) -> tuple[int, bool, int, str, Any]:
+    def __call__(self, read: SamplesRead) -> tuple[int, bool, int, str, Any]:
         batch = self._collate(read.samples)
         return read.rows, read.is_own, read.checksum, read.change, batch
