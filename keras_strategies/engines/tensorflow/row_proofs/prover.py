@@ -98,6 +98,7 @@ class TensorFlowRowProver(RowProver):
         known_calls: KnownCalls | None,
     ) -> RowProof:
         counts = _counts(sizes)
+        traces: list[TracedCall] = []
         try:
             traced_with = counts if sizes else (None,)
             traces = self._traces(call, with_rows, traced_with, known_calls)
@@ -115,6 +116,8 @@ class TensorFlowRowProver(RowProver):
             raise _TraceError(text) from error
         except NotProvedError as error:
             return RowProof(problem=str(error))
+        finally:
+            _close(traces)
 
     def draws(
         self, call: LayerCall, with_rows: Sequence[bool], sizes: Sequence[int]
@@ -122,6 +125,7 @@ class TensorFlowRowProver(RowProver):
         try:
             traced_with = (_RECOGNIZED,)
             (trace,) = self._traces(call, with_rows, traced_with, None)
+            _close([trace])
             multiples = _multiples(trace.draws.results)
         except (NotProvedError, _TraceError) as error:
             return RowProof(problem=str(error))
@@ -145,27 +149,37 @@ class TensorFlowRowProver(RowProver):
             _TraceError: if it cannot be traced.
         """
         traces = list[TracedCall]()
-        with substitute_global_generator() as substitute:
-            try:
-                for count in counts:
-                    found = traced(
-                        self.strategy,
-                        call,
-                        with_rows,
-                        count,
-                        known_calls,
-                    )
-                    traces.append(found)
-            except (MemoryError, tf.errors.ResourceExhaustedError):
-                raise  # Not a property of the layer, which may be split next time.
-            except Exception as error:
-                # Of the user's code: the unsplit call that follows raises it again, or
-                # TensorFlow can run the code in eager mode only.
-                raise _TraceError(_failure(error, counts, len(traces))) from error
-        _check_draws(traces)
+        try:
+            with substitute_global_generator() as substitute:
+                self._add_traces(traces, call, with_rows, counts, known_calls)
+            _check_draws(traces)
+        except BaseException:
+            _close(traces)
+            raise
         if substitute is not None and substitute.was_used:
+            _close(traces)
             return self._traces(call, with_rows, counts, known_calls)
         return traces
+
+    def _add_traces(
+        self,
+        traces: list[TracedCall],
+        call: LayerCall,
+        with_rows: Sequence[bool],
+        counts: Sequence[int | None],
+        known_calls: KnownCalls | None,
+    ) -> None:
+        try:
+            for count in counts:
+                traces.append(
+                    traced(self.strategy, call, with_rows, count, known_calls)
+                )
+        except (MemoryError, tf.errors.ResourceExhaustedError):
+            raise  # Not a property of the layer, which may be split next time.
+        except Exception as error:
+            # Of the user's code: the unsplit call that follows raises it again, or
+            # TensorFlow can run the code in eager mode only.
+            raise _TraceError(_failure(error, counts, len(traces))) from error
 
     def _trace_gradients(
         self, traces: Sequence[TracedCall], counts: Sequence[int | None]
@@ -228,6 +242,11 @@ def _failure(error: Exception, counts: Sequence[int | None], position: int) -> s
     if position:
         return f"its call fails with {counts[position]} rows ({text})"
     return f"its call cannot be traced ({text})"
+
+
+def _close(traces: Sequence[TracedCall]) -> None:
+    for trace in traces:
+        trace.close()
 
 
 def _check_draws(traces: Sequence[TracedCall]) -> None:

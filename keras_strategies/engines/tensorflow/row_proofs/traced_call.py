@@ -133,6 +133,10 @@ class TracedCall:
     draws: Any = None
     _calls: list[tuple[int, int, Any]] = field(default_factory=list)
 
+    def close(self) -> None:
+        """Lets go of the tape, which no search for garbage goes through."""
+        self.add_gradients = lambda: None
+
     def place_of(self, operation: Any) -> str:
         """The innermost layer that made an operation, as the end of a sentence."""
         layer = self._layer_of(operation)
