@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from harness.strategies import TWO_REPLICAS_BY_DAY
 from keras import layers, ops
 
 import keras_strategies as ks
@@ -76,6 +77,7 @@ def assert_equal(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
         np.testing.assert_allclose(own, other, rtol=2**-7, atol=1e-3)
 
 
+@TWO_REPLICAS_BY_DAY
 def test_fit_overwrites_as_on_one_device(strategy) -> None:
     assert_equal(fitted(strategy), fitted(None))
 

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from harness.strategies import TWO_REPLICAS_BY_DAY
 from keras.src.models.model import Trainer
 
 import keras_strategies as ks
@@ -60,6 +61,7 @@ class Doubled(keras.layers.Layer):
         return x * 2.0
 
 
+@TWO_REPLICAS_BY_DAY
 @pytest.mark.parametrize("own_layer", [False, True])
 def test_a_warning_about_the_structure_of_inputs_comes_as_often(
     strategy, own_layer
@@ -83,6 +85,7 @@ def test_a_warning_about_the_structure_of_inputs_comes_as_often(
         assert count(strategy, *arguments) == expected
 
 
+@TWO_REPLICAS_BY_DAY
 def test_a_quantized_model_predicts_as_on_one_device(strategy) -> None:
     results = []
     for each in (None, strategy):
@@ -96,6 +99,7 @@ def test_a_quantized_model_predicts_as_on_one_device(strategy) -> None:
     np.testing.assert_allclose(results[1], results[0], atol=1e-5)
 
 
+@TWO_REPLICAS_BY_DAY
 def test_a_layer_that_is_given_variables_later_trains_on_all_devices(strategy) -> None:
     results = []
     for each in (None, strategy):
@@ -160,6 +164,7 @@ class TrainedLayer(Trainer, keras.layers.Dense):
         Trainer.__init__(self)
 
 
+@TWO_REPLICAS_BY_DAY
 @pytest.mark.parametrize("jit_compile", ["auto", True])
 def test_a_layer_with_a_trainer_trains_as_on_one_device(strategy, jit_compile) -> None:
     if keras.backend.backend() == "torch" and jit_compile is True:

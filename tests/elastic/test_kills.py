@@ -77,7 +77,9 @@ def test_a_worker_that_did_not_finish_a_step_takes_its_result(cluster, index, so
 
 
 @for_each_survivor
-@pytest.mark.parametrize("mixes_rows", [False, True])
+@pytest.mark.parametrize(
+    "mixes_rows", [pytest.param(False, marks=pytest.mark.nightly), True]
+)
 def test_a_worker_that_is_slow_in_validation_is_one_step_behind_at_most(
     cluster, index, mixes_rows
 ):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import keras
+import pytest
 
 import keras_strategies as ks
 from harness import devices
@@ -79,3 +80,16 @@ if devices.KIND != "cpu":
     )
 if keras.backend.backend() == "jax":
     STRATEGIES |= {name: MODEL_PARALLEL[name] for name in ("model_2x2", "fsdp_2x2")}
+
+#: The strategies of a test that is slow and would say much the same of each: two
+#: replicas by day, the others at night.
+TWO_REPLICAS_BY_DAY = pytest.mark.parametrize(
+    "strategy_case",
+    [
+        pytest.param(
+            case, id=name, marks=[pytest.mark.nightly] * (name != "mirrored_2")
+        )
+        for name, case in STRATEGIES.items()
+    ],
+    indirect=True,
+)

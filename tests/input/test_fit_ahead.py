@@ -112,7 +112,11 @@ def test_a_batch_is_read_ahead_and_no_more(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "several", "stops"),
-    [("mirrored_2", 1, False), ("mirrored_4", 2, True), ("central", 1, True)],
+    [
+        pytest.param("mirrored_2", 1, False, marks=pytest.mark.nightly),
+        ("mirrored_4", 2, True),
+        pytest.param("central", 1, True, marks=pytest.mark.nightly),
+    ],
 )
 def test_training_is_the_same(name: str, several: int, stops: bool) -> None:
     """Shuffled arrays, with an early stop in the middle of an epoch."""
