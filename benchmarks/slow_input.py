@@ -27,7 +27,7 @@ from tables import markdown_table
 WORKERS = ("1", "2")
 KINDS = ("ours", "DDP")
 #: Seconds to read a row; rows of an epoch and of a global batch; numbers in a row.
-SECONDS, ROWS, BATCH, WIDTH = 0.005, 192, 32, 1024
+SECONDS, ROWS, BATCH, WIDTH = 0.005, 640, 32, 1024
 
 
 def dataset_of_rows() -> Any:
