@@ -14,6 +14,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -58,10 +59,10 @@ class _Part:
 class DatasetState:
     """The generators of the process, and those and numbers that a dataset can reach.
 
-    That are generators of Python, NumPy, Torch and Keras, and attributes that are
-    numbers: of the dataset, of objects in its attributes and containers, and of what
-    their functions refer to. Containers and files may change, as a dataset may keep the
-    rows that it has read.
+    That are generators of Python, NumPy, Torch and Keras: of the dataset, of objects in
+    its attributes and containers, and of what functions of the user refer to; and
+    attributes of the user's objects that are numbers. Containers and files may change,
+    as a dataset may keep the rows that it has read.
 
     Args:
         dataset: the dataset.
@@ -160,11 +161,12 @@ class DatasetState:
         """Its attributes; the numbers among them are state."""
         is_layer = isinstance(value, keras.layers.Layer)
         of_keras = attributes_of_layers() if is_layer else ()
+        has_numbers = not is_layer and _is_of_user(type(value))
         for key, attribute in _attributes(value):
             own = f"{key!r} of {name}"
             if key in of_keras:
                 continue
-            if isinstance(attribute, (int, float)) and not is_layer:
+            if isinstance(attribute, (int, float)) and has_numbers:
                 self._add(
                     own,
                     functools.partial(getattr, value, key, None),
@@ -196,11 +198,19 @@ class DatasetState:
                 self._visit(f"{key!r} of {kind.__qualname__}", value, depth + 1)
 
 
+@functools.cache
+def _is_installed(module: str) -> bool:
+    """Whether a module is of an installed package, or of Python."""
+    package = module.partition(".")[0]
+    if package in sys.stdlib_module_names and package != "__main__":
+        return True
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return bool({"site-packages", "dist-packages"} & set(Path(file).parts))
+
+
 def _is_of_user(value: Any) -> bool:
-    """Whether a function or class is of the user, or of another library than these."""
-    package = (value.__module__ or "").partition(".")[0]
-    is_of_python = package in sys.stdlib_module_names and package != "__main__"
-    return is_of_user(value) and not is_of_python
+    """Whether a function or class is of the user, and not of an installed package."""
+    return is_of_user(value) and not _is_installed(value.__module__ or "")
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:

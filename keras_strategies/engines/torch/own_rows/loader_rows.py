@@ -222,7 +222,8 @@ def can_read_rows(loader: Any) -> bool:
     """Whether own rows of a loader's batches can be read.
 
     Not of streams, with a function of the user that makes batches, which may pad or mix
-    their rows, or with one that starts processes, which may change the dataset.
+    their rows, or with one that starts processes, which may change the dataset, nor
+    where batches come in the order in which processes have read them.
     """
     return (
         type(loader) is DataLoader
@@ -230,6 +231,7 @@ def can_read_rows(loader: Any) -> bool:
         and loader.batch_sampler is not None
         and loader.collate_fn is default_collate
         and loader.worker_init_fn is None
+        and getattr(loader, "in_order", True)
     )
 
 
