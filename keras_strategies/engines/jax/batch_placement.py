@@ -71,8 +71,8 @@ class MeshPlacer(JaxBatchPlacer):
 
     Args:
         mesh: a mesh; rows are sharded along its first axis.
-        workers: the workers whose devices it has, which compare each global batch; None
-            for one process.
+        workers: those that have its devices, and compare each global batch; None for
+            one process.
     """
 
     def __init__(self, mesh: jax.sharding.Mesh, workers: JaxWorkers | None = None):

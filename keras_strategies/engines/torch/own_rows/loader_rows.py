@@ -96,8 +96,8 @@ class LoaderRows:
         loader: a `torch.utils.data.DataLoader` that `can_read_rows`, or one of Keras
             for arrays.
         workers: the workers.
-        is_of_arrays: bool, whether it is one of Keras, whose order is that of the
-            random numbers of the process.
+        is_of_arrays: bool, whether it is one of Keras, with the order of the random
+            numbers of the process.
     """
 
     def __init__(self, loader: Any, workers: Workers, is_of_arrays: bool = False):

@@ -135,8 +135,8 @@ class OwnSamples:
         self._is_compared = is_compared
         #: The state before the last read, in the process that has read.
         self.before: DatasetState | None = None
-        # What a read has changed; in a process that stays, also one whose batch was not
-        # used.
+        # What a read has changed; in a process that stays, also for a batch that was
+        # not used.
         self._change = ""
 
     def __getitems__(self, indices: BatchIndices) -> SamplesRead:
