@@ -11,7 +11,10 @@ from keras_strategies import context
 from keras_strategies.collectives.replica_ops import LocalReduction
 from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
 from keras_strategies.keras_compat.variables.values import raw_value
-from keras_strategies.runtime.data_parallel.draw_lengths import DrawHistory
+from keras_strategies.runtime.data_parallel.draw_lengths import (
+    DrawHistory,
+    EarlierDraws,
+)
 from keras_strategies.runtime.data_parallel.row_draws import (
     RowDraws,
     drawing,
@@ -97,6 +100,16 @@ class ReplicaRun(RunDriver):
 
     # Runs.
 
+    def rows_and_earlier_draws(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[tuple[Any, ...]],
+        kwargs: Sequence[dict[str, Any]],
+    ) -> tuple[list[Any], EarlierDraws]:
+        """The rows of each local replica, and the draws of earlier runs."""
+        calls = list(zip(args, kwargs, strict=True))
+        return rows_of_arguments(calls), self._draws.of(fn, calls)
+
     def draws_of(
         self,
         fn: Callable[..., Any],
@@ -104,8 +117,7 @@ class ReplicaRun(RunDriver):
         kwargs: Sequence[dict[str, Any]],
     ) -> RunDraws:
         """The draws of the local replicas in a run. Workers call it equally often."""
-        calls = list(zip(args, kwargs, strict=True))
-        own, earlier = rows_of_arguments(calls), self._draws.of(fn, calls)
+        own, earlier = self.rows_and_earlier_draws(fn, args, kwargs)
         workers = self.replica_set.workers
         if workers is None:
             return RunDraws(lambda: own, earlier)

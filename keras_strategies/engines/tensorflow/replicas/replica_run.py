@@ -56,7 +56,6 @@ from keras_strategies.engines.tensorflow.tensor_primitives import PRIMITIVES
 from keras_strategies.engines.tensorflow.workers.worker_collectives import workers_of
 from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
 from keras_strategies.keras_compat.variables.values import raw_value
-from keras_strategies.runtime.data_parallel.row_draws import rows_of_arguments
 from keras_strategies.runtime.placement import Placement
 from keras_strategies.runtime.replicas.replica_run import (
     NO_ROWS,
@@ -266,8 +265,7 @@ class TensorFlowRun(ReplicaRun):
     ) -> RunDraws:
         if tf.executing_eagerly():
             return super().draws_of(fn, args, kwargs)
-        calls = list(zip(args, kwargs, strict=True))
-        own, earlier = rows_of_arguments(calls), self._draws.of(fn, calls)
+        own, earlier = self.rows_and_earlier_draws(fn, args, kwargs)
         workers = self.replica_set.workers
         if workers is None:
             # One replica has all rows.
