@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from keras_strategies.engines.jax.array_placement import put, spans_processes
+from keras_strategies.engines.jax.array_placement import host_copy, put, spans_processes
 from keras_strategies.engines.jax.padded_rows import (
     PaddedRows,
     is_padded,
@@ -130,7 +130,7 @@ class MeshPlacer(JaxBatchPlacer):
             return jax.make_array_from_callback(
                 (total, *leaf.shape[1:]),
                 self._split,
-                lambda index: leaf[own_rows(index)],
+                lambda index: host_copy(leaf[own_rows(index)]),
             )
 
         return jax.tree.map(placed, batch.batch)
@@ -200,8 +200,7 @@ class MeshPlacer(JaxBatchPlacer):
 class DevicePlacer(JaxBatchPlacer):
     """Transfers batches to one device.
 
-    NumPy arrays stay NumPy arrays on a CPU, where a compiled program reads them in
-    place.
+    On a CPU a NumPy array becomes a copy, which a compiled program reads in place.
     """
 
     def __init__(self, device: jax.Device):
@@ -210,7 +209,7 @@ class DevicePlacer(JaxBatchPlacer):
 
     def place(self, batch: Any) -> Any:
         if self._is_cpu and not _has_jax_arrays(batch):
-            return batch
+            return jax.tree.map(host_copy, batch)
         return jax.tree.map(self._place_leaf, batch)
 
     def place_several(self, batches: Sequence[Any]) -> Any:
@@ -223,7 +222,7 @@ class DevicePlacer(JaxBatchPlacer):
     def _place_leaf(self, leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array):
             # This device is the default one in the strategy's scope.
-            return jax.device_put(leaf)
+            return jax.device_put(host_copy(leaf))
         if leaf.devices() == {self._device}:
             return leaf
         return jax.device_put(leaf, self._device)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from keras_strategies.engines.jax.array_placement import local_value, put
+from keras_strategies.engines.jax.array_placement import host_copy, local_value, put
 from keras_strategies.engines.jax.function.sharded_values import ShardedValues
 from keras_strategies.engines.jax.run.replica_program import REPLICA_AXIS
 from keras_strategies.values import regroup
@@ -63,7 +63,7 @@ def _sharded(parts: Sequence[Any], split: jax.NamedSharding) -> ShardedValues:
     rows, *rest = parts[0].shape
 
     def part(index: Any) -> Any:
-        return parts[(index[0].start or 0) // rows]
+        return host_copy(parts[(index[0].start or 0) // rows])
 
     array = jax.make_array_from_callback((len(parts) * rows, *rest), split, part)
     return ShardedValues(array, parts[0].shape)

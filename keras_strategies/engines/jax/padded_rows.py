@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jax import numpy as jnp
 
-from keras_strategies.engines.jax.array_placement import put_one
+from keras_strategies.engines.jax.array_placement import host_copy, put_one
 
 _Rest = tuple[int, jax.NamedSharding, bool]
 
@@ -156,7 +156,7 @@ def _reader(array: Any, axis: int, length: int) -> Callable[[Any], Any]:
     rows = array.shape[axis]
 
     def read(index: Any) -> Any:
-        found = np.asarray(array[index])
+        found = host_copy(array[index])
         start, stop, _ = index[axis].indices(length)
         return _with_zeros(found, axis, stop - max(start, min(stop, rows)))
 
