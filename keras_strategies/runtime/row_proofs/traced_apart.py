@@ -52,7 +52,7 @@ def traced_apart(state: PythonState, trace: Callable[[], T]) -> TraceApart[T]:
         state: the Python state that its code can reach, before the trace.
         trace: callable without arguments, which calls the layer.
     """
-    numbers = _Numbers()
+    numbers = NumbersOfProcess()
     try:
         result = trace()
     finally:
@@ -69,7 +69,7 @@ def traced_apart(state: PythonState, trace: Callable[[], T]) -> TraceApart[T]:
     return TraceApart(result, changes, are_drawn())
 
 
-class _Numbers:
+class NumbersOfProcess:
     """The states of the generators of Python and NumPy now."""
 
     def __init__(self) -> None:

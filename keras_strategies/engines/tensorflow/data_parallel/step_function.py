@@ -20,6 +20,7 @@ from keras_strategies.engines.tensorflow.data_parallel.own_batches import (
     joined,
 )
 from keras_strategies.engines.tensorflow.data_parallel.row_parts import joined_silently
+from keras_strategies.engines.tensorflow.data_parallel.step_traces import StepTraces
 from keras_strategies.engines.tensorflow.workers.worker_collectives import workers_of
 from keras_strategies.input.row_splits import check_batch
 from keras_strategies.keras_compat.models.building import (
@@ -68,6 +69,7 @@ class StepFunction:
         if model.jit_compile:
             _warn_of_jit_compile(model)
         self._has_begun = False
+        self._traces = StepTraces()
         self._make_programs()
 
     def _make_programs(self) -> None:
@@ -95,11 +97,11 @@ class StepFunction:
         self._few = None
         if call.reduction is not None:
             self._few = self._program(routed, reduce_retracing=False)
-        self._traced: dict[Any, Callable[[Any], Any]] = {}
+        self._traces.forget()
 
     def _program(
         self, step: Callable[[Any], Any], reduce_retracing: bool = True
-    ) -> Callable[[Any], Any]:
+    ) -> Any:
         if self._model.run_eagerly:
             return step
 
@@ -184,7 +186,7 @@ class StepFunction:
         rows = _rows(batch)
         if rows is not None and rows < self._replicas:
             if self._few is not None:
-                return self._directly(self._few, batch)
+                return self._run(self._few, batch, spec, is_for_shape=True)
             return self._run(self._unsplit, batch, spec)
         return self._run(self._parallel, batch, spec)
 
@@ -196,26 +198,27 @@ class StepFunction:
         is_split = every.sum() >= self._replicas or self._few is not None
         return self._joined if is_split else self._joined_unsplit
 
-    def _run(self, program: Any, batch: Any, spec: Any) -> Any:
+    def _run(
+        self, program: Any, batch: Any, spec: Any, is_for_shape: bool = False
+    ) -> Any:
         with self._optimizer_options():
-            return self._run_on(program, batch, spec)
+            return self._run_on(program, batch, spec, is_for_shape)
 
-    def _run_on(self, program: Any, batch: Any, spec: Any) -> Any:
+    def _run_on(self, program: Any, batch: Any, spec: Any, is_for_shape: bool) -> Any:
         if spec is None or self._model.run_eagerly or _has_optionals(spec):
             return self._directly(program, batch)
-        # One tensor and a tuple of it have equal leaves.
-        structure = repr(keras.tree.map_structure(lambda leaf: None, spec))
-        key = (program, structure, tuple(keras.tree.flatten(spec)))
-        if key not in self._traced:
-            self._traced[key] = program.get_concrete_function(spec)
+        own = keras.tree.map_structure(_spec_of, batch) if is_for_shape else spec
+        concrete = self._traces.of(program, own, spec)
         if self._call.elastic is not None:
-            self._call.elastic.begin_program(self._traced[key])
-        return self._traced[key](batch)
+            self._call.elastic.begin_program(concrete)
+        return concrete(batch)
 
     def _directly(self, program: Any, batch: Any) -> Any:
         if self._call.elastic is not None:
             self._call.elastic.begin_program(None)
-        return program(batch)
+        if self._model.run_eagerly:
+            return program(batch)
+        return self._traces.call(program, batch)
 
     def _build(self, batch: Any) -> bool:
         """Builds the model, since replicas cannot create variables.
@@ -225,27 +228,34 @@ class StepFunction:
             because the model calls its layers in its own way: then the first step
             runs on one device and builds it.
         """
-        if is_built(self._model):
+        model = self._model
+        traces_once = False
+        if is_built(model):
             if not self._is_step_of_keras(batch):
                 return True
-            if not creates_metrics(self._model):
-                build_optimizer(self._model)
+            if not creates_metrics(model):
+                build_optimizer(model)
                 return True
+            traces_once = True
         if self._kind == "predict":
             return False
+        known = len(model.metrics_variables)
         try:
-            symbolic_build(self._model, batch)
+            symbolic_build(model, batch)
         except Exception:
             # If the model is wrong, the step that follows raises the error.
-            return is_built(self._model)
+            return is_built(model)
+        is_new = len(model.metrics_variables) > known
+        self._traces.is_twice = traces_once and is_new
         return True
 
     def _is_step_of_keras(self, batch: Any) -> bool:
         """Whether Keras's own training step creates its variables when traced.
 
         `tf.function` traces a program twice if the first trace creates variables, such
-        as those of metrics, and tracing is most of a first step. A custom step may
-        train other variables or use other metrics.
+        as those of metrics, and tracing is most of a first step: it is done only where
+        layers draw numbers in Python. A custom step may train other variables or use
+        other metrics.
         """
         model = self._model
         if self._kind != "train" or model.run_eagerly:
@@ -266,6 +276,10 @@ def _warn_of_jit_compile(model: Any) -> None:
 
 def _has_optionals(spec: Any) -> bool:
     return any(isinstance(leaf, tf.OptionalSpec) for leaf in keras.tree.flatten(spec))
+
+
+def _spec_of(leaf: Any) -> Any:
+    return tf.type_spec_from_value(leaf)
 
 
 def _none_if_optional(leaf: Any) -> Any:

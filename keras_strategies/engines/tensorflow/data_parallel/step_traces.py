@@ -1,0 +1,82 @@
+"""Programs of a step, in which layers may draw from the generators of Python."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_strategies.runtime.row_proofs.traced_apart import NumbersOfProcess
+
+
+class StepTraces:
+    """Traces of a step, with the numbers of Python and NumPy that one device draws.
+
+    What a layer draws from them is a constant of the trace. One device has one program
+    where several replicas have one for each way to split a batch, so the traces for one
+    specification draw the same numbers.
+    """
+
+    def __init__(self) -> None:
+        self._traces: dict[Any, Any] = {}
+        self._second: dict[Any, Any] = {}
+        #: The generators before the traces for a specification that draws.
+        self._begins: dict[Any, NumbersOfProcess] = {}
+        #: Whether one device would trace its next program twice, and run the second
+        #: trace: the first one creates variables, which exist here already.
+        self.is_twice = False
+
+    def forget(self) -> None:
+        """Traces anew, with the numbers of before, for other workers."""
+        self._traces.clear()
+        self._second.clear()
+
+    def of(self, program: Any, spec: Any, step_spec: Any = None) -> Any:
+        """The concrete function of a program.
+
+        Args:
+            program: a `tf.function` of a batch.
+            spec: structure of `tf.TypeSpec`, the program's argument.
+            step_spec: that of the program of one device, if another.
+        """
+        key = (program, _key(spec))
+        if key not in self._traces:
+            step = _key(spec if step_spec is None else step_spec)
+            self._traces[key] = self._trace(program, spec, step)
+        return self._traces[key]
+
+    def call(self, program: Any, batch: Any) -> Any:
+        """Calls a program that is traced for the shapes of a batch."""
+        if self.is_twice:
+            self._trace(program, batch, None)
+        return self._second.get(program, program)(batch)
+
+    def _trace(self, program: Any, spec: Any, step: Any) -> Any:
+        is_twice, self.is_twice = self.is_twice, False
+        before = NumbersOfProcess()
+        found = program.get_concrete_function(spec)
+        if before.are_unchanged():
+            return found
+        begin = self._begins.get(step)
+        if begin is None:
+            self._begins[step] = before
+            if not is_twice:
+                return found
+            self._begins[step] = NumbersOfProcess()
+            return self._again(program, spec)
+        begin.restore()
+        try:
+            return self._again(program, spec)
+        finally:
+            before.restore()
+
+    def _again(self, program: Any, spec: Any) -> Any:
+        self._second[program] = tf.function(program.python_function)
+        return self._second[program].get_concrete_function(spec)
+
+
+def _key(spec: Any) -> Any:
+    # One tensor and a tuple of it have equal leaves.
+    structure = repr(keras.tree.map_structure(lambda leaf: None, spec))
+    return structure, tuple(keras.tree.flatten(spec))

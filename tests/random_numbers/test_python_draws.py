@@ -1,0 +1,79 @@
+"""Numbers that a layer draws from Python or NumPy are those of one device."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from harness.strategies import STRATEGIES
+
+import keras_strategies as ks
+
+ROWS = 11
+
+
+class Scaled(keras.layers.Layer):
+    """Draws in each call, which a program does when it is traced."""
+
+    def call(self, inputs: Any) -> Any:
+        return inputs * random.uniform(0.5, 2.0) + np.random.uniform()
+
+
+def strategy_of(name: str) -> ks.Strategy:
+    if name == "reduced":
+        reduction = ks.ReductionToOneDevice()
+        return ks.MirroredStrategy(["cpu:0", "cpu:1"], reduction)
+    return STRATEGIES[name].make()
+
+
+def trained(name: str | None, by: str, metrics: list[str], losses: int = 1) -> Any:
+    keras.utils.set_random_seed(7)
+    random.seed(8)
+
+    def model_of() -> keras.Model:
+        x = keras.Input((3,))
+        scaled = Scaled()(x)
+        outputs = [keras.layers.Dense(1)(scaled) for _ in range(losses)]
+        model = keras.Model(x, outputs if losses > 1 else outputs[0])
+        model.compile(keras.optimizers.SGD(0.05), ["mse"] * losses, metrics=metrics)
+        return model
+
+    if name is None:
+        model = model_of()
+    else:
+        with strategy_of(name).scope():
+            model = model_of()
+    x = np.random.default_rng(0).normal(size=(ROWS, 3)).astype("float32")
+    y = [x.sum(1, keepdims=True)] * losses
+    y = y if losses > 1 else y[0]
+    if by == "fit":
+        model.fit(x, y, batch_size=5, epochs=2, shuffle=False, verbose=0)
+    else:
+        for _ in range(3):
+            model.train_on_batch(x, y)
+    return [weight.tolist() for weight in model.get_weights()], random.random()
+
+
+@pytest.mark.filterwarnings("ignore:Layer .* cannot be split")
+@pytest.mark.parametrize(
+    ("by", "metrics", "losses"),
+    [
+        ("fit", [], 1),
+        ("fit", ["mae"], 1),
+        ("fit", [], 2),
+        ("train_on_batch", ["mae"], 1),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["mirrored_2", "reduced"])
+def test_numbers_of_python_are_those_of_one_device(
+    name: str, by: str, metrics: list[str], losses: int
+) -> None:
+    expected, after = trained(None, by, metrics, losses)
+    found, now = trained(name, by, metrics, losses)
+    for one, other in zip(expected, found, strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-6)
+    assert now == after
