@@ -20,7 +20,8 @@ from architecture.private_names import FRAMEWORKS
 import keras_strategies as ks
 from keras_strategies.errors import BackendError
 from keras_strategies.keras_compat import patching
-from keras_strategies.keras_compat.manifest import GROUPS, INTRUSIONS, Patch
+from keras_strategies.keras_compat.intrusions import INTRUSIONS
+from keras_strategies.keras_compat.manifest import GROUPS, Patch
 from keras_strategies.keras_compat.private_names import PRIVATE, Private
 
 PATCHES = [
@@ -316,6 +317,44 @@ def intrusions(module: Module) -> Iterator[str]:
                 "open",
             ) and "/proc/" in ast.unparse(path):
                 yield "sockets"
+            case ast.FunctionDef() if searches_text(node):
+                yield "text"
+
+
+def searches_text(function: ast.FunctionDef) -> bool:
+    """Whether a function looks for words in the message of an error or a record."""
+
+    def is_message(value: ast.AST) -> bool:
+        given = ast.unparse(value)
+        return given.startswith("str(") and ("error" in given or "record" in given)
+
+    nodes = list(ast.walk(function))
+    texts = {
+        ast.unparse(target)
+        for node in nodes
+        if isinstance(node, ast.Assign) and is_message(node.value)
+        for target in node.targets
+    }
+    # Also of the lines of a message.
+    texts |= {
+        ast.unparse(each.target)
+        for node in nodes
+        if isinstance(node, (ast.ListComp, ast.GeneratorExp))
+        for each in node.generators
+        if ast.unparse(each.iter).removesuffix(".splitlines()") in texts
+    }
+    return any(
+        is_message(value) or ast.unparse(value) in texts
+        for node in nodes
+        if isinstance(node, ast.Compare)
+        for operator, value in zip(node.ops, node.comparators, strict=True)
+        if isinstance(operator, (ast.In, ast.NotIn))
+    ) or any(
+        isinstance(node, ast.Call)
+        and ast.unparse(node.func) in ("re.match", "re.search")
+        and ast.unparse(node.args[-1]) in texts
+        for node in nodes
+    )
 
 
 def test_every_other_intrusion_has_a_row() -> None:

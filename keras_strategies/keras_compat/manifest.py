@@ -2,7 +2,8 @@
 
 A row has an attribute, its replacement and the reason. `patching` installs the rows of
 a group; `tests/test_manifest.py` compares each row with the installed Keras. Attributes
-that are used without being replaced are in `private_names`.
+that are used without being replaced are in `private_names`, other ways to change what
+belongs to others in `intrusions`.
 """
 
 from __future__ import annotations
@@ -52,82 +53,6 @@ class Group:
     patches: tuple[Patch, ...]
     is_temporary: bool = False
 
-
-@dataclass(frozen=True)
-class Intrusion:
-    """A way other than `Patch` to change objects of others, or to look into them.
-
-    Args:
-        module: str, the module of this package.
-        kind: str, `"class"` for objects that get another class, `"function"` for
-            functions of modules that are replaced, `"sockets"` for those that the
-            system lists.
-        why: str, the reason.
-    """
-
-    module: str
-    kind: str
-    why: str
-
-
-INTRUSIONS = (
-    Intrusion(
-        "keras_compat.models.strategy_models",
-        "class",
-        "A model of a strategy has methods that call the hooks.",
-    ),
-    Intrusion(
-        "keras_compat.optimizers.optimizer_classes",
-        "class",
-        "Optimizers without the methods of `TFOptimizer`, and of the public classes "
-        "while they are pickled.",
-    ),
-    Intrusion(
-        "keras_compat.variables.strategy_variables",
-        "class",
-        "A variable of a strategy notices assignments.",
-    ),
-    Intrusion(
-        "keras_compat.variables.hosted_variables",
-        "class",
-        "The value of a variable is on parameter servers.",
-    ),
-    Intrusion(
-        "keras_compat.variables.materialized",
-        "class",
-        "Variables on parameter servers are ordinary ones while a model is exported.",
-    ),
-    Intrusion(
-        "keras_compat.variables.values",
-        "class",
-        "Each read of a variable is checked.",
-    ),
-    Intrusion(
-        "keras_compat.variables.creation",
-        "class",
-        "A base class in front of that of a variable.",
-    ),
-    Intrusion(
-        "engines.tensorflow.replicas.mirrored_variables",
-        "class",
-        "A `tf.Variable` has copies on other devices.",
-    ),
-    Intrusion(
-        "engines.tensorflow.compat.operations",
-        "function",
-        "Kernels that fail on zero rows, and draws of a replica's rows.",
-    ),
-    Intrusion(
-        "runtime.engine_sockets",
-        "sockets",
-        "Connections of an engine to lost workers are shut down.",
-    ),
-    Intrusion(
-        "engines.tensorflow.workers.worker_server",
-        "sockets",
-        "The server of a worker listens on the address of the cluster only.",
-    ),
-)
 
 _TRAINER = "keras.src.trainers.trainer.BaseTrainer | keras.src.trainers.trainer.Trainer"
 _VARIABLE = "keras.src.backend.common.variables.Variable"
