@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,11 +21,17 @@ from torch.overrides import TorchFunctionMode
 from keras_strategies.engines.torch.compat import (
     TorchDispatchMode,
     decomposition_of,
-    schema_arguments,
     storage_key,
 )
+from keras_strategies.engines.torch.row_proofs.recorded_steps import (
+    OperationTraits,
+    RecordedStep,
+    ValueTraits,
+    Version,
+    operation_name,
+    operation_traits,
+)
 from keras_strategies.engines.torch.row_proofs.result_shapes import result_shapes
-from keras_strategies.engines.torch.row_proofs.rules.registry import has_rule
 from keras_strategies.engines.torch.row_proofs.value_placements import Shape
 
 #: The most entries of a tensor whose values are known.
@@ -40,98 +45,10 @@ _READS = frozenset(
     for name in ("numpy", "tolist", "__array__", "__dlpack__", "data_ptr")
 )
 _DEVICE = torch.ops.prim.device.default
-_COPIES = frozenset(("alias", "clone", "contiguous", "detach", "lift", "lift_fresh"))
-_READING_TAGS = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 
 
 class ValueRead(Exception):
     """Python reads a value of a tensor, which has none here."""
-
-
-@dataclass(frozen=True, slots=True)
-class Version:
-    """A value among the arguments of a recorded operation."""
-
-    number: int
-
-
-@dataclass(slots=True)
-class RecordedStep:
-    """An operation as it ran.
-
-    Args:
-        operation: an ATen operation, or a name of this package.
-        args: its arguments, with `Version`s in place of tensors.
-        kwargs: its keyword arguments, likewise.
-        results: the versions of its results; None for a result that is no tensor.
-        place: the index of the layer call it is in, in `CallRecorder.places`; None in
-            the backward pass.
-        is_in_draw: bool, whether a function that draws random numbers has called it.
-    """
-
-    operation: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    results: list[int | None]
-    place: int | None
-    is_in_draw: bool = False
-
-
-@dataclass(slots=True)
-class ValueTraits:
-    """Shape and dtype of a value, and its values if they are known.
-
-    `is_dense` says whether its memory has its entries in their order, and no others.
-    """
-
-    shape: Shape
-    dtype: torch.dtype
-    is_dense: bool
-    known: torch.Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Traits:
-    """What the recorder reads of an operation's declaration."""
-
-    name: str
-    is_copy: bool
-    reads_values: bool
-    is_drawing: bool
-    # Positions and names of the arguments that it changes.
-    changed: tuple[tuple[int, str], ...]
-    changes_shape: bool
-    has_own_rule: bool
-
-
-@functools.cache
-def _traits(operation: Any) -> _Traits:
-    name = operation_name(operation)
-    changed = tuple(
-        (i, argument.name)
-        for i, argument in enumerate(schema_arguments(operation))
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
-    return _Traits(
-        name,
-        name in _COPIES,
-        any(tag in operation.tags for tag in _READING_TAGS),
-        torch.Tag.nondeterministic_seeded in operation.tags,
-        changed,
-        torch.Tag.inplace_view in operation.tags,
-        has_rule(operation),
-    )
-
-
-@functools.cache
-def operation_name(operation: Any) -> str:
-    """The name of an ATen operation, of one in place that of the other."""
-    name: str = operation.overloadpacket.__name__
-    writes = any(
-        argument.alias_info is not None and argument.alias_info.is_write
-        for argument in schema_arguments(operation)
-    )
-    return name.rstrip("_") if writes and not name.endswith("__") else name
 
 
 class CallRecorder(TorchDispatchMode):
@@ -335,7 +252,7 @@ class CallRecorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._is_paused or func.namespace == "prim":
             return func(*args, **kwargs)
-        traits = _traits(func)
+        traits = operation_traits(func)
         if traits.name in ("lift_fresh", "lift") and not isinstance(
             args[0], self._fake_tensor
         ):
@@ -409,7 +326,7 @@ class CallRecorder(TorchDispatchMode):
     def _record(
         self,
         func: Any,
-        traits: _Traits,
+        traits: OperationTraits,
         args: Any,
         kwargs: Any,
         shapes: Sequence[tuple[Shape, torch.dtype]] | None = None,
@@ -492,7 +409,9 @@ class CallRecorder(TorchDispatchMode):
             return None
         return list(found) if isinstance(found, (list, tuple)) else [found]
 
-    def _changed(self, traits: _Traits, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    def _changed(
+        self, traits: OperationTraits, args: Any, kwargs: Any
+    ) -> list[torch.Tensor]:
         changed = []
         for position, name in traits.changed:
             value = args[position] if position < len(args) else kwargs.get(name)

@@ -14,17 +14,17 @@ from typing import Any
 import torch
 
 from keras_strategies.engines.torch.compat import schema_arguments
-from keras_strategies.engines.torch.row_proofs.call_recorder import (
-    CallRecorder,
-    RecordedStep,
-    ValueTraits,
-    Version,
-    operation_name,
-)
+from keras_strategies.engines.torch.row_proofs.call_recorder import CallRecorder
 from keras_strategies.engines.torch.row_proofs.recorded_operation import (
     Operand,
     Operation,
     Varying,
+)
+from keras_strategies.engines.torch.row_proofs.recorded_steps import (
+    RecordedStep,
+    ValueTraits,
+    Version,
+    operation_name,
 )
 from keras_strategies.engines.torch.row_proofs.rules import (
     batched,
