@@ -14,7 +14,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import keras
 import pytest
-from harness import backend_tables, devices, fork_server, leaks, references
+from harness import backend_tables, by_day, devices, fork_server, leaks, references
 from harness.strategies import STRATEGIES, StrategyCase
 
 import keras_strategies as ks
@@ -36,7 +36,9 @@ gc.set_threshold(100_000, 20, 20)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # After the folders' own, and before pytest takes those without wanted marks away.
     backend_tables.mark_shared_code(items, Path(__file__).parent)
+    by_day.mark_long(items, Path(__file__).parent, keras.backend.backend())
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -20,7 +20,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from harness import cases, data, models, single_cases
+from harness import by_day, cases, data, models, single_cases
 from harness.strategies import STRATEGIES
 from harness.training import (
     Case,
@@ -75,6 +75,7 @@ def _parameters() -> Iterator[Any]:
             yield pytest.param(case, name, marks=marks, id=f"{case.name}-{name}")
 
 
+@pytest.mark.by_day(by_day.CASES)
 @pytest.mark.parametrize("case, strategy_name", list(_parameters()))
 def test_same_as_one_device(case: Case, strategy_name: str) -> None:
     assert_same_training(case, STRATEGIES[strategy_name].make())

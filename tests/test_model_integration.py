@@ -277,6 +277,7 @@ def test_a_file_saved_in_the_scope_is_an_ordinary_one(mirrored, tmp_path) -> Non
     assert b"keras_strategies" not in (tmp_path / "inside.keras").read_bytes()
 
 
+@pytest.mark.by_day(20)
 def test_a_saved_model_opens_on_another_backend(
     mirrored, tmp_path, backend_name
 ) -> None:

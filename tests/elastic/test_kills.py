@@ -46,6 +46,7 @@ def assert_like_one_device(cluster: ElasticCluster) -> dict[int, Any]:
     return found
 
 
+@pytest.mark.by_day(40)
 def test_a_killed_worker_a_killed_chief_and_a_new_worker(cluster):
     elastic = cluster(kills=[Kill(2, 3), Kill(0, 7, "end")], waits={"9": 1})
     elastic.await_kill(2)
@@ -153,6 +154,7 @@ def test_a_new_worker_in_another_fit_is_refused(cluster):
     )
 
 
+@pytest.mark.by_day(30)
 @pytest.mark.parametrize(
     "model", ["transformer", pytest.param("cnn", marks=pytest.mark.nightly)]
 )

@@ -80,6 +80,7 @@ def run_script(
     return done
 
 
+@pytest.mark.by_day(80)
 @needs_torch
 def test_a_script_trains_in_a_process_for_each_accelerator(tmp_path) -> None:
     import pickle

@@ -459,6 +459,7 @@ def trained(name: str, strategy: Any) -> tuple[Any, list[str]]:
     return results, said
 
 
+@pytest.mark.by_day(10)
 # Three replicas differ from two by an uneven batch for each pair of them.
 @pytest.mark.parametrize("replicas", [3, pytest.param(2, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", MODELS)

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from harness.by_day import FILE as SLOW_TESTS
+from harness.by_day import SHORT
 from runner.jobs import Job
 from runner.settings import DURATIONS, LOGS, ROOT, Settings
 
@@ -88,6 +90,7 @@ def summarize(results: dict[Job, Result], settings: Settings, idle: float) -> No
     )
     if settings.record:
         record(files)
+        record_tests({name: seconds for seconds, name in tests})
 
 
 def record(files: Mapping[str, float], durations: Path = DURATIONS) -> None:
@@ -102,6 +105,23 @@ def record(files: Mapping[str, float], durations: Path = DURATIONS) -> None:
         name: seconds
         for name, seconds in sorted(known.items())
         if (ROOT / name.partition(" ")[2]).is_file()
+    }
+    durations.write_text(json.dumps(kept, indent=0) + "\n")
+
+
+def record_tests(tests: Mapping[str, float], durations: Path = SLOW_TESTS) -> None:
+    """Writes the seconds of tests, such as `jax tests/a.py::test_b[c]`.
+
+    A test that has not run keeps what was recorded. Those of files that no longer exist
+    are left out.
+    """
+    known = json.loads(durations.read_text()) if durations.exists() else {}
+    known |= {test: round(seconds, 1) for test, seconds in tests.items()}
+    kept = {
+        test: seconds
+        for test, seconds in sorted(known.items())
+        if seconds >= SHORT
+        and (ROOT / test.partition(" ")[2].partition("::")[0]).is_file()
     }
     durations.write_text(json.dumps(kept, indent=0) + "\n")
 

@@ -99,6 +99,7 @@ def run_suite(folder: Path, devices: str, suite: tuple[str, ...]) -> None:
     assert passed is not None and int(passed[1]) >= len(suite), text[-2000:]
 
 
+@pytest.mark.by_day(200)
 @pytest.mark.parametrize("count", SUITES)
 def test_strategies_on_simulated_accelerators(tmp_path, count: int) -> None:
     run_suite(tmp_path, f"simulated:{count}", SUITES[count])
