@@ -31,6 +31,7 @@ while True:
 """
 
 
+@pytest.mark.by_day
 # Both write a part beside the file, and rename it.
 @pytest.mark.parametrize(
     "way, name",

@@ -150,6 +150,7 @@ def run_on_hosts(forker: Forker, tmp_path: Path, hosts: Hosts) -> Iterator[Run]:
     made.close()
 
 
+@pytest.mark.by_day
 @pytest.mark.parametrize(
     "victim",
     [

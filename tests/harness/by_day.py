@@ -2,10 +2,11 @@
 
 `make test` has fifteen minutes for three backends on two cores. So of a test with many
 parameters a backend runs by day as many as fit into a few seconds, other backends
-others where they can. A test that takes more than a second with any parameters runs by
-day on one of the backends where it does, and one that takes twenty at night only.
+others where they can. A test that takes half a second with any parameters runs by day
+on one of the backends where it does, and one that takes twelve at night only.
 Everything runs at night. `@pytest.mark.by_day(60)` gives a test more seconds, on each
-of its backends: what the library promises first.
+of its backends, for what the library promises first. With `by_day` alone a test that
+takes very long runs on one backend.
 
 `python tests/run.py --record` writes the durations, `slow_tests.json`.
 """
@@ -22,15 +23,15 @@ import pytest
 
 FILE = Path(__file__).resolve().parents[1] / "slow_tests.json"
 #: Seconds for the parameters of one test on one backend.
-PARAMETERS = 2.0
+PARAMETERS = 1.0
 #: Seconds of a test that runs by day on one of its backends.
-LONG = 1.0
+LONG = 0.5
 #: Seconds of a test that runs at night.
-VERY_LONG = 20.0
+VERY_LONG = 12.0
 #: Tests of fewer seconds have no entry in the file.
 SHORT = 0.5
 #: Seconds for the cases of a suite of exactness.
-CASES = 40.0
+CASES = 25.0
 
 #: Seconds of a test by backend, name of the test and parameters.
 Durations = Mapping[str, Mapping[str, Mapping[str, float]]]
@@ -52,6 +53,7 @@ def left_to_night(
     parameters: Sequence[str],
     known: Durations,
     given: float | None = None,
+    is_marked: bool = False,
 ) -> set[str]:
     """The parameters of a test that a backend leaves to the night.
 
@@ -62,6 +64,7 @@ def left_to_night(
             the bracket.
         known: recorded durations.
         given: seconds for all parameters, on each backend; None for the default.
+        is_marked: bool, whether it runs by day however long it takes.
     """
     seconds = known.get(backend, {}).get(test, {})
     # Others are short, or are skipped.
@@ -69,10 +72,11 @@ def left_to_night(
     if not long:
         return set()
     least = min(long.values())
-    if given is None and (
-        least >= VERY_LONG or (least >= LONG and not _is_chosen(backend, test, known))
-    ):
-        return set(long)
+    if given is None:
+        if least >= VERY_LONG and not is_marked:
+            return set(long)
+        if least >= LONG and not _is_chosen(backend, test, known):
+            return set(long)
     quickest = min(long, key=lambda each: long[each])
     kept, total = {quickest}, long[quickest]
     for each in _from_another_place(backend, list(long), known):
@@ -133,6 +137,7 @@ def mark_long(items: Iterable[pytest.Item], root: Path, backend: str) -> None:
         tests.setdefault(test, {})[parameters] = item
     for test, own in tests.items():
         mark = next(iter(own.values())).get_closest_marker("by_day")
-        given = None if mark is None else float(mark.args[0])
-        for parameters in left_to_night(backend, test, list(own), known, given):
+        given = float(mark.args[0]) if mark and mark.args else None
+        night = left_to_night(backend, test, list(own), known, given, bool(mark))
+        for parameters in night:
             own[parameters].add_marker(pytest.mark.nightly)

@@ -20,7 +20,7 @@ def train_case(strategy, name: str):
     return train(case, strategy)
 
 
-@pytest.mark.by_day(12)
+@pytest.mark.by_day(8)
 @pytest.mark.parametrize(
     ("worker_case", "cluster"),
     [

@@ -87,7 +87,7 @@ def reference(random_numbers: str) -> Any:
     return None
 
 
-@pytest.mark.by_day(15)
+@pytest.mark.by_day(8)
 @pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.nightly), 3])
 @pytest.mark.parametrize(
     ("case", "random_numbers"), [each for case in CASES for each in with_numbers(case)]

@@ -30,6 +30,7 @@ def killed_after(seed: int, count: int) -> list[int]:
 _ALL = pytest.param(2, marks=[] if BACKEND == "torch" else pytest.mark.nightly)
 
 
+@pytest.mark.by_day
 @pytest.mark.parametrize("kills", [_ALL] if BACKEND == "torch" else [1, _ALL])
 def test_a_killed_training_ends_as_one_that_is_not(
     forker: Forker, tmp_path: Path, kills: int

@@ -7,10 +7,10 @@ from harness.by_day import durations, left_to_night
 SLOW = "tests/a.py::test_slow"
 LONG = "tests/a.py::test_long"
 RECORDED = {
-    **{f"{b} {SLOW}[{i}]": 0.9 for b in ("jax", "torch") for i in range(6)},
+    **{f"{b} {SLOW}[{i}]": 0.4 for b in ("jax", "torch") for i in range(6)},
     "jax tests/a.py::test_slow[6]": 30.0,
     **{f"{b} {LONG}": 10.0 for b in ("jax", "torch")},
-    f"tensorflow {LONG}": 0.9,
+    f"tensorflow {LONG}": 0.4,
     "tensorflow tests/b.py::test_alone": 10.0,
     "tensorflow tests/b.py::test_hours": 30.0,
 }
@@ -51,6 +51,7 @@ def test_a_test_that_takes_very_long_waits_for_the_night() -> None:
     test = "tests/b.py::test_hours"
     assert not by_day("tensorflow", test, [""])
     assert not left_to_night("tensorflow", test, [""], KNOWN, 40.0)
+    assert not left_to_night("tensorflow", test, [""], KNOWN, is_marked=True)
 
 
 def test_tests_without_a_record_run() -> None:

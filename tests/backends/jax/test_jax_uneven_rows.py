@@ -218,6 +218,7 @@ def test_several_steps_are_one_sharded_program(programs):
     assert_same(found, results(STRATEGIES["one_device"]()), 1e-4)
 
 
+@pytest.mark.by_day
 def test_several_inputs_and_outputs_in_mixed_precision():
     """Also without a compiler, where JAX has no uneven shards."""
 

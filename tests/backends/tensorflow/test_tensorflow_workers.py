@@ -448,6 +448,7 @@ def test_other_shapes_of_another_worker_are_an_error_of_the_exchange():
     assert worker_collectives._of_collective(other) is None
 
 
+@pytest.mark.by_day
 def test_workers_that_do_not_do_the_same_are_told(run_two):
     # One may notice at once, and the other after the timeout. Both wait for the other:
     # a process that has ended is another error.
