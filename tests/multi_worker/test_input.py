@@ -424,11 +424,14 @@ def test_batches_are_prepared_ahead(cluster):
     def program(strategy):
         from harness.batches_ahead import prepare_ahead
 
-        prepare_ahead(strategy)
-        model = make_model(strategy)
-        arguments = {"epochs": 2, "verbose": 0, "shuffle": True}
-        found = summary(model, model.fit(*rows(22), batch_size=5, **arguments))
-        separate = creator(strategy, [11, 5])
+        end = prepare_ahead(strategy)
+        try:
+            model = make_model(strategy)
+            arguments = {"epochs": 2, "verbose": 0, "shuffle": True}
+            found = summary(model, model.fit(*rows(22), batch_size=5, **arguments))
+            separate = creator(strategy, [11, 5])
+        finally:
+            end()
         return {"shuffled": found, "separate": separate}
 
     def alone():
