@@ -113,6 +113,7 @@ def table(name: str) -> str:
     import multi_worker
     import parameter_server as ps
     import python_time
+    import random_numbers
     import resume
     import slow_input
     import start
@@ -141,6 +142,7 @@ def table(name: str) -> str:
         "faults": faults,
         "memory": memory,
         "python time": python_time,
+        "random numbers": random_numbers,
         "slow input": slow_input,
         "start": start,
         "first step": first_step,
