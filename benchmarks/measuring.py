@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,26 @@ def measure(contestants: Contestants, rounds: int) -> dict[str, Rounds]:
         if hasattr(run, "close"):
             run.close()
     return times
+
+
+def numbers_of(script: str, arguments: Sequence[str], backend: str = "") -> Any:
+    """What a script prints in its last line, as JSON, in a process of its own.
+
+    Args:
+        script: the path of the script.
+        arguments: its arguments.
+        backend: the KERAS_BACKEND of the process; empty for that of this one.
+    """
+    chosen = {"KERAS_BACKEND": backend} if backend else {}
+    output = subprocess.run(
+        [sys.executable, script, *arguments],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=600,
+        env={**os.environ, **chosen},
+    ).stdout
+    return json.loads(output.splitlines()[-1])
 
 
 def medians(found: Mapping[str, Rounds]) -> dict[str, float]:

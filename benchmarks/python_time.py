@@ -11,12 +11,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from typing import Any
 
-from measuring import Results, Rounds, measure, names, options_parser, ratio
+from measuring import (
+    Results,
+    Rounds,
+    measure,
+    names,
+    numbers_of,
+    options_parser,
+    ratio,
+)
 from page import write_page
 from tables import markdown_table
 
@@ -25,7 +32,6 @@ KINDS = ("threads", "processes")
 #: Rows of each replica, and steps of an epoch.
 ROWS, STEPS = 4, 10
 BLOCKS, WIDTH, WORDS, LENGTH = 6, 16, 100, 8
-TIMEOUT = 600
 
 
 def transformer() -> Any:
@@ -72,20 +78,6 @@ def train(kind: str, replicas: int, rounds: int) -> Rounds:
     return measure({kind: epoch}, rounds)[kind]
 
 
-def measured(kind: str, replicas: int, rounds: int) -> Rounds:
-    """The numbers of the first process."""
-    command = [sys.executable, __file__, "--kind", kind, "--replicas", str(replicas)]
-    output = subprocess.run(
-        [*command, "--rounds", str(rounds)],
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=TIMEOUT,
-    ).stdout
-    found: Rounds = json.loads(output.splitlines()[-1])
-    return found
-
-
 def table(results: dict[str, Any]) -> str:
     """The results as a Markdown table."""
     header = ["replicas", "threads", "processes", "threads / processes"]
@@ -110,7 +102,10 @@ def main() -> None:
         found = {}
         for kind in KINDS:
             print(f"{replicas} replicas, {kind} ...", file=sys.stderr, flush=True)
-            found[kind] = measured(kind, int(replicas), options.rounds)
+            arguments = ["--kind", kind, "--replicas", replicas]
+            found[kind] = numbers_of(
+                __file__, [*arguments, "--rounds", str(options.rounds)]
+            )
         known.put(replicas, found)
     print(table(known.values))
     write_page(options.output)

@@ -11,20 +11,17 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
-import subprocess
 import sys
 import time
 from typing import Any
 
-from measuring import Results, Rounds, measure, options_parser, ratio
+from measuring import Results, Rounds, measure, numbers_of, options_parser, ratio
 from models import WORKLOADS
 from page import write_page
 from tables import markdown_table
 
 KINDS = {"one device": 1, "two workers": 2}
 DRAWS = ("of rows", "of replicas")
-TIMEOUT = 600
 
 
 def train(replicas: int, rounds: int) -> dict[str, Rounds]:
@@ -60,21 +57,6 @@ def train(replicas: int, rounds: int) -> dict[str, Rounds]:
     return measure({kind: functools.partial(epoch, kind) for kind in DRAWS}, rounds)
 
 
-def measured(replicas: int, rounds: int) -> dict[str, Rounds]:
-    """The numbers of the first process."""
-    command = [sys.executable, __file__, "--replicas", str(replicas)]
-    output = subprocess.run(
-        [*command, "--rounds", str(rounds)],
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=TIMEOUT,
-        env={**os.environ, "KERAS_BACKEND": "torch"},
-    ).stdout
-    found: dict[str, Rounds] = json.loads(output.splitlines()[-1])
-    return found
-
-
 def table(results: dict[str, Any]) -> str:
     """The results as a Markdown table."""
     header = ["replicas", "numbers of rows", "of replicas", "of rows / of replicas"]
@@ -95,7 +77,8 @@ def main() -> None:
     known = Results(options.output / "random_numbers.json")
     for kind, replicas in KINDS.items():
         print(f"{kind} ...", file=sys.stderr, flush=True)
-        known.put(kind, measured(replicas, options.rounds))
+        arguments = ["--replicas", str(replicas), "--rounds", str(options.rounds)]
+        known.put(kind, numbers_of(__file__, arguments, "torch"))
     print(table(known.values))
     write_page(options.output)
 

@@ -64,7 +64,7 @@ def _from_host(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
 
 
 def host_copy(array: Any) -> Any:
-    """A NumPy array of the same values in memory that nobody else writes to.
+    """A NumPy array of the same values in memory of its own.
 
     JAX reads the memory of a NumPy array after the transfer has returned: on a CPU an
     array may share it, and copies are asynchronous. A generator may overwrite the

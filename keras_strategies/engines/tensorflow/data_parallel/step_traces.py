@@ -28,7 +28,7 @@ class StepTraces:
         self.is_twice = False
 
     def forget(self) -> None:
-        """Traces anew, with the numbers of before, for other workers."""
+        """Discards the traces, not the numbers that they drew, for other workers."""
         self._traces.clear()
         self._second.clear()
 
