@@ -44,8 +44,14 @@ COLUMNS = {
     "central_storage": "CentralStorage, variables on the CPU",
     "parameter_servers": "parameter servers, 1 worker",
 }
-#: Rows of a batch, and steps of an epoch, on a GPU.
-SIZES = {"convolutional": (256, 50), "mlp": (256, 300), "transformer": (256, 50)}
+#: The models, with the rows of a batch and the steps of an epoch on a GPU.
+SIZES = {
+    "convolutional": (256, 50),
+    "mlp": (256, 300),
+    "transformer": (256, 50),
+    "transformer with dropout": (256, 50),
+    "language model": (64, 50),
+}
 
 # --- In the measuring processes -----------------------------------------------
 
@@ -169,7 +175,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = options_parser(__doc__, BACKENDS, WORKLOADS, has_workers=True)
+    parser = options_parser(__doc__, BACKENDS, SIZES, has_workers=True)
     parser.add_argument("--device", default="gpu", help="gpu (the default), or cpu:0")
     options = parser.parse_args()
     if options.worker:
@@ -185,9 +191,12 @@ def main() -> None:
         for name in options.models:
             print(f"measuring {backend}, {name} ...", file=sys.stderr, flush=True)
             found[backend][name] = measured_in_processes(backend, name, options)
-        if is_gpu:
-            results.put(backend, found[backend], gpu=gpu_name())
-    print(table(found))
+            if is_gpu:
+                # The machine may be lent for less time than the rest would take.
+                results.put(backend, found[backend], gpu=gpu_name())
+                print(table(found), flush=True)
+    if not is_gpu:
+        print(table(found))
     if is_gpu:
         write_page(options.output)
 

@@ -15,6 +15,7 @@ import importlib
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -212,7 +213,8 @@ class _Orders:
             return None
         self._full = None
         self._close()
-        _import_strategies()
+        if not _keras_starts_a_driver():
+            _import_strategies()
         _ready_to_fork()
         return _Orders(listener)
 
@@ -351,8 +353,22 @@ def _ready_to_fork() -> None:
     gc.set_threshold(100_000, 20, 20)
 
 
+def _keras_starts_a_driver() -> bool:
+    """Whether Keras would start the driver of a GPU, which no fork can use.
+
+    On Torch, where it looks for one when it is imported. Scripts import it themselves.
+    """
+    has_gpus = shutil.which("nvidia-smi") and os.environ.get(
+        "CUDA_VISIBLE_DEVICES", "0"
+    )
+    return bool(has_gpus) and os.environ["KERAS_BACKEND"] == "torch"
+
+
 def _main(plain: int, full: int) -> None:
-    importlib.import_module("keras")
+    if _keras_starts_a_driver():
+        importlib.import_module("torch")
+    else:
+        importlib.import_module("keras")
     if os.environ.get(PLAIN_GRAPHS) and os.environ["KERAS_BACKEND"] == "tensorflow":
         importlib.import_module("harness.tensorflow_graphs").set_optimized(False)
     _ready_to_fork()

@@ -24,7 +24,7 @@ _GRACE_SECONDS = 5.0
 _POOL_THREADS = ("replica-",)
 # What `torch.compile` leaves in a process, with or without a strategy.
 _THREADS_OF_TORCH_COMPILE = ("tqdm_monitor",)
-_ENVIRONMENT_OF_TORCH_COMPILE = ("_TORCHINDUCTOR_", "TORCHINDUCTOR_")
+_ENVIRONMENT_OF_TORCH_COMPILE = ("_TORCHINDUCTOR_", "TORCHINDUCTOR_", "TRITON_")
 
 
 @dataclass(frozen=True)

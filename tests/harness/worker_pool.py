@@ -36,12 +36,19 @@ class WorkerPool:
         workers: int, how many processes.
         devices: int, devices of each.
         kind: str, what they are: `"cpu"`, or a kind of `harness.devices`.
+        implementation: str, the `CommunicationImplementation` of their values.
     """
 
     def __init__(
-        self, forker: Forker, workers: int, devices: int = 1, kind: str = "cpu"
+        self,
+        forker: Forker,
+        workers: int,
+        devices: int = 1,
+        kind: str = "cpu",
+        implementation: str = "AUTO",
     ):
         self.workers, self.devices = workers, devices
+        self._implementation = implementation
         self._key = os.urandom(16)
         self._folder = tempfile.TemporaryDirectory()
         addresses = free_addresses(workers)
@@ -69,6 +76,7 @@ class WorkerPool:
             Path(self._folder.name) / f"worker{index}.log",
             __file__,
             *(home[0], str(home[1]), self._key.hex(), str(index)),
+            self._implementation,
             TF_CONFIG=json.dumps(config),
             **{devices_of_tests.VARIABLE: devices},
             OMP_NUM_THREADS="1",
@@ -168,14 +176,16 @@ class Cluster:
         return self.pool.call(self.devices, function, args)
 
 
-def _serve(host: str, port: str, key: str, index: str) -> None:
+def _serve(host: str, port: str, key: str, index: str, implementation: str) -> None:
     import keras
 
     import keras_strategies as ks
 
     @functools.cache
     def strategy_on(count: int) -> Any:
-        options = ks.CommunicationOptions(timeout_seconds=SILENCE_SECONDS)
+        options = ks.CommunicationOptions(
+            timeout_seconds=SILENCE_SECONDS, implementation=implementation
+        )
         return ks.MultiWorkerMirroredStrategy(
             communication_options=options,
             devices=[f"{devices_of_tests.KIND}:{i}" for i in range(count)],

@@ -12,13 +12,15 @@ import contextlib
 import datetime
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.engines.torch.compat import set_timeout
+from keras_strategies.errors import ClusterError
 
 # `ProcessGroupNCCL` reads these when it is created.
 _ENVIRONMENT = {
@@ -74,6 +76,33 @@ def create_nccl_group(
     set_timeout(options, timeout)
     with _set_environment():
         return dist.ProcessGroupNCCL(store, index, count, options)
+
+
+def gpu_uuid(device: torch.device) -> str:
+    """The identity of a GPU, another one for each GPU of all machines."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def check_own_gpus(uuids: Sequence[str]) -> None:
+    """Checks that no GPU is that of several workers, which NCCL refuses.
+
+    Args:
+        uuids: for each worker the identity of its GPU; empty for another device.
+
+    Raises:
+        ClusterError: with the workers that share one.
+    """
+    for uuid in dict.fromkeys(filter(None, uuids)):
+        workers = [index for index, found in enumerate(uuids) if found == uuid]
+        if len(workers) > 1:
+            raise ClusterError(
+                f"Workers {', '.join(map(str, workers))} all compute on the GPU "
+                f"{uuid}, and NCCL needs a GPU for each worker. Set a different "
+                "CUDA_VISIBLE_DEVICES for each process of a machine, pass `devices` "
+                "to the strategy, or start them with a launcher that sets LOCAL_RANK. "
+                "To share a GPU all the same, exchange values by Gloo: "
+                '`CommunicationOptions(implementation="RING")`.'
+            )
 
 
 @contextlib.contextmanager

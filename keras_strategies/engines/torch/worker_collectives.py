@@ -25,7 +25,12 @@ from keras_strategies.engines.torch.memory_formats import (
     in_axis_order,
     in_format_of,
 )
-from keras_strategies.engines.torch.nccl_works import NcclWorks, create_nccl_group
+from keras_strategies.engines.torch.nccl_works import (
+    NcclWorks,
+    check_own_gpus,
+    create_nccl_group,
+    gpu_uuid,
+)
 from keras_strategies.errors import ClusterError, WorkerError
 from keras_strategies.runtime.engine_sockets import EngineSockets
 from keras_strategies.runtime.workers import Workers, lost_worker
@@ -86,7 +91,9 @@ class TorchWorkers(Workers):
                 # Waits are on the GPU, where the clock cannot measure them.
                 self.group.clock.sees_waits = False
             # Raises if a worker is lost; processes that connect would wait for it.
-            self.group.gather(f"the first collective by {kind}", b"", stream=kind)
+            own = gpu_uuid(device) if use_nccl else ""
+            what = f"the first collective by {kind}"
+            check_own_gpus(self.group.gather_values(what, own, stream=kind))
             store = dist.PrefixStore(kind, self._store)
             index, count = self.group.index, self.group.count
             self._groups[kind] = (

@@ -24,6 +24,9 @@ if keras.backend.backend() != "torch":
 
 import torch
 
+import keras_strategies as ks
+from keras_strategies.engines.torch.nccl_works import check_own_gpus
+
 TESTS = Path(__file__).parents[2]
 PYTEST = TESTS / "harness" / "pytest_process.py"
 
@@ -73,6 +76,8 @@ SUITES = {
         "test_the_portable_loop_equals_one_device[mirrored_4-35-16-False]",
     ),
 }
+#: GPUs round factors of products and convolutions to TensorFloat-32 otherwise.
+EXACT_PRODUCTS = {"NVIDIA_TF32_OVERRIDE": "0"}
 #: Tests about devices by name.
 NAMES = "devices_are_those_of_the_replica or a_replica_context_says_what_it_is"
 
@@ -90,7 +95,7 @@ def run_suite(folder: Path, devices: str, suite: tuple[str, ...]) -> None:
             folder / "pytest.log",
             str(PYTEST),
             *(*options, *marks, *files),
-            **{VARIABLE: devices, "OMP_NUM_THREADS": "1"},
+            **{VARIABLE: devices, "OMP_NUM_THREADS": "1", **EXACT_PRODUCTS},
         )
         code, _ = process.wait(600)
     text = process.text()
@@ -119,6 +124,42 @@ def test_two_workers_with_two_simulated_accelerators_each() -> None:
                     assert_same(alone(case), found, case.tolerance, case.name)
         finally:
             pool.close()
+
+
+@pytest.fixture
+def sharing_workers(request, monkeypatch):
+    """Two workers on the first GPU."""
+    for name, value in EXACT_PRODUCTS.items():
+        monkeypatch.setenv(name, value)  # For the reference.
+    with Forker("torch") as forker:
+        pool = WorkerPool(forker, 2, 1, "gpu", request.param)
+        try:
+            yield pool.cluster(1)
+        finally:
+            pool.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sharing_workers", ["RING"], indirect=True)
+@pytest.mark.parametrize("name", WORKERS)
+def test_two_workers_share_a_gpu_by_gloo(sharing_workers, name: str) -> None:
+    [case] = [each.case for each in WORKER_CASES if each.case.name == name]
+    for found in sharing_workers(train_on_workers, name):
+        assert_same(alone(case), found, case.tolerance, case.name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sharing_workers", ["AUTO"], indirect=True)
+def test_two_workers_cannot_share_a_gpu_by_nccl(sharing_workers) -> None:
+    for error, _ in sharing_workers.outcomes(train_on_workers, WORKERS[0]):
+        assert re.search(r"Workers 0, 1 all compute on the GPU \S+, and NCCL", error)
+
+
+@pytest.mark.parametrize("uuids", [["a", "b", "a"], ["a", "", "a"]])
+def test_workers_that_share_a_gpu_are_named(uuids) -> None:
+    check_own_gpus(["a", "b", "", ""])
+    with pytest.raises(ks.errors.ClusterError, match=r"Workers 0, 2 all .* GPU a,"):
+        check_own_gpus(uuids)
 
 
 def train_on_workers(strategy, name: str):

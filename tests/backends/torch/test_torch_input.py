@@ -185,7 +185,8 @@ def test_fit_on_a_gpu_gets_its_batches_there():
             model.compile("sgd", "mse")
         model.fit(X, Y, batch_size=4, epochs=3, shuffle=False, verbose=0)
         results.append(model.get_weights())
-    assert places == {"cuda:0"}
+    # A proof runs the layer on tensors without values.
+    assert places - {"meta"} == {"cuda:0"}
     for plain, ahead in zip(*results, strict=True):
         np.testing.assert_allclose(plain, ahead, rtol=1e-6)
 
