@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,9 @@ class FitDriver(abc.ABC):
     def method(self, model: Any, name: str) -> contextlib.AbstractContextManager[None]:
         """Entered around `compile`, `fit`, `evaluate` and others, inside the scope."""
         return contextlib.nullcontext()
+
+    def adopt(self, variables: Iterable[Any]) -> None:  # noqa: B027
+        """Takes variables of an optimizer or a metric that no scope has made."""
 
     def planned_devices(self, is_weight: bool) -> tuple[Device, ...]:
         """The devices that will hold a weight, or a slot, metric or counter."""

@@ -217,6 +217,8 @@ class StrategyHooks:
         replica = context.current_replica()
         if replica is None or not isinstance(current_policy(), RunState):
             return get_engine().optimizer_apply(optimizer, original)(grads, variables)
+        if strategy_of(optimizer.iterations) is None:
+            replica.strategy.drivers.fit.adopt(optimizer.variables)
         if variables is not None and not optimizer.built:
             replica.merge_call(
                 lambda strategy, variables: optimizer.build(list(variables)),

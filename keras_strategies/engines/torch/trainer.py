@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -28,10 +28,11 @@ from keras_strategies.engines.torch.replicas.replica_variables import ReplicaVar
 from keras_strategies.engines.torch.replicas.row_numbers import partitioned_step
 from keras_strategies.engines.torch.worker_collectives import TorchWorkers
 from keras_strategies.input.row_splits import check_batch
+from keras_strategies.keras_compat.models.building import compiled_variables
 from keras_strategies.keras_compat.models.input_adapters import batches_placed_by
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.row_wise_layers import only_keras_draws
-from keras_strategies.keras_compat.variables.values import raw_value
+from keras_strategies.keras_compat.variables.values import raw_value, set_raw_value
 from keras_strategies.runtime.data_parallel.row_parts import has_row_parts
 from keras_strategies.runtime.drivers import FitDriver
 from keras_strategies.runtime.placement import VariableCopy
@@ -75,6 +76,23 @@ class TorchTrainer(FitDriver):
             keras.device(str(torch_device(self.placement.variables))),
         ):
             yield
+
+    @contextlib.contextmanager
+    def method(self, model: Any, name: str) -> Iterator[None]:
+        if name != "compile" and not name.endswith("on_batch"):
+            self.adopt(compiled_variables(model))
+        yield
+        if name == "compile":
+            self.adopt(compiled_variables(model))
+
+    def adopt(self, variables: Iterable[Any]) -> None:
+        # Each is used with the model's, which are on this device.
+        home = torch_device(self.placement.variables)
+        for variable in variables:
+            raw = raw_value(variable)
+            if raw.device != home:
+                moved = torch.nn.Parameter(raw.detach().to(home), raw.requires_grad)
+                set_raw_value(variable, moved)
 
     def step_function(self, model: Any, kind: str, make: Callable[[], Any]) -> None:
         function = keras_function(model, kind, make)

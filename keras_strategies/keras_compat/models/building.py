@@ -155,6 +155,30 @@ def all_variables(model: Any) -> list[Any]:
     return [v for v in unique.values() if raw_value(v) is not None]
 
 
+def given_metrics(model: Any) -> list[Any]:
+    """The metrics and weighted metrics of `compile`, as they were given.
+
+    Keras 3.15: `CompileMetrics._user_metrics`, `_user_weighted_metrics`.
+    """
+    metrics, _ = compiled_parts(model)
+    if metrics is None:
+        return []
+    given = (metrics._user_metrics, metrics._user_weighted_metrics)
+    return [each for each in keras.tree.flatten(given) if each is not None]
+
+
+def compiled_variables(model: Any) -> list[Any]:
+    """The variables of the optimizer and of the metrics of `compile`.
+
+    Both may have been made before, and elsewhere.
+    """
+    found = list(getattr(getattr(model, "optimizer", None), "variables", []))
+    for metric in given_metrics(model):
+        if isinstance(metric, keras.metrics.Metric):
+            found += metric.variables
+    return [v for v in found if raw_value(v) is not None]
+
+
 def build_optimizer(model: Any) -> None:
     """Makes the optimizer's variables of a built model."""
     optimizer = getattr(model, "optimizer", None)

@@ -13,6 +13,7 @@ from typing import Any
 
 import keras
 
+from keras_strategies.keras_compat.models.building import given_metrics
 from keras_strategies.keras_compat.models.layers import rematerializes, sublayers
 from keras_strategies.keras_compat.strategy_attribute import STRATEGY_ATTRIBUTE
 
@@ -244,14 +245,9 @@ def only_keras_draws(model: Any) -> bool:
     Only functions of `keras.random` draw random numbers then. False for models that
     cannot be followed.
     """
-    given = [
-        (each._user_metrics, each._user_weighted_metrics)
-        for each in model.metrics
-        if type(each).__name__ == "CompileMetrics"
-    ]
     # A model that was not compiled has no loss and no optimizer.
     compiled = [getattr(model, name, None) for name in ("loss", "optimizer")]
-    parts = [*compiled, model.metrics, given]
+    parts = [*compiled, model.metrics, given_metrics(model)]
     for part in keras.tree.flatten(parts):
         if part is None or isinstance(part, (str, int, float)):
             continue

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import pytest
 from harness import devices, models
+from harness.case import as_arrays
 from harness.data import classes
 from harness.training import assert_same, state_of
 
@@ -161,3 +162,60 @@ def test_devices_of_different_kinds_draw_on_one(devices: tuple[str, ...]) -> Non
         mixed.run(lambda x: layer(x, training=True), args=(rows,))
     means = mixed.run(lambda x: x.mean(), args=(rows,))
     assert [float(each) for each in mixed.experimental_local_results(means)] == [1, 1]
+
+
+#: Variables elsewhere than on Keras's default device, `gpu:0`.
+ELSEWHERE = {
+    "one device": lambda: ks.OneDeviceStrategy("gpu:1"),
+    "central": lambda: ks.CentralStorageStrategy(["gpu:0", "gpu:1"], "cpu:0"),
+}
+
+
+def made(name: str, is_outside: bool) -> tuple[Any, Any, Any, Any]:
+    """A strategy and a model, with an optimizer and a metric from outside or not."""
+
+    def parts() -> tuple[Any, Any]:
+        return keras.optimizers.Adam(0.1), keras.metrics.MeanSquaredError()
+
+    strategy = ELSEWHERE[name]()
+    given = parts() if is_outside else None
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+        optimizer, metric = given or parts()
+    return strategy, model, optimizer, metric
+
+
+def compiled_and_fit(name: str, is_outside: bool) -> dict[str, Any]:
+    strategy, model, optimizer, metric = made(name, is_outside)
+    model.compile(optimizer, "mse", metrics=[metric])
+    rows = classes(14)
+    history = model.fit(rows.x, rows.y, batch_size=8, shuffle=False, verbose=0)
+    homes = {str(v.value.device) for v in (*optimizer.variables, *metric.variables)}
+    assert homes == {str(torch_device(strategy.placement.variables))}
+    return as_arrays({"history": history.history}) | state_of(model)
+
+
+def looped(name: str, is_outside: bool) -> dict[str, Any]:
+    strategy, model, optimizer, metric = made(name, is_outside)
+
+    def step(batch: Any) -> None:
+        x, y = batch
+        predicted = model(x)[:, 0]
+        loss = ks.compute_average_loss(keras.ops.square(predicted - y))
+        weights = model.trainable_variables
+        values = [weight.value for weight in weights]
+        optimizer.apply(torch.autograd.grad(loss, values), weights)
+        metric.update_state(y, predicted)
+
+    rows = classes(8)
+    for batch in strategy.experimental_distribute_dataset([(rows.x, rows.y)] * 2):
+        strategy.run(step, args=(batch,))
+    values = [*model.get_weights(), keras.ops.convert_to_numpy(metric.result())]
+    return dict(enumerate(values))
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+@pytest.mark.parametrize("train", [compiled_and_fit, looped])
+def test_an_optimizer_and_a_metric_from_outside_of_the_scope(train, name: str) -> None:
+    assert_same(train(name, False), train(name, True), 1e-6, name)
