@@ -31,6 +31,7 @@ from measuring import (
     BACKENDS,
     Contestants,
     Results,
+    by_backend,
     epoch_timer,
     measure,
     medians,
@@ -235,7 +236,7 @@ def table(results: dict[str, Any]) -> str:
     header += ["Mirrored, 2 cores", "speed-up", "plain Keras, 1 device on 2 cores"]
     header += ["its speed-up", "peer", "ours / peer"]
     rows = []
-    for backend, models in results.items():
+    for backend, models in by_backend(results).items():
         for name, rounds in models.items():
             ms = medians(rounds)
             peers = {k: v for k, v in ms.items() if k not in OURS}
@@ -318,16 +319,16 @@ def main() -> None:
         return
     results = Results(options.output / "fit.json")
     for backend in options.backends:
-        print(f"measuring {backend} ...", file=sys.stderr, flush=True)
         # A process for each model: tf.distribute confuses the collectives of two.
-        found = {
-            name: run_worker(__file__, backend, 1, name, options.rounds)
-            | run_worker(__file__, backend, 2, name, options.rounds, devices=1)
-            | run_worker(__file__, backend, 2, name, options.rounds)
-            for name in options.models
-        }
-        results.put(backend, found)
-    plot(results.values, picture_path(options.output, "fit.png"))
+        for name in options.models:
+            print(f"measuring {backend}, {name} ...", file=sys.stderr, flush=True)
+            found = (
+                run_worker(__file__, backend, 1, name, options.rounds)
+                | run_worker(__file__, backend, 2, name, options.rounds, devices=1)
+                | run_worker(__file__, backend, 2, name, options.rounds)
+            )
+            results.put(f"{backend}, {name}", found)
+    plot(by_backend(results.values), picture_path(options.output, "fit.png"))
     print(table(results.values))
     write_page(options.output)
 

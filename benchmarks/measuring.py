@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from models import WORKLOADS
+
 RESULTS = Path(__file__).parent / "results"
 PICTURES = Path(__file__).parents[1] / "docs" / "img"
 BACKENDS = ("jax", "torch", "tensorflow")
@@ -236,6 +238,18 @@ class Results:
         self.path.parent.mkdir(exist_ok=True)
         text = {"measured": self.measured, "results": self.values}
         self.path.write_text(json.dumps(text, indent=2) + "\n")
+
+
+def by_backend(results: dict[str, Any]) -> dict[str, Any]:
+    """Results of "backend, model" as dicts of backends, each of its models."""
+    found: dict[str, Any] = {}
+    for part in results:
+        found.setdefault(part.partition(", ")[0], {})
+    for backend, models in found.items():
+        for name in WORKLOADS:
+            if f"{backend}, {name}" in results:
+                models[name] = results[f"{backend}, {name}"]
+    return found
 
 
 def conditions() -> dict[str, Any]:

@@ -37,6 +37,7 @@ from measuring import (
     BACKENDS,
     Results,
     Rounds,
+    by_backend,
     measure,
     medians,
     options_parser,
@@ -310,19 +311,6 @@ PEERS_OF = {"jax": jax_peer, "torch": torch_peer, "tensorflow": tensorflow_peer}
 
 
 # --- In the process that a person starts --------------------------------------
-
-
-def by_backend(results: dict[str, Any]) -> dict[str, Any]:
-    """Results of "backend, model" as dicts of backends, each of its models."""
-    return {
-        backend: {
-            name: results[f"{backend}, {name}"]
-            for name in WORKLOADS
-            if f"{backend}, {name}" in results
-        }
-        for backend in BACKENDS
-        if any(part.startswith(f"{backend}, ") for part in results)
-    }
 
 
 def table(results: dict[str, Any]) -> str:

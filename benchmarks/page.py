@@ -76,7 +76,7 @@ def summary() -> str:
     )
     rows = []
     for backend, model, peer, shown in compared:
-        found = fits.values.get(backend, {}).get(model)
+        found = fits.values.get(f"{backend}, {model}")
         if found is None:  # A run with a part of the models.
             continue
         ours, theirs = found["mirrored"], found[peer]
