@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from models import WORKLOADS
-
 RESULTS = Path(__file__).parent / "results"
 PICTURES = Path(__file__).parents[1] / "docs" / "img"
 BACKENDS = ("jax", "torch", "tensorflow")
@@ -242,6 +240,8 @@ class Results:
 
 def by_backend(results: dict[str, Any]) -> dict[str, Any]:
     """Results of "backend, model" as dicts of backends, each of its models."""
+    from models import WORKLOADS
+
     found: dict[str, Any] = {}
     for part in results:
         found.setdefault(part.partition(", ")[0], {})
