@@ -34,7 +34,11 @@ STRATEGIES = {
     "ModelParallelStrategy": ("model_parallel", f"devices={TWO}"),
     "TPUStrategy": ("tpu", f"None, A({CORES})"),
 }
-if Feature.SHARDED_VARIABLES in get_engine().lacks:
+if (
+    get_engine().has_python_per_device
+    or Feature.SHARDED_VARIABLES in get_engine().lacks
+):
+    # Torch has a process for each device of it; such scripts are tested elsewhere.
     del STRATEGIES["ModelParallelStrategy"]
 EXPERIMENTAL = ("CentralStorageStrategy", "MultiWorkerMirroredStrategy", "TPUStrategy")
 ASSIGNMENT = "from keras_strategies.strategies.tpu import DeviceAssignment as A; "

@@ -80,6 +80,9 @@ class ModelHooks(Protocol):
     ) -> Any:
         """Instead of `optimizer.apply(grads, variables)`."""
 
+    def initialized(self, variable: Any) -> None:
+        """A variable of a strategy has its first value; may be called again."""
+
     def variable_assigned(self, variable: Any) -> None:
         """After `variable.assign(value)`, outside of every stateless scope."""
 

@@ -65,7 +65,8 @@ _JAX = "keras.src.backend.jax"
 _TENSORFLOW = "keras.src.backend.tensorflow"
 _TORCH = "keras.src.backend.torch"
 # Keras calls functions of the backend, and of some of its modules, by their names here.
-_BACKENDS = "keras.src.backend"
+#: From Keras 3.16 on, functions are in `ops`.
+_BACKENDS = "keras.src.backend | keras.src.backend.ops"
 _BACKEND = "keras.src.backend.{backend}"
 _APPLY = "(self, grads, trainable_variables=None)"
 # Functions of `keras.random` that draw for each entry.
@@ -413,7 +414,7 @@ GROUPS: dict[str, Group] = {
         "From the first step on a mesh of JAX's devices on.",
         tuple(
             Patch(
-                f"{_JAX}.nn",
+                f"{_JAX}.nn | {_JAX}.ops.nn",
                 name,
                 "(inputs, kernel, strides=1, padding='valid', data_format=None, "
                 "dilation_rate=1)",
@@ -482,29 +483,35 @@ GROUPS: dict[str, Group] = {
                 "convert_to_numpy",
                 "(x)",
                 "backends.keras_on_torch.to_numpy",
-                "Saving calls it. It gathers shards, for which every process would "
-                "have to save.",
+                "Saving calls it. It knows no DTensors, or gathers them, for which "
+                "every process would have to save.",
                 backend="torch",
-                versions=VERSIONS[1:],
             ),
             Patch(
-                f"{_TORCH}.core",
+                f"{_TORCH}.core | {_TORCH}.ops.core",
                 "convert_to_numpy",
                 "(x)",
                 "backends.keras_on_torch.to_numpy",
                 "The same function, for modules of the backend.",
                 backend="torch",
-                versions=VERSIONS[1:],
             ),
             Patch(
-                f"{_BACKENDS}.nn",
+                "keras.src.distribution.distribution_lib",
+                "distribute_tensor",
+                "(tensor, layout)",
+                "backends.keras_on_torch.distribute_tensor",
+                "Layers call it for the layouts of their outputs. On Torch Keras 3.15 "
+                "has no function behind it.",
+                backend="torch",
+            ),
+            Patch(
+                "keras.src.backend.nn | keras.src.backend.ops.nn",
                 "dot_product_attention",
                 "(query, key, value, bias=None, mask=None, scale=None, "
                 "is_causal=False, flash_attention=None, attn_logits_soft_cap=None)",
                 "backends.keras_on_torch.attention",
                 "It assumes that the local shards of its arguments match.",
                 backend="torch",
-                versions=VERSIONS[1:],
             ),
             Patch(
                 _LAYER,
@@ -513,7 +520,6 @@ GROUPS: dict[str, Group] = {
                 "backends.keras_on_torch.regularization_losses",
                 "It computes with variables themselves, which are DTensors.",
                 backend="torch",
-                versions=VERSIONS[1:],
             ),
         ),
     ),

@@ -72,9 +72,15 @@ PRIVATE = (
         ),
         "Placement of values, and hosted variables, which have none.",
     ),
-    Private("keras.src.backend.jax.core.Variable", ("_layout",), "Layouts.", "jax"),
     Private(
-        "keras.src.backend.jax.trainer.JAXTrainer",
+        "keras.src.backend.jax.core.Variable | keras.src.backend.Variable",
+        ("_layout",),
+        "Layouts.",
+        "jax",
+    ),
+    Private(
+        "keras.src.backend.jax.trainer.JAXTrainer | "
+        "keras.src.backend.jax.trainer.Trainer",
         (
             "_get_jax_state",
             "_jax_state",
@@ -201,7 +207,7 @@ PRIVATE = (
         "Draws without a seed begin with it, outside of proofs.",
     ),
     Private(
-        "keras.src.backend",
+        "keras.src.backend | keras.src.backend.ops",
         ("random_seed_dtype",),
         "Seeds that stand for those of Keras in proofs.",
     ),

@@ -153,6 +153,9 @@ class ShardingDriver(abc.ABC):
     def set_layouts(self, variables: Sequence[Any]) -> None:
         """Assigns layouts to variables without values."""
 
+    def initialized(self, variable: Any) -> None:  # noqa: B027
+        """Called when a variable has its first value, once or twice."""
+
     def unsharded(self, variables: Sequence[Any]) -> list[Any]:
         """The variables that one process holds in full.
 

@@ -6,8 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import keras
-
 from keras_strategies.devices import Device
 from keras_strategies.keras_compat.backends.keras_on_jax import layout_of
 from keras_strategies.keras_compat.models.building import is_built
@@ -106,14 +104,7 @@ def axes_of(mesh: VariableMesh, variable: Any) -> Axes:
     layout = layout_of(variable)
     if layout is None:
         return ()
-    if isinstance(layout, keras.distribution.TensorLayout):
-        axes = list(layout.axes)
-    else:
-        # Keras on Torch replaces it by the placements of the variable's DTensor.
-        axes = [None] * len(variable.shape)
-        for name, placement in zip(mesh.axes, layout.placements, strict=True):
-            if placement.is_shard():
-                axes[placement.dim] = name
+    axes = list(layout.axes)
     while axes and axes[-1] is None:
         axes.pop()
     return tuple(axes)

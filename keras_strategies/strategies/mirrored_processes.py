@@ -1,4 +1,4 @@
-"""One process for each device of `MirroredStrategy`, on Torch."""
+"""One process for each device of a strategy, on Torch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,12 @@ _devices: list[tuple[Device, ...]] = []
 
 
 def join_device_processes(
-    engine: Engine, devices: Sequence[Device], wanted: bool | None
+    engine: Engine,
+    devices: Sequence[Device],
+    wanted: bool | None,
+    *,
+    also_cpus: bool = False,
+    options: CommunicationOptions | None = None,
 ) -> DeviceWorker | None:
     """Connects the processes of the devices, and starts them in the first of them.
 
@@ -45,6 +50,8 @@ def join_device_processes(
         engine: the engine.
         devices: the devices of the strategy.
         wanted: bool, whether each device has a process; None to decide.
+        also_cpus: bool, whether None means processes for virtual CPU devices, too.
+        options: those of the processes' collectives.
 
     Returns:
         A `DeviceWorker`; None if this process has all devices.
@@ -61,7 +68,7 @@ def join_device_processes(
     devices = tuple(devices)
     own = device_processes.own_process()
     if own is None:
-        program = _program(engine, devices, wanted)
+        program = _program(engine, devices, wanted, also_cpus)
         if program is None:
             return None
         own = device_processes.start_others(program, len(devices))
@@ -72,8 +79,9 @@ def join_device_processes(
         {"worker": list(own.addresses)}, task_type="worker", task_id=own.index
     )
     absence = device_processes.missing_process
-    options = CommunicationOptions()
-    workers = join_workers(resolver, engine, options, absence=absence)
+    workers = join_workers(
+        resolver, engine, options or CommunicationOptions(), absence=absence
+    )
     assert workers is not None
     workers = workers.with_replicas(1)
     workers.are_device_processes = True
@@ -81,12 +89,13 @@ def join_device_processes(
 
 
 def _program(
-    engine: Engine, devices: tuple[Device, ...], wanted: bool | None
+    engine: Engine, devices: tuple[Device, ...], wanted: bool | None, also_cpus: bool
 ) -> Program | None:
     """The script to start for the other devices; None to keep them in this process."""
     if wanted is False or (wanted is None and not engine.has_python_per_device):
         return None
-    if not wanted and (len(devices) == 1 or devices[0].kind == "cpu"):
+    is_shared = devices[0].kind == "cpu" and not also_cpus
+    if not wanted and (len(devices) == 1 or is_shared):
         return None
     is_launched = find_cluster() is not None or find_local_number() is not None
     program = Program.find()

@@ -34,6 +34,7 @@ from keras_strategies.strategies.device_selection import (
     default_devices,
     keep_own_accelerator,
 )
+from keras_strategies.strategies.mirrored_processes import join_device_processes
 from keras_strategies.strategies.multi_worker import find_workers
 from keras_strategies.training.random_sync import sync_random_numbers
 from keras_strategies.types import CommunicationOptions, Elastic, check_flag
@@ -47,9 +48,9 @@ class ModelParallelStrategy(Strategy):
     The devices are a mesh, data x model. Batches are split along the data axis;
     variables, gradients and optimizer slots are sharded along the model axis, the data
     axis, or both. A step is one program for all devices, into which XLA inserts the
-    collectives; it computes what one device computes. On Torch, with Keras 3.16 or
-    newer, each device belongs to a separate process, and DTensors take the place of
-    XLA.
+    collectives; it computes what one device computes. On Torch each device belongs to
+    a process of its own, which a script starts by itself, and DTensors take the place
+    of XLA.
 
     Args:
         layout_map: layouts of variables. `"auto"`: large embeddings, attention and
@@ -86,8 +87,8 @@ class ModelParallelStrategy(Strategy):
         ValueError: for devices that do not exist or that `model_parallel` does not
             divide, for an invalid layout map, when a variable does not fit its layout,
             and, when a model is used, for patterns that match no variable.
-        RuntimeError: on backends that cannot shard variables: TensorFlow, and Torch
-            with a Keras before 3.16 or with several devices in one process.
+        RuntimeError: on TensorFlow, which cannot shard variables, and on Torch with
+            several devices in a process that is not a script.
 
     Example:
 
@@ -148,6 +149,13 @@ class ModelParallelStrategy(Strategy):
         self._cluster_resolver = resolver
         given = getattr(layout_map, "device_mesh", None)
         own = _devices(engine, devices, None if workers is not None else given)
+        if engine.has_python_per_device and workers is None:
+            process = join_device_processes(
+                engine, own, None, also_cpus=True, options=options
+            )
+            if process is not None:
+                own, workers = (process.device,), process.workers
+                self._cluster_resolver = process.resolver
         if engine.has_python_per_device:
             own = _one_device(engine, own)
         check_implementation(options, engine.name, own)
@@ -251,12 +259,13 @@ def _one_device(engine: Engine, devices: tuple[Device, ...]) -> tuple[Device, ..
         return devices
     raise BackendError(
         f"ks.ModelParallelStrategy was made with KERAS_BACKEND={engine.name!r}, where "
-        "each device of the mesh needs its own process (torch.distributed with Keras "
-        f"{keras.version()}). This process has {len(devices)}: "
-        f"{', '.join(map(str, devices))}. Start one process for each with "
-        f"`keras-strategies launch --workers {len(devices)} --devices-per-worker "
-        "1 script.py` or torchrun, and omit `devices` or name one; or set "
-        "KERAS_BACKEND=jax, where one process uses all devices."
+        f"each device of the mesh needs its own process. This one has {len(devices)}: "
+        f"{', '.join(map(str, devices))}. A script starts the others by itself, which "
+        "a notebook, a prompt or a test cannot: make a function `train`, in which each "
+        f"process has one device, and call `ks.launch(train, workers={len(devices)})`, "
+        f"or start a script with `keras-strategies launch --workers {len(devices)} "
+        "--devices-per-worker 1 script.py` or torchrun. With KERAS_BACKEND=jax one "
+        "process uses all devices."
     )
 
 

@@ -234,6 +234,11 @@ class StrategyHooks:
         )
         return optimizer.iterations
 
+    def initialized(self, variable: Any) -> None:
+        sharding = strategy_of(variable).drivers.sharding
+        if sharding is not None:
+            sharding.initialized(variable)
+
     def variable_assigned(self, variable: Any) -> None:
         strategy = strategy_of(variable)
         if (

@@ -25,10 +25,10 @@ BOUNDS = {
     # batch statistics, a third of TensorFlow's operations, one for components that are
     # one array on JAX. One for the status of collectives, one for accelerators that
     # are left to other processes, one for the device of operations.
-    "members of engine interfaces": 119,
+    "members of engine interfaces": 121,
     # Those of `Engine`, `FitDriver`, `RunDriver` and `ReplicaCollectives`.
     "required members of an engine": 19,
-    "attributes replaced for the process": 28,
+    "attributes replaced for the process": 29,
     # While a step, a scope or a save is open.
     "attributes replaced for a time": 44,
     "StatelessScope subclasses": 1,

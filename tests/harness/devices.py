@@ -10,6 +10,7 @@ import os
 
 #: What names the devices.
 VARIABLE = "KS_TEST_DEVICES"
+_TORCH = "keras.src.backend.torch"
 _kind, _, _count = os.environ.get(VARIABLE, "cpu:4").partition(":")
 IS_SIMULATED = _kind == "simulated"
 #: The kind of the devices in names, and how many there are.
@@ -21,12 +22,12 @@ def install() -> None:
     """Adds simulated accelerators to this process, under the names of GPUs."""
     if not IS_SIMULATED:
         return
-    from keras.src.backend.torch import core
-
     from harness import python_accelerator
     from keras_strategies.engines.torch import devices
+    from keras_strategies.keras_compat.patching import resolved
 
     python_accelerator.install(COUNT)
+    core = resolved(f"{_TORCH}.core") or resolved(f"{_TORCH}.ops.core")
     core.DEFAULT_DEVICE = python_accelerator.KIND  # Of Keras, as "cuda" with a GPU.
     devices._TORCH_KIND["gpu"] = python_accelerator.KIND
     devices._KIND[python_accelerator.KIND] = "gpu"

@@ -9,6 +9,7 @@ from keras import optimizers
 
 from harness import data, models
 from harness.case import ADAM_TOLERANCE, Case, Results
+from harness.cases import TORCH
 
 
 def only_fit(case: Case, model: keras.Model, rows: data.Data) -> Results:
@@ -90,6 +91,7 @@ _CASES = [
         "steps_per_execution",
         rows=39,
         compile={"steps_per_execution": 3},
+        compile_alone={"steps_per_execution": 1} if TORCH else {},
         metrics=lambda: ["accuracy"],
     ),
     # Each operation is compiled, for each shape: few of them by day.

@@ -48,7 +48,7 @@ BACKEND = keras.backend.backend()
 
 # Modules of cases that `make test` trains; each has a list CASES.
 MODULES = ["harness.cases", "harness.worker_cases"]
-if BACKEND == "jax":
+if BACKEND in ("jax", "torch"):
     MODULES += ["harness.model_parallel_cases"]
 # What starts processes, without Keras and a framework, which processes of tests import.
 _OF_PROCESSES = {

@@ -98,6 +98,41 @@ def test_a_script_trains_in_a_process_for_each_accelerator(tmp_path) -> None:
     assert "[worker 1] an error line of process 1" in done.stderr
 
 
+SHARDED = """
+from harness.training import train
+from harness.model_parallel_cases import CASES
+[case] = [case for case in CASES if case.name == sys.argv[1]]
+strategy = ks.ModelParallelStrategy("fsdp", ["cpu:0", "cpu:1"], min_shard_bytes=0)
+index = strategy.cluster_resolver.task_id
+with strategy.scope():
+    kernel = keras.Variable(keras.ops.zeros((6, 2)), name="kernel")
+facts = [list(kernel.value.to_local().shape), repr(kernel)]
+(here / f"{index}.json").write_text(json.dumps(facts))
+(here / f"{index}.results").write_bytes(pickle.dumps(train(case, strategy)))
+"""
+
+
+@needs_torch
+def test_a_script_shards_variables_over_processes(tmp_path) -> None:
+    import pickle
+
+    from harness import model_parallel_cases
+
+    [case] = [each for each in model_parallel_cases.CASES if each.name == "dense_bn_3"]
+    done = run_script(tmp_path, SHARDED, case.name)
+    assert done.returncode == 0, done.stderr
+    for index in range(2):
+        shape, text = json.loads((tmp_path / f"{index}.json").read_text())
+        assert shape == [3, 2]
+        # Its value is not shown: the other process would have to send its rows.
+        expected = (
+            "<Variable path=kernel, shape=(6, 2), dtype=float32, in parts on cpu:"
+        )
+        assert text == f"{expected}{index}>"
+        found = pickle.loads((tmp_path / f"{index}.results").read_bytes())
+        assert_same(alone(case), found, case.tolerance, f"process {index}")
+
+
 FAILS = """
 if "KS_DEVICE_PROCESS" in os.environ:
     raise ValueError("the other process cannot read its data")

@@ -1,4 +1,4 @@
-"""`ModelParallelStrategy` on Torch: Keras 3.16's DTensors, a process per device."""
+"""`ModelParallelStrategy` on Torch: variables are DTensors, a process per device."""
 
 from __future__ import annotations
 
@@ -22,11 +22,7 @@ from harness.worker_pool import WorkerPool
 import keras_strategies as ks
 
 TORCH = keras.backend.backend() == "torch"
-CUTS = tuple(int(part) for part in keras.version().split(".")[:2]) >= (3, 16)
-# With an older Keras there is an error, which `tests/model_parallel` looks at.
-pytestmark = pytest.mark.skipif(
-    not (TORCH and CUTS), reason="only Torch with Keras 3.16 has DTensors"
-)
+pytestmark = pytest.mark.skipif(not TORCH, reason="DTensors are Torch's")
 
 CASES = {case.name: case for case in model_parallel_cases.CASES}
 # The layout of variables, and the devices along the model axis.
@@ -167,7 +163,7 @@ def test_a_train_step_of_the_users(cluster):
         def train_step(self, batch):
             import torch
 
-            x, y = batch[:2]
+            x, y = map(keras.ops.convert_to_tensor, batch[:2])
             x = x.detach().requires_grad_()
             self.zero_grad()
             outputs = self(x)
@@ -266,7 +262,7 @@ def test_what_cannot_be(cluster, tmp_path):
         own = cut()
         with pytest.raises(RuntimeError, match="Use `fit` with a custom `train_step`"):
             own.run(lambda: 0)
-        with pytest.raises(RuntimeError, match="its own process"):
+        with pytest.raises(RuntimeError, match="needs its own process"):
             ks.ModelParallelStrategy("fsdp", ["cpu:0", "cpu:1"])
         model = network(own)
         with pytest.raises(RuntimeError, match="KERAS_BACKEND=jax"):

@@ -158,13 +158,4 @@ def _lacks() -> Mapping[Feature, str]:
         Feature.TPUS: "Torch runs on TPUs by torch_xla only, which this package does "
         "not use. Set KERAS_BACKEND=jax.",
     }
-    version = keras.version()
-    if tuple(int(part) for part in version.split(".")[:2]) < (3, 16):
-        lacks[Feature.SHARDED_VARIABLES] = (
-            f"Sharded variables (DTensors) need Keras 3.16 or newer; Keras {version} "
-            "is installed. Update Keras, or set KERAS_BACKEND=jax; models saved "
-            "there load on Torch. This version supports ks.MirroredStrategy and, "
-            "for optimizer slots too large for the accelerators, "
-            "ks.CentralStorageStrategy."
-        )
     return lacks

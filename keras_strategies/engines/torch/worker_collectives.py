@@ -187,9 +187,9 @@ class TorchWorkers(Workers):
 
         if _GLOO not in dist.Backend.backend_list:
             dist.Backend.register_backend(_GLOO, gloo, devices=["cpu"])
-        backend = f"cpu:{_GLOO}"
-        if torch.cuda.is_available():
-            backend += ",cuda:nccl"
+        # Torch warns of a group with one kind of device that is named with it.
+        has_gpus = torch.cuda.is_available()
+        backend = f"cpu:{_GLOO},cuda:nccl" if has_gpus else _GLOO
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("default", self._store),

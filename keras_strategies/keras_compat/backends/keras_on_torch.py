@@ -1,14 +1,12 @@
-"""Use of Keras on Torch beyond its public interface.
-
-What has DTensors as variables is for Keras 3.16, which shards variables with
-`torch.distributed`.
-"""
+"""Use of Keras on Torch beyond its public interface."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
 from typing import Any
+
+import keras
 
 from keras_strategies.keras_compat import patching
 
@@ -43,12 +41,16 @@ class _Tensors:
     full_tensor: Callable[[Any], Any]
     align_shards: Callable[..., tuple[Any, ...]]
     read: Callable[[Any], Any]
+    place: Callable[[Any, Any], Any]
+    assign: Callable[[Any, Any], None]
 
 
 def hook_torch_dtensors(
     full_tensor: Callable[[Any], Any],
     align_shards: Callable[..., tuple[Any, ...]],
     read: Callable[[Any], Any],
+    place: Callable[[Any, Any], Any],
+    assign: Callable[[Any, Any], None],
 ) -> None:
     """Installs hooks for models with DTensors as variables; later calls do nothing.
 
@@ -58,9 +60,11 @@ def hook_torch_dtensors(
             that their local shards match.
         read: returns the value of a variable or its tensor, a NumPy array, if it has
             been gathered, else None.
+        place: gives a tensor a `keras.distribution.TensorLayout`.
+        assign: gives a DTensor the values of a tensor.
     """
     _Tensors.full_tensor, _Tensors.align_shards = full_tensor, align_shards
-    _Tensors.read = read
+    _Tensors.read, _Tensors.place, _Tensors.assign = read, place, assign
     patching.install("torch dtensors")
 
 
@@ -83,4 +87,18 @@ def regularization_losses(original: Any, self: Any) -> list[Any]:
 
 def to_numpy(original: Any, x: Any) -> Any:
     found = _Tensors.read(x)
-    return original(x) if found is None else found
+    if found is not None:
+        return found
+    # A collective of all processes, if `x` is in shards.
+    value = x.value if isinstance(x, keras.Variable) else x
+    return original(_Tensors.full_tensor(value))
+
+
+def distribute_tensor(original: Any, tensor: Any, layout: Any) -> Any:
+    """Layouts of layers' outputs; Keras 3.15 on Torch has none."""
+    return _Tensors.place(tensor, layout)
+
+
+def assign_shards(shards: Any, value: Any) -> None:
+    """Gives a DTensor the values of a tensor, each process its shard."""
+    _Tensors.assign(shards, value)

@@ -50,10 +50,12 @@ class _NotingUse:
     was_used = False
 
     def next(self, ordered: bool = True) -> Any:
-        from keras.src.backend import random_seed_dtype
+        from keras.src import backend
 
         self.was_used = True
-        return np.zeros(2, random_seed_dtype())
+        # Keras 3.15 has its functions in `backend`.
+        functions = backend if hasattr(backend, "random_seed_dtype") else backend.ops
+        return np.zeros(2, functions.random_seed_dtype())
 
 
 def global_seed_state() -> Any:

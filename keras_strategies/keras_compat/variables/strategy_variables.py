@@ -16,6 +16,12 @@ class StrategyVariable:
 
     def _initialize(self, value: Any) -> None:
         keras_on_tensorflow.initialize(self, super()._initialize, value)  # type: ignore[misc]
+        installed_hooks().initialized(self)
+
+    def _initialize_with_initializer(self, initializer: Any) -> None:
+        # Keras 3.16 does not call `_initialize` for a variable with a layout.
+        super()._initialize_with_initializer(initializer)  # type: ignore[misc]
+        installed_hooks().initialized(self)
 
     def assign(self, value: Any) -> Any:
         result = super().assign(value)  # type: ignore[misc]

@@ -9,7 +9,8 @@ import keras
 import numpy as np
 import torch
 from keras.distribution import DeviceMesh, TensorLayout
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh as ProcessMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from keras_strategies.engines.torch.worker_collectives import TorchWorkers
 from keras_strategies.errors import BackendError
@@ -33,8 +34,9 @@ def start_default_group(workers: TorchWorkers | None) -> None:
         raise BackendError(
             "ks.ModelParallelStrategy was made with KERAS_BACKEND='torch' in a "
             "process without a cluster, but each device of the mesh needs its own "
-            "process. Start the script with `keras-strategies launch --workers N "
-            "--devices-per-worker 1 script.py` or torchrun; for one device use "
+            "process. Name several devices, and the script starts a process for each; "
+            "or start it with `keras-strategies launch --workers N "
+            "--devices-per-worker 1 script.py` or torchrun. For one device use "
             "ks.OneDeviceStrategy."
         )
     workers.start_default_group()
@@ -46,9 +48,9 @@ _Distribution: Any = distribution_class()
 class ShardedDistribution(_Distribution):  # type: ignore[misc]
     """Keras distribution with the layouts of a `VariableMesh`.
 
-    Keras creates sharded variables as DTensors. The class does not derive from
-    `keras.distribution.ModelParallel`, for which Keras treats the batch of a process as
-    its share of the global one.
+    Keras asks it for the layouts of layers' outputs; variables are made by the engine.
+    The class does not derive from `keras.distribution.ModelParallel`, for which Keras
+    treats the batch of a process as its share of the global one.
 
     Args:
         mesh: the mesh of devices, one for each process.
@@ -65,6 +67,12 @@ class ShardedDistribution(_Distribution):  # type: ignore[misc]
             auto_shard_dataset=False,
         )
         self._mesh = mesh
+        #: Torch's mesh, of the same axes.
+        self.processes = ProcessMesh(
+            kind,
+            np.arange(len(names)).reshape(mesh.shape),
+            mesh_dim_names=tuple(mesh.axes),
+        )
         #: The axes that outputs of layers may be sharded along; none outside of a call.
         self.output_axes: Sequence[str] = ()
 
@@ -77,9 +85,42 @@ class ShardedDistribution(_Distribution):  # type: ignore[misc]
         """Replicated: batches are global, and layer calls split them."""
         return TensorLayout([None] * len(data_shape), self.device_mesh)
 
-    def get_variable_layout(self, variable: Any) -> Any:
+    def get_variable_layout(self, variable: Any) -> None:
+        """None: Keras 3.16 would make a DTensor of the variable by itself."""
+
+    def variable_layout(self, variable: Any) -> TensorLayout:
+        """The layout of a variable that is made now."""
         replicated = TensorLayout([None] * len(variable.shape), self.device_mesh)
         return layout_or_colocated(variable, self.own_layout, replicated)
+
+    def layout_of(self, tensor: DTensor) -> TensorLayout:
+        """The layout of a DTensor on this mesh."""
+        axes: list[str | None] = [None] * tensor.ndim
+        for name, placement in zip(self._mesh.axes, tensor.placements, strict=True):
+            if isinstance(placement, Shard):
+                axes[placement.dim] = name
+        return TensorLayout(axes, self.device_mesh)
+
+    def placements(self, layout: TensorLayout) -> list[Any]:
+        """Torch's placements of a layout, one for each axis of the mesh."""
+        found: dict[str, Any] = {}
+        for dimension, names in enumerate(layout.axes):
+            for name in [names] if isinstance(names, str) else names or ():
+                found[name] = Shard(dimension)
+        return [found.get(axis, Replicate()) for axis in self._mesh.axes]
+
+    def place(self, value: Any, layout: TensorLayout) -> Any:
+        """The tensors of a structure with a layout."""
+        placements = self.placements(layout)
+
+        def placed(tensor: Any) -> Any:
+            if not isinstance(tensor, torch.Tensor):
+                return tensor
+            if not isinstance(tensor, DTensor):
+                tensor = DTensor.from_local(tensor, self.processes, run_check=False)
+            return tensor.redistribute(self.processes, placements)
+
+        return keras.tree.map_structure(placed, value)
 
     def own_layout(self, variable: Any) -> TensorLayout:
         """The layout of a variable under this strategy."""
@@ -181,6 +222,24 @@ def match_placements(
         return tensor.redistribute(mesh, own)
 
     return query, key, value, matching(bias), matching(mask)
+
+
+@torch.no_grad()
+def assign_shards(shards: DTensor, value: torch.Tensor) -> None:
+    """Assigns a value to the shards of all processes.
+
+    Args:
+        shards: the shards.
+        value: of their full shape; a DTensor, or a tensor of which the chief's values
+            count.
+    """
+    mesh, placements = shards.device_mesh, shards.placements
+    if isinstance(value, DTensor):
+        value = value.redistribute(mesh, placements)
+    else:
+        local = value.detach().to(shards.to_local().device)
+        value = distribute_tensor(local, mesh, placements)
+    shards.copy_(value)
 
 
 def gather_shards(value: Any) -> Any:

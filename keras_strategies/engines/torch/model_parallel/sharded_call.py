@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from keras_strategies.engines.torch.devices import device_of, torch_device
 from keras_strategies.engines.torch.model_parallel.process_mesh import (
     Placements,
     ShardedDistribution,
+    assign_shards,
     gather_shards,
     match_placements,
     start_default_group,
@@ -38,7 +39,12 @@ from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.layers import clear_losses, get_mask, set_mask
 from keras_strategies.keras_compat.state_scope import StatePolicy
 from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
-from keras_strategies.keras_compat.variables.values import raw_value
+from keras_strategies.keras_compat.variables.creation import (
+    mix_in,
+    set_variable_shape,
+)
+from keras_strategies.keras_compat.variables.dtensor_variables import DTensorVariable
+from keras_strategies.keras_compat.variables.values import raw_value, set_raw_value
 from keras_strategies.runtime.drivers import FitDriver, RunDriver, ShardingDriver
 from keras_strategies.runtime.placement import (
     StepCost,
@@ -164,10 +170,16 @@ class ShardedTrainer(FitDriver, ShardingDriver):
         self._device = torch_device(self.placement.variables)
         start_default_group(workers)
         self._distribution = ShardedDistribution(mesh, self._device.type)
-        placements = Placements(self._distribution.device_mesh.backend_mesh)
+        placements = Placements(self._distribution.processes)
         self._call = ShardedCall(placements, self._distribution)
         self._unsharded_ops = UnshardedOps()
-        hook_torch_dtensors(gather_shards, match_placements, _read)
+        hook_torch_dtensors(
+            gather_shards,
+            match_placements,
+            _read,
+            self._distribution.place,
+            assign_shards,
+        )
 
     @property
     def distribution(self) -> ShardedDistribution:
@@ -225,6 +237,25 @@ class ShardedTrainer(FitDriver, ShardingDriver):
             yield
         finally:
             _gathered.clear()
+
+    def initialized(self, variable: Any) -> None:
+        raw = raw_value(variable)
+        # Keras 3.15 does so later, if the variable is made from a value.
+        set_variable_shape(variable, tuple(raw.shape))
+        on = self._distribution
+        if isinstance(raw, DTensor):
+            # Keras 3.16 has made a slot in the layout of its variable.
+            layout = on.layout_of(raw)
+        else:
+            layout = on.variable_layout(variable)
+        set_layout(variable, layout)
+        if all(axis is None for axis in layout.axes) or raw.is_meta:
+            return
+        if not isinstance(raw, DTensor):
+            placements = on.placements(layout)
+            shards = distribute_tensor(raw.detach(), on.processes, placements)
+            set_raw_value(variable, torch.nn.Parameter(shards, raw.requires_grad))
+        mix_in(variable, DTensorVariable)
 
     def set_layouts(self, variables: Sequence[Any]) -> None:
         for variable in variables:

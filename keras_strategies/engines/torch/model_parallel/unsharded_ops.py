@@ -77,6 +77,7 @@ class UnshardedOps(TorchDispatchMode):
         kwargs = kwargs or {}
         if not any(issubclass(kind, DTensor) for kind in types):
             return func(*args, **kwargs)
+        args, kwargs = _promoted(args, kwargs)
         even, kwargs = tree_map(_even, (args, kwargs))
         result = self._run(func, even, kwargs)
         copies = _written_copies(func, args, even)
@@ -103,6 +104,18 @@ class UnshardedOps(TorchDispatchMode):
             if _NO_RULE not in str(error):
                 raise
         return _on_full_tensors(func, args, kwargs)
+
+
+def _promoted(args: Any, kwargs: Any) -> Any:
+    """The arguments with ordinary tensors as replicated DTensors, of equal memory."""
+    mesh = _mesh((args, kwargs))
+
+    def promoted(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or isinstance(leaf, DTensor):
+            return leaf
+        return DTensor.from_local(leaf, mesh, run_check=False)
+
+    return tree_map(promoted, (args, kwargs))
 
 
 def _even(value: Any) -> Any:
