@@ -100,6 +100,10 @@ CALLED = {
     "keras.src.backend | keras.src.backend.ops": (
         "keras.src.saving.saving_lib.backend.ops | keras.src.saving.saving_lib.backend"
     ),
+    "keras.src.backend.torch.core | keras.src.backend.ops": (
+        "keras.src.backend.common.remat.backend.ops | "
+        "keras.src.backend.common.remat.backend.core"
+    ),
     "keras.src.distribution.distribution_lib": (
         "keras.src.layers.layer.distribution_lib"
     ),

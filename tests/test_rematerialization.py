@@ -12,6 +12,7 @@ import pytest
 from harness.strategies import STRATEGIES
 
 import keras_strategies as ks
+from keras_strategies.keras_compat.models.row_wise_layers import is_row_wise
 
 X = np.random.default_rng(0).normal(size=(9, 3)).astype("float32")
 Y = X[:, ::-1] * 2
@@ -118,6 +119,15 @@ def test_layers_that_assign_variables_in_the_backward_pass_too(mirrored, layer) 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert_trains_as_on_one_device(mirrored, rematerialized)
+
+
+@pytest.mark.parametrize("mode", [None, "full", "activations"])
+def test_replicas_take_turns_where_a_call_sets_an_attribute(mode) -> None:
+    """Layers that are known by type run side by side, which would wrap it twice."""
+    with keras.RematScope(mode=mode):
+        layer = keras.layers.Dense(3, "tanh")
+    layer.build((None, 3))
+    assert is_row_wise(layer, [2]) == (mode != "activations")
 
 
 def test_activations_that_are_computed_again(mirrored) -> None:

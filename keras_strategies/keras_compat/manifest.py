@@ -66,7 +66,8 @@ _TENSORFLOW = "keras.src.backend.tensorflow"
 _TORCH = "keras.src.backend.torch"
 # Keras calls functions of the backend, and of some of its modules, by their names here.
 #: From Keras 3.16 on, functions are in `ops`.
-_BACKENDS = "keras.src.backend | keras.src.backend.ops"
+_BACKENDS_OPS = "keras.src.backend.ops"
+_BACKENDS = f"keras.src.backend | {_BACKENDS_OPS}"
 _BACKEND = "keras.src.backend.{backend}"
 _APPLY = "(self, grads, trainable_variables=None)"
 # Functions of `keras.random` that draw for each entry.
@@ -493,6 +494,14 @@ GROUPS: dict[str, Group] = {
                 "(x)",
                 "backends.keras_on_torch.to_numpy",
                 "The same function, for modules of the backend.",
+                backend="torch",
+            ),
+            Patch(
+                f"{_TORCH}.core | {_BACKENDS_OPS}",
+                "remat",
+                "(f)",
+                "backends.keras_on_torch.remat",
+                "The backward pass would call the layer with weights in shards.",
                 backend="torch",
             ),
             Patch(

@@ -28,7 +28,7 @@ BOUNDS = {
     "members of engine interfaces": 121,
     # Those of `Engine`, `FitDriver`, `RunDriver` and `ReplicaCollectives`.
     "required members of an engine": 19,
-    "attributes replaced for the process": 29,
+    "attributes replaced for the process": 30,
     # While a step, a scope or a save is open.
     "attributes replaced for a time": 44,
     "StatelessScope subclasses": 1,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 
@@ -199,6 +200,98 @@ def test_a_train_step_of_the_users(cluster):
                 np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
             for key, values in found.items():
                 np.testing.assert_allclose(values, expected[key], rtol=1e-5)
+
+
+def language_model(is_rematerialized):
+    """Token embeddings with two uses each, attention, dropout."""
+    keras.utils.set_random_seed(1)
+    remat = keras.RematScope(mode="full" if is_rematerialized else None)
+    with remat:
+        tokens = keras.Input((6,), dtype="int32")
+        x = keras.layers.Embedding(41, 16)(tokens)
+        for _ in range(2):
+            y = keras.layers.LayerNormalization()(x)
+            y = keras.layers.MultiHeadAttention(2, 8)(y, y)
+            x = x + keras.layers.Dropout(0.1)(y)
+            y = keras.layers.Dense(32, "gelu")(keras.layers.LayerNormalization()(x))
+            x = x + keras.layers.Dense(16)(y)
+        model = keras.Model(tokens, keras.layers.Dense(41)(x))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    # Adam would divide the gradients of biases of keys, which are zero, by themselves.
+    model.compile(keras.optimizers.SGD(0.1, 0.9), loss)
+    return model
+
+
+def fit_language_model(scope, is_rematerialized):
+    with scope:
+        model = language_model(is_rematerialized)
+    ids = np.random.default_rng(0).integers(0, 41, (20, 6))
+    options = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
+    history = model.fit(ids, np.roll(ids, 1, 1), **options)
+    return as_arrays(history.history | state_of(model))
+
+
+@pytest.mark.parametrize("is_rematerialized", [False, True])
+def test_a_language_model_with_and_without_remat(cluster, is_rematerialized):
+    expected = fit_language_model(contextlib.nullcontext(), False)
+    for layout_map, width in (("fsdp", 1), ("auto", 2)):
+
+        def program(strategy, layout_map=layout_map, width=width):
+            return fit_language_model(cut(layout_map, width).scope(), is_rematerialized)
+
+        for found in cluster(program):
+            assert_same(expected, found, 1e-4, layout_map)
+
+
+def test_gathered_weights_are_freed_after_their_operations(cluster):
+    """Four weights in parts: one at a time is gathered, forward and backward."""
+
+    def program(strategy):
+        from keras_strategies.engines.torch.model_parallel import gathered_weights
+
+        made, live, gathered = [], [], []
+        original = gathered_weights.GatheredWeights
+        plain = gathered_weights._Gather.apply
+
+        class Recorded(original):
+            def __init__(self):
+                super().__init__()
+                made.append(self)
+
+        def gather(*args):
+            gathered.append(tuple(args[0].shape))
+            return plain(*args)
+
+        class Noting(keras.layers.Layer):
+            def call(self, x):
+                sources = [s for each in made for s in each._sources.values()]
+                live.append(sum(not source.memory.expired() for source in sources))
+                return x * 1.0
+
+        from keras_strategies.engines.torch.model_parallel import sharded_call
+
+        sharded_call.GatheredWeights = Recorded
+        gathered_weights._Gather.apply = gather
+        try:
+            own = cut()
+            keras.utils.set_random_seed(3)
+            with own.scope():
+                model = keras.Sequential([keras.Input((8,))])
+                for _ in range(4):
+                    model.add(keras.layers.Dense(8, "tanh", use_bias=False))
+                    model.add(Noting())
+                model.compile("sgd", "mse")
+            x, _ = rows()
+            model.fit(x[:8], x[:8], batch_size=8, verbose=0)
+        finally:
+            sharded_call.GatheredWeights = original
+            gathered_weights._Gather.apply = plain
+        return live, len(gathered)
+
+    for live, gathered in cluster(program):
+        assert max(live[-4:]) == 0
+        # The first weight has no part in the backward pass: inputs have no gradients.
+        assert gathered == 4 + 3
 
 
 def test_the_ordinary_file_goes_on_anywhere(cluster, tmp_path):

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import overrides
 from torch.autograd import forward_ad
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _python_dispatch
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,6 +34,7 @@ __all__ = [
     "PRIVATE_NAMES",
     "RANDOM_FUNCTIONS",
     "DeviceContext",
+    "StorageWeakRef",
     "TorchDispatchMode",
     "all_gather_into",
     "compile_graph",
@@ -71,6 +73,11 @@ PRIVATE_NAMES = (
         "torch.distributed.ProcessGroupGloo",
         ("_allgather_base",),
         "Rows of all workers are gathered into one tensor.",
+    ),
+    Private(
+        "torch.multiprocessing.reductions",
+        ("StorageWeakRef",),
+        "Whether the memory of a gathered weight is still there.",
     ),
     Private(
         "torch",

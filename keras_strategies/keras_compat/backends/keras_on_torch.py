@@ -43,6 +43,7 @@ class _Tensors:
     read: Callable[[Any], Any]
     place: Callable[[Any, Any], Any]
     assign: Callable[[Any, Any], None]
+    called_again: Callable[[Any], Any]
 
 
 def hook_torch_dtensors(
@@ -51,6 +52,7 @@ def hook_torch_dtensors(
     read: Callable[[Any], Any],
     place: Callable[[Any, Any], Any],
     assign: Callable[[Any, Any], None],
+    called_again: Callable[[Any], Any],
 ) -> None:
     """Installs hooks for models with DTensors as variables; later calls do nothing.
 
@@ -62,9 +64,11 @@ def hook_torch_dtensors(
             been gathered, else None.
         place: gives a tensor a `keras.distribution.TensorLayout`.
         assign: gives a DTensor the values of a tensor.
+        called_again: wraps a function that the backward pass calls again.
     """
     _Tensors.full_tensor, _Tensors.align_shards = full_tensor, align_shards
     _Tensors.read, _Tensors.place, _Tensors.assign = read, place, assign
+    _Tensors.called_again = called_again
     patching.install("torch dtensors")
 
 
@@ -92,6 +96,10 @@ def to_numpy(original: Any, x: Any) -> Any:
     # A collective of all processes, if `x` is in shards.
     value = x.value if isinstance(x, keras.Variable) else x
     return original(_Tensors.full_tensor(value))
+
+
+def remat(original: Any, f: Any) -> Any:
+    return original(_Tensors.called_again(f))
 
 
 def distribute_tensor(original: Any, tensor: Any, layout: Any) -> Any:

@@ -91,6 +91,16 @@ def rematerializes(layer: Any) -> bool:
     return any(sublayer._remat_mode is not None for sublayer in sublayers(layer))
 
 
+def wraps_activation(layer: Any) -> bool:
+    """Whether a layer's activation is another function while it is called.
+
+    Keras 3.15: `Layer.rematerialized_call`, in the mode "activations" of a
+    `RematScope`.
+    """
+    mode = layer._remat_mode
+    return mode is not None and mode.mode == "activations"
+
+
 def clear_losses(layer: Any) -> None:
     """Discards the losses of the last call, as an outermost call does.
 

@@ -14,7 +14,11 @@ from typing import Any
 import keras
 
 from keras_strategies.keras_compat.models.building import given_metrics
-from keras_strategies.keras_compat.models.layers import rematerializes, sublayers
+from keras_strategies.keras_compat.models.layers import (
+    rematerializes,
+    sublayers,
+    wraps_activation,
+)
 from keras_strategies.keras_compat.strategy_attribute import STRATEGY_ATTRIBUTE
 
 #: Layers without an argument that could mix rows.
@@ -220,6 +224,8 @@ def is_row_wise(layer: Any, ranks: Sequence[int]) -> bool:
         return False
     if layer.non_trainable_variables and rematerializes(layer):
         return False  # Backward passes assign them, too.
+    if wraps_activation(layer):
+        return False  # Calls of two replicas at once would wrap it twice, for good.
     if layer.quantization_mode not in (None, "int8", "int4"):
         return False  # Scales of float8 are statistics of the batch.
     if _is_container(layer):

@@ -174,14 +174,15 @@ class Placements:
             spread = spread.redistribute(self.mesh, self._by_rows)
         return spread
 
-    def used(self, raw: torch.Tensor) -> torch.Tensor:
-        """A variable's value for layers: gathered along the data axis.
+    def gathered(self, raw: DTensor) -> tuple[Any, ...]:
+        """The placements of a weight that layers compute with: not by the data axis."""
+        return (Replicate(), *raw.placements[1:])
 
-        Its gradient is sharded as the variable, or summed if that is replicated.
+    def used(self, raw: torch.Tensor) -> torch.Tensor:
+        """The value for layers of a variable that every process has.
+
+        Its gradient is summed.
         """
-        if isinstance(raw, DTensor):
-            placements = [Replicate(), *raw.placements[1:]]
-            return raw.redistribute(self.mesh, placements)
         if not raw.is_floating_point():
             return raw
         return self.spread(raw, by_rows=False)
@@ -244,4 +245,11 @@ def assign_shards(shards: DTensor, value: torch.Tensor) -> None:
 
 def gather_shards(value: Any) -> Any:
     """The full tensor of a DTensor, in every process; other values unchanged."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    if not isinstance(value, DTensor):
+        return value
+    placements = list(value.placements)
+    # One axis of the mesh after the other, which Torch would warn of that it does.
+    for i in reversed(range(len(placements))):
+        placements[i] = Replicate()
+        value = value.redistribute(value.device_mesh, placements)
+    return value.full_tensor()

@@ -10,6 +10,7 @@ on one device.
 from __future__ import annotations
 
 import contextlib
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,9 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from keras_strategies.engines.torch.devices import device_of, torch_device
+from keras_strategies.engines.torch.model_parallel.gathered_weights import (
+    GatheredWeights,
+)
 from keras_strategies.engines.torch.model_parallel.process_mesh import (
     Placements,
     ShardedDistribution,
@@ -37,14 +41,18 @@ from keras_strategies.keras_compat.models.building import all_variables, is_buil
 from keras_strategies.keras_compat.models.input_adapters import batches_placed_by
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.layers import clear_losses, get_mask, set_mask
-from keras_strategies.keras_compat.state_scope import StatePolicy
+from keras_strategies.keras_compat.state_scope import StatePolicy, StateScope
 from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
 from keras_strategies.keras_compat.variables.creation import (
     mix_in,
     set_variable_shape,
 )
 from keras_strategies.keras_compat.variables.dtensor_variables import DTensorVariable
-from keras_strategies.keras_compat.variables.values import raw_value, set_raw_value
+from keras_strategies.keras_compat.variables.values import (
+    autocast_dtype,
+    raw_value,
+    set_raw_value,
+)
 from keras_strategies.runtime.drivers import FitDriver, RunDriver, ShardingDriver
 from keras_strategies.runtime.placement import (
     StepCost,
@@ -67,19 +75,28 @@ def _read(value: Any) -> Any:
 
 
 class _GatheredVariables(StatePolicy):
-    """Gathered variables in a layer call; assignments take effect at once."""
+    """Gathered variables in a layer call; assignments take effect at once.
 
-    def __init__(self, placements: Placements):
+    Args:
+        placements: of tensors on the mesh.
+        weights: gathers those in shards.
+    """
+
+    def __init__(self, placements: Placements, weights: GatheredWeights):
         self._placements = placements
+        self._weights = weights
         self._values: dict[int, Any] = {}
 
     def read(self, variable: Any) -> Any:
+        raw = raw_value(variable)
+        if isinstance(raw, DTensor):
+            dtype = autocast_dtype(variable)
+            placements = self._placements.gathered(raw)
+            return self._weights.gather(
+                raw, placements, None if dtype is None else getattr(torch, dtype)
+            )
         value = self._values.get(id(variable))
-        if value is None:
-            raw = raw_value(variable)
-            if raw is None:
-                return None
-            # Cached, so that a variable that is used twice is gathered once.
+        if value is None and raw is not None:
             value = self._values[id(variable)] = self._placements.used(raw)
         return value
 
@@ -89,6 +106,31 @@ class _GatheredVariables(StatePolicy):
             if not isinstance(raw_value(variable), DTensor):
                 value = gather_shards(value)
             variable.assign(value)
+
+
+class _Thread(threading.local):
+    #: The call on the mesh in which this thread is, and whether its rows are split.
+    call: tuple[ShardedCall, bool] | None = None
+
+
+_thread = _Thread()
+
+
+def _called_again(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that is called again in the backward pass, to save memory."""
+    state = _thread.call
+    if state is None:
+        return function
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if _thread.call is not None:
+            return function(*args, **kwargs)
+        sharded, by_rows = state
+        # What autograd saves here goes to the checkpoint's own hooks.
+        with sharded._entered(GatheredWeights(), by_rows):
+            return function(*args, **kwargs)
+
+    return called
 
 
 class ShardedCall:
@@ -119,8 +161,8 @@ class ShardedCall:
             args, kwargs = keras.tree.map_structure(
                 lambda leaf: self._row_split(leaf, by_rows), (args, kwargs)
             )
-            scope = _GatheredVariables(self._placements).scope()
-            with scope, self._sharding_outputs(by_rows):
+            weights = GatheredWeights()
+            with self._entered(weights, by_rows) as scope, weights.saved_as_shards():
                 outputs = call(*args, **kwargs)
             clear_losses(layer)
             if scope.losses:
@@ -128,6 +170,17 @@ class ShardedCall:
                 losses = [gather_shards(loss) for loss in scope.losses]
                 keras.layers.Layer.add_loss(layer, losses)
             return keras.tree.map_structure(self._gathered, outputs)
+
+    @contextlib.contextmanager
+    def _entered(self, weights: GatheredWeights, by_rows: bool) -> Iterator[StateScope]:
+        """Layers inside compute with gathered weights."""
+        scope = _GatheredVariables(self._placements, weights).scope()
+        before, _thread.call = _thread.call, (self, by_rows)
+        try:
+            with layer_calls_through(None), scope, self._sharding_outputs(by_rows):
+                yield scope
+        finally:
+            _thread.call = before
 
     @contextlib.contextmanager
     def _sharding_outputs(self, by_rows: bool) -> Iterator[None]:
@@ -179,6 +232,7 @@ class ShardedTrainer(FitDriver, ShardingDriver):
             _read,
             self._distribution.place,
             assign_shards,
+            _called_again,
         )
 
     @property

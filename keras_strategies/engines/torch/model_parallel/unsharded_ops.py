@@ -91,6 +91,8 @@ class UnshardedOps(TorchDispatchMode):
             return _convolution(args)
         if func is _aten.convolution_backward.default:
             return _convolution_backward(args)
+        if func is _aten.embedding.default:
+            return _summed(func(*args, **kwargs))
         if func in _BY_ROWS:
             return _by_rows(func, args, kwargs)
         if func in self._without_rule or torch.Tag.nondeterministic_seeded in func.tags:
@@ -116,6 +118,18 @@ def _promoted(args: Any, kwargs: Any) -> Any:
         return DTensor.from_local(leaf, mesh, run_check=False)
 
     return tree_map(promoted, (args, kwargs))
+
+
+def _summed(value: Any) -> Any:
+    """A lookup in a table by rows, summed over the processes that have the rows.
+
+    The mask of such a partial sum serves one redistribution only, and the value may
+    have several uses.
+    """
+    if not any(placement.is_partial() for placement in value.placements):
+        return value
+    placements = [Replicate() if p.is_partial() else p for p in value.placements]
+    return value.redistribute(value.device_mesh, placements)
 
 
 def _even(value: Any) -> Any:
