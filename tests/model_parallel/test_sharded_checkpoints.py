@@ -14,7 +14,12 @@ from keras import layers
 
 import keras_strategies as ks
 
-JAX = keras.backend.backend() == "jax"
+BACKEND = keras.backend.backend()
+JAX = BACKEND == "jax"
+#: Torch shards variables over processes: see `multi_worker/test_torch_model_parallel`.
+needs_checkpoints = pytest.mark.skipif(
+    BACKEND == "tensorflow", reason="TensorFlow has no sharded checkpoints"
+)
 TIMEOUT = 60.0
 
 
@@ -96,7 +101,7 @@ def test_parts_are_written_as_they_lie(tmp_path) -> None:
     assert tuple(written["model.000000"]) == kernel
 
 
-@pytest.mark.skipif(not JAX, reason="only JAX shards variables")
+@needs_checkpoints
 def test_old_checkpoints_go(tmp_path) -> None:
     strategy = STRATEGIES["mirrored_2"].make()
     model = made(strategy)
@@ -108,10 +113,16 @@ def test_old_checkpoints_go(tmp_path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]
 
 
+#: Files of a checkpoint that is being written.
+UNFINISHED = "*tmp*/state*" if JAX else "*.part/*.distcp"
 SAVER = """
 import sys
 import keras, numpy as np, keras_strategies as ks
-strategy = ks.ModelParallelStrategy("auto", [f"cpu:{i}" for i in range(4)])
+devices = [f"cpu:{i}" for i in range(4)]
+if keras.backend.backend() == "jax":
+    strategy = ks.ModelParallelStrategy("auto", devices)
+else:
+    strategy = ks.MirroredStrategy(devices)
 with strategy.scope():
     layer = keras.layers.Dense(4_000_000, kernel_initializer="zeros")
     model = keras.Sequential([keras.Input((4,)), layer])
@@ -123,7 +134,7 @@ while True:
 """
 
 
-@pytest.mark.skipif(not JAX, reason="only JAX shards variables")
+@needs_checkpoints
 def test_a_process_killed_while_it_saves_leaves_the_last_one(tmp_path) -> None:
     folder = tmp_path / "saved"
     folder.mkdir()
@@ -133,12 +144,16 @@ def test_a_process_killed_while_it_saves_leaves_the_last_one(tmp_path) -> None:
     with Forker() as forker:
         process = forker.start(tmp_path / "log", str(script), str(folder))
         # In the middle of a later one than the first.
-        while "1\n" not in process.text() or not list(folder.glob("*tmp*/state*")):
+        while "1\n" not in process.text() or not list(folder.glob(UNFINISHED)):
             assert process.ended() is None and time.monotonic() < until, process.text()
             time.sleep(0.0005)
         process.kill()
-    assert list(folder.glob("*tmp*")), "it was not in the middle"
-    strategy = ks.ModelParallelStrategy("auto", [f"cpu:{i}" for i in range(2)])
+    assert list(folder.glob(UNFINISHED)), "it was not in the middle"
+    devices = [f"cpu:{i}" for i in range(2)]
+    if JAX:
+        strategy = ks.ModelParallelStrategy("auto", devices)
+    else:
+        strategy = ks.CentralStorageStrategy(devices, "cpu:0")
     with strategy.scope():
         layer = layers.Dense(4_000_000, kernel_initializer="zeros")
         model = keras.Sequential([keras.Input((4,)), layer])
@@ -148,9 +163,10 @@ def test_a_process_killed_while_it_saves_leaves_the_last_one(tmp_path) -> None:
         assert np.all(weight == number)
 
 
-@pytest.mark.skipif(not JAX, reason="only JAX shards variables")
+@needs_checkpoints
 def test_what_cannot_be_loaded(tmp_path) -> None:
-    strategy = MODEL_PARALLEL["model_2x2"].make()
+    cases = {**STRATEGIES, **MODEL_PARALLEL}
+    strategy = cases["model_2x2" if JAX else "mirrored_2"].make()
     model = made(strategy)
     with pytest.raises(ValueError, match="no directory"):
         strategy.load_sharded(model, tmp_path / "none")
@@ -167,10 +183,10 @@ def test_what_cannot_be_loaded(tmp_path) -> None:
     with pytest.raises(ValueError, match="`keep` must be a number"):
         strategy.save_sharded(model, tmp_path, keep=0)
     with pytest.raises(RuntimeError, match="was not created in the scope"):
-        MODEL_PARALLEL["model_1x4"].make().save_sharded(model, tmp_path)
+        cases["model_1x4" if JAX else "one_device"].make().save_sharded(model, tmp_path)
 
 
-@pytest.mark.skipif(JAX, reason="JAX shards variables")
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="others have them")
 def test_other_backends_say_what_to_use(mirrored, tmp_path) -> None:
     model = made(mirrored)
     with pytest.raises(RuntimeError, match=r"use `model\.save`"):

@@ -20,12 +20,12 @@ from keras_strategies.engines.torch.devices import (
 from keras_strategies.engines.torch.memory_formats import in_format_of
 from keras_strategies.engines.torch.replicas.nccl_reduce import nccl_all_reduce
 from keras_strategies.engines.torch.replicas.replica_run import TorchRun
+from keras_strategies.engines.torch.sharded_checkpoints import TorchCheckpoints
 from keras_strategies.engines.torch.tensor_primitives import PRIMITIVES
 from keras_strategies.engines.torch.trainer import TorchTrainer
 from keras_strategies.engines.torch.worker_collectives import TorchWorkers
 from keras_strategies.runtime.drivers import Drivers
 from keras_strategies.runtime.engine import (
-    WITHOUT_SHARDED_CHECKPOINTS,
     Engine,
     Feature,
 )
@@ -137,6 +137,7 @@ class TorchEngine(Engine):
         return torch.compile(fn) if jit_compile else fn
 
     def drivers(self, strategy: StrategyCore) -> Drivers:
+        checkpoints = TorchCheckpoints(strategy.placement)
         if strategy.placement.mesh is not None:
             # torch.distributed.tensor takes a second to import.
             from keras_strategies.engines.torch.model_parallel.sharded_call import (
@@ -145,17 +146,15 @@ class TorchEngine(Engine):
             )
 
             sharded = ShardedTrainer(strategy)
-            return Drivers(sharded, ShardedRun(strategy), sharded)
+            return Drivers(sharded, ShardedRun(strategy), sharded, checkpoints)
         fit = TorchTrainer(strategy)
         run = TorchRun(strategy, fit.threads, fit.variables)
-        return Drivers(fit, run, elastic=fit.elastic)
+        return Drivers(fit, run, checkpoints=checkpoints, elastic=fit.elastic)
 
 
 def _lacks() -> Mapping[Feature, str]:
-    lacks = {
+    return {
         Feature.DATASETS_IN_PROGRAMS: "Iterate outside of it.",
-        Feature.SHARDED_CHECKPOINTS: WITHOUT_SHARDED_CHECKPOINTS,
         Feature.TPUS: "Torch runs on TPUs by torch_xla only, which this package does "
         "not use. Set KERAS_BACKEND=jax.",
     }
-    return lacks
