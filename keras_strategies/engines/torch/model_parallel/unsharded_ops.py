@@ -23,8 +23,9 @@ from keras_strategies.engines.torch.compat import (
 )
 
 _aten = torch.ops.aten
-# Part of Torch's error message.
+# Parts of Torch's error messages.
 _NO_RULE = "Sharding propagation failed"
+_NO_REDISTRIBUTION = "not supported yet"
 # Every tensor among their arguments and results has the batch as its first axis.
 _BY_ROWS = frozenset(
     overload
@@ -91,6 +92,8 @@ class UnshardedOps(TorchDispatchMode):
             return _convolution(args)
         if func is _aten.convolution_backward.default:
             return _convolution_backward(args)
+        if func is _aten.view.default:
+            args = (_contiguous(args[0]), *args[1:])
         if func is _aten.embedding.default:
             return _summed(func(*args, **kwargs))
         if func in _BY_ROWS:
@@ -103,7 +106,7 @@ class UnshardedOps(TorchDispatchMode):
             self._without_rule.add(func)
         except RuntimeError as error:
             # A rule that does not cover these placements.
-            if _NO_RULE not in str(error):
+            if _NO_RULE not in str(error) and _NO_REDISTRIBUTION not in str(error):
                 raise
         return _on_full_tensors(func, args, kwargs)
 
@@ -118,6 +121,25 @@ def _promoted(args: Any, kwargs: Any) -> Any:
         return DTensor.from_local(leaf, mesh, run_check=False)
 
     return tree_map(promoted, (args, kwargs))
+
+
+def _contiguous(value: Any) -> Any:
+    """A tensor whose local part can be viewed as any shape.
+
+    Torch asks for a view where the strides of the full tensor allow one; those of the
+    local part may not.
+    """
+    local = value.to_local()
+    if local.is_contiguous():
+        return value
+    return DTensor.from_local(
+        local.contiguous(),
+        value.device_mesh,
+        value.placements,
+        run_check=False,
+        shape=value.shape,
+        stride=value.stride(),
+    )
 
 
 def _summed(value: Any) -> Any:
