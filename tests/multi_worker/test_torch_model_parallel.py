@@ -202,6 +202,38 @@ def test_a_train_step_of_the_users(cluster):
                 np.testing.assert_allclose(values, expected[key], rtol=1e-5)
 
 
+def test_a_variable_that_a_call_reads_after_it_has_assigned_it(cluster):
+    class Counting(keras.layers.Layer):
+        def build(self, shape):
+            self.counts = self.add_weight(
+                shape=(8, 8), initializer="zeros", trainable=False
+            )
+
+        def call(self, x):
+            before = self.counts.value  # It is kept until the call ends.
+            self.counts.assign(self.counts + 1.0)
+            outputs = x * keras.ops.mean(self.counts.value)
+            del before
+            return outputs
+
+    def train(scope):
+        keras.utils.set_random_seed(3)
+        with scope:
+            model = keras.Sequential(
+                [keras.Input((8,)), Counting(), keras.layers.Dense(4)]
+            )
+            model.compile("sgd", "mse")
+        return as_arrays({"loss": fit(model)} | state_of(model))
+
+    expected = train(contextlib.nullcontext())
+
+    def program(strategy):
+        return train(cut().scope())
+
+    for found in cluster(program):
+        assert_same(expected, found, 1e-5, "fsdp")
+
+
 def language_model(is_rematerialized):
     """Token embeddings with two uses each, attention, dropout."""
     keras.utils.set_random_seed(1)

@@ -94,7 +94,7 @@ class GatheredWeights:
     """Gathers weights, and forgets them when no operation uses them."""
 
     def __init__(self) -> None:
-        self._values: dict[tuple[int, torch.dtype], weakref.ref[DTensor]] = {}
+        self._values: dict[tuple[int, int, torch.dtype], weakref.ref[DTensor]] = {}
         self._sources: dict[int, _Gathered] = {}
 
     def gather(
@@ -108,7 +108,8 @@ class GatheredWeights:
             dtype: that of the result; None for the weight's.
         """
         dtype = dtype or shards.dtype
-        key = id(shards), dtype
+        # An assignment in a call makes another version.
+        key = id(shards), version_of(shards), dtype
         kept = self._values.get(key)
         found = None if kept is None else kept()
         if found is None:
