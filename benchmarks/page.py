@@ -107,6 +107,7 @@ def table(name: str) -> str:
     import first_step_large
     import fit
     import fit_gpu
+    import fsdp
     import loops
     import memory
     import model_parallel
@@ -138,6 +139,7 @@ def table(name: str) -> str:
         "demo": demo,
         "elasticity": elasticity,
         "fit": fit,
+        "fsdp": fsdp,
         "loops": loops,
         "faults": faults,
         "memory": memory,

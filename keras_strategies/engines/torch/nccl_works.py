@@ -79,7 +79,9 @@ def create_nccl_group(
 
 
 def gpu_uuid(device: torch.device) -> str:
-    """The identity of a GPU, another one for each GPU of all machines."""
+    """The identity of a GPU, among those of all machines; empty for another device."""
+    if device.type != "cuda":
+        return ""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 

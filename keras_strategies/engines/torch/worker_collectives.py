@@ -91,9 +91,9 @@ class TorchWorkers(Workers):
                 # Waits are on the GPU, where the clock cannot measure them.
                 self.group.clock.sees_waits = False
             # Raises if a worker is lost; processes that connect would wait for it.
-            own = gpu_uuid(device) if use_nccl else ""
             what = f"the first collective by {kind}"
-            check_own_gpus(self.group.gather_values(what, own, stream=kind))
+            uuid = gpu_uuid(device) if use_nccl else ""
+            check_own_gpus(self.group.gather_values(what, uuid, stream=kind))
             store = dist.PrefixStore(kind, self._store)
             index, count = self.group.index, self.group.count
             self._groups[kind] = (
