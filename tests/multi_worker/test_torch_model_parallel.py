@@ -431,7 +431,7 @@ def test_what_cannot_be(cluster, tmp_path):
     assert cluster(program, str(tmp_path)) == [True, True]
 
 
-def test_an_error_in_one_process_is_named_in_the_others(cluster):
+def test_an_error_in_one_process_is_named_in_the_others(forker):
     def program(strategy):
         index = strategy.workers.group.index
 
@@ -442,7 +442,12 @@ def test_an_error_in_one_process_is_named_in_the_others(cluster):
 
         fit(network(cut()), [Failing()])
 
-    (one, _), (other, _) = cluster.outcomes(program)
+    # Processes of its own: the others' calls are not in step afterwards.
+    pool = WorkerPool(forker, 2)
+    try:
+        (one, _), (other, _) = pool.cluster(1).outcomes(program)
+    finally:
+        pool.close()
     assert "the disk is full" in other
     assert "Worker 1" in one
     assert "the disk is full" in one

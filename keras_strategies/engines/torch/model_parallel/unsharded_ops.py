@@ -9,7 +9,8 @@ same state, so they equal those of one device.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -78,8 +79,13 @@ class UnshardedOps(TorchDispatchMode):
         kwargs = kwargs or {}
         if not any(issubclass(kind, DTensor) for kind in types):
             return func(*args, **kwargs)
-        args, kwargs = _promoted(args, kwargs)
-        even, kwargs = tree_map(_even, (args, kwargs))
+        mesh = _mesh((*args, *kwargs.values()))
+        args = _mapped(lambda leaf: _promoted(leaf, mesh), args)
+        even = _mapped(_even, args)
+        kwargs = {
+            key: _even(_promoted(value, mesh)) if _is_tensor(value) else value
+            for key, value in kwargs.items()
+        }
         result = self._run(func, even, kwargs)
         copies = _written_copies(func, args, even)
         for written, copy in copies:
@@ -111,16 +117,30 @@ class UnshardedOps(TorchDispatchMode):
         return _on_full_tensors(func, args, kwargs)
 
 
-def _promoted(args: Any, kwargs: Any) -> Any:
-    """The arguments with ordinary tensors as replicated DTensors, of equal memory."""
-    mesh = _mesh((args, kwargs))
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
-    def promoted(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or isinstance(leaf, DTensor):
-            return leaf
-        return DTensor.from_local(leaf, mesh, run_check=False)
 
-    return tree_map(promoted, (args, kwargs))
+def _mapped(function: Callable[[Any], Any], args: Sequence[Any]) -> tuple[Any, ...]:
+    """The arguments of an operation, with a function of each tensor and list of them.
+
+    `tree_map` takes a third of the time of an operation.
+    """
+    found = []
+    for value in args:
+        if isinstance(value, torch.Tensor):
+            value = function(value)
+        elif isinstance(value, (list, tuple)) and any(map(_is_tensor, value)):
+            value = [function(each) if _is_tensor(each) else each for each in value]
+        found.append(value)
+    return tuple(found)
+
+
+def _promoted(tensor: torch.Tensor, mesh: Any) -> DTensor:
+    """A replicated DTensor of an ordinary tensor, in the same memory."""
+    if isinstance(tensor, DTensor):
+        return tensor
+    return DTensor.from_local(tensor, mesh, run_check=False)
 
 
 def _contiguous(value: Any) -> Any:
@@ -156,8 +176,6 @@ def _summed(value: Any) -> Any:
 
 def _even(value: Any) -> Any:
     """The tensor, gathered along uneven axes: torch's views of those are wrong."""
-    if not isinstance(value, DTensor):
-        return value
     parts: dict[int, int] = {}
     for i, placement in enumerate(value.placements):
         if isinstance(placement, Shard):
@@ -173,13 +191,18 @@ def _even(value: Any) -> Any:
     return value.redistribute(value.device_mesh, placements)
 
 
+@functools.cache
+def _written_arguments(func: Any) -> tuple[int, ...]:
+    return tuple(
+        i
+        for i, argument in enumerate(schema_arguments(func))
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
 def _written(func: Any, args: Any) -> list[int]:
     """The indices of the arguments that an operation writes to."""
-    return [
-        i
-        for i, argument in enumerate(schema_arguments(func)[: len(args)])
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
+    return [i for i in _written_arguments(func) if i < len(args)]
 
 
 def _written_copies(func: Any, args: Any, even: Any) -> list[tuple[Any, Any]]:
@@ -192,8 +215,12 @@ def _written_copies(func: Any, args: Any, even: Any) -> list[tuple[Any, Any]]:
 
 
 def _mesh(args: Any) -> Any:
-    leaves = tree_flatten(args)[0]
-    return next(leaf.device_mesh for leaf in leaves if isinstance(leaf, DTensor))
+    """The mesh of the first DTensor among arguments."""
+    for value in args:
+        for leaf in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(leaf, DTensor):
+                return leaf.device_mesh
+    raise AssertionError("no DTensor among the arguments")
 
 
 def _local(value: Any, mesh: Any, placements: Any) -> Any:
@@ -215,7 +242,7 @@ def _joined(value: Any, mesh: Any, placements: Any) -> Any:
 
 
 def _on_full_tensors(func: Any, args: Any, kwargs: Any) -> Any:
-    mesh = _mesh((args, kwargs))
+    mesh = _mesh((*args, *kwargs.values()))
     placements = [Replicate()] * mesh.ndim
     locals_: Any = tree_map(lambda leaf: _local(leaf, mesh, placements), list(args))
     named = {key: _local(value, mesh, placements) for key, value in kwargs.items()}
@@ -241,7 +268,7 @@ def _row_placements(value: Any, mesh: Any) -> list[Any]:
 
 
 def _by_rows(func: Any, args: Any, kwargs: Any) -> Any:
-    mesh = _mesh((args, kwargs))
+    mesh = _mesh((*args, *kwargs.values()))
     placements = _row_placements(args[0], mesh)
     own, named = tree_map(
         lambda leaf: _local(leaf, mesh, placements), (list(args), kwargs)
