@@ -94,7 +94,7 @@ class GatheredWeights:
     """Gathers weights, and forgets them when no operation uses them."""
 
     def __init__(self) -> None:
-        self._values: dict[tuple[int, int, torch.dtype], weakref.ref[DTensor]] = {}
+        self._values: dict[tuple[Any, ...], weakref.ref[DTensor]] = {}
         self._sources: dict[int, _Gathered] = {}
 
     def gather(
@@ -108,8 +108,9 @@ class GatheredWeights:
             dtype: that of the result; None for the weight's.
         """
         dtype = dtype or shards.dtype
-        # An assignment in a call makes another version.
-        key = id(shards), version_of(shards), dtype
+        # An assignment in a call makes another version. What is gathered without
+        # gradients has none.
+        key = id(shards), version_of(shards), dtype, torch.is_grad_enabled()
         kept = self._values.get(key)
         found = None if kept is None else kept()
         if found is None:

@@ -151,6 +151,8 @@ class Placements:
     def __init__(self, mesh: Any):
         self.mesh = mesh
         self.parts = int(mesh.size(0))
+        #: Whether layers compute with parts of weights.
+        self.has_model_axis = mesh.size() > self.parts
         self._full = [Replicate()] * mesh.ndim
         self._by_rows = [Shard(0), *self._full[1:]]
 

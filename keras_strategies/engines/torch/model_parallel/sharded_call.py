@@ -34,7 +34,7 @@ from keras_strategies.engines.torch.model_parallel.process_mesh import (
 from keras_strategies.engines.torch.model_parallel.unsharded_ops import UnshardedOps
 from keras_strategies.engines.torch.trainer import check_steps, keras_function
 from keras_strategies.engines.torch.worker_collectives import TorchWorkers
-from keras_strategies.errors import ContextError
+from keras_strategies.errors import BackendError, ContextError
 from keras_strategies.keras_compat.backends.keras_on_jax import set_layout
 from keras_strategies.keras_compat.backends.keras_on_torch import hook_torch_dtensors
 from keras_strategies.keras_compat.models.building import all_variables, is_built
@@ -133,6 +133,28 @@ def _called_again(function: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
+class _FirstDerivatives(torch.autograd.Function):
+    """Refuses gradients of gradients, which would be wrong.
+
+    Redistributions along a model axis have no second derivatives.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, outputs: torch.Tensor) -> torch.Tensor:
+        return outputs.view_as(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        if torch.is_grad_enabled():
+            raise BackendError(
+                "A gradient that has gradients itself (`create_graph=True`) was asked "
+                "for under ks.ModelParallelStrategy with a model axis. With "
+                "KERAS_BACKEND='torch' its gradients would be wrong. Use "
+                "`layout_map='fsdp'` with `model_parallel=1`, or KERAS_BACKEND=jax."
+            )
+        return gradient
+
+
 class ShardedCall:
     """Calls a layer on the mesh."""
 
@@ -204,6 +226,8 @@ class ShardedCall:
         if not isinstance(leaf, DTensor):
             return leaf
         gathered = gather_shards(leaf)
+        if self._placements.has_model_axis and gathered.requires_grad:
+            gathered = _FirstDerivatives.apply(gathered)
         mask = get_mask(leaf)
         if mask is not None:
             set_mask(gathered, gather_shards(mask))
