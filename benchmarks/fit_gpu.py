@@ -192,7 +192,7 @@ def main() -> None:
             print(f"measuring {backend}, {name} ...", file=sys.stderr, flush=True)
             found[backend][name] = measured_in_processes(backend, name, options)
             if is_gpu:
-                # The machine may be lent for less time than the rest would take.
+                # A run that is cut keeps the models before.
                 results.put(backend, found[backend], gpu=gpu_name())
                 print(table(found), flush=True)
     if not is_gpu:

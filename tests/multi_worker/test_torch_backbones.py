@@ -1,4 +1,4 @@
-"""Models of keras-hub whose variables are in parts, on Torch: no layout is given."""
+"""Models of keras-hub with sharded variables, on Torch: no layout is given."""
 
 from __future__ import annotations
 

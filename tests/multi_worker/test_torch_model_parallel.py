@@ -247,7 +247,7 @@ def test_a_weight_that_a_call_reads_without_gradients_and_with_them(cluster):
             return outputs
 
     class Penalized(keras.Model):
-        """A penalty on gradients, whose gradients are taken."""
+        """A penalty on gradients: gradients of gradients."""
 
         def __init__(self):
             super().__init__()

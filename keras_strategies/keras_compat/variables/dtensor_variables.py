@@ -1,4 +1,4 @@
-"""Variables whose values are DTensors, on Torch."""
+"""Variables with DTensors as values, on Torch."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ class GatheredWeights:
 
     @torch.no_grad()
     def _source_of(self, tensor: torch.Tensor) -> _Gathered | None:
-        """The weight in whose memory a tensor is; None for all others."""
+        """The weight that a tensor shares memory with; None for all others."""
         if not isinstance(tensor, DTensor):
             return None
         source = self._sources.get(storage_key(tensor.to_local()))

@@ -144,7 +144,7 @@ def _promoted(tensor: torch.Tensor, mesh: Any) -> DTensor:
 
 
 def _contiguous(value: Any) -> Any:
-    """A tensor whose local part can be viewed as any shape.
+    """A tensor with a local part that can be viewed as any shape.
 
     Torch asks for a view where the strides of the full tensor allow one; those of the
     local part may not.
