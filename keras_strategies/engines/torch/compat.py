@@ -53,6 +53,7 @@ __all__ = [
     "module_hooks",
     "pushed_dispatch_mode",
     "pushed_function_mode",
+    "reduce_scatter_into",
     "saved_tensors_hooks_of_thread",
     "schema_arguments",
     "set_timeout",
@@ -71,8 +72,9 @@ __all__ = [
 PRIVATE_NAMES = (
     Private(
         "torch.distributed.ProcessGroupGloo",
-        ("_allgather_base",),
-        "Rows of all workers are gathered into one tensor.",
+        ("_allgather_base", "_reduce_scatter_base"),
+        "Rows of all workers are gathered into one tensor, and gradients of shards "
+        "are summed from one.",
     ),
     Private(
         "torch.multiprocessing.reductions",
@@ -371,6 +373,11 @@ def create_gloo_group(
 def all_gather_into(group: Any, joined: torch.Tensor, own: torch.Tensor) -> Any:
     """Begins to gather equal parts in one tensor; a list of parts is copied by NCCL."""
     return group._allgather_base(joined, own)
+
+
+def reduce_scatter_into(group: Any, own: torch.Tensor, parts: torch.Tensor) -> Any:
+    """Begins to sum equal parts over processes, each of which gets its own."""
+    return group._reduce_scatter_base(own, parts)
 
 
 def compile_graph(graph: Any, inputs: list[Any]) -> Callable[..., Any]:

@@ -146,7 +146,11 @@ class TorchEngine(Engine):
             )
 
             sharded = ShardedTrainer(strategy)
-            return Drivers(sharded, ShardedRun(strategy), sharded, checkpoints)
+            own = sharded.by_rows
+            if own is None:
+                return Drivers(sharded, ShardedRun(strategy), sharded, checkpoints)
+            run = TorchRun(strategy, own.threads, own.variables)
+            return Drivers(sharded, run, sharded, checkpoints)
         fit = TorchTrainer(strategy)
         run = TorchRun(strategy, fit.threads, fit.variables)
         return Drivers(fit, run, checkpoints=checkpoints, elastic=fit.elastic)

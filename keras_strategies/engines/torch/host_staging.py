@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from keras_strategies.engines.torch.compat import all_gather_into
+from keras_strategies.engines.torch.compat import all_gather_into, reduce_scatter_into
 
 #: The types of devices with tensors that Gloo takes.
 _SUPPORTED = ("cpu", "cuda")
@@ -36,6 +36,11 @@ class _HostStagedGroup:
         copy = torch.empty_like(joined, device="cpu")
         work = all_gather_into(self._group, copy, own.cpu())
         return _Work(work, [joined], [copy])
+
+    def _reduce_scatter_base(self, own: torch.Tensor, parts: torch.Tensor) -> _Work:
+        copy = torch.empty_like(own, device="cpu")
+        work = reduce_scatter_into(self._group, copy, parts.cpu())
+        return _Work(work, [own], [copy])
 
 
 class _Work:

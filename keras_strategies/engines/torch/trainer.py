@@ -40,6 +40,9 @@ from keras_strategies.runtime.workers import Workers
 from keras_strategies.user_warnings import warn_user
 
 if TYPE_CHECKING:
+    from keras_strategies.engines.torch.model_parallel.packed_weights import (
+        PackedWeights,
+    )
     from keras_strategies.runtime.engine import StrategyCore
 
 # Models for which `jit_compile=True` has been warned about.
@@ -47,13 +50,19 @@ _warned: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class TorchTrainer(FitDriver):
-    """Trainer: steps on the device of the variables, layer calls on all replicas."""
+    """Trainer: steps on the device of the variables, layer calls on all replicas.
 
-    def __init__(self, strategy: StrategyCore):
+    Args:
+        strategy: the strategy.
+        shards: gathers the variables of which each worker has a shard; None without
+            any.
+    """
+
+    def __init__(self, strategy: StrategyCore, shards: PackedWeights | None = None):
         super().__init__(strategy.placement)
         self._partitions_draws = strategy.partitions_draws
         self.threads = ReplicaThreads(self.placement.replicas)
-        self.variables = ReplicaVariables(self.placement)
+        self.variables = ReplicaVariables(self.placement, shards)
         self._call = (
             None
             if self.placement.is_single

@@ -18,6 +18,7 @@ from keras_strategies.engines.torch.compat import (
     all_gather_into,
     create_gloo_group,
     gloo_device,
+    reduce_scatter_into,
 )
 from keras_strategies.engines.torch.host_staging import gloo_for
 from keras_strategies.engines.torch.memory_formats import (
@@ -264,6 +265,25 @@ class TorchWorkers(Workers):
                 flat.div_(self.group.count)
 
         return finish
+
+    def start_reduce_scatter(
+        self, own: torch.Tensor, parts: torch.Tensor
+    ) -> Callable[[], None]:
+        """Begins to sum tensors over workers, each of which gets its part of the sum.
+
+        Args:
+            own: receives the part, of shape `(numbers,)`.
+            parts: of shape `(workers, numbers)`, the parts of all workers.
+
+        Returns:
+            A callable that waits, as that of `start_all_reduce`.
+        """
+        try:
+            engine = self._engine(parts.device)
+            work = reduce_scatter_into(engine, own, parts.view(-1))
+        except RuntimeError as error:
+            raise lost_worker(self.group, error) from error
+        return lambda: self._wait(parts.device, lambda: work)
 
     def gather_rows(self, tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         kind = tensor.dtype

@@ -136,8 +136,8 @@ class CallOnReplicas(GradientBoundary):
             parts: the output of each replica.
         """
 
-    def seeing_draws(self) -> contextlib.AbstractContextManager[Any]:
-        """Context in which the engine sees the draws of a replica's call."""
+    def around_call(self) -> contextlib.AbstractContextManager[Any]:
+        """Context around a replica's call, in which the engine sees its draws."""
         return contextlib.nullcontext()
 
     def own_rows(self, replica_id: int) -> OwnRows:
@@ -191,7 +191,7 @@ class CallOnReplicas(GradientBoundary):
         def run() -> ReplicaResult:
             args, kwargs = call.arguments(leaves)
             state = self.replica_state(replica_id)
-            with state.scope() as scope, drawing(draws), self.seeing_draws():
+            with state.scope() as scope, drawing(draws), self.around_call():
                 outputs = call.call(*args, **kwargs)
             return ReplicaResult(outputs, state, scope.losses)
 

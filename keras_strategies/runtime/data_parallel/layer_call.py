@@ -65,6 +65,8 @@ class DataParallelCall(abc.ABC):
         strategy: the strategy.
         primitives: the functions of the framework's tensors.
         prover: the framework's propagation of row placements.
+        unsplit: `unsplit(layer, call, args, kwargs)` calls a layer that is not split;
+            None to call it as it is.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class DataParallelCall(abc.ABC):
         strategy: StrategyCore,
         primitives: TensorPrimitives,
         prover: RowProver,
+        unsplit: Callable[..., Any] | None = None,
     ):
         self.strategy = strategy
         self.placement = strategy.placement
@@ -88,6 +91,7 @@ class DataParallelCall(abc.ABC):
         #: Layers that unsplit calls contain.
         self.in_unsplit_calls: weakref.WeakSet[Any] = weakref.WeakSet()
         self._unsplit_call = _UnsplitCall()
+        self._unsplit = unsplit or _called
         self._row_proofs = RowProofs(
             prover, strategy.sync_batch_norm, strategy.placement.workers
         )
@@ -154,17 +158,17 @@ class DataParallelCall(abc.ABC):
         with layer_calls_through(None):
             leaves = argument_leaves(args, kwargs)
             if layer in self._not_by_rows or not is_built(layer):
-                return call(*args, **kwargs)
+                return self._unsplit(layer, call, args, kwargs)
             if any(isinstance(leaf, keras.KerasTensor) for leaf in leaves):
                 return call(*args, **kwargs)
             leaves = [_as_tensor(leaf) for leaf in leaves]
             rows = _rows(leaves)
             if rows is None:
-                return call(*args, **kwargs)
+                return self._unsplit(layer, call, args, kwargs)
             layer_call = LayerCall(layer, call, (args, kwargs), leaves, rows)
             row_split = self._row_split(layer_call)
             if row_split is None:
-                return call(*args, **kwargs)
+                return self._unsplit(layer, call, args, kwargs)
             every = row_split.every
             proof, is_new = self._row_proofs.of(
                 layer_call,
@@ -178,7 +182,7 @@ class DataParallelCall(abc.ABC):
                 self._unsplit_call.is_open = True
                 try:
                     with layer_calls_through(self._inner_call):
-                        outputs = call(*args, **kwargs)
+                        outputs = self._unsplit(layer, call, args, kwargs)
                 finally:
                     self._unsplit_call.is_open = is_inner
                 if is_new and not is_inner:
@@ -321,6 +325,12 @@ class DataParallelCall(abc.ABC):
             "each row from its own inputs, and move computations on the full batch out "
             "of the layer, for example to the loss."
         )
+
+
+def _called(
+    layer: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    return call(*args, **kwargs)
 
 
 def _as_tensor(leaf: Any) -> Any:

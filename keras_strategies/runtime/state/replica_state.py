@@ -29,6 +29,8 @@ class ReplicaState(StatePolicy):
             gradient.
         assigned: `assigned(variable, read, value)` returns the value to read after an
             assignment, where `read()` is the value before; None for `value` itself.
+        used: `used(variable, value)` returns what an operation reads, if it is not the
+            copy itself.
     """
 
     def __init__(
@@ -36,10 +38,12 @@ class ReplicaState(StatePolicy):
         copy: Callable[[Any], Any],
         cast: Callable[[Any, str], Any] = lambda value, dtype: None,
         assigned: Callable[[Any, Callable[[], Any], Any], Any] | None = None,
+        used: Callable[[Any, Any], Any] | None = None,
     ):
         self._copy = copy
         self._cast = cast
         self._assigned = assigned
+        self._used = used
         self._copies: dict[int, Any] = {}
         self._values: dict[int, Any] = {}
         # By variable, and by the number of the read where each has its own gradient.
@@ -47,7 +51,10 @@ class ReplicaState(StatePolicy):
         self.updates: dict[int, tuple[Any, Any]] = {}
 
     def read(self, variable: Any) -> Any:
-        return self._read(variable, autocast_dtype(variable) == "float16")
+        value = self._read(variable, autocast_dtype(variable) == "float16")
+        if value is None or self._used is None:
+            return value
+        return self._used(variable, value)
 
     def _read(self, variable: Any, in_float16: bool = False) -> Any:
         key = id(variable)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +54,7 @@ class CallOnThreads(CallOnReplicas):
         super().__init__(call)
         self._threads = threads
         self._variables = variables
+        self._weights = variables.of_call(call.layer_call.layer)
         row_split = call.row_split
         replicas = call.strategy.placement.replicas[: len(row_split.sizes)]
         self._devices = [torch_device(device) for device in replicas]
@@ -107,10 +108,15 @@ class CallOnThreads(CallOnReplicas):
         with self._collectives.drawing_from(ReplicaGenerators(self._devices)):
             return self._threads.run(contextual, self._collectives)
 
-    def seeing_draws(self) -> contextlib.AbstractContextManager[Any]:
-        if not self.proof.draws:
-            return contextlib.nullcontext()
-        return seeing_draws(only_of_keras=self.proof.is_by_type)
+    @contextlib.contextmanager
+    def around_call(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if self.proof.draws:
+                stack.enter_context(seeing_draws(only_of_keras=self.proof.is_by_type))
+            if self._weights is not None:
+                stack.callback(self._weights.forget)
+                stack.enter_context(self._weights.saved())
+            yield
 
     def replica_state(self, replica_id: int) -> ReplicaState:
         if self.layer_call.only_adds:
@@ -118,10 +124,24 @@ class CallOnThreads(CallOnReplicas):
         if self.layer_call.adds:
             device = self._devices[replica_id]
             return ReplicaState(lambda variable: _zeros(variable, device))
+        variables, weights = self._variables, self._weights
+        if weights is None:
+            return ReplicaState(
+                lambda variable: variables.copy(replica_id, variable),
+                _cast_copy,
+                _assigned_value,
+            )
         return ReplicaState(
-            lambda variable: self._variables.copy(replica_id, variable),
-            _cast_copy,
+            lambda variable: (
+                weights.copy(variable)
+                if variables.is_sharded(variable)
+                else variables.copy(replica_id, variable)
+            ),
+            lambda value, dtype: (
+                weights.cast(value, getattr(torch, dtype)) or _cast_copy(value, dtype)
+            ),
             _assigned_value,
+            weights.used,
         )
 
     def activation_of(self, parts: Sequence[Any]) -> OutputActivation | None:
@@ -151,9 +171,15 @@ class CallOnThreads(CallOnReplicas):
             if self.row_split.workers is None:
                 return super().backward(gradients)
             with WorkerSums(
-                self.ops, self.targets, self.row_split, self.reduction
+                self.ops,
+                self.targets,
+                self.row_split,
+                self.reduction,
+                self._variables.shards,
             ) as sums:
                 columns = self.replica_columns(gradients)
+            if self._weights is not None:
+                self._weights.forget()
             return sums.gradients(columns)
 
     def begin_backward(self, shares: Sequence[Sequence[Any] | None]) -> None:
@@ -192,7 +218,7 @@ class CallOnThreads(CallOnReplicas):
                     "before the optimizer's step."
                 )
         with with_thread_state(self._state):
-            recomputed = self.recompute(raw_value)
+            recomputed = self.recompute(self._variables.value)
         found = [output for output in recomputed if is_float(output)]
         pairs = [
             (output, gradient)

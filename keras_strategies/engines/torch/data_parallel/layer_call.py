@@ -42,7 +42,13 @@ class TorchDataParallelCall(DataParallelCall):
         threads: ReplicaThreads,
         variables: ReplicaVariables,
     ):
-        super().__init__(strategy, PRIMITIVES, TorchRowProver(strategy))
+        shards = variables.shards
+        super().__init__(
+            strategy,
+            PRIMITIVES,
+            TorchRowProver(strategy),
+            None if shards is None else shards.call_on_all_rows,
+        )
         self._threads = threads
         self._variables = variables
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,11 @@ from keras_strategies.runtime.data_parallel.gradient_boundary import (
 from keras_strategies.runtime.replicas.replica_set import RowSplit
 from keras_strategies.runtime.replicas.tensor_primitives import TensorPrimitives
 from keras_strategies.types import ReduceOp
+
+if TYPE_CHECKING:
+    from keras_strategies.engines.torch.model_parallel.packed_weights import (
+        PackedWeights,
+    )
 
 
 class WorkerSums:
@@ -39,6 +44,8 @@ class WorkerSums:
         targets: the variables and inputs that receive gradients.
         row_split: the rows of the call.
         reduction: the strategy's `CrossDeviceOps`, None for torch's own sums.
+        shards: the variables of which each worker has a shard; None without any. Each
+            receives the gradient of its shard only.
     """
 
     def __init__(
@@ -47,8 +54,10 @@ class WorkerSums:
         targets: Sequence[GradientTarget],
         row_split: RowSplit,
         reduction: LocalReduction | None = None,
+        shards: PackedWeights | None = None,
     ):
         self._ops = ops
+        self._shards = shards
         self._reduction = reduction
         self._targets = list(targets)
         self._row_split = row_split
@@ -61,12 +70,7 @@ class WorkerSums:
             if not target.by_rows and not target.is_overwritten
         ]
         self._order.reverse()
-        tensors = [self._targets[i].tensor for i in self._order]
-        places = self._workers.packs(tensors)
-        self._packs = [
-            GradientPack([self._order[place] for place in pack], self._targets, ops)
-            for pack in places
-        ]
+        self._packs = self._in_packs()
         if self._packs:
             # Flags of variables without gradient, which are known at the end: this pack
             # is sent after the backward pass, all others in it.
@@ -81,8 +85,33 @@ class WorkerSums:
         }
         self._is_alone = len(row_split.sizes) == 1 and reduction is None
         self._lock = threading.Lock()
-        self._sent: list[Callable[[], None]] = []
+        # Of the packs that have been sent.
+        self._count = 0
         self._hooks: list[Any] = []
+
+    def _in_packs(self) -> list[GradientPack]:
+        """The packs, in the order in which their gradients are complete."""
+        shards, targets = self._shards, self._targets
+        if shards is None:
+            return self._packs_of(self._order, None)
+        kinds: dict[bool, list[int]] = {False: [], True: []}
+        for i in self._order:
+            kinds[shards.has(targets[i].variable)].append(i)
+        packs = self._packs_of(kinds[False], None)
+        packs += self._packs_of(kinds[True], shards)
+        places = {i: place for place, i in enumerate(self._order)}
+        return sorted(packs, key=lambda pack: max(places[i] for i in pack.members))
+
+    def _packs_of(
+        self, members: list[int], shards: PackedWeights | None
+    ) -> list[GradientPack]:
+        found = self._workers.packs([self._targets[i].tensor for i in members])
+        return [
+            GradientPack(
+                [members[place] for place in pack], self._targets, self._ops, shards
+            )
+            for pack in found
+        ]
 
     def __enter__(self) -> WorkerSums:
         for i in self._order:
@@ -109,8 +138,8 @@ class WorkerSums:
                     placed = self._pack_of[i].place(i, gradient)
                 self._found[i][replica_id] = gradient if placed is None else placed
                 self._missing[i] -= 1
-                while len(self._sent) < len(self._packs) - 1 and not any(
-                    self._missing[j] for j in self._packs[len(self._sent)].members
+                while self._count < len(self._packs) - 1 and not any(
+                    self._missing[j] for j in self._packs[self._count].members
                 ):
                     self._send()
                 return placed
@@ -118,7 +147,7 @@ class WorkerSums:
         return arrived
 
     def _send(self) -> None:
-        pack = self._packs[len(self._sent)]
+        pack = self._packs[self._count]
         left = [i for i in pack.members if not pack.has(i)]
         own = sums_on_worker(
             self._ops,
@@ -135,7 +164,11 @@ class WorkerSums:
                     for i in self._order
                 ]
             )
-        self._sent.append(self._workers.start_all_reduce(ReduceOp.SUM, pack.flat))
+        pack.begin(self._workers)
+        if self._shards is not None and self._count:
+            # The gradients of one pack are in memory while another one is sent.
+            self._packs[self._count - 1].finish()
+        self._count += 1
 
     def gradients(
         self, columns: Sequence[Sequence[torch.Tensor | None]]
@@ -147,11 +180,11 @@ class WorkerSums:
         """
         for i in self._order:
             self._found[i] = list(columns[i])
-        while len(self._sent) < len(self._packs):
+        while self._count < len(self._packs):
             self._send()
         totals: dict[int, torch.Tensor] = {}
-        for pack, finish in zip(self._packs, self._sent, strict=True):
-            finish()
+        for pack in self._packs:
+            pack.finish()
             totals.update(pack.gradients())
         results: list[torch.Tensor | None] = [None] * len(self._targets)
         for i, target in enumerate(self._targets):
@@ -166,14 +199,24 @@ class WorkerSums:
             elif target.is_overwritten:
                 [results[i]] = sums_on_worker(self._ops, [target], [columns[i]], None)
         largest_over_workers(self._targets, results, self._workers)
+        if self._shards is not None:
+            for i, target in enumerate(self._targets):
+                if target.is_overwritten and self._shards.has(target.variable):
+                    results[i] = self._shards.shards_of(results[i], target.tensor)
         # Before anything depends on a value: sums of an aborted collective are partial.
         self._workers.confirm()
         if self._packs:
             counts = self._packs[-1].found_flags()
             for i, count in zip(self._order, counts, strict=True):
                 if count:
-                    results[i] = self._targets[i].rounded(self._ops, totals[i])
+                    results[i] = self._rounded(self._targets[i], totals[i])
         return results
+
+    def _rounded(self, target: GradientTarget, total: torch.Tensor) -> Any:
+        found = target.rounded(self._ops, total)
+        if self._shards is not None and self._shards.has(target.variable):
+            return self._shards.as_shards(found, target.tensor)
+        return found
 
 
 class GradientPack:
@@ -185,6 +228,8 @@ class GradientPack:
         members: the places of the variables, of one dtype and device.
         targets: all variables and inputs that receive gradients.
         ops: the functions of tensors.
+        shards: of variables of which each worker has a shard, and receives its part of
+            the gradient; None for others.
     """
 
     def __init__(
@@ -192,33 +237,43 @@ class GradientPack:
         members: Sequence[int],
         targets: Sequence[GradientTarget],
         ops: TensorPrimitives,
+        shards: PackedWeights | None = None,
     ):
         self.members = list(members)
         #: int, the number of flags behind the gradients.
         self.flags = 0
-        self._shapes = {i: targets[i].tensor.shape for i in members}
-        self._like = targets[self.members[0]].tensor
+        self._tensors = {i: targets[i].tensor for i in members}
         self._ops = ops
+        self._shards = shards
+        self._parts = 1 if shards is None else shards.workers.group.count
+        # The message, of shape `(parts, numbers)`.
         self._flat: torch.Tensor | None = None
         self._views: dict[int, torch.Tensor] = {}
+        # The part of this worker, of shape `(numbers,)`.
+        self._own: torch.Tensor | None = None
+        self._wait: Callable[[], None] | None = None
         # The axes in memory of the gradients that have arrived.
         self._orders: dict[int, list[int] | None] = {}
 
-    @property
-    def flat(self) -> torch.Tensor:
-        """The message, of shape `(numbers,)`."""
-        return self._reserve()
-
     def _reserve(self) -> torch.Tensor:
         if self._flat is None:
-            sizes = [shape.numel() for shape in self._shapes.values()]
+            first = self._tensors[self.members[0]]
             # Half precision is summed in float32.
-            dtype = self._ops.widened(self._like.new_empty(0)).dtype
+            like = torch.empty(0, dtype=first.dtype, device=first.device)
+            sizes = [t.numel() // self._parts for t in self._tensors.values()]
             count = sum(sizes) + self.flags
-            self._flat = torch.empty(count, dtype=dtype, device=self._like.device)
-            parts = self._flat[: sum(sizes)].split(sizes)
-            for (i, shape), part in zip(self._shapes.items(), parts, strict=True):
-                self._views[i] = part.view(shape)
+            self._flat = torch.empty(
+                (self._parts, count),
+                dtype=self._ops.widened(like).dtype,
+                device=like.device,
+            )
+            parts = self._flat[:, : sum(sizes)].split(sizes, 1)
+            for (i, tensor), part in zip(self._tensors.items(), parts, strict=True):
+                self._views[i] = (
+                    part.view(tensor.shape)
+                    if self._shards is None
+                    else part.unflatten(1, tensor.to_local().shape)
+                )
         return self._flat
 
     def has(self, i: int) -> bool:
@@ -230,10 +285,15 @@ class GradientPack:
 
         Returns:
             Its new place, with which its old one is free; None, without a change, if it
-            is of another dtype or device, or sparse.
+            is of another dtype or device, or sparse. Where the pack is of shards, a
+            tensor without memory.
         """
-        flat = self.flat
+        flat = self._reserve()
         is_dense = gradient.layout is torch.strided
+        if self._shards is not None and is_dense:
+            self.put(i, gradient)
+            zero = torch.zeros((), dtype=gradient.dtype, device=gradient.device)
+            return zero.expand(gradient.shape)
         if not is_dense or (gradient.dtype, gradient.device) != (
             flat.dtype,
             flat.device,
@@ -248,22 +308,57 @@ class GradientPack:
         with torch.no_grad():
             if total is None:
                 self._views[i].zero_()
-            else:
+            elif self._shards is None:
                 self._views[i].copy_(total)
-        self._orders[i] = None if total is None else axis_order(total)
+            else:
+                parts = self._shards.in_shards(total.to_dense(), self._tensors[i])
+                self._views[i].copy_(parts)
+        is_whole = total is not None and self._shards is None
+        self._orders[i] = axis_order(total) if is_whole else None
 
     def put_flags(self, flags: Sequence[float]) -> None:
         """Writes the flags of this worker."""
+        flat = self._reserve()
         with torch.no_grad():
-            self.flat[-self.flags :].copy_(torch.tensor(flags, dtype=self.flat.dtype))
+            flat[:, -self.flags :] = torch.tensor(flags, dtype=flat.dtype)
+
+    def begin(self, workers: TorchWorkers) -> None:
+        """Begins to send the pack."""
+        flat = self._reserve()
+        if self._shards is None:
+            self._own = flat[0]
+            self._wait = workers.start_all_reduce(ReduceOp.SUM, flat)
+        else:
+            self._own = flat.new_empty(flat.shape[1])
+            self._wait = workers.start_reduce_scatter(self._own, flat)
+
+    def finish(self) -> None:
+        """Waits for the sums; the gradients of this worker are freed."""
+        if self._wait is not None:
+            self._wait()
+            self._wait = self._flat = None
+            self._views.clear()
 
     def found_flags(self) -> list[float]:
         """The sums of the flags of all workers."""
-        found: list[float] = self.flat[-self.flags :].tolist()
+        assert self._own is not None
+        found: list[float] = self._own[-self.flags :].tolist()
         return found
 
     def gradients(self) -> dict[int, torch.Tensor]:
-        """The gradients, as views of the pack, or copies in their memory formats."""
+        """The gradients, as views of the pack, or copies in their memory formats.
+
+        Of variables in shards those of this worker's shards.
+        """
+        assert self._own is not None
+        tensors = self._tensors
+        if self._shards is None:
+            shapes = {i: tensor.shape for i, tensor in tensors.items()}
+        else:
+            shapes = {i: tensor.to_local().shape for i, tensor in tensors.items()}
+        sizes = [shape.numel() for shape in shapes.values()]
+        parts = self._own[: sum(sizes)].split(sizes)
         return {
-            i: in_axis_order(view, self._orders[i]) for i, view in self._views.items()
+            i: in_axis_order(part.view(shape), self._orders[i])
+            for (i, shape), part in zip(shapes.items(), parts, strict=True)
         }

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,49 +45,90 @@ class _Gather(torch.autograd.Function):
         return own.redistribute(mesh, placements), None, None
 
 
+def check_version(shards: DTensor, version: int) -> None:
+    """Raises an error if a weight has changed since its forward pass."""
+    if version_of(shards) != version:
+        raise RuntimeError(
+            "A weight was assigned between the forward and the backward pass, "
+            "which needs the value of before. Assign it after the backward pass."
+        )
+
+
 @dataclass(frozen=True)
-class _Gathered:
-    """Where a gathered weight comes from."""
+class _Source:
+    """Where a gathered weight comes from: `again` gathers its local tensor."""
 
-    shards: DTensor
-    version: int
-    placements: Any
-    dtype: torch.dtype
+    again: Callable[[], torch.Tensor]
     memory: Any
-
-    def again(self) -> torch.Tensor:
-        """The full value in this process."""
-        if version_of(self.shards) != self.version:
-            raise RuntimeError(
-                "A weight was assigned between the forward and the backward pass, "
-                "which needs the value of before. Assign it after the backward pass."
-            )
-        gathered = _Gather.apply(self.shards.detach(), self.placements, self.dtype)
-        return gathered.to_local()
 
 
 @dataclass(frozen=True)
 class _View:
     """A tensor that autograd saves, in the memory of a gathered weight."""
 
-    source: _Gathered
-    shape: torch.Size
-    stride: tuple[int, ...]
+    source: _Source
     #: Of the local tensor: shape, stride, offset.
     local: tuple[torch.Size, tuple[int, ...], int]
-    mesh: Any
-    placements: Any
+    #: The DTensor, without its values; None for an ordinary tensor.
+    spread: tuple[Any, Any, torch.Size, tuple[int, ...]] | None
 
-    def again(self) -> DTensor:
+    def again(self) -> torch.Tensor:
         local = self.source.again().as_strided(*self.local)
+        if self.spread is None:
+            return local
+        mesh, placements, shape, stride = self.spread
         return DTensor.from_local(
-            local,
-            self.mesh,
-            self.placements,
-            run_check=False,
-            shape=self.shape,
-            stride=self.stride,
+            local, mesh, placements, run_check=False, shape=shape, stride=stride
         )
+
+
+class SavedWeights:
+    """Keeps how to gather weights, where autograd would keep gathered weights."""
+
+    def __init__(self) -> None:
+        self._sources: dict[int, _Source] = {}
+
+    def note(self, local: torch.Tensor, again: Callable[[], torch.Tensor]) -> None:
+        """Takes a gathered weight.
+
+        Args:
+            local: its tensor in this process.
+            again: gathers the same tensor.
+        """
+        memory = StorageWeakRef(local.untyped_storage())
+        self._sources[storage_key(local)] = _Source(again, memory)
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """A context in which autograd keeps no gathered weight."""
+        with torch.autograd.graph.saved_tensors_hooks(self._packed, _unpacked):
+            yield
+
+    @torch.no_grad()
+    def _packed(self, tensor: torch.Tensor) -> Any:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        source = None if local.is_sparse else self._sources.get(storage_key(local))
+        # Another tensor may be where a weight was.
+        if source is None or source.memory.expired():
+            return tensor, version_of(tensor)
+        spread = None
+        if isinstance(tensor, DTensor):
+            on = tensor.device_mesh, tensor.placements
+            spread = (*on, tensor.shape, tensor.stride())
+        place = local.shape, local.stride(), int(local.storage_offset())
+        return _View(source, place, spread)
+
+
+def _unpacked(packed: Any) -> torch.Tensor:
+    if isinstance(packed, _View):
+        return packed.again()
+    tensor, version = packed
+    if version_of(tensor) != version:
+        raise RuntimeError(
+            "A tensor that the backward pass needs was modified in place after the "
+            f"operation that saved it: shape {tuple(tensor.shape)}, {tensor.dtype}."
+        )
+    return tensor  # type: ignore[no-any-return]
 
 
 class GatheredWeights:
@@ -95,7 +136,7 @@ class GatheredWeights:
 
     def __init__(self) -> None:
         self._values: dict[tuple[Any, ...], weakref.ref[DTensor]] = {}
-        self._sources: dict[int, _Gathered] = {}
+        self._saved = SavedWeights()
 
     def gather(
         self, shards: DTensor, placements: Any, dtype: torch.dtype | None
@@ -108,64 +149,25 @@ class GatheredWeights:
             dtype: that of the result; None for the weight's.
         """
         dtype = dtype or shards.dtype
+        version = version_of(shards)
         # An assignment in a call makes another version. What is gathered without
         # gradients has none.
-        key = id(shards), version_of(shards), dtype, torch.is_grad_enabled()
+        key = id(shards), version, dtype, torch.is_grad_enabled()
         kept = self._values.get(key)
         found = None if kept is None else kept()
-        if found is None:
-            found = _Gather.apply(shards, placements, dtype)
-            self._values[key] = weakref.ref(found)
-            if tuple(placements) == tuple(shards.placements):
-                return found
-            local = found.to_local()
-            self._sources[storage_key(local)] = _Gathered(
-                shards,
-                version_of(shards),
-                placements,
-                dtype,
-                StorageWeakRef(local.untyped_storage()),
-            )
-        return found
+        if found is not None:
+            return found
+        gathered: DTensor = _Gather.apply(shards, placements, dtype)
+        self._values[key] = weakref.ref(gathered)
 
-    @contextlib.contextmanager
-    def saved_as_shards(self) -> Iterator[None]:
+        def again() -> torch.Tensor:
+            check_version(shards, version)
+            return _Gather.apply(shards.detach(), placements, dtype).to_local()  # type: ignore[no-any-return]
+
+        if tuple(placements) != tuple(shards.placements):
+            self._saved.note(gathered.to_local(), again)
+        return gathered
+
+    def saved_as_shards(self) -> contextlib.AbstractContextManager[None]:
         """A context in which autograd keeps no gathered weight."""
-        with torch.autograd.graph.saved_tensors_hooks(self._packed, _unpacked):
-            yield
-
-    def _packed(self, tensor: torch.Tensor) -> Any:
-        source = self._source_of(tensor)
-        if source is None:
-            return tensor, version_of(tensor)
-        assert isinstance(tensor, DTensor)
-        local = tensor.to_local()
-        return _View(
-            source,
-            tensor.shape,
-            tensor.stride(),
-            (local.shape, local.stride(), int(local.storage_offset())),
-            tensor.device_mesh,
-            tensor.placements,
-        )
-
-    @torch.no_grad()
-    def _source_of(self, tensor: torch.Tensor) -> _Gathered | None:
-        """The weight that a tensor shares memory with; None for all others."""
-        if not isinstance(tensor, DTensor):
-            return None
-        source = self._sources.get(storage_key(tensor.to_local()))
-        # Another tensor may be where a weight was.
-        return None if source is None or source.memory.expired() else source
-
-
-def _unpacked(packed: Any) -> torch.Tensor:
-    if isinstance(packed, _View):
-        return packed.again()
-    tensor, version = packed
-    if version_of(tensor) != version:
-        raise RuntimeError(
-            "A tensor that the backward pass needs was modified in place after the "
-            f"operation that saved it: shape {tuple(tensor.shape)}, {tensor.dtype}."
-        )
-    return tensor
+        return self._saved.entered()

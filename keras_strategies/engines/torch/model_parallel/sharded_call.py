@@ -23,6 +23,9 @@ from keras_strategies.engines.torch.devices import device_of, torch_device
 from keras_strategies.engines.torch.model_parallel.gathered_weights import (
     GatheredWeights,
 )
+from keras_strategies.engines.torch.model_parallel.packed_weights import (
+    PackedWeights,
+)
 from keras_strategies.engines.torch.model_parallel.process_mesh import (
     Placements,
     ShardedDistribution,
@@ -32,7 +35,11 @@ from keras_strategies.engines.torch.model_parallel.process_mesh import (
     start_default_group,
 )
 from keras_strategies.engines.torch.model_parallel.unsharded_ops import UnshardedOps
-from keras_strategies.engines.torch.trainer import check_steps, keras_function
+from keras_strategies.engines.torch.trainer import (
+    TorchTrainer,
+    check_steps,
+    keras_function,
+)
 from keras_strategies.engines.torch.worker_collectives import TorchWorkers
 from keras_strategies.errors import BackendError, ContextError
 from keras_strategies.keras_compat.backends.keras_on_jax import set_layout
@@ -249,6 +256,10 @@ class ShardedTrainer(FitDriver, ShardingDriver):
         self._distribution = ShardedDistribution(mesh, self._device.type)
         placements = Placements(self._distribution.processes)
         self._call = ShardedCall(placements, self._distribution)
+        #: Training by rows; None where layers compute with shards of weights.
+        self.by_rows: TorchTrainer | None = None
+        if workers is not None and not placements.has_model_axis:
+            self.by_rows = TorchTrainer(strategy, PackedWeights(workers))
         self._unsharded_ops = UnshardedOps()
         hook_torch_dtensors(
             gather_shards,
@@ -266,7 +277,7 @@ class ShardedTrainer(FitDriver, ShardingDriver):
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
         with (
-            batches_placed_by(None),
+            batches_placed_by(self.by_rows.placer if self.by_rows else None),
             keras.device(str(self._device)),
             self._distribution.scope(),
             self._unsharded_ops.entered(),
@@ -287,6 +298,9 @@ class ShardedTrainer(FitDriver, ShardingDriver):
 
     def step_function(self, model: Any, kind: str, make: Callable[[], Any]) -> None:
         check_layouts(self.placement, model)
+        if self.by_rows is not None:
+            self.by_rows.step_function(model, kind, make)
+            return
         function = keras_function(model, kind, make)
         workers = self.placement.workers
 
@@ -327,10 +341,12 @@ class ShardedTrainer(FitDriver, ShardingDriver):
         else:
             layout = on.variable_layout(variable)
         set_layout(variable, layout)
-        if all(axis is None for axis in layout.axes) or raw.is_meta:
+        placements = on.placements(layout)
+        sizes = on.processes.shape
+        pairs = zip(placements, sizes, strict=True)
+        if raw.is_meta or not any(p.is_shard() and size > 1 for p, size in pairs):
             return
         if not isinstance(raw, DTensor):
-            placements = on.placements(layout)
             shards = distribute_tensor(raw.detach(), on.processes, placements)
             set_raw_value(variable, torch.nn.Parameter(shards, raw.requires_grad))
         mix_in(variable, DTensorVariable)

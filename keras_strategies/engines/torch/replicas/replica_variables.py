@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,6 +13,13 @@ from keras_strategies.engines.torch.devices import moved, torch_device
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.placement import Placement
 
+if TYPE_CHECKING:
+    # torch.distributed.tensor takes a second to import.
+    from keras_strategies.engines.torch.model_parallel.packed_weights import (
+        CallWeights,
+        PackedWeights,
+    )
+
 
 class ReplicaVariables:
     """Values of variables on the device of each replica.
@@ -20,10 +27,16 @@ class ReplicaVariables:
     A replica on the variable's own device (for torch, all virtual CPUs are one device)
     gets an alias of its memory; other replicas get a copy, which is persistent if
     variables are mirrored, else made for each call.
+
+    Args:
+        placement: the devices of replicas and variables.
+        shards: gathers the variables of which each worker has a shard; None without
+            any.
     """
 
-    def __init__(self, placement: Placement):
+    def __init__(self, placement: Placement, shards: PackedWeights | None = None):
         self._placement = placement
+        self.shards = shards
         self._devices = [torch_device(device) for device in placement.replicas]
         self._mirrors = _Mirrors()
 
@@ -32,6 +45,9 @@ class ReplicaVariables:
         raw = raw_value(variable)
         if raw is None:
             return None
+        if self.shards is not None and self.shards.has(variable):
+            full = self.shards.whole(variable)
+            return full.requires_grad_(raw.requires_grad and torch.is_grad_enabled())
         device = self._devices[replica_id]
         if raw.device == device:
             local = raw.detach()
@@ -43,6 +59,21 @@ class ReplicaVariables:
             # `local` is a new tensor outside of any graph in every case above.
             local = local.requires_grad_()
         return local
+
+    def of_call(self, layer: Any) -> CallWeights | None:
+        """The variables in shards in a call of a layer; None without any."""
+        return None if self.shards is None else self.shards.of_call(layer)
+
+    def is_sharded(self, variable: Any) -> bool:
+        """Whether each worker has a shard of a variable."""
+        return self.shards is not None and self.shards.has(variable)
+
+    def value(self, variable: Any) -> torch.Tensor:
+        """The full value of a variable, with its gradient."""
+        if self.shards is not None and self.shards.has(variable):
+            return self.shards.value_with_gradient(variable)
+        raw: torch.Tensor = raw_value(variable)
+        return raw
 
     def mirrors(self, variable: Any) -> list[tuple[Device, torch.Tensor]]:
         """The persistent copies on devices other than the variable's."""

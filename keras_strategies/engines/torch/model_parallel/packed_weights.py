@@ -1,0 +1,367 @@
+"""Weights in shards over workers, gathered in packs for data-parallel calls.
+
+As in ZeRO-3 (Rajbhandari et al., 2020) and PyTorch's FSDP (Zhao et al., 2023), a
+process has its shards of all weights, and the full values of those that it computes
+with. Packs are gathered when a weight of them is read, forward and again backward, and
+two are kept. What is kept follows from the order of reads alone, never from when memory
+is freed, so that all workers take part in the same collectives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import torch
+from torch.distributed.tensor import DTensor, Shard
+
+from keras_strategies.engines.torch.compat import version_of
+from keras_strategies.engines.torch.model_parallel.gathered_weights import (
+    SavedWeights,
+    check_version,
+)
+from keras_strategies.engines.torch.model_parallel.process_mesh import gather_shards
+from keras_strategies.engines.torch.worker_collectives import TorchWorkers
+from keras_strategies.keras_compat.models.building import is_built
+from keras_strategies.keras_compat.models.layers import clear_losses
+from keras_strategies.keras_compat.state_scope import StatePolicy
+from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
+from keras_strategies.keras_compat.variables.values import autocast_dtype, raw_value
+
+# How many packs are kept, the last ones that were read.
+_KEPT = 2
+
+
+class PackedWeights:
+    """Gathers the weights in shards of one strategy.
+
+    Args:
+        workers: the processes, each with the shard of its number.
+    """
+
+    def __init__(self, workers: TorchWorkers):
+        self.workers = workers
+        # For each layer that is called the pack of a variable, by the variable's `id`.
+        self._packs: weakref.WeakKeyDictionary[Any, dict[int, list[Any]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        # The values of the packs that were read last, by first variable and dtype.
+        self._kept: dict[tuple[int, torch.dtype], dict[int, torch.Tensor]] = {}
+
+    def has(self, variable: Any) -> bool:
+        """Whether a variable is in shards."""
+        return is_sharded(raw_value(variable))
+
+    def value(self, layer: Any, variable: Any, dtype: torch.dtype) -> torch.Tensor:
+        """The full value of a variable in shards, without gradient.
+
+        Args:
+            layer: the layer that is called; its weights are gathered in packs.
+            variable: the variable.
+            dtype: that of the value.
+        """
+        pack = self._pack_of(layer, variable)
+        key = id(pack[0]), dtype
+        values = self._kept.pop(key, None)
+        if values is None:
+            while len(self._kept) >= _KEPT:
+                del self._kept[next(iter(self._kept))]
+            values = self._gathered(pack, dtype)
+        self._kept[key] = values
+        return values[id(variable)]
+
+    def forget(self) -> None:
+        """Frees the values that no operation uses."""
+        self._kept.clear()
+
+    def _pack_of(self, layer: Any, variable: Any) -> list[Any]:
+        packs = self._packs.setdefault(layer, {})
+        if id(variable) not in packs:
+            found = [v for v in layer.variables if id(v) not in packs and self.has(v)]
+            if not any(each is variable for each in found):
+                found.append(variable)
+            for pack in self.workers.packs([raw_value(v) for v in found]):
+                members = [found[i] for i in pack]
+                packs.update((id(member), members) for member in members)
+        return packs[id(variable)]
+
+    @torch.no_grad()
+    def _gathered(
+        self, pack: Sequence[Any], dtype: torch.dtype
+    ) -> dict[int, torch.Tensor]:
+        raws = [raw_value(variable) for variable in pack]
+        shards = [raw.to_local() for raw in raws]
+        flat = torch.cat([shard.reshape(-1).to(dtype) for shard in shards])
+        count = self.workers.group.count
+        every = self.workers.gather_rows(flat, [flat.numel()] * count)
+        parts = every.view(count, -1).split([shard.numel() for shard in shards], 1)
+        return {
+            id(variable): joined_shards(part.view(count, *shard.shape), axis_of(raw))
+            for variable, raw, shard, part in zip(
+                pack, raws, shards, parts, strict=True
+            )
+        }
+
+    def of_call(self, layer: Any) -> CallWeights:
+        """The weights in a new call of a layer."""
+        # Values that a backward pass has left are those of before the update.
+        self.forget()
+        return CallWeights(self, layer)
+
+    # Calls on all rows.
+
+    def call_on_all_rows(
+        self,
+        layer: Any,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Calls a layer on all rows in every process, with full values of weights."""
+        if not is_built(layer):
+            return call(*args, **kwargs)
+        weights = self.of_call(layer)
+        policy = _WholeVariables(self, weights)
+        with policy.scope() as scope, weights.saved():
+            outputs = call(*args, **kwargs)
+        self.forget()
+        clear_losses(layer)
+        if scope.losses:
+            # Functional models refuse `add_loss` on themselves.
+            keras.layers.Layer.add_loss(layer, scope.losses)
+        return outputs
+
+    @staticmethod
+    @torch.no_grad()
+    def whole(variable: Any) -> torch.Tensor:
+        """The full value of a variable, without gradient."""
+        return gather_shards(raw_value(variable).detach())  # type: ignore[no-any-return]
+
+    @staticmethod
+    def value_with_gradient(variable: Any) -> torch.Tensor:
+        """The full value of a variable; a gradient of it is that of its shards.
+
+        The gradient is the same in all processes, and can be differentiated again.
+        """
+        found: torch.Tensor = _Whole.apply(raw_value(variable))
+        return found
+
+    @staticmethod
+    def shards_of(full: torch.Tensor, like: DTensor) -> DTensor:
+        """The shards of a tensor that is equal in all processes."""
+        return _Shards.apply(full, like)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def in_shards(full: torch.Tensor, like: DTensor) -> torch.Tensor:
+        """A view of a tensor as shards, of shape `(workers, *shape of a shard)`."""
+        return in_shards(full, axis_of(like), like.device_mesh.size(0))
+
+    @staticmethod
+    def as_shards(own: torch.Tensor, like: DTensor) -> DTensor:
+        """A tensor of which this process has the shard `own`."""
+        return as_shards(own, like)
+
+
+class CallWeights:
+    """The weights in one call of a layer.
+
+    A replica's copy of a variable in shards, which has its gradient, is a tensor
+    without memory of its own: an operation reads a value that is gathered for it.
+
+    Args:
+        packed: gathers weights.
+        layer: the layer.
+    """
+
+    def __init__(self, packed: PackedWeights, layer: Any):
+        self._packed = packed
+        self._layer = layer
+        self._saved = SavedWeights()
+        self._copies: dict[int, torch.Tensor] = {}
+
+    def copy(self, variable: Any) -> torch.Tensor:
+        """The replica's copy of a variable in shards."""
+        raw = raw_value(variable)
+        return self._without_memory(
+            raw, raw.dtype, raw.requires_grad and torch.is_grad_enabled()
+        )
+
+    def cast(self, copy: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        """Another copy in a dtype, with a separate gradient.
+
+        Returns:
+            None if it is not such a copy, or without gradient.
+        """
+        if id(copy) not in self._copies or not copy.requires_grad:
+            return None
+        return self._without_memory(copy, dtype, True)
+
+    def _without_memory(
+        self, like: torch.Tensor, dtype: torch.dtype, requires_grad: bool
+    ) -> torch.Tensor:
+        found = torch.zeros((), dtype=dtype, device=like.device).expand(like.shape)
+        self._copies[id(found)] = found.requires_grad_(requires_grad)
+        return found
+
+    def used(self, variable: Any, copy: torch.Tensor) -> torch.Tensor:
+        """What an operation reads from a copy; other tensors are unchanged."""
+        if id(copy) not in self._copies:
+            return copy
+        name = autocast_dtype(variable)
+        dtype = copy.dtype if name is None else getattr(torch, name)
+        full = self.full(variable, dtype)
+        if copy.requires_grad and torch.is_grad_enabled():
+            found: torch.Tensor = _Read.apply(copy, full)
+            return found
+        return full
+
+    def full(self, variable: Any, dtype: torch.dtype) -> torch.Tensor:
+        """The full value, which autograd does not keep."""
+        raw = raw_value(variable)
+        version = version_of(raw)
+
+        def again() -> torch.Tensor:
+            check_version(raw, version)
+            return self._packed.value(self._layer, variable, dtype)
+
+        full = self._packed.value(self._layer, variable, dtype)
+        self._saved.note(full, again)
+        return full
+
+    def saved(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which autograd keeps no gathered weight."""
+        return self._saved.entered()
+
+    def forget(self) -> None:
+        """Called after a pass, forward or backward."""
+        self._packed.forget()
+
+
+class _WholeVariables(StatePolicy):
+    """Gathered variables in a call on all rows; assignments take effect at once.
+
+    Args:
+        packed: gathers weights.
+        weights: those of the call.
+    """
+
+    def __init__(self, packed: PackedWeights, weights: CallWeights):
+        self._packed = packed
+        self._weights = weights
+
+    def read(self, variable: Any) -> Any:
+        raw = raw_value(variable)
+        if not is_sharded(raw):
+            return raw
+        name = autocast_dtype(variable)
+        full = self._weights.full(
+            variable, raw.dtype if name is None else getattr(torch, name)
+        )
+        if raw.requires_grad and torch.is_grad_enabled():
+            return _ReadShards.apply(raw, full)
+        return full
+
+    def assign(self, variable: Any, value: Any) -> None:
+        with outside_stateless_scopes(), torch.no_grad():
+            variable.assign(value)
+
+
+class _Read(torch.autograd.Function):
+    """A gathered value; its gradient is that of the replica's copy."""
+
+    @staticmethod
+    def forward(ctx: Any, copy: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
+        ctx.dtype = copy.dtype
+        return full.view_as(full)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return gradient.to(ctx.dtype), None
+
+
+class _ReadShards(torch.autograd.Function):
+    """A gathered value; its gradient, equal in all processes, is that of its shards."""
+
+    @staticmethod
+    def forward(ctx: Any, shards: DTensor, full: torch.Tensor) -> torch.Tensor:
+        ctx.shards = shards.detach()
+        return full.view_as(full)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return _Shards.apply(gradient.to(ctx.shards.dtype), ctx.shards), None
+
+
+class _Whole(torch.autograd.Function):
+    """The full tensor of shards."""
+
+    @staticmethod
+    def forward(ctx: Any, shards: DTensor) -> torch.Tensor:
+        ctx.shards = shards.detach()
+        return gather_shards(ctx.shards)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return _Shards.apply(gradient, ctx.shards)
+
+
+class _Shards(torch.autograd.Function):
+    """The shards of a tensor that is equal in all processes."""
+
+    @staticmethod
+    def forward(ctx: Any, full: torch.Tensor, like: DTensor) -> DTensor:
+        mesh = like.device_mesh
+        parts = in_shards(full, axis_of(like), mesh.size(0))
+        return as_shards(parts[mesh.get_local_rank(0)], like)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor) -> Any:  # type: ignore[override]
+        return _Whole.apply(gradient), None
+
+
+def is_sharded(raw: Any) -> bool:
+    """Whether processes have shards of a tensor."""
+    return isinstance(raw, DTensor)
+
+
+def axis_of(shards: DTensor) -> int:
+    """The axis along which a tensor is in shards over workers."""
+    [axis] = [p.dim for p in shards.placements if isinstance(p, Shard)]
+    return axis
+
+
+def joined_shards(parts: torch.Tensor, axis: int) -> torch.Tensor:
+    """A tensor from its shards.
+
+    Args:
+        parts: of shape `(workers, *shape of a shard)`.
+        axis: int, the axis along which it is in shards.
+    """
+    shape = list(parts.shape[1:])
+    shape[axis] *= parts.shape[0]
+    return parts.movedim(0, axis).reshape(shape)
+
+
+def in_shards(full: torch.Tensor, axis: int, count: int) -> torch.Tensor:
+    """A view of a tensor as its shards, of shape `(workers, *shape of a shard)`."""
+    return full.unflatten(axis, (count, -1)).movedim(axis, 0)
+
+
+def as_shards(own: torch.Tensor, like: DTensor) -> DTensor:
+    """A tensor of which each process has a shard.
+
+    Args:
+        own: the shard of this process.
+        like: a tensor in shards of the same shape.
+    """
+    return DTensor.from_local(
+        own.contiguous(),
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
