@@ -300,7 +300,9 @@ class StrategyCore(abc.ABC):
     @property
     def partitions_draws(self) -> bool:
         """bool, whether engines without counters draw in blocks of rows."""
-        return self._random_numbers == "partitioned" and self._placement.mesh is None
+        mesh = self._placement.mesh
+        is_by_rows = mesh is None or mesh.shape[0] == len(mesh.devices)
+        return self._random_numbers == "partitioned" and is_by_rows
 
     @property
     def num_replicas_in_sync(self) -> int:

@@ -94,6 +94,12 @@ def network(strategy, units=16, rate=0.5):
     return model
 
 
+def alone_as(layout_map):
+    """One device, with the random numbers of "fsdp", by rows, or those of Keras."""
+    numbers = "partitioned" if layout_map == "fsdp" else "keras"
+    return ks.OneDeviceStrategy("cpu:0", random_numbers=numbers)
+
+
 def rows():
     rng = np.random.default_rng(0)
     return tuple(rng.normal(size=(22, n)).astype("float32") for n in (8, 4))
@@ -139,8 +145,8 @@ def test_each_process_keeps_its_parts(cluster):
 
 def test_random_numbers_are_those_of_one_device(cluster):
     """Rows have the masks that they have where one device draws all of them."""
-    expected = fit(network(ks.get_strategy()))
     for layout_map, width in (("fsdp", 1), ("auto", 2)):
+        expected = fit(network(alone_as(layout_map)))
 
         def program(strategy, layout_map=layout_map, width=width):
             return fit(network(cut(layout_map, width)))
@@ -322,8 +328,9 @@ def fit_language_model(scope, is_rematerialized):
 @pytest.mark.parametrize("is_rematerialized", [False, True])
 def test_a_language_model_with_and_without_remat(cluster, is_rematerialized):
     # Dropout of Keras 3.16 draws another mask when it is computed again.
-    expected = fit_language_model(contextlib.nullcontext(), is_rematerialized)
     for layout_map, width in (("fsdp", 1), ("auto", 2)):
+        scope = alone_as(layout_map).scope()
+        expected = fit_language_model(scope, is_rematerialized)
 
         def program(strategy, layout_map=layout_map, width=width):
             return fit_language_model(cut(layout_map, width).scope(), is_rematerialized)

@@ -71,6 +71,7 @@ class CallOnThreads(CallOnReplicas):
         # the stream of one device current.
         self._streams = Streams(self._devices)
         self._versions: list[int] = []
+        self._is_recorded = torch.is_grad_enabled()
         self._retains_graph = False
 
     # Forward.
@@ -148,7 +149,7 @@ class CallOnThreads(CallOnReplicas):
         return None  # Keras on Torch computes losses from outputs.
 
     def has_gradient(self, replica_id: int, tensor: torch.Tensor) -> bool:
-        return tensor.requires_grad
+        return self._is_recorded and tensor.requires_grad
 
     def target_of_variable(self, variable: Any, local: Any) -> torch.Tensor:
         raw: torch.Tensor = raw_value(variable)
@@ -254,8 +255,10 @@ def _assigned_value(
 ) -> torch.Tensor:
     """The value that a replica reads after an assignment; see `ReplicaState`."""
     current = read()
-    if torch.is_grad_enabled() and current.requires_grad:
-        assigned: torch.Tensor = _Assigned.apply(current, value.detach())
+    if current.requires_grad:
+        # Also if it is assigned without gradients, and read with them.
+        with torch.enable_grad():
+            assigned: torch.Tensor = _Assigned.apply(current, value.detach())
         return assigned
     value = value.detach()
     # The variable's own memory changes when the assignments are merged, before the

@@ -61,11 +61,15 @@ class TorchDataParallelCall(DataParallelCall):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        if layer in self.in_unsplit_calls and saved_tensors_hooks_of_thread():
+        if layer in self.in_unsplit_calls and self._saves_for_users():
             # It may be rematerialized, and saves the same tensors in both passes.
             with layer_calls_through(None):
                 return call(*args, **kwargs)
         return super().__call__(layer, call, args, kwargs)
+
+    def _saves_for_users(self) -> bool:
+        hooks, shards = saved_tensors_hooks_of_thread(), self._variables.shards
+        return hooks is not None and (shards is None or not shards.saves(hooks))
 
     @torch.compiler.disable
     def with_joined_outputs(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -19,6 +19,9 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from keras_strategies.engines.torch.compat import version_of
+from keras_strategies.engines.torch.model_parallel.called_again import (
+    entered_again_by,
+)
 from keras_strategies.engines.torch.model_parallel.gathered_weights import (
     SavedWeights,
     check_version,
@@ -26,8 +29,9 @@ from keras_strategies.engines.torch.model_parallel.gathered_weights import (
 from keras_strategies.engines.torch.model_parallel.process_mesh import gather_shards
 from keras_strategies.engines.torch.worker_collectives import TorchWorkers
 from keras_strategies.keras_compat.models.building import is_built
+from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.layers import clear_losses
-from keras_strategies.keras_compat.state_scope import StatePolicy
+from keras_strategies.keras_compat.state_scope import StatePolicy, StateScope
 from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
 from keras_strategies.keras_compat.variables.values import autocast_dtype, raw_value
 
@@ -124,8 +128,7 @@ class PackedWeights:
         if not is_built(layer):
             return call(*args, **kwargs)
         weights = self.of_call(layer)
-        policy = _WholeVariables(self, weights)
-        with policy.scope() as scope, weights.saved():
+        with self._on_all_rows(weights) as scope, weights.saved():
             outputs = call(*args, **kwargs)
         self.forget()
         clear_losses(layer)
@@ -134,6 +137,17 @@ class PackedWeights:
             keras.layers.Layer.add_loss(layer, scope.losses)
         return outputs
 
+    @contextlib.contextmanager
+    def _on_all_rows(self, weights: CallWeights) -> Iterator[StateScope]:
+        @contextlib.contextmanager
+        def again() -> Iterator[None]:
+            with layer_calls_through(None), self._on_all_rows(weights):
+                yield
+
+        scope = _WholeVariables(weights).scope()
+        with entered_again_by(again), scope:
+            yield scope
+
     @staticmethod
     @torch.no_grad()
     def whole(variable: Any) -> torch.Tensor:
@@ -141,12 +155,18 @@ class PackedWeights:
         return gather_shards(raw_value(variable).detach())  # type: ignore[no-any-return]
 
     @staticmethod
+    def saves(hooks: tuple[Any, Any]) -> bool:
+        """Whether `saved_tensors_hooks` are those of a call on all rows."""
+        return isinstance(getattr(hooks[0], "__self__", None), SavedWeights)
+
+    @staticmethod
     def value_with_gradient(variable: Any) -> torch.Tensor:
         """The full value of a variable; a gradient of it is that of its shards.
 
         The gradient is the same in all processes, and can be differentiated again.
         """
-        found: torch.Tensor = _Whole.apply(raw_value(variable))
+        with torch.enable_grad():
+            found: torch.Tensor = _Whole.apply(raw_value(variable))
         return found
 
     @staticmethod
@@ -185,9 +205,8 @@ class CallWeights:
     def copy(self, variable: Any) -> torch.Tensor:
         """The replica's copy of a variable in shards."""
         raw = raw_value(variable)
-        return self._without_memory(
-            raw, raw.dtype, raw.requires_grad and torch.is_grad_enabled()
-        )
+        has_gradient = raw.requires_grad and not torch.is_inference_mode_enabled()
+        return self._without_memory(raw, raw.dtype, has_gradient)
 
     def cast(self, copy: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
         """Another copy in a dtype, with a separate gradient.
@@ -244,12 +263,10 @@ class _WholeVariables(StatePolicy):
     """Gathered variables in a call on all rows; assignments take effect at once.
 
     Args:
-        packed: gathers weights.
         weights: those of the call.
     """
 
-    def __init__(self, packed: PackedWeights, weights: CallWeights):
-        self._packed = packed
+    def __init__(self, weights: CallWeights):
         self._weights = weights
 
     def read(self, variable: Any) -> Any:

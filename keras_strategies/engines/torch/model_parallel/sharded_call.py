@@ -10,7 +10,6 @@ on one device.
 from __future__ import annotations
 
 import contextlib
-import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,10 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from keras_strategies.engines.torch.devices import device_of, torch_device
+from keras_strategies.engines.torch.model_parallel.called_again import (
+    called_again,
+    entered_again_by,
+)
 from keras_strategies.engines.torch.model_parallel.gathered_weights import (
     GatheredWeights,
 )
@@ -115,31 +118,6 @@ class _GatheredVariables(StatePolicy):
             variable.assign(value)
 
 
-class _Thread(threading.local):
-    #: The call on the mesh in which this thread is, and whether its rows are split.
-    call: tuple[ShardedCall, bool] | None = None
-
-
-_thread = _Thread()
-
-
-def _called_again(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that is called again in the backward pass, to save memory."""
-    state = _thread.call
-    if state is None:
-        return function
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        if _thread.call is not None:
-            return function(*args, **kwargs)
-        sharded, by_rows = state
-        # What autograd saves here goes to the checkpoint's own hooks.
-        with sharded._entered(GatheredWeights(), by_rows):
-            return function(*args, **kwargs)
-
-    return called
-
-
 class _FirstDerivatives(torch.autograd.Function):
     """Refuses gradients of gradients, which would be wrong.
 
@@ -204,12 +182,18 @@ class ShardedCall:
     def _entered(self, weights: GatheredWeights, by_rows: bool) -> Iterator[StateScope]:
         """Layers inside compute with gathered weights."""
         scope = _GatheredVariables(self._placements, weights).scope()
-        before, _thread.call = _thread.call, (self, by_rows)
-        try:
-            with layer_calls_through(None), scope, self._sharding_outputs(by_rows):
-                yield scope
-        finally:
-            _thread.call = before
+
+        def again() -> contextlib.AbstractContextManager[StateScope]:
+            # What autograd saves then goes to the checkpoint's own hooks.
+            return self._entered(GatheredWeights(), by_rows)
+
+        with (
+            entered_again_by(again),
+            layer_calls_through(None),
+            scope,
+            self._sharding_outputs(by_rows),
+        ):
+            yield scope
 
     @contextlib.contextmanager
     def _sharding_outputs(self, by_rows: bool) -> Iterator[None]:
@@ -267,7 +251,7 @@ class ShardedTrainer(FitDriver, ShardingDriver):
             _read,
             self._distribution.place,
             assign_shards,
-            _called_again,
+            called_again,
         )
 
     @property

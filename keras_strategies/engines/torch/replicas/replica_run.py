@@ -141,7 +141,7 @@ class TorchRun(ReplicaRun):
     def assigned_value(self, variable: Any, value: torch.Tensor) -> torch.Tensor:
         # A leaf of the autograd graph: assignments have no gradient.
         leaf = value.detach()
-        if raw_value(variable).requires_grad and torch.is_grad_enabled():
+        if raw_value(variable).requires_grad:
             # A copy: the value may be another variable's memory.
             leaf = leaf.clone().requires_grad_()
         return leaf

@@ -46,8 +46,7 @@ class ReplicaVariables:
         if raw is None:
             return None
         if self.shards is not None and self.shards.has(variable):
-            full = self.shards.whole(variable)
-            return full.requires_grad_(raw.requires_grad and torch.is_grad_enabled())
+            return _leaf(self.shards.whole(variable), raw)
         device = self._devices[replica_id]
         if raw.device == device:
             local = raw.detach()
@@ -55,10 +54,8 @@ class ReplicaVariables:
             local = self._mirrors.get(raw, device)
         else:
             local = moved(raw.detach(), device)
-        if raw.requires_grad and torch.is_grad_enabled():
-            # `local` is a new tensor outside of any graph in every case above.
-            local = local.requires_grad_()
-        return local
+        # A new tensor outside of any graph in every case above.
+        return _leaf(local, raw)
 
     def of_call(self, layer: Any) -> CallWeights | None:
         """The variables in shards in a call of a layer; None without any."""
@@ -86,6 +83,13 @@ class ReplicaVariables:
             if raw.device != own and mirror is not None:
                 found.append((device, mirror))
         return found
+
+
+def _leaf(local: torch.Tensor, raw: torch.Tensor) -> torch.Tensor:
+    """A copy with a gradient, also if it is first read without gradients."""
+    return local.requires_grad_(
+        raw.requires_grad and not torch.is_inference_mode_enabled()
+    )
 
 
 class _Mirrors:
