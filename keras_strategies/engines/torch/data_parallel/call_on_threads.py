@@ -104,10 +104,14 @@ class CallOnThreads(CallOnReplicas):
             return run
 
         contextual = [in_context(i, task) for i, task in enumerate(tasks)]
+        with self._variables.ordinary():
+            return self._run(contextual)
+
+    def _run(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
         if not self.proof.draws or not self.is_forward or len(tasks) == 1:
-            return self._threads.run(contextual, self._collectives)
+            return self._threads.run(tasks, self._collectives)
         with self._collectives.drawing_from(ReplicaGenerators(self._devices)):
-            return self._threads.run(contextual, self._collectives)
+            return self._threads.run(tasks, self._collectives)
 
     @contextlib.contextmanager
     def around_call(self) -> Iterator[None]:

@@ -44,10 +44,16 @@ class PackedWeights:
 
     Args:
         workers: the processes, each with the shard of its number.
+        ordinary: makes a context for operations on ordinary tensors.
     """
 
-    def __init__(self, workers: TorchWorkers):
+    def __init__(
+        self,
+        workers: TorchWorkers,
+        ordinary: Callable[[], contextlib.AbstractContextManager[None]],
+    ):
         self.workers = workers
+        self.ordinary = ordinary
         # For each layer that is called the pack of a variable, by the variable's `id`.
         self._packs: weakref.WeakKeyDictionary[Any, dict[int, list[Any]]] = (
             weakref.WeakKeyDictionary()

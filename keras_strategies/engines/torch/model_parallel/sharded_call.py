@@ -240,11 +240,12 @@ class ShardedTrainer(FitDriver, ShardingDriver):
         self._distribution = ShardedDistribution(mesh, self._device.type)
         placements = Placements(self._distribution.processes)
         self._call = ShardedCall(placements, self._distribution)
+        self._unsharded_ops = UnshardedOps()
         #: Training by rows; None where layers compute with shards of weights.
         self.by_rows: TorchTrainer | None = None
         if workers is not None and not placements.has_model_axis:
-            self.by_rows = TorchTrainer(strategy, PackedWeights(workers))
-        self._unsharded_ops = UnshardedOps()
+            shards = PackedWeights(workers, self._unsharded_ops.left)
+            self.by_rows = TorchTrainer(strategy, shards)
         hook_torch_dtensors(
             gather_shards,
             match_placements,

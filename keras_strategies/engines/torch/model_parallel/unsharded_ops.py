@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from keras_strategies.engines.torch.compat import (
     TorchDispatchMode,
+    dispatch_modes,
     schema_arguments,
     tree_flatten,
     tree_map,
@@ -72,6 +73,19 @@ class UnshardedOps(TorchDispatchMode):
                     yield
         finally:
             self._depth -= 1
+
+    @contextlib.contextmanager
+    def left(self) -> Iterator[None]:
+        """Leaves the mode around operations on ordinary tensors, to save its time."""
+        modes = dispatch_modes()
+        if not modes or modes[-1] is not self:
+            yield
+            return
+        self.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self.__enter__()
 
     def __torch_dispatch__(  # type: ignore[override]
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +61,12 @@ class ReplicaVariables:
     def of_call(self, layer: Any) -> CallWeights | None:
         """The variables in shards in a call of a layer; None without any."""
         return None if self.shards is None else self.shards.of_call(layer)
+
+    def ordinary(self) -> contextlib.AbstractContextManager[None]:
+        """Entered around what replicas compute, with ordinary tensors."""
+        if self.shards is None:
+            return contextlib.nullcontext()
+        return self.shards.ordinary()
 
     def is_sharded(self, variable: Any) -> bool:
         """Whether each worker has a shard of a variable."""
