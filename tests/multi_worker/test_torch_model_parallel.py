@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 
@@ -340,54 +341,105 @@ def test_a_language_model_with_and_without_remat(cluster, is_rematerialized):
 
 
 def test_gathered_weights_are_freed_after_their_operations(cluster):
-    """Four weights in parts: one at a time is gathered, forward and backward."""
+    """Four weights in shards, each in a pack of its own: two packs are kept."""
 
     def program(strategy):
-        from keras_strategies.engines.torch.model_parallel import gathered_weights
+        import torch
+        from torch.multiprocessing.reductions import StorageWeakRef
 
-        made, live, gathered = [], [], []
-        original = gathered_weights.GatheredWeights
-        plain = gathered_weights._Gather.apply
+        from keras_strategies.engines.torch.model_parallel import packed_weights
 
-        class Recorded(original):
-            def __init__(self):
-                super().__init__()
-                made.append(self)
+        live, memories = [], []
+        original = packed_weights.PackedWeights._gathered
 
-        def gather(*args):
-            gathered.append(tuple(args[0].shape))
-            return plain(*args)
+        def gathered(self, pack, dtype):
+            live.append(sum(not memory.expired() for memory in memories))
+            values = original(self, pack, dtype)
+            memories.extend(
+                StorageWeakRef(value.untyped_storage()) for value in values.values()
+            )
+            return values
 
-        class Noting(keras.layers.Layer):
-            def call(self, x):
-                sources = [s for each in made for s in each._sources.values()]
-                live.append(sum(not source.memory.expired() for source in sources))
-                return x * 1.0
-
-        from keras_strategies.engines.torch.model_parallel import sharded_call
-
-        sharded_call.GatheredWeights = Recorded
-        gathered_weights._Gather.apply = gather
+        packed_weights.PackedWeights._gathered = gathered
         try:
-            own = cut()
+            options = ks.CommunicationOptions(bytes_per_pack=256)
+            own = ks.ModelParallelStrategy(
+                "fsdp", ["cpu:0"], min_shard_bytes=0, communication_options=options
+            )
             keras.utils.set_random_seed(3)
             with own.scope():
                 model = keras.Sequential([keras.Input((8,))])
                 for _ in range(4):
                     model.add(keras.layers.Dense(8, "tanh", use_bias=False))
-                    model.add(Noting())
                 model.compile("sgd", "mse")
-            x, _ = rows()
-            model.fit(x[:8], x[:8], batch_size=8, verbose=0)
+            x = torch.zeros((8, 8))
+            model.fit(x, x, batch_size=8, verbose=0)
         finally:
-            sharded_call.GatheredWeights = original
-            gathered_weights._Gather.apply = plain
-        return live, len(gathered)
+            packed_weights.PackedWeights._gathered = original
+        return live, sum(not memory.expired() for memory in memories)
 
-    for live, gathered in cluster(program):
-        assert max(live[-4:]) == 0
+    for live, left in cluster(program):
         # The first weight has no part in the backward pass: inputs have no gradients.
-        assert gathered == 4 + 3
+        assert len(live) == 4 + 3
+        assert max(live) <= 2
+        assert left == 0
+
+
+def test_run_with_weights_in_shards(cluster):
+    """Rows that do not divide, batch normalization, a norm of all gradients."""
+
+    def train(strategy):
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            model = keras.Sequential(
+                [
+                    keras.Input((8,)),
+                    keras.layers.Dense(16, "tanh"),
+                    keras.layers.BatchNormalization(),
+                    keras.layers.Dense(4),
+                ]
+            )
+            optimizer = keras.optimizers.Adam(0.01, global_clipnorm=0.5)
+            optimizer.build(model.trainable_variables)
+            seen = keras.metrics.Mean()
+
+        def step(x, y):
+            def loss_of():
+                return keras.ops.sum((model(x, training=True) - y) ** 2)
+
+            variables = model.trainable_variables
+            loss, gradients = ks.value_and_grad(loss_of, variables)()
+            optimizer.apply(gradients, variables)
+            seen.update_state(loss / 7)
+
+        x, y = (keras.ops.convert_to_tensor(each) for each in rows())
+        count = strategy.num_replicas_in_sync
+        for start in (0, 7, 15):
+            places = np.linspace(start, start + 7, count + 1).round().astype(int)
+
+            def own(ctx, of, places=places):
+                i = ctx.replica_id_in_sync_group
+                return of[places[i] : places[i + 1]]
+
+            parts = [
+                strategy.experimental_distribute_values_from_function(
+                    functools.partial(own, of=each)
+                )
+                for each in (x, y)
+            ]
+            strategy.run(step, args=tuple(parts))
+        weights = [keras.ops.convert_to_numpy(w) for w in model.weights]
+        return weights, float(seen.result()) * count
+
+    expected, mean = train(ks.OneDeviceStrategy("cpu:0"))
+
+    def program(strategy):
+        return train(cut())
+
+    for weights, found in cluster(program):
+        np.testing.assert_allclose(found, mean, rtol=1e-5)
+        for one, other in zip(weights, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
 def test_the_ordinary_file_goes_on_anywhere(cluster, tmp_path):
@@ -482,9 +534,9 @@ def test_a_plan_says_what_then_is(cluster):
 
 def test_what_cannot_be(cluster, tmp_path):
     def program(strategy, folder):
-        own = cut()
         with pytest.raises(RuntimeError, match="Use `fit` with a custom `train_step`"):
-            own.run(lambda: 0)
+            cut("auto", 2).run(lambda: 0)
+        own = cut()
         with pytest.raises(RuntimeError, match="needs its own process"):
             ks.ModelParallelStrategy("fsdp", ["cpu:0", "cpu:1"])
         model = network(own)

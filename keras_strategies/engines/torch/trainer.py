@@ -143,7 +143,7 @@ class TorchTrainer(FitDriver):
             check_steps(data, workers)
             if route is not call:
                 data = keras.tree.map_structure(joined, data)
-            with layer_calls_through(route):
+            with layer_calls_through(route), self.variables.in_step():
                 outputs = function(data)
             if kind == "predict":
                 outputs = keras.tree.map_structure(on_host, outputs)

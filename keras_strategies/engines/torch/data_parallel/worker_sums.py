@@ -202,7 +202,9 @@ class WorkerSums:
         if self._shards is not None:
             for i, target in enumerate(self._targets):
                 if target.is_overwritten and self._shards.has(target.variable):
-                    results[i] = self._shards.shards_of(results[i], target.tensor)
+                    largest = results[i]
+                    assert largest is not None
+                    results[i] = self._shards.shards_of(largest, target.tensor)
         # Before anything depends on a value: sums of an aborted collective are partial.
         self._workers.confirm()
         if self._packs:
@@ -306,15 +308,15 @@ class GradientPack:
         """Writes a gradient of this worker, None for zeros, into the pack."""
         self._reserve()
         with torch.no_grad():
+            self._orders[i] = None
             if total is None:
                 self._views[i].zero_()
             elif self._shards is None:
                 self._views[i].copy_(total)
+                self._orders[i] = axis_order(total)
             else:
                 parts = self._shards.in_shards(total.to_dense(), self._tensors[i])
                 self._views[i].copy_(parts)
-        is_whole = total is not None and self._shards is None
-        self._orders[i] = axis_order(total) if is_whole else None
 
     def put_flags(self, flags: Sequence[float]) -> None:
         """Writes the flags of this worker."""

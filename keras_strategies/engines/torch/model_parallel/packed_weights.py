@@ -26,7 +26,10 @@ from keras_strategies.engines.torch.model_parallel.gathered_weights import (
     SavedWeights,
     check_version,
 )
-from keras_strategies.engines.torch.model_parallel.process_mesh import gather_shards
+from keras_strategies.engines.torch.model_parallel.process_mesh import (
+    gather_shards,
+    in_step,
+)
 from keras_strategies.engines.torch.worker_collectives import TorchWorkers
 from keras_strategies.keras_compat.models.building import is_built
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
@@ -174,6 +177,11 @@ class PackedWeights:
         with torch.enable_grad():
             found: torch.Tensor = _Whole.apply(raw_value(variable))
         return found
+
+    @staticmethod
+    def in_step() -> contextlib.AbstractContextManager[None]:
+        """Entered around steps, in which all processes assign equal values."""
+        return in_step()
 
     @staticmethod
     def shards_of(full: torch.Tensor, like: DTensor) -> DTensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -227,6 +229,24 @@ def match_placements(
     return query, key, value, matching(bias), matching(mask)
 
 
+class _Thread(threading.local):
+    #: Whether ordinary tensors that are assigned are equal in all processes.
+    is_in_step = False
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def in_step() -> Iterator[None]:
+    """A context in which tensors that are assigned are equal in all processes."""
+    before, _thread.is_in_step = _thread.is_in_step, True
+    try:
+        yield
+    finally:
+        _thread.is_in_step = before
+
+
 @torch.no_grad()
 def assign_shards(shards: DTensor, value: torch.Tensor) -> None:
     """Assigns a value to the shards of all processes.
@@ -234,9 +254,12 @@ def assign_shards(shards: DTensor, value: torch.Tensor) -> None:
     Args:
         shards: the shards.
         value: of their full shape; a DTensor, or a tensor of which the chief's values
-            count.
+            count. In a step each process keeps its part, without communication.
     """
     mesh, placements = shards.device_mesh, shards.placements
+    if _thread.is_in_step and not isinstance(value, DTensor):
+        own = value.detach().to(shards.to_local().device)
+        value = DTensor.from_local(own, mesh, run_check=False)
     if isinstance(value, DTensor):
         value = value.redistribute(mesh, placements)
     else:

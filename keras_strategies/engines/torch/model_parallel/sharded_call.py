@@ -345,6 +345,8 @@ class ShardedTrainer(FitDriver, ShardingDriver):
         gathered = reduced = 0
         counts = [0, 0]
         parts = self._mesh.shape[0]
+        # In packs, and without a model axis again for the backward pass.
+        passes = 1 if self.by_rows is None else 2
         for variable in model.trainable_variables:
             axes = axes_of(self._mesh, variable)
             own = self._mesh.shard_shape(tuple(variable.shape), axes)
@@ -357,7 +359,7 @@ class ShardedTrainer(FitDriver, ShardingDriver):
                 reduced += 2 * (parts - 1) * nbytes // parts
         sent = {}
         if counts[0]:
-            sent["all-gather of weights"] = (counts[0], gathered)
+            sent["all-gather of weights"] = (passes * counts[0], passes * gathered)
             sent["reduce-scatter of gradients"] = (counts[0], gathered)
         if counts[1]:
             sent["all-reduce of gradients"] = (counts[1], reduced)

@@ -7,7 +7,6 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import keras
 import torch
 
 from keras_strategies.engines.torch.compat import is_transformed, version_of
@@ -109,7 +108,8 @@ class TorchRun(ReplicaRun):
             else:
                 with collectives.drawing_from(ReplicaGenerators(self._devices)):
                     results = self._threads.run(tasks, collectives)
-        self.commit(merging)
+        with self._variables.in_step():
+            self.commit(merging)
         return results
 
     def _on_replicas(self, arguments: Sequence[Any]) -> list[Any]:
@@ -146,8 +146,10 @@ class TorchRun(ReplicaRun):
             leaf = leaf.clone().requires_grad_()
         return leaf
 
-    def merged(self) -> contextlib.AbstractContextManager[Any]:
-        return keras.device(str(torch_device(self.placement.variables)))
+    @contextlib.contextmanager
+    def merged(self) -> Iterator[None]:
+        with self.strategy.drivers.fit.scope(), self._variables.in_step():
+            yield
 
     def updating(self) -> contextlib.AbstractContextManager[Any]:
         return torch.no_grad()

@@ -68,6 +68,12 @@ class ReplicaVariables:
             return contextlib.nullcontext()
         return self.shards.ordinary()
 
+    def in_step(self) -> contextlib.AbstractContextManager[None]:
+        """Entered around a step, which all workers do alike."""
+        if self.shards is None:
+            return contextlib.nullcontext()
+        return self.shards.in_step()
+
     def is_sharded(self, variable: Any) -> bool:
         """Whether each worker has a shard of a variable."""
         return self.shards is not None and self.shards.has(variable)

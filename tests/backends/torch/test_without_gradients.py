@@ -1,0 +1,94 @@
+"""Variables that are read or assigned without gradients before they have one."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+
+import keras_strategies as ks
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.skipif(
+    keras.backend.backend() != "torch", reason="gradients are Torch's"
+)
+
+REPLICAS = ["cpu:0", "cpu:1"]
+
+
+class Read(keras.layers.Dense):
+    """Divides by the norm of its kernel, which has no gradient."""
+
+    def call(self, x):
+        with torch.no_grad():
+            norm = torch.linalg.norm(self.kernel.value)
+        return super().call(x) / norm
+
+
+class Assigned(keras.layers.Dense):
+    """Clips its kernel before each use."""
+
+    def call(self, x):
+        with torch.no_grad():
+            self.kernel.assign(keras.ops.clip(self.kernel.value, -0.3, 0.3))
+        return super().call(x)
+
+
+def model_with(layer):
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential(
+        [keras.Input((8,)), layer(8, "tanh"), keras.layers.Dense(4)]
+    )
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    return model
+
+
+def rows():
+    rng = np.random.default_rng(0)
+    return tuple(rng.normal(size=(22, n)).astype("float32") for n in (8, 4))
+
+
+@pytest.mark.parametrize("layer", [Read, Assigned])
+@pytest.mark.filterwarnings("ignore:Layer .* cannot be split")
+def test_fit(layer):
+    def train(strategy):
+        with strategy.scope():
+            model = model_with(layer)
+        x, y = rows()
+        model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    expected = train(ks.OneDeviceStrategy("cpu:0"))
+    for one, other in zip(train(ks.MirroredStrategy(REPLICAS)), expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("layer", [Read, Assigned])
+def test_run(layer):
+    def train(strategy):
+        with strategy.scope():
+            model = model_with(layer)
+            model.optimizer.build(model.trainable_variables)
+
+        def step(x, y):
+            def loss_of():
+                return keras.ops.sum((model(x, training=True) - y) ** 2) / 22
+
+            loss, gradients = ks.value_and_grad(loss_of, model.trainable_variables)()
+            model.optimizer.apply(gradients, model.trainable_variables)
+
+        x, y = (keras.ops.convert_to_tensor(each) for each in rows())
+        count = strategy.num_replicas_in_sync
+        parts = [
+            strategy.experimental_distribute_values_from_function(
+                lambda ctx, of=each: of[ctx.replica_id_in_sync_group :: count]
+            )
+            for each in (x, y)
+        ]
+        for _ in range(3):
+            strategy.run(step, args=tuple(parts))
+        return model.get_weights()
+
+    expected = train(ks.OneDeviceStrategy("cpu:0"))
+    for one, other in zip(train(ks.MirroredStrategy(REPLICAS)), expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
