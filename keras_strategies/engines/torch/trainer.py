@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import keras
 import torch
 
 from keras_strategies.devices import Device
+from keras_strategies.engines.torch.counted_memory import step_peak
 from keras_strategies.engines.torch.cuda_batches import batch_prefetcher
 from keras_strategies.engines.torch.data_parallel.layer_call import (
     TorchDataParallelCall,
@@ -35,7 +37,7 @@ from keras_strategies.keras_compat.models.row_wise_layers import only_keras_draw
 from keras_strategies.keras_compat.variables.values import raw_value, set_raw_value
 from keras_strategies.runtime.data_parallel.row_parts import has_row_parts
 from keras_strategies.runtime.drivers import FitDriver
-from keras_strategies.runtime.placement import VariableCopy
+from keras_strategies.runtime.placement import Placement, StepCost, VariableCopy
 from keras_strategies.runtime.workers import Workers
 from keras_strategies.user_warnings import warn_user
 
@@ -153,6 +155,10 @@ class TorchTrainer(FitDriver):
 
         return step
 
+    def step_cost(self, model: Any, batch: Any) -> StepCost:
+        cost = super().step_cost(model, batch)
+        return counted(cost, self.placement, model, batch, lambda v: v.shape)
+
     def planned_devices(self, is_weight: bool) -> tuple[Device, ...]:
         # Only weights, which replicas read, are mirrored.
         if not is_weight:
@@ -169,6 +175,37 @@ class TorchTrainer(FitDriver):
             for device, mirror in self.variables.mirrors(variable)
         ]
         return found
+
+
+def counted(
+    cost: StepCost,
+    placement: Placement,
+    model: Any,
+    batch: Any,
+    own_shape: Callable[[Any], Sequence[int]],
+    others: int = 0,
+) -> StepCost:
+    """The cost with the peak memory of a step, counted on tensors without values.
+
+    Args:
+        cost: the cost without it.
+        placement: the devices of replicas and variables.
+        model: a compiled and built model with variables without values.
+        batch: structure of `keras.KerasTensor`.
+        own_shape: returns the shape of what a device keeps of a variable.
+        others: int, bytes of what is not counted.
+    """
+    share = placement.replica_counts.total
+    device = torch_device(placement.variables)
+    try:
+        peak = step_peak(model, batch, share, device, own_shape)
+    except RuntimeError as error:
+        # An operation without a result, where values are not known.
+        [reason, *_] = str(error).splitlines() or [type(error).__name__]
+        source = f"{cost.source}; the peak cannot be counted: {reason}"
+        return replace(cost, source=source)
+    source = f"{cost.source}; the peak is counted by the operations of a step"
+    return replace(cost, peak=peak + others, source=source)
 
 
 def _partitioned(

@@ -6,7 +6,7 @@ import datetime
 import functools
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -241,7 +241,15 @@ class TorchWorkers(Workers):
     def packs(self, tensors: Sequence[torch.Tensor]) -> list[list[int]]:
         """Indices of the tensors of each pack, in their order."""
         kinds = [(tensor.dtype, tensor.device) for tensor in tensors]
-        sizes = [tensor.nbytes for tensor in tensors]
+        return self._in_packs(kinds, [tensor.nbytes for tensor in tensors])
+
+    def packs_of_sizes(self, sizes: Sequence[int]) -> list[list[int]]:
+        """Indices of the tensors of each pack, from their bytes."""
+        return self._in_packs([None] * len(sizes), sizes)
+
+    def _in_packs(
+        self, kinds: Sequence[Hashable], sizes: Sequence[int]
+    ) -> list[list[int]]:
         limit = self.options.bytes_per_pack or DEFAULT_PACK
         return pack_indices(kinds, sizes, bytes_per_pack=limit)
 

@@ -41,6 +41,7 @@ from keras_strategies.engines.torch.model_parallel.unsharded_ops import Unsharde
 from keras_strategies.engines.torch.trainer import (
     TorchTrainer,
     check_steps,
+    counted,
     keras_function,
 )
 from keras_strategies.engines.torch.worker_collectives import TorchWorkers
@@ -70,6 +71,7 @@ from keras_strategies.runtime.placement import (
     axes_of,
     check_layouts,
     itemsize,
+    nbytes_of,
 )
 
 if TYPE_CHECKING:
@@ -363,8 +365,30 @@ class ShardedTrainer(FitDriver, ShardingDriver):
             sent["reduce-scatter of gradients"] = (counts[0], gathered)
         if counts[1]:
             sent["all-reduce of gradients"] = (counts[1], reduced)
-        source = "estimated from the sizes of the variables, without activations"
-        return StepCost(None, sent, source)
+        source = "estimated from the sizes of the variables"
+        cost = StepCost(None, sent, source)
+        if self.by_rows is None:
+            return cost
+        return counted(
+            cost, self.placement, model, batch, self._own_shape, self._in_packs(model)
+        )
+
+    def _own_shape(self, variable: Any) -> Sequence[int]:
+        axes = axes_of(self._mesh, variable)
+        return self._mesh.shard_shape(tuple(variable.shape), axes)
+
+    def _in_packs(self, model: Any) -> int:
+        """Bytes of the weights and gradients that are gathered at one time."""
+        workers = self.placement.workers
+        assert isinstance(workers, TorchWorkers)
+        sizes = [
+            nbytes_of(variable)
+            for variable in model.variables
+            if tuple(self._own_shape(variable)) != tuple(variable.shape)
+        ]
+        packs = workers.packs_of_sizes(sizes)
+        # Two packs of weights, and those of gradients that are filled and sent.
+        return 4 * max((sum(sizes[i] for i in pack) for pack in packs), default=0)
 
     def copies(self, variable: Any) -> list[VariableCopy]:
         raw = raw_value(variable)
