@@ -528,8 +528,41 @@ def test_a_plan_says_what_then_is(cluster):
 
     for planned, found, sent, text in cluster(program):
         assert planned == found
+        assert "peak of a step per device" in text
         assert sent > 0
         assert "reduce-scatter of gradients" in text
+
+
+def test_the_peak_of_a_step_is_what_the_plan_says(cluster):
+    """Wide layers: shards, packs of weights and activations all count."""
+
+    def program(strategy):
+        from keras_strategies.engines.torch.counted_memory import MemoryCounter
+
+        options = ks.CommunicationOptions(bytes_per_pack=2**18)
+        own = ks.ModelParallelStrategy(
+            "fsdp", ["cpu:0"], min_shard_bytes=0, communication_options=options
+        )
+
+        def build():
+            model = keras.Sequential([keras.Input((256,))])
+            for _ in range(6):
+                model.add(keras.layers.Dense(256, "gelu"))
+            model.compile("adam", "mse")
+            return model
+
+        plan = own.plan(build, ((512, 256), (512, 256)))
+        with own.scope():
+            model = build()
+        x = np.zeros((512, 256), "float32")
+        model.fit(x, x, batch_size=512, verbose=0)
+        counter = MemoryCounter()
+        with counter:
+            model.fit(x, x, batch_size=512, verbose=0)
+        return plan.peak, counter.peak + own.describe(model).totals["cpu:0"]
+
+    for planned, found in cluster(program):
+        assert planned == pytest.approx(found, rel=0.15)
 
 
 def test_what_cannot_be(cluster, tmp_path):

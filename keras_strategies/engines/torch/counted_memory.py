@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import torch
 
 from keras_strategies.engines.torch.compat import (
@@ -48,7 +49,9 @@ class MemoryCounter(TorchDispatchMode):
 
     def add(self, tensor: torch.Tensor) -> None:
         """Counts the memory of a tensor until it is freed."""
-        storage = tensor.untyped_storage()
+        # Of a DTensor the shard: its own storage has no memory.
+        own = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        storage = own.untyped_storage()
         key = id(storage)
         if key in self._known or not self._is_counting:
             return
@@ -97,18 +100,23 @@ def step_peak(
     variables += model.metrics_variables
     own = {id(variable): variable for variable in variables}
     state = sum(math.prod(own_shape(v)) * itemsize(v.dtype) for v in own.values())
-    passes = _peak_of_passes(model, batch, share, device, own_shape)
-    return state + max(passes, _peak_of_update(model, device, own_shape))
+    passes, kept = _memory_of_passes(model, batch, share, device, own_shape)
+    update = kept + _peak_of_update(model, device, own_shape)
+    return state + max(passes, update)
 
 
-def _peak_of_passes(
+def _memory_of_passes(
     model: Any,
     batch: Any,
     share: int,
     device: torch.device,
     own_shape: Callable[[Any], Sequence[int]],
-) -> int:
-    """Bytes of activations, gradients and temporary values in the two passes."""
+) -> tuple[int, int]:
+    """Bytes of activations, gradients and temporary values in the two passes.
+
+    Returns:
+        The most, and what is left after them besides gradients.
+    """
     values: dict[int, torch.Tensor] = {}
 
     def value(variable: Any) -> torch.Tensor:
@@ -140,7 +148,9 @@ def _peak_of_passes(
             loss = model.compute_loss(x, y, outputs, weights, training=True)
             if loss.requires_grad:
                 loss.backward()
-    return counter.peak
+        for found in values.values():
+            found.grad = None
+    return counter.peak, counter.alive
 
 
 def _peak_of_update(
@@ -172,11 +182,13 @@ def _without_values(
     device: torch.device,
     counter: MemoryCounter,
 ) -> torch.Tensor:
-    # Seeds have values, so that generators accept them.
-    make = torch.zeros if is_seed_state(variable) else torch.empty
     dtype = getattr(torch, variable.dtype)
     with counter.paused():
-        return make(tuple(shape), dtype=dtype, device=device)
+        if is_seed_state(variable) or not shape:
+            # Seeds and learning rates are read as numbers of Python.
+            zeros = np.zeros(tuple(shape)).tolist()
+            return torch.tensor(zeros, dtype=dtype, device=device)
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
 
 
 def _forget_gradient(weight: torch.Tensor) -> None:

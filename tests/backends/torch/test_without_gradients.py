@@ -74,7 +74,7 @@ def test_run(layer):
             def loss_of():
                 return keras.ops.sum((model(x, training=True) - y) ** 2) / 22
 
-            loss, gradients = ks.value_and_grad(loss_of, model.trainable_variables)()
+            _, gradients = ks.value_and_grad(loss_of, model.trainable_variables)()
             model.optimizer.apply(gradients, model.trainable_variables)
 
         x, y = (keras.ops.convert_to_tensor(each) for each in rows())

@@ -387,8 +387,9 @@ class ShardedTrainer(FitDriver, ShardingDriver):
             if tuple(self._own_shape(variable)) != tuple(variable.shape)
         ]
         packs = workers.packs_of_sizes(sizes)
-        # Two packs of weights, and those of gradients that are filled and sent.
-        return 4 * max((sum(sizes[i] for i in pack) for pack in packs), default=0)
+        largest = max((sum(sizes[i] for i in pack) for pack in packs), default=0)
+        # At most two packs of weights, and two of gradients that are filled and sent.
+        return 2 * min(len(packs), 2) * largest
 
     def copies(self, variable: Any) -> list[VariableCopy]:
         raw = raw_value(variable)
