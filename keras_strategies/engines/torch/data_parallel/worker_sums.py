@@ -257,7 +257,9 @@ class GradientPack:
         # The axes in memory of the gradients that have arrived.
         self._orders: dict[int, list[int] | None] = {}
 
-    def _reserve(self) -> torch.Tensor:
+    @property
+    def flat(self) -> torch.Tensor:
+        """The message, of shape `(parts, numbers)`, which is freed when it is sent."""
         if self._flat is None:
             first = self._tensors[self.members[0]]
             # Half precision is summed in float32.
@@ -278,6 +280,11 @@ class GradientPack:
                 )
         return self._flat
 
+    def _view(self, i: int) -> torch.Tensor:
+        """The place of a gradient in the message."""
+        assert self.flat is not None
+        return self._views[i]
+
     def has(self, i: int) -> bool:
         """Whether the gradient of a variable is in the pack."""
         return i in self._orders
@@ -290,7 +297,7 @@ class GradientPack:
             is of another dtype or device, or sparse. Where the pack is of shards, a
             tensor without memory.
         """
-        flat = self._reserve()
+        flat = self.flat
         is_dense = gradient.layout is torch.strided
         if self._shards is not None and is_dense:
             self.put(i, gradient)
@@ -302,31 +309,31 @@ class GradientPack:
         ):
             return None
         self.put(i, gradient)
-        return self._views[i]
+        return self._view(i)
 
     def put(self, i: int, total: torch.Tensor | None) -> None:
         """Writes a gradient of this worker, None for zeros, into the pack."""
-        self._reserve()
+        place = self._view(i)
         with torch.no_grad():
             self._orders[i] = None
             if total is None:
-                self._views[i].zero_()
+                place.zero_()
             elif self._shards is None:
-                self._views[i].copy_(total)
+                place.copy_(total)
                 self._orders[i] = axis_order(total)
             else:
                 parts = self._shards.in_shards(total.to_dense(), self._tensors[i])
-                self._views[i].copy_(parts)
+                place.copy_(parts)
 
     def put_flags(self, flags: Sequence[float]) -> None:
         """Writes the flags of this worker."""
-        flat = self._reserve()
+        flat = self.flat
         with torch.no_grad():
             flat[:, -self.flags :] = torch.tensor(flags, dtype=flat.dtype)
 
     def begin(self, workers: TorchWorkers) -> None:
         """Begins to send the pack."""
-        flat = self._reserve()
+        flat = self.flat
         if self._shards is None:
             self._own = flat[0]
             self._wait = workers.start_all_reduce(ReduceOp.SUM, flat)
