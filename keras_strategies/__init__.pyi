@@ -74,6 +74,9 @@ from keras_strategies.strategies.default import DefaultStrategy as DefaultStrate
 from keras_strategies.strategies.device_selection import (
     set_virtual_cpu_devices as set_virtual_cpu_devices,
 )
+from keras_strategies.strategies.fit_into import MemoryFit as MemoryFit
+from keras_strategies.strategies.fit_into import TrainingChoice as TrainingChoice
+from keras_strategies.strategies.fit_into import fit_into as fit_into
 from keras_strategies.strategies.mirrored import MirroredStrategy as MirroredStrategy
 from keras_strategies.strategies.model_parallel import (
     ModelParallelStrategy as ModelParallelStrategy,

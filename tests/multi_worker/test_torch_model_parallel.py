@@ -340,6 +340,29 @@ def test_a_language_model_with_and_without_remat(cluster, is_rematerialized):
             assert_same(expected, found, 1e-4, layout_map)
 
 
+@pytest.mark.parametrize("layout_map", ["fsdp", None])
+def test_a_rematerialized_model_in_a_model(cluster, layout_map):
+    """The model itself is computed again too, and calls its layers then."""
+
+    def train(scope):
+        keras.utils.set_random_seed(3)
+        with scope, keras.RematScope("full"):
+            model = keras.Sequential([keras.Input((8,))])
+            for _ in range(3):
+                model.add(keras.layers.Dense(8, "gelu"))
+            model.add(keras.layers.Dense(4))
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+        return as_arrays({"loss": fit(model)} | state_of(model))
+
+    expected = train(contextlib.nullcontext())
+
+    def program(strategy):
+        return train((cut(layout_map) if layout_map else strategy).scope())
+
+    for found in cluster(program):
+        assert_same(expected, found, 1e-5, str(layout_map))
+
+
 def test_gathered_weights_are_freed_after_their_operations(cluster):
     """Four weights in shards, each in a pack of its own: two packs are kept."""
 
@@ -563,6 +586,48 @@ def test_the_peak_of_a_step_is_what_the_plan_says(cluster):
 
     for planned, found in cluster(program):
         assert planned == pytest.approx(found, rel=0.15)
+
+
+def test_what_fits_into_the_memory_of_a_device(cluster):
+    """Wide layers in shards; many rows by accumulation; the numbers of one device."""
+
+    def build():
+        model = keras.Sequential([keras.Input((64,))])
+        for _ in range(4):
+            model.add(keras.layers.Dense(64, "gelu"))
+        model.compile(keras.optimizers.SGD(0.1, 0.9), "mse")
+        return model
+
+    rng = np.random.default_rng(0)
+    x, y = (rng.normal(size=(64, 64)).astype("float32") for _ in range(2))
+
+    def weights(model, batch_size):
+        model.fit(x, y, batch_size=batch_size, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    keras.utils.set_random_seed(3)
+    with ks.OneDeviceStrategy("cpu:0").scope():
+        model = build()
+    expected = weights(model, 64)
+
+    def program(strategy):
+        def fit_into(memory):
+            return ks.fit_into(
+                memory, build, ((64, 64), (64, 64)), ["cpu:0"], min_shard_bytes=0
+            )
+
+        ample = fit_into("1 GiB")
+        least = min(each.peak for each in ample.tried if each.peak is not None)
+        fit = fit_into(least - 1)
+        keras.utils.set_random_seed(3)
+        found = weights(fit.make_model(build), fit.batch_size)
+        return ample.choice.layout, fit.choice, found
+
+    for layout, choice, found in cluster(program):
+        assert layout == "replicated"
+        assert choice.rematerializes or choice.accumulation_steps > 1
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
 def test_what_cannot_be(cluster, tmp_path):

@@ -24,6 +24,7 @@ from keras_strategies.engines.torch.replicas.thread_collectives import (
 )
 from keras_strategies.engines.torch.replicas.thread_state import Streams
 from keras_strategies.errors import ContextError
+from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.thread_state import thread_state, with_thread_state
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.data_parallel.call_on_replicas import (
@@ -201,8 +202,9 @@ class CallOnThreads(CallOnReplicas):
         pairs = [(part, share) for part, share in outputs if part.requires_grad]
         if not pairs or not sources:
             return [None] * len(sources)
-        # Rematerialized layers read the replica's copies of variables.
-        with self.replica_state(replica_id).scope():
+        # Rematerialized layers read the replica's copies of variables, and call the
+        # layers in them on the replica's rows.
+        with layer_calls_through(None), self.replica_state(replica_id).scope():
             return torch.autograd.grad(
                 [part for part, _ in pairs],
                 list(sources),

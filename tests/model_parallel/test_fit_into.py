@@ -1,0 +1,104 @@
+"""`fit_into`: mesh, layouts, rematerialization and accumulation that fit."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import keras_strategies as ks
+
+JAX = keras.backend.backend() == "jax"
+only_jax = pytest.mark.skipif(not JAX, reason="Torch needs a process for each device")
+DEVICES = ["cpu:0", "cpu:1"]
+
+
+def make_model(optimizer="adam"):
+    model = keras.Sequential([keras.Input((64,))])
+    for _ in range(4):
+        model.add(layers.Dense(64, "gelu"))
+    model.compile(optimizer, "mse")
+    return model
+
+
+def chosen(memory, rows=4096):
+    fit = ks.fit_into(
+        memory, make_model, ((rows, 64), (rows, 64)), DEVICES, min_shard_bytes=0
+    )
+    assert fit.choice.peak <= fit.memory
+    assert fit.plan.peak == fit.choice.peak
+    return fit
+
+
+@only_jax
+def test_variables_stay_replicated_where_they_fit() -> None:
+    fit = chosen("1 GiB")
+    assert fit.choice.layout == "replicated"
+    assert (fit.choice.rematerializes, fit.choice.accumulation_steps) == (False, 1)
+    assert fit.batch_size == 4096
+    lines = str(fit).splitlines()
+    assert lines[0] == "Training in 1.0 GiB per device"
+    assert sum(line.endswith("chosen") for line in lines) == 1
+
+
+@only_jax
+def test_steps_are_accumulated_where_activations_do_not_fit() -> None:
+    peaks = [each.peak for each in chosen("1 GiB").tried]
+    fit = chosen(int(min(peaks) * 0.7))
+    assert fit.choice.accumulation_steps in (2, 4)
+    assert fit.batch_size * fit.choice.accumulation_steps == 4096
+    # All that does not fit has been planned before.
+    before = [each.peak for each in fit.tried if each.accumulation_steps == 1]
+    assert min(before) > fit.memory
+
+
+@only_jax
+def test_a_model_that_fits_trains_like_one_device() -> None:
+    rng = np.random.default_rng(0)
+    x, y = (rng.normal(size=(64, 64)).astype("float32") for _ in range(2))
+    keras.utils.set_random_seed(3)
+    with ks.OneDeviceStrategy("cpu:0").scope():
+        expected = make_model("sgd")
+    expected.fit(x, y, batch_size=32, shuffle=False, verbose=0)
+
+    def make():
+        return make_model("sgd")
+
+    peak = ks.fit_into("1 GiB", make, ((32, 64), (32, 64)), DEVICES).choice.peak
+    fit = ks.fit_into(int(peak * 0.9), make, ((32, 64), (32, 64)), DEVICES)
+    assert (fit.choice.accumulation_steps, fit.choice.rematerializes) != (1, False)
+    keras.utils.set_random_seed(3)
+    model = fit.make_model(make)
+    model.fit(x, y, batch_size=fit.batch_size, shuffle=False, verbose=0)
+    for one, other in zip(model.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+@only_jax
+def test_too_little_memory_is_named() -> None:
+    text = r"fits into 9.8 KiB .* on 2 devices. The least"
+    with pytest.raises(ValueError, match=text):
+        ks.fit_into(10_000, make_model, ((8, 64), (8, 64)), DEVICES)
+
+
+@only_jax
+def test_an_optimizer_that_accumulates_already() -> None:
+    def make():
+        return make_model(keras.optimizers.SGD(gradient_accumulation_steps=2))
+
+    shapes = ((256, 64), (256, 64))
+    peak = min(e.peak for e in ks.fit_into("1 GiB", make, shapes, DEVICES).tried)
+    with pytest.raises(ValueError, match="chooses the steps of accumulation itself"):
+        ks.fit_into(peak - 1, make, shapes, DEVICES)
+
+
+@pytest.mark.parametrize("memory", ["much", "0 GiB", "16 apples", -1, True, 1.5])
+def test_memory_that_is_none(memory) -> None:
+    with pytest.raises(ValueError, match="`memory` must be the bytes of a device"):
+        ks.fit_into(memory, make_model, ((8, 64), (8, 64)))
+
+
+def test_shapes_that_are_none() -> None:
+    with pytest.raises(ValueError, match="`batch_shapes` must be a structure"):
+        ks.fit_into("1 GiB", make_model, ())
