@@ -497,6 +497,56 @@ def test_the_ordinary_file_goes_on_anywhere(cluster, tmp_path):
     np.testing.assert_allclose(scores, scores[0], rtol=1e-5)
 
 
+def test_a_file_is_loaded_into_shards(cluster, tmp_path):
+    """Each process keeps its part of a weight that it reads; nothing is sent."""
+
+    def build():
+        model = keras.Sequential([keras.Input((16,))])
+        for _ in range(3):
+            model.add(keras.layers.Dense(16))
+        return model
+
+    keras.utils.set_random_seed(3)
+    alone = build()
+    path = str(tmp_path / "whole.weights.h5")
+    alone.save_weights(path)
+
+    def program(strategy, path):
+        from keras_strategies.engines.torch.model_parallel import process_mesh
+
+        sent = []
+        original = process_mesh.distribute_tensor
+        process_mesh.distribute_tensor = lambda *args: sent.append(args)
+        try:
+            keras.utils.set_random_seed(5)
+            with cut().scope():
+                model = build()
+            model.load_weights(path)
+        finally:
+            process_mesh.distribute_tensor = original
+        kernel = model.layers[0].kernel.value.to_local()
+        memory = kernel.untyped_storage().nbytes()
+        return len(sent), memory, model.get_weights()
+
+    for sent, memory, weights in cluster(program, path):
+        assert sent == 0
+        assert memory == 16 * 16 * 4 // 2
+        for one, other in zip(weights, alone.get_weights(), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_the_chief_decides_where_values_differ(cluster):
+    def program(strategy):
+        with cut().scope():
+            weight = keras.Variable(np.zeros((4, 6), "float32"))
+        index = strategy.workers.group.index
+        weight.assign(np.full((4, 6), 1.0 + index, "float32"))
+        return keras.ops.convert_to_numpy(weight)
+
+    for found in cluster(program):
+        np.testing.assert_array_equal(found, np.ones((4, 6)))
+
+
 def test_each_process_writes_and_reads_its_shards(cluster, tmp_path):
     """A checkpoint goes on under another layout, on all weights, and in one process."""
 

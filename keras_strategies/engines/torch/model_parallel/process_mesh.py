@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import torch
+import torch.distributed as dist
 from keras.distribution import DeviceMesh, TensorLayout
 from torch.distributed.device_mesh import DeviceMesh as ProcessMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -257,15 +259,58 @@ def assign_shards(shards: DTensor, value: torch.Tensor) -> None:
             count. In a step each process keeps its part, without communication.
     """
     mesh, placements = shards.device_mesh, shards.placements
-    if _thread.is_in_step and not isinstance(value, DTensor):
-        own = value.detach().to(shards.to_local().device)
-        value = DTensor.from_local(own, mesh, run_check=False)
     if isinstance(value, DTensor):
-        value = value.redistribute(mesh, placements)
-    else:
-        local = value.detach().to(shards.to_local().device)
-        value = distribute_tensor(local, mesh, placements)
-    shards.copy_(value)
+        shards.copy_(value.redistribute(mesh, placements))
+        return
+    if _thread.is_in_step or is_equal_everywhere(value):
+        # No other memory of its size: a model is loaded variable by variable.
+        own = shards.to_local()
+        own.copy_(own_part(value.detach(), mesh, placements))
+        # As an operation on the DTensor does.
+        torch.autograd.graph.increment_version(shards)
+        return
+    local = value.detach().to(shards.to_local().device)
+    shards.copy_(distribute_tensor(local, mesh, placements))
+
+
+def make_shards(value: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> DTensor:
+    """The shards of a value, of which the chief's values count.
+
+    Args:
+        value: the full value in this process.
+        mesh: torch's `DeviceMesh`.
+        placements: those of the shards.
+    """
+    if not is_equal_everywhere(value):
+        return distribute_tensor(value, mesh, placements)
+    own = own_part(value, mesh, placements).clone(memory_format=torch.contiguous_format)
+    return DTensor.from_local(
+        own,
+        mesh,
+        placements,
+        run_check=False,
+        shape=value.shape,
+        stride=torch.empty(value.shape, device="meta").stride(),
+    )
+
+
+def own_part(value: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> torch.Tensor:
+    """A view of a value as the shard of this process."""
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            parts = value.chunk(mesh.size(axis), placement.dim)
+            value = parts[mesh.get_local_rank(axis)]
+    return value
+
+
+def is_equal_everywhere(value: torch.Tensor) -> bool:
+    """Whether all processes have the same value, by checksums."""
+    on_host = value.detach().cpu().contiguous().view(-1)
+    checksum = zlib.crc32(on_host.view(torch.uint8).numpy().data)
+    own = torch.tensor([checksum, -checksum], dtype=torch.int64, device=value.device)
+    dist.all_reduce(own, dist.ReduceOp.MAX)
+    most, least = own.tolist()
+    return bool(most == -least)
 
 
 def gather_shards(value: Any) -> Any:

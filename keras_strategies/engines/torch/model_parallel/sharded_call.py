@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 import torch
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from keras_strategies.engines.torch.devices import device_of, torch_device
 from keras_strategies.engines.torch.model_parallel.called_again import (
@@ -34,6 +34,7 @@ from keras_strategies.engines.torch.model_parallel.process_mesh import (
     ShardedDistribution,
     assign_shards,
     gather_shards,
+    make_shards,
     match_placements,
     start_default_group,
 )
@@ -334,7 +335,7 @@ class ShardedTrainer(FitDriver, ShardingDriver):
         if raw.is_meta or not any(p.is_shard() and size > 1 for p, size in pairs):
             return
         if not isinstance(raw, DTensor):
-            shards = distribute_tensor(raw.detach(), on.processes, placements)
+            shards = make_shards(raw.detach(), on.processes, placements)
             set_raw_value(variable, torch.nn.Parameter(shards, raw.requires_grad))
         mix_in(variable, DTensorVariable)
 
