@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,26 +11,15 @@ import torch
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.drivers import CheckpointDriver
 from keras_strategies.runtime.placement import Placement
-from keras_strategies.runtime.state.checkpointed_variables import (
-    check_directory,
-    check_same_variables,
-    checkpointed_variables,
-    described,
-    key_of,
-    no_checkpoint,
+from keras_strategies.runtime.state.checkpointed_variables import key_of
+from keras_strategies.runtime.state.numbered_checkpoints import (
+    load_numbered,
+    save_numbered,
 )
-
-#: Of a checkpoint's folder: what the variables are.
-_VARIABLES = "variables.json"
-#: The end of the name of a folder that is being written.
-_PART = ".part"
 
 
 class TorchCheckpoints(CheckpointDriver):
-    """Checkpoints of one strategy.
-
-    Each process writes and reads its own shards. A checkpoint is a folder with a number
-    for a name, which it gets when it is complete.
+    """Checkpoints of one strategy; each process writes and reads its own shards.
 
     Args:
         placement: the devices of the variables, and the workers.
@@ -44,17 +31,14 @@ class TorchCheckpoints(CheckpointDriver):
         self._is_sharded = placement.mesh is not None
 
     def save_sharded(self, model: Any, directory: Path, keep: int) -> int:
+        return save_numbered(model, directory, keep, self._workers, self._write)
+
+    def load_sharded(self, model: Any, directory: Path) -> int:
+        return load_numbered(model, directory, self._workers, self._read)
+
+    def _write(self, folder: Path, groups: dict[str, list[Any]]) -> None:
         dcp = _distributed_checkpoint()
-        what = f"save_sharded to {str(directory)!r}"
-        is_chief = self._is_chief()
-        if is_chief:
-            directory.mkdir(parents=True, exist_ok=True)
-            for rest in directory.glob(f"*{_PART}"):
-                shutil.rmtree(rest)
-        number = self._of_chief(what, max(_finished(directory), default=0) + 1)
-        part = directory / f"{number}{_PART}"
-        groups = checkpointed_variables(model)
-        if is_chief or self._is_sharded:
+        if self._workers is None or self._workers.is_chief or self._is_sharded:
             self._quietly(
                 dcp.save,
                 {
@@ -62,28 +46,11 @@ class TorchCheckpoints(CheckpointDriver):
                     for group, variables in groups.items()
                     for i, variable in enumerate(variables)
                 },
-                storage_writer=dcp.FileSystemWriter(part),
+                storage_writer=dcp.FileSystemWriter(folder),
             )
-        if is_chief:
-            (part / _VARIABLES).write_text(json.dumps(described(groups)))
-            part.rename(directory / str(number))
-            for old in sorted(_finished(directory))[:-keep]:
-                shutil.rmtree(directory / str(old))
-        # No process goes on before the checkpoint is complete.
-        self._of_chief(f"the end of {what}", number)
-        return number
 
-    def load_sharded(self, model: Any, directory: Path) -> int:
+    def _read(self, folder: Path, groups: dict[str, list[Any]]) -> None:
         dcp = _distributed_checkpoint()
-        check_directory(directory)
-        what = f"load_sharded from {str(directory)!r}"
-        number = self._of_chief(what, max(_finished(directory), default=0))
-        if number == 0:
-            raise no_checkpoint(directory)
-        folder = directory / str(number)
-        groups = checkpointed_variables(model)
-        saved = json.loads((folder / _VARIABLES).read_text())
-        check_same_variables(groups, saved, directory)
         state, others = {}, []
         for group, variables in groups.items():
             for i, variable in enumerate(variables):
@@ -100,7 +67,6 @@ class TorchCheckpoints(CheckpointDriver):
         )
         for variable, value in others:
             variable.assign(value)
-        return number
 
     def _quietly(self, call: Any, state: dict[str, Any], **storage: Any) -> None:
         """Calls a function of Torch, which warns where one process calls it alone."""
@@ -108,25 +74,9 @@ class TorchCheckpoints(CheckpointDriver):
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             call(state, no_dist=not self._is_sharded, **storage)
 
-    def _is_chief(self) -> bool:
-        return self._workers is None or self._workers.is_chief
-
-    def _of_chief(self, what: str, number: int) -> int:
-        """The chief's number, on all workers."""
-        if self._workers is None:
-            return number
-        return int(self._workers.group.gather_values(what, number)[0])
-
 
 def _distributed_checkpoint() -> Any:
     # It takes a second to import.
     import torch.distributed.checkpoint
 
     return torch.distributed.checkpoint
-
-
-def _finished(directory: Path) -> list[int]:
-    """The numbers of the complete checkpoints in a folder."""
-    if not directory.is_dir():
-        return []
-    return [int(path.name) for path in directory.iterdir() if path.name.isdigit()]
