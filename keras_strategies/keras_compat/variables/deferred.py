@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,13 +26,20 @@ def has_deferred_variables() -> bool:
 def build_optimizer_without_values(optimizer: Any, variables: list[Any]) -> None:
     """`optimizer.build` for variables that have no values.
 
-    Keras 3.15 on TensorFlow: `TFOptimizer._var_key` reads the `tf.Variable`.
+    Keras 3.15 on TensorFlow: `_var_key` and `add_variable_from_reference` of
+    `TFOptimizer` read the `tf.Variable`, which makes it.
     """
-    object.__setattr__(optimizer, "_var_key", id)
+    from keras.src.optimizers.base_optimizer import BaseOptimizer
+
+    add = functools.partial(BaseOptimizer.add_variable_from_reference, optimizer)
+    methods = {"_var_key": id, "add_variable_from_reference": add}
+    for name, method in methods.items():
+        object.__setattr__(optimizer, name, method)
     try:
         optimizer.build(variables)
     finally:
-        object.__delattr__(optimizer, "_var_key")
+        for name in methods:
+            object.__delattr__(optimizer, name)
 
 
 @contextlib.contextmanager
