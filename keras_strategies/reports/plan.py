@@ -231,7 +231,7 @@ def _variables(strategy: StrategyCore, model: Any) -> tuple[PlannedVariable, ...
     kinds = {"weight": model.variables, "slot": model.optimizer.variables}
     kinds["metric"] = model.metrics_variables
     found: dict[int, PlannedVariable] = {}
-    mesh = strategy.placement.mesh
+    mesh, every = strategy.placement.mesh, strategy.placement.variable_devices
     for kind, variables in kinds.items():
         devices = strategy.drivers.fit.planned_devices(kind == "weight")
         for variable in variables:
@@ -248,6 +248,6 @@ def _variables(strategy: StrategyCore, model: Any) -> tuple[PlannedVariable, ...
                 kind == "weight" and bool(variable.trainable),
                 axes,
                 math.prod(part) * itemsize(variable.dtype),
-                tuple(str(device) for device in devices),
+                tuple(str(device) for device in (every if any(axes) else devices)),
             )
     return tuple(found.values())

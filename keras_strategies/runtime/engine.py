@@ -49,12 +49,6 @@ class Feature(enum.Enum):
     TPUS = "ks.TPUStrategy on TPUs is not supported"
 
 
-WITHOUT_SHARDED_CHECKPOINTS = (
-    "Set KERAS_BACKEND=jax, or use `model.save` and `keras.models.load_model`: "
-    "these files load under every strategy and backend."
-)
-
-
 def require(engine: Engine, feature: Feature) -> None:
     """Raises `BackendError` if an engine lacks a feature."""
     reason = engine.lacks.get(feature)
@@ -73,6 +67,9 @@ class Engine(abc.ABC):
     #: Whether Python runs the steps of each device, so that those of one process wait
     #: for its interpreter; each device of a mesh has a process.
     has_python_per_device: ClassVar[bool] = False
+    #: Whether layers compute with gathered variables, so that each device of a mesh is
+    #: a replica, with rows of its own.
+    gathers_shards: ClassVar[bool] = False
     #: The error of an iterator that has ended.
     out_of_range_error: ClassVar[type[OutOfRangeError]] = OutOfRangeError
     #: The exceptions that end iterations.

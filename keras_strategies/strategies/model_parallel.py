@@ -173,12 +173,19 @@ class ModelParallelStrategy(Strategy):
             outputs,
             None if workers is None else (start, start + len(own)),
         )
-        width = len(found) // shape[0]
+        width = 1 if engine.gathers_shards else len(found) // shape[0]
         replicas = own[::width]
         if workers is not None:
             workers = workers.with_replicas(len(replicas), _span(every, width))
         super().__init__(
-            Placement(replicas, replicas[0], mirrored=False, workers=workers, mesh=mesh)
+            Placement(
+                replicas,
+                replicas[0],
+                # Of variables that are not sharded.
+                mirrored=engine.gathers_shards,
+                workers=workers,
+                mesh=mesh,
+            )
         )
         if workers is not None:
             sync_random_numbers(engine, workers.group)

@@ -41,15 +41,20 @@ def _model_parallel(layout_map: str, model_parallel: int) -> Any:
     )
 
 
-# Grids of four devices, data x model. Other backends than JAX cannot shard variables.
+def _replicas(data_parallel: int) -> int:
+    # On TensorFlow each device is a replica.
+    return 4 if keras.backend.backend() == "tensorflow" else data_parallel
+
+
+# Grids of four devices, data x model. On Torch, each device has a process.
 MODEL_PARALLEL = {
     case.name: case
     for case in (
-        StrategyCase("model_2x2", 2, lambda: _model_parallel("auto", 2)),
-        StrategyCase("model_1x4", 1, lambda: _model_parallel("auto", 4)),
-        StrategyCase("model_4x1", 4, lambda: _model_parallel("auto", 1)),
-        StrategyCase("fsdp_4", 4, lambda: _model_parallel("fsdp", 1)),
-        StrategyCase("fsdp_2x2", 2, lambda: _model_parallel("fsdp", 2)),
+        StrategyCase("model_2x2", _replicas(2), lambda: _model_parallel("auto", 2)),
+        StrategyCase("model_1x4", _replicas(1), lambda: _model_parallel("auto", 4)),
+        StrategyCase("model_4x1", _replicas(4), lambda: _model_parallel("auto", 1)),
+        StrategyCase("fsdp_4", _replicas(4), lambda: _model_parallel("fsdp", 1)),
+        StrategyCase("fsdp_2x2", _replicas(2), lambda: _model_parallel("fsdp", 2)),
     )
 }
 
@@ -78,7 +83,7 @@ if devices.KIND != "cpu":
     STRATEGIES["default_options"] = StrategyCase(
         "default_options", devices.COUNT, lambda: ks.MirroredStrategy()
     )
-if keras.backend.backend() == "jax":
+if keras.backend.backend() != "torch":
     STRATEGIES |= {name: MODEL_PARALLEL[name] for name in ("model_2x2", "fsdp_2x2")}
 
 #: The strategies of a test that is slow and would say much the same of each: two

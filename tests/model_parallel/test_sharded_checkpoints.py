@@ -17,8 +17,8 @@ import keras_strategies as ks
 BACKEND = keras.backend.backend()
 JAX = BACKEND == "jax"
 #: Torch shards variables over processes: see `multi_worker/test_torch_model_parallel`.
-needs_checkpoints = pytest.mark.skipif(
-    BACKEND == "tensorflow", reason="TensorFlow has no sharded checkpoints"
+one_process = pytest.mark.skipif(
+    BACKEND == "torch", reason="each device needs a process"
 )
 TIMEOUT = 60.0
 
@@ -69,15 +69,15 @@ TARGETS = {
 }
 
 
-@pytest.mark.skipif(not JAX, reason="only JAX shards variables")
+@one_process
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_checkpoint_goes_on_under_another_mesh(target, saved) -> None:
     folder, before, after = saved
     strategy = {**STRATEGIES, **MODEL_PARALLEL}[target].make()
     other = made(strategy)
-    layout = [v.value.sharding for v in other.variables]
+    layout = strategy.describe(other).rows
     assert strategy.load_sharded(other, folder) == 1
-    assert [v.value.sharding for v in other.variables] == layout
+    assert strategy.describe(other).rows == layout
     for a, b in zip(before, state(other), strict=True):
         np.testing.assert_array_equal(a, b)
     fit(other)
@@ -86,7 +86,7 @@ def test_a_checkpoint_goes_on_under_another_mesh(target, saved) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.skipif(not JAX, reason="only JAX shards variables")
+@pytest.mark.skipif(not JAX, reason="files of Orbax")
 def test_parts_are_written_as_they_lie(tmp_path) -> None:
     strategy = MODEL_PARALLEL["fsdp_2x2"].make()
     model = made(strategy)
@@ -101,7 +101,20 @@ def test_parts_are_written_as_they_lie(tmp_path) -> None:
     assert tuple(written["model.000000"]) == kernel
 
 
-@needs_checkpoints
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="files of TensorFlow")
+def test_shards_are_slices_in_the_files_of_tensorflow(tmp_path) -> None:
+    import tensorflow as tf
+
+    strategy = MODEL_PARALLEL["fsdp_2x2"].make()
+    model = made(strategy)
+    strategy.save_sharded(model, tmp_path)
+    reader = tf.train.load_checkpoint(str(tmp_path / "1/state"))
+    kernel = reader.get_tensor("model/000000")
+    np.testing.assert_array_equal(kernel, model.get_weights()[0])
+    for shard in model.weights[0].value.by_device.values():
+        assert shard.shape == (4, 8)
+
+
 def test_old_checkpoints_go(tmp_path) -> None:
     strategy = STRATEGIES["mirrored_2"].make()
     model = made(strategy)
@@ -114,12 +127,16 @@ def test_old_checkpoints_go(tmp_path) -> None:
 
 
 #: Files of a checkpoint that is being written.
-UNFINISHED = "*tmp*/state*" if JAX else "*.part/*.distcp"
+UNFINISHED = {
+    "jax": "*tmp*/state*",
+    "torch": "*.part/*.distcp",
+    "tensorflow": "*.part/state*",
+}[BACKEND]
 SAVER = """
 import sys
 import keras, numpy as np, keras_strategies as ks
 devices = [f"cpu:{i}" for i in range(4)]
-if keras.backend.backend() == "jax":
+if keras.backend.backend() != "torch":
     strategy = ks.ModelParallelStrategy("auto", devices)
 else:
     strategy = ks.MirroredStrategy(devices)
@@ -134,7 +151,6 @@ while True:
 """
 
 
-@needs_checkpoints
 def test_a_process_killed_while_it_saves_leaves_the_last_one(tmp_path) -> None:
     folder = tmp_path / "saved"
     folder.mkdir()
@@ -150,7 +166,7 @@ def test_a_process_killed_while_it_saves_leaves_the_last_one(tmp_path) -> None:
         process.kill()
     assert list(folder.glob(UNFINISHED)), "it was not in the middle"
     devices = [f"cpu:{i}" for i in range(2)]
-    if JAX:
+    if BACKEND != "torch":
         strategy = ks.ModelParallelStrategy("auto", devices)
     else:
         strategy = ks.CentralStorageStrategy(devices, "cpu:0")
@@ -163,10 +179,9 @@ def test_a_process_killed_while_it_saves_leaves_the_last_one(tmp_path) -> None:
         assert np.all(weight == number)
 
 
-@needs_checkpoints
 def test_what_cannot_be_loaded(tmp_path) -> None:
     cases = {**STRATEGIES, **MODEL_PARALLEL}
-    strategy = cases["model_2x2" if JAX else "mirrored_2"].make()
+    strategy = cases["mirrored_2" if BACKEND == "torch" else "model_2x2"].make()
     model = made(strategy)
     with pytest.raises(ValueError, match="no directory"):
         strategy.load_sharded(model, tmp_path / "none")
@@ -183,11 +198,6 @@ def test_what_cannot_be_loaded(tmp_path) -> None:
     with pytest.raises(ValueError, match="`keep` must be a number"):
         strategy.save_sharded(model, tmp_path, keep=0)
     with pytest.raises(RuntimeError, match="was not created in the scope"):
-        cases["model_1x4" if JAX else "one_device"].make().save_sharded(model, tmp_path)
-
-
-@pytest.mark.skipif(BACKEND != "tensorflow", reason="others have them")
-def test_other_backends_say_what_to_use(mirrored, tmp_path) -> None:
-    model = made(mirrored)
-    with pytest.raises(RuntimeError, match=r"use `model\.save`"):
-        mirrored.save_sharded(model, tmp_path)
+        cases["one_device" if BACKEND == "torch" else "model_1x4"].make().save_sharded(
+            model, tmp_path
+        )

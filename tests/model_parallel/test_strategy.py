@@ -13,8 +13,17 @@ from keras.distribution import DeviceMesh, LayoutMap
 
 import keras_strategies as ks
 
+if keras.backend.backend() == "tensorflow":
+    from keras_strategies.engines.tensorflow.replicas.mirrored_variables import (
+        MirroredVariable,
+    )
+
 JAX = keras.backend.backend() == "jax"
-pytestmark = pytest.mark.skipif(not JAX, reason="only JAX can shard variables")
+TENSORFLOW = keras.backend.backend() == "tensorflow"
+#: Torch shards variables over processes: see `multi_worker/test_torch_model_parallel`.
+pytestmark = pytest.mark.skipif(
+    keras.backend.backend() == "torch", reason="each device needs a process"
+)
 
 DEVICES = [f"cpu:{i}" for i in range(4)]
 
@@ -73,12 +82,23 @@ def rows(count=22):
     return (random.normal(size=(count, 8)).astype("float32") for _ in range(2))
 
 
+def shards(variable):
+    """For each device what it keeps of a variable."""
+    if JAX:
+        return {
+            f"cpu:{shard.device.id}": np.asarray(shard.data)
+            for shard in variable.value.addressable_shards
+        }
+    found = variable.value.by_device
+    assert all(value.device.endswith(device) for device, value in found.items())
+    return {f"cpu:{device[-1]}": value.numpy() for device, value in found.items()}
+
+
 def parts(variable):
     """For each device the shape of what it keeps of a variable."""
-    return {
-        f"cpu:{shard.device.id}": shard.data.shape
-        for shard in variable.value.addressable_shards
-    }
+    if TENSORFLOW and isinstance(variable.value, MirroredVariable):
+        return dict.fromkeys(DEVICES, tuple(variable.shape))
+    return {device: value.shape for device, value in shards(variable).items()}
 
 
 @pytest.mark.parametrize("when", ["made", "trained", "loaded"])
@@ -86,7 +106,8 @@ def test_variables_and_slots_are_in_parts(when, tmp_path) -> None:
     strategy = ks.ModelParallelStrategy("auto", DEVICES, 2, min_shard_bytes=0)
     model = made(strategy)
     x, y = rows()
-    model.optimizer.build(model.trainable_variables)
+    with strategy.scope():
+        model.optimizer.build(model.trainable_variables)
     if when != "made":
         model.fit(x, y, batch_size=8, verbose=0)
     if when == "loaded":
@@ -99,7 +120,7 @@ def test_variables_and_slots_are_in_parts(when, tmp_path) -> None:
     for variable in (up, *slots):
         assert parts(variable) == dict.fromkeys(DEVICES, (8, 8))
     assert parts(down) == dict.fromkeys(DEVICES, (8, 8))
-    ups = [np.asarray(s.data) for s in up.value.addressable_shards]
+    ups = [shards(up)[device] for device in DEVICES]
     np.testing.assert_array_equal(np.concatenate(ups[:2], 1), up.numpy())
     assert "in parts on cpu:0, cpu:1, cpu:2, cpu:3" in repr(up)
 
@@ -111,6 +132,12 @@ def test_fsdp_keeps_a_share_of_everything_large() -> None:
     model.fit(x, y, batch_size=8, verbose=0)
     assert strategy.num_replicas_in_sync == 4
     totals = strategy.describe(model).totals
+    if TENSORFLOW:
+        # Slots of replicated weights, and metrics, are on the first device only.
+        totals["cpu:0"] -= 2 * (16 + 8) * 4 + 8 + 4 + 8
+        assert len(set(totals.values())) == 1
+        assert totals["cpu:0"] == 6 * 8 * 16 + (16 + 8) * 4
+        return
     assert len(set(totals.values())) == 1
     # Two kernels with two slots each, of 8 x 16 floats, in four parts.
     whole = sum(v.value.nbytes for v in [*model.variables, *model.optimizer.variables])
@@ -280,7 +307,20 @@ def test_it_says_what_it_is() -> None:
         "cpu:3>"
     )
     assert strategy.extended.parameter_devices == tuple(DEVICES)
-    assert strategy.extended.worker_devices == ("cpu:0", "cpu:2")
+    computing = DEVICES if TENSORFLOW else DEVICES[::2]
+    assert strategy.extended.worker_devices == tuple(computing)
+
+
+@pytest.mark.skipif(not TENSORFLOW, reason="JAX makes them where their layout says")
+def test_slots_made_outside_of_the_scope_are_sharded_in_fit() -> None:
+    strategy = MODEL_PARALLEL["model_2x2"].make()
+    model = made(strategy)
+    model.optimizer.build(model.trainable_variables)
+    x, y = rows()
+    model.fit(x, y, batch_size=8, verbose=0)
+    slots = [v for v in model.optimizer.variables if "up_kernel" in v.path]
+    for slot in slots:
+        assert parts(slot) == dict.fromkeys(DEVICES, (8, 8))
 
 
 # Layout maps with patterns that match nothing.

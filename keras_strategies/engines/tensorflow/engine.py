@@ -37,6 +37,13 @@ from keras_strategies.engines.tensorflow.program_iteration import (
     loop_over,
 )
 from keras_strategies.engines.tensorflow.replicas.replica_run import TensorFlowRun
+from keras_strategies.engines.tensorflow.sharded_checkpoints import (
+    TensorFlowCheckpoints,
+)
+from keras_strategies.engines.tensorflow.sharding.gathering_trainer import (
+    GatheringTrainer,
+)
+from keras_strategies.engines.tensorflow.sharding.shard_updates import by_shards
 from keras_strategies.engines.tensorflow.tensor_primitives import PRIMITIVES
 from keras_strategies.engines.tensorflow.trainer import TensorFlowTrainer
 from keras_strategies.engines.tensorflow.workers.worker_collectives import (
@@ -45,11 +52,7 @@ from keras_strategies.engines.tensorflow.workers.worker_collectives import (
 from keras_strategies.errors import OutOfRangeError
 from keras_strategies.runtime.compiled_functions import ProgramIterable
 from keras_strategies.runtime.drivers import Drivers
-from keras_strategies.runtime.engine import (
-    WITHOUT_SHARDED_CHECKPOINTS,
-    Engine,
-    Feature,
-)
+from keras_strategies.runtime.engine import Engine, Feature
 from keras_strategies.runtime.workers import Workers
 from keras_strategies.types import CommunicationOptions, ReduceOp
 
@@ -70,17 +73,11 @@ class TensorFlowEngine(Engine):
     name = "tensorflow"
     lacks = MappingProxyType(
         {
-            Feature.SHARDED_VARIABLES: "Keras shards variables over devices on JAX "
-            "only: on TensorFlow a layer's kernel is one `tf.Variable`, on one device. "
-            "Set KERAS_BACKEND=jax; models saved there load on TensorFlow. TensorFlow "
-            "supports ks.MirroredStrategy, with all variables on every device, and, "
-            "for optimizer slots too large for the accelerators, "
-            "ks.CentralStorageStrategy, with variables and slots on 'cpu:0'.",
-            Feature.SHARDED_CHECKPOINTS: WITHOUT_SHARDED_CHECKPOINTS,
             Feature.TPUS: "TensorFlow runs on TPUs by tf.distribute.TPUStrategy only, "
             "which this package does not use. Set KERAS_BACKEND=jax.",
         }
     )
+    gathers_shards = True
     out_of_range_error = TensorFlowOutOfRangeError
     end_errors = (*Engine.end_errors, tf.errors.OutOfRangeError)
 
@@ -157,11 +154,16 @@ class TensorFlowEngine(Engine):
         return function(fn, jit_compile)
 
     def drivers(self, strategy: StrategyCore) -> Drivers:
-        fit = TensorFlowTrainer(strategy)
+        if strategy.placement.mesh is None:
+            fit, sharding = TensorFlowTrainer(strategy), None
+        else:
+            fit = sharding = GatheringTrainer(strategy)
         run = TensorFlowRun(strategy, fit.engine)
-        return Drivers(fit, run, elastic=fit.elastic)
+        checkpoints = TensorFlowCheckpoints(strategy.placement)
+        return Drivers(fit, run, sharding, checkpoints, elastic=fit.elastic)
 
     def optimizer_apply(
         self, optimizer: Any, apply: Callable[..., Any]
     ) -> Callable[..., Any]:
-        return apply if tf.executing_eagerly() else after_gradients(apply)
+        own = by_shards(optimizer, apply)
+        return own if tf.executing_eagerly() else after_gradients(own)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -71,6 +73,50 @@ def set_weight_decay(optimizer: Any, applies: dict[int, bool]) -> None:
 
     optimizer._use_weight_decay = is_decayed
     optimizer._apply_weight_decay = apply
+
+
+@contextlib.contextmanager
+def updating_by(
+    optimizer: Any,
+    update: Callable[..., None] | None,
+    decay: Callable[..., None],
+) -> Iterator[None]:
+    """Replaces how an optimizer updates and decays variables, for a block of code.
+
+    An inner block changes nothing, and methods of the user's stay.
+
+    Keras 3.15: `update_step(gradient, variable, learning_rate)` and
+    `_apply_weight_decay(variables)`; on TensorFlow, variables of the first are
+    `tf.Variable`s.
+
+    Args:
+        optimizer: a Keras optimizer.
+        update: callable of Keras's `update_step` and its arguments; None for Keras's.
+        decay: callable of Keras's `_apply_weight_decay` and its argument.
+    """
+    given = {"update_step": update, "_apply_weight_decay": decay}
+    replaced = {
+        name: functools.partial(replacement, getattr(optimizer, name))
+        for name, replacement in given.items()
+        if replacement is not None and name not in vars(optimizer)
+    }
+    for name, own in replaced.items():
+        # Neither Keras nor TensorFlow tracks the attribute.
+        object.__setattr__(optimizer, name, own)
+    try:
+        yield
+    finally:
+        for name in replaced:
+            object.__delattr__(optimizer, name)
+
+
+def optimizers_in(model: Any) -> list[Any]:
+    """The optimizers that a model has as attributes, and those inside of them."""
+    found = [value for value in vars(model).values() if is_optimizer(value)]
+    for optimizer in found:
+        inner = getattr(optimizer, "inner_optimizer", None)
+        found += [*optimizers_of(optimizer), *([] if inner is None else [inner])]
+    return found
 
 
 def clip_gradients(optimizer: Any, gradients: list[Any]) -> list[Any]:

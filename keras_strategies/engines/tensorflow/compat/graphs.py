@@ -48,7 +48,7 @@ PRIVATE_NAMES = (
     Private(
         f"{_PYTHON}.ops.control_flow_v2_func_graphs",
         ("ControlFlowFuncGraph",),
-        "Draws in loops and branches of a call are draws of the call.",
+        "Draws and reads in loops and branches of a call are those of the call.",
     ),
 )
 
@@ -63,6 +63,14 @@ def is_in_program() -> bool:
     graph = tf.compat.v1.get_default_graph()
     outer = getattr(graph, "outer_graph", None)
     return outer is not None and not outer.building_function
+
+
+def graph_around_control_flow() -> Any:
+    """The current graph, or the one around its loops and branches."""
+    graph = tf.compat.v1.get_default_graph()
+    while isinstance(graph, control_flow_v2_func_graphs.ControlFlowFuncGraph):
+        graph = graph.outer_graph
+    return graph
 
 
 def is_in_control_flow_of(graph: Any, inner: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import tensorflow as tf
 from tensorflow.python.ops import (
     resource_variable_ops,
 )
@@ -16,8 +17,14 @@ _VARIABLES = f"{_PYTHON}.ops.resource_variable_ops"
 PRIVATE_NAMES = (
     Private(
         _VARIABLES,
-        ("ResourceVariable", "VariableSpec", "_UnreadVariable", "variable_accessed"),
-        "Mirrored variables, and what their assignments return.",
+        (
+            "ResourceVariable",
+            "UninitializedVariable",
+            "VariableSpec",
+            "_UnreadVariable",
+            "variable_accessed",
+        ),
+        "Mirrored and sharded variables, and what assignments return.",
     ),
     Private(
         f"{_VARIABLES}.BaseResourceVariable",
@@ -28,9 +35,10 @@ PRIVATE_NAMES = (
             "_read_variable_op",
             "_restore_from_tensors",
             "_shape",
+            "_strided_slice_assign",
             "_unique_id",
         ),
-        "Reads and assignments of mirrored variables.",
+        "Reads and assignments of mirrored and sharded variables.",
     ),
     Private(f"{_VARIABLES}.VariableSpec", ("_component_specs",), "Their trace types."),
     Private(
@@ -77,6 +85,54 @@ class ResourceVariable(resource_variable_ops.BaseResourceVariable):  # type: ign
             object_map=object_map, tensor_map=tensor_map, options=options, **kwargs
         )
         return [*handles, *self.exported(tensor_map)]
+
+
+class VariableWithoutValue(  # type: ignore[misc]
+    ResourceVariable, resource_variable_ops.UninitializedVariable
+):
+    """A variable whose handle has no value: a read of the handle is an error.
+
+    A subclass has the value elsewhere. Tapes and programs identify it by the handle.
+
+    Args:
+        like: `tf.Variable`, of which shape, dtype and name are taken.
+    """
+
+    def __init__(self, like: Any):
+        super().__init__(
+            trainable=like.trainable,
+            name=like.name.split(":")[0],
+            shape=like.shape,
+            dtype=like.dtype,
+            synchronization=like.synchronization,
+            aggregation=like.aggregation,
+        )
+
+    def is_initialized(self, name: str | None = None) -> Any:
+        return tf.constant(True)
+
+    def assign_slice(self, slice_of: dict[str, Any], value: Any) -> Any:
+        """Called by `variable[begin:end].assign(value)`.
+
+        Args:
+            slice_of: arguments of `tf.raw_ops.TensorStridedSliceUpdate`.
+            value: the new values.
+        """
+        raise NotImplementedError
+
+    def _strided_slice_assign(
+        self,
+        begin: Any,
+        end: Any,
+        strides: Any,
+        value: Any,
+        name: str | None,
+        *masks: int,
+    ) -> Any:
+        names = ("begin", "end", "ellipsis", "new_axis", "shrink_axis")
+        slice_of = {"begin": begin, "end": end, "strides": strides}
+        given = {f"{n}_mask": mask for n, mask in zip(names, masks, strict=True)}
+        return self.assign_slice({**slice_of, **given}, value)
 
 
 class WithAssignments:

@@ -32,12 +32,19 @@ from keras_strategies.engines.tensorflow.data_parallel.graph_copies import (
 from keras_strategies.engines.tensorflow.data_parallel.row_parts import for_tapes
 from keras_strategies.engines.tensorflow.devices import tf_device
 from keras_strategies.engines.tensorflow.intercepted_draws import seeing_draws
+from keras_strategies.engines.tensorflow.replicas.captured_variables import (
+    CapturedVariable,
+)
 from keras_strategies.engines.tensorflow.replicas.lockstep_replicas import (
     LockstepCollectives,
     ReplicaEngine,
 )
-from keras_strategies.engines.tensorflow.replicas.mirrored_variables import (
-    MirroredVariable,
+from keras_strategies.engines.tensorflow.sharding.shard_gradients import (
+    set_parts,
+    sums_of_parts,
+)
+from keras_strategies.engines.tensorflow.sharding.variables_in_shards import (
+    VariableInShards,
 )
 from keras_strategies.errors import ContextError
 from keras_strategies.keras_compat.models.layers import get_logits
@@ -47,7 +54,10 @@ from keras_strategies.runtime.data_parallel.call_on_replicas import (
     OutputActivation,
     SplitCall,
 )
-from keras_strategies.runtime.data_parallel.gradient_boundary import Channel
+from keras_strategies.runtime.data_parallel.gradient_boundary import (
+    Channel,
+    GradientTarget,
+)
 from keras_strategies.runtime.data_parallel.row_draws import OwnRows
 from keras_strategies.runtime.data_parallel.row_parts import parts_of
 from keras_strategies.runtime.replicas.tensor_primitives import is_float
@@ -295,11 +305,13 @@ class CallInLockstep(CallOnReplicas):
     def _local_value(self, replica_id: int, variable: Any, raw: Any) -> Any:
         """The value that a replica computes with, on its device."""
         device = self._devices[replica_id]
-        own = raw.copy_on(device) if isinstance(raw, MirroredVariable) else None
         # Not recorded by tapes: gradients of variables cross the boundary by `targets`.
         with without_recording():
-            value = self._read(raw) if own is None else own.value()
-            if own is not None or device == self._lead_name:
+            own = raw.value_on(device) if isinstance(raw, CapturedVariable) else None
+            if own is not None:
+                return own
+            value = self._read(raw)
+            if device == self._lead_name:
                 return value
             with tf.device(device):
                 return tf.identity(value)
@@ -420,6 +432,38 @@ class CallInLockstep(CallOnReplicas):
         if is_recorded([*gradients, *outer]):
             return self._differentiable_gradients(gradients)
         return super().backward(gradients)
+
+    def _sums(self, columns: Sequence[Sequence[Any]]) -> list[Any]:
+        in_shards = {}
+        given = list(columns)
+        for i, (target, column) in enumerate(zip(self.targets, columns, strict=True)):
+            variable = self._shards_of(target, column)
+            if variable is not None:
+                counted = self._counted(column)
+                parts = sums_of_parts(self.ops, variable, counted, self._devices)
+                in_shards[i] = [target.rounded(self.ops, part) for part in parts]
+                given[i] = [variable.grid.join(parts, tf.concat)]
+        found = super()._sums(given)
+        for i, parts in in_shards.items():
+            set_parts(found[i], parts)
+        return found
+
+    def _shards_of(
+        self, target: GradientTarget, gradients: Sequence[Any]
+    ) -> VariableInShards | None:
+        """The variable of a target with gradients that are summed shard by shard."""
+        raw = None if target.variable is None else raw_value(target.variable)
+        present = [part for part in gradients if part is not None]
+        if (
+            not isinstance(raw, VariableInShards)
+            or not present
+            or any(isinstance(part, tf.IndexedSlices) for part in present)
+            or target.is_overwritten
+            or self.reduction is not None
+            or self.row_split.workers is not None
+        ):
+            return None
+        return raw
 
     def begin_backward(self, shares: Sequence[Sequence[Any] | None]) -> None:
         super().begin_backward(shares)

@@ -15,29 +15,31 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from keras_strategies.engines.tensorflow.compat.gradients import (
-    record_operation,
-    without_recording,
-)
+from keras_strategies.engines.tensorflow.compat.gradients import without_recording
 from keras_strategies.engines.tensorflow.compat.programs import (
     is_compiled_by_xla,
     without_colocation,
 )
 from keras_strategies.engines.tensorflow.compat.variables import (
-    ResourceVariable,
     UnreadVariable,
     WithAssignments,
-    handle_alias,
-    handle_specs,
     record_read,
 )
 from keras_strategies.engines.tensorflow.compiled_function import refuse_xla
+from keras_strategies.engines.tensorflow.replicas.captured_variables import (
+    CapturedVariable,
+)
+from keras_strategies.engines.tensorflow.replicas.replica_reads import (
+    is_in_replica_graph,
+    record_as_read_of,
+    replica_device,
+    unrecorded_on,
+)
 from keras_strategies.errors import ContextError
 
 
@@ -57,31 +59,6 @@ def _changing_rows(sparse_delta: Any) -> Iterator[None]:
         yield
     finally:
         _changing.rows = previous
-
-
-class _Reading(threading.local):
-    # The device of the copies that this thread reads, None for the variables
-    # themselves; and the graph that its replica builds, None in eager code.
-    device: str | None = None
-    graph: Any = None
-
-
-_reading = _Reading()
-
-
-@contextlib.contextmanager
-def reading_copies_on(device: str) -> Iterator[None]:
-    """Makes this thread read mirrored variables from their copies on a device.
-
-    Args:
-        device: as TensorFlow names it, `/device:KIND:INDEX`.
-    """
-    previous = _reading.device, _reading.graph
-    _reading.device, _reading.graph = device, _current_graph()
-    try:
-        yield
-    finally:
-        _reading.device, _reading.graph = previous
 
 
 class _Copies:
@@ -225,13 +202,8 @@ class _Unread(_Assigned, UnreadVariable):
         super().__init__(variable, operation)
 
 
-class MirroredVariable(_Assigned, ResourceVariable):
-    """A variable with a copy on each of several devices.
-
-    Plain variables of TensorFlow are composite tensors: `tf.nest` and `tf.function`
-    decompose them into handles and rebuild them as variables without copies. This class
-    is not a composite tensor; programs capture it.
-    """
+class MirroredVariable(_Assigned, CapturedVariable):
+    """A variable with a copy on each of several devices."""
 
     def copy_on(self, device: str) -> tf.Variable | None:
         """The copy on `/device:KIND:INDEX`, or None."""
@@ -242,32 +214,32 @@ class MirroredVariable(_Assigned, ResourceVariable):
         """tuple of `tf.Variable`, the copies on the other devices."""
         return self._copies.all
 
+    def value_on(self, device: str) -> Any:
+        own = self.copy_on(device)
+        return None if own is None else own.value()
+
     def _copy_to_read(self) -> tf.Variable | None:
         """The copy that this thread reads; None for the variable itself."""
-        if _reading.device is None:
-            return None
-        if _reading.graph is None and not tf.executing_eagerly():
-            # A program traced by one replica may be called by all of them.
-            return None
-        return self._copies.on(_reading.device)
+        device = replica_device()
+        return None if device is None else self._copies.on(device)
 
     def replica_value(self) -> Any:
         own = self._copy_to_read()
         if own is None:
             return None
         record_read(self)
-        with _unrecorded_on(own.device):
+        with unrecorded_on(own.device):
             value = own.read_value()
-        _record_as_read_of(self, value, lambda gradient: gradient)
+        record_as_read_of(self, value, lambda gradient: gradient)
         return value
 
     def sparse_read(self, indices: Any, name: str | None = None) -> Any:
         own = self._copy_to_read()
-        if own is None or _current_graph() is not _reading.graph:
+        if own is None or not is_in_replica_graph():
             # In a loop or a branch, where the indices may be computed.
             return super().sparse_read(indices, name)
         record_read(self)
-        with _unrecorded_on(own.device):
+        with unrecorded_on(own.device):
             indices = tf.identity(indices)
             rows = own.sparse_read(indices, name)
 
@@ -279,88 +251,14 @@ class MirroredVariable(_Assigned, ResourceVariable):
                 tf.constant(shape, tf.int32),
             )
 
-        _record_as_read_of(self, rows, gradient_of)
+        record_as_read_of(self, rows, gradient_of)
         return rows
-
-    def __tf_tracing_type__(self, context: Any) -> _Identity:
-        return _Identity(self, handle_alias(self, context))
 
     def exported(self, tensor_map: Any) -> list[Any]:
         # A loaded variable has no copies: their handles become that of the variable.
         for copy in self.copies:
             tensor_map[copy.handle] = tensor_map[self.handle]
         return [copy.handle for copy in self.copies]
-
-
-@contextlib.contextmanager
-def _unrecorded_on(device: str) -> Iterator[None]:
-    """Context of operations on a device, in the replica's graph, without recording.
-
-    A read in a loop or a branch is hoisted out of it: gradients inside a loop follow
-    operations, and would end at the handle of the copy.
-    """
-    graph = _reading.graph
-    with (
-        contextlib.nullcontext() if graph is None else graph.as_default(),
-        without_recording(),
-        tf.device(device),
-    ):
-        yield
-
-
-def _record_as_read_of(
-    variable: Any, value: Any, gradient_of: Callable[[Any], Any]
-) -> None:
-    """Records the value of a copy on tapes as a read of the variable."""
-    record_operation(
-        "ReadVariableOp",
-        [value],
-        [variable.handle],
-        lambda gradient: [gradient_of(gradient)],
-    )
-
-
-class _Identity(tf.types.experimental.TraceType):  # type: ignore[misc]
-    """Trace type of a mirrored variable: a trace is for this variable only."""
-
-    def __init__(self, variable: MirroredVariable, alias: Any):
-        self._variable = weakref.ref(variable)
-        self._id = id(variable)
-        # Equal for all arguments of a call that are the same variable.
-        self._alias = alias
-
-    def is_subtype_of(self, other: Any) -> bool:
-        return self == other
-
-    def most_specific_common_supertype(self, others: Sequence[Any]) -> _Identity | None:
-        return self if all(self == other for other in others) else None
-
-    def placeholder_value(self, placeholder_context: Any) -> Any:
-        variable = self._variable()
-        assert variable is not None
-        if not placeholder_context.unnest_only:
-            # TensorFlow expects the handle of an argument among the captures.
-            placeholder_context.context_graph.capture(variable.handle)
-        return variable
-
-    def to_tensors(self, value: Any) -> list[Any]:
-        return [value.handle]
-
-    def flatten(self) -> list[Any]:
-        return handle_specs(self._alias)
-
-    def cast(self, value: Any, cast_context: Any) -> Any:
-        return value
-
-    def __hash__(self) -> int:
-        return hash(self._id)
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, _Identity)
-            and self._variable() is other._variable()
-            and self._alias == other._alias
-        )
 
 
 def mirror(
@@ -383,10 +281,6 @@ def mirror(
             copies.append(tf.Variable(value, trainable=False, name=f"{name}_copy"))
     variable._copies = _Copies(variable.device, copies)
     variable.__class__ = MirroredVariable
-
-
-def _current_graph() -> Any:
-    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
 def _short(device: str) -> str:

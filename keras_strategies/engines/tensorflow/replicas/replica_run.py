@@ -45,13 +45,11 @@ from keras_strategies.engines.tensorflow.replicas.lockstep_replicas import (
     LockstepCollectives,
     ReplicaEngine,
 )
-from keras_strategies.engines.tensorflow.replicas.mirrored_variables import (
-    reading_copies_on,
-)
 from keras_strategies.engines.tensorflow.replicas.program_draws import (
     Exchange,
     ProgramDraws,
 )
+from keras_strategies.engines.tensorflow.replicas.replica_reads import reading_on
 from keras_strategies.engines.tensorflow.tensor_primitives import PRIMITIVES
 from keras_strategies.engines.tensorflow.workers.worker_collectives import workers_of
 from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
@@ -254,7 +252,7 @@ class TensorFlowRun(ReplicaRun):
     @contextlib.contextmanager
     def on_replica(self, replica_id: int) -> Iterator[None]:
         device = self._devices[replica_id]
-        with reading_copies_on(device), padding_empty_replicas("CPU" in device):
+        with reading_on(device), padding_empty_replicas("CPU" in device):
             yield
 
     def draws_of(

@@ -1,0 +1,1 @@
+"""Variables in shards on the devices of a mesh, gathered where they are used."""

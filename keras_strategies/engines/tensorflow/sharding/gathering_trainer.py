@@ -1,0 +1,193 @@
+"""`Model.fit`, `evaluate` and `predict` with variables in shards."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import keras
+import tensorflow as tf
+from keras.distribution import DeviceMesh, LayoutMap, TensorLayout
+
+from keras_strategies.engines.tensorflow.compat.variables import is_resource_variable
+from keras_strategies.engines.tensorflow.devices import tf_device
+from keras_strategies.engines.tensorflow.replicas.replica_run import (
+    creating_variables,
+)
+from keras_strategies.engines.tensorflow.sharding.shard_grid import ShardGrid
+from keras_strategies.engines.tensorflow.sharding.shard_updates import (
+    updating_by_shards,
+)
+from keras_strategies.engines.tensorflow.sharding.variables_in_shards import (
+    VariableInShards,
+)
+from keras_strategies.engines.tensorflow.trainer import TensorFlowTrainer
+from keras_strategies.keras_compat.backends.keras_on_jax import set_layout
+from keras_strategies.keras_compat.optimizers.optimizer_parts import optimizers_in
+from keras_strategies.keras_compat.variables.values import (
+    declared_shape,
+    raw_value,
+    set_raw_value,
+)
+from keras_strategies.layouts import VariableMesh
+from keras_strategies.runtime.colocation import layout_or_colocated
+from keras_strategies.runtime.drivers import ShardingDriver
+from keras_strategies.runtime.placement import (
+    StepCost,
+    VariableCopy,
+    axes_of,
+    check_layouts,
+    itemsize,
+    nbytes_of,
+)
+from keras_strategies.runtime.state.run_state import is_local
+
+if TYPE_CHECKING:
+    from keras_strategies.runtime.engine import StrategyCore
+
+
+class GatheringTrainer(TensorFlowTrainer, ShardingDriver):
+    """Variables in shards on a mesh; each device gathers them for its rows."""
+
+    def __init__(self, strategy: StrategyCore):
+        super().__init__(strategy)
+        mesh = self.placement.mesh
+        assert mesh is not None
+        self._mesh = mesh
+        self._distribution = _distribution(mesh)
+
+    # Variables.
+
+    def initialize(
+        self, variable: Any, original: Callable[[Any], None], value: Any
+    ) -> None:
+        """Creates the `tf.Variable` of a Keras variable in shards, or a replicated one.
+
+        A `tf.Variable` passed by the user is not sharded: programs may assign it.
+        """
+        is_plain = not is_local(variable) and not isinstance(value, tf.Variable)
+        if is_plain:
+            shape = getattr(value, "shape", None) or declared_shape(variable)
+            set_layout(variable, self._layout_of(variable, tuple(shape)))
+        if not is_plain or not axes_of(self._mesh, variable):
+            super().initialize(variable, original, value)
+            return
+        with creating_variables(tf_device(self.placement.variables)):
+            original(value)
+        self._shard(variable)
+
+    def _shard(self, variable: Any) -> None:
+        """Replaces the value of a variable with a layout by shards."""
+        raw = raw_value(variable)
+        grid = ShardGrid.of(self._mesh, axes_of(self._mesh, variable), len(raw.shape))
+        devices = self._mesh.own_devices
+        sharded = VariableInShards(raw, grid, devices, creating_variables)
+        set_raw_value(variable, sharded)
+
+    def adopt(self, variables: Iterable[Any]) -> None:
+        # Keras gives slots the layout of their variable, outside of the scope, too.
+        for variable in variables:
+            raw = raw_value(variable)
+            if is_resource_variable(raw) and any(axes_of(self._mesh, variable)):
+                self._shard(variable)
+
+    def _layout_of(self, variable: Any, shape: tuple[int, ...]) -> TensorLayout:
+        def own(variable: Any) -> TensorLayout:
+            is_float = keras.backend.is_float_dtype(variable.dtype)
+            size = itemsize(variable.dtype)
+            return self._layout(
+                self._mesh.layout(variable.path, shape, size, is_float), len(shape)
+            )
+
+        return layout_or_colocated(variable, own, self._layout((), len(shape)))
+
+    def _layout(self, axes: Sequence[str | None], rank: int) -> TensorLayout:
+        full = [*axes, *[None] * (rank - len(axes))]
+        return TensorLayout(full, self._distribution.device_mesh)
+
+    def copies(self, variable: Any) -> list[VariableCopy]:
+        raw = raw_value(variable)
+        if not isinstance(raw, VariableInShards):
+            return super().copies(variable)
+        devices = {tf_device(device): str(device) for device in self._mesh.own_devices}
+        return [
+            VariableCopy(
+                devices[name],
+                shard.dtype.size * shard.shape.num_elements(),
+                "shard",
+                shard,
+            )
+            for name, shard in raw.by_device.items()
+        ]
+
+    # Layouts.
+
+    @property
+    def distribution(self) -> Any:
+        return self._distribution
+
+    def set_layouts(self, variables: Sequence[Any]) -> None:
+        for variable in variables:
+            layout = self._layout_of(variable, tuple(variable.shape))
+            set_layout(variable, layout)
+
+    def step_cost(self, model: Any, batch: Any) -> StepCost:
+        devices = len(self.placement.replicas)
+        gathered, reduced, mirrored = [], [], []
+        for variable in model.variables:
+            axes, nbytes = axes_of(self._mesh, variable), nbytes_of(variable)
+            if not axes:
+                mirrored += [nbytes] if variable.trainable else []
+                continue
+            grid = ShardGrid.of(self._mesh, axes, len(variable.shape))
+            # A device reads a shard from one of those that have it.
+            gathered.append((devices - len(grid.holders[0])) * nbytes // devices)
+            if variable.trainable:
+                reduced.append((grid.count - 1) * nbytes // grid.count)
+        sent = {
+            "all-gather of weights": (len(gathered), sum(gathered)),
+            "reduce-scatter of gradients": (len(reduced), sum(reduced)),
+        }
+        others = devices - 1
+        if mirrored and others:
+            # The first device adds them, and sends what it has updated.
+            own = 2 * others * sum(mirrored) // devices
+            sent["gradients and updates of replicated weights"] = len(mirrored), own
+        return StepCost(
+            None,
+            {name: cost for name, cost in sent.items() if cost[0]},
+            "estimated from the sizes of the variables, without activations",
+        )
+
+    # Models.
+
+    @contextlib.contextmanager
+    def method(self, model: Any, name: str) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for optimizer in optimizers_in(model):
+                stack.enter_context(updating_by_shards(optimizer))
+            stack.enter_context(super().method(model, name))
+            yield
+        # Models that are built from their first batch in `predict`.
+        if name != "compile":
+            check_layouts(self.placement, model)
+
+    def step_function(self, model: Any, kind: str, make: Callable[[], Any]) -> None:
+        check_layouts(self.placement, model)
+        optimizer = getattr(model, "optimizer", None)
+        if optimizer is not None:
+            self.adopt(optimizer.variables)
+        super().step_function(model, kind, make)
+
+
+def _distribution(mesh: VariableMesh) -> keras.distribution.ModelParallel:
+    """The mesh for users and for Keras's layouts; Keras places nothing by it here."""
+    names = [str(device) for device in mesh.devices]
+    grid = DeviceMesh(mesh.shape, list(mesh.axes), names)
+    layout_map = LayoutMap(grid)
+    return keras.distribution.ModelParallel(
+        layout_map=layout_map,
+        batch_dim_name=mesh.batch_axis,
+        auto_shard_dataset=False,
+    )

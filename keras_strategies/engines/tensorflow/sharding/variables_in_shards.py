@@ -1,0 +1,339 @@
+"""Variables with a shard on each device of a mesh.
+
+A sharded variable is a `tf.Variable` without a value of its own: its handle, by which
+tapes and programs identify it, is empty. The value is in shards, each a `tf.Variable`
+on a device, mirrored where several devices have the same shard. A read concatenates
+the shards on the device that reads, and an assignment splits the new value, in eager
+code and in programs. A gradient is that of the unsharded value.
+
+The handle has no value, so that an operation of `tf.raw_ops` on it raises an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from keras_strategies.devices import Device
+from keras_strategies.engines.tensorflow.compat.gradients import (
+    is_any_tape_active,
+    with_gradient,
+    without_recording,
+)
+from keras_strategies.engines.tensorflow.compat.graphs import graph_around_control_flow
+from keras_strategies.engines.tensorflow.compat.variables import (
+    VariableWithoutValue,
+    record_read,
+)
+from keras_strategies.engines.tensorflow.devices import tf_device
+from keras_strategies.engines.tensorflow.replicas.captured_variables import (
+    CapturedVariable,
+)
+from keras_strategies.engines.tensorflow.replicas.mirrored_variables import (
+    MirroredVariable,
+    mirror,
+)
+from keras_strategies.engines.tensorflow.replicas.replica_reads import (
+    record_as_read_of,
+    replica_device,
+    unrecorded_on,
+)
+from keras_strategies.engines.tensorflow.sharding.shard_grid import ShardGrid
+
+#: A context in which variables are created on a device.
+Creating = Callable[[str], contextlib.AbstractContextManager[Any]]
+
+
+class _Updating(threading.local):
+    # The number of the shard that this thread reads and assigns in place of variables.
+    shard: int | None = None
+
+
+_updating = _Updating()
+
+
+@contextlib.contextmanager
+def on_shard(number: int) -> Iterator[None]:
+    """Makes sharded variables stand for one of their shards in this thread."""
+    previous = _updating.shard
+    _updating.shard = number
+    try:
+        yield
+    finally:
+        _updating.shard = previous
+
+
+class VariableInShards(CapturedVariable, VariableWithoutValue):
+    """A variable in shards.
+
+    Args:
+        like: `tf.Variable` with the value, which is not referenced.
+        grid: the shards.
+        devices: the devices of the mesh.
+        creating: a context in which variables are created on a device.
+    """
+
+    def __init__(
+        self,
+        like: tf.Variable,
+        grid: ShardGrid,
+        devices: Sequence[Device],
+        creating: Creating,
+    ):
+        names = [tf_device(device) for device in devices]
+        with creating(names[0]):
+            super().__init__(like)
+            parts = grid.split(like.read_value(), _split)
+        self.grid = grid
+        self.home = names[0]
+        #: The shards, in the order of the grid.
+        self.shards: tuple[tf.Variable, ...] = tuple(
+            _made_shard(like.name, part, [names[i] for i in holders], creating)
+            for part, holders in zip(parts, grid.holders, strict=True)
+        )
+        # Graphs of programs, loops and branches with assignments.
+        self._assigned_in: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._numbers = {name: number for number, name in enumerate(names)}
+
+    @property
+    def by_device(self) -> dict[str, tf.Variable]:
+        """The shard on each device, by TensorFlow's name of the device."""
+        return {
+            name: _on(self.shards[shard], name)
+            for name, number in self._numbers.items()
+            for shard, holders in enumerate(self.grid.holders)
+            if number in holders
+        }
+
+    # Reads.
+
+    def value_on(self, device: str) -> Any:
+        """The unsharded value on a device, without a gradient."""
+        number = self._numbers.get(device, 0)
+        names = list(self._numbers)
+        parts = []
+        for shard, variable in enumerate(self.shards):
+            source = names[self.grid.nearest(shard, number)]
+            with tf.device(source):
+                parts.append(_on(variable, source).read_value())
+        with tf.device(device):
+            return self.grid.join(parts, tf.concat)
+
+    def replica_value(self) -> Any:
+        if _updating.shard is not None:
+            return self._shard.read_value()
+        record_read(self)
+        device = replica_device()
+        if device is not None or tf.executing_eagerly():
+            with unrecorded_on(device or self.home):
+                value = self.value_on(device or self.home)
+            record_as_read_of(self, value, lambda gradient: gradient)
+            return value
+        with self._graph_of_read().as_default():
+            with without_recording():
+                value = self.value_on(self.home)
+            # Gradients of inner programs follow operations.
+            value, _ = with_gradient([value, self.handle], lambda g, _: [None, g])
+        return value
+
+    def _graph_of_read(self) -> tf.Graph:
+        """That of a recorded read is around loops and branches.
+
+        TensorFlow sums the gradients of a loop's reads from zeros of the shape that the
+        handle's value has, and it has none.
+        """
+        graph = tf.compat.v1.get_default_graph()
+        around = graph_around_control_flow()
+        is_assigned = graph is not around and self._assigned_in.intersection(
+            _graphs_between(graph, around)
+        )
+        if is_assigned or not (self.trainable and is_any_tape_active()):
+            return graph
+        return around
+
+    def sparse_read(self, indices: Any, name: str | None = None) -> Any:
+        return tf.gather(self.read_value(), indices, name=name)
+
+    def gather_nd(self, indices: Any, name: str | None = None) -> Any:
+        return tf.gather_nd(self.read_value(), indices, name=name)
+
+    @property
+    def shape(self) -> Any:
+        return super().shape if _updating.shard is None else self._shard.shape
+
+    @property
+    def _shard(self) -> tf.Variable:
+        """The shard that stands for the variable."""
+        assert _updating.shard is not None
+        return self.shards[_updating.shard]
+
+    # Assignments.
+
+    def assign(
+        self,
+        value: Any,
+        use_locking: bool | None = None,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Any:
+        return self._assign_each("assign", value, read_value)
+
+    def assign_add(
+        self,
+        delta: Any,
+        use_locking: bool | None = None,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Any:
+        return self._assign_each("assign_add", delta, read_value)
+
+    def assign_sub(
+        self,
+        delta: Any,
+        use_locking: bool | None = None,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Any:
+        return self._assign_each("assign_sub", delta, read_value)
+
+    def assign_slice(self, slice_of: dict[str, Any], value: Any) -> Any:
+        new = tf.raw_ops.TensorStridedSliceUpdate(
+            input=self.read_value(), value=value, **slice_of
+        )
+        return self.assign(new)
+
+    def _assign_each(self, method: str, value: Any, read_value: bool) -> Any:
+        value = tf.convert_to_tensor(value, dtype=self.dtype)
+        if not self.shape.is_compatible_with(value.shape):
+            raise ValueError(
+                f"Cannot assign value to variable {self.name!r}: shapes are different. "
+                f"Expected: {self.shape}. Received: {value.shape}"
+            )
+        # A value of unknown shape is checked by the shards.
+        if _updating.shard is not None:
+            chosen, parts = [self._shard], [value]
+        else:
+            chosen, parts = list(self.shards), self.parts_of(value)
+        self._note_assignment()
+        with without_recording():
+            done = [
+                _at(shard, method)(part, read_value=False)
+                for shard, part in zip(chosen, parts, strict=True)
+            ]
+        return self._assigned(done, read_value)
+
+    def _note_assignment(self) -> None:
+        if not tf.executing_eagerly():
+            self._assigned_in.add(tf.compat.v1.get_default_graph())
+
+    def _assigned(self, operations: Sequence[Any], read_value: bool = True) -> Any:
+        if read_value:
+            # A read in a program waits for the assignment of each shard.
+            return self
+        return None if tf.executing_eagerly() else tf.group(*operations)
+
+    def parts_of(self, value: Any) -> list[Any]:
+        """The parts of a gradient, in the order of the shards.
+
+        Args:
+            value: tensor of the variable's shape, or `tf.IndexedSlices` of its rows.
+        """
+        if not isinstance(value, tf.IndexedSlices):
+            return self.grid.split(value, _split)
+        count, rows = self.grid.parts[0], self.shape[0] // self.grid.parts[0]
+        found = []
+        for i in range(count):
+            own = value.indices - tf.cast(i * rows, value.indices.dtype)
+            parts = value.values
+            if count > 1:
+                is_own = (own >= 0) & (own < rows)
+                own, parts = tf.boolean_mask(own, is_own), parts[is_own]
+            for part in self.grid.columns.split(parts, _split):
+                shape = tf.constant([rows, *part.shape[1:]], tf.int32)
+                found.append(tf.IndexedSlices(part, own, shape))
+        return found
+
+    def _scatter(self, method: str, slices: tf.IndexedSlices) -> Any:
+        if _updating.shard is not None:
+            return _at(self._shard, method)(slices)
+        self._note_assignment()
+        with without_recording():
+            pairs = zip(self.shards, self.parts_of(slices), strict=True)
+            return self._assigned([_at(shard, method)(part) for shard, part in pairs])
+
+    def _restore_from_tensors(self, restored_tensors: Any) -> Any:
+        [value] = restored_tensors.values()
+        return self.assign(value, read_value=False)
+
+
+def _scatter_method(name: str) -> Callable[..., Any]:
+    def method(
+        self: VariableInShards,
+        sparse_delta: Any,
+        use_locking: bool = False,
+        name: str | None = None,
+    ) -> Any:
+        return self._scatter(method.__name__, sparse_delta)
+
+    method.__name__ = name
+    return method
+
+
+def _scatter_nd_method(name: str) -> Callable[..., Any]:
+    def method(
+        self: VariableInShards, indices: Any, updates: Any, name: str | None = None
+    ) -> Any:
+        of_tensor = getattr(tf, f"tensor_{method.__name__}")
+        return self.assign(of_tensor(self.read_value(), indices, updates))
+
+    method.__name__ = name
+    return method
+
+
+for _name in ("add", "sub", "mul", "div", "min", "max", "update"):
+    setattr(VariableInShards, f"scatter_{_name}", _scatter_method(f"scatter_{_name}"))
+for _name in ("add", "sub", "min", "max", "update"):
+    _full = f"scatter_nd_{_name}"
+    setattr(VariableInShards, _full, _scatter_nd_method(_full))
+
+
+def _made_shard(
+    name: str, value: Any, devices: Sequence[str], creating: Creating
+) -> tf.Variable:
+    with creating(devices[0]):
+        shard = tf.Variable(value, trainable=False, name=f"{name.split(':')[0]}_shard")
+    if len(devices) > 1:
+        mirror(shard, devices[1:], creating)
+    return shard
+
+
+def _graphs_between(graph: Any, around: Any) -> Iterator[Any]:
+    """A graph and those around it, without the outermost."""
+    while graph is not around:
+        yield graph
+        graph = graph.outer_graph
+
+
+def _on(shard: tf.Variable, device: str) -> tf.Variable:
+    """The shard, or its copy on a device."""
+    copy = shard.copy_on(device) if isinstance(shard, MirroredVariable) else None
+    return shard if copy is None else copy
+
+
+def _at(shard: tf.Variable, method: str) -> Callable[..., Any]:
+    """A method of a shard, on its device."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with tf.device(shard.device):
+            return getattr(shard, method)(*args, **kwargs)
+
+    return call
+
+
+def _split(value: Any, count: int, axis: int) -> Sequence[Any]:
+    return tf.split(value, count, axis)  # type: ignore[no-any-return]
