@@ -17,7 +17,11 @@ from harness.training import (
 import keras_strategies as ks
 
 JAX = keras.backend.backend() == "jax"
-pytestmark = pytest.mark.skipif(not JAX, reason="only JAX can shard variables")
+TENSORFLOW = keras.backend.backend() == "tensorflow"
+#: Of Torch: see `test_torch_model_parallel`.
+pytestmark = pytest.mark.skipif(
+    keras.backend.backend() == "torch", reason="a process has one device"
+)
 
 CASES = {case.name: case for case in model_parallel_cases.CASES}
 # The layout of variables, and the devices along the model axis: of one worker where it
@@ -53,8 +57,17 @@ def values(variables):
     return {f"{i} {v.path}": np.asarray(v) for i, v in enumerate(variables)}
 
 
+def kept(variable):
+    """The shapes of the parts that this worker has of a variable."""
+    if TENSORFLOW:
+        return [tuple(shard.shape) for shard in variable.value.by_device.values()]
+    return [shard.data.shape for shard in variable.value.addressable_shards]
+
+
 def elsewhere(model):
     """How many weights have parts that this worker does not have."""
+    if TENSORFLOW:
+        return sum(hasattr(weight.value, "checksum") for weight in model.weights)
     return sum(
         not w.value.is_fully_replicated
         and sum(
@@ -130,14 +143,13 @@ def test_a_worker_saves_only_its_own_parts(cluster, tmp_path, builds):
         fit(model)
         number = own.save_sharded(model, folder)
         expected = values([*model.weights, *model.optimizer.variables])
-        kept = model.weights[0].value.addressable_shards
+        shapes = kept(model.weights[0])
         other = network(own, seed=4)
         if builds:
             # Outside of the scope: these slots are no strategy's yet.
             other.optimizer.build(other.trainable_variables)
         loaded = own.load_sharded(other, folder)
         found = values([*other.weights, *other.optimizer.variables])
-        shapes = [shard.data.shape for shard in kept]
         on = fit(model), fit(other)
         return number, loaded, expected, found, shapes, on
 
@@ -148,10 +160,13 @@ def test_a_worker_saves_only_its_own_parts(cluster, tmp_path, builds):
             np.testing.assert_array_equal(a, b)
         for (_, a), (_, b) in zip(on[0].items(), on[1].items(), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
-    state = tmp_path / "1" / "state"
-    written = [path for path in state.rglob("*") if path.is_file()]
-    processes = {part for path in written for part in path.parts if "process_" in part}
-    assert {"ocdbt.process_0", "ocdbt.process_1"} <= processes
+    written = [path for path in (tmp_path / "1").rglob("*") if path.is_file()]
+    if TENSORFLOW:
+        names = {path.name for path in written}
+        assert {f"state.data-0000{i}-of-00002" for i in range(2)} <= names
+    else:
+        processes = {part for path in written for part in path.parts}
+        assert {"ocdbt.process_0", "ocdbt.process_1"} <= processes
     # Here, with one device, all of it opens.
     strategy = ks.OneDeviceStrategy("cpu:0")
     model = network(strategy, seed=5)
@@ -207,14 +222,23 @@ def test_a_grid_that_workers_cannot_have(cluster):
         own = cut(strategy, "auto", 2)
         grid = own.mesh.shape, len(own.mesh.own_devices), own.num_replicas_in_sync
         spanned = cut(strategy, "auto", 4)
-        with pytest.raises(RuntimeError, match="takes the devices of several workers"):
-            spanned.run(lambda: 0)
+        if TENSORFLOW:
+            with spanned.scope():
+                variable = keras.Variable(np.ones((8, 8), "float32"), name="kernel")
+            problem = "sharded over the devices of several workers"
+            function = variable.numpy
+        else:
+            problem, function = "takes the devices of several workers", lambda: 0
+        with pytest.raises(RuntimeError, match=problem):
+            spanned.run(function)
         with pytest.raises(ValueError, match="does not divide the number of devices"):
             cut(strategy, "auto", 3)
         return grid, spanned.num_replicas_in_sync, strategy.num_replicas_in_sync
 
     for found in cluster(program):
-        assert found == (((2, 2), 2, 2), 1, 4)
+        # On TensorFlow each device is a replica.
+        expected = ((2, 2), 2, 4), 4, 4
+        assert found == (expected if TENSORFLOW else (((2, 2), 2, 2), 1, 4))
 
 
 @pytest.mark.parametrize("cluster", ["two_by_two"], indirect=True, scope="session")

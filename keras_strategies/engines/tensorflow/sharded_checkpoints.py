@@ -12,6 +12,9 @@ import tensorflow as tf
 from keras_strategies.engines.tensorflow.sharding.variables_in_shards import (
     VariableInShards,
 )
+from keras_strategies.engines.tensorflow.sharding.variables_over_workers import (
+    VariableOverWorkers,
+)
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.drivers import CheckpointDriver
 from keras_strategies.runtime.placement import Placement
@@ -44,27 +47,44 @@ class TensorFlowCheckpoints(CheckpointDriver):
         return load_numbered(model, directory, self._workers, _read)
 
     def _write(self, folder: Path, groups: dict[str, list[Any]]) -> None:
-        if self._workers is not None and not self._workers.is_chief:
-            return
-        folder.mkdir()
+        group = None if self._workers is None else self._workers.group
+        is_chief = group is None or group.is_chief
         names, slices, values = [], [], []
         for name, variable in _named(groups):
-            for slice_of, shard in _shards(raw_value(variable)):
-                names.append(name)
-                slices.append(slice_of)
-                values.append(shard.read_value())
-        with tf.device("CPU:0"):
-            tf.raw_ops.SaveV2(
-                prefix=str(folder / _STATE),
-                tensor_names=names,
-                shape_and_slices=slices,
-                tensors=values,
-            )
+            raw = raw_value(variable)
+            if is_chief or isinstance(raw, VariableOverWorkers):
+                for slice_of, shard in _shards(raw):
+                    names.append(name)
+                    slices.append(slice_of)
+                    values.append(shard.read_value())
+        folder.mkdir(exist_ok=True)
+        own = str(folder / _STATE) + ("" if group is None else f"-{group.index}")
+        if names:
+            with tf.device("CPU:0"):
+                tf.raw_ops.SaveV2(
+                    prefix=own,
+                    tensor_names=names,
+                    shape_and_slices=slices,
+                    tensors=values,
+                )
+        if group is None:
+            return
+        written = group.gather_values(f"the files in {str(folder)!r}", bool(names))
+        if is_chief:
+            prefixes = [
+                f"{folder / _STATE}-{i}" for i, any_ in enumerate(written) if any_
+            ]
+            with tf.device("CPU:0"):
+                tf.raw_ops.MergeV2Checkpoints(
+                    checkpoint_prefixes=prefixes,
+                    destination_prefix=str(folder / _STATE),
+                )
 
 
 def _read(folder: Path, groups: dict[str, list[Any]]) -> None:
     for name, variable in _named(groups):
-        for slice_of, shard in _shards(raw_value(variable)):
+        raw = raw_value(variable)
+        for slice_of, shard in _shards(raw):
             with tf.device("CPU:0"):
                 [value] = tf.raw_ops.RestoreV2(
                     prefix=str(folder / _STATE),
@@ -73,6 +93,8 @@ def _read(folder: Path, groups: dict[str, list[Any]]) -> None:
                     dtypes=[shard.dtype],
                 )
             (variable if slice_of == _ALL else shard).assign(value)
+        if isinstance(raw, VariableInShards):
+            raw.value_assigned(None)
 
 
 def _named(groups: dict[str, list[Any]]) -> Iterator[tuple[str, Any]]:
@@ -85,7 +107,8 @@ def _shards(raw: tf.Variable) -> list[tuple[str, tf.Variable]]:
     """The shards of a variable, and how TensorFlow names their slices."""
     if not isinstance(raw, VariableInShards):
         return [(_ALL, raw)]
-    return list(zip(_slices(raw.shape, raw.grid.parts), raw.shards, strict=True))
+    slices = _slices(raw.shape, raw.grid.parts)
+    return [(slices[number], shard) for number, shard in raw.shards.items()]
 
 
 def _slices(shape: Sequence[int], parts: Sequence[int]) -> list[str]:

@@ -18,8 +18,8 @@ import numpy as np
 
 from keras_strategies.engines.jax.array_placement import put_one, spans_processes
 from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
-from keras_strategies.errors import WorkerError
 from keras_strategies.keras_compat.variables.values import raw_value
+from keras_strategies.runtime.state.cross_worker_values import check_equal_values
 
 
 class CrossWorkerShards:
@@ -83,28 +83,9 @@ class CrossWorkerShards:
             self._gathered_values.clear()
 
     def check(self, variables: Sequence[Any]) -> None:
-        """Checks that workers assigned equal values to sharded variables.
-
-        Sharded variables are not broadcast from the chief: no process holds the full
-        value. Each worker takes its shards of the value that it was assigned.
-
-        Raises:
-            WorkerError: names a variable with different values.
-        """
+        """Checks that workers assigned equal values to sharded variables."""
         own = [_checksums.get(raw_value(variable)) for variable in variables]
-        found = self._workers.group.gather_values(
-            "the values of sharded variables", own
-        )
-        for other, sums in enumerate(found):
-            for variable, mine, theirs in zip(variables, own, sums, strict=True):
-                if mine != theirs:
-                    raise WorkerError(
-                        f"Variable {variable.path!r} is sharded over the workers, but "
-                        f"workers {self._workers.group.index} and {other} assigned "
-                        "different values to it. Assign and load the same values on "
-                        "every worker; `strategy.load_sharded` reads each shard on "
-                        "its worker."
-                    )
+        check_equal_values(self._workers.group, variables, own)
 
 
 class _Checksums:

@@ -90,9 +90,9 @@ class ResourceVariable(resource_variable_ops.BaseResourceVariable):  # type: ign
 class VariableWithoutValue(  # type: ignore[misc]
     ResourceVariable, resource_variable_ops.UninitializedVariable
 ):
-    """A variable whose handle has no value: a read of the handle is an error.
+    """A variable whose handle has no value, which a subclass has elsewhere.
 
-    A subclass has the value elsewhere. Tapes and programs identify it by the handle.
+    Tapes and programs identify it by the handle.
 
     Args:
         like: `tf.Variable`, of which shape, dtype and name are taken.
@@ -127,12 +127,10 @@ class VariableWithoutValue(  # type: ignore[misc]
         strides: Any,
         value: Any,
         name: str | None,
-        *masks: int,
+        **masks: int,
     ) -> Any:
-        names = ("begin", "end", "ellipsis", "new_axis", "shrink_axis")
         slice_of = {"begin": begin, "end": end, "strides": strides}
-        given = {f"{n}_mask": mask for n, mask in zip(names, masks, strict=True)}
-        return self.assign_slice({**slice_of, **given}, value)
+        return self.assign_slice({**slice_of, **masks}, value)
 
 
 class WithAssignments:

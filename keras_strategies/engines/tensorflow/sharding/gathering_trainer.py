@@ -22,8 +22,13 @@ from keras_strategies.engines.tensorflow.sharding.shard_updates import (
 from keras_strategies.engines.tensorflow.sharding.variables_in_shards import (
     VariableInShards,
 )
+from keras_strategies.engines.tensorflow.sharding.variables_over_workers import (
+    VariableOverWorkers,
+)
 from keras_strategies.engines.tensorflow.trainer import TensorFlowTrainer
+from keras_strategies.engines.tensorflow.workers.worker_collectives import workers_of
 from keras_strategies.keras_compat.backends.keras_on_jax import set_layout
+from keras_strategies.keras_compat.models.building import all_variables
 from keras_strategies.keras_compat.optimizers.optimizer_parts import optimizers_in
 from keras_strategies.keras_compat.variables.values import (
     declared_shape,
@@ -41,6 +46,7 @@ from keras_strategies.runtime.placement import (
     itemsize,
     nbytes_of,
 )
+from keras_strategies.runtime.state.cross_worker_values import check_equal_values
 from keras_strategies.runtime.state.run_state import is_local
 
 if TYPE_CHECKING:
@@ -81,8 +87,21 @@ class GatheringTrainer(TensorFlowTrainer, ShardingDriver):
         """Replaces the value of a variable with a layout by shards."""
         raw = raw_value(variable)
         grid = ShardGrid.of(self._mesh, axes_of(self._mesh, variable), len(raw.shape))
-        devices = self._mesh.own_devices
-        sharded = VariableInShards(raw, grid, devices, creating_variables)
+        first, _ = self._mesh.own or (0, 0)
+        devices = {
+            first + i: tf_device(device)
+            for i, device in enumerate(self._mesh.own_devices)
+        }
+        own = grid.within(first, len(devices))
+        sharded: VariableInShards
+        if own.is_complete:
+            sharded = VariableInShards(raw, own, devices, creating_variables)
+        else:
+            workers = workers_of(self.placement)
+            assert workers is not None
+            sharded = VariableOverWorkers(
+                raw, grid, devices, creating_variables, variable.path, workers
+            )
         set_raw_value(variable, sharded)
 
     def adopt(self, variables: Iterable[Any]) -> None:
@@ -133,7 +152,7 @@ class GatheringTrainer(TensorFlowTrainer, ShardingDriver):
             set_layout(variable, layout)
 
     def step_cost(self, model: Any, batch: Any) -> StepCost:
-        devices = len(self.placement.replicas)
+        devices = len(self._mesh.devices)
         gathered, reduced, mirrored = [], [], []
         for variable in model.variables:
             axes, nbytes = axes_of(self._mesh, variable), nbytes_of(variable)
@@ -159,6 +178,38 @@ class GatheringTrainer(TensorFlowTrainer, ShardingDriver):
             {name: cost for name, cost in sent.items() if cost[0]},
             "estimated from the sizes of the variables, without activations",
         )
+
+    # Workers.
+
+    def unsharded(self, variables: Sequence[Any]) -> list[Any]:
+        complete: list[Any] = []
+        sharded: list[Any] = []
+        for variable in variables:
+            is_over_workers = isinstance(raw_value(variable), VariableOverWorkers)
+            (sharded if is_over_workers else complete).append(variable)
+        if sharded:
+            assert self.placement.workers is not None
+            checksums = [raw_value(variable).checksum for variable in sharded]
+            check_equal_values(self.placement.workers.group, sharded, checksums)
+        return complete
+
+    @contextlib.contextmanager
+    def reading(self, model: Any) -> Iterator[None]:
+        workers = self.placement.workers
+        found = []
+        try:
+            for variable in all_variables(model):
+                raw = raw_value(variable)
+                if isinstance(raw, VariableOverWorkers):
+                    assert workers is not None
+                    value = raw.read_value()
+                    if workers.group.is_chief:
+                        found.append(raw)
+                        raw.known = value
+            yield
+        finally:
+            for raw in found:
+                raw.known = None
 
     # Models.
 

@@ -40,7 +40,8 @@ def sums_of_parts(
             with tf.device(device):
                 columns.append(variable.parts_of(gradient))
     found = []
-    for shard, terms in zip(variable.shards, zip(*columns, strict=True), strict=True):
+    columns_of_shards = list(zip(*columns, strict=True))
+    for shard, terms in variable.own_parts(columns_of_shards):
         with tf.device(shard.device):
             wide = [ops.widened(term) for term in terms]
             found.append(ops.add(wide) if len(wide) > 1 else wide[0])

@@ -17,7 +17,8 @@ class ShardGrid:
 
     Args:
         parts: tuple of int, for each axis of the variable the number of shards.
-        holders: for each shard the numbers of the mesh's devices that have it.
+        holders: for each shard the numbers of the mesh's devices that have it, among
+            those of this process or of all.
         coordinates: for each device its position along each axis of the mesh.
     """
 
@@ -56,6 +57,17 @@ class ShardGrid:
     def columns(self) -> ShardGrid:
         """The same without the split of the first axis."""
         return replace(self, parts=(1, *self.parts[1:]))
+
+    def within(self, first: int, count: int) -> ShardGrid:
+        """The same, with those of the devices that have the numbers from `first` on."""
+        own = range(first, first + count)
+        holders = [tuple(i for i in each if i in own) for each in self.holders]
+        return replace(self, holders=tuple(holders))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether each shard is on a device."""
+        return all(self.holders)
 
     def nearest(self, shard: int, device: int) -> int:
         """The device that another one reads a shard from: that of its row, if any."""

@@ -73,9 +73,10 @@ def _update(
         return
     if strategy_of(optimizer.iterations) is None:
         _adopt(optimizer)
-    for number, part in enumerate(parts_of(variable, gradient)):
+    parts = parts_of(variable, gradient)
+    for number in variable.shards:
         with _updating(variable, number):
-            update(part, variable, learning_rate)
+            update(parts[number], variable, learning_rate)
 
 
 def _decay(decay: Callable[..., None], variables: Sequence[Any]) -> None:
@@ -84,7 +85,7 @@ def _decay(decay: Callable[..., None], variables: Sequence[Any]) -> None:
         if not isinstance(raw, VariableInShards):
             decay([variable])
             continue
-        for number in range(raw.grid.count):
+        for number in raw.shards:
             with _updating(raw, number):
                 decay([variable])
 

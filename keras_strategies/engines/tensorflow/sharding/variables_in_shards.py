@@ -6,7 +6,7 @@ on a device, mirrored where several devices have the same shard. A read concaten
 the shards on the device that reads, and an assignment splits the new value, in eager
 code and in programs. A gradient is that of the unsharded value.
 
-The handle has no value, so that an operation of `tf.raw_ops` on it raises an error.
+An operation of `tf.raw_ops`, which takes a handle and not a variable, finds no value.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from keras_strategies.devices import Device
 from keras_strategies.engines.tensorflow.compat.gradients import (
     is_any_tape_active,
     with_gradient,
@@ -30,7 +29,6 @@ from keras_strategies.engines.tensorflow.compat.variables import (
     VariableWithoutValue,
     record_read,
 )
-from keras_strategies.engines.tensorflow.devices import tf_device
 from keras_strategies.engines.tensorflow.replicas.captured_variables import (
     CapturedVariable,
 )
@@ -73,8 +71,9 @@ class VariableInShards(CapturedVariable, VariableWithoutValue):
 
     Args:
         like: `tf.Variable` with the value, which is not referenced.
-        grid: the shards.
-        devices: the devices of the mesh.
+        grid: the shards, with the devices of this process.
+        devices: dict from the number of a device of this process in the mesh to
+            TensorFlow's name.
         creating: a context in which variables are created on a device.
     """
 
@@ -82,47 +81,59 @@ class VariableInShards(CapturedVariable, VariableWithoutValue):
         self,
         like: tf.Variable,
         grid: ShardGrid,
-        devices: Sequence[Device],
+        devices: Mapping[int, str],
         creating: Creating,
     ):
-        names = [tf_device(device) for device in devices]
-        with creating(names[0]):
+        self.home = next(iter(devices.values()))
+        with creating(self.home):
             super().__init__(like)
-            parts = grid.split(like.read_value(), _split)
+            value = like.read_value()
+            parts = grid.split(value, _split)
         self.grid = grid
-        self.home = names[0]
-        #: The shards, in the order of the grid.
-        self.shards: tuple[tf.Variable, ...] = tuple(
-            _made_shard(like.name, part, [names[i] for i in holders], creating)
-            for part, holders in zip(parts, grid.holders, strict=True)
-        )
+        #: The shards of this process, by their numbers in the grid.
+        self.shards: dict[int, tf.Variable] = {
+            number: _made_shard(
+                like.name, part, [devices[i] for i in holders], creating
+            )
+            for number, (part, holders) in enumerate(
+                zip(parts, grid.holders, strict=True)
+            )
+            if holders
+        }
         # Graphs of programs, loops and branches with assignments.
         self._assigned_in: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._numbers = {name: number for number, name in enumerate(names)}
+        self._devices = dict(devices)
+        self.value_assigned(value)
 
     @property
     def by_device(self) -> dict[str, tf.Variable]:
-        """The shard on each device, by TensorFlow's name of the device."""
+        """The shard on each device of this process, by TensorFlow's name."""
         return {
-            name: _on(self.shards[shard], name)
-            for name, number in self._numbers.items()
-            for shard, holders in enumerate(self.grid.holders)
-            if number in holders
+            name: _on(self.shards[number], name)
+            for device, name in self._devices.items()
+            for number, holders in enumerate(self.grid.holders)
+            if device in holders
         }
+
+    def value_assigned(self, value: Any) -> None:
+        """Called with a new value, and with None when shards have new values."""
 
     # Reads.
 
     def value_on(self, device: str) -> Any:
-        """The unsharded value on a device, without a gradient."""
-        number = self._numbers.get(device, 0)
-        names = list(self._numbers)
+        numbers = {name: number for number, name in self._devices.items()}
+        reader = numbers.get(device, next(iter(self._devices)))
         parts = []
-        for shard, variable in enumerate(self.shards):
-            source = names[self.grid.nearest(shard, number)]
+        for number, shard in self.shards.items():
+            source = self._devices[self.grid.nearest(number, reader)]
             with tf.device(source):
-                parts.append(_on(variable, source).read_value())
+                parts.append(_on(shard, source).read_value())
         with tf.device(device):
             return self.grid.join(parts, tf.concat)
+
+    def gathered(self, device: str) -> Any:
+        """The unsharded value on a device, without a gradient."""
+        return self.value_on(device)
 
     def replica_value(self) -> Any:
         if _updating.shard is not None:
@@ -131,12 +142,12 @@ class VariableInShards(CapturedVariable, VariableWithoutValue):
         device = replica_device()
         if device is not None or tf.executing_eagerly():
             with unrecorded_on(device or self.home):
-                value = self.value_on(device or self.home)
+                value = self.gathered(device or self.home)
             record_as_read_of(self, value, lambda gradient: gradient)
             return value
         with self._graph_of_read().as_default():
             with without_recording():
-                value = self.value_on(self.home)
+                value = self.gathered(self.home)
             # Gradients of inner programs follow operations.
             value, _ = with_gradient([value, self.handle], lambda g, _: [None, g])
         return value
@@ -209,6 +220,7 @@ class VariableInShards(CapturedVariable, VariableWithoutValue):
 
     def _assign_each(self, method: str, value: Any, read_value: bool) -> Any:
         value = tf.convert_to_tensor(value, dtype=self.dtype)
+        self.value_assigned(value if method == "assign" else None)
         if not self.shape.is_compatible_with(value.shape):
             raise ValueError(
                 f"Cannot assign value to variable {self.name!r}: shapes are different. "
@@ -216,14 +228,13 @@ class VariableInShards(CapturedVariable, VariableWithoutValue):
             )
         # A value of unknown shape is checked by the shards.
         if _updating.shard is not None:
-            chosen, parts = [self._shard], [value]
+            chosen = [(self._shard, value)]
         else:
-            chosen, parts = list(self.shards), self.parts_of(value)
+            chosen = self.own_parts(self.parts_of(value))
         self._note_assignment()
         with without_recording():
             done = [
-                _at(shard, method)(part, read_value=False)
-                for shard, part in zip(chosen, parts, strict=True)
+                _at(shard, method)(part, read_value=False) for shard, part in chosen
             ]
         return self._assigned(done, read_value)
 
@@ -258,13 +269,17 @@ class VariableInShards(CapturedVariable, VariableWithoutValue):
                 found.append(tf.IndexedSlices(part, own, shape))
         return found
 
+    def own_parts(self, parts: Sequence[Any]) -> list[tuple[tf.Variable, Any]]:
+        """Pairs of a shard of this process and its part."""
+        return [(shard, parts[number]) for number, shard in self.shards.items()]
+
     def _scatter(self, method: str, slices: tf.IndexedSlices) -> Any:
         if _updating.shard is not None:
             return _at(self._shard, method)(slices)
         self._note_assignment()
         with without_recording():
-            pairs = zip(self.shards, self.parts_of(slices), strict=True)
-            return self._assigned([_at(shard, method)(part) for shard, part in pairs])
+            chosen = self.own_parts(self.parts_of(slices))
+            return self._assigned([_at(shard, method)(part) for shard, part in chosen])
 
     def _restore_from_tensors(self, restored_tensors: Any) -> Any:
         [value] = restored_tensors.values()
