@@ -50,7 +50,8 @@ class ModelParallelStrategy(Strategy):
     axis, or both. A step is one program for all devices, into which XLA inserts the
     collectives; it computes what one device computes. On Torch each device belongs to
     a process of its own, which a script starts by itself, and DTensors take the place
-    of XLA.
+    of XLA. On TensorFlow each device gathers variables and computes rows, so that all
+    devices are replicas, and layouts of outputs have no effect.
 
     Args:
         layout_map: layouts of variables. `"auto"`: large embeddings, attention and
@@ -87,8 +88,7 @@ class ModelParallelStrategy(Strategy):
         ValueError: for devices that do not exist or that `model_parallel` does not
             divide, for an invalid layout map, when a variable does not fit its layout,
             and, when a model is used, for patterns that match no variable.
-        RuntimeError: on TensorFlow, which cannot shard variables, and on Torch with
-            several devices in a process that is not a script.
+        RuntimeError: on Torch with several devices in a process that is not a script.
 
     Example:
 
