@@ -1,7 +1,7 @@
 """A transformer with variables that are sharded over a mesh of devices.
 
     KERAS_BACKEND=jax python examples/sharded_transformer.py --model-parallel 2
-    KERAS_BACKEND=jax python examples/sharded_transformer.py --layout fsdp
+    KERAS_BACKEND=tensorflow python examples/sharded_transformer.py --layout fsdp
 
 It plans the model before there is one, trains it to reverse sequences of letters,
 saves it in parts, and prints how far its loss is from that of one device.

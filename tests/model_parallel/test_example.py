@@ -16,13 +16,13 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "sharded_transformer.py"
 
 @pytest.mark.nightly
 @pytest.mark.skipif(
-    keras.backend.backend() != "jax", reason="only JAX shards variables"
+    keras.backend.backend() == "torch", reason="each device needs a process"
 )
 @pytest.mark.parametrize("arguments", [("--model-parallel", "2"), ("--layout", "fsdp")])
 def test_the_example_learns(arguments) -> None:
     process = subprocess.run(
         [sys.executable, str(EXAMPLE), *arguments],
-        env={**os.environ, "KERAS_BACKEND": "jax"},
+        env={**os.environ, "KERAS_BACKEND": keras.backend.backend()},
         capture_output=True,
         text=True,
         timeout=240,
@@ -35,4 +35,5 @@ def test_the_example_learns(arguments) -> None:
     assert found["accuracy"] > 0.9
     assert found["largest difference to one device"] < 1e-3
     assert "saved in parts as checkpoint 1" in process.stdout
-    assert "peak of a step per device" in process.stdout
+    if keras.backend.backend() == "jax":
+        assert "peak of a step per device" in process.stdout

@@ -41,6 +41,11 @@ PRIVATE_NAMES = (
         "Graphs of the functions that operations of a graph call.",
     ),
     Private(
+        f"{_PYTHON}.framework.ops.Operation",
+        ("_add_control_input", "_update_input"),
+        "Gathers of shards wait for operations that are traced after them.",
+    ),
+    Private(
         f"{_PYTHON}.ops.control_flow_util_v2",
         ("get_func_graph",),
         "Graphs of the branches and bodies of control flow.",
@@ -86,6 +91,16 @@ def is_in_control_flow_of(graph: Any, inner: Any) -> bool:
             return False
         inner = inner.outer_graph
     return True
+
+
+def add_control_input(operation: Any, before: Any) -> None:
+    """Makes an operation of a graph wait for another one, which it must not precede."""
+    operation._add_control_input(before)
+
+
+def replace_input(operation: Any, number: int, tensor: Any) -> None:
+    """Replaces an input of an operation of a graph by an equal tensor."""
+    operation._update_input(number, tensor)
 
 
 def calls_its_type(operation: Any) -> bool:

@@ -39,6 +39,7 @@ from keras_strategies.engines.tensorflow.replicas.lockstep_replicas import (
     LockstepCollectives,
     ReplicaEngine,
 )
+from keras_strategies.engines.tensorflow.sharding.gather_schedule import GatherSchedule
 from keras_strategies.engines.tensorflow.sharding.shard_gradients import (
     set_parts,
     sums_of_parts,
@@ -108,6 +109,7 @@ class CallInLockstep(CallOnReplicas):
         self.traces = ReplicaTraces(
             self._devices, self.slices, self._local_value, self._collectives
         )
+        self._gathers = GatherSchedule()
         self.graph = tf.compat.v1.get_default_graph()
         self._is_eager = tf.executing_eagerly()
 
@@ -309,6 +311,8 @@ class CallInLockstep(CallOnReplicas):
         with without_recording():
             own = raw.value_on(device) if isinstance(raw, CapturedVariable) else None
             if own is not None:
+                if isinstance(raw, VariableInShards) and not self._is_eager:
+                    self._gathers.add(replica_id, raw, device, own)
                 return own
             value = self._read(raw)
             if device == self._lead_name:
@@ -378,6 +382,7 @@ class CallInLockstep(CallOnReplicas):
         channels: Sequence[Channel],
     ) -> list[Any]:
         self._check_rows(channels)
+        self._gathers.order()
         return super().connect(inputs, results, channels)
 
     def _is_apart(self, tensor: Any) -> bool:
@@ -431,7 +436,10 @@ class CallInLockstep(CallOnReplicas):
         outer = [target.tensor for target in self.targets]
         if is_recorded([*gradients, *outer]):
             return self._differentiable_gradients(gradients)
-        return super().backward(gradients)
+        found = super().backward(gradients)
+        if self._is_current_graph and not self._is_eager:
+            self._gathers.gather_again(self._backward_start, self._backward_begins)
+        return found
 
     def _sums(self, columns: Sequence[Sequence[Any]]) -> list[Any]:
         in_shards = {}
@@ -467,7 +475,12 @@ class CallInLockstep(CallOnReplicas):
 
     def begin_backward(self, shares: Sequence[Sequence[Any] | None]) -> None:
         super().begin_backward(shares)
-        self.traces.set_given([share for share in shares if share is not None])
+        present = [share for share in shares if share is not None]
+        if not self._is_eager and self._is_current_graph:
+            self._backward_start = self.graph.num_operations()
+            first = enumerate(present[0] if present else ())
+            self._backward_begins = {i: part.op for i, part in first}
+        self.traces.set_given(present)
 
     def replica_gradients(
         self,

@@ -100,6 +100,8 @@ class VariableInShards(CapturedVariable, VariableWithoutValue):
             )
             if holders
         }
+        #: int, the number of assignments in eager code and in traces.
+        self.version = 0
         # Graphs of programs, loops and branches with assignments.
         self._assigned_in: weakref.WeakSet[Any] = weakref.WeakSet()
         self._devices = dict(devices)
@@ -239,6 +241,7 @@ class VariableInShards(CapturedVariable, VariableWithoutValue):
         return self._assigned(done, read_value)
 
     def _note_assignment(self) -> None:
+        self.version += 1
         if not tf.executing_eagerly():
             self._assigned_in.add(tf.compat.v1.get_default_graph())
 

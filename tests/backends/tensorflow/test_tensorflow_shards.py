@@ -1,0 +1,267 @@
+"""Sharded variables on TensorFlow: reads, assignments, gradients, updates, gathers."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+
+if keras.backend.backend() != "tensorflow":
+    pytest.skip("tests of the TensorFlow backend", allow_module_level=True)
+
+import tensorflow as tf
+from harness.data import classes
+from harness.strategies import MODEL_PARALLEL
+from keras import layers, optimizers
+
+import keras_strategies as ks
+from keras_strategies.devices import Device
+from keras_strategies.engines.tensorflow.sharding.shard_grid import ShardGrid
+from keras_strategies.layouts import AutoLayouts, VariableMesh
+
+ks.set_virtual_cpu_devices(4)
+
+START = np.arange(64, dtype="float32").reshape(8, 8) / 8
+DEVICES = [f"cpu:{i}" for i in range(4)]
+
+
+def variable(name: str):
+    with MODEL_PARALLEL[name].make().scope():
+        return keras.Variable(START, name="table").value
+
+
+@pytest.fixture(params=["fsdp_4", "model_2x2", "fsdp_2x2"])
+def table(request):
+    return variable(request.param)
+
+
+def test_devices_with_the_same_shard_and_the_nearest_one() -> None:
+    devices = tuple(Device("cpu", i) for i in range(4))
+    rule = AutoLayouts("model", 2, 0)
+    mesh = VariableMesh((2, 2), ("batch", "model"), devices, rule)
+    grid = ShardGrid.of(mesh, (None, "model"), 2)
+    assert (grid.parts, grid.holders) == ((1, 2), ((0, 2), (1, 3)))
+    assert [grid.nearest(1, reader) for reader in range(4)] == [1, 1, 3, 3]
+    both = ShardGrid.of(mesh, ("model", "batch"), 2)
+    assert both.holders == ((0,), (2,), (1,), (3,))
+    parts = both.split(START, np.split)
+    np.testing.assert_array_equal(parts[1], START[:4, 4:])
+    np.testing.assert_array_equal(both.join(parts, np.concatenate), START)
+    assert not grid.within(1, 1).is_complete and grid.within(2, 2).is_complete
+
+
+# --- Reads and assignments, eager and in programs ---------------------------------
+
+ROWS = tf.IndexedSlices(tf.ones((3, 8)), tf.constant([7, 0, 7]))
+CHANGES = {
+    "assign": lambda v: v.assign(v * 2),
+    "assign_add": lambda v: v.assign_add(v),
+    "assign_sub": lambda v: v.assign_sub(v + 1, read_value=False),
+    "slice": lambda v: v[1:3, 2].assign([5.0, 6.0]),
+    "scatter_add": lambda v: v.scatter_add(ROWS),
+    "scatter_update": lambda v: v.scatter_update(ROWS),
+    "scatter_max": lambda v: v.scatter_max(ROWS),
+    "scatter_nd_add": lambda v: v.scatter_nd_add([[0, 0], [7, 1]], [9.0, 8.0]),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "program"])
+def test_an_assignment_is_that_of_one_variable(table, change, wrap) -> None:
+    plain = tf.Variable(START)
+    for each in (plain, table):
+        wrap(lambda v=each: (CHANGES[change](v), None)[1])()
+    np.testing.assert_array_equal(table.numpy(), plain.numpy())
+    np.testing.assert_array_equal(table.sparse_read([3]), plain.sparse_read([3]))
+
+
+def test_values_of_other_shapes_are_refused(table) -> None:
+    with pytest.raises(ValueError, match=r"Cannot assign value to variable 'table"):
+        table.assign(np.zeros((8, 4), "float32"))
+
+
+def test_a_read_follows_the_assignment_in_a_branch(table) -> None:
+    @tf.function
+    def program():
+        def branch():
+            table.assign(table * 2)
+            return table + 0
+
+        return tf.cond(tf.constant(True), branch, lambda: table + 0), table + 0
+
+    for value in program():
+        np.testing.assert_array_equal(value, 2 * START)
+
+
+@tf.function
+def squares(value):
+    return tf.reduce_sum(value * value)
+
+
+def in_a_loop(value):
+    def body(i, total):
+        return i + 1, total + tf.reduce_sum(value * value) / 3
+
+    return tf.while_loop(lambda i, _: i < 3, body, [0, 0.0])[1]
+
+
+LOSSES = {
+    "direct": lambda v: tf.reduce_sum(v * v),
+    "in an inner program": lambda v: tf.function(lambda: tf.reduce_sum(v * v))(),
+    "as an argument": squares,
+    "in a loop": in_a_loop,
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "program"])
+def test_the_gradient_is_that_of_the_unsharded_value(table, loss, wrap) -> None:
+    @wrap
+    def gradient():
+        with tf.GradientTape() as tape:
+            value = LOSSES[loss](table)
+        return tape.gradient(value, table)
+
+    np.testing.assert_allclose(gradient(), 2 * START, rtol=1e-6)
+
+
+def test_second_gradients(table) -> None:
+    with tf.GradientTape() as outer:
+        with tf.GradientTape() as inner:
+            loss = tf.reduce_sum(table**3)
+        total = tf.reduce_sum(inner.gradient(loss, table))
+    np.testing.assert_allclose(outer.gradient(total, table), 6 * START, rtol=1e-6)
+
+
+# --- Training ----------------------------------------------------------------------
+
+
+def trained(strategy, optimizer, model):
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        made = model()
+        made.compile(optimizer(), "sparse_categorical_crossentropy")
+    rows = classes(22)
+    made.fit(rows.x, rows.y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    return made
+
+
+def dense():
+    return keras.Sequential(
+        [
+            keras.Input((classes(2).x.shape[1],)),
+            layers.Dense(16, "relu", name="up"),
+            layers.Dense(16, "relu", name="between"),
+            layers.Dense(8, "softmax", name="down"),
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        # Shard by shard, weight decay too.
+        lambda: optimizers.AdamW(0.01, weight_decay=0.1),
+        lambda: optimizers.Nadam(0.01, clipnorm=0.1),
+        # Of the gathered variable: its norm, its rows and columns, a matrix.
+        lambda: optimizers.Lamb(0.01),
+        lambda: optimizers.Adafactor(0.01),
+        lambda: optimizers.LossScaleOptimizer(optimizers.SGD(0.1, momentum=0.9)),
+    ],
+    ids=["adamw", "nadam", "lamb", "adafactor", "loss_scale"],
+)
+def test_optimizers(optimizer) -> None:
+    one = trained(ks.OneDeviceStrategy("cpu:0"), optimizer, dense)
+    other = trained(MODEL_PARALLEL["fsdp_2x2"].make(), optimizer, dense)
+    for a, b in zip(one.get_weights(), other.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_a_program_gathers_shortly_before_each_use(monkeypatch) -> None:
+    """Gradients have gathers of their own, and a gather waits for an earlier use."""
+    graphs = []
+    original = tf.function
+
+    def recording(fn, **options):
+        def traced(*args):
+            graphs.append(tf.compat.v1.get_default_graph())
+            return fn(*args)
+
+        return original(tf.autograph.experimental.do_not_convert(traced), **options)
+
+    strategy = ks.ModelParallelStrategy("fsdp", DEVICES, min_shard_bytes=64)
+    with strategy.scope():
+        model = dense()
+        model.compile("sgd", "sparse_categorical_crossentropy")
+    rows = classes(8)
+    monkeypatch.setattr(tf, "function", recording)
+    model.fit(rows.x, rows.y, batch_size=8, verbose=0)
+    monkeypatch.undo()
+    graph = max(graphs, key=lambda graph: graph.num_operations())
+    uses: dict[str, list] = {}
+    for op in graph.get_operations():
+        used = [c.name for each in op.outputs for c in each.consumers()]
+        products = [name for name in used if "MatMul" in name]
+        if op.type == "ConcatV2" and products:
+            reads = [each.op for each in op.inputs[:-1]]
+            reads = [r.inputs[0].op if r.type == "Identity" else r for r in reads]
+            waits = {w.name for read in reads for w in read.control_inputs}
+            uses.setdefault(op.device[-5:], []).append((products, waits))
+    assert len(uses) == 4
+    for found in uses.values():
+        assert all(len(products) == 1 for products, _ in found)
+        forward = [each for each in found if "gradient" not in each[0][0]]
+        backward = [each for each in found if "gradient" in each[0][0]]
+        assert (len(forward), len(backward)) == (3, 3)
+        assert [bool(waits) for _, waits in forward] == [False, False, True]
+        assert forward[2][1] == set(forward[0][0])
+        assert all(waits for _, waits in backward)
+
+
+def test_a_weight_assigned_after_the_forward_pass_has_the_gradient_of_before() -> None:
+    class Assigning(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.up = layers.Dense(16, name="up")
+            self.down = layers.Dense(8, name="down")
+
+        def call(self, x):
+            return self.down(self.up(x))
+
+        def train_step(self, data):
+            x, _ = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(self(x, training=True) ** 2)
+            kernel = self.down.kernel
+            kernel.assign(kernel * 2.0)
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return {"loss": loss}
+
+    found = []
+    x = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
+    for strategy in (ks.OneDeviceStrategy("cpu:0"), MODEL_PARALLEL["fsdp_2x2"].make()):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model = Assigning()
+            model.build((None, 4))
+            model.compile(optimizers.SGD(0.1))
+        model.fit(x, x, batch_size=8, shuffle=False, verbose=0)
+        found.append(model.get_weights())
+    for a, b in zip(*found, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_files_of_tensorflow(tmp_path) -> None:
+    strategy = MODEL_PARALLEL["fsdp_2x2"].make()
+    model = trained(strategy, lambda: optimizers.Adam(0.01), dense)
+    x = classes(8).x
+    expected = model.predict(x, verbose=0)
+    model.export(tmp_path / "exported", verbose=False)
+    loaded = tf.saved_model.load(tmp_path / "exported")
+    np.testing.assert_allclose(loaded.serve(x), expected, rtol=1e-5)
+    checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+    path = checkpoint.write(str(tmp_path / "checkpoint"))
+    model.set_weights([np.zeros_like(weight) for weight in model.get_weights()])
+    checkpoint.read(path).assert_consumed()
+    np.testing.assert_allclose(model.predict(x, verbose=0), expected, rtol=1e-6)
