@@ -226,7 +226,7 @@ class CallInLockstep(CallOnReplicas):
 
     # Random numbers.
 
-    def seeing_draws(self) -> contextlib.AbstractContextManager[None]:
+    def around_call(self) -> contextlib.AbstractContextManager[None]:
         return seeing_draws()
 
     def own_rows(self, replica_id: int) -> OwnRows:
