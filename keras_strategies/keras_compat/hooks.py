@@ -61,8 +61,8 @@ class ModelHooks(Protocol):
     def input(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Changes of the arguments, by name, of a data adapter."""
 
-    def input_made(self, adapter: Any) -> None:
-        """`fit`, `evaluate` or `predict` has made a data adapter of its input."""
+    def input_made(self, epochs: Any) -> None:
+        """`fit`, `evaluate` or `predict` has made an epoch iterator of its input."""
 
     def called(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called before a call of a model while no method of a model runs."""
@@ -74,6 +74,12 @@ class ModelHooks(Protocol):
         self, model: Any, kind: str, make: Callable[[bool], Any], force: bool
     ) -> Any:
         """Instead of `make_{kind}_function(force)`, with `make` the original."""
+
+    def reads_results(self, model: Any) -> None:
+        """Called before `fit` or `evaluate` reads the results of metrics."""
+
+    def has_state(self, model: Any) -> bool:
+        """Whether the steps of a model take and return its variables, on JAX."""
 
     def optimizer_apply(
         self, optimizer: Any, original: Callable[..., Any], grads: Any, variables: Any
@@ -297,7 +303,7 @@ def epochs(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     bound = _signature(original).bind(self, *args, **kwargs)
     bound.arguments.update(_Installed.hooks.input(bound.arguments))
     original(*bound.args, **bound.kwargs)
-    _Installed.hooks.input_made(self.data_adapter)
+    _Installed.hooks.input_made(self)
 
 
 def load_model(original: Any, fileobj: Any, *args: Any, **kwargs: Any) -> Any:
@@ -315,6 +321,15 @@ def load_weights(
     _Installed.hooks.loaded(model, filepath)
 
 
+#: Methods, by the function that makes their steps.
+_STEPS_OF = {
+    "make_train_function": "fit` or `train_on_batch",
+    "make_test_function": "evaluate` or `test_on_batch",
+    "make_predict_function": "predict` or `predict_on_batch",
+}
+
+
 def check_model_scope(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    _Installed.hooks.check_strategy(self, original.__name__)
+    name = original.__name__
+    _Installed.hooks.check_strategy(self, _STEPS_OF.get(name, name))
     return original(self, *args, **kwargs)

@@ -269,14 +269,10 @@ PRIVATE = (
     Private(
         f"{_TRAINER}.BaseTrainer | {_TRAINER}.Trainer",
         (
-            "_assert_compile_called",
             "_compile_loss",
             "_compile_metrics",
             "_compute_loss",
-            "_flatten_metrics_in_order",
-            "_get_metrics_result_or_logs",
             "_resolve_auto_jit_compile",
-            "_should_eval",
             "_symbolic_build",
         ),
         "Models that are built and trained by parts of `fit`.",

@@ -17,7 +17,6 @@ from keras_strategies.engines import get_engine
 from keras_strategies.errors import ContextError, InvalidArgumentError
 from keras_strategies.keras_compat import patching
 from keras_strategies.parameter_server.coordinator.cluster_options import ClusterOptions
-from keras_strategies.parameter_server.coordinator.model_training import ModelTraining
 from keras_strategies.parameter_server.coordinator.parameter_server_trainer import (
     ParameterServerTrainer,
 )
@@ -190,7 +189,7 @@ class ParameterServerStrategy(Strategy):
             self, scheduler, self._registry, self._cluster.servers, lazy_rows
         )
         driver = ParameterServerTrainer(
-            self.placement, self._registry, ModelTraining(self._functions, scheduler)
+            self.placement, self._registry, self._functions, scheduler
         )
         self._drivers = Drivers(driver, self._drivers.run, servers=driver)
 

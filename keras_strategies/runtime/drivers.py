@@ -200,6 +200,14 @@ class ParameterServerDriver(abc.ABC):
         """
 
     @abc.abstractmethod
+    def input_made(self, epochs: Any) -> None:
+        """A method of a model has made an epoch iterator of its input."""
+
+    @abc.abstractmethod
+    def reads_results(self, model: Any) -> None:
+        """Called before a method of a model reads the results of metrics."""
+
+    @abc.abstractmethod
     def finish_steps(self) -> None:
         """Waits for the steps under way."""
 

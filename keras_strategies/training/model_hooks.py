@@ -139,10 +139,12 @@ class StrategyHooks:
         strategy = context.current_strategy()
         return {} if strategy is not None else model_arguments(None, "fit", arguments)
 
-    def input_made(self, adapter: Any) -> None:
+    def input_made(self, epochs: Any) -> None:
         strategy = context.current_strategy()
+        if strategy is not None and strategy.drivers.servers is not None:
+            strategy.drivers.servers.input_made(epochs)
         if strategy is not None and strategy.num_replicas_in_sync > 1:
-            spec = element_spec(adapter)
+            spec = element_spec(epochs.data_adapter)
             if spec is not None:
                 check_batch(spec)
 
@@ -197,6 +199,14 @@ class StrategyHooks:
         if getattr(model, f"{kind}_function") is None or force:
             driver = _drivers_of(model).fit
             driver.step_function(model, kind, lambda: make(force))
+
+    def reads_results(self, model: Any) -> None:
+        servers = _drivers_of(model).servers
+        if servers is not None:
+            servers.reads_results(model)
+
+    def has_state(self, model: Any) -> bool:
+        return _drivers_of(model).servers is None
 
     def initial_value(self, value: Any, shape: Any, dtype: Any) -> tuple[Any, Any, Any]:
         policy = current_policy()

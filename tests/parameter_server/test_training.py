@@ -175,9 +175,9 @@ def test_arguments_that_it_does_not_take(synchronous) -> None:
     with synchronous.scope():
         model = dense()
     x, y = data()
-    with pytest.raises(ValueError, match=r"`evaluate` received.*'unknown': 3.*keras"):
+    with pytest.raises(ValueError, match="unknown"):
         model.evaluate(x, y, unknown=3, verbose=0)
-    with pytest.raises(ValueError, match="pass only `sample_weight`"):
+    with pytest.raises(ValueError, match="at the same time"):
         model.train_on_batch(x, y, sample_weight=y, class_weight={0: 1.0})
 
 

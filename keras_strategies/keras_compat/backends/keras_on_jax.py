@@ -15,7 +15,6 @@ from keras_strategies.keras_compat.models.input_adapters import (
     own_batches,
     thread_input,
 )
-from keras_strategies.keras_compat.variables.values import raw_value
 
 # Groups of variables in the state of each kind of loop, in its order.
 _STATE_NAMES = {
@@ -221,15 +220,6 @@ def record_read_jax_state(
     names = [name for name in _STATE_NAMES["train"] if groups.get(name)]
     object.__setattr__(model, "_jax_state", dict(zip(names, state, strict=True)))
     model._jax_state_synced = False
-
-
-def variables_are_empty(model: Any) -> bool:
-    """Whether a loop of Keras has emptied a model's variables.
-
-    Loops of Keras 3.15 empty them for the length of an epoch; `train_on_batch` does
-    not.
-    """
-    return any(raw_value(v) is None for v in model.variables)
 
 
 def sync_jax_state(model: Any) -> None:

@@ -32,8 +32,12 @@ def first_batch(epochs: Any) -> Any:
     batches = iter(epochs._get_iterator())
     read = list(itertools.islice(batches, 1))
 
+    replaced = vars(epochs).get("_get_iterator")
+
     def first_pass() -> Iterator[Any]:
         discard_first_pass(epochs)
+        if replaced is not None:
+            epochs._get_iterator = replaced
         return itertools.chain(read, batches)
 
     epochs._get_iterator = first_pass

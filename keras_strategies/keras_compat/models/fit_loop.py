@@ -1,4 +1,4 @@
-"""Parts of `fit`: epochs, callbacks, metrics and sample weights."""
+"""Position of `fit` in its epochs: the first one, and steps that are skipped."""
 
 from __future__ import annotations
 
@@ -7,63 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-
-from keras_strategies.keras_compat.models.input_adapters import numpy_pass
-
-
-def epoch_iterator(**arguments: Any) -> Any:
-    """`EpochIterator` of Keras 3.15: any input as epochs of batches.
-
-    Iterating it gives `(begin step, end step, iterator of batches)`.
-    """
-    from keras.src.trainers.epoch_iterator import EpochIterator
-
-    class NumpyEpochIterator(EpochIterator):
-        def _get_iterator(self) -> Any:
-            return numpy_pass(self.data_adapter)
-
-    return NumpyEpochIterator(**arguments)
-
-
-def callback_list(callbacks: Any, **arguments: Any) -> Any:
-    """The `keras.callbacks.CallbackList` of the callbacks passed to `fit`."""
-    if isinstance(callbacks, keras.callbacks.CallbackList):
-        return callbacks
-    return keras.callbacks.CallbackList(callbacks, **arguments)
-
-
-def check_compiled(model: Any, method: str) -> None:
-    """Raises Keras's own error for a model that was not compiled."""
-    model._assert_compile_called(method)
-
-
-def should_evaluate(model: Any, epoch: int, frequency: Any) -> bool:
-    """Whether `fit` evaluates after an epoch (`Trainer._should_eval`)."""
-    return bool(model._should_eval(epoch, frequency))
-
-
-def metrics_or_logs(model: Any, logs: Any) -> dict[str, Any]:
-    """The metrics' results, or a step's logs (`_get_metrics_result_or_logs`)."""
-    return dict(model._get_metrics_result_or_logs(logs))
-
-
-def logs_in_order(model: Any, logs: Any) -> Any:
-    """The result of `evaluate` and `*_on_batch` (`_flatten_metrics_in_order`)."""
-    return model._flatten_metrics_in_order(logs)
-
-
-def split_for_validation(arrays: Any, share: float) -> Any:
-    """`fit`'s `validation_split` (`array_slicing.train_validation_split`)."""
-    from keras.src.trainers.data_adapters import array_slicing
-
-    return array_slicing.train_validation_split(arrays, validation_split=share)
-
-
-def sample_weights(y: Any, class_weight: Any) -> Any:
-    """Weights of samples by their class (`class_weight_to_sample_weights`)."""
-    from keras.src.trainers.data_adapters import data_adapter_utils
-
-    return data_adapter_utils.class_weight_to_sample_weights(y, class_weight)
 
 
 def resumed_epoch(model: Any) -> int:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
@@ -28,9 +29,22 @@ class RowsOfWorker(NamedTuple):
     every: Any
 
 
+class ReadBatch:
+    """A batch of a step that may have begun.
+
+    Args:
+        batch: tuple, `x` and perhaps `y` and `sample_weight`.
+        step: the step that uses it.
+    """
+
+    def __init__(self, batch: tuple[Any, ...], step: Any):
+        self.batch = batch
+        self.step = step
+
+
 def own_part(batch: Any) -> Any:
-    """The batch of a `RowsOfWorker`; others unchanged."""
-    return batch.batch if isinstance(batch, RowsOfWorker) else batch
+    """The batch of a `RowsOfWorker` or a `ReadBatch`; others unchanged."""
+    return batch.batch if isinstance(batch, (RowsOfWorker, ReadBatch)) else batch
 
 
 def py_dataset_batches(dataset: Any) -> Iterator[Any]:
@@ -173,6 +187,20 @@ def numpy_pass(adapter: Any) -> Iterator[Any]:
     if begin is not None:
         begin()
     return adapter.get_numpy_iterator()  # type: ignore[no-any-return]
+
+
+def read_through(epochs: Any, wrap: Callable[[Iterator[Any]], Iterator[Any]]) -> None:
+    """Makes the passes of an epoch iterator those of a function.
+
+    Keras 3.15: `EpochIterator._get_iterator` makes the iterator of a pass.
+
+    Args:
+        epochs: an epoch iterator.
+        wrap: callable of an iterator of batches as NumPy arrays.
+    """
+    # It is called by the iterator itself.
+    found: Any = weakref.proxy(epochs)
+    epochs._get_iterator = lambda: wrap(numpy_pass(found.data_adapter))
 
 
 def _has_composites(adapter: Any) -> bool:

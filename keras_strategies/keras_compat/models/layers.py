@@ -70,19 +70,6 @@ def wraps_torch_modules(layer: Any) -> bool:
     return any(isinstance(sub, TorchModuleWrapper) for sub in sublayers(layer))
 
 
-def compute_dtypes(layer: Any) -> set[str]:
-    """The dtypes that a layer and those in it compute in, `"int8"` if quantized.
-
-    Keras 3.15: `Layer.quantization_mode`.
-    """
-    found = set()
-    for sublayer in sublayers(layer):
-        found.add(sublayer.compute_dtype)
-        if sublayer.quantization_mode is not None:
-            found.add("int8")
-    return found
-
-
 def rematerializes(layer: Any) -> bool:
     """Whether a layer, or one in it, is computed again in the backward pass.
 

@@ -192,6 +192,8 @@ class StrategyTrainer(Trainer):  # type: ignore[misc]
     ) -> tuple[Any, ...]:
         # Keras empties the variables, and records their arrays after the first step: an
         # interrupt between the two would leave a model without weights.
+        if not installed_hooks().has_state(self):
+            return tuple([] for is_read in groups.values() if is_read)
         state: tuple[Any, ...] = super()._get_jax_state(**groups)
         if purge_model_variables:
             record_read_jax_state(self, groups, state)
@@ -208,6 +210,7 @@ class StrategyTrainer(Trainer):  # type: ignore[misc]
         """Keras 3.16 on Torch wraps models in `DistributedDataParallel` by it."""
 
     def get_metrics_result(self) -> Any:
+        installed_hooks().reads_results(self)
         # Keras 3.16 on Torch sums metrics over processes, which have the same here.
         return base_trainer().get_metrics_result(self)
 

@@ -15,6 +15,7 @@ _NOT_SENT = (
     "train_function",
     "test_function",
     "predict_function",
+    "_eval_epoch_iterator",
     "_jax_state",
     "token_counts",
     "token_document_counts",
