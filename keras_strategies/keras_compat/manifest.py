@@ -281,57 +281,19 @@ GROUPS: dict[str, Group] = {
         is_temporary=True,
     ),
     "scope": Group(
-        "While `strategy.scope()` is open.",
+        "While `strategy.scope()` or a method of a strategy's model is open.",
         (
-            Patch(
-                "keras.src.models.model.Trainer",
-                "fit",
-                "(self, x=None, y=None, batch_size=None, epochs=1, verbose='auto', "
-                "callbacks=None, validation_split=0.0, validation_data=None, "
-                "shuffle=True, class_weight=None, sample_weight=None, "
-                "initial_epoch=0, steps_per_epoch=None, validation_steps=None, "
-                "validation_batch_size=None, validation_freq=1)",
-                "hooks.check_model_scope",
-                "A model that was made outside of the scope raises an error in it.",
-            ),
-            Patch(
-                "keras.src.models.model.Trainer",
-                "evaluate",
-                "(self, x=None, y=None, batch_size=None, verbose='auto', "
-                "sample_weight=None, steps=None, callbacks=None, return_dict=False, "
-                "**kwargs)",
-                "hooks.check_model_scope",
-                "A model that was made outside of the scope raises an error in it.",
-            ),
-            Patch(
-                "keras.src.models.model.Trainer",
-                "predict",
-                "(self, x, batch_size=None, verbose='auto', steps=None, "
-                "callbacks=None)",
-                "hooks.check_model_scope",
-                "A model that was made outside of the scope raises an error in it.",
-            ),
-            Patch(
-                "keras.src.models.model.Trainer",
-                "train_on_batch",
-                "(self, x, y=None, sample_weight=None, class_weight=None, "
-                "return_dict=False)",
-                "hooks.check_model_scope",
-                "A model that was made outside of the scope raises an error in it.",
-            ),
-            Patch(
-                "keras.src.models.model.Trainer",
-                "test_on_batch",
-                "(self, x, y=None, sample_weight=None, return_dict=False)",
-                "hooks.check_model_scope",
-                "A model that was made outside of the scope raises an error in it.",
-            ),
-            Patch(
-                "keras.src.models.model.Trainer",
-                "predict_on_batch",
-                "(self, x)",
-                "hooks.check_model_scope",
-                "A model that was made outside of the scope raises an error in it.",
+            *(
+                Patch(
+                    "keras.src.models.model.Trainer",
+                    f"make_{kind}_function",
+                    "(self, force=False)",
+                    "hooks.check_model_scope",
+                    "A model that was made outside of the scope raises an error in it: "
+                    "its batches would be padded, or a worker's own rows, and its "
+                    "results wrong.",
+                )
+                for kind in ("train", "test", "predict")
             ),
             Patch(
                 _TRAINER,
@@ -340,7 +302,8 @@ GROUPS: dict[str, Group] = {
                 "metrics=None, weighted_metrics=None, run_eagerly=False, "
                 "steps_per_execution=1, jit_compile='auto', auto_scale_loss=True)",
                 "hooks.check_model_scope",
-                "As `fit`.",
+                "The same error: `fit` outside of the scope would train the model on "
+                "one device without a word.",
             ),
         ),
         is_temporary=True,
