@@ -123,8 +123,8 @@ class MappedLayouts(LayoutRule):
 _OUTPUT = "/output"
 
 
-def closest_paths(pattern: str, paths: Sequence[str], count: int = 3) -> list[str]:
-    """The paths most similar to a pattern, compared in full and by their last parts.
+def closest_paths(pattern: str, paths: Sequence[str]) -> list[str]:
+    """Three paths most similar to a pattern, compared in full and by their last parts.
 
     >>> closest_paths(".*dense/kernal", ["net/dense/kernel", "net/conv/bias"])
     ['net/dense/kernel']
@@ -140,7 +140,7 @@ def closest_paths(pattern: str, paths: Sequence[str], count: int = 3) -> list[st
         for path, end in ends.items()
     }
     similar = [path for path, score in scores.items() if score > 0.5]
-    return sorted(similar, key=lambda path: -scores[path])[:count]
+    return sorted(similar, key=lambda path: -scores[path])[:3]
 
 
 # `query/kernel` is (features, heads, size) and `attention_output/kernel` is (heads,

@@ -96,7 +96,6 @@ class ProcessLauncher:
         events: receives an `Ended` for each task.
         grace_seconds: float, seconds between the signal to end a process and SIGKILL.
         out: stream for the output of tasks, None for `sys.stdout`.
-        err: stream for their errors, None for `sys.stderr`.
     """
 
     def __init__(
@@ -104,11 +103,10 @@ class ProcessLauncher:
         events: Events,
         grace_seconds: float,
         out: TextIO | None = None,
-        err: TextIO | None = None,
     ):
         self._events = events
         self._grace = grace_seconds
-        self._streams = (out or sys.stdout, err or sys.stderr)
+        self._streams = (out or sys.stdout, sys.stderr)
         self._running: dict[LocalTask, ProcessGroup] = {}
         # Ended tasks with child processes that still run.
         self._left: dict[LocalTask, ProcessGroup] = {}

@@ -38,10 +38,10 @@ def watch(lines: Iterable[str]) -> None:
             continue
 
 
-def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+def end_with_parent(parent: int) -> None:
     """Makes the kernel signal this process when its parent ends, on Linux."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # The parent ended before the call of `prctl`.
         sys.exit(1)
 

@@ -107,16 +107,13 @@ def _family(host: str, port: int) -> socket.AddressFamily:
     return socket.AddressFamily(found[0][0])
 
 
-def find_peers(
-    spec: ClusterSpec, own: str, timeout: float, *, retry: bool = True
-) -> list[Peer]:
+def find_peers(spec: ClusterSpec, own: str, timeout: float) -> list[Peer]:
     """Connects to every other task of a cluster, to all at the same time.
 
     Args:
         spec: the cluster.
         own: str, this process's task, such as `"worker 0"`.
         timeout: float, seconds for all of it.
-        retry: bool, whether to try again until then where nothing listens yet.
 
     Returns:
         list of `Peer`, in the cluster's order.
@@ -131,7 +128,7 @@ def find_peers(
     found: dict[str, Peer] = {}
 
     def look(task: str, address: str) -> None:
-        found[task] = _probe(own, task, address, deadline if retry else 0.0)
+        found[task] = _probe(own, task, address, deadline)
 
     threads = [
         threading.Thread(target=look, args=item, name=f"peer {item[0]}")

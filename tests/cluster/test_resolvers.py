@@ -201,7 +201,6 @@ def test_torchrun(environment) -> None:
     environment(**TORCHRUN)
     resolver = cluster.TorchrunClusterResolver()
     assert (resolver.task_type, resolver.task_id) == ("worker", 2)
-    assert (resolver.local_rank, resolver.local_world_size) == (0, 2)
     assert resolver.num_workers == 4
     assert resolver.cluster_spec().task_address("worker", 0) == "10.0.0.7:29500"
     assert not resolver.is_chief

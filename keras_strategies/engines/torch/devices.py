@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
@@ -59,14 +58,6 @@ def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def device_of(tensor: torch.Tensor) -> Device:
     kind = _KIND.get(tensor.device.type, tensor.device.type)
     return Device(kind, tensor.device.index or 0)
-
-
-def device_of_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
-    """The device of the result of a function of torch, called with these arguments."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor):
-            return value.device
-    return torch.device(kwargs.get("device") or torch.get_default_device())
 
 
 def accelerators() -> list[Device]:

@@ -61,16 +61,5 @@ class TorchrunClusterResolver(ClusterResolver):
         self._first = f"{os.environ[MASTER_ADDR]}:{number(MASTER_PORT)}"
         super().__init__("worker", rank, rpc_layer)
 
-    @property
-    def local_rank(self) -> int:
-        """int, the number of this process on its machine; 0 where it is not set."""
-        return number(LOCAL_RANK) if os.environ.get(LOCAL_RANK) else 0
-
-    @property
-    def local_world_size(self) -> int:
-        """int, the number of processes on this machine; 1 where it is not set."""
-        is_set = os.environ.get(LOCAL_WORLD_SIZE)
-        return number(LOCAL_WORLD_SIZE) if is_set else 1
-
     def cluster_spec(self) -> ClusterSpec:
         return ClusterSpec({"worker": workers_of(self._first, self._size)})

@@ -153,11 +153,6 @@ class ReplicaArguments:
             keys += [self._take(column) for column in zip(*leaves, strict=True)]
         self.signature = tuple(keys)
 
-    @property
-    def has_uneven_rows(self) -> bool:
-        """Whether components of an array differ in their first axis."""
-        return any(len({part.shape[:1] for part in parts}) > 1 for parts in self.parts)
-
     @classmethod
     def of(cls, args: list[Any], kwargs: list[Any]) -> ReplicaArguments:
         return cls(list(zip(args, kwargs, strict=True)))

@@ -111,9 +111,6 @@ class Node:
     def attribute(self, name: str) -> Any:
         return self.operation.get_attr(name)
 
-    def with_inputs(self, inputs: Sequence[GraphPlacement]) -> Node:
-        return Node(self.walk, self.facts, self.operations, tuple(inputs))
-
     # Shapes.
 
     def sizes(self, i: int) -> Sizes:
@@ -132,8 +129,8 @@ class Node:
             raise NoRuleError("a result of unknown rank")
         return found
 
-    def output_rank(self, i: int = 0) -> int:
-        return len(self.output_sizes(i))
+    def output_rank(self) -> int:
+        return len(self.output_sizes(0))
 
     def shapes(self, i: int) -> list[list[int]] | None:
         """The shape of an input for each number of rows; None if it is not known."""

@@ -80,11 +80,6 @@ class ShardedDistribution(_Distribution):  # type: ignore[misc]
         #: The axes that outputs of layers may be sharded along; none outside of a call.
         self.output_axes: Sequence[str] = ()
 
-    @property
-    def num_model_replicas(self) -> int:
-        """int, the number of batch shards."""
-        return self._mesh.shape[0]
-
     def get_data_layout(self, data_shape: Sequence[int]) -> TensorLayout:
         """Replicated: batches are global, and layer calls split them."""
         return TensorLayout([None] * len(data_shape), self.device_mesh)
