@@ -14,7 +14,7 @@ import pytest
 from harness.launcher_variables import SLURM
 
 import keras_strategies as ks
-from keras_strategies.cluster.environment import PROCESS_NUMBERS, find_local_number
+from keras_strategies.cluster.environment import RANK_VARIABLES, find_local_number
 from keras_strategies.cluster.resolvers.environment.local_number import LocalNumber
 from keras_strategies.devices import Device
 from keras_strategies.engines import get_engine
@@ -55,7 +55,7 @@ TASK = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index
 @pytest.fixture(autouse=True)
 def process(monkeypatch):
     """A process that no launcher has started, and that has no strategy yet."""
-    for name in (*PROCESS_NUMBERS, *SLURM, "TF_CONFIG"):
+    for name in (*RANK_VARIABLES, *SLURM, "TF_CONFIG"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(device_selection, "_kept", {})
 

@@ -18,7 +18,7 @@ from keras_strategies.cluster.resolvers.environment import (
     torchrun,
 )
 from keras_strategies.cluster.resolvers.environment.process_numbers import (
-    ProcessNumber,
+    RankAndSize,
 )
 from keras_strategies.errors import ClusterError
 
@@ -50,7 +50,7 @@ QUIET = {"TF_CPP_MIN_LOG_LEVEL": "1"}
 
 #: Variables with the number of a process. A launcher removes them from the environment
 #: of its processes, which have others.
-PROCESS_NUMBERS = (
+RANK_VARIABLES = (
     *keras_distribution.ALL,
     torchrun.RANK,
     torchrun.WORLD_SIZE,
@@ -153,7 +153,7 @@ class _Kind:
 
     is_set: Callable[[], bool]
     resolver: Callable[[], ClusterResolver]
-    number: Callable[[], ProcessNumber | None] = lambda: None
+    number: Callable[[], RankAndSize | None] = lambda: None
     local: Callable[[], local_number.LocalNumber | None] = lambda: None
     name: str = ""
 
@@ -162,12 +162,12 @@ def _has(*names: str) -> Callable[[], bool]:
     return lambda: all(os.environ.get(name) for name in names)
 
 
-def _number_of_keras() -> ProcessNumber | None:
-    return ProcessNumber.read(keras_distribution.RANK, keras_distribution.SIZE)
+def _number_of_keras() -> RankAndSize | None:
+    return RankAndSize.read(keras_distribution.RANK, keras_distribution.SIZE)
 
 
-def _number_of_torchrun() -> ProcessNumber | None:
-    return ProcessNumber.read(torchrun.RANK, torchrun.WORLD_SIZE)
+def _number_of_torchrun() -> RankAndSize | None:
+    return RankAndSize.read(torchrun.RANK, torchrun.WORLD_SIZE)
 
 
 def _is_started_by_mpi() -> bool:

@@ -32,13 +32,13 @@ class MethodRestart(BaseException):
 class ModelHooks(Protocol):
     """Functions that the patches of Keras call."""
 
-    def created(self, made: Any) -> None:
+    def after_init(self, made: Any) -> None:
         """A model (its `__init__` has begun) or a variable has been made."""
 
-    def making(self, variable: Any) -> None:
+    def before_init(self, variable: Any) -> None:
         """`Variable.__init__` begins."""
 
-    def creating(self) -> contextlib.AbstractContextManager[Any]:
+    def init_context(self) -> contextlib.AbstractContextManager[Any]:
         """Entered around `Variable.__init__`."""
 
     def initial_value(self, value: Any, shape: Any, dtype: Any) -> tuple[Any, Any, Any]:
@@ -192,7 +192,7 @@ def trainer_init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     # `Model.__init__` calls it first.
     restore_scope_state()
     original(self, *args, **kwargs)
-    _Installed.hooks.created(self)
+    _Installed.hooks.after_init(self)
 
 
 def variable_init(
@@ -206,12 +206,12 @@ def variable_init(
 ) -> None:
     hooks = _Installed.hooks
     restore_scope_state()
-    hooks.making(self)
-    with hooks.creating():
+    hooks.before_init(self)
+    with hooks.init_context():
         if not callable(initializer) and not isinstance(initializer, str):
             initializer, shape, dtype = hooks.initial_value(initializer, shape, dtype)
         original(self, initializer, shape, dtype, *args, **kwargs)
-    hooks.created(self)
+    hooks.after_init(self)
 
 
 def assign_add(original: Any, self: Any, value: Any) -> Any:

@@ -592,7 +592,7 @@ GROUPS: dict[str, Group] = {
                 "__setitem__",
                 "(self, key, value)",
                 "saving.streaming.write_variable",
-                "It makes one array of each variable, too large for a process.",
+                "Keras makes one array of each variable, which may exceed the memory.",
             ),
             Patch(
                 f"{_SAVING}.ShardedH5IOStore",

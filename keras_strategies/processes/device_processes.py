@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from keras_strategies.cluster.environment import DEVICE_PROCESS, PROCESS_NUMBERS, QUIET
+from keras_strategies.cluster.environment import DEVICE_PROCESS, QUIET, RANK_VARIABLES
 from keras_strategies.cluster.resolvers.local_processes import free_addresses
 from keras_strategies.processes.keras_import import own_backend
 from keras_strategies.processes.launcher import Ended, Events, ProcessLauncher
@@ -127,7 +127,7 @@ def start_others(program: Program, count: int) -> DeviceProcess:
     addresses = free_addresses(count)
     _others = _Others()
     threads = str(max(1, core_count() // count))
-    outer = {k: text for k, text in os.environ.items() if k not in PROCESS_NUMBERS}
+    outer = {k: text for k, text in os.environ.items() if k not in RANK_VARIABLES}
     for index in range(1, count):
         own = json.dumps({"addresses": addresses, "index": index})
         environment = {

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from keras_strategies.cluster.environment import (
     DEVICES_PER_WORKER,
-    PROCESS_NUMBERS,
     QUIET,
+    RANK_VARIABLES,
     SECRET,
 )
 from keras_strategies.cluster.resolvers.environment import tf_config
@@ -128,7 +128,7 @@ class LocalCluster:
         threads = max(1, core_count() // len(self.tasks))
         devices = self._devices(visible_gpus(outer))
         secret = {SECRET: secrets.token_hex()} if self.ps else {}
-        outer = {k: text for k, text in outer.items() if k not in PROCESS_NUMBERS}
+        outer = {k: text for k, text in outer.items() if k not in RANK_VARIABLES}
         return {
             task: {
                 THREADS: str(threads),

@@ -81,8 +81,8 @@ class Plan:
         """Bytes of the variables of a kind on each device.
 
         Args:
-            kind: str, "weight", "slot", "metric", or "gradient": that of each trained
-                weight lies as the weight does.
+            kind: str, "weight", "slot", "metric", or "gradient", which has
+                the layout of its weight.
 
         Returns:
             dict from device to int.
@@ -198,7 +198,7 @@ def plan(
 
 
 def _build(strategy: StrategyCore, model: Any, batch: Any) -> None:
-    # Slots take their layouts from the weights, which have them first therefore.
+    # Weights are laid out first: slots copy their layouts.
     optimizer, model.optimizer = model.optimizer, None
     symbolic_build(model, batch)
     model.optimizer = optimizer

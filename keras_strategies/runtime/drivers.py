@@ -185,7 +185,7 @@ class ParameterServerDriver(abc.ABC):
     """Models with variables and steps in other processes."""
 
     @abc.abstractmethod
-    def making(self, variable: Any) -> None:
+    def before_init(self, variable: Any) -> None:
         """Called before a `keras.Variable` is created in the scope."""
 
     @abc.abstractmethod

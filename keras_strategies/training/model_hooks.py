@@ -65,7 +65,7 @@ def install_hooks() -> None:
 class StrategyHooks:
     """Implementation of `ModelHooks` for strategies."""
 
-    def created(self, made: Any) -> None:
+    def after_init(self, made: Any) -> None:
         strategy = context.current_strategy()
         if strategy is None:
             return
@@ -83,15 +83,15 @@ class StrategyHooks:
         ):
             guard_value(made, _check_read_on_replica)
 
-    def making(self, variable: Any) -> None:
+    def before_init(self, variable: Any) -> None:
         strategy = context.current_strategy()
         if strategy is not None:
             set_strategy(variable, strategy)
             if strategy.drivers.servers is not None:
-                strategy.drivers.servers.making(variable)
+                strategy.drivers.servers.before_init(variable)
 
     @contextlib.contextmanager
-    def creating(self) -> Iterator[None]:
+    def init_context(self) -> Iterator[None]:
         replica = context.current_replica()
         if replica is None or run_state.enclosing() is None:
             yield

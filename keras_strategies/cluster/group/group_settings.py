@@ -36,7 +36,7 @@ class Limits:
         Args:
             elastic: `Elastic`.
             count: int, the workers of the cluster.
-            timeout: float, seconds between heartbeats.
+            timeout: float, seconds without a heartbeat until a worker is lost.
 
         Raises:
             ClusterError: if the cluster has fewer than `min_workers`.

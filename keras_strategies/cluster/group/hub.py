@@ -90,7 +90,7 @@ class Hub:
         Args:
             connections: the workers' connections.
             infos: the information of each worker.
-            timeout: float, seconds between heartbeats.
+            timeout: float, seconds without a heartbeat until a worker is lost.
         """
         hub = cls(None, "", [str(info["host"]) for info in infos], timeout)
         for index, (connection, info) in enumerate(

@@ -83,7 +83,7 @@ class WorkerGroup:
         members: the information of each worker; `"host"` is its address.
         connection: the connection to the hub.
         hub: the hub, in the chief's process.
-        timeout: float, seconds between heartbeats.
+        timeout: float, seconds without a heartbeat until a worker is lost.
         patience: float, seconds to wait for workers that are alive; None for `timeout`.
     """
 

@@ -68,7 +68,7 @@ class ParameterServerTrainer(FitDriver, ParameterServerDriver):
     def finish_steps(self) -> None:
         self._scheduler.tasks.wait_until_done()
 
-    def making(self, variable: Any) -> None:
+    def before_init(self, variable: Any) -> None:
         host_variable(variable, self._registry)
 
     def call(self, model: Any, name: str, original: Any, bound: Any) -> Any:

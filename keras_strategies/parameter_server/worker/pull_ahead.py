@@ -122,13 +122,13 @@ class PullAheadQueue:
         self._last = max(1, len(steps))
         self._ahead.extend(steps)
 
-    def await_replies(self, *, of_last: bool = True) -> None:
+    def await_replies(self, *, wait_last: bool = True) -> None:
         """Waits for the replies to the requests.
 
         Args:
-            of_last: bool, whether to those of the last `send` too.
+            wait_last: bool, whether to wait for those of the last `send` too.
         """
-        while len(self._sent) > (0 if of_last else self._last):
+        while len(self._sent) > (0 if wait_last else self._last):
             sent = self._sent.popleft()
             found = self._servers.receive_steps(sent.numbers)
             if sent.ahead is not None:

@@ -94,7 +94,7 @@ class Worker:
         self._tasks: collections.deque[ScheduledTask] = collections.deque()
         self._pipeline = PullAheadQueue(self._execution.servers)
         # Computed tasks with unconfirmed last updates.
-        self._unreported: collections.deque[Callable[[], TaskResult]] = (
+        self._unconfirmed: collections.deque[Callable[[], TaskResult]] = (
             collections.deque()
         )
 
@@ -183,7 +183,7 @@ class Worker:
                 steps = len(task.arguments)
             seconds = time.monotonic() - start
             # It is complete once the servers confirm its last update.
-            self._unreported.append(
+            self._unconfirmed.append(
                 lambda: TaskResult(
                     task.number,
                     value,
@@ -336,7 +336,7 @@ class Worker:
             self._planned(following),
             lambda found: running_task.record_staleness(pulled, found),
         )
-        self._await_replies(of_last=False)
+        self._await_replies(wait_last=False)
 
     def _planned(
         self, following: Sequence[tuple[ScheduledTask, int]]
@@ -368,25 +368,25 @@ class Worker:
             found += [(following, index) for index in range(len(following.arguments))]
         return found[:count]
 
-    def _await_replies(self, *, of_last: bool = True) -> None:
+    def _await_replies(self, *, wait_last: bool = True) -> None:
         """Waits for the servers' replies and reports the tasks that they complete.
 
         Args:
-            of_last: bool, whether for those to the last push too.
+            wait_last: bool, whether to wait for those to the last push too.
 
         Raises:
             Exception: a server's, for an update of the running task.
         """
         error = None
         try:
-            self._pipeline.await_replies(of_last=of_last)
+            self._pipeline.await_replies(wait_last=wait_last)
         except Exception as found:  # A server's; raised on the coordinator.
             self._pipeline.drop()
             error = found
-            if not self._unreported:
+            if not self._unconfirmed:
                 raise
-        while self._unreported:
-            result = self._unreported.popleft()()
+        while self._unconfirmed:
+            result = self._unconfirmed.popleft()()
             if error is not None:
                 result = TaskResult(result.number, error=self._portable(error))
             self._report(result)
@@ -423,7 +423,7 @@ def _raised_again(error: Exception, name: str) -> Exception:
     return exhausted
 
 
-def _sum(one: Any, other: Any) -> Any:
-    if one is None or other is None:
-        return other if one is None else one
-    return one + other
+def _sum(left: Any, right: Any) -> Any:
+    if left is None or right is None:
+        return right if left is None else left
+    return left + right

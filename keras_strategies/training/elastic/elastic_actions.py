@@ -134,12 +134,14 @@ class ElasticActions(ElasticLoop):
     def step(self, model: Any, kind: str, take: Callable[[], Any]) -> Any:
         admits = kind == "train" and self._fit is not None
         driver = _driver_of(model)
-        return self._act(take, lambda: driver.save_state(model, kind), model, admits)
+        return self._run_step(
+            take, lambda: driver.save_state(model, kind), model, admits
+        )
 
     def call(self, what: str, call: Callable[[], T], model: Any = None) -> T:
-        return cast(T, self._act(call, lambda: _nothing_to_undo, model, False))
+        return cast(T, self._run_step(call, lambda: _nothing_to_undo, model, False))
 
-    def _act(
+    def _run_step(
         self,
         take: Callable[[], Any],
         save_state: Callable[[], Callable[[], bool]],
@@ -151,7 +153,7 @@ class ElasticActions(ElasticLoop):
         begun = self._done
         with self.inside():
             while self._done == begun:
-                change = self._attempt(
+                change = self._try_step(
                     lambda: self._finish(take()), save_state, model, admits
                 )
                 if change is not None and self.loop.is_active:
@@ -176,12 +178,12 @@ class ElasticActions(ElasticLoop):
 
         self._membership.group.progress = f"step {self.loop.step + 1} of the loop"
         with self.inside():
-            change = self._attempt(call, save_state, None, function.trains)
+            change = self._try_step(call, save_state, None, function.trains)
         if change is not None:
             raise self.loop.changed(change)
         return found[0]
 
-    def _attempt(
+    def _try_step(
         self,
         take: Callable[[], None],
         save_state: Callable[[], Callable[[], bool]],

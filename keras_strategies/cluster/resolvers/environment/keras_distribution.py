@@ -10,7 +10,7 @@ import os
 
 from keras_strategies.cluster.resolver import ClusterResolver
 from keras_strategies.cluster.resolvers.environment.process_numbers import (
-    ProcessNumber,
+    RankAndSize,
     workers_of,
 )
 from keras_strategies.cluster.spec import ClusterSpec, split_address
@@ -52,7 +52,7 @@ class KerasDistributionClusterResolver(ClusterResolver):
                 "keras.distribution.initialize: addresses with ports, separated by "
                 "commas, the number of processes, and the number of this process."
             )
-        process = ProcessNumber.read(RANK, SIZE)
+        process = RankAndSize.read(RANK, SIZE)
         assert process is not None
         addresses = [each.strip() for each in found[ADDRESSES].split(",")]
         for address in addresses:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from keras_strategies.cluster.resolver import ClusterResolver
 from keras_strategies.cluster.resolvers.environment.process_numbers import (
-    ProcessNumber,
+    RankAndSize,
     number,
     workers_of,
 )
@@ -89,7 +89,7 @@ def is_complete() -> bool:
     return any(each.is_complete for each in LAUNCHERS)
 
 
-def process_number() -> ProcessNumber | None:
+def process_number() -> RankAndSize | None:
     """The number that MPI has given to this process; None outside of MPI.
 
     Raises:
@@ -97,7 +97,7 @@ def process_number() -> ProcessNumber | None:
     """
     # The launchers with both variables first.
     launchers = sorted(LAUNCHERS, key=lambda each: not each.is_complete)
-    found = (ProcessNumber.read(each.rank, each.size) for each in launchers)
+    found = (RankAndSize.read(each.rank, each.size) for each in launchers)
     return next((each for each in found if each is not None), None)
 
 
@@ -142,7 +142,7 @@ class MPIClusterResolver(ClusterResolver):
         return self._spec
 
 
-def _first_host(process: ProcessNumber) -> str:
+def _first_host(process: RankAndSize) -> str:
     if os.environ.get(MASTER_ADDR):
         return os.environ[MASTER_ADDR]
     local = (size for each in LAUNCHERS for _, size in each.local)

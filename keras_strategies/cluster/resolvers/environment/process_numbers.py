@@ -9,7 +9,7 @@ from keras_strategies.errors import ClusterError
 
 
 @dataclass(frozen=True)
-class ProcessNumber:
+class RankAndSize:
     """The number of this process, and of all processes.
 
     Args:
@@ -23,7 +23,7 @@ class ProcessNumber:
     variables: str
 
     @classmethod
-    def read(cls, rank: str, size: str) -> ProcessNumber | None:
+    def read(cls, rank: str, size: str) -> RankAndSize | None:
         """The number in two environment variables; None if neither is set.
 
         Args:

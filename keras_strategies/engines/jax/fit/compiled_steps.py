@@ -272,7 +272,7 @@ def with_outputs(step: Step, sharding: jax.sharding.Sharding) -> Step:
     return placing_step
 
 
-class _Group:
+class OpaqueArrays:
     """The arrays of a group of variables, for Keras's loop.
 
     Keras sets them as an attribute of the model after each step, for which it would
@@ -289,12 +289,12 @@ class _Group:
         return len(self.arrays)
 
 
-class _Returned(tuple[_Group, ...]):
+class LoopState(tuple[OpaqueArrays, ...]):
     """A state that a step returned, and that Keras passes to the next step."""
 
     @classmethod
-    def of(cls, state: Any) -> _Returned:
-        return cls(map(_Group, state))
+    def of(cls, state: Any) -> LoopState:
+        return cls(map(OpaqueArrays, state))
 
 
 def loop_function(
@@ -332,14 +332,14 @@ def loop_function(
         return outputs_on_host(outputs, gather_rows), state
 
     def function(state: Any, batches: Iterator[Any]) -> tuple[Any, Any]:
-        if type(state) is _Returned:
+        if type(state) is LoopState:
             state = tuple(group.arrays for group in state)
         else:
             state = prepare(state)
         record_jax_state(model, kind, state)
         if several == 1:
             outputs, state = one(state, read(batches))
-            return outputs, _Returned.of(state)
+            return outputs, LoopState.of(state)
         items = [read(batches)]
         failure = None
         while len(items) < several:
@@ -351,9 +351,13 @@ def loop_function(
                 # Raised after the steps of the batches before it.
                 failure = error
                 break
-        if len(items) == several and isinstance(step, CompiledStep) and _alike(items):
+        if (
+            len(items) == several
+            and isinstance(step, CompiledStep)
+            and _have_same_signature(items)
+        ):
             outputs, state = step.several(state, placer.place_several(items), several)
-            return outputs_on_host(outputs, gather_rows), _Returned.of(state)
+            return outputs_on_host(outputs, gather_rows), LoopState.of(state)
         every = []
         for batch in items:
             outputs, state = one(state, batch)
@@ -362,12 +366,12 @@ def loop_function(
             raise failure
         if kind == "predict":
             outputs = concatenated(every)
-        return outputs, _Returned.of(state)
+        return outputs, LoopState.of(state)
 
     return function
 
 
-def _alike(batches: Sequence[Any]) -> bool:
+def _have_same_signature(batches: Sequence[Any]) -> bool:
     """Whether batches have one structure, with equal shapes and dtypes."""
     first, *others = map(_signature, batches)
     return all(each == first for each in others)

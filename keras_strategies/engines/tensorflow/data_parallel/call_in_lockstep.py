@@ -26,7 +26,7 @@ from keras_strategies.engines.tensorflow.data_parallel.custom_gradient import (
     custom_gradient,
 )
 from keras_strategies.engines.tensorflow.data_parallel.graph_copies import (
-    ReplicaOfAny,
+    ReplicaIdRecorder,
     ReplicaTraces,
 )
 from keras_strategies.engines.tensorflow.data_parallel.row_parts import for_tapes
@@ -154,7 +154,7 @@ class CallInLockstep(CallOnReplicas):
         counts = self.row_split.replica_set.counts
 
         def in_context(replica_id: int) -> Callable[[], Any]:
-            replica = ReplicaOfAny(
+            replica = ReplicaIdRecorder(
                 self.strategy,
                 counts.first + replica_id,
                 self._collectives,
@@ -200,7 +200,7 @@ class CallInLockstep(CallOnReplicas):
             self.tapes = [None] * len(self.sizes)
 
     def _forward(
-        self, replica: ReplicaOfAny, i: int, task: Callable[[], ReplicaResult]
+        self, replica: ReplicaIdRecorder, i: int, task: Callable[[], ReplicaResult]
     ) -> ReplicaResult:
         """Calls the layer on a replica, or copies the trace of another replica."""
         tape = self.tapes[i]

@@ -159,22 +159,22 @@ def _kind_and_index(device: str) -> tuple[Any, Any]:
     return spec.device_type, spec.device_index
 
 
-class ReplicaOfAny(context.ReplicaContext):
+class ReplicaIdRecorder(context.ReplicaContext):
     """Context of a replica; records whether its number or device is read.
 
     If it is, the trace is specific to this replica and is not copied for others.
     """
 
-    is_distinct = False
+    reads_replica_id = False
 
     @property
     def replica_id_in_sync_group(self) -> int:
-        self.is_distinct = True
+        self.reads_replica_id = True
         return super().replica_id_in_sync_group
 
     @property
     def devices(self) -> tuple[str, ...]:
-        self.is_distinct = True
+        self.reads_replica_id = True
         return super().devices
 
 
@@ -182,7 +182,7 @@ class ReplicaOfAny(context.ReplicaContext):
 class ForwardTrace:
     """One replica's call of the layer, in the graph."""
 
-    replica: ReplicaOfAny
+    replica: ReplicaIdRecorder
     replica_id: int
     operations: TracedOperations
     # Keras variable, TensorFlow variable and value of each read since the last segment.
@@ -223,7 +223,9 @@ class ReplicaTraces:
         collectives.copied_exchange = self.exchange
 
     @contextlib.contextmanager
-    def tracing(self, replica: ReplicaOfAny, replica_id: int) -> Iterator[ForwardTrace]:
+    def tracing(
+        self, replica: ReplicaIdRecorder, replica_id: int
+    ) -> Iterator[ForwardTrace]:
         """Entered in a graph around a replica's call; the caller sets its `result`."""
         trace = ForwardTrace(replica, replica_id, TracedOperations())
         self._forward[replica_id] = trace
@@ -231,7 +233,7 @@ class ReplicaTraces:
         yield trace
         trace.rest = trace.operations.segment()
         trace.can_be_copied = (
-            not replica.is_distinct
+            not replica.reads_replica_id
             and not self._collectives.was_used_by(replica_id)
             and _can_be_copied(trace.rest)
             and all(_is_simple(leaf) for leaf in trace.result.leaves)
@@ -336,7 +338,7 @@ class ReplicaTraces:
             templates = [template for template, _ in self._copies.values()]
             return templates == [0] * (len(self._slices) - 1)
         return (
-            not forward.replica.is_distinct
+            not forward.replica.reads_replica_id
             and all(self._are_alike(0, i) for i in range(len(self._slices)))
             and _can_be_copied(segment)
         )

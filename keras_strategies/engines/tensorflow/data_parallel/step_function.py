@@ -94,9 +94,9 @@ class StepFunction:
         self._joined = self._program(lambda data: routed(joined(data, place)))
         self._joined_unsplit = self._program(lambda data: step(joined(data, place)))
         self._unsplit = self._program(lambda data: step(data))
-        self._few = None
+        self._per_shape = None
         if call.reduction is not None:
-            self._few = self._program(routed, reduce_retracing=False)
+            self._per_shape = self._program(routed, reduce_retracing=False)
         self._traces.forget()
 
     def _program(
@@ -126,25 +126,25 @@ class StepFunction:
         spec = batches.element_spec if isinstance(batches, tf.data.Iterator) else None
         is_predict = self._kind == "predict"
         if self._workers is None:
-            return self._take(batches, spec)
+            return self._run_steps(batches, spec)
         if not is_predict:
             batches = self._workers.steps.timed(batches)
         elastic = self._workers.elastic
         if elastic is None:
-            return self._take(batches, spec)
+            return self._run_steps(batches, spec)
         read = list(batches if is_predict else itertools.islice(batches, self._steps))
         if not read:
             raise StopIteration
         return elastic.step(
-            self._model, self._kind, lambda: self._take_together(read, spec)
+            self._model, self._kind, lambda: self._run_elastic_steps(read, spec)
         )
 
-    def _take_together(self, batches: list[Any], spec: Any) -> Any:
+    def _run_elastic_steps(self, batches: list[Any], spec: Any) -> Any:
         assert self._call.elastic is not None
         self._call.elastic.begin_step()
-        return to_numpy(self._take(batches, spec))
+        return to_numpy(self._run_steps(batches, spec))
 
-    def _take(self, batches: Iterable[Any], spec: Any) -> Any:
+    def _run_steps(self, batches: Iterable[Any], spec: Any) -> Any:
         if self._kind == "predict":
             outputs = [self._one_step(batch) for batch in batches]
             return keras.tree.map_structure(lambda *parts: _concat(parts), *outputs)
@@ -180,13 +180,13 @@ class StepFunction:
             if not self._build(own_part(batch)):
                 is_own = isinstance(batch, RowsOfWorker)
                 program = self._joined_unsplit if is_own else self._unsplit
-                return self._directly(program, batch)
+                return self._call_uncached(program, batch)
         if isinstance(batch, RowsOfWorker):
             return self._run(self._program_of_workers(batch), batch, spec)
         rows = _rows(batch)
         if rows is not None and rows < self._replicas:
-            if self._few is not None:
-                return self._run(self._few, batch, spec, is_for_shape=True)
+            if self._per_shape is not None:
+                return self._run(self._per_shape, batch, spec, is_for_shape=True)
             return self._run(self._unsplit, batch, spec)
         return self._run(self._parallel, batch, spec)
 
@@ -195,7 +195,7 @@ class StepFunction:
         if every.all() and not self._model.run_eagerly:
             return self._of_workers
         # A replica without rows would compute means of zero elements.
-        is_split = every.sum() >= self._replicas or self._few is not None
+        is_split = every.sum() >= self._replicas or self._per_shape is not None
         return self._joined if is_split else self._joined_unsplit
 
     def _run(
@@ -206,14 +206,14 @@ class StepFunction:
 
     def _run_on(self, program: Any, batch: Any, spec: Any, is_for_shape: bool) -> Any:
         if spec is None or self._model.run_eagerly or _has_optionals(spec):
-            return self._directly(program, batch)
+            return self._call_uncached(program, batch)
         own = keras.tree.map_structure(_spec_of, batch) if is_for_shape else spec
         concrete = self._traces.of(program, own, spec)
         if self._call.elastic is not None:
             self._call.elastic.begin_program(concrete)
         return concrete(batch)
 
-    def _directly(self, program: Any, batch: Any) -> Any:
+    def _call_uncached(self, program: Any, batch: Any) -> Any:
         if self._call.elastic is not None:
             self._call.elastic.begin_program(None)
         if self._model.run_eagerly:
