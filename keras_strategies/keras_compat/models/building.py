@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from keras_strategies.errors import InputError
 from keras_strategies.keras_compat.variables.values import raw_value
 
 
@@ -40,6 +41,14 @@ def is_unbuilt(model: Any) -> bool:
     parts = compiled_parts(model)
     unbuilt = [part for part in parts if part is not None and not part.built]
     return bool(unbuilt) or not is_built(model)
+
+
+def empty_input(model: Any) -> InputError:
+    """The error for a model that has no batch to be built from."""
+    return InputError(
+        f"Model {model.name!r} is built from the shapes of the first batch, but the "
+        "input is empty. Pass at least one batch."
+    )
 
 
 def creates_metrics(model: Any) -> bool:

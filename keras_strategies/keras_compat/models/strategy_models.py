@@ -19,7 +19,11 @@ from keras_strategies.keras_compat.backends.keras_on_tensorflow import (
     is_trained_on_several_devices,
 )
 from keras_strategies.keras_compat.hooks import MethodRestart, installed_hooks
-from keras_strategies.keras_compat.models.building import base_trainer, is_unbuilt
+from keras_strategies.keras_compat.models.building import (
+    base_trainer,
+    empty_input,
+    is_unbuilt,
+)
 from keras_strategies.keras_compat.models.first_batches import first_batch
 from keras_strategies.keras_compat.models.input_adapters import own_part
 from keras_strategies.keras_compat.optimizers.optimizer_classes import (
@@ -183,6 +187,8 @@ class StrategyTrainer(Trainer):  # type: ignore[misc]
     def _symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
         if data_batch is None and iterator is not None and is_unbuilt(self):
             data_batch = own_part(first_batch(iterator))
+            if data_batch is None:
+                raise empty_input(self)
         if data_batch is not None:
             installed_hooks().building(self, data_batch)
         super()._symbolic_build(iterator=iterator, data_batch=data_batch)

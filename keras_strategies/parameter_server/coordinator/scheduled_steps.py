@@ -18,7 +18,11 @@ import numpy as np
 
 from keras_strategies.input.batches import as_numpy
 from keras_strategies.input.row_splits import check_batch
-from keras_strategies.keras_compat.models.building import is_unbuilt, symbolic_build
+from keras_strategies.keras_compat.models.building import (
+    empty_input,
+    is_unbuilt,
+    symbolic_build,
+)
 from keras_strategies.keras_compat.models.input_adapters import ReadBatch
 from keras_strategies.parameter_server.coordinator.remote_functions import (
     ModelDefinition,
@@ -123,6 +127,8 @@ class ScheduledSteps:
         model: Any = self._model()
         taken = list(itertools.islice(batches, model.steps_per_execution))
         if not taken:
+            if self._definition is None and is_unbuilt(model):
+                raise empty_input(model)
             raise StopIteration
         is_read = isinstance(taken[0], ReadBatch)
         result = self._run(taken[0].step if is_read else StepBatches(taken))
