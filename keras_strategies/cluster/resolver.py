@@ -45,6 +45,7 @@ class ClusterResolver(abc.ABC):
     _task_id: int | None = None
     _rpc_layer: str | None = None
     _environment: str = ""
+    _master: str = ""
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class ClusterResolver(abc.ABC):
     @property
     def task_type(self) -> str | None:
         """str or None, the job of this process."""
-        return self._task_type
+        return self._found_task()[0] if self._task_type is None else self._task_type
 
     @task_type.setter
     def task_type(self, task_type: str | None) -> None:
@@ -72,11 +73,15 @@ class ClusterResolver(abc.ABC):
     @property
     def task_id(self) -> int | None:
         """int or None, the number of this process within its job."""
-        return self._task_id
+        return self._found_task()[1] if self._task_id is None else self._task_id
 
     @task_id.setter
     def task_id(self, task_id: int | None) -> None:
         self._task_id = task_id
+
+    def _found_task(self) -> tuple[str | None, int | None]:
+        """The task of this process, where a service has to be queried for it."""
+        return None, None
 
     @property
     def rpc_layer(self) -> str | None:
@@ -111,6 +116,8 @@ class ClusterResolver(abc.ABC):
         Raises:
             ValueError: if the cluster has no such task.
         """
+        if self._master and task_type is None and task_id is None:
+            return self._master
         task_type = self.task_type if task_type is None else task_type
         task_id = self.task_id if task_id is None else task_id
         if task_type is None or task_id is None:
@@ -199,11 +206,8 @@ class _OtherResolver(ClusterResolver):
             getattr(resolver, "task_id", None),
             getattr(resolver, "rpc_layer", None),
         )
+        self._environment = str(getattr(resolver, "environment", ""))
         self._resolver = resolver
 
     def cluster_spec(self) -> ClusterSpec:
         return ClusterSpec(self._resolver.cluster_spec())
-
-    @property
-    def environment(self) -> str:
-        return str(getattr(self._resolver, "environment", ""))

@@ -58,13 +58,3 @@ class SimpleClusterResolver(ClusterResolver):
         config_proto: object = None,
     ) -> dict[str, int]:
         return dict(self._num_accelerators)
-
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        if self._master and task_type is None and task_id is None:
-            return self._master
-        return super().master(task_type, task_id, rpc_layer)

@@ -47,6 +47,8 @@ class UnionResolver(ClusterResolver):
                 )
         resolvers = tuple(as_resolver(each, "resolvers") for each in resolvers)
         self._resolvers = resolvers
+        named = (each.environment for each in resolvers)
+        self._environment = next(filter(None, named), "")
         having = [r for r in resolvers if r.task_type is not None]
         own = having[0] if having else resolvers[0]
         layers = [r.rpc_layer for r in resolvers if r.rpc_layer is not None]
@@ -73,10 +75,6 @@ class UnionResolver(ClusterResolver):
                         )
                     tasks[index] = address
         return ClusterSpec(joined)
-
-    @property
-    def environment(self) -> str:
-        return next((r.environment for r in self._resolvers if r.environment), "")
 
     def num_accelerators(
         self,

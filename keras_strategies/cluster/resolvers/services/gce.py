@@ -94,17 +94,10 @@ class GCEClusterResolver(ClusterResolver):
             )
         return sorted(names, key=natural_order)
 
-    @property
-    def task_id(self) -> int | None:
-        """int, the number of this process; None where it is not in the group."""
-        if self._task_id is None:
-            found = own_place([("", [{name} for name in self._names()])])
-            self._task_id = found[1] if found else None
-        return self._task_id
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
+    def _found_task(self) -> tuple[str | None, int | None]:
+        found = own_place([("", [{name} for name in self._names()])])
+        self._task_id = found[1] if found else None
+        return None, self._task_id
 
 
 def _service(credentials: Any) -> Any:

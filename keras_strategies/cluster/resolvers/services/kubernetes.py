@@ -87,25 +87,7 @@ class KubernetesClusterResolver(ClusterResolver):
             }
         )
 
-    @property
-    def task_type(self) -> str | None:
-        """str, the job of this process; None where no pod has its host name."""
-        return self._task_type if self._task_type is not None else self._own()[0]
-
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
-
-    @property
-    def task_id(self) -> int | None:
-        """int, the number of this process; None where no pod has its host name."""
-        return self._task_id if self._task_id is not None else self._own()[1]
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
-
-    def _own(self) -> tuple[str | None, int | None]:
+    def _found_task(self) -> tuple[str | None, int | None]:
         if self._found is None:
             self._found = own_place(
                 (job, [{str(p.metadata.name), str(p.spec.hostname)} for p in pods])
