@@ -50,8 +50,9 @@ class Source(abc.ABC):
         return self._checked() if peeked is None else peeked
 
     def _checked(self) -> Iterator[Any]:
-        for batch in self.read():
-            if not self.may_be_values:
+        for i, batch in enumerate(self.read()):
+            # Later batches of arrays are other rows of the same arrays.
+            if not self.may_be_values and not (i and self.is_in_memory):
                 check_rows(batch, self.what)
             yield batch
 
@@ -72,10 +73,14 @@ class Source(abc.ABC):
         """The number of batches; None where it is unknown or without end."""
         return None
 
+    @abc.abstractmethod
     def spec(self) -> Any:
-        """Shapes and dtypes, with open rows; by default, those of the first batch.
+        """Shapes and dtypes, with open rows."""
 
-        The next pass yields that batch too: input may be readable only once.
+    def _spec_of_first_batch(self) -> Any:
+        """Those of the first batch; the next pass yields it too.
+
+        Input may be readable only once.
         """
         batches = self.batches()
         first = list(itertools.islice(batches, 1))
@@ -91,6 +96,7 @@ class Source(abc.ABC):
         """Whether elements are batches, if that is known before they are read."""
         return True
 
+    @abc.abstractmethod
     def model_input(self, class_weight: dict[int, float] | None = None) -> Any:
         """The input of Keras's `fit`, `evaluate` and `predict` for this source.
 
@@ -98,7 +104,6 @@ class Source(abc.ABC):
             class_weight: dict, as for `fit`. Keras applies it to the user's dataset;
                 adapters that are made here must apply it themselves.
         """
-        return self.given
 
 
 class TfDataSource(Source):
@@ -145,6 +150,9 @@ class TfDataSource(Source):
     def spec(self) -> Any:
         return leaf_specs(self._element_spec)
 
+    def model_input(self, class_weight: dict[int, float] | None = None) -> Any:
+        return self.given
+
 
 class LoaderSource(Source):
     """A `torch.utils.data.DataLoader`, with its workers."""
@@ -155,6 +163,9 @@ class LoaderSource(Source):
     @property
     def cardinality(self) -> int | None:
         return length_of(self.given)
+
+    def spec(self) -> Any:
+        return self._spec_of_first_batch()
 
     def model_input(self, class_weight: dict[int, float] | None = None) -> Any:
         if self._peeked is None and not is_read_for_shapes(self.given):
@@ -174,6 +185,12 @@ class PyDatasetSource(Source):
     def cardinality(self) -> int | None:
         return self.given.num_batches
 
+    def spec(self) -> Any:
+        return self._spec_of_first_batch()
+
+    def model_input(self, class_weight: dict[int, float] | None = None) -> Any:
+        return self.given
+
 
 class ArraySource(Source):
     """The rows of arrays, in batches."""
@@ -189,14 +206,6 @@ class ArraySource(Source):
                 f"{self.what} yields single rows. Batch it first: "
                 "`dataset.batch(global_batch_size)`."
             )
-
-    def batches(self) -> Iterator[Any]:
-        batches = self.read()
-        for first in batches:
-            check_rows(first, self.what)
-            yield first
-            # The other batches are rows of the same arrays.
-            yield from batches
 
     def read(self) -> Iterator[Any]:
         return iter(self.given)
@@ -249,13 +258,13 @@ class IterableSource(Source):
 
     def spec(self) -> Any:
         if self._remaining is None:
-            return super().spec()
+            return self._spec_of_first_batch()
         # Read, and put back for the iteration.
         first = list(itertools.islice(self.batches(), 1))
         self._is_used = False
         self._remaining = itertools.chain(first, self._remaining)
         if not first:
-            return super().spec()
+            return self._spec_of_first_batch()
         return leaf_specs(first[0])
 
     def model_input(self, class_weight: dict[int, float] | None = None) -> Any:
@@ -351,6 +360,9 @@ class PlacedSource(Source):
 
     def spec(self) -> Any:
         return self._source.spec()
+
+    def model_input(self, class_weight: dict[int, float] | None = None) -> Any:
+        return self.given
 
 
 def source_of_elements(dataset: Any) -> Source:
