@@ -104,7 +104,13 @@ class Engine(abc.ABC):
         Returns:
             The device, by the name that it has from now on; None if there is none.
         """
-        return choose([each for each in self.local_devices() if each.kind != "cpu"])
+        found = [each for each in self.local_devices() if each.kind != "cpu"]
+        chosen = choose(found)
+        return None if chosen is None else self._kept(chosen)
+
+    def _kept(self, chosen: Device) -> Device | None:
+        """Makes an accelerator the only one, or the default; see above."""
+        return chosen
 
     @abc.abstractmethod
     def to_device(self, value: Any, device: Device) -> Any:

@@ -140,7 +140,6 @@ class Workers(abc.ABC):
 
         Called in the thread that trains, on all members of the new group, with no
         collective under way; also on a new worker, with one member in its group before.
-        Engines replace theirs, and then call this method.
 
         Args:
             group: the connected workers; there may be one only.
@@ -148,9 +147,17 @@ class Workers(abc.ABC):
         Raises:
             WorkerError: if a worker is lost meanwhile; then it is called again.
         """
+        self._reconnect(group)
         self.group = group
         self.steps.group = group
         self._set_replicas(self.replica_counts.count, self.replica_counts.span)
+        self._reconnected()
+
+    def _reconnect(self, group: WorkerGroup) -> None:  # noqa: B027
+        """Replaces the engine's communicators, before `group` is this object's."""
+
+    def _reconnected(self) -> None:  # noqa: B027
+        """Called when `group` is this object's."""
 
     def method(self, name: str) -> contextlib.AbstractContextManager[bool]:
         """Context manager for a method of a model; see `WorkerSteps.method`."""

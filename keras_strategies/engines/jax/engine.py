@@ -157,4 +157,4 @@ class JaxEngine(Engine):
         kind = MeshTrainer if placement.mirrored else CentralStorageTrainer
         fit = kind(strategy)
         run = JaxRun(strategy, fit.devices)
-        return Drivers(fit, run, fit, fit, elastic=getattr(fit, "elastic", None))
+        return Drivers(fit, run, fit, fit, elastic=fit.elastic)

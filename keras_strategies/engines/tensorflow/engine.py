@@ -94,11 +94,8 @@ class TensorFlowEngine(Engine):
     def set_virtual_cpu_devices(self, count: int) -> None:
         set_virtual_cpus(count)
 
-    def keep_accelerator(
-        self, choose: Callable[[Sequence[Device]], Device | None]
-    ) -> Device | None:
-        chosen = super().keep_accelerator(choose)
-        return None if chosen is None else hide_others(chosen)
+    def _kept(self, chosen: Device) -> Device | None:
+        return hide_others(chosen)
 
     def to_device(self, value: Any, device: Device) -> Any:
         with tf.device(tf_device(device)):

@@ -57,11 +57,8 @@ class TorchEngine(Engine):
         # Always possible: to torch, all virtual CPUs are one CPU device.
         self._virtual_cpus = count
 
-    def keep_accelerator(
-        self, choose: Callable[[Sequence[Device]], Device | None]
-    ) -> Device | None:
-        chosen = super().keep_accelerator(choose)
-        if chosen is not None and chosen.kind == "gpu":
+    def _kept(self, chosen: Device) -> Device | None:
+        if chosen.kind == "gpu":
             # The device of "cuda", and of the context that pins memory.
             module = torch.get_device_module(torch_device(chosen))
             module.set_device(chosen.index)

@@ -133,7 +133,7 @@ class TorchWorkers(Workers):
         self._abort()
         self._sockets.shutdown()
 
-    def replace(self, group: WorkerGroup) -> None:
+    def _reconnect(self, group: WorkerGroup) -> None:
         with self._aborting:
             # Copies of this object, for other strategies, share the dict.
             self._groups.clear()
@@ -144,7 +144,6 @@ class TorchWorkers(Workers):
         except RuntimeError as error:
             raise lost_worker(group, error) from error
         group.clock.sees_waits = True
-        super().replace(group)
 
     def close(self) -> None:
         # A thread that returned from C++ after the end of the interpreter would end the

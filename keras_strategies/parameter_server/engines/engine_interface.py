@@ -191,10 +191,9 @@ class ParameterServerEngine(abc.ABC):
         """The composite tensor of a type and components, tensors or NumPy arrays."""
         raise NotImplementedError
 
+    @abc.abstractmethod
     def model_body(self, model: Any, kind: str) -> Body:
         """Keras's step of a model, for `kind` "train", "test" or "predict"."""
-        step: Body = getattr(model, f"{kind}_step")
-        return step
 
     @abc.abstractmethod
     def on_cpu(self) -> contextlib.AbstractContextManager[Any]:
@@ -220,7 +219,11 @@ class ParameterServerEngine(abc.ABC):
         empty = np.zeros(shape if is_small else [min(n, 1) for n in shape], "float32")
         made = make_variable(path, trainable, dtype, empty)
         set_variable_shape(made, OpenShape(shape))
+        self.replace_storage(made, shape)
         return made
+
+    def replace_storage(self, variable: Any, shape: tuple[int, ...]) -> None:  # noqa: B027
+        """Gives a new variable of a worker another tensor for its values."""
 
     @abc.abstractmethod
     def set_value(self, variable: Any, value: np.ndarray) -> None:

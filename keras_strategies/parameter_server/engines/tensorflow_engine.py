@@ -424,7 +424,7 @@ class TensorFlowParameterServerEngine(ParameterServerEngine):
         return tf.nest.pack_sequence_as(spec, tensors, expand_composites=True)
 
     def model_body(self, model: Any, kind: str) -> Body:
-        step = super().model_body(model, kind)
+        step: Body = getattr(model, f"{kind}_step")
         return CompilableStep(step, is_requested=True) if model.jit_compile else step
 
     def program(
@@ -432,19 +432,18 @@ class TensorFlowParameterServerEngine(ParameterServerEngine):
     ) -> StepProgram:
         return TensorFlowStepProgram(body, variables, gradients)
 
-    def new_variable(
-        self, path: str, trainable: bool, dtype: str, shape: tuple[int, ...]
-    ) -> Any:
-        made = super().new_variable(path, trainable, dtype, shape)
+    def replace_storage(self, variable: Any, shape: tuple[int, ...]) -> None:
         # Matrices may be tables: their windows have any number of rows. Traced programs
         # refer to this `tf.Variable`, so it is never replaced.
         open_shape = [None, *shape[1:]] if len(shape) == 2 else list(shape)
         first = [min(shape[0], 1), shape[1]] if len(shape) == 2 else list(shape)
         raw = tf.Variable(
-            tf.zeros(first, dtype), shape=open_shape, dtype=dtype, trainable=trainable
+            tf.zeros(first, variable.dtype),
+            shape=open_shape,
+            dtype=variable.dtype,
+            trainable=variable.trainable,
         )
-        set_raw_value(made, raw)
-        return made
+        set_raw_value(variable, raw)
 
     def set_value(self, variable: Any, value: np.ndarray) -> None:
         # Read by the next program, which assigns all values.

@@ -64,7 +64,7 @@ class TorchParameterServerEngine(ParameterServerEngine):
         return context
 
     def model_body(self, model: Any, kind: str) -> Body:
-        step = super().model_body(model, kind)
+        step: Body = getattr(model, f"{kind}_step")
         if model.run_eagerly:
             return step
         if model.jit_compile or keras_classes.uses_only_builtin_keras(model):
@@ -76,12 +76,8 @@ class TorchParameterServerEngine(ParameterServerEngine):
     ) -> StepProgram:
         return TorchStepProgram(body, variables, gradients)
 
-    def new_variable(
-        self, path: str, trainable: bool, dtype: str, shape: tuple[int, ...]
-    ) -> Any:
-        made = super().new_variable(path, trainable, dtype, shape)
-        set_stub(made)
-        return made
+    def replace_storage(self, variable: Any, shape: tuple[int, ...]) -> None:
+        set_stub(variable)
 
     def set_value(self, variable: Any, value: np.ndarray) -> None:
         raw, tensor = raw_value(variable), as_tensor(value)

@@ -37,16 +37,13 @@ class CentralStorageTrainer(DistributionTrainer):
             strategy, StrategyDistribution(placement.replicas, placement.variables)
         )
         self.at_home = jax.sharding.SingleDeviceSharding(self.home)
+        self.state_sharding_of_loops = self.at_home
         self.mesh_copies = MeshCopies(self.replicated)
 
     def step(self, model: Any, kind: str) -> compiled_steps.Step:
         if compiled_steps.compiles(model):
             return _CompiledStep(self, model, kind)
         return _EagerStep(self, model, kind)
-
-    def prepared(self, state: Any) -> Any:
-        # Committed, as the outputs of an update are.
-        return jax.device_put(compiled_steps.unshared(state), self.at_home)
 
 
 class _CentralStep:

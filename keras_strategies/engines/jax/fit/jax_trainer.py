@@ -37,7 +37,7 @@ from keras_strategies.keras_compat.models.input_adapters import (
 from keras_strategies.keras_compat.models.layers import added_later
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.keras_compat.variables.values import raw_value
-from keras_strategies.runtime.drivers import CheckpointDriver, FitDriver
+from keras_strategies.runtime.drivers import CheckpointDriver, ElasticDriver, FitDriver
 from keras_strategies.runtime.placement import VariableCopy
 
 if TYPE_CHECKING:
@@ -51,6 +51,13 @@ class JaxTrainer(FitDriver, CheckpointDriver):
         strategy: the strategy.
         placer: the transfer of batches to the devices.
     """
+
+    #: Where the state of a loop begins; None for the devices of the variables. JAX
+    #: compiles separately for committed arrays, as programs return them, and for
+    #: uncommitted ones, as of initializers.
+    state_sharding_of_loops: jax.sharding.Sharding | None = None
+    #: The steps of elastic workers; None for fixed ones.
+    elastic: ElasticDriver | None = None
 
     def __init__(self, strategy: StrategyCore, placer: JaxBatchPlacer):
         super().__init__(strategy.placement)
@@ -82,7 +89,9 @@ class JaxTrainer(FitDriver, CheckpointDriver):
 
     def prepared(self, state: Any) -> Any:
         """The state for the first step of a loop, from the variables."""
-        return compiled_steps.unshared(state)
+        state = compiled_steps.unshared(state)
+        to = self.state_sharding_of_loops
+        return state if to is None else jax.device_put(state, to)
 
     @abc.abstractmethod
     def is_placed(self, variable: Any) -> bool:

@@ -106,7 +106,6 @@ class MeshTrainer(DistributionTrainer):
             devices = workers.devices_of(strategy.placement.replicas)
         super().__init__(strategy, distribution or StrategyDistribution(devices))
         self.devices = list(self.replicated.mesh.devices.flat)
-        #: The steps of elastic workers; None for fixed ones.
         self.elastic: JaxElasticSteps | None = None
         if isinstance(workers, JaxWorkers) and workers.elastic is not None:
             self.elastic = JaxElasticSteps(self, workers)

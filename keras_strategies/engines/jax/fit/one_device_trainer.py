@@ -23,18 +23,13 @@ class OneDeviceTrainer(JaxTrainer):
     def __init__(self, strategy: StrategyCore):
         device = jax_device(strategy.placement.variables)
         super().__init__(strategy, DevicePlacer(device))
-        self._sharding = jax.sharding.SingleDeviceSharding(device)
+        self.state_sharding_of_loops = jax.sharding.SingleDeviceSharding(device)
 
     def step(self, model: Any, kind: str) -> compiled_steps.Step:
         step = compiled_steps.keras_step(model, kind)
         if not compiled_steps.compiles(model):
             return step
         return compiled_steps.CompiledStep(model, kind, step)
-
-    def prepared(self, state: Any) -> Any:
-        # JAX compiles separately for committed arrays, as a program returns them, and
-        # for uncommitted ones, as initializers do.
-        return jax.device_put(compiled_steps.unshared(state), self._sharding)
 
     def is_placed(self, variable: Any) -> bool:
         # JAX moves uncommitted arrays by itself.

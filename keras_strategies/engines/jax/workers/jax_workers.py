@@ -191,7 +191,7 @@ class JaxWorkers(Workers):
         if self._runtime.sockets is not None:
             self._runtime.sockets.shutdown()
 
-    def replace(self, group: WorkerGroup) -> None:
+    def _reconnect(self, group: WorkerGroup) -> None:
         runtime = self._runtime
         if runtime.group is not group:
             if runtime.copies is None:
@@ -205,7 +205,9 @@ class JaxWorkers(Workers):
             self._start_devices(group)
             runtime.group = group
         self.__dict__.pop("_mesh", None)
-        super().replace(group)
+
+    def _reconnected(self) -> None:
+        runtime = self._runtime
         for renewal in runtime.renewals:
             renew = renewal()
             if renew is not None:

@@ -99,8 +99,7 @@ class TensorFlowWorkers(Workers):
             with self._starting():
                 self._start()
 
-    def replace(self, group: WorkerGroup) -> None:
-        super().replace(group)
+    def _reconnected(self) -> None:
         self._keys.make_table()
 
     def end_waits(self) -> None:
