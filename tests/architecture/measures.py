@@ -82,6 +82,61 @@ def _is_abstract(function: ast.FunctionDef) -> bool:
     return any("abstractmethod" in ast.unparse(d) for d in function.decorator_list)
 
 
+def overriding_classes(source: Source) -> dict[str, list[str]]:
+    """Classes that override a concrete method of a base class of the package.
+
+    Not those of `keras_compat`, whose bases are Keras's. Constructors and texts are not
+    counted, nor are defaults: nothing, a constant, an argument or an error.
+    """
+    classes = {n.name: (m, n) for m, n in source.classes()}
+    found = {}
+    for module, node in source.classes():
+        concrete = {
+            function.name
+            for name in _ancestors(node, classes)
+            for function in _functions(classes[name][1])
+            if not _is_abstract(function) and not _is_default(function)
+        }
+        own = {each.name for each in _functions(node)} & concrete - {
+            "__init__",
+            "__repr__",
+        }
+        if own and not module.name.startswith("keras_compat"):
+            found[f"{module.name}.{node.name}"] = sorted(own)
+    return found
+
+
+def _is_default(function: ast.FunctionDef) -> bool:
+    """Whether a method does nothing, raises, or returns what it takes or a constant."""
+    body = [
+        each
+        for each in function.body
+        if not (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))
+        and not isinstance(each, (ast.Pass, ast.Delete))
+    ]
+    if not body or isinstance(body[0], ast.Raise):
+        return True
+    if len(body) > 1 or not isinstance(body[0], ast.Return):
+        return False
+    value = body[0].value
+    names = {arg.arg for arg in ast.walk(function.args) if isinstance(arg, ast.arg)}
+    return (
+        value is None
+        or isinstance(value, ast.Constant)
+        or (isinstance(value, ast.Name) and value.id in names - {"self"})
+        or isinstance(value, ast.Dict)
+        or (
+            isinstance(value, (ast.Tuple, ast.List))
+            and all(
+                isinstance(each, ast.Constant)
+                or (isinstance(each, ast.Name) and each.id in names)
+                for each in value.elts
+            )
+        )
+        or ast.unparse(value) == "contextlib.nullcontext()"
+    )
+
+
 def _repetitions(module: Module, node: ast.expr) -> int:
     """How many elements a literal, or a constant of a module, has."""
     if isinstance(node, ast.Name):
@@ -260,6 +315,7 @@ def measures(source: Source) -> dict[str, int]:
         "attributes replaced for a time": temporary_attributes(source),
         "StatelessScope subclasses": len(source.subclasses("StatelessScope")),
         "communicators": len(communicators(source)),
+        "classes that override a concrete method": len(overriding_classes(source)),
         "modules that start processes": len(launchers(source)),
         "duplicate public class names": len(duplicate_classes(source)),
         "lines of code": by_kind["code"],
@@ -276,10 +332,6 @@ def measures(source: Source) -> dict[str, int]:
     }
 
 
-def _titles(classes: Iterable[tuple[Module, ast.ClassDef]]) -> list[str]:
-    return [f"{module.name}.{node.name}" for module, node in classes]
-
-
 def main(arguments: list[str]) -> None:
     source = Source((Path(arguments[0]) if arguments else REPOSITORY) / PACKAGE)
     for name, value in measures(source).items():
@@ -292,6 +344,7 @@ def main(arguments: list[str]) -> None:
         ),
         "Communicators": communicators(source),
         "Launchers": launchers(source),
+        "Overriding": overriding_classes(source).items(),
         "Duplicates": duplicate_classes(source),
         "Folders": [(f, n) for f, n in files_per_folder(source).items() if n > 12],
         "Cycles": cycles(import_graph(source)),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,9 +141,3 @@ def _outcome(process: Forked, begin: float) -> Outcome:
         end_seconds=ended - begin,
         log=text,
     )
-
-
-def run_alone(case: FaultCase) -> list[Outcome]:
-    """Runs one fault with a forker of its own, in a folder that is removed."""
-    with tempfile.TemporaryDirectory() as folder, Forker() as forker:
-        return run_fault(forker, case, Path(folder))

@@ -39,13 +39,6 @@ def fit_twice(case: Case, model: keras.Model, all_rows: Data) -> Results:
     return {**first, "second": second.history, "epochs": second.epoch}
 
 
-def compile_and_score_twice(case: Case, model: keras.Model, all_rows: Data) -> Results:
-    first = fit_evaluate_predict(case, model, all_rows)
-    nesterov = optimizers.SGD(0.05, momentum=0.5, nesterov=True)
-    model.compile(nesterov, "poisson", metrics=["mae"])
-    return {"first": first, "second": fit_evaluate_predict(case, model, all_rows)}
-
-
 # --- Pieces of cases ----------------------------------------------------------
 
 
