@@ -1,9 +1,9 @@
 """Attributes of Keras that are replaced.
 
 A row has an attribute, its replacement and the reason. `patching` installs the rows of
-a group; `tests/test_manifest.py` compares each row with the installed Keras. Attributes
-that are used without being replaced are in `private_names`, other ways to change what
-belongs to others in `intrusions`.
+a group; `tests/keras_compat/test_manifest.py` compares each row with the installed
+Keras. Attributes that are used without being replaced are in `private_names`, other
+ways to change what belongs to others in `intrusions`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """All private names of Keras that are used without being replaced.
 
-`tests/test_manifest.py` finds names that the installed Keras no longer has, and names
-that `keras_compat` uses without a row here.
+`tests/keras_compat/test_manifest.py` finds names that the installed Keras no longer
+has, and names that `keras_compat` uses without a row here.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ SHARED_CODE: dict[str, dict[str, tuple[str, ...]]] = {
         "test_layers_that_mix_rows_are_exact[Centered]": _TENSORFLOW,
         "test_layers_that_mix_rows_are_exact[Ranked]": _TENSORFLOW,
     },
-    "test_sidecar.py": {
+    "training/test_sidecar.py": {
         "test_each_checkpoint_gives_what_training_saw[{epoch}.weights.h5]": _TENSORFLOW,
     },
 }

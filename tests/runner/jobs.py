@@ -29,12 +29,12 @@ ONCE = (
     "tests/tools",
     "tests/test_errors.py",
     "tests/test_exported_members.py",
-    "tests/test_numpy_engine.py",
-    "tests/test_replica_set.py",
+    "tests/backends/test_numpy_engine.py",
+    "tests/runtime/test_replica_set.py",
     # The hooks into Keras are installed in the same way on each backend.
-    "tests/test_entry_points.py",
+    "tests/strategies/test_entry_points.py",
     # Code of the pages; what strategies compute on each backend is tested elsewhere.
-    "tests/test_pages.py",
+    "tests/pages/test_pages.py",
     # Bytes on their way, and processes that meet: no backend has a part in it.
     "tests/parameter_server/test_local_cluster.py",
     "tests/parameter_server/test_server.py",

@@ -17,7 +17,7 @@ CHECK = (
     "tests/test_contexts.py",
     "tests/test_values.py",
     "tests/test_exactness.py::test_same_as_one_device[size_3-mirrored_2]",
-    "tests/test_collectives.py::test_reduce_along_an_axis_has_the_true_denominator",
+    "tests/collectives/test_collectives.py::test_reduce_along_an_axis_has_the_true_denominator",
     *(
         f"tests/custom_loops/{name}"
         for name in (

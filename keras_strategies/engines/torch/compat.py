@@ -1,7 +1,7 @@
 """All that this package uses of Torch beyond its public interface.
 
 Tested with Torch 2.9 to 2.13. `PRIVATE_NAMES` has a row for each name;
-`tests/test_manifest.py` fails if one is missing in the installed version.
+`tests/keras_compat/test_manifest.py` fails if one is missing in the installed version.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ import pytest
 
 import keras_strategies as ks
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LIBRARY = ROOT / "keras_strategies"
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
 PAGES = {
@@ -60,8 +60,7 @@ def test_code_of_a_page_runs(page: str) -> None:
 
 def test_the_pages_that_should_run_do() -> None:
     guides = {page for page in PAGES if page.startswith("docs/guides/")}
-    # These start processes; tests/test_examples.py and tests of clusters run their
-    # scripts.
+    # These start processes; test_examples.py and tests of clusters run their scripts.
     starting = ("multi-worker", "parameter-servers", "kubernetes", "ray")
     guides -= {f"docs/guides/{name}.md" for name in starting}
     assert {"README.md", *guides} <= set(RUNNING)

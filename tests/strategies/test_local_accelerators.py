@@ -233,7 +233,7 @@ def test_processes_of_torchrun_have_different_gpus(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    root = str(Path(__file__).parents[1])
+    root = str(Path(__file__).parents[2])
     done = subprocess.run(
         [*command, "--standalone", str(script), str(tmp_path)],
         env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},

@@ -22,7 +22,7 @@ import keras_strategies as ks
 pytestmark = pytest.mark.skipif(
     keras.backend.backend() != "tensorflow", reason="compares with TensorFlow"
 )
-PAGE = Path(__file__).parents[1] / "docs" / "migrating-from-tf-distribute.md"
+PAGE = Path(__file__).parents[2] / "docs" / "migrating-from-tf-distribute.md"
 ROW = re.compile(r"^\| (`[^|]*`) \| (same|better|not here) \| [^|]+\|$", re.MULTILINE)
 # Inherited members are listed with the class that declares them for users.
 BASES = ("Strategy", "cluster_resolver.ClusterResolver", "CrossDeviceOps")

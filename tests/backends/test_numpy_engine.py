@@ -12,7 +12,7 @@ from pathlib import Path
 from architecture.measures import lines_of
 from architecture.package_source import Module
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 #: All files of the engine, in `harness/`.
 FILES = ("numpy_engine.py", "numpy_gradients.py", "numpy_replicas.py")
 #: Tests of what `run` promises, whatever the framework.

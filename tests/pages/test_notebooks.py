@@ -23,7 +23,7 @@ def _is_for_this_backend(path: Path) -> bool:
     return choice is None or choice[1] == keras.backend.backend()
 
 
-FOLDER = Path(__file__).parents[1] / "notebooks"
+FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = [
     path for path in sorted(FOLDER.glob("*.ipynb")) if _is_for_this_backend(path)
 ]
