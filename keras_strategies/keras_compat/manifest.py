@@ -26,7 +26,7 @@ class Patch:
         around: str, the function of this package that is called instead, as
             `around(original, *args, **kwargs)`: its module and its name.
         why: str, the reason.
-        backend: str, the backend that has it; empty for all.
+        backend: str, the backends that have it, likewise; empty for all.
         versions: tuple of str, the versions of Keras that have it.
     """
 
@@ -292,6 +292,7 @@ GROUPS: dict[str, Group] = {
                     "A model that was made outside of the scope raises an error in it: "
                     "its batches would be padded, or a worker's own rows, and its "
                     "results wrong.",
+                    backend="jax | tensorflow | torch",
                 )
                 for kind in ("train", "test", "predict")
             ),

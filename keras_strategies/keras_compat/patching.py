@@ -100,8 +100,9 @@ def is_present(patch: Patch) -> bool:
     Raises:
         BackendError: for a version of Keras that is not supported.
     """
-    backends = ("", keras.backend.backend())
-    return patch.backend in backends and supported_version() in patch.versions
+    backends = patch.backend.split(" | ")
+    is_of_backend = not patch.backend or keras.backend.backend() in backends
+    return is_of_backend and supported_version() in patch.versions
 
 
 def supported_version() -> str:
