@@ -110,6 +110,13 @@ PRIVATE = (
         "tensorflow",
     ),
     Private(
+        "keras.src.backend.tensorflow.trainer.TensorFlowTrainer | "
+        "keras.src.backend.tensorflow.trainer.Trainer",
+        ("_maybe_symbolic_build",),
+        "The batch that a model is built from; on JAX, Keras 3.16 has it too.",
+        "tensorflow",
+    ),
+    Private(
         "keras.src.backend.tensorflow.trainer.TFEpochIterator",
         ("_distributed_dataset",),
         "Placement of batches.",

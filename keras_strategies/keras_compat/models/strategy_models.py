@@ -193,6 +193,15 @@ class StrategyTrainer(Trainer):  # type: ignore[misc]
             installed_hooks().building(self, data_batch)
         super()._symbolic_build(iterator=iterator, data_batch=data_batch)
 
+    def _maybe_symbolic_build(
+        self, iterator: Any = None, data_batch: Any = None
+    ) -> None:
+        if keras.backend.backend() == "jax":
+            # Keras 3.16 reads a batch here that `fit` would not see again.
+            self._symbolic_build(iterator=iterator, data_batch=data_batch)
+        else:
+            super()._maybe_symbolic_build(iterator=iterator, data_batch=data_batch)
+
     def _get_jax_state(
         self, purge_model_variables: bool = False, **groups: bool
     ) -> tuple[Any, ...]:
