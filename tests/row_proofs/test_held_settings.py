@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import contextvars
+import functools
+import os
+import queue
+import sys
+import threading
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import keras
 import numpy as np
@@ -15,6 +23,10 @@ from harness.training import as_arrays, assert_same
 from keras import layers, ops
 
 import keras_strategies as ks
+from keras_strategies.runtime.row_proofs.layer_settings import (
+    ArgumentSettings,
+    LayerSettings,
+)
 from keras_strategies.runtime.row_proofs.row_proofs import RowProofs
 from row_proofs import case_layers
 from row_proofs.proofs import PROVERS
@@ -40,6 +52,12 @@ class Slots:
         self.mixes = False
 
 
+@pytest.fixture(autouse=True)
+def environment_as_before() -> Iterator[None]:
+    yield
+    os.environ.pop("KERAS_STRATEGIES_TEST_MIXES", None)
+
+
 class Held(layers.Layer):
     """Mixes rows where a setting that it holds says so."""
 
@@ -59,6 +77,11 @@ def _set(held: Any) -> None:
     held.mixes = True
 
 
+def _unset(config: Config) -> Config:
+    config.mixes = False
+    return config
+
+
 KINDS: dict[str, tuple[Callable[[], Any], Any, Any]] = {
     "dataclass": (Config, lambda h: h.mixes, _set),
     "object": (Plain, lambda h: h.config.mixes, lambda h: _set(h.config)),
@@ -71,7 +94,39 @@ KINDS: dict[str, tuple[Callable[[], Any], Any, Any]] = {
         lambda h: h.__setitem__(19, 1.0),
     ),
     "array": (lambda: np.zeros(2), lambda h: h[1] > 0, lambda h: h.fill(1)),
+    "longer list": (
+        lambda: [0] * 300,
+        lambda h: h[299] > 0,
+        lambda h: h.__setitem__(299, 1),
+    ),
+    "longer array": (
+        lambda: np.zeros(600),
+        lambda h: h[599] > 0,
+        lambda h: h.__setitem__(599, 1),
+    ),
+    "nested lists": (
+        lambda: [[[[[[[0]]]]]]],
+        lambda h: h[0][0][0][0][0][0][0] > 0,
+        lambda h: h[0][0][0][0][0][0].__setitem__(0, 1),
+    ),
+    "dict of a module of Python": (
+        lambda: collections.UserDict(a=0),
+        lambda h: h["a"],
+        lambda h: h.update({"a": 1}),
+    ),
+    "argument of a partial function": (
+        lambda: functools.partial(dict.get, {"a": 0}, "a"),
+        lambda h: h(),
+        lambda h: h.args[0].update({"a": 1}),
+    ),
+    "weak reference": (
+        lambda: weakref.ref(_unset(CONFIG)),
+        lambda h: h().mixes,
+        lambda h: _set(h()),
+    ),
 }
+#: Reached by a weak reference only.
+CONFIG = Config()
 
 
 @pytest.mark.skipif(BACKEND not in PROVERS, reason="this backend has no prover")
@@ -129,7 +184,46 @@ def _set_of_module(value: bool) -> None:
     case_layers.mixes = value  # type: ignore[attr-defined]
 
 
+def _set_environment(value: bool) -> None:
+    os.environ["KERAS_STRATEGIES_TEST_MIXES"] = str(int(value))
+
+
+def _set_queue(value: bool) -> None:
+    while QUEUE.qsize():
+        QUEUE.get()
+    if value:
+        QUEUE.put(True)
+
+
+def _set_of_layer(value: bool) -> None:
+    OTHER[0].mixes = value
+
+
+class OfClassOfClasses(type):
+    @property
+    def mixes(cls) -> bool:
+        return MIXES
+
+
+class WithClass(metaclass=OfClassOfClasses):
+    pass
+
+
+class Descriptor:
+    def __get__(self, owner: Any, kind: Any) -> bool:
+        return MIXES
+
+
+class WithDescriptor:
+    mixes = Descriptor()
+    options: ClassVar = {"mixes": False}
+
+
 OF_CLOSURE, SET_CLOSURE = _of_closure()
+OF_CONTEXT = contextvars.ContextVar("OF_CONTEXT", default=False)
+OF_THREAD = threading.local()
+QUEUE = queue.SimpleQueue[bool]()
+OTHER = [layers.Identity()]
 #: What a function reads that no layer holds, and its assignment.
 OUTSIDE: dict[str, tuple[Callable[[], bool], Callable[[bool], None]]] = {
     "global": (lambda: MIXES, _set_global),
@@ -141,6 +235,28 @@ OUTSIDE: dict[str, tuple[Callable[[], bool], Callable[[bool], None]]] = {
     ),
     "attribute of a module": (lambda: case_layers.mixes, _set_of_module),
     "variable of a closure": (OF_CLOSURE, SET_CLOSURE),
+    "context variable": (lambda: OF_CONTEXT.get(), OF_CONTEXT.set),
+    "environment": (
+        lambda: os.environ["KERAS_STRATEGIES_TEST_MIXES"] == "1",
+        _set_environment,
+    ),
+    "name in the text of the code": (lambda: globals()["MIXES"], _set_global),
+    "name in the modules": (lambda: sys.modules[__name__].MIXES, _set_global),
+    "attribute of another layer": (lambda: OTHER[0].mixes, _set_of_layer),
+    "property of a class of classes": (lambda: WithClass.mixes, _set_global),
+    "descriptor": (lambda: WithDescriptor().mixes, _set_global),
+    "dict of a class": (
+        lambda: WithDescriptor.options["mixes"],
+        lambda value: WithDescriptor.options.update(mixes=value),
+    ),
+    "thread": (
+        lambda: getattr(OF_THREAD, "mixes", False),
+        lambda value: setattr(OF_THREAD, "mixes", value),
+    ),
+    "queue": (
+        lambda: QUEUE.qsize() > 0,
+        _set_queue,
+    ),
 }
 
 
@@ -166,6 +282,69 @@ def test_a_setting_outside_of_layers_is_proved_again(name: str) -> None:
             change(False)
         found.append(as_arrays({"losses": losses, "weights": model.get_weights()}))
     assert_same(found[0], found[1], 2e-5, name)
+
+
+class GivenFunction(keras.Model):
+    """Applies a function, or the one of an object, that its call gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = layers.Dense(4), layers.Dense(1)
+        self.first.build((None, 4))
+        self.last.build((None, 4))
+        self.built = True
+
+    def call(self, inputs: Any, given: Any = None) -> Any:
+        hidden = self.first(inputs)
+        if given is not None:
+            hidden = given(hidden) if callable(given) else given.function(hidden)
+        return self.last(hidden)
+
+
+@dataclass
+class Given:
+    function: Callable[[Any], Any]
+
+
+def _given(kind: str, mixes: bool, given: Given) -> Any:
+    factor = 1.0 if mixes else 0.0
+    if kind == "code":
+        return (lambda h: h - ops.mean(h, 0)) if mixes else (lambda h: ops.tanh(h))
+    if kind == "closure":
+        return lambda h: h - ops.mean(h, 0) if factor > 0 else h
+    given.function = (lambda h: h - ops.mean(h, 0)) if mixes else ops.tanh
+    return given
+
+
+@pytest.mark.skipif(BACKEND not in PROVERS, reason="this backend has no prover")
+@pytest.mark.parametrize("kind", ["code", "closure", "object"])
+def test_an_argument_that_changes_is_proved_again(kind: str) -> None:
+    found = []
+    for strategy in (None, ks.MirroredStrategy(["cpu:0", "cpu:1"])):
+        keras.utils.set_random_seed(3)
+        with strategy.scope() if strategy else contextlib.nullcontext():
+            model = GivenFunction()
+        outputs, given = [], Given(ops.tanh)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for mixes in (False, True, False, True):
+                outputs.append(model(X, given=_given(kind, mixes, given)))
+        found.append(as_arrays([keras.ops.convert_to_numpy(o) for o in outputs]))
+    assert_same(found[0], found[1], 2e-5, kind)
+
+
+def test_functions_with_equal_code_share_a_proof() -> None:
+    first, second, third = (_given("closure", mixes, None) for mixes in (0, 0, 1))
+    tokens = [ArgumentSettings(each).token for each in (first, second, third)]
+    assert tokens[0] == tokens[1] != tokens[2]
+
+
+def test_many_values_are_a_problem() -> None:
+    few, many = Held([0] * 10, bool), Held([[0] * 1000 for _ in range(300)], bool)
+    for layer, expected in ((few, False), (many, True)):
+        settings = LayerSettings(layer)
+        settings.number()
+        assert ("too many" in settings.problem) is expected
 
 
 class Counter:

@@ -33,9 +33,8 @@ class Drawer:
 
     def __init__(self, seed: int):
         self.seed = seed
-        # A list would be state of the layer, which a proof restores.
         self._drawn = queue.SimpleQueue[tuple[float, float, int]]()
-        self._another = threading.Condition()
+        self.another = threading.Condition()
         self._ends = threading.Event()
 
     @contextlib.contextmanager
@@ -54,16 +53,11 @@ class Drawer:
         while not self._ends.wait(0.005):
             numbers = random.random(), float(np.random.normal()), random.randrange(100)
             self._drawn.put(numbers)
-            with self._another:
-                self._another.notify_all()
+            with self.another:
+                self.another.notify_all()
 
     def drawn(self) -> list[tuple[float, float, int]]:
         return [self._drawn.get() for _ in range(self._drawn.qsize())]
-
-    def wait(self) -> None:
-        """Waits for another draw, for a short time."""
-        with self._another:
-            self._another.wait(0.1)
 
 
 def expected_draws(seed: int, count: int) -> list[tuple[float, float, int]]:
@@ -79,14 +73,16 @@ class WithDrawer(layers.Layer):
 
     def __init__(self, drawer: Drawer, draw: Any = None):
         super().__init__()
-        self.wait = drawer.wait
+        # Not the queue, whose state a proof cannot follow.
+        self.another = drawer.another
         self.draw = draw
 
     def build(self, shape: Any) -> None:
         self.kernel = self.add_weight(shape=(shape[-1], 2))
 
     def call(self, x: Any) -> Any:
-        self.wait()
+        with self.another:
+            self.another.wait(0.1)
         if self.draw is not None:
             self.draw()
         return ops.tanh(x @ self.kernel)

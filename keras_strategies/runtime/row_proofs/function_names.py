@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import keras
 
 from keras_strategies.keras_compat.models.row_wise_layers import NAMES_OF_TRAINING
-from keras_strategies.runtime.row_proofs.python_state import is_of_user, names_in
+from keras_strategies.runtime.row_proofs.python_state import (
+    global_names,
+    is_of_python,
+    is_of_user,
+    names_in,
+)
 
 _MISSING = object()
-_NO_SETTINGS = (types.BuiltinFunctionType, keras.layers.Layer, keras.Variable)
+_NO_SETTINGS = (types.BuiltinFunctionType, keras.Variable)
+#: Functions that find values by names which the code does not show.
+_LOOKUPS = frozenset(["globals", "eval", "exec", "__import__"])
+#: Attributes of modules of Python by which code finds further values.
+_OF_MODULES = {
+    "sys": frozenset(["modules", "_getframe"]),
+    "importlib": frozenset(["import_module"]),
+    "inspect": frozenset(["currentframe", "stack"]),
+}
+_ENVIRONMENT = frozenset(["environ", "getenv", "environb", "getenvb"])
 
 
 @dataclass(frozen=True)
@@ -63,27 +79,60 @@ class FunctionNames:
 
     Attributes:
         reads: the values, to be compared later.
-        values: the same values, one by one, in an order that the functions determine.
+        problem: str, why values cannot be found, as the end of a sentence; "" if not.
     """
 
-    def __init__(self, functions: Iterator[types.FunctionType]):
+    def __init__(self, functions: Iterable[types.FunctionType]):
         self.reads: list[Read] = []
-        self.values: list[Any] = []
+        self.problem = ""
+        self._values: list[Any] = []
         self._seen: set[int] = set()
+        self.add(functions)
+
+    def add(self, functions: Iterable[types.FunctionType]) -> list[Any]:
+        """The values that functions refer to, in an order that they determine."""
+        before = len(self._values)
         for function in functions:
             self._add_function(function)
+        return self._values[before:]
 
     def _add_function(self, function: types.FunctionType) -> None:
-        if id(function) in self._seen or not is_of_user(function):
+        is_known = is_of_python(function) or not is_of_user(function)
+        if id(function) in self._seen or is_known:
             return
         self._seen.add(id(function))
-        names = names_in(function.__code__)
-        self._add_names(function.__globals__, sorted(names), names)
+        attributes = names_in(function.__code__)
+        names = sorted(global_names(function.__code__))
+        self._check_lookups(function, names, attributes)
+        self._add_names(function.__globals__, names, attributes)
+        for name in names:
+            # A module that the function imports itself.
+            module = sys.modules.get(name)
+            if module is not None and _may_be_setting(module):
+                self._add_value(module, attributes)
+        self._values += [function.__defaults__, function.__kwdefaults__]
         for cell in function.__closure__ or ():
             value = _contents(cell)
             if _may_be_setting(value):
                 self.reads.append(CellValue(cell, value))
-                self._add_value(value, names)
+                self._add_value(value, attributes)
+
+    def _check_lookups(
+        self, function: types.FunctionType, names: list[str], attributes: frozenset[str]
+    ) -> None:
+        found = [n for n in names if n in _LOOKUPS and n not in function.__globals__]
+        for name in names:
+            value = function.__globals__.get(name)
+            if value is os and attributes & _ENVIRONMENT:
+                self._values.append(os.environ)
+            elif isinstance(value, types.ModuleType):
+                of_module = _OF_MODULES.get(value.__name__, frozenset())
+                found += sorted(of_module & attributes)
+        if found:
+            self.problem = self.problem or (
+                f"its code finds values by `{found[0]}`, which a proof cannot follow; "
+                "refer to them by their names"
+            )
 
     def _add_names(
         self, space: dict[str, Any], names: list[str], attributes: frozenset[str]
@@ -102,9 +151,11 @@ class FunctionNames:
         elif isinstance(value, types.ModuleType):
             if id(value) not in self._seen:
                 self._seen.add(id(value))
-                self._add_names(vars(value), sorted(attributes), attributes)
+                # `getattr` of a module has names that the code need not show.
+                names = vars(value) if "getattr" in attributes else attributes
+                self._add_names(vars(value), sorted(names), attributes)
             return
-        self.values.append(value)
+        self._values.append(value)
 
 
 def functions_of_class(kind: Any) -> Iterator[types.FunctionType]:
@@ -114,6 +165,8 @@ def functions_of_class(kind: Any) -> Iterator[types.FunctionType]:
             continue
         if isinstance(value, property):
             value = value.fget
+        elif isinstance(value, functools.cached_property):
+            value = value.func
         value = getattr(value, "__func__", value)
         if isinstance(value, types.FunctionType):
             yield value

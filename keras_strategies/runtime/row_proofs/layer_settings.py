@@ -4,36 +4,35 @@ from __future__ import annotations
 
 import operator
 import types
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import keras
-import numpy as np
 
 from keras_strategies.keras_compat.models.layers import sublayers
 from keras_strategies.runtime.row_proofs.function_names import (
     FunctionNames,
-    Read,
     functions_of_class,
+)
+from keras_strategies.runtime.row_proofs.held_values import (
+    OF_FRAMEWORKS,
+    PLAIN,
+    HeldValues,
+    entries_of,
+    holds_values,
+    is_setting_of_class,
 )
 from keras_strategies.runtime.row_proofs.python_state import (
     attributes_of_layers,
     is_object_of_user,
+    is_of_python,
     is_of_user,
-    slots_of,
 )
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes)
-_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
-#: First letters of attributes of this library, and of TensorFlow's checkpoints.
-_OF_FRAMEWORKS = ("_keras_strategies", "__keras_strategies", "_self_")
-#: Longer containers and arrays are not settings, but data.
-_MOST_ENTRIES = 256
-#: Objects in objects of the user's, at most so deep.
-_DEEPEST = 4
 #: Attributes that calls and training of Keras 3.15 assign; no call depends on them.
+_OF_LAYERS = frozenset(["_called", "_loss_ids", "_losses", "built"])
+#: The same, of models.
 _OF_TRAINING = frozenset(
     [
         "_called",
@@ -97,8 +96,8 @@ class LayerSettings:
     """Settings of the calls of a layer; a number tells whether they have changed.
 
     That are flags, functions and plain values among the attributes of the layer, of
-    layers in it, and of objects of the user's classes and containers that they hold;
-    and those of modules and closures that the user's functions among them refer to.
+    layers in it, and of what they hold; and those of modules and closures that the
+    user's functions among them refer to, other layers among these.
 
     Args:
         layer: the layer.
@@ -108,10 +107,8 @@ class LayerSettings:
         self._layer = layer
         self._known: dict[Any, int] = {}
         self._attributes: list[_Attributes] = []
-        # Containers and objects that the attributes hold, and their entries.
-        self._held: list[tuple[Any, tuple[Any, ...]]] = []
-        # Of modules and closures.
-        self._reads: list[Read] = []
+        self._values = HeldValues()
+        self._names = FunctionNames(())
         self._number = -1
 
     def number(self) -> int:
@@ -120,10 +117,10 @@ class LayerSettings:
         Fast where nothing was assigned since the last call.
         """
         if self._number < 0 or not self._is_same():
-            layers = sublayers(self._layer)
-            self._attributes = [_attributes(vars(each)) for each in layers]
-            self._held.clear()
-            key = (*map(self._settings_of, layers), self._of_functions(layers))
+            self._values = HeldValues(sublayers(self._layer))
+            self._names = FunctionNames(())
+            key = _settings(self._values, self._names)
+            self._attributes = [_attributes(each) for each in self._values.layers]
             self._number = self._known.setdefault(key, len(self._known))
         return self._number
 
@@ -132,169 +129,162 @@ class LayerSettings:
         """How many different settings there were."""
         return len(self._known)
 
+    @property
+    def problem(self) -> str:
+        """What the code can reach that may change unnoticed; "" for nothing."""
+        return self._values.problem or self._names.problem
+
     def _is_same(self) -> bool:
-        if not all(each.are_same for each in self._attributes):
-            return False
-        if not all(each.are_same for each in self._reads):
-            return False
-        for value, before in self._held:
-            entries = tuple(_entries(value))
-            if len(entries) != len(before) or not all(
-                map(_is_same_entry, entries, before)
-            ):
-                return False
-        return True
-
-    def _settings_of(self, layer: Any) -> Any:
-        """The settings among a layer's attributes, and its flags."""
         return (
-            id(layer),
-            layer.trainable,
-            layer.dtype_policy.name,
-            tuple(
-                (name, token)
-                for name, value in vars(layer).items()
-                if _may_be_setting(name, value)
-                and (token := self._token(value, 0)) is not None
-            ),
-            tuple(map(self._token_of_class, filter(is_of_user, type(layer).__mro__))),
+            all(each.are_same for each in self._attributes)
+            and all(each.are_same for each in self._names.reads)
+            and self._values.is_same()
         )
 
-    def _of_functions(self, layers: Sequence[Any]) -> Any:
-        """What functions of the user's refer to in modules and closures."""
-        names = FunctionNames(_functions_of(layers))
-        self._reads = names.reads
-        found = []
-        for value in names.values:
-            is_class = isinstance(value, type)
-            found.append(
-                self._token_of_class(value) if is_class else self._token(value, 0)
-            )
-        return tuple(found)
 
-    def _token_of_class(self, kind: Any) -> Any:
-        entries = tuple(_entries(kind))
-        self._held.append((kind, entries))
-        names, values = entries[::2], entries[1::2]
-        return kind, tuple(
-            (name, type(value), value)
-            for name, value in zip(names, values, strict=True)
-            if isinstance(value, _PLAIN) and not name.startswith("__")
-        )
+class ArgumentSettings:
+    """What a call depends on in an argument that is no tensor and no plain value.
 
-    def _token(self, value: Any, depth: int) -> Any:
-        """A hashable that is equal for an equal setting; None for no setting."""
-        if isinstance(value, _PLAIN):
-            # A type beside it: 1, 1.0 and True are equal.
-            return type(value), value
-        if isinstance(value, (keras.layers.Layer, keras.Variable)):
-            return None
-        if isinstance(value, np.ndarray):
-            if value.size > _MOST_ENTRIES or value.dtype.hasobject:
-                return None
-            self._held.append((value, tuple(_entries(value))))
-            return value.shape, value.dtype.str, value.tobytes()
-        if isinstance(value, _CONTAINERS) or is_object_of_user(value):
-            is_open = depth < _DEEPEST and not (
-                isinstance(value, _CONTAINERS) and len(value) > _MOST_ENTRIES
-            )
-            if not is_open:
-                return _Identity(value)
-            entries = tuple(_entries(value))
-            self._held.append((value, entries))
-            tokens = [self._token(each, depth + 1) for each in entries]
-            in_order = frozenset if isinstance(value, (set, frozenset)) else tuple
-            own = _Identity(value) if callable(value) else None
-            return type(value), own, in_order(tokens)
-        return _Identity(value) if callable(value) else None
+    Functions with the same code and the same values around them are equal.
+
+    Args:
+        value: the argument.
+
+    Attributes:
+        token: a hashable that is equal for an equal argument.
+        problem: see `LayerSettings`.
+    """
+
+    def __init__(self, value: Any):
+        values, names = HeldValues(), FunctionNames(())
+        code = value.__code__ if isinstance(value, types.FunctionType) else None
+        own = values.token(value) if code is None else code
+        functions = (*_functions_of_value(value), *_functions_of_class_of(value))
+        found = _tokens_of_names(values, names, functions)
+        self.token = own, type(value), found, _settings(values, names)
+        self.problem = values.problem or names.problem
+
+
+def _settings(values: HeldValues, names: FunctionNames) -> Any:
+    """A key of the settings of layers, and of further ones that they reach."""
+    key: list[Any] = []
+    done = 0
+    while done < len(values.layers):
+        layers = values.layers[done:]
+        done = len(values.layers)
+        key += [_settings_of(values, layer) for layer in layers]
+        key.append(_tokens_of_names(values, names, _functions_of(layers)))
+    return tuple(key)
+
+
+def _settings_of(values: HeldValues, layer: Any) -> Any:
+    """The settings among a layer's attributes, and its flags."""
+    return (
+        id(layer),
+        layer.trainable,
+        layer.dtype_policy.name,
+        tuple(
+            (name, token)
+            for name, value in list(vars(layer).items())
+            if _may_be_setting(layer, name, value)
+            and (token := values.token(value)) is not None
+        ),
+        tuple(map(values.token_of_class, _classes(type(layer)))),
+    )
+
+
+def _tokens_of_names(
+    values: HeldValues, names: FunctionNames, functions: Iterable[types.FunctionType]
+) -> Any:
+    """What functions of the user's refer to in modules and closures."""
+    found: list[Any] = []
+    seen: set[int] = set()
+    todo = names.add(functions)
+    while todo:
+        further: list[types.FunctionType] = []
+        for value in todo:
+            if isinstance(value, type):
+                kinds = _classes(value)
+                found += map(values.token_of_class, kinds)
+                further += _functions_of_classes(kinds, seen)
+            else:
+                found.append(values.token(value))
+                further += _functions_of_value(value, seen)
+        todo = names.add(further)
+    return tuple(found)
 
 
 def _functions_of(layers: Sequence[Any]) -> Iterator[types.FunctionType]:
     """The functions of the user's in layers, their classes and what they hold."""
     seen: set[int] = set()
-
-    def of_class(kind: Any) -> Iterator[types.FunctionType]:
-        for each in filter(is_of_user, kind.__mro__):
-            if id(each) not in seen:
-                seen.add(id(each))
-                yield from functions_of_class(each)
-
-    def of_value(value: Any, depth: int) -> Iterator[types.FunctionType]:
-        if isinstance(value, types.FunctionType):
-            yield value
-        elif isinstance(value, types.MethodType):
-            yield from of_value(value.__func__, depth)
-        elif is_object_of_user(value) and depth < _DEEPEST:
-            yield from of_class(type(value))
-            if not isinstance(value, (keras.layers.Layer, keras.Variable)):
-                yield from of_entries(value, depth)
-        elif isinstance(value, _CONTAINERS) and depth < _DEEPEST:
-            yield from of_entries(value, depth)
-
-    def of_entries(value: Any, depth: int) -> Iterator[types.FunctionType]:
-        if not isinstance(value, _CONTAINERS) or len(value) <= _MOST_ENTRIES:
-            for each in list(_entries(value)):
-                yield from of_value(each, depth + 1)
-
     for layer in layers:
-        yield from of_class(type(layer))
+        yield from _functions_of_class_of(layer, seen)
         for name, value in list(vars(layer).items()):
-            if _may_be_setting(name, value):
-                yield from of_value(value, 0)
+            if _may_be_setting(layer, name, value):
+                yield from _functions_of_value(value, seen)
 
 
-def _attributes(space: dict[str, Any]) -> _Attributes:
-    names = [name for name, value in space.items() if _may_be_setting(name, value)]
+def _classes(kind: type) -> list[type]:
+    """The user's classes that determine what a class does."""
+    every = (*kind.__mro__, type(kind))
+    return [each for each in every if is_of_user(each) and not is_of_python(each)]
+
+
+def _functions_of_class_of(
+    value: Any, seen: set[int] | None = None
+) -> Iterator[types.FunctionType]:
+    kinds = _classes(type(value))
+    return _functions_of_classes(kinds, set() if seen is None else seen)
+
+
+def _functions_of_classes(
+    kinds: Iterable[Any], seen: set[int]
+) -> Iterator[types.FunctionType]:
+    for kind in kinds:
+        if id(kind) not in seen:
+            seen.add(id(kind))
+            yield from functions_of_class(kind)
+            for name, each in list(vars(kind).items()):
+                if is_setting_of_class(name, each):
+                    yield from _functions_of_value(each, seen)
+
+
+def _functions_of_value(
+    value: Any, seen: set[int] | None = None
+) -> Iterator[types.FunctionType]:
+    seen = set() if seen is None else seen
+    if isinstance(value, types.FunctionType):
+        yield value
+        return
+    if isinstance(value, (*PLAIN, keras.Variable)) or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, keras.layers.Layer):
+        return
+    if is_object_of_user(value):
+        yield from _functions_of_class_of(value, seen)
+    elif not holds_values(value):
+        return
+    for each in list(entries_of(value)):
+        yield from _functions_of_value(each, seen)
+
+
+def _attributes(layer: Any) -> _Attributes:
+    space = vars(layer)
+    names = [n for n, value in space.items() if _may_be_setting(layer, n, value)]
     # Two, so that the values are a tuple.
     names += [next(iter(space))] * max(0, 2 - len(names))
     values_of = operator.itemgetter(*names)
     return _Attributes(space, len(space), values_of, values_of(space))
 
 
-def _may_be_setting(name: str, value: Any) -> bool:
-    if name in _OF_TRAINING or name.startswith(_OF_FRAMEWORKS):
+def _may_be_setting(layer: Any, name: str, value: Any) -> bool:
+    of_training = _OF_TRAINING if isinstance(layer, keras.Model) else _OF_LAYERS
+    if name in of_training or name.startswith(OF_FRAMEWORKS):
         return False
     return name not in attributes_of_layers() or _is_flag(value)
 
 
 def _is_flag(value: Any) -> bool:
     is_layer = isinstance(value, (keras.layers.Layer, keras.Variable))
-    return isinstance(value, _PLAIN) or (callable(value) and not is_layer)
-
-
-def _entries(value: Any) -> Iterator[Any]:
-    """What a container or an object holds, in an order of its own."""
-    if isinstance(value, np.ndarray):
-        yield str(value.shape).encode() + value.tobytes()
-    elif isinstance(value, dict):
-        for key, each in value.items():
-            yield key
-            yield each
-    elif isinstance(value, _CONTAINERS):
-        yield from value
-    else:
-        for name, each in getattr(value, "__dict__", {}).items():
-            if not name.startswith(_OF_FRAMEWORKS):
-                yield name
-                yield each
-        for name, each in slots_of(value).items():
-            yield name
-            yield each
-
-
-def _is_same_entry(now: Any, before: Any) -> bool:
-    # Those of arrays are made anew.
-    return now is before or (isinstance(now, bytes) and now == before)
-
-
-class _Identity:
-    """Equal for one object only, which it keeps."""
-
-    def __init__(self, value: Any):
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
+    return isinstance(value, PLAIN) or (callable(value) and not is_layer)

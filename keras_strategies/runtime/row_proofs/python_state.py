@@ -8,13 +8,14 @@ after the call of a proof, and are restored.
 
 from __future__ import annotations
 
+import dis
 import functools
 import random
 import sys
 import types
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,9 +83,10 @@ class PythonState:
 
     Args:
         layer: the layer.
+        arguments: objects and functions that its call gets.
     """
 
-    def __init__(self, layer: Any):
+    def __init__(self, layer: Any, arguments: Sequence[Any] = ()):
         self._spaces: list[tuple[str, Any, dict[str, Any]]] = []
         self._contents: list[tuple[str, Any, Any]] = []
         self._cells: list[tuple[str, Any, Any]] = []
@@ -98,6 +100,8 @@ class PythonState:
                 self._add_object(name, each)
             else:
                 self._add_holder(f"layer {each.name!r}", each)
+        for each in arguments:
+            self._add_value("an argument", each, 0)
 
     def _add_holder(self, name: str, holder: Any) -> None:
         """Adds what an object of Keras has of the user: functions and objects.
@@ -141,9 +145,7 @@ class PythonState:
 
     def _add_class(self, kind: Any) -> None:
         """Adds the attributes of a user's class, and its functions."""
-        package = kind.__module__.partition(".")[0]
-        is_of_python = package in sys.stdlib_module_names and package != "__main__"
-        if id(kind) in self._seen or is_of_python:
+        if id(kind) in self._seen or is_of_python(kind):
             return
         self._seen.add(id(kind))
         where = f"class {kind.__qualname__!r}"
@@ -201,9 +203,8 @@ class PythonState:
                 self._add_value(f"an entry of {where}", each, depth)
 
     def _add_function(self, function: types.FunctionType) -> None:
-        package = (function.__module__ or "").partition(".")[0]
-        is_of_python = package in sys.stdlib_module_names and package != "__main__"
-        if id(function) in self._seen or is_of_python or not is_of_user(function):
+        is_known = is_of_python(function) or not is_of_user(function)
+        if id(function) in self._seen or is_known:
             return
         self._seen.add(id(function))
         where = f"function {function.__qualname__!r}"
@@ -287,6 +288,20 @@ def names_in(code: types.CodeType) -> frozenset[str]:
     return frozenset(found)
 
 
+@functools.cache
+def global_names(code: types.CodeType) -> frozenset[str]:
+    """The names of modules in a function and in functions within it."""
+    found = {
+        instruction.argval
+        for instruction in dis.get_instructions(code)
+        if instruction.opname.endswith(("_GLOBAL", "_NAME"))
+    }
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found |= global_names(constant)
+    return frozenset(found)
+
+
 def slots_of(value: Any) -> dict[str, Any]:
     """The attributes of an object that are in `__slots__`, as far as they are set."""
     return {
@@ -300,7 +315,7 @@ def slots_of(value: Any) -> dict[str, Any]:
 
 def is_object_of_user(value: Any) -> bool:
     """Whether it is an object with attributes, of no class of Python or a framework."""
-    package = type(value).__module__.partition(".")[0]
+    package = package_of(type(value))
     if package in sys.stdlib_module_names and package not in _NAMESPACES:
         return False
     has_attributes = hasattr(value, "__dict__") or bool(slots_of(value))
@@ -379,9 +394,20 @@ class _Names(dict):
         self._module[name] = value
 
 
+def is_of_python(value: Any) -> bool:
+    """Whether a class or function is one of Python's own modules."""
+    package = package_of(value)
+    return package in sys.stdlib_module_names and package != "__main__"
+
+
 def is_of_user(value: Any) -> bool:
-    package = (getattr(value, "__module__", None) or "").partition(".")[0]
-    return package not in _FOREIGN
+    return package_of(value) not in _FOREIGN
+
+
+def package_of(value: Any) -> str:
+    module = getattr(value, "__module__", None)
+    # Classes of classes have a descriptor.
+    return module.partition(".")[0] if isinstance(module, str) else "builtins"
 
 
 def _is_equal(now: Any, before: Any) -> bool:

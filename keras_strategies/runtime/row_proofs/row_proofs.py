@@ -13,7 +13,10 @@ from keras_strategies.keras_compat.models.layers import rematerializes
 from keras_strategies.keras_compat.models.row_wise_layers import is_row_wise
 from keras_strategies.keras_compat.variables.generator_seeds import seed_generators
 from keras_strategies.runtime.row_proofs.layer_calls import LayerCall, UnsplitCall
-from keras_strategies.runtime.row_proofs.layer_settings import LayerSettings
+from keras_strategies.runtime.row_proofs.layer_settings import (
+    ArgumentSettings,
+    LayerSettings,
+)
 from keras_strategies.runtime.row_proofs.python_state import PythonState
 from keras_strategies.runtime.row_proofs.row_placements import (
     MEAN,
@@ -157,7 +160,7 @@ class RowProofs:
 
     def _arguments(self, call: LayerCall, with_rows: Sequence[bool]) -> tuple[Any, ...]:
         """What a proof depends on besides the layer's settings and numbers of rows."""
-        return (*_kinds(call, with_rows), self._prover.surroundings())
+        return (*_kinds(call, with_rows)[0], self._prover.surroundings())
 
     def _arguments_with_rows(
         self,
@@ -194,9 +197,11 @@ class RowProofs:
         hooks = self._prover.has_hooks(call.layer)
         if hooks:
             return RowProof(problem=f"{hooks}, which would see the rows of one replica")
-        state = PythonState(call.layer)
-        if state.problem:
-            return RowProof(problem=state.problem)
+        _, problem = _kinds(call, with_rows)
+        state = PythonState(call.layer, _objects(call.leaves))
+        problem = problem or self._of_layer(call.layer).settings.problem
+        if problem or state.problem:
+            return RowProof(problem=problem or state.problem)
         trace = traced_apart(state, lambda: self._prover.prove(call, with_rows, sizes))
         found, changes = trace.result, trace.changes
         if trace.draws_numbers:
@@ -269,10 +274,15 @@ def is_plain(call: LayerCall, with_rows: Sequence[bool]) -> bool:
     )
 
 
-def _kinds(call: LayerCall, with_rows: Sequence[bool]) -> tuple[Any, ...]:
-    """What a call's arguments are, besides the values of tensors."""
+def _kinds(call: LayerCall, with_rows: Sequence[bool]) -> tuple[tuple[Any, ...], str]:
+    """What a call's arguments are, besides the values of tensors.
+
+    Returns:
+        A key, and why changes of an argument cannot be found; "" if they can.
+    """
     args, kwargs = call.structure
     found: list[Any] = [len(args), tuple(sorted(kwargs)), call.constants]
+    problem = ""
     for leaf, has_rows in zip(call.leaves, with_rows, strict=True):
         if _is_tensor(leaf):
             shape = tuple(leaf.shape)[1:] if has_rows else tuple(leaf.shape)
@@ -280,8 +290,19 @@ def _kinds(call: LayerCall, with_rows: Sequence[bool]) -> tuple[Any, ...]:
         elif isinstance(leaf, _PLAIN):
             found.append((type(leaf), leaf))
         else:
-            found.append(id(leaf))
-    return tuple(found)
+            settings = ArgumentSettings(leaf)
+            found.append(settings.token)
+            problem = problem or settings.problem
+    return tuple(found), problem
+
+
+def _objects(leaves: Sequence[Any]) -> list[Any]:
+    """The arguments that are no tensors and no plain values."""
+    return [
+        leaf
+        for leaf in leaves
+        if not (leaf is None or isinstance(leaf, _PLAIN) or _is_tensor(leaf))
+    ]
 
 
 __all__ = ["RowPlacement", "RowProof", "RowProofs", "is_plain"]
