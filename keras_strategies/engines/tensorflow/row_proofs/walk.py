@@ -194,11 +194,13 @@ class GraphWalk:
         if len({len(graph.outputs) for graph in graphs}) > 1:
             raise GraphsDifferError
         results = list(zip(*(graph.outputs for graph in graphs), strict=True))
+        if function == "f":
+            # A gradient has added outputs to the function since, at its end.
+            results = results[: len(node.operation.outputs)]
         found = inner.placements(results)
         if function != "cond":
-            for own, outer in zip(
-                graphs[0].outputs, node.operation.outputs, strict=True
-            ):
+            outputs = zip(results, node.operation.outputs, strict=True)
+            for (own, *_), outer in outputs:
                 if own.dtype not in _NOT_SHAPED and id(own) in self._facts.sizes:
                     self._facts.sizes[id(outer)] = self._facts.sizes[id(own)]
         return found
