@@ -189,7 +189,7 @@ def _may_be_setting(value: Any) -> bool:
     if isinstance(value, (type, types.FunctionType)):
         package = (getattr(value, "__module__", None) or "").partition(".")[0]
         return package not in sys.stdlib_module_names and is_of_user(value)
-    return not keras.ops.is_tensor(value)
+    return True
 
 
 class _Named:

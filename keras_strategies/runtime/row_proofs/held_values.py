@@ -122,8 +122,12 @@ class HeldValues:
             return type(value), value.tobytes()
         if isinstance(value, keras.layers.Layer):
             return self._token_of_layer(value)
-        if isinstance(value, keras.Variable) or keras.ops.is_tensor(value):
-            return None
+        if isinstance(value, keras.Variable):
+            return type(value), tuple(value.shape), value.dtype, value.trainable
+        if keras.ops.is_tensor(value):
+            # Another one of this kind is treated alike: its values permit nothing.
+            needs_gradient = getattr(value, "requires_grad", False)
+            return type(value), str(value.shape), value.dtype, needs_gradient
         if isinstance(value, enum.Enum):
             return Identity(value)
         if isinstance(value, np.ndarray):

@@ -39,6 +39,16 @@ class LayerCall:
     only_adds: bool = False
     constants: frozenset[int] = frozenset()
 
+    @property
+    def objects(self) -> list[Any]:
+        """The arguments that are no tensors and no plain values."""
+        return [
+            leaf
+            for leaf in self.leaves
+            if not isinstance(leaf, (*_PLAIN, complex, bytes))
+            and not keras.ops.is_tensor(leaf)
+        ]
+
     def arguments(self, leaves: Sequence[Any]) -> Any:
         """The pair of arguments and keyword arguments with other leaves."""
         args, kwargs = self.structure

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import dis
 import functools
+import queue
 import random
 import sys
 import types
+import weakref
 from array import array
-from collections import deque
+from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +59,15 @@ _GENERATORS_OF_PROCESS = frozenset(
     id(draw.__self__)  # type: ignore[attr-defined]
     for draw in (random.random, np.random.random)
 )
+_LRU_CACHE = type(functools.lru_cache(lambda: None))
+#: Objects of Python with what they hold.
+_HOLDERS: dict[type, Callable[[Any], Any]] = {
+    UserDict: lambda value: value.data,
+    UserList: lambda value: value.data,
+    ChainMap: lambda value: value.maps,
+    weakref.ref: lambda value: value(),
+    queue.Queue: lambda value: value.queue,
+}
 #: Arrays larger than this are not compared.
 _LARGEST_ARRAY = 1 << 16
 
@@ -92,9 +104,12 @@ class PythonState:
         self._cells: list[tuple[str, Any, Any]] = []
         self._generators: list[tuple[str, Any, type, Any]] = []
         self._seen: set[int] = set()
+        self._caches: list[tuple[str, Any, int]] = []
+        layers = sublayers(layer)
+        self._layers = set(map(id, layers))
         #: Why a call cannot be restored, as the end of a sentence; "" if it can.
         self.problem = ""
-        for each in sublayers(layer):
+        for each in layers:
             if is_of_user(type(each)):
                 name = f"layer {each.name!r} ({type(each).__name__})"
                 self._add_object(name, each)
@@ -162,9 +177,13 @@ class PythonState:
                 self._add_value(f"{name!r} of {where}", value, 1)
 
     def _add_value(self, where: str, value: Any, depth: int) -> None:
-        if isinstance(value, (*_PLAIN, keras.layers.Layer)):
+        if isinstance(value, _PLAIN):
             return
-        if isinstance(value, _CONTAINERS):
+        if isinstance(value, keras.layers.Layer):
+            if id(value) not in self._layers:
+                # It is reached by code, and no part of the layer.
+                self._add_object(f"layer {value.name!r}", value, depth)
+        elif isinstance(value, _CONTAINERS):
             if id(value) not in self._seen:
                 self._seen.add(id(value))
                 self._contents.append((where, value, _copy_of(value)))
@@ -178,6 +197,18 @@ class PythonState:
             self._add_function(value)
         elif isinstance(value, types.MethodType):
             self._add_value(where, value.__self__, depth)
+        elif isinstance(value, ContextVar):
+            cell = _ContextCell(value)
+            self._cells.append((where, cell, cell.cell_contents))
+            self._add_value(where, cell.cell_contents, depth)
+        elif isinstance(value, _LRU_CACHE):
+            if id(value) not in self._seen:
+                self._seen.add(id(value))
+                self._caches.append((where, value, value.cache_info().misses))
+                self._add_value(where, value.__wrapped__, depth)
+        elif isinstance(value, tuple(_HOLDERS)):
+            kind = next(k for k in _HOLDERS if isinstance(value, k))
+            self._add_value(where, _HOLDERS[kind](value), depth)
         elif isinstance(value, functools.partial):
             self._add_value(where, value.func, depth)
             self._add_value(where, list(value.args), depth)
@@ -262,6 +293,19 @@ class PythonState:
                 _restore(value, before)
         return found
 
+    def clear_caches(self) -> str:
+        """Empties the caches of functions that have new results since.
+
+        Returns:
+            One of the functions; "" without any.
+        """
+        found = ""
+        for where, function, misses in self._caches:
+            if function.cache_info().misses != misses:
+                function.cache_clear()
+                found = found or f"the cache of {where}"
+        return found
+
     def _attribute_changes(self) -> Iterator[StateChange]:
         for name, space, before in self._spaces:
             of_keras = attributes_of_layers()
@@ -320,6 +364,21 @@ def is_object_of_user(value: Any) -> bool:
         return False
     has_attributes = hasattr(value, "__dict__") or bool(slots_of(value))
     return is_of_user(type(value)) and has_attributes
+
+
+class _ContextCell:
+    """A context variable with the interface of a cell."""
+
+    def __init__(self, variable: ContextVar[Any]):
+        self._variable = variable
+
+    @property
+    def cell_contents(self) -> Any:
+        return self._variable.get(None)
+
+    @cell_contents.setter
+    def cell_contents(self, value: Any) -> None:
+        self._variable.set(value)
 
 
 class _Slots(dict):

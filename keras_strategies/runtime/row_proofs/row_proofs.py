@@ -198,7 +198,7 @@ class RowProofs:
         if hooks:
             return RowProof(problem=f"{hooks}, which would see the rows of one replica")
         _, problem = _kinds(call, with_rows)
-        state = PythonState(call.layer, _objects(call.leaves))
+        state = PythonState(call.layer, call.objects)
         problem = problem or self._of_layer(call.layer).settings.problem
         if problem or state.problem:
             return RowProof(problem=problem or state.problem)
@@ -207,6 +207,8 @@ class RowProofs:
         if trace.draws_numbers:
             return RowProof(problem="it draws random numbers of Python or NumPy")
         if found.problem is not None:
+            # They may have tensors of the trace.
+            state.clear_caches()
             return found
         if not self._synchronizes and not call.adds:
             # Statistics are those of a replica's rows, by the user's choice.
@@ -219,6 +221,13 @@ class RowProofs:
                     problem=f"its code keeps a tensor of the call in {change.where}, "
                     "which would have the rows of one replica",
                 )
+        if self._prover.has_left_tensors():
+            where = state.clear_caches() or "an object that a proof cannot find"
+            return replace(
+                found,
+                problem=f"its code keeps a tensor of the call in {where}, which would "
+                "have the rows of one replica",
+            )
         if changes and local > 1:
             return replace(
                 found,
@@ -294,15 +303,6 @@ def _kinds(call: LayerCall, with_rows: Sequence[bool]) -> tuple[tuple[Any, ...],
             found.append(settings.token)
             problem = problem or settings.problem
     return tuple(found), problem
-
-
-def _objects(leaves: Sequence[Any]) -> list[Any]:
-    """The arguments that are no tensors and no plain values."""
-    return [
-        leaf
-        for leaf in leaves
-        if not (leaf is None or isinstance(leaf, _PLAIN) or _is_tensor(leaf))
-    ]
 
 
 __all__ = ["RowPlacement", "RowProof", "RowProofs", "is_plain"]

@@ -3,14 +3,45 @@
 from __future__ import annotations
 
 import abc
+import enum
+import gc
+import threading
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+import keras
+import numpy as np
 
 from keras_strategies.runtime.row_proofs.layer_calls import LayerCall
 from keras_strategies.runtime.row_proofs.row_placements import RowProof
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
+
+
+# Besides plain values.
+_OUTPUTS = (type(None), bool, int, float, complex, str, bytes, enum.Enum, np.generic)
+
+
+def is_plain_output(leaf: Any) -> bool:
+    """Whether an output that is no tensor holds none either."""
+    return isinstance(leaf, (*_OUTPUTS, np.ndarray, np.dtype, keras.Variable))
+
+
+def problem_of_output(leaf: Any) -> str:
+    """Why a call cannot be split that returns an object, as the end of a sentence."""
+    return (
+        f"one of its outputs is a {type(leaf).__name__}, which may hold tensors; "
+        "return tuples, lists and dicts"
+    )
+
+
+class _Made(threading.local):
+    """Weak references to tensors, or graphs of tensors, of a thread's last proof."""
+
+    def __init__(self) -> None:
+        self.objects: list[weakref.ref[Any]] = []
 
 
 class RowProver(abc.ABC):
@@ -24,6 +55,18 @@ class RowProver(abc.ABC):
 
     def __init__(self, strategy: StrategyCore):
         self.strategy = strategy
+        self._made = _Made()
+
+    def has_left_tensors(self) -> bool:
+        """Whether a tensor of this thread's last `prove` is still alive.
+
+        Nothing else than code of the user's has kept it then, after the changes of
+        Python that are known were taken back.
+        """
+        if any(each() is not None for each in self._made.objects):
+            # Graphs and their operations refer to one another.
+            gc.collect()
+        return any(each() is not None for each in self._made.objects)
 
     @abc.abstractmethod
     def prove(

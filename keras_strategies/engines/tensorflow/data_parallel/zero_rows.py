@@ -31,7 +31,8 @@ from keras_strategies.runtime.state.replica_state import ReplicaState
 def fails_on_zero_rows(layer_call: LayerCall) -> bool:
     """Whether a layer call has operations that fail on zero rows."""
     operations = traced_apart(
-        PythonState(layer_call.layer), lambda: _operations(layer_call)
+        PythonState(layer_call.layer, layer_call.objects),
+        lambda: _operations(layer_call),
     ).result
     # Without known operations, every replica must have a row.
     return operations is None or not operations.isdisjoint(FAILING_KERNELS.values())

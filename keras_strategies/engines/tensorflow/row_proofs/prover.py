@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -42,7 +43,11 @@ from keras_strategies.runtime.row_proofs.row_placements import (
     RowPlacement,
     RowProof,
 )
-from keras_strategies.runtime.row_proofs.row_prover import RowProver
+from keras_strategies.runtime.row_proofs.row_prover import (
+    RowProver,
+    is_plain_output,
+    problem_of_output,
+)
 
 #: Numbers of rows at which sizes are compared in a program for any number of rows.
 SAMPLED_COUNTS = (7, 2, 3, 97, 503)
@@ -80,6 +85,7 @@ class TensorFlowRowProver(RowProver):
         self, call: LayerCall, with_rows: Sequence[bool], sizes: Sequence[int]
     ) -> RowProof:
         known_calls = KnownCalls()
+        self._made.objects = []
         try:
             return self._proof(call, with_rows, sizes, known_calls)
         except (UnknownUse, _TraceError) as error:
@@ -117,6 +123,7 @@ class TensorFlowRowProver(RowProver):
         except NotProvedError as error:
             return RowProof(problem=str(error))
         finally:
+            self._made.objects += [weakref.ref(trace.graph) for trace in traces]
             _close(traces)
 
     def draws(
@@ -401,6 +408,8 @@ class _Proof:
                 yield self._joined(f"output {i}", leaves)
                 if masks[i][0] is not None:
                     self._joined(f"the mask of output {i}", masks[i])
+            elif not is_plain_output(first):
+                raise NotProvedError(problem_of_output(first))
             elif any(not _is_equal_leaf(first, other) for other in leaves[1:]):
                 raise NotProvedError(
                     f"its output {i} is {first!r}, which depends on it"

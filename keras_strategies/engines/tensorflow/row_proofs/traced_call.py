@@ -11,6 +11,9 @@ import keras
 import tensorflow as tf
 
 from keras_strategies import context
+from keras_strategies.engines.tensorflow.compat.gradients import (
+    drop_custom_gradients,
+)
 from keras_strategies.engines.tensorflow.compat.graphs import new_graph
 from keras_strategies.engines.tensorflow.compat.operations import kernels_alone
 from keras_strategies.engines.tensorflow.compat.programs import functions_copied
@@ -134,8 +137,12 @@ class TracedCall:
     _calls: list[tuple[int, int, Any]] = field(default_factory=list)
 
     def close(self) -> None:
-        """Lets go of the tape, which no search for garbage goes through."""
+        """Lets go of the tape, which no search for garbage goes through.
+
+        The gradients that functions in the graph define are registered for ever.
+        """
         self.add_gradients = lambda: None
+        drop_custom_gradients(self.graph)
 
     def place_of(self, operation: Any) -> str:
         """The innermost layer that made an operation, as the end of a sentence."""

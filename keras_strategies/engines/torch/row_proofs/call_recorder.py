@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -100,6 +101,15 @@ class CallRecorder(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._functions.__exit__(*error)
+
+    def close(self) -> list[weakref.ref[torch.Tensor]]:
+        """Drops all tensors, and returns weak references to those that were made."""
+        outside = set(map(id, self.outside.values()))
+        made = [weakref.ref(t) for t in self._alive if id(t) not in outside]
+        self._alive.clear()
+        self._by_storage.clear()
+        self._fakes.clear()
+        return made
 
     # Values.
 

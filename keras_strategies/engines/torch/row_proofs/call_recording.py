@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -199,6 +200,20 @@ class CallRecording:
     def updates(self) -> dict[int, tuple[Any, Any]]:
         """Variables that the call assigns and their values, by `id(variable)`."""
         return self._state.updates
+
+    def close(self) -> list[weakref.ref[torch.Tensor]]:
+        """Drops all tensors of the recording, and returns weak references to them."""
+        made = self.recorder.close()
+        self._leaves.clear()
+        self._weights.clear()
+        for found in (self.arguments, self.inputs, self.outputs, self.masks):
+            found.clear()
+        self.losses.clear()
+        self.inner.clear()
+        self._draws.draws.clear()
+        self._scope = None
+        del self._state, self._replica
+        return made
 
     def forward(self) -> None:
         """Records the call.

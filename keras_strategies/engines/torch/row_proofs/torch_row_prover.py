@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -50,7 +51,11 @@ from keras_strategies.runtime.row_proofs.row_placements import (
     RowPlacement,
     RowProof,
 )
-from keras_strategies.runtime.row_proofs.row_prover import RowProver
+from keras_strategies.runtime.row_proofs.row_prover import (
+    RowProver,
+    is_plain_output,
+    problem_of_output,
+)
 
 _ROWS = Placed(RowKind.ROWS)
 #: Numbers of rows with which draws of known layers are recorded, without memory.
@@ -78,6 +83,7 @@ class TorchRowProver(RowProver):
     def _proof(
         self, call: LayerCall, with_rows: Sequence[bool], sizes: Sequence[int]
     ) -> RowProof:
+        self._made.objects = []
         try:
             return self._proof_with(True, call, with_rows, sizes)
         except (UnknownUse, _RecordingsOfTypes):
@@ -106,6 +112,7 @@ class TorchRowProver(RowProver):
             except _Problem as problem:
                 inner = unsplit_inner_calls(proof.recordings)
                 return RowProof(problem=str(problem), inner=inner)
+            self._made.objects += proof.close()
             taken = proof.branches
             todo += [
                 [*taken[:i], not taken[i]] for i in range(len(branches), len(taken))
@@ -167,7 +174,8 @@ def _without_hooks() -> contextlib.AbstractContextManager[Any]:
     """Hooks of the user's for saved tensors would see tensors without values."""
     if why_saved_tensors_hooks_are_disabled() is not None:
         return contextlib.nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(_itself, _itself)
+    # An operation that saves its own result would keep itself alive.
+    return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _itself)
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
@@ -229,6 +237,10 @@ class _Proof:
         """The truth values that Python has read."""
         return self.recordings[0].recorder.branches
 
+    def close(self) -> list[weakref.ref[torch.Tensor]]:
+        """Drops the recordings' tensors, and returns weak references to them."""
+        return [each for recording in self.recordings for each in recording.close()]
+
     def result(self) -> RowProof:
         for recording in self.recordings:
             self._record(recording)
@@ -288,6 +300,8 @@ class _Proof:
         if isinstance(leaves[0], torch.Tensor):
             return self._placement("output", leaves)
         first = leaves[0]
+        if not is_plain_output(first):
+            raise _Problem(problem_of_output(first))
         if any(type(leaf) is not type(first) or leaf != first for leaf in leaves[1:]):
             raise _Problem("one of its outputs is no tensor and depends on the rows")
         return None

@@ -1,0 +1,235 @@
+"""Tensors of a call that a step reads from elsewhere than from the call's outputs.
+
+Each model keeps its hidden tensor somewhere, and the loss of the step has a term with
+its mean over the rows of the batch.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import contextvars
+import functools
+import queue
+import types
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from harness.training import as_arrays, assert_same
+from keras import layers, ops
+
+import keras_strategies as ks
+from row_proofs.proofs import PROVERS
+
+BACKEND = keras.backend.backend()
+RANDOM = np.random.default_rng(7)
+X = RANDOM.normal(size=(27, 4)).astype("float32")
+Y = RANDOM.normal(size=(27, 1)).astype("float32")
+
+pytestmark = pytest.mark.skipif(
+    BACKEND not in PROVERS, reason="JAX lets no tensor leave a traced call"
+)
+
+
+@dataclass
+class Outputs:
+    last: Any
+    hidden: Any
+
+
+class Base(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = layers.Dense(4), layers.Dense(1)
+        self.first.build((None, 4))
+        self.last.build((None, 4))
+        self.built = True
+
+    def call(self, inputs: Any) -> Any:
+        return self.last(self.first(inputs))
+
+    def loss_of(self, y: Any, outputs: Any, hidden: Any) -> Any:
+        mean = ops.mean(hidden, axis=0)
+        return ops.mean(ops.square(y - outputs)) + ops.mean(ops.square(mean))
+
+    def compute_metrics(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
+def keeping(
+    put: Callable[[Any, Any], None], get: Callable[[Any], Any]
+) -> Callable[[], keras.Model]:
+    class Keeping(Base):
+        def call(self, inputs: Any) -> Any:
+            hidden = self.first(inputs)
+            put(self, hidden)
+            return self.last(hidden)
+
+        def compute_loss(self, x: Any, y: Any, *args: Any, **kwargs: Any) -> Any:
+            outputs = self(x)
+            return self.loss_of(y, outputs, get(self))
+
+    return Keeping
+
+
+def returning(
+    put: Callable[[Any, Any], Any], get: Callable[[Any], tuple[Any, Any]]
+) -> Callable[[], keras.Model]:
+    class Returning(Base):
+        def call(self, inputs: Any) -> Any:
+            hidden = self.first(inputs)
+            return put(self.last(hidden), hidden)
+
+        def compute_loss(
+            self, x: Any, y: Any, y_pred: Any, *args: Any, **_: Any
+        ) -> Any:
+            return self.loss_of(y, *get(y_pred))
+
+    return Returning
+
+
+class GivenObject(Base):
+    """Keeps the tensor in an object that its call gets."""
+
+    def call(self, inputs: Any, kept: Any = None) -> Any:
+        hidden = self.first(inputs)
+        if kept is not None:
+            kept.hidden = hidden
+        return self.last(hidden)
+
+    def compute_loss(self, x: Any, y: Any, *args: Any, **kwargs: Any) -> Any:
+        kept = types.SimpleNamespace()
+        outputs = self(x, kept=kept)
+        return self.loss_of(y, outputs, kept.hidden)
+
+
+class GivenFunction(Base):
+    """Calls a function that its call gets, which keeps the tensor in a list."""
+
+    def call(self, inputs: Any, keep: Any = None) -> Any:
+        hidden = self.first(inputs)
+        if keep is not None:
+            keep(hidden)
+        return self.last(hidden)
+
+    def compute_loss(self, x: Any, y: Any, *args: Any, **kwargs: Any) -> Any:
+        kept: list[Any] = []
+        outputs = self(x, keep=lambda hidden: kept.append(hidden))
+        return self.loss_of(y, outputs, kept[0])
+
+
+class FactorInAttribute(Base):
+    """Multiplies with a tensor of the step, which is in an attribute in one call."""
+
+    factor = None
+
+    def call(self, inputs: Any) -> Any:
+        hidden = self.first(inputs)
+        if self.factor is not None:
+            hidden = hidden * self.factor
+        return self.last(hidden)
+
+    def compute_loss(self, x: Any, y: Any, *args: Any, **kwargs: Any) -> Any:
+        self.factor = ops.abs(y)
+        outputs = self(x)
+        self.factor = None
+        return ops.mean(ops.square(y - outputs))
+
+
+CONTEXT = contextvars.ContextVar("CONTEXT")
+QUEUE = queue.Queue[Any]()
+BY_NAME = collections.UserDict[str, Any]()
+LAYER = layers.Identity()
+
+
+def of_queue(model: Any) -> Any:
+    found = [QUEUE.get() for _ in range(QUEUE.qsize())]
+    return found[-1]
+
+
+MODELS: dict[str, Callable[[], keras.Model]] = {
+    "context variable": keeping(
+        lambda model, hidden: CONTEXT.set(hidden), lambda model: CONTEXT.get()
+    ),
+    "queue": keeping(lambda model, hidden: QUEUE.put(hidden), of_queue),
+    "UserDict": keeping(
+        lambda model, hidden: BY_NAME.update(hidden=hidden),
+        lambda model: BY_NAME["hidden"],
+    ),
+    "other layer": keeping(
+        lambda model, hidden: setattr(LAYER, "hidden", hidden),
+        lambda model: LAYER.hidden,
+    ),
+    # No state that a proof knows of.
+    "variable": keeping(
+        lambda model, hidden: setattr(model.first.kernel, "hidden", hidden),
+        lambda model: model.first.kernel.hidden,
+    ),
+    "dataclass": returning(Outputs, lambda found: (found.last, found.hidden)),
+    "function": returning(
+        lambda last, hidden: {"last": last, "mean": lambda: ops.mean(hidden, 0)},
+        lambda found: (found["last"], found["mean"]()),
+    ),
+    "object that is given": GivenObject,
+    "function that is given": GivenFunction,
+    "factor in an attribute": FactorInAttribute,
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_numbers_are_those_of_one_device(name: str) -> None:
+    found = []
+    for strategy in (None, ks.MirroredStrategy(["cpu:0", "cpu:1"])):
+        keras.utils.set_random_seed(3)
+        with (
+            warnings.catch_warnings(record=True) as caught,
+            strategy.scope() if strategy else contextlib.nullcontext(),
+        ):
+            warnings.simplefilter("always")
+            model = MODELS[name]()
+            model.compile(keras.optimizers.SGD(0.02), "mse")
+            history = model.fit(X, Y, 11, epochs=2, shuffle=False, verbose=0).history
+        found.append(as_arrays({"loss": history["loss"], "of": model.get_weights()}))
+    assert_same(found[0], found[1], 2e-5, name)
+    assert any("split by rows" in str(each.message) for each in caught)
+
+
+class WithCache(Base):
+    """Adds a table that a function with a cache makes, of a tensor or an array."""
+
+    def __init__(self, is_tensor: bool):
+        super().__init__()
+        self.is_tensor = is_tensor
+
+    def call(self, inputs: Any) -> Any:
+        return super().call(ops.add(inputs, table(4, self.is_tensor)))
+
+
+@functools.lru_cache
+def table(length: int, is_tensor: bool) -> Any:
+    found = np.arange(length, dtype="float32")
+    return ops.convert_to_tensor(found) if is_tensor else found
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="a tensor of a trace is of no use later")
+@pytest.mark.parametrize("is_tensor", [False, True])
+def test_caches_of_functions_have_no_tensors_of_proofs(is_tensor: bool) -> None:
+    found = []
+    for strategy in (None, ks.MirroredStrategy(["cpu:0", "cpu:1"])):
+        keras.utils.set_random_seed(3)
+        table.cache_clear()
+        with strategy.scope() if strategy else contextlib.nullcontext():
+            model = WithCache(is_tensor)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            outputs = [model.predict_on_batch(X) for _ in range(2)]
+        found.append(as_arrays(outputs))
+    table.cache_clear()
+    assert_same(found[0], found[1], 1e-5, "with a cache")
+    texts = [str(each.message) for each in caught]
+    assert any("cannot be split" in text for text in texts) is is_tensor, texts
