@@ -15,6 +15,7 @@ import keras
 from keras_strategies.keras_compat.models.row_wise_layers import NAMES_OF_TRAINING
 from keras_strategies.runtime.row_proofs.python_state import (
     global_names,
+    is_installed,
     is_of_python,
     is_of_user,
     names_in,
@@ -74,23 +75,23 @@ Read = NamedValues | CellValue
 class FunctionNames:
     """What the functions of a layer's call refer to in modules and closures.
 
-    Args:
-        functions: the functions of the user's classes and attributes.
-
     Attributes:
         reads: the values, to be compared later.
         problem: str, why values cannot be found, as the end of a sentence; "" if not.
     """
 
-    def __init__(self, functions: Iterable[types.FunctionType]):
+    def __init__(self) -> None:
         self.reads: list[Read] = []
         self.problem = ""
-        self._values: list[Any] = []
+        self._values: list[tuple[Any, bool]] = []
+        self._is_installed = False
         self._seen: set[int] = set()
-        self.add(functions)
 
-    def add(self, functions: Iterable[types.FunctionType]) -> list[Any]:
-        """The values that functions refer to, in an order that they determine."""
+    def add(self, functions: Iterable[types.FunctionType]) -> list[tuple[Any, bool]]:
+        """The values that functions refer to, in an order that they determine.
+
+        Each with whether it is found by code of an installed package.
+        """
         before = len(self._values)
         for function in functions:
             self._add_function(function)
@@ -103,19 +104,28 @@ class FunctionNames:
         self._seen.add(id(function))
         attributes = names_in(function.__code__)
         names = sorted(global_names(function.__code__))
-        self._check_lookups(function, names, attributes)
+        before, self._is_installed = self._is_installed, is_installed(function)
+        if not self._is_installed:
+            self._check_lookups(function, names, attributes)
+            self._add_imports(names, attributes)
+            self._add(function.__defaults__, function.__kwdefaults__)
         self._add_names(function.__globals__, names, attributes)
-        for name in names:
-            # A module that the function imports itself.
-            module = sys.modules.get(name)
-            if module is not None and _may_be_setting(module):
-                self._add_value(module, attributes)
-        self._values += [function.__defaults__, function.__kwdefaults__]
         for cell in function.__closure__ or ():
             value = _contents(cell)
             if _may_be_setting(value):
                 self.reads.append(CellValue(cell, value))
                 self._add_value(value, attributes)
+        self._is_installed = before
+
+    def _add(self, *values: Any) -> None:
+        self._values += [(value, self._is_installed) for value in values]
+
+    def _add_imports(self, names: list[str], attributes: frozenset[str]) -> None:
+        """Adds modules that a function imports itself."""
+        for name in names:
+            module = sys.modules.get(name)
+            if module is not None and _may_be_setting(module):
+                self._add_value(module, attributes)
 
     def _check_lookups(
         self, function: types.FunctionType, names: list[str], attributes: frozenset[str]
@@ -124,7 +134,7 @@ class FunctionNames:
         for name in names:
             value = function.__globals__.get(name)
             if value is os and attributes & _ENVIRONMENT:
-                self._values.append(os.environ)
+                self._add(os.environ)
             elif isinstance(value, types.ModuleType):
                 of_module = _OF_MODULES.get(value.__name__, frozenset())
                 found += sorted(of_module & attributes)
@@ -151,11 +161,19 @@ class FunctionNames:
         elif isinstance(value, types.ModuleType):
             if id(value) not in self._seen:
                 self._seen.add(id(value))
-                # `getattr` of a module has names that the code need not show.
-                names = vars(value) if "getattr" in attributes else attributes
-                self._add_names(vars(value), sorted(names), attributes)
+                self._add_module(value, attributes)
             return
-        self._values.append(value)
+        self._add(value)
+
+    def _add_module(self, module: types.ModuleType, attributes: frozenset[str]) -> None:
+        before = self._is_installed
+        self._is_installed = before or is_installed(_Named(module.__name__))
+        names = attributes
+        if "getattr" in attributes and not self._is_installed:
+            # It has names that the code need not show.
+            names |= {name for name in vars(module) if name[:2] != "__"}
+        self._add_names(vars(module), sorted(names), attributes)
+        self._is_installed = before
 
 
 def functions_of_class(kind: Any) -> Iterator[types.FunctionType]:

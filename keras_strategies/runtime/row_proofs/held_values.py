@@ -24,6 +24,7 @@ import numpy as np
 
 from keras_strategies.keras_compat.models.layers import sublayers
 from keras_strategies.runtime.row_proofs.python_state import (
+    is_installed,
     is_object_of_user,
     is_of_user,
     package_of,
@@ -136,10 +137,15 @@ class HeldValues:
             # What it refers to is found by `FunctionNames`.
             own = self._token_of_entries(vars(value)) if vars(value) else None
             return value.__code__, own
-        if holds_values(value) or is_object_of_user(value):
+        is_own = is_object_of_user(value) and not is_installed(type(value))
+        if holds_values(value) or is_own:
             return self._token_of_entries(value)
         self._check_state(value)
         return Identity(value) if callable(value) else None
+
+    def token_of_name(self, value: Any) -> Any:
+        """That of a value that code of an installed package finds by its name."""
+        return self.token(value) if isinstance(value, (*PLAIN, np.generic)) else None
 
     def token_of_class(self, kind: Any) -> Any:
         """That of the attributes of a user's class."""

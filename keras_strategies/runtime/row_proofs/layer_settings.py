@@ -25,6 +25,7 @@ from keras_strategies.runtime.row_proofs.held_values import (
 )
 from keras_strategies.runtime.row_proofs.python_state import (
     attributes_of_layers,
+    is_installed,
     is_object_of_user,
     is_of_python,
     is_of_user,
@@ -108,7 +109,7 @@ class LayerSettings:
         self._known: dict[Any, int] = {}
         self._attributes: list[_Attributes] = []
         self._values = HeldValues()
-        self._names = FunctionNames(())
+        self._names = FunctionNames()
         self._number = -1
 
     def number(self) -> int:
@@ -118,7 +119,7 @@ class LayerSettings:
         """
         if self._number < 0 or not self._is_same():
             self._values = HeldValues(sublayers(self._layer))
-            self._names = FunctionNames(())
+            self._names = FunctionNames()
             key = _settings(self._values, self._names)
             self._attributes = [_attributes(each) for each in self._values.layers]
             self._number = self._known.setdefault(key, len(self._known))
@@ -156,7 +157,7 @@ class ArgumentSettings:
     """
 
     def __init__(self, value: Any):
-        values, names = HeldValues(), FunctionNames(())
+        values, names = HeldValues(), FunctionNames()
         code = value.__code__ if isinstance(value, types.FunctionType) else None
         own = values.token(value) if code is None else code
         functions = (*_functions_of_value(value), *_functions_of_class_of(value))
@@ -202,9 +203,11 @@ def _tokens_of_names(
     todo = names.add(functions)
     while todo:
         further: list[types.FunctionType] = []
-        for value in todo:
-            if isinstance(value, type):
-                kinds = _classes(value)
+        for value, is_of_installed in todo:
+            if is_of_installed:
+                found.append(values.token_of_name(value))
+            elif isinstance(value, type):
+                kinds = [] if is_installed(value) else _classes(value)
                 found += map(values.token_of_class, kinds)
                 further += _functions_of_classes(kinds, seen)
             else:
@@ -261,7 +264,7 @@ def _functions_of_value(
     seen.add(id(value))
     if isinstance(value, keras.layers.Layer):
         return
-    if is_object_of_user(value):
+    if is_object_of_user(value) and not is_installed(type(value)):
         yield from _functions_of_class_of(value, seen)
     elif not holds_values(value):
         return

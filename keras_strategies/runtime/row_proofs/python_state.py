@@ -463,6 +463,19 @@ def is_of_user(value: Any) -> bool:
     return package_of(value) not in _FOREIGN
 
 
+def is_installed(value: Any) -> bool:
+    """Whether a class or function is of an installed package, not the user's own."""
+    return _is_installed(package_of(value))
+
+
+@functools.cache
+def _is_installed(package: str) -> bool:
+    """Whether a package is installed, and not the user's own code."""
+    module = sys.modules.get(package)
+    places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
+    return any("-packages" in place for place in places if place)
+
+
 def package_of(value: Any) -> str:
     module = getattr(value, "__module__", None)
     # Classes of classes have a descriptor.
