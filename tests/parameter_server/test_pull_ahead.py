@@ -88,7 +88,7 @@ def test_a_push_does_not_wait_for_the_reply_to_the_one_before():
     first = [ahead(task, 1, 0), ahead(task, 2, 0)]
     pipeline.send({0: push(0)}, first, lambda found: confirmed.append(0))
     # Both requests are of the last push.
-    pipeline.await_replies(of_last=False)
+    pipeline.await_replies(wait_last=False)
     assert pipeline.is_waiting and not confirmed
     pipeline.await_replies()
     for i in (1, 2, 3):
@@ -98,12 +98,12 @@ def test_a_push_does_not_wait_for_the_reply_to_the_one_before():
             [ahead(task, i + 2, 0)],
             lambda found, i=i: confirmed.append(i),
         )
-        pipeline.await_replies(of_last=False)
+        pipeline.await_replies(wait_last=False)
         # The next step has its values, which came with the push before.
         assert not pipeline.is_waiting
         assert confirmed == list(range(i))
     pipeline.send({0: push(4)}, [], lambda found: confirmed.append(4))
-    pipeline.await_replies(of_last=False)
+    pipeline.await_replies(wait_last=False)
     assert confirmed == [0, 1, 2, 3]
     pipeline.await_replies()
     assert confirmed == [0, 1, 2, 3, 4]

@@ -135,3 +135,29 @@ def test_state_is_that_of_one_device(name: str) -> None:
         found = trained(name, ks.MirroredStrategy(["cpu:0", "cpu:1"]))
     assert_same(expected, found, 1e-5, name)
     assert any("cannot be split by rows" in str(each.message) for each in caught)
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="a generator of Torch")
+def test_a_generator_of_torch_in_a_layer() -> None:
+    import torch
+
+    class Noisy(layers.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.numbers = torch.Generator().manual_seed(3)
+
+        def call(self, x: Any) -> Any:
+            return x + torch.rand(x.shape, generator=self.numbers)
+
+    def train(strategy: Any) -> Any:
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((4,)), Noisy(), layers.Dense(1)])
+            model.compile(keras.optimizers.SGD(0.02), "mse")
+        model.fit(X, X[:, :1], batch_size=7, epochs=2, shuffle=False, verbose=0)
+        return as_arrays(model.get_weights())
+
+    expected = train(ks.OneDeviceStrategy("cpu:0"))
+    with pytest.warns(UserWarning, match=r"share the torch\._C\.Generator"):
+        found = train(ks.MirroredStrategy(["cpu:0", "cpu:1"]))
+    assert_same(expected, found, 1e-5, "generator")

@@ -224,6 +224,11 @@ class PythonState:
                 f"a proof would advance the {type(value).__name__} in {where}; hold "
                 "what changes in a `keras.Variable`"
             )
+        elif type(value).__name__ == "Generator" and hasattr(value, "manual_seed"):
+            self.problem = (
+                f"replicas would share the {type(value).__module__}.Generator in "
+                f"{where}; use `keras.random` with a `keras.random.SeedGenerator`"
+            )
         elif depth < _DEEPEST and is_object_of_user(value):
             self._add_object(where, value, depth + 1)
 
