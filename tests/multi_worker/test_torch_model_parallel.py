@@ -241,60 +241,74 @@ def test_a_variable_that_a_call_reads_after_it_has_assigned_it(cluster):
         assert_same(expected, found, 1e-5, "fsdp")
 
 
+class Scaled(keras.layers.Dense):
+    def call(self, x):
+        import torch
+
+        with torch.no_grad():
+            kernel = self.kernel.value  # It is kept until the call ends.
+            norm = torch.linalg.norm(kernel)
+        outputs = super().call(x) / norm
+        del kernel
+        return outputs
+
+
+class Penalized(keras.Model):
+    """A penalty on gradients: gradients of gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = Scaled(8, "tanh"), keras.layers.Dense(4)
+
+    def call(self, x):
+        return self.last(self.first(x))
+
+    def train_step(self, batch):
+        import torch
+
+        x, y = map(keras.ops.convert_to_tensor, batch[:2])
+        x = x.detach().requires_grad_()
+        self.zero_grad()
+        outputs = self(x)
+        (slopes,) = torch.autograd.grad(outputs.sum(), x, create_graph=True)
+        loss = ((outputs - y) ** 2).mean() + (slopes**2).sum()
+        loss.backward()
+        gradients = [v.value.grad for v in self.trainable_weights]
+        with torch.no_grad():
+            self.optimizer.apply(gradients, self.trainable_weights)
+        return {"loss": loss.detach()}
+
+
+def train_penalized(scope):
+    keras.utils.set_random_seed(3)
+    with scope:
+        model = Penalized()
+        model(np.zeros((1, 8), "float32"))
+        model.compile(keras.optimizers.SGD(0.01))
+    return as_arrays({"loss": fit(model)} | state_of(model))
+
+
 def test_a_weight_that_a_call_reads_without_gradients_and_with_them(cluster):
-    class Scaled(keras.layers.Dense):
-        def call(self, x):
-            import torch
-
-            with torch.no_grad():
-                kernel = self.kernel.value  # It is kept until the call ends.
-                norm = torch.linalg.norm(kernel)
-            outputs = super().call(x) / norm
-            del kernel
-            return outputs
-
-    class Penalized(keras.Model):
-        """A penalty on gradients: gradients of gradients."""
-
-        def __init__(self):
-            super().__init__()
-            self.first, self.last = Scaled(8, "tanh"), keras.layers.Dense(4)
-
-        def call(self, x):
-            return self.last(self.first(x))
-
-        def train_step(self, batch):
-            import torch
-
-            x, y = map(keras.ops.convert_to_tensor, batch[:2])
-            x = x.detach().requires_grad_()
-            self.zero_grad()
-            outputs = self(x)
-            (slopes,) = torch.autograd.grad(outputs.sum(), x, create_graph=True)
-            loss = ((outputs - y) ** 2).mean() + (slopes**2).sum()
-            loss.backward()
-            gradients = [v.value.grad for v in self.trainable_weights]
-            with torch.no_grad():
-                self.optimizer.apply(gradients, self.trainable_weights)
-            return {"loss": loss.detach()}
-
-    def train(scope):
-        keras.utils.set_random_seed(3)
-        with scope:
-            model = Penalized()
-            model(np.zeros((1, 8), "float32"))
-            model.compile(keras.optimizers.SGD(0.01))
-        return as_arrays({"loss": fit(model)} | state_of(model))
-
-    expected = train(contextlib.nullcontext())
+    expected = train_penalized(contextlib.nullcontext())
 
     def program(strategy):
-        with pytest.raises(ks.errors.BackendError, match="create_graph"):
-            train(cut("auto", 2).scope())
-        return train(cut().scope())
+        return train_penalized(cut().scope())
 
     for found in cluster(program):
         assert_same(expected, found, 1e-4, "fsdp")
+
+
+def test_gradients_of_gradients_with_a_model_axis(forker):
+    def program(strategy):
+        train_penalized(cut("auto", 2).scope())
+
+    # Processes of its own: the one that raises first is lost to the other.
+    pool = WorkerPool(forker, 2)
+    try:
+        errors = [error for error, _ in pool.cluster(1).outcomes(program)]
+    finally:
+        pool.close()
+    assert all("create_graph=True" in error for error in errors)
 
 
 def language_model(is_rematerialized):
