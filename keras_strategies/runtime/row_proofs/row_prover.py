@@ -6,6 +6,7 @@ import abc
 import enum
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
 
 
+# How often garbage is collected for tensors that may be left.
+_COLLECTIONS = 5
+_SECONDS_BETWEEN = 0.02
 # Besides plain values.
 _OUTPUTS = (type(None), bool, int, float, complex, str, bytes, enum.Enum, np.generic)
 
@@ -63,9 +67,13 @@ class RowProver(abc.ABC):
         Nothing else than code of the user's has kept it then, after the changes of
         Python that are known were taken back.
         """
-        if any(each() is not None for each in self._made.objects):
-            # Graphs and their operations refer to one another.
-            gc.collect()
+        for _ in range(_COLLECTIONS):
+            if all(each() is None for each in self._made.objects):
+                return False
+            # Graphs and their operations refer to one another. It does nothing while
+            # another thread collects.
+            if not gc.collect():
+                time.sleep(_SECONDS_BETWEEN)
         return any(each() is not None for each in self._made.objects)
 
     @abc.abstractmethod

@@ -78,7 +78,11 @@ class TorchRowProver(RowProver):
             substitute_global_generator(),
             drawing(None),
         ):
-            return self._proof(call, with_rows, sizes)
+            try:
+                return self._proof(call, with_rows, sizes)
+            finally:
+                # Autocast keeps the weights that it has cast, those of the proof too.
+                torch.clear_autocast_cache()
 
     def _proof(
         self, call: LayerCall, with_rows: Sequence[bool], sizes: Sequence[int]
