@@ -549,6 +549,29 @@ def test_a_file_is_loaded_into_shards(cluster, tmp_path):
             np.testing.assert_array_equal(one, other)
 
 
+def test_a_layout_that_names_a_model_axis_of_one_device(cluster):
+    def train(strategy):
+        model = network(strategy, rate=0.0)
+        return fit(model), type(model.layers[0].kernel.value).__name__
+
+    expected, _ = train(ks.OneDeviceStrategy("cpu:0"))
+
+    def program(strategy):
+        layouts = {
+            "dense/kernel": ("batch", "model"),
+            "dense/bias": ("model",),
+            "dense_1/kernel": ("model", "batch"),
+        }
+        layouts = {f".*{key}": axes for key, axes in layouts.items()}
+        return train(
+            ks.ModelParallelStrategy(layouts, ["cpu:0"], 1, allow_unmatched=True)
+        )
+
+    for found, kind in cluster(program):
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+        assert kind == "DTensor"
+
+
 def test_the_chief_decides_where_values_differ(cluster):
     def program(strategy):
         with cut().scope():

@@ -359,9 +359,13 @@ def is_sharded(raw: Any) -> bool:
 
 
 def axis_of(shards: DTensor) -> int:
-    """The axis along which a tensor is in shards over workers."""
-    [axis] = [p.dim for p in shards.placements if isinstance(p, Shard)]
-    return axis
+    """The axis along which a tensor is in shards over workers.
+
+    Other axes of the mesh have one device.
+    """
+    first = shards.placements[0]
+    assert isinstance(first, Shard)
+    return first.dim
 
 
 def joined_shards(parts: torch.Tensor, axis: int) -> torch.Tensor:
