@@ -43,7 +43,7 @@ class TrainingChoice:
         model_parallel: int, devices along the model axis.
         rematerializes: bool, whether layers compute their activations again in the
             backward pass (`keras.RematScope("full")`).
-        accumulation_steps: int, batches whose gradients are accumulated for an update.
+        accumulation_steps: int, batches of which the gradients are accumulated.
         peak: int, bytes that a device needs while a step runs; None if not known.
         sent: int, bytes that a device sends for one update.
     """
@@ -144,9 +144,8 @@ def fit_into(
         A `MemoryFit`.
 
     Raises:
-        ValueError: if nothing fits, with the least memory that would do, or if the
-            optimizer accumulates gradients already.
-        RuntimeError: on a backend that cannot shard variables.
+        ValueError: if nothing fits, with the least memory that would do, if plans have
+            no peak (TensorFlow), or if the optimizer accumulates gradients already.
 
     Example:
 
@@ -156,7 +155,7 @@ def fit_into(
     >>> model.fit(x, y, batch_size=fit.batch_size)
 
     Accumulated gradients are the mean of those of the steps, as Keras accumulates them:
-    equal to those of the whole batch, but for layers whose outputs depend on other rows
+    equal to those of the whole batch, but for layers that compute a row from others too
     (batch normalization).
     """
     limit = _parsed_bytes(memory)
@@ -194,6 +193,8 @@ def fit_into(
             strategy = strategies[choice.layout, choice.model_parallel]
             _check_on_workers(strategy, choice)
             return MemoryFit(strategy, plan, choice, tuple(tried), rows // steps, limit)
+        if all(each.peak is None for each in tried):
+            break
     raise _too_little(limit, tried, count)
 
 

@@ -99,6 +99,20 @@ def test_memory_that_is_none(memory) -> None:
         ks.fit_into(memory, make_model, ((8, 64), (8, 64)))
 
 
+@pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="plans have a peak")
+def test_plans_without_a_peak() -> None:
+    made = []
+
+    def make():
+        made.append(1)
+        return make_model()
+
+    with pytest.raises(ValueError, match="needs the peak memory of a step"):
+        ks.fit_into("1 GiB", make, ((64, 64), (64, 64)), DEVICES)
+    # Replicated, fsdp and auto: no more are tried.
+    assert len(made) == 3
+
+
 def test_shapes_that_are_none() -> None:
     with pytest.raises(ValueError, match="`batch_shapes` must be a structure"):
         ks.fit_into("1 GiB", make_model, ())

@@ -63,7 +63,7 @@ class MemoryCounter(TorchDispatchMode):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """A context whose tensors are not counted."""
+        """A context in which tensors are not counted."""
         self._is_counting = False
         try:
             yield

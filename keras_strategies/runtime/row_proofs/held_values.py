@@ -278,6 +278,6 @@ def _is_function(value: Any) -> bool:
 
 
 def _is_same_entry(now: Any, before: Any) -> bool:
-    # Those of arrays, and of the environment, are made anew.
+    # Those of arrays, and of the environment, are made by each read.
     is_text = isinstance(now, (bytes, str)) and type(now) is type(before)
     return now is before or (is_text and now == before)
