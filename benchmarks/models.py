@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+# The layers of some models are those of tests.
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
 
 @dataclass(frozen=True)
@@ -132,6 +137,39 @@ def segmentation() -> Any:
     return keras.Model(images, layers.Conv2D(19, 1)(x))
 
 
+def switch_transformer() -> Any:
+    """Two blocks with 8 experts each, of which each takes so many tokens of a batch."""
+    import math
+
+    import keras
+    from field.recipes.mixing import SwitchBlock
+    from field.recipes.sequences import Positions
+    from keras import layers
+
+    experts, tokens_of_batch = 8, 1024
+    tokens = keras.Input((64,), dtype="int32")
+    x = Positions()(layers.Embedding(20000, 128)(tokens))
+    for _ in range(2):
+        x = SwitchBlock(128, experts, math.ceil(tokens_of_batch / experts))(x)
+    x = layers.Dense(128, "relu")(layers.GlobalAveragePooling1D()(x))
+    return keras.Model(tokens, layers.Dense(10)(x))
+
+
+def critic() -> Any:
+    """StyleGAN's critic, whose last features tell how alike the images of a batch are."""
+    import keras
+    from field.recipes.mixing import MinibatchDeviation
+    from keras import layers
+
+    images = keras.Input((32, 32, 3))
+    x = images
+    for width in (64, 128, 256):
+        x = layers.LeakyReLU()(layers.Conv2D(width, 3, padding="same")(x))
+        x = layers.AveragePooling2D(2)(x)
+    x = layers.Conv2D(256, 3, padding="same")(MinibatchDeviation()(x))
+    return keras.Model(images, layers.Dense(10)(layers.Flatten()(x)))
+
+
 WORKLOADS = {
     workload.name: workload
     for workload in (
@@ -180,6 +218,27 @@ WORKLOADS = {
             steps=8,
             classes=19,
             labels=(64, 64),
+        ),
+    )
+}
+
+#: Models with a layer in which the rows of a batch depend on each other.
+MIXING = {
+    workload.name: workload
+    for workload in (
+        Workload(
+            "switch transformer",
+            switch_transformer,
+            lambda r, n: r.integers(0, 20000, (n, 64), dtype="int32"),
+            batch=16,
+            steps=10,
+        ),
+        Workload(
+            "StyleGAN's critic",
+            critic,
+            lambda r, n: r.random((n, 32, 32, 3), dtype="float32"),
+            batch=32,
+            steps=8,
         ),
     )
 }

@@ -62,16 +62,31 @@ RANKS_SECONDS = 300
 
 
 class Cluster:
-    """Processes that train together, an epoch each time that this is called."""
+    """Processes that train together, an epoch each time that this is called.
 
-    def __init__(self, backend: str, kind: str, workers: int, workload: Workload):
+    Args:
+        backend: str.
+        kind: str, what `script` gets as `--kind`.
+        workers: int, the processes.
+        workload: what they train.
+        script: str, what each runs; it answers as `answer` does.
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        kind: str,
+        workers: int,
+        workload: Workload,
+        script: str = __file__,
+    ):
         from keras_strategies.cluster.resolvers.local_processes import free_addresses
 
         addresses = free_addresses(workers)
         self._processes = [
             subprocess.Popen(
                 [
-                    *(sys.executable, __file__, "--kind", kind),
+                    *(sys.executable, script, "--kind", kind),
                     *("--models", workload.name, "--steps", str(workload.steps)),
                 ],
                 env=environment(backend, addresses, index),
@@ -175,28 +190,43 @@ def ranks(command: list[str], count: int) -> list[Any]:
 
 
 def serve(kind: str, workload: Workload) -> None:
-    """Trains an epoch for each line that comes, and answers how long a step took."""
+    """Trains an epoch for each line that comes."""
+    index, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if kind == "peer_batch":
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    answer(
+        lambda backend: (
+            ours(workload)
+            if kind == "ours"
+            else PEERS_OF[backend](workload, index, count)
+        )
+    )
+
+
+def answer(make: Callable[[str], Callable[[], float]], cores: int = 1) -> None:
+    """Calls a function for each line that comes, and answers what it returned.
+
+    Args:
+        make: makes the function, of a backend.
+        cores: int, those of this process; one is that of its rank.
+    """
     # Gloo prints to the standard output, which is for answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    index, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[index % len(cores)]})
-    if kind == "peer_batch":
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     backend = os.environ["KERAS_BACKEND"]
-    if backend == "tensorflow":
-        import tensorflow as tf
+    if cores == 1:
+        index, there = int(os.environ["RANK"]), sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {there[index % len(there)]})
+        if backend == "tensorflow":
+            import tensorflow as tf
 
-        tf.config.threading.set_intra_op_parallelism_threads(1)
-        tf.config.threading.set_inter_op_parallelism_threads(1)
-    if backend == "torch":
-        import torch
+            tf.config.threading.set_intra_op_parallelism_threads(1)
+            tf.config.threading.set_inter_op_parallelism_threads(1)
+        if backend == "torch":
+            import torch
 
-        torch.set_num_threads(1)
-    epoch = (
-        ours(workload) if kind == "ours" else PEERS_OF[backend](workload, index, count)
-    )
+            torch.set_num_threads(1)
+    epoch = make(backend)
     epoch()
     print("ready", file=answers, flush=True)
     for _ in sys.stdin:

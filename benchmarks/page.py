@@ -110,6 +110,7 @@ def table(name: str) -> str:
     import fsdp
     import loops
     import memory
+    import mixing_rows
     import model_parallel
     import multi_worker
     import parameter_server as ps
@@ -143,6 +144,7 @@ def table(name: str) -> str:
         "loops": loops,
         "faults": faults,
         "memory": memory,
+        "mixing rows": mixing_rows,
         "python time": python_time,
         "random numbers": random_numbers,
         "slow input": slow_input,
