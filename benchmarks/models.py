@@ -156,7 +156,7 @@ def switch_transformer() -> Any:
 
 
 def critic() -> Any:
-    """StyleGAN's critic, whose last features tell how alike the images of a batch are."""
+    """StyleGAN's critic, with the deviation over the batch as a feature."""
     import keras
     from field.recipes.mixing import MinibatchDeviation
     from keras import layers
