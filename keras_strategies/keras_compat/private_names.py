@@ -349,7 +349,7 @@ PRIVATE = (
     ),
     Private(
         f"{_ADAPTERS}.array_data_adapter.ArrayDataAdapter",
-        ("_inputs", "_num_samples", "_shuffle"),
+        ("_get_iterator", "_inputs", "_num_samples", "_shuffle"),
         "The rows of arrays, shuffled in another order.",
     ),
     Private(

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from keras_strategies.engines.jax.unread_rows import is_unread
+
 
 def put(arrays: Sequence[Any], shardings: Sequence[jax.sharding.Sharding]) -> list[Any]:
     """Puts arrays on devices with shardings, in one transfer.
@@ -17,7 +19,7 @@ def put(arrays: Sequence[Any], shardings: Sequence[jax.sharding.Sharding]) -> li
     arrays between processes, with one message for each array.
 
     Args:
-        arrays: JAX or NumPy arrays.
+        arrays: JAX or NumPy arrays, or those of `unread_rows`.
         shardings: a sharding for each array.
     """
     found: list[Any] = [None] * len(arrays)
@@ -25,7 +27,8 @@ def put(arrays: Sequence[Any], shardings: Sequence[jax.sharding.Sharding]) -> li
     pieces: list[Any] = []
     devices: list[jax.Device] = []
     for i, (array, sharding) in enumerate(zip(arrays, shardings, strict=True)):
-        if sharding.is_fully_addressable and isinstance(array, np.ndarray):
+        is_on_host = isinstance(array, np.ndarray) or is_unread(array)
+        if sharding.is_fully_addressable and is_on_host:
             found[i] = _from_host(array, sharding)
             continue
         if sharding.is_fully_addressable or spans_processes(array):

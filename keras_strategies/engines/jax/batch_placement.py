@@ -17,6 +17,11 @@ from keras_strategies.engines.jax.padded_rows import (
     put_padded,
 )
 from keras_strategies.engines.jax.strategy_distribution import splits
+from keras_strategies.engines.jax.unread_rows import (
+    StackedRows,
+    UnreadRows,
+    is_unread,
+)
 from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
 from keras_strategies.input.row_splits import check_batch
 from keras_strategies.runtime.batch_prefetch import prefetch_one
@@ -26,8 +31,9 @@ from keras_strategies.runtime.worker_batch import WorkerBatch
 class JaxBatchPlacer(abc.ABC):
     """Transfers batches, structures of arrays, to the devices of a strategy."""
 
-    #: Whether a batch may be a `WorkerBatch`.
-    takes_worker_batches = False
+    #: Whether a batch may be a `WorkerBatch`, and its arrays `UnreadRows`.
+    reads_own_rows = False
+    unread = UnreadRows
 
     @abc.abstractmethod
     def place(self, batch: Any) -> Any:
@@ -77,7 +83,7 @@ class MeshPlacer(JaxBatchPlacer):
 
     def __init__(self, mesh: jax.sharding.Mesh, workers: JaxWorkers | None = None):
         self._workers = workers
-        self.takes_worker_batches = workers is not None
+        self.reads_own_rows = workers is not None
         self.use_mesh(mesh)
 
     def _compare(self, batch: Any) -> None:
@@ -160,6 +166,10 @@ class MeshPlacer(JaxBatchPlacer):
             split if splits(array.shape[axis:], self._size) else replicated
             for array in even
         ]
+        even = [
+            np.asarray(array) if to is replicated and is_unread(array) else array
+            for array, to in zip(even, shardings, strict=True)
+        ]
         placed = iter(put(even, shardings))
         return [
             self._padded(array, axis) if uneven else next(placed)
@@ -234,9 +244,16 @@ class DevicePlacer(JaxBatchPlacer):
 
 
 class HostBatches:
-    """Returns batches unchanged, for steps that place them themselves."""
+    """Returns batches unchanged, for steps that place them themselves.
 
-    takes_worker_batches = False
+    Args:
+        reads_own_rows: bool, whether arrays of batches may be `UnreadRows`.
+    """
+
+    unread = UnreadRows
+
+    def __init__(self, reads_own_rows: bool = False):
+        self.reads_own_rows = reads_own_rows
 
     def place(self, batch: Any) -> Any:
         """The batch."""
@@ -252,7 +269,8 @@ class HostBatches:
 
 
 def _as_array(leaf: Any) -> Any:
-    return leaf if isinstance(leaf, (jax.Array, np.ndarray)) else np.asarray(leaf)
+    is_array = isinstance(leaf, (jax.Array, np.ndarray)) or is_unread(leaf)
+    return leaf if is_array else np.asarray(leaf)
 
 
 def _has_jax_arrays(batch: Any) -> bool:
@@ -263,7 +281,10 @@ def _stacked(batches: Sequence[Any]) -> Any:
     """Batches of equal shapes, stacked; those on devices by a program."""
     if any(map(_has_jax_arrays, batches)):
         return jax.jit(_stack)(*batches)
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *batches)
+    return jax.tree.map(
+        lambda *leaves: (StackedRows if is_unread(leaves[0]) else np.stack)(leaves),
+        *batches,
+    )
 
 
 def _stack(*batches: Any) -> Any:

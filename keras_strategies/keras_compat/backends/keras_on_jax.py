@@ -12,6 +12,7 @@ import numpy as np
 
 from keras_strategies.keras_compat import patching
 from keras_strategies.keras_compat.models.input_adapters import (
+    array_batches,
     own_batches,
     thread_input,
 )
@@ -41,7 +42,9 @@ def epoch_batches(original: Any, self: Any) -> Any:
     if placer is None:
         return original(self)
     adapter = self.data_adapter
-    batches = own_batches(adapter) if placer.takes_worker_batches else None
+    batches = None
+    if placer.reads_own_rows:
+        batches = own_batches(adapter) or array_batches(adapter, placer.unread)
     if batches is None:
         batches = adapter.get_jax_iterator()
     return placer.batches(batches, self.steps_per_execution)

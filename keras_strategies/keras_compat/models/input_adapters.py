@@ -236,6 +236,43 @@ def is_array_adapter(value: Any) -> bool:
     return type(value) is ArrayDataAdapter
 
 
+def array_batches(
+    adapter: Any, read: Callable[[Any, Any], Any]
+) -> Iterator[Any] | None:
+    """A pass over an adapter of NumPy arrays, with what `read` makes of each array.
+
+    Keras 3.15: `ArrayDataAdapter._inputs` are the user's arrays, and `_get_iterator` is
+    the loop over the batches, which draws their order.
+
+    Args:
+        adapter: Keras's adapter of the user's input.
+        read: callable of an array and of the indices of a batch's rows: a slice, or an
+            array of int.
+
+    Returns:
+        An iterator of batches; None for other input.
+    """
+    if not is_array_adapter(adapter):
+        return None
+    leaves = [leaf for leaf in keras.tree.flatten(adapter._inputs) if leaf is not None]
+    if not all(isinstance(leaf, np.ndarray) and leaf.ndim for leaf in leaves):
+        return None
+    batches: Iterator[Any] = adapter._get_iterator(
+        lambda leaf, indices: read(leaf, indices), adapter._inputs
+    )
+    return batches
+
+
+def floatx_type(array: Any) -> Any:
+    """The dtype to which Keras casts an array of `fit`: other floats to `floatx`.
+
+    Keras 3.15: `convert_to_sliceable` casts, here an array without rows.
+    """
+    from keras.src.trainers.data_adapters import array_slicing
+
+    return array_slicing.convert_to_sliceable(array[:0], "numpy").array.dtype
+
+
 def own_batches(adapter: Any) -> Iterator[Any] | None:
     """A pass over own rows of an adapter of `batches_adapter`; None if it has all."""
     begin = getattr(adapter, "own_batches", None)
@@ -245,11 +282,24 @@ def own_batches(adapter: Any) -> Iterator[Any] | None:
 class BatchPlacer(Protocol):
     """Puts the batches of training loops on devices, on JAX."""
 
-    #: Whether a batch may be a `WorkerBatch`.
-    takes_worker_batches: bool
+    #: Whether a batch may be a `WorkerBatch`, or have arrays of `unread`.
+    reads_own_rows: bool
 
-    def batches(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The batches, each moved to the devices when it is requested."""
+    def batches(self, batches: Iterable[Any], several: int) -> Iterator[Any]:
+        """The batches, each moved to the devices when it is requested.
+
+        Args:
+            batches: the batches of Keras's loop.
+            several: int, `steps_per_execution`.
+        """
+
+    def unread(self, array: Any, indices: Any) -> Any:
+        """Rows of an array that are read when they are placed.
+
+        Args:
+            array: NumPy array.
+            indices: those of the rows: a slice, or an array of int.
+        """
 
 
 class LoaderPlacer(Protocol):

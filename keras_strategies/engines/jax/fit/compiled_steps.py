@@ -380,7 +380,8 @@ def _have_same_signature(batches: Sequence[Any]) -> bool:
 def _signature(batch: Any) -> Any:
     leaves, structure = jax.tree.flatten(batch)
     return structure, [
-        (np.shape(leaf), jax.dtypes.result_type(leaf)) for leaf in leaves
+        (np.shape(leaf), jax.dtypes.result_type(getattr(leaf, "dtype", leaf)))
+        for leaf in leaves
     ]
 
 

@@ -130,7 +130,8 @@ class MeshTrainer(DistributionTrainer):
     @property
     def input_placer(self) -> BatchPlacer:
         # A repeated step places its batch on the devices of the remaining workers.
-        return self.placer if self.elastic is None else HostBatches()
+        is_fixed = self.elastic is None
+        return self.placer if is_fixed else HostBatches(reads_own_rows=True)
 
     def loop_function(self, model: Any, kind: str) -> Callable[..., Any]:
         if self.elastic is not None:

@@ -1,0 +1,125 @@
+"""Each worker reads its own rows of arrays, on every backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from harness.training import assert_same
+
+import keras_strategies as ks
+
+if keras.backend.backend() == "tensorflow":
+    pytest.skip("workers read all rows of arrays", allow_module_level=True)
+
+ALL = pytest.mark.parametrize(
+    "cluster", ["two", "three", "two_by_two"], indirect=True, scope="session"
+)
+ROWS, WIDTH, BATCH, EPOCHS = 23, 3, 5, 2
+_random = np.random.default_rng(4)
+# Keras casts them to float32.
+X = _random.normal(size=(ROWS, WIDTH))
+Y = X.sum(1, keepdims=True)
+CLASSES = (X[:, 0] > 0).astype("int32")
+WEIGHTS = np.linspace(0.5, 2.0, ROWS).astype("float32")
+
+
+class Counted(np.ndarray):
+    """An array that counts the rows which are read from it."""
+
+    count = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        found = np.asarray(self)[index]
+        Counted.count += len(found)
+        return found
+
+
+def counted_rows(strategy: Any) -> Any:
+    """A context in which this worker's reads are counted, in its list."""
+    import contextlib
+    from unittest import mock
+
+    @contextlib.contextmanager
+    def counting() -> Any:
+        found: list[int] = []
+        if keras.backend.backend() != "tensorflow":
+            Counted.count = 0
+            yield found
+            found.append(Counted.count)
+            return
+        # TensorFlow's datasets have the arrays as tensors: what enters the steps.
+        from keras_strategies.engines.tensorflow.data_parallel import step_function
+
+        step_on = step_function.StepFunction._step_on
+
+        def counted(self: Any, batch: Any, spec: Any) -> Any:
+            parts = step_function.own_part(batch)
+            found.append(len(keras.tree.flatten(parts)[0]))
+            return step_on(self, batch, spec)
+
+        with mock.patch.object(step_function.StepFunction, "_step_on", counted):
+            yield found
+
+    return counting()
+
+
+def trained(strategy: Any, several: int, by_class: bool) -> Any:
+    """Numbers of `fit`, `evaluate` and `predict`, and the rows of `x` read in each."""
+    keras.utils.set_random_seed(5)
+    y = CLASSES if by_class else Y
+    loss = keras.losses.SparseCategoricalCrossentropy(True) if by_class else "mse"
+    weights = (
+        {"class_weight": {0: 0.5, 1: 2.0}} if by_class else {"sample_weight": WEIGHTS}
+    )
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.Input((WIDTH,)), keras.layers.Dense(2 if by_class else 1)]
+        )
+        model.compile(
+            keras.optimizers.SGD(0.05, momentum=0.9),
+            loss,
+            metrics=["accuracy" if by_class else "mae"],
+            steps_per_execution=several,
+        )
+    x = X.view(Counted)
+    fitting, evaluating, predicting = (counted_rows(strategy) for _ in range(3))
+    with fitting as fit:
+        history = model.fit(
+            x,
+            y,
+            batch_size=BATCH,
+            epochs=EPOCHS,
+            validation_data=(X[:9].view(Counted), y[:9]),
+            verbose=0,
+            **weights,
+        )
+    with evaluating as evaluate:
+        values = model.evaluate(x, y, batch_size=7, verbose=0)
+    with predicting as predict:
+        outputs = model.predict(x, batch_size=8, verbose=0)
+    numbers = {
+        "history": {k: np.asarray(v) for k, v in history.history.items()},
+        "weights": {i: np.asarray(w) for i, w in enumerate(model.get_weights())},
+        "others": {"evaluate": np.asarray(values), "predict": np.asarray(outputs)},
+    }
+    return numbers, [sum(fit), sum(evaluate), sum(predict)]
+
+
+@ALL
+@pytest.mark.parametrize(("several", "by_class"), [(1, False), (2, True)])
+def test_rows_of_arrays_are_read_by_their_worker(
+    cluster: Any, several: int, by_class: bool
+) -> None:
+    expected, _ = trained(ks.OneDeviceStrategy("cpu:0"), several, by_class)
+    every = cluster(trained, several, by_class)
+    for index, (found, _) in enumerate(every):
+        assert_same(expected, found, 1e-5, f"worker {index}")
+    read = np.sum([own for _, own in every], 0)
+    # On JAX, `fit` reads a batch more to make the variables. On the others, a batch of
+    # which a worker has no row is read in full.
+    rows = np.array([EPOCHS * (ROWS + 9), ROWS, ROWS])
+    more = [BATCH, 0, 0] if keras.backend.backend() == "jax" else 0.25 * rows
+    assert (read >= rows).all() and (read <= rows + more).all(), read
