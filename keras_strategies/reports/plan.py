@@ -204,6 +204,7 @@ def _build(strategy: StrategyCore, model: Any, batch: Any) -> None:
     model.optimizer = optimizer
     if strategy.drivers.sharding is not None:
         strategy.drivers.sharding.set_layouts(model.variables)
+    strategy.drivers.fit.plan_variables(model.variables)
     build_optimizer_without_values(optimizer, model.trainable_variables)
 
 

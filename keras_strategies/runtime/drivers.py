@@ -59,6 +59,9 @@ class FitDriver(abc.ABC):
         """The devices that will hold a weight, or a slot, metric or counter."""
         return self.placement.variable_devices
 
+    def plan_variables(self, variables: Sequence[Any]) -> None:  # noqa: B027
+        """Called in a plan with the weights of a model, which have no values."""
+
     def step_cost(self, model: Any, batch: Any) -> StepCost:
         """Cost of a training step of a model with variables without values.
 

@@ -145,7 +145,7 @@ def fit_into(
 
     Raises:
         ValueError: if nothing fits, with the least memory that would do, if plans have
-            no peak (TensorFlow), or if the optimizer accumulates gradients already.
+            no peak, or if the optimizer accumulates gradients already.
 
     Example:
 

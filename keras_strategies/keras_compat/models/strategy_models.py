@@ -95,7 +95,7 @@ def _method(name: str) -> Any:
             return original(self, *args, **kwargs)  # Raises the same error.
         hooks = installed_hooks()
         is_long = name in ("fit", "evaluate", "predict")
-        with _running(is_long), hooks.method(self, name):
+        with method_running(is_long), hooks.method(self, name):
             changed = hooks.arguments(self, name, bound.arguments)
             bound.arguments.update(changed)
             return hooks.call(self, name, original, bound)
@@ -111,7 +111,7 @@ class _Running:
 
 
 @contextlib.contextmanager
-def _running(is_long: bool) -> Iterator[None]:
+def method_running(is_long: bool) -> Iterator[None]:
     """Counts a method of a model; the end of the last one removes patches of steps."""
     with _Running.lock:
         _Running.count += 1

@@ -7,6 +7,8 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from keras_strategies.keras_compat.variables.values import raw_value
+
 
 def has_deferred_variables() -> bool:
     """Whether there are variables that were made in a stateless scope without values.
@@ -26,11 +28,16 @@ def has_deferred_variables() -> bool:
 def build_optimizer_without_values(optimizer: Any, variables: list[Any]) -> None:
     """`optimizer.build` for variables that have no values.
 
+    Those of `FitDriver.plan_variables` have what the optimizer reads.
+
     Keras 3.15 on TensorFlow: `_var_key` and `add_variable_from_reference` of
     `TFOptimizer` read the `tf.Variable`, which makes it.
     """
     from keras.src.optimizers.base_optimizer import BaseOptimizer
 
+    if all(raw_value(variable) is not None for variable in variables):
+        optimizer.build(variables)
+        return
     add = functools.partial(BaseOptimizer.add_variable_from_reference, optimizer)
     methods = {"_var_key": id, "add_variable_from_reference": add}
     for name, method in methods.items():

@@ -50,8 +50,35 @@ PRIVATE_NAMES = (
 
 
 def is_resource_variable(variable: Any) -> bool:
-    """Whether a variable is a plain `ResourceVariable`, not of a subclass."""
-    return type(variable) is resource_variable_ops.ResourceVariable
+    """Whether a variable is a plain one, with a value or without, not of a subclass."""
+    plain = (
+        resource_variable_ops.ResourceVariable,
+        resource_variable_ops.UninitializedVariable,
+    )
+    return type(variable) in plain
+
+
+def value_or_spec(variable: Any) -> Any:
+    """The value of a variable, or the `tf.TensorSpec` of one without a value."""
+    if isinstance(variable, resource_variable_ops.UninitializedVariable):
+        return tf.TensorSpec(variable.shape, variable.dtype)
+    return variable.read_value()
+
+
+def new_variable(value: Any, trainable: bool, name: str) -> Any:
+    """A plain variable.
+
+    Args:
+        value: tensor, or `tf.TensorSpec` for a variable without a value, which takes no
+            memory and which programs are traced with.
+        trainable: bool.
+        name: str.
+    """
+    if not isinstance(value, tf.TensorSpec):
+        return tf.Variable(value, trainable=trainable, name=name)
+    return resource_variable_ops.UninitializedVariable(
+        trainable=trainable, name=name, shape=value.shape, dtype=value.dtype
+    )
 
 
 def record_read(variable: Any) -> None:

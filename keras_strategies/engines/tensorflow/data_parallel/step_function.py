@@ -139,6 +139,14 @@ class StepFunction:
             self._model, self._kind, lambda: self._run_elastic_steps(read, spec)
         )
 
+    def traced(self, spec: Any) -> Any:
+        """The graph of a step on batches of a specification.
+
+        Args:
+            spec: structure of `tf.TensorSpec`, as many rows as replicas or more.
+        """
+        return self._parallel.get_concrete_function(spec).graph
+
     def _run_elastic_steps(self, batches: list[Any], spec: Any) -> Any:
         assert self._call.elastic is not None
         self._call.elastic.begin_step()

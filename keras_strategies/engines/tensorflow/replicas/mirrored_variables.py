@@ -28,7 +28,9 @@ from keras_strategies.engines.tensorflow.compat.programs import (
 from keras_strategies.engines.tensorflow.compat.variables import (
     UnreadVariable,
     WithAssignments,
+    new_variable,
     record_read,
+    value_or_spec,
 )
 from keras_strategies.engines.tensorflow.compiled_function import refuse_xla
 from keras_strategies.engines.tensorflow.replicas.captured_variables import (
@@ -269,7 +271,7 @@ def mirror(
     """Converts a new plain variable to a mirrored one.
 
     Args:
-        variable: `tf.Variable` with a value, not yet used in a program.
+        variable: `tf.Variable`, not yet used in a program.
         devices: the devices of the copies, as TensorFlow names them.
         creating: a context in which variables are created on a device.
     """
@@ -277,8 +279,8 @@ def mirror(
     name = variable.name.split(":")[0]
     for device in devices:
         with creating(device):
-            value = variable.read_value()
-            copies.append(tf.Variable(value, trainable=False, name=f"{name}_copy"))
+            value = value_or_spec(variable)
+            copies.append(new_variable(value, False, f"{name}_copy"))
     variable._copies = _Copies(variable.device, copies)
     variable.__class__ = MirroredVariable
 

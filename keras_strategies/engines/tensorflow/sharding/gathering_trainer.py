@@ -173,11 +173,12 @@ class GatheringTrainer(TensorFlowTrainer, ShardingDriver):
             # The first device adds them, and sends what it has updated.
             own = 2 * others * sum(mirrored) // devices
             sent["gradients and updates of replicated weights"] = len(mirrored), own
-        return StepCost(
+        cost = StepCost(
             None,
             {name: cost for name, cost in sent.items() if cost[0]},
-            "estimated from the sizes of the variables, without activations",
+            "sent bytes are estimated from the sizes of the variables",
         )
+        return self._with_peak(cost, model, batch)
 
     # Workers.
 

@@ -27,7 +27,9 @@ from keras_strategies.engines.tensorflow.compat.gradients import (
 from keras_strategies.engines.tensorflow.compat.graphs import graph_around_control_flow
 from keras_strategies.engines.tensorflow.compat.variables import (
     VariableWithoutValue,
+    new_variable,
     record_read,
+    value_or_spec,
 )
 from keras_strategies.engines.tensorflow.replicas.captured_variables import (
     CapturedVariable,
@@ -87,7 +89,7 @@ class VariableInShards(CapturedVariable, VariableWithoutValue):
         self.home = next(iter(devices.values()))
         with creating(self.home):
             super().__init__(like)
-            value = like.read_value()
+            value = value_or_spec(like)
             parts = grid.split(value, _split)
         self.grid = grid
         #: The shards of this process, by their numbers in the grid.
@@ -105,7 +107,7 @@ class VariableInShards(CapturedVariable, VariableWithoutValue):
         # Graphs of programs, loops and branches with assignments.
         self._assigned_in: weakref.WeakSet[Any] = weakref.WeakSet()
         self._devices = dict(devices)
-        self.value_assigned(value)
+        self.value_assigned(None if isinstance(value, tf.TensorSpec) else value)
 
     @property
     def by_device(self) -> dict[str, tf.Variable]:
@@ -324,7 +326,7 @@ def _made_shard(
     name: str, value: Any, devices: Sequence[str], creating: Creating
 ) -> tf.Variable:
     with creating(devices[0]):
-        shard = tf.Variable(value, trainable=False, name=f"{name.split(':')[0]}_shard")
+        shard = new_variable(value, False, f"{name.split(':')[0]}_shard")
     if len(devices) > 1:
         mirror(shard, devices[1:], creating)
     return shard
@@ -354,4 +356,8 @@ def _at(shard: tf.Variable, method: str) -> Callable[..., Any]:
 
 
 def _split(value: Any, count: int, axis: int) -> Sequence[Any]:
+    if isinstance(value, tf.TensorSpec):
+        shape = value.shape.as_list()
+        shape[axis] //= count
+        return [tf.TensorSpec(shape, value.dtype)] * count
     return tf.split(value, count, axis)  # type: ignore[no-any-return]
