@@ -193,7 +193,7 @@ MUTANTS = [
     ),
     Mutant(
         "replicas_weigh_the_same",
-        "runtime/data_parallel/call_on_replicas.py",
+        "runtime/data_parallel/split_plan.py",
         '        return [keras.ops.cast(size, "float64") / count for size in sizes]',
         "        return [1.0 / len(sizes) for size in sizes]",
         {"tensorflow": f"{EXACTNESS}[penalties-mirrored_2]"},

@@ -20,8 +20,11 @@ from keras_strategies.engines.tensorflow.compat.variables import (
     new_variable,
 )
 from keras_strategies.engines.tensorflow.counted_memory import peaks_of
+from keras_strategies.engines.tensorflow.data_parallel.elastic_steps import (
+    TensorFlowElasticSteps,
+)
 from keras_strategies.engines.tensorflow.data_parallel.layer_call import (
-    TensorFlowDataParallelCall,
+    TensorFlowLayerCalls,
 )
 from keras_strategies.engines.tensorflow.data_parallel.step_function import StepFunction
 from keras_strategies.engines.tensorflow.devices import device_of, tf_device
@@ -41,6 +44,7 @@ from keras_strategies.engines.tensorflow.replicas.plain_variables import (
 from keras_strategies.engines.tensorflow.replicas.replica_run import (
     creating_variables,
 )
+from keras_strategies.engines.tensorflow.tensor_primitives import PRIMITIVES
 from keras_strategies.engines.tensorflow.workers.worker_collectives import workers_of
 from keras_strategies.keras_compat.backends.keras_on_tensorflow import (
     hook_tensorflow,
@@ -58,6 +62,7 @@ from keras_strategies.keras_compat.variables.values import (
     stored_dtype,
 )
 from keras_strategies.runtime.colocation import colocation_reference
+from keras_strategies.runtime.data_parallel.layer_call import DataParallelCall
 from keras_strategies.runtime.drivers import FitDriver
 from keras_strategies.runtime.placement import StepCost, VariableCopy
 from keras_strategies.runtime.state.run_state import is_local
@@ -80,9 +85,14 @@ class TensorFlowTrainer(FitDriver):
             for device in self.placement.replicas
             if device != self.placement.variables
         ]
-        self._call: TensorFlowDataParallelCall | None = None
+        self._call: DataParallelCall | None = None
+        self.elastic: TensorFlowElasticSteps | None = None
         if not self.placement.is_single:
-            self._call = TensorFlowDataParallelCall(strategy, self.engine)
+            calls = TensorFlowLayerCalls(strategy, self.engine)
+            self._call = DataParallelCall(strategy, PRIMITIVES, calls)
+            if workers is not None and workers.elastic is not None:
+                changed = self._call.workers_changed
+                self.elastic = TensorFlowElasticSteps(changed, workers)
             hook_tensorflow(
                 _on_replica,
                 _has_several_devices,
@@ -90,7 +100,6 @@ class TensorFlowTrainer(FitDriver):
                 default_strategy,
                 context.has_strategy,
             )
-        self.elastic = None if self._call is None else self._call.elastic
         home = self.placement.variables
         # Replicas take their rows from there, in the step.
         self.placer = EpochDatasets(None if home.kind == "cpu" else tf_device(home))
@@ -111,7 +120,7 @@ class TensorFlowTrainer(FitDriver):
         if self._call is None:
             make()
         else:
-            step = StepFunction(model, kind, self._call)
+            step = StepFunction(model, kind, self._call, self.elastic)
             setattr(model, f"{kind}_function", step)
 
     def planned_devices(self, is_weight: bool) -> tuple[Device, ...]:
@@ -163,7 +172,7 @@ class TensorFlowTrainer(FitDriver):
                 step = tf.autograph.experimental.do_not_convert(model.train_step)
                 graph = tf.function(step).get_concrete_function(spec).graph
             else:
-                graph = StepFunction(model, "train", self._call).traced(spec)
+                graph = StepFunction(model, "train", self._call, None).traced(spec)
         totals = peaks_of(graph, tf_device(self.placement.variables))
         devices = {tf_device(d): str(d) for d in self.placement.variable_devices}
         found = Counter({devices.get(name, name): n for name, n in totals.items()})

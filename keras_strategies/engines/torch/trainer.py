@@ -15,7 +15,8 @@ from keras_strategies.devices import Device
 from keras_strategies.engines.torch.counted_memory import step_peak
 from keras_strategies.engines.torch.cuda_batches import batch_prefetcher
 from keras_strategies.engines.torch.data_parallel.layer_call import (
-    TorchDataParallelCall,
+    TorchLayerCalls,
+    with_joined_outputs,
 )
 from keras_strategies.engines.torch.data_parallel.row_parts import joined, on_host
 from keras_strategies.engines.torch.devices import (
@@ -28,6 +29,7 @@ from keras_strategies.engines.torch.own_rows.own_batches import OwnBatchPlacer
 from keras_strategies.engines.torch.replicas.replica_threads import ReplicaThreads
 from keras_strategies.engines.torch.replicas.replica_variables import ReplicaVariables
 from keras_strategies.engines.torch.replicas.row_numbers import partitioned_step
+from keras_strategies.engines.torch.tensor_primitives import PRIMITIVES
 from keras_strategies.engines.torch.worker_collectives import TorchWorkers
 from keras_strategies.input.row_splits import check_batch
 from keras_strategies.keras_compat.models.building import compiled_variables
@@ -35,6 +37,7 @@ from keras_strategies.keras_compat.models.input_adapters import batches_placed_b
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.row_wise_layers import only_keras_draws
 from keras_strategies.keras_compat.variables.values import raw_value, set_raw_value
+from keras_strategies.runtime.data_parallel.layer_call import DataParallelCall
 from keras_strategies.runtime.data_parallel.row_parts import has_row_parts
 from keras_strategies.runtime.drivers import FitDriver
 from keras_strategies.runtime.placement import Placement, StepCost, VariableCopy
@@ -68,7 +71,11 @@ class TorchTrainer(FitDriver):
         self._call = (
             None
             if self.placement.is_single
-            else TorchDataParallelCall(strategy, self.threads, self.variables)
+            else DataParallelCall(
+                strategy,
+                PRIMITIVES,
+                TorchLayerCalls(strategy, self.threads, self.variables),
+            )
         )
         workers = self.placement.workers
         self.elastic: TorchElasticSteps | None = None
@@ -138,20 +145,23 @@ class TorchTrainer(FitDriver):
         if call is None:
             return function
 
-        # Dynamo traces the rest of a compiled step, with plain tensors.
-        route = call.with_joined_outputs if model.jit_compile else call
+        # Dynamo cannot follow threads; it traces the rest of a compiled step, with
+        # plain tensors.
+        is_compiled = model.jit_compile
+        outputs = with_joined_outputs(call) if is_compiled else call.__call__
+        route = torch.compiler.disable(outputs)
 
         def step(data: Any) -> Any:
             check_steps(data, workers)
-            if route is not call:
+            if is_compiled:
                 data = keras.tree.map_structure(joined, data)
             with layer_calls_through(route), self.variables.in_step():
-                outputs = function(data)
+                found = function(data)
             if kind == "predict":
-                outputs = keras.tree.map_structure(on_host, outputs)
+                found = keras.tree.map_structure(on_host, found)
             if workers is not None:
                 workers.confirm()
-            return outputs
+            return found
 
         return step
 

@@ -18,11 +18,10 @@ Only results of code *inside* the layer have to be combined: batch statistics (s
 
 from __future__ import annotations
 
-import abc
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -32,17 +31,18 @@ from keras_strategies.input.row_splits import split_sizes
 from keras_strategies.keras_compat.models.building import is_built
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.layers import sublayers
-from keras_strategies.runtime.data_parallel.call_on_replicas import (
-    CallOnReplicas,
-    SplitCall,
+from keras_strategies.runtime.data_parallel.call_on_replicas import call_on_replicas
+from keras_strategies.runtime.data_parallel.replica_executor import (
+    LayerCallDriver,
+    NotOnReplicasError,
 )
 from keras_strategies.runtime.data_parallel.row_parts import RowParts, parts_of
+from keras_strategies.runtime.data_parallel.split_plan import SplitPlan
 from keras_strategies.runtime.replicas.replica_set import RowSplit
 from keras_strategies.runtime.replicas.tensor_primitives import TensorPrimitives
 from keras_strategies.runtime.row_proofs.layer_calls import LayerCall, argument_leaves
 from keras_strategies.runtime.row_proofs.row_placements import RowProof
 from keras_strategies.runtime.row_proofs.row_proofs import RowProofs, is_plain
-from keras_strategies.runtime.row_proofs.row_prover import RowProver
 from keras_strategies.runtime.state.replica_state import has_rows
 from keras_strategies.user_warnings import warn_user
 
@@ -58,93 +58,44 @@ class _UnsplitCall(threading.local):
     is_open = False
 
 
-class DataParallelCall(abc.ABC):
+class DataParallelCall:
     """Calls a layer on all replicas, each on its rows of the global batch.
 
     Args:
         strategy: the strategy.
         primitives: the functions of the framework's tensors.
-        prover: the framework's propagation of row placements.
-        unsplit: `unsplit(layer, call, args, kwargs)` calls a layer that is not split;
-            None to call it as it is.
+        driver: the replicas of the engine.
     """
 
     def __init__(
         self,
         strategy: StrategyCore,
         primitives: TensorPrimitives,
-        prover: RowProver,
-        unsplit: Callable[..., Any] | None = None,
+        driver: LayerCallDriver,
     ):
         self.strategy = strategy
         self.placement = strategy.placement
         #: The strategy's `CrossDeviceOps`, None for the framework's own sums.
         self.reduction = LocalReduction.of(strategy)
         self._primitives = primitives
-        self._not_by_rows: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._driver = driver
+        self._not_on_replicas: weakref.WeakSet[Any] = weakref.WeakSet()
         self._foreign: weakref.WeakKeyDictionary[Any, bool] = (
             weakref.WeakKeyDictionary()
         )
         self._problems: weakref.WeakKeyDictionary[Any, set[str]] = (
             weakref.WeakKeyDictionary()
         )
-        #: Layers that unsplit calls contain.
-        self.in_unsplit_calls: weakref.WeakSet[Any] = weakref.WeakSet()
+        # Layers that unsplit calls contain.
+        self._in_unsplit_calls: weakref.WeakSet[Any] = weakref.WeakSet()
         self._unsplit_call = _UnsplitCall()
-        self._unsplit = unsplit or _called
         self._row_proofs = RowProofs(
-            prover, strategy.sync_batch_norm, strategy.placement.workers
+            driver.prover, strategy.sync_batch_norm, strategy.placement.workers
         )
-
-    # Provided by an engine.
-
-    @abc.abstractmethod
-    def can_split(self, layer: Any, tensors: Sequence[Any]) -> bool:
-        """Whether replicas can call a layer, with copies of all of its variables."""
-
-    @abc.abstractmethod
-    def on_replicas(self, call: SplitCall) -> CallOnReplicas:
-        """A call on the replicas that have rows."""
-
-    def sizes_in_program(
-        self, layer_call: LayerCall, count: int
-    ) -> tuple[list[Any], bool]:
-        """Rows for each replica, in a program for any number of rows.
-
-        Returns:
-            The scalar tensors, and whether each is known to be positive.
-        """
-        raise NotImplementedError
-
-    def takes(self, layer_call: LayerCall, row_split: RowSplit) -> bool:
-        """Whether a layer can be called on the rows of an argument's parts."""
-        return True
 
     def workers_changed(self) -> None:
         """Drops the row proofs, which workers agree on."""
         self._row_proofs.clear()
-
-    def has_foreign_variables(
-        self, layer: Any, is_foreign: Callable[[Any], bool], what: str
-    ) -> bool:
-        """Whether a layer has variables without copies on replicas; warns once.
-
-        Args:
-            layer: the layer.
-            is_foreign: callable of a layer, the check of the framework.
-            what: str, the framework's objects that have such variables.
-        """
-        known = self._foreign.get(layer)
-        if known is None:
-            known = self._foreign[layer] = is_foreign(layer)
-            if known:
-                warn_user(
-                    f"Layer {layer.name!r} contains {what}. Replicas cannot have "
-                    "copies of their variables, so the layer is called on one device "
-                    "with the unsplit batch, which is exact but not parallel. Use "
-                    "`add_weight` and Keras layers to run it on all replicas."
-                )
-        return known
 
     # The call.
 
@@ -156,47 +107,38 @@ class DataParallelCall(abc.ABC):
         kwargs: dict[str, Any],
     ) -> Any:
         with layer_calls_through(None):
+            if layer in self._in_unsplit_calls and self._driver.may_recompute():
+                # Both passes have to compute the same tensors.
+                return call(*args, **kwargs)
+            unsplit = self._driver.unsplit
             leaves = argument_leaves(args, kwargs)
-            if layer in self._not_by_rows or not is_built(layer):
-                return self._unsplit(layer, call, args, kwargs)
+            if layer in self._not_on_replicas or not is_built(layer):
+                return unsplit(layer, call, args, kwargs)
             if any(isinstance(leaf, keras.KerasTensor) for leaf in leaves):
                 return call(*args, **kwargs)
             leaves = [_as_tensor(leaf) for leaf in leaves]
             rows = _rows(leaves)
             if rows is None:
-                return self._unsplit(layer, call, args, kwargs)
+                return unsplit(layer, call, args, kwargs)
             layer_call = LayerCall(layer, call, (args, kwargs), leaves, rows)
             row_split = self._row_split(layer_call)
             if row_split is None:
-                return self._unsplit(layer, call, args, kwargs)
-            every = row_split.every
-            proof, is_new = self._row_proofs.of(
-                layer_call,
-                [has_rows(leaf, rows) for leaf in leaves],
-                every if isinstance(rows, int) else (),
-                len(row_split.sizes),
-            )
-            if proof.problem is not None:
-                self.in_unsplit_calls.update(sublayers(layer)[1:])
-                is_inner = self._unsplit_call.is_open
-                self._unsplit_call.is_open = True
-                try:
-                    with layer_calls_through(self._inner_call):
-                        outputs = self._unsplit(layer, call, args, kwargs)
-                finally:
-                    self._unsplit_call.is_open = is_inner
-                if is_new and not is_inner:
-                    self._warn_once(layer, proof.problem)
-                return outputs
-            split_call = SplitCall(
-                self.strategy,
-                layer_call,
-                row_split,
-                self.reduction,
-                proof,
-                self,
-            )
-            return self.on_replicas(split_call).outputs()
+                return unsplit(layer, call, args, kwargs)
+            proof, is_new = self._proof(layer_call, row_split)
+            if proof.problem is None:
+                is_split, outputs = self._on_replicas(layer_call, row_split, proof)
+                return outputs if is_split else call(*args, **kwargs)
+            self._in_unsplit_calls.update(sublayers(layer)[1:])
+            is_inner = self._unsplit_call.is_open
+            self._unsplit_call.is_open = True
+            try:
+                with layer_calls_through(self._inner_call):
+                    outputs = unsplit(layer, call, args, kwargs)
+            finally:
+                self._unsplit_call.is_open = is_inner
+            if is_new and not is_inner:
+                self._warn_once(layer, proof.problem)
+            return outputs
 
     def on_row_parts(
         self,
@@ -212,7 +154,9 @@ class DataParallelCall(abc.ABC):
         leaves = [_as_tensor(leaf) for leaf in argument_leaves(args, kwargs)]
         in_parts = [leaf for leaf in leaves if isinstance(leaf, RowParts)]
         row_split = in_parts[0].row_split
-        if any(parts_of(leaf, row_split) is None for leaf in in_parts):
+        if layer in self._not_on_replicas or any(
+            parts_of(leaf, row_split) is None for leaf in in_parts
+        ):
             return False, None
         rows = in_parts[0].rows
         constants = frozenset(
@@ -226,15 +170,9 @@ class DataParallelCall(abc.ABC):
             layer, call, (args, kwargs), leaves, rows, adds, only_adds, constants
         )
         with layer_calls_through(None):
-            with_rows = [has_rows(leaf, rows) for leaf in leaves]
             proof = known
-            if proof is None or not is_plain(layer_call, with_rows):
-                proof, is_new = self._row_proofs.of(
-                    layer_call,
-                    with_rows,
-                    row_split.every if isinstance(rows, int) else (),
-                    len(row_split.sizes),
-                )
+            if proof is None or not is_plain(layer_call, _with_rows(layer_call)):
+                proof, is_new = self._proof(layer_call, row_split)
                 if is_new and proof.problem is not None:
                     _logger.info(
                         "%r gets all rows of the outputs, which are joined: %s.",
@@ -243,15 +181,38 @@ class DataParallelCall(abc.ABC):
                     )
             if proof.problem is not None:
                 return False, None
-            split_call = SplitCall(
-                self.strategy,
-                layer_call,
-                row_split,
-                self.reduction,
-                proof,
-                self,
-            )
-            return True, self.on_replicas(split_call).outputs()
+            return self._on_replicas(layer_call, row_split, proof)
+
+    def _proof(
+        self, layer_call: LayerCall, row_split: RowSplit
+    ) -> tuple[RowProof, bool]:
+        """The proof of a call's row placements, and whether it is new."""
+        return self._row_proofs.of(
+            layer_call,
+            _with_rows(layer_call),
+            row_split.every if isinstance(layer_call.rows, int) else (),
+            len(row_split.sizes),
+        )
+
+    def _on_replicas(
+        self, layer_call: LayerCall, row_split: RowSplit, proof: RowProof
+    ) -> tuple[bool, Any]:
+        """Whether a layer works on replicas, and its outputs."""
+        plan = SplitPlan(
+            self.strategy, layer_call, row_split, self.reduction, proof, self
+        )
+        try:
+            return True, call_on_replicas(plan, self._driver)
+        except NotOnReplicasError as error:
+            problem, remedy = error.problem, error.remedy
+        layer = layer_call.layer
+        warn_user(
+            f"Layer {layer.name!r} ({type(layer).__name__}) {problem}. It is called on "
+            "one device with the unsplit batch, which is exact but not parallel. "
+            f"{remedy} to run the layer on all replicas."
+        )
+        self._not_on_replicas.add(layer)
+        return False, None
 
     def _inner_call(
         self,
@@ -272,7 +233,7 @@ class DataParallelCall(abc.ABC):
         """The rows of each replica that takes part; None to call the layer unsplit."""
         layer, rows = layer_call.layer, layer_call.rows
         tensors = [leaf for leaf in layer_call.leaves if has_rows(leaf, rows)]
-        if not self.can_split(layer, tensors):
+        if not self._driver.can_split(tensors) or self._has_foreign_variables(layer):
             return None
         row_split = self._split_of_parts(layer_call) or self._new_split(layer_call)
         if row_split is None:
@@ -284,6 +245,21 @@ class DataParallelCall(abc.ABC):
             return None
         return row_split
 
+    def _has_foreign_variables(self, layer: Any) -> bool:
+        """Whether a layer has variables without copies on replicas; warns once."""
+        known = self._foreign.get(layer)
+        if known is None:
+            what = self._driver.foreign_variables(layer)
+            known = self._foreign[layer] = what is not None
+            if known:
+                warn_user(
+                    f"Layer {layer.name!r} contains {what}. Replicas cannot have "
+                    "copies of their variables, so the layer is called on one device "
+                    "with the unsplit batch, which is exact but not parallel. Use "
+                    "`add_weight` and Keras layers to run it on all replicas."
+                )
+        return known
+
     def _split_of_parts(self, layer_call: LayerCall) -> RowSplit | None:
         """The rows of an argument that is on its replicas; None without one."""
         for leaf in layer_call.leaves:
@@ -292,7 +268,7 @@ class DataParallelCall(abc.ABC):
                 and leaf.caller is self
                 and has_rows(leaf, layer_call.rows)
                 and leaf.parts is not None
-                and self.takes(layer_call, leaf.row_split)
+                and self._driver.takes(layer_call, leaf.row_split)
             ):
                 return leaf.row_split
         return None
@@ -306,7 +282,7 @@ class DataParallelCall(abc.ABC):
             # Replicas without rows do not participate.
             every, all_have_rows = split_sizes(rows, total), True
         else:
-            every, all_have_rows = self.sizes_in_program(layer_call, total)
+            every, all_have_rows = self._driver.sizes_in_program(layer_call, total)
         if workers is None:
             return RowSplit.local(self._primitives, every, all_have_rows)
         return RowSplit.over(self._primitives, every, workers, all_have_rows)
@@ -327,10 +303,9 @@ class DataParallelCall(abc.ABC):
         )
 
 
-def _called(
-    layer: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    return call(*args, **kwargs)
+def _with_rows(layer_call: LayerCall) -> list[bool]:
+    """For each leaf of a call, whether it has the rows."""
+    return [has_rows(leaf, layer_call.rows) for leaf in layer_call.leaves]
 
 
 def _as_tensor(leaf: Any) -> Any:

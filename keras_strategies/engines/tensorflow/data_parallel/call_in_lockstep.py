@@ -37,6 +37,7 @@ from keras_strategies.engines.tensorflow.replicas.captured_variables import (
 )
 from keras_strategies.engines.tensorflow.replicas.lockstep_replicas import (
     LockstepCollectives,
+    NestedCollectiveError,
     ReplicaEngine,
 )
 from keras_strategies.engines.tensorflow.sharding.gather_schedule import GatherSchedule
@@ -50,17 +51,25 @@ from keras_strategies.engines.tensorflow.sharding.variables_in_shards import (
 from keras_strategies.errors import ContextError
 from keras_strategies.keras_compat.models.layers import get_logits
 from keras_strategies.keras_compat.variables.values import raw_value
-from keras_strategies.runtime.data_parallel.call_on_replicas import (
-    CallOnReplicas,
-    OutputActivation,
-    SplitCall,
-)
+from keras_strategies.runtime.data_parallel.call_on_replicas import recomputed
 from keras_strategies.runtime.data_parallel.gradient_boundary import (
-    Channel,
+    GradientBoundary,
     GradientTarget,
+    combined,
+    counted_column,
+)
+from keras_strategies.runtime.data_parallel.replica_executor import (
+    CallOnReplica,
+    NotOnReplicasError,
+    ReplicaExecutor,
 )
 from keras_strategies.runtime.data_parallel.row_draws import OwnRows
 from keras_strategies.runtime.data_parallel.row_parts import parts_of
+from keras_strategies.runtime.data_parallel.split_plan import (
+    Channel,
+    OutputActivation,
+    SplitPlan,
+)
 from keras_strategies.runtime.replicas.tensor_primitives import is_float
 from keras_strategies.runtime.state.replica_state import (
     AddedState,
@@ -75,20 +84,21 @@ _ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-class CallInLockstep(CallOnReplicas):
-    """One data-parallel call, from its first slice to its backward pass.
+class CallInLockstep(ReplicaExecutor):
+    """The replicas of one layer call, from its first slice to its backward pass.
 
     Args:
-        call: the layer call and its rows.
+        plan: the plan of the call.
         engine: the replicas' threads.
     """
 
-    def __init__(self, call: SplitCall, engine: ReplicaEngine):
-        super().__init__(call)
+    def __init__(self, plan: SplitPlan, engine: ReplicaEngine):
+        self.plan = plan
         self._engine = engine
-        self.sizes = call.row_split.sizes
+        self._row_split = plan.row_split
+        self.sizes = plan.row_split.sizes
         count = len(self.sizes)
-        placement = call.strategy.placement
+        placement = plan.strategy.placement
         replicas = placement.replicas[:count]
         self._devices = [tf_device(device) for device in replicas]
         self._lead_name = tf_device(placement.variables)
@@ -102,9 +112,9 @@ class CallInLockstep(CallOnReplicas):
         self._used_tapes: set[int] = set()
         self._zeros: dict[Any, tuple[Any, Any]] = {}
         self._is_static = all(isinstance(size, int) for size in self.sizes)
-        self._all_have_rows = self._is_static or call.row_split.all_have_rows
+        self._all_have_rows = self._is_static or plan.row_split.all_have_rows
         self._collectives = LockstepCollectives(
-            replicas, placement.variables, call.row_split.replica_set, call.reduction
+            replicas, placement.variables, plan.row_split.replica_set, plan.reduction
         )
         self.traces = ReplicaTraces(
             self._devices, self.slices, self._local_value, self._collectives
@@ -115,11 +125,43 @@ class CallInLockstep(CallOnReplicas):
 
     # Replicas.
 
+    def forward(
+        self, tensors: Sequence[Any], call: CallOnReplica
+    ) -> tuple[list[list[Any]], list[ReplicaResult]]:
+        columns = [self.split(tensor) for tensor in tensors]
+        tasks = [
+            self._task(i, [column[i] for column in columns], call)
+            for i in range(len(self.sizes))
+        ]
+        self._open_tapes()
+        try:
+            results = self._run(lambda replica, i: self._forward(replica, i, tasks[i]))
+        except NestedCollectiveError as error:
+            raise NotOnReplicasError(
+                "calls a collective of the replicas in a loop or a branch, for example "
+                "by batch normalization, which TensorFlow does not support",
+                "Move the collective out of the loop",
+            ) from error
+        self._gathers.order()
+        return columns, results
+
+    def _task(
+        self, replica_id: int, slices: Sequence[Any], call: CallOnReplica
+    ) -> Callable[[], ReplicaResult]:
+        rows = self._rows(replica_id) if self.plan.proof.draws else None
+
+        def run() -> ReplicaResult:
+            with seeing_draws():
+                return call(slices, self._replica_state(replica_id), rows)
+
+        return run
+
     def split(self, tensor: Any) -> list[Any]:
+        """Slices of a tensor along axis 0, each on its replica's device."""
         parts = []
-        pieces = parts_of(tensor, self.row_split)
+        pieces = parts_of(tensor, self._row_split)
         if pieces is None:
-            own = self.row_split.own(self._of_all_rows(tensor))
+            own = self._row_split.own(self._of_all_rows(tensor))
             pieces = tf.split(own, self.sizes) if len(self.sizes) > 1 else [own]
         for i, part in enumerate(pieces):
             with tf.device(self._devices[i]):
@@ -135,9 +177,9 @@ class CallInLockstep(CallOnReplicas):
         """
         if self._is_static:
             return tensor
-        layer = self.layer_call.layer
+        layer = self.plan.layer_call.layer
         with tf.device("CPU:0"):
-            rows, found = sum(self.row_split.every), tf.shape(tensor)[0]
+            rows, found = sum(self._row_split.every), tf.shape(tensor)[0]
             message = (
                 f"{layer.name!r} was called with tensors of different numbers of rows, "
                 "in a program for any number of rows. Their lengths are unknown when "
@@ -148,14 +190,13 @@ class CallInLockstep(CallOnReplicas):
         with tf.control_dependencies([check]):
             return tf.identity(tensor)
 
-    def run(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
-        if self.is_forward:
-            self._open_tapes()
-        counts = self.row_split.replica_set.counts
+    def _run(self, task: Callable[[ReplicaIdRecorder, int], Any]) -> list[Any]:
+        """Runs a task on each replica, in its context; results in order."""
+        counts = self._row_split.replica_set.counts
 
         def in_context(replica_id: int) -> Callable[[], Any]:
             replica = ReplicaIdRecorder(
-                self.strategy,
+                self.plan.strategy,
                 counts.first + replica_id,
                 self._collectives,
                 counts.total,
@@ -163,15 +204,12 @@ class CallInLockstep(CallOnReplicas):
 
             def run() -> Any:
                 with context.on_replica(replica):
-                    if self.is_forward:
-                        return self._forward(replica, replica_id, tasks[replica_id])
-                    return self.traces.backward(replica_id, tasks[replica_id])
+                    return task(replica, replica_id)
 
             return run
 
-        return self._engine.run(
-            [in_context(i) for i in range(len(tasks))], self._collectives
-        )
+        tasks = [in_context(i) for i in range(len(self.sizes))]
+        return self._engine.run(tasks, self._collectives)
 
     def _open_tapes(self) -> None:
         """Records the replicas, unless no tape can need a gradient."""
@@ -226,11 +264,9 @@ class CallInLockstep(CallOnReplicas):
 
     # Random numbers.
 
-    def around_call(self) -> contextlib.AbstractContextManager[None]:
-        return seeing_draws()
-
-    def own_rows(self, replica_id: int) -> OwnRows:
-        rows = super().own_rows(replica_id)
+    def _rows(self, replica_id: int) -> OwnRows:
+        """The rows of a replica, in a call that draws random numbers."""
+        rows = self.plan.own_rows(replica_id)
         if tf.executing_eagerly():
             return rows
         # Inputs of a replica's operations, so that copies of these have other ones.
@@ -247,10 +283,11 @@ class CallInLockstep(CallOnReplicas):
 
     # Variables.
 
-    def replica_state(self, replica_id: int) -> ReplicaState:
-        if self.layer_call.only_adds:
+    def _replica_state(self, replica_id: int) -> ReplicaState:
+        """The variables of a local replica."""
+        if self.plan.layer_call.only_adds:
             return AddedState()
-        if self.layer_call.adds:
+        if self.plan.layer_call.adds:
             return ReplicaState(zeros_of)
         return ReplicaState(
             lambda variable: self._copy_variable(replica_id, variable),
@@ -300,7 +337,7 @@ class CallInLockstep(CallOnReplicas):
         Tapes also compute gradients of frozen variables, which are dropped. That costs
         nothing in one process, but several workers would exchange them.
         """
-        if self.row_split.workers is not None and not variable.trainable:
+        if self._row_split.workers is not None and not variable.trainable:
             return False
         return bool(raw.trainable) and is_float(raw)
 
@@ -339,7 +376,7 @@ class CallInLockstep(CallOnReplicas):
     def _read(self, raw: Any) -> Any:
         """The value of a variable, read once for all replicas."""
         if id(raw) not in self._reads:
-            with self.on_lead():
+            with self.plan.on_lead():
                 self._reads[id(raw)] = tf.convert_to_tensor(raw)
         return self._reads[id(raw)]
 
@@ -358,100 +395,114 @@ class CallInLockstep(CallOnReplicas):
         return id(tensor) in self.watched[replica_id]
 
     def target_of_variable(self, variable: Any, local: Any) -> Any:
-        with self.on_lead():
+        with self.plan.on_lead():
             value = tf.convert_to_tensor(raw_value(variable))
-            return self.ops.cast(value, local.dtype)
+            return self.plan.ops.cast(value, local.dtype)
 
     def target_of_input(self, tensor: Any) -> Any:
         """This worker's rows; their gradients are gathered to the global batch."""
-        if self.row_split.workers is None or self._is_apart(tensor):
+        if self._row_split.workers is None or self._is_apart(tensor):
             return tensor
 
         # The gradient is gathered from workers only where an outer tape needs it.
         @custom_gradient
         def own(tensor: Any) -> tuple[Any, Callable[[Any], Any]]:
-            return self.row_split.own(tensor), self.row_split.joined
+            return self._row_split.own(tensor), self._row_split.joined
 
-        with self.on_lead():
+        with self.plan.on_lead():
             return own(tensor)
 
-    def connect(
-        self,
-        inputs: Sequence[tuple[Any, list[Any]]],
-        results: Sequence[ReplicaResult],
-        channels: Sequence[Channel],
-    ) -> list[Any]:
-        self._check_rows(channels)
-        self._gathers.order()
-        return super().connect(inputs, results, channels)
-
     def _is_apart(self, tensor: Any) -> bool:
-        return parts_of(tensor, self.row_split) is not None
+        return parts_of(tensor, self._row_split) is not None
 
-    def connected(self) -> list[Any]:
-        if any(channel.is_apart for channel in self.channels) or any(
-            self._is_apart(target.tensor) for target in self.targets
+    def connect(self, boundary: GradientBoundary) -> list[Any]:
+        targets = [target.tensor for target in boundary.targets]
+        if any(channel.is_apart for channel in boundary.channels) or any(
+            map(self._is_apart, targets)
         ):
-            return self._connected_parts()
+            return self._connect_parts(boundary)
 
         @custom_gradient
         def connected(*tensors: Any) -> Any:
             def grad(*gradients: Any) -> list[Any]:
-                return self.backward(gradients)
+                return self._gradients(boundary, gradients)
 
-            return [self.combine(channel) for channel in self.channels], grad
+            return boundary.combined(), grad
 
-        found = list(connected(*(target.tensor for target in self.targets)))
+        found = list(connected(*targets))
         self._close_tapes()
         return found
 
-    def _connected_parts(self) -> list[Any]:
+    def _connect_parts(self, boundary: GradientBoundary) -> list[Any]:
         """The same, where outputs or inputs stay on their replicas."""
+        channels, counted = boundary.channels, self.counted
         with without_recording():
             columns = [
                 [for_tapes(part) for part in channel.parts]
                 if channel.is_apart
-                else [for_tapes(self.combine(channel))]
-                for channel in self.channels
+                else [for_tapes(combined(self.plan, channel, counted))]
+                for channel in channels
             ]
 
         def grad(*gradients: Any) -> list[Any]:
             left = iter(gradients)
             given = [list(itertools.islice(left, len(column))) for column in columns]
-            return self.backward(self._of_columns(given))
+            return self._gradients(boundary, self._of_columns(channels, given))
 
         tensors = [tensor for column in columns for tensor in column]
-        record_gradient(tensors, [t.tensor for t in self.targets], grad)
+        record_gradient(tensors, [t.tensor for t in boundary.targets], grad)
         self._close_tapes()
-        return self._of_columns(columns)
+        return self._of_columns(channels, columns)
 
-    def _of_columns(self, columns: Sequence[Sequence[Any]]) -> list[Any]:
+    def _of_columns(
+        self, channels: Sequence[Channel], columns: Sequence[Sequence[Any]]
+    ) -> list[Any]:
         """The tensor of each channel, from its parts or from itself."""
         return [
-            self.apart(column, channel.multiple) if channel.is_apart else column[0]
-            for channel, column in zip(self.channels, columns, strict=True)
+            self.plan.apart(column, channel.multiple) if channel.is_apart else column[0]
+            for channel, column in zip(channels, columns, strict=True)
         ]
 
-    def backward(self, gradients: Sequence[Any]) -> list[Any]:
-        outer = [target.tensor for target in self.targets]
-        if is_recorded([*gradients, *outer]):
-            return self._differentiable_gradients(gradients)
-        found = super().backward(gradients)
-        if self._is_current_graph and not self._is_eager:
-            self._gathers.gather_again(self._backward_start, self._backward_begins)
+    def _gradients(
+        self, boundary: GradientBoundary, gradients: Sequence[Any]
+    ) -> list[Any]:
+        """Gradients of the targets of a boundary, from those of its channels."""
+        targets = boundary.targets
+        if is_recorded([*gradients, *(target.tensor for target in targets)]):
+            return self._differentiable_gradients(targets, gradients)
+        shares = boundary.shares(gradients)
+        present = [share for share in shares if share is not None]
+        start, is_in_program = 0, self._is_current_graph and not self._is_eager
+        if is_in_program:
+            start = self.graph.num_operations()
+        self.traces.set_given(present)
+        columns = boundary.columns(
+            shares,
+            lambda tasks: self._run(lambda _, i: self.traces.backward(i, tasks[i])),
+            self._gradients_of_replica,
+        )
+        found = self._sums(boundary, columns)
+        if is_in_program:
+            first = enumerate(present[0] if present else ())
+            begins = {i: part.op for i, part in first}
+            self._gathers.gather_again(start, begins)
         return found
 
-    def _sums(self, columns: Sequence[Sequence[Any]]) -> list[Any]:
-        in_shards = {}
-        given = list(columns)
-        for i, (target, column) in enumerate(zip(self.targets, columns, strict=True)):
-            variable = self._shards_of(target, column)
-            if variable is not None:
-                counted = self._counted(column)
-                parts = sums_of_parts(self.ops, variable, counted, self._devices)
-                in_shards[i] = [target.rounded(self.ops, part) for part in parts]
-                given[i] = [variable.grid.join(parts, tf.concat)]
-        found = super()._sums(given)
+    def _sums(
+        self, boundary: GradientBoundary, columns: Sequence[Sequence[Any]]
+    ) -> list[Any]:
+        """The gradients of the targets, those of variables in shards by shards."""
+        in_shards, given, ops = {}, list(columns), self.plan.ops
+        with self.plan.on_lead():
+            pairs = zip(boundary.targets, columns, strict=True)
+            for i, (target, column) in enumerate(pairs):
+                variable = self._shards_of(target, column)
+                if variable is not None:
+                    counted = counted_column(column, self.counted)
+                    parts = sums_of_parts(ops, variable, counted, self._devices)
+                    in_shards[i] = [target.rounded(ops, part) for part in parts]
+                    given[i] = [variable.grid.join(parts, tf.concat)]
+        found = boundary.sums(given)
         for i, parts in in_shards.items():
             set_parts(found[i], parts)
         return found
@@ -467,27 +518,19 @@ class CallInLockstep(CallOnReplicas):
             or not present
             or any(isinstance(part, tf.IndexedSlices) for part in present)
             or target.is_overwritten
-            or self.reduction is not None
-            or self.row_split.workers is not None
+            or self.plan.reduction is not None
+            or self._row_split.workers is not None
         ):
             return None
         return raw
 
-    def begin_backward(self, shares: Sequence[Sequence[Any] | None]) -> None:
-        super().begin_backward(shares)
-        present = [share for share in shares if share is not None]
-        if not self._is_eager and self._is_current_graph:
-            self._backward_start = self.graph.num_operations()
-            first = enumerate(present[0] if present else ())
-            self._backward_begins = {i: part.op for i, part in first}
-        self.traces.set_given(present)
-
-    def replica_gradients(
+    def _gradients_of_replica(
         self,
         replica_id: int,
         outputs: Sequence[tuple[Any, Any]],
         sources: Sequence[Any],
     ) -> Sequence[Any]:
+        """The gradients of a replica's tensors, in its context."""
         # From the replica's tape; a second time, from the graph.
         i, tape = replica_id, self.tapes[replica_id]
         targets = [part for part, _ in outputs]
@@ -514,8 +557,7 @@ class CallInLockstep(CallOnReplicas):
         has_rows, zero = self._zeros[key]
         return tf.raw_ops.SelectV2(condition=has_rows, t=part, e=zero)
 
-    def _check_rows(self, channels: Sequence[Channel]) -> None:
-        """Adds a check of the outputs' rows to a program for any number of rows."""
+    def check_rows(self, channels: Sequence[Channel]) -> None:
         if self._is_static:
             return
         message = (
@@ -532,9 +574,11 @@ class CallInLockstep(CallOnReplicas):
                         tf.equal(rows, expected), [message, rows, expected]
                     )
 
-    def _differentiable_gradients(self, gradients: Sequence[Any]) -> list[Any]:
+    def _differentiable_gradients(
+        self, targets: Sequence[GradientTarget], gradients: Sequence[Any]
+    ) -> list[Any]:
         """The same gradients, of operations that an outer tape can record."""
-        if self.row_split.workers is not None:
+        if self._row_split.workers is not None:
             raise ContextError(
                 "A gradient through a layer call on several workers was computed while "
                 "an outer `tf.GradientTape` was recording; second-order gradients "
@@ -543,10 +587,10 @@ class CallInLockstep(CallOnReplicas):
                 "ks.MirroredStrategy."
             )
         values: dict[int, Any] = {}
-        inputs = [target.tensor for target in self.targets if target.by_rows]
-        trained = {id(s.variable) for s in self.targets if s.variable is not None}
+        inputs = [target.tensor for target in targets if target.by_rows]
+        trained = {id(s.variable) for s in targets if s.variable is not None}
         with (
-            self.on_lead(),
+            self.plan.on_lead(),
             tf.GradientTape(watch_accessed_variables=False) as tape,
         ):
             tape.watch(inputs)
@@ -559,16 +603,16 @@ class CallInLockstep(CallOnReplicas):
                 tape.watch(values[id(variable)])
                 return values[id(variable)]
 
-            found = self.recompute(value_of)
+            found = recomputed(self.plan, value_of)
             outputs = [output for output in found if is_float(output)]
-        with self.on_lead():
+        with self.plan.on_lead():
             wanted = [*values.values(), *inputs]
             results = tape.gradient(outputs, wanted, output_gradients=list(gradients))
             # A variable is several sources where each of its reads has a gradient.
             of_variables = dict(zip(values, results, strict=False))
             of_inputs = iter(results[len(values) :])
             returned = []
-            for target in self.targets:
+            for target in targets:
                 if target.by_rows:
                     gradient = next(of_inputs)
                 else:

@@ -23,7 +23,6 @@ from keras_strategies.engines.tensorflow.workers.worker_collectives import (
 from keras_strategies.keras_compat.models.building import all_variables
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.drivers import ElasticDriver
-from keras_strategies.runtime.row_proofs.row_proofs import RowProofs
 from keras_strategies.runtime.state.model_values import model_state, restore_model
 
 # Operations on a variable's handle that do not change its value.
@@ -34,12 +33,12 @@ class TensorFlowElasticSteps(ElasticDriver):
     """Saves the values that a step changes before its last collective.
 
     Args:
-        row_proofs: the proofs of layers, which workers agree on.
+        forget_proofs: drops the proofs of layers, which workers agree on.
         workers: the communicator between workers.
     """
 
-    def __init__(self, row_proofs: RowProofs, workers: TensorFlowWorkers):
-        self._row_proofs = row_proofs
+    def __init__(self, forget_proofs: Callable[[], None], workers: TensorFlowWorkers):
+        self._forget_proofs = forget_proofs
         self._workers = workers
         self._has_exchanged = True
         self._exchanges: weakref.WeakKeyDictionary[Any, bool] = (
@@ -117,7 +116,7 @@ class TensorFlowElasticSteps(ElasticDriver):
     def reformed(self, model: Any, has_new: bool) -> None:
         self._saved, self._has_exchanged = {}, True
         if has_new:
-            self._row_proofs.clear()
+            self._forget_proofs()
 
 
 def _late(model: Any) -> dict[int, Any]:

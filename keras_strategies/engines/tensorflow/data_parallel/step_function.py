@@ -34,9 +34,10 @@ from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.user_warnings import warn_user
 
 if TYPE_CHECKING:
-    from keras_strategies.engines.tensorflow.data_parallel.layer_call import (
-        TensorFlowDataParallelCall,
+    from keras_strategies.engines.tensorflow.data_parallel.elastic_steps import (
+        TensorFlowElasticSteps,
     )
+    from keras_strategies.runtime.data_parallel.layer_call import DataParallelCall
 
 
 class StepFunction:
@@ -57,12 +58,20 @@ class StepFunction:
         model: a compiled `keras.Model`.
         kind: str, `"train"`, `"test"` or `"predict"`.
         call: the data-parallel call of layers.
+        elastic: the rollback of steps of elastic workers; None for a fixed group.
     """
 
-    def __init__(self, model: Any, kind: str, call: TensorFlowDataParallelCall):
+    def __init__(
+        self,
+        model: Any,
+        kind: str,
+        call: DataParallelCall,
+        elastic: TensorFlowElasticSteps | None,
+    ):
         self._model = model
         self._kind = kind
         self._call = call
+        self._elastic = elastic
         self._optimizer_options = optimizer_options(call.placement)
         self._workers = workers_of(call.placement)
         self._steps = model.steps_per_execution
@@ -148,8 +157,8 @@ class StepFunction:
         return self._parallel.get_concrete_function(spec).graph
 
     def _run_elastic_steps(self, batches: list[Any], spec: Any) -> Any:
-        assert self._call.elastic is not None
-        self._call.elastic.begin_step()
+        assert self._elastic is not None
+        self._elastic.begin_step()
         return to_numpy(self._run_steps(batches, spec))
 
     def _run_steps(self, batches: Iterable[Any], spec: Any) -> Any:
@@ -217,13 +226,13 @@ class StepFunction:
             return self._call_uncached(program, batch)
         own = keras.tree.map_structure(_spec_of, batch) if is_for_shape else spec
         concrete = self._traces.of(program, own, spec)
-        if self._call.elastic is not None:
-            self._call.elastic.begin_program(concrete)
+        if self._elastic is not None:
+            self._elastic.begin_program(concrete)
         return concrete(batch)
 
     def _call_uncached(self, program: Any, batch: Any) -> Any:
-        if self._call.elastic is not None:
-            self._call.elastic.begin_program(None)
+        if self._elastic is not None:
+            self._elastic.begin_program(None)
         if self._model.run_eagerly:
             return program(batch)
         return self._traces.call(program, batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,61 +27,82 @@ from keras_strategies.errors import ContextError
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.thread_state import thread_state, with_thread_state
 from keras_strategies.keras_compat.variables.values import raw_value
-from keras_strategies.runtime.data_parallel.call_on_replicas import (
-    CallOnReplicas,
-    OutputActivation,
-    SplitCall,
+from keras_strategies.runtime.data_parallel.call_on_replicas import recomputed
+from keras_strategies.runtime.data_parallel.gradient_boundary import (
+    GradientBoundary,
+)
+from keras_strategies.runtime.data_parallel.replica_executor import (
+    CallOnReplica,
+    ReplicaExecutor,
 )
 from keras_strategies.runtime.data_parallel.row_parts import parts_of
+from keras_strategies.runtime.data_parallel.split_plan import SplitPlan
 from keras_strategies.runtime.replicas.tensor_primitives import is_float
-from keras_strategies.runtime.state.replica_state import AddedState, ReplicaState
+from keras_strategies.runtime.state.replica_state import (
+    AddedState,
+    ReplicaResult,
+    ReplicaState,
+)
 
 
-class CallOnThreads(CallOnReplicas):
-    """One call of a layer on the replicas' threads.
+class CallOnThreads(ReplicaExecutor):
+    """The replicas of one layer call, each on its thread.
 
     Args:
-        call: the layer call and its rows.
+        plan: the plan of the call.
         threads: the threads of the replicas.
         variables: the replicas' copies of variables.
     """
 
     def __init__(
         self,
-        call: SplitCall,
+        plan: SplitPlan,
         threads: ReplicaThreads,
         variables: ReplicaVariables,
     ):
-        super().__init__(call)
+        self.plan = plan
         self._threads = threads
         self._variables = variables
-        self._weights = variables.of_call(call.layer_call.layer)
-        row_split = call.row_split
-        replicas = call.strategy.placement.replicas[: len(row_split.sizes)]
+        self._weights = variables.of_call(plan.layer_call.layer)
+        self._row_split = plan.row_split
+        self._draws = bool(plan.proof.draws)
+        replicas = plan.strategy.placement.replicas[: len(plan.row_split.sizes)]
         self._devices = [torch_device(device) for device in replicas]
         # The backward pass uses the same collectives. Keras's own layers that draw no
         # random numbers change nothing that replicas share.
         self._collectives = ThreadCollectives(
             replicas,
-            is_sequential=not call.proof.is_by_type or bool(call.proof.draws),
-            replica_set=row_split.replica_set,
-            reduction=call.reduction,
+            is_sequential=self._draws or not plan.proof.is_by_type,
+            replica_set=plan.row_split.replica_set,
+            reduction=plan.reduction,
         )
         self._state = thread_state()
         # Autograd runs the backward pass of an operation on its stream, but makes only
         # the stream of one device current.
         self._streams = Streams(self._devices)
-        self._versions: list[int] = []
         self._is_recorded = torch.is_grad_enabled()
-        self._retains_graph = False
 
     # Forward.
 
-    def split(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        local = parts_of(tensor, self.row_split)
+    def forward(
+        self, tensors: Sequence[torch.Tensor], call: CallOnReplica
+    ) -> tuple[list[list[torch.Tensor]], list[ReplicaResult]]:
+        columns = [self._split(tensor) for tensor in tensors]
+        tasks = [
+            self._task(i, [column[i] for column in columns], call)
+            for i in range(len(self._devices))
+        ]
+        if not self._draws or len(tasks) == 1:
+            return columns, self._run(tasks)
+        with self._collectives.drawing_from(ReplicaGenerators(self._devices)):
+            return columns, self._run(tasks)
+
+    def _split(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Slices of a tensor along axis 0, each on its replica's device."""
+        local = parts_of(tensor, self._row_split)
         if local is None:
-            own = self.row_split.own(tensor.detach())
-            parts = torch.split(own, list(self.row_split.sizes))
+            own = self._row_split.own(tensor.detach())
+            parts = torch.split(own, list(self._row_split.sizes))
             local = [
                 device_rows(part, device)
                 for part, device in zip(parts, self._devices, strict=True)
@@ -90,12 +111,30 @@ class CallOnThreads(CallOnReplicas):
             local = [part.detach().requires_grad_() for part in local]
         return local
 
-    def run(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
-        counts = self.row_split.replica_set.counts
+    def _task(
+        self, replica_id: int, slices: Sequence[torch.Tensor], call: CallOnReplica
+    ) -> Callable[[], ReplicaResult]:
+        rows = self.plan.own_rows(replica_id) if self._draws else None
+
+        def run() -> ReplicaResult:
+            with contextlib.ExitStack() as stack:
+                if self._draws:
+                    by_type = self.plan.proof.is_by_type
+                    stack.enter_context(seeing_draws(only_of_keras=by_type))
+                if self._weights is not None:
+                    stack.callback(self._weights.forget)
+                    stack.enter_context(self._weights.saved())
+                return call(slices, self._replica_state(replica_id), rows)
+
+        return run
+
+    def _run(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Runs one task on each replica, in its context; results in order."""
+        counts = self._row_split.replica_set.counts
 
         def in_context(i: int, task: Callable[[], Any]) -> Callable[[], Any]:
             replica = context.ReplicaContext(
-                self.strategy, counts.first + i, self._collectives, counts.total
+                self.plan.strategy, counts.first + i, self._collectives, counts.total
             )
 
             def run() -> Any:
@@ -106,28 +145,13 @@ class CallOnThreads(CallOnReplicas):
 
         contextual = [in_context(i, task) for i, task in enumerate(tasks)]
         with self._variables.ordinary():
-            return self._run(contextual)
+            return self._threads.run(contextual, self._collectives)
 
-    def _run(self, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
-        if not self.proof.draws or not self.is_forward or len(tasks) == 1:
-            return self._threads.run(tasks, self._collectives)
-        with self._collectives.drawing_from(ReplicaGenerators(self._devices)):
-            return self._threads.run(tasks, self._collectives)
-
-    @contextlib.contextmanager
-    def around_call(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            if self.proof.draws:
-                stack.enter_context(seeing_draws(only_of_keras=self.proof.is_by_type))
-            if self._weights is not None:
-                stack.callback(self._weights.forget)
-                stack.enter_context(self._weights.saved())
-            yield
-
-    def replica_state(self, replica_id: int) -> ReplicaState:
-        if self.layer_call.only_adds:
+    def _replica_state(self, replica_id: int) -> ReplicaState:
+        """The variables of a local replica."""
+        if self.plan.layer_call.only_adds:
             return AddedState()
-        if self.layer_call.adds:
+        if self.plan.layer_call.adds:
             device = self._devices[replica_id]
             return ReplicaState(lambda variable: _zeros(variable, device))
         variables, weights = self._variables, self._weights
@@ -150,9 +174,6 @@ class CallOnThreads(CallOnReplicas):
             weights.used,
         )
 
-    def activation_of(self, parts: Sequence[Any]) -> OutputActivation | None:
-        return None  # Keras on Torch computes losses from outputs.
-
     def has_gradient(self, replica_id: int, tensor: torch.Tensor) -> bool:
         return self._is_recorded and tensor.requires_grad
 
@@ -163,77 +184,103 @@ class CallOnThreads(CallOnReplicas):
     def target_of_input(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
-    def connected(self) -> list[torch.Tensor]:
-        self._versions = [version_of(target.tensor) for target in self.targets]
-        return list(_Boundary.apply(self, *(t.tensor for t in self.targets)))
+    def connect(self, boundary: GradientBoundary) -> list[torch.Tensor]:
+        targets = [target.tensor for target in boundary.targets]
+        return list(_Boundary.apply(self, boundary, *targets))
 
     # Backward.
 
-    def backward(self, gradients: Sequence[torch.Tensor | None]) -> list[Any]:
+    def gradients(
+        self,
+        boundary: GradientBoundary,
+        versions: list[int],
+        gradients: Sequence[torch.Tensor | None],
+    ) -> list[Any]:
+        """Gradients of the targets of a boundary, from those of its channels.
+
+        Args:
+            boundary: the boundary.
+            versions: those of the targets in the forward pass.
+            gradients: the gradient of each channel.
+        """
         if torch.is_grad_enabled():
-            return self._differentiable_gradients(gradients)
-        self._retains_graph = is_graph_retained()
+            return self._differentiable_gradients(boundary, versions, gradients)
+        plan, retains_graph = self.plan, is_graph_retained()
+
+        def of_replica(
+            i: int,
+            outputs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+            sources: Sequence[torch.Tensor],
+        ) -> Sequence[torch.Tensor | None]:
+            return self._gradients_of_replica(i, outputs, sources, retains_graph)
+
         with self._streams.current():
-            if self.row_split.workers is None:
-                return super().backward(gradients)
-            with WorkerSums(
-                self.ops,
-                self.targets,
-                self.row_split,
-                self.reduction,
-                self._variables.shards,
-            ) as sums:
-                columns = self.replica_columns(gradients)
+            # It draws nothing, but a user's code may run in it.
+            self._collectives.restart(is_sequential=not plan.proof.is_by_type)
+            sums = None
+            if plan.row_split.workers is not None:
+                sums = WorkerSums(
+                    plan.ops,
+                    boundary.targets,
+                    plan.row_split,
+                    plan.reduction,
+                    self._variables.shards,
+                )
+            with sums or contextlib.nullcontext():
+                shares = boundary.shares(gradients)
+                columns = boundary.columns(shares, self._run, of_replica)
+            if sums is None:
+                return boundary.sums(columns)
             if self._weights is not None:
                 self._weights.forget()
             return sums.gradients(columns)
 
-    def begin_backward(self, shares: Sequence[Sequence[Any] | None]) -> None:
-        super().begin_backward(shares)
-        # It draws nothing, but a user's code may run in it.
-        self._collectives.restart(is_sequential=not self.proof.is_by_type)
-
-    def replica_gradients(
+    def _gradients_of_replica(
         self,
         replica_id: int,
         outputs: Sequence[tuple[torch.Tensor, torch.Tensor]],
         sources: Sequence[torch.Tensor],
+        retains_graph: bool,
     ) -> Sequence[torch.Tensor | None]:
+        """The gradients of a replica's tensors, in its context."""
         pairs = [(part, share) for part, share in outputs if part.requires_grad]
         if not pairs or not sources:
             return [None] * len(sources)
         # Rematerialized layers read the replica's copies of variables, and call the
         # layers in them on the replica's rows.
-        with layer_calls_through(None), self.replica_state(replica_id).scope():
+        with layer_calls_through(None), self._replica_state(replica_id).scope():
             return torch.autograd.grad(
                 [part for part, _ in pairs],
                 list(sources),
                 [moved(share, part.device) for part, share in pairs],
                 allow_unused=True,
-                retain_graph=self._retains_graph,
+                retain_graph=retains_graph,
             )
 
     def _differentiable_gradients(
-        self, gradients: Sequence[torch.Tensor | None]
+        self,
+        boundary: GradientBoundary,
+        versions: list[int],
+        gradients: Sequence[torch.Tensor | None],
     ) -> list[Any]:
         """The gradients with a graph, for `create_graph=True`."""
-        for target, version in zip(self.targets, self._versions, strict=True):
-            if version_of(target.tensor) != version:
-                raise ContextError(
-                    "A backward pass with `create_graph=True` came after an update "
-                    "of a variable of the layer. Compute second-order gradients "
-                    "before the optimizer's step."
-                )
+        targets = [target.tensor for target in boundary.targets]
+        if list(map(version_of, targets)) != versions:
+            raise ContextError(
+                "A backward pass with `create_graph=True` came after an update "
+                "of a variable of the layer. Compute second-order gradients "
+                "before the optimizer's step."
+            )
         with with_thread_state(self._state):
-            recomputed = self.recompute(self._variables.value)
-        found = [output for output in recomputed if is_float(output)]
+            outputs = recomputed(self.plan, self._variables.value)
+        found = [output for output in outputs if is_float(output)]
         pairs = [
             (output, gradient)
             for output, gradient in zip(found, gradients, strict=True)
             if gradient is not None and output.requires_grad
         ]
         # A variable is several sources where each of its reads has a gradient.
-        wanted = {id(target.tensor): target.tensor for target in self.targets}
+        wanted = {id(target): target for target in targets}
         results = torch.autograd.grad(
             [output for output, _ in pairs],
             list(wanted.values()),
@@ -242,7 +289,7 @@ class CallOnThreads(CallOnReplicas):
             allow_unused=True,
         )
         remaining = dict(zip(wanted, results, strict=True))
-        return [remaining.pop(id(target.tensor), None) for target in self.targets]
+        return [remaining.pop(id(target), None) for target in targets]
 
 
 def _zeros(variable: Any, device: torch.device) -> torch.Tensor:
@@ -288,11 +335,14 @@ class _Boundary(torch.autograd.Function):
     """The edge between the global batch and the replicas in the autograd graph."""
 
     @staticmethod
-    def forward(ctx, call, *targets):  # type: ignore[no-untyped-def]
-        ctx.call = call
+    def forward(ctx, executor, boundary, *targets):  # type: ignore[no-untyped-def]
+        ctx.executor, ctx.boundary = executor, boundary
+        ctx.versions = list(map(version_of, targets))
         ctx.set_materialize_grads(False)
-        return tuple(call.combine(channel) for channel in call.channels)
+        return tuple(boundary.combined())
 
     @staticmethod
     def backward(ctx, *gradients):  # type: ignore[no-untyped-def]
-        return (None, *ctx.call.backward(gradients))
+        boundary, versions = ctx.boundary, ctx.versions
+        found = ctx.executor.gradients(boundary, versions, gradients)
+        return None, None, *found

@@ -1,0 +1,152 @@
+"""What an engine implements for data-parallel layer calls.
+
+A `LayerCallDriver` belongs to a strategy, a `ReplicaExecutor` to one call. Both are
+interfaces; the call itself is `layer_call.py`, the same on all engines.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from keras_strategies.runtime.data_parallel.gradient_boundary import GradientBoundary
+from keras_strategies.runtime.data_parallel.row_draws import OwnRows
+from keras_strategies.runtime.data_parallel.split_plan import (
+    Channel,
+    OutputActivation,
+    SplitPlan,
+)
+from keras_strategies.runtime.replicas.replica_set import RowSplit
+from keras_strategies.runtime.row_proofs.layer_calls import LayerCall
+from keras_strategies.runtime.row_proofs.row_prover import RowProver
+from keras_strategies.runtime.state.replica_state import ReplicaResult, ReplicaState
+
+#: Calls the layer on a replica: with the replica's slices of the split tensors, its
+#: variables, and its rows if the call draws random numbers.
+CallOnReplica = Callable[[Sequence[Any], ReplicaState, OwnRows | None], ReplicaResult]
+
+
+class NotOnReplicasError(Exception):
+    """A layer cannot be called on replicas, as its first call on them has shown.
+
+    Args:
+        problem: str, what the layer does.
+        remedy: str, what to do to run it on all replicas.
+    """
+
+    def __init__(self, problem: str, remedy: str):
+        super().__init__(problem)
+        self.problem = problem
+        self.remedy = remedy
+
+
+class ReplicaExecutor(abc.ABC):
+    """The replicas of one layer call."""
+
+    #: The plan of the call.
+    plan: SplitPlan
+
+    @abc.abstractmethod
+    def forward(
+        self, tensors: Sequence[Any], call: CallOnReplica
+    ) -> tuple[list[list[Any]], list[ReplicaResult]]:
+        """Splits tensors by rows and calls the layer on each replica.
+
+        Args:
+            tensors: tensors of the global batch.
+            call: the call on one replica.
+
+        Returns:
+            For each tensor its slices, on their replicas, and the results of the
+            replicas.
+
+        Raises:
+            NotOnReplicasError: if the layer does not work on replicas.
+        """
+
+    @abc.abstractmethod
+    def has_gradient(self, replica_id: int, tensor: Any) -> bool:
+        """Whether a gradient of a replica's copy of a variable, or slice, is needed."""
+
+    @abc.abstractmethod
+    def target_of_variable(self, variable: Any, local: Any) -> Any:
+        """The tensor outside of replicas with the gradient of the local copies."""
+
+    @abc.abstractmethod
+    def target_of_input(self, tensor: Any) -> Any:
+        """The tensor outside of replicas with the gradient of the slices."""
+
+    @abc.abstractmethod
+    def connect(self, boundary: GradientBoundary) -> list[Any]:
+        """The global tensors of a boundary's channels, with gradients to its targets.
+
+        Their backward pass runs on the replicas, with `boundary.columns` and
+        `boundary.sums`.
+        """
+
+    def activation_of(self, parts: Sequence[Any]) -> OutputActivation | None:
+        """The activation of an output; None without one that losses look for.
+
+        Args:
+            parts: the output of each replica.
+        """
+        return None
+
+    def check_rows(self, channels: Sequence[Channel]) -> None:  # noqa: B027
+        """Adds checks of the rows of outputs to a program for any number of rows."""
+
+    def counted(self, part: Any, replica_id: int) -> Any:
+        """A term of a sum over replicas; zeros of a replica without rows."""
+        return part
+
+
+class LayerCallDriver(abc.ABC):
+    """Layer calls of a strategy on the replicas of an engine."""
+
+    #: The framework's propagation of row placements.
+    prover: RowProver
+
+    @abc.abstractmethod
+    def can_split(self, tensors: Sequence[Any]) -> bool:
+        """Whether replicas can call a layer with slices of these tensors."""
+
+    @abc.abstractmethod
+    def foreign_variables(self, layer: Any) -> str | None:
+        """The objects of the framework, in a layer, whose variables have no copies.
+
+        Returns:
+            str, the objects, for a warning; None without any.
+        """
+
+    @abc.abstractmethod
+    def executor(self, plan: SplitPlan) -> ReplicaExecutor:
+        """The replicas that have rows in a call."""
+
+    def unsplit(
+        self,
+        layer: Any,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Calls a layer that is not split."""
+        return call(*args, **kwargs)
+
+    def may_recompute(self) -> bool:
+        """Whether code around a call may repeat it for its gradients."""
+        return False
+
+    def sizes_in_program(
+        self, layer_call: LayerCall, count: int
+    ) -> tuple[list[Any], bool]:
+        """Rows for each replica, in a program for any number of rows.
+
+        Returns:
+            The scalar tensors, and whether each is known to be positive.
+        """
+        raise NotImplementedError
+
+    def takes(self, layer_call: LayerCall, row_split: RowSplit) -> bool:
+        """Whether a layer can be called on the rows of an argument's parts."""
+        return True
