@@ -7,12 +7,19 @@ and by hand, with a `jax.jit` over stateless calls with shardings of state and b
 Numbers are medians of rounds in which they take turns, in milliseconds per step.
 Memory is the peak of a step on each of four devices, from the analysis of the compiled
 program, for a model axis of 1, 2 and 4 devices, and for FSDP.
+
+On TensorFlow it stands beside `MirroredStrategy`, on four devices with two cores:
+bytes of variables and slots on the device that has the most, the peak of a step by
+`plan`, what TensorFlow allocates for a step of all devices together, which have one
+memory here, gathers and other transfers of a step, and its time.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -24,6 +31,7 @@ from measuring import (
     epoch_timer,
     measure,
     medians,
+    names,
     options_parser,
     ratio,
     run_script,
@@ -210,6 +218,54 @@ def memory() -> dict[str, dict[str, int]]:
     return found
 
 
+def beside_mirrored(rounds: int) -> None:
+    """Measures TensorFlow, and prints a line of JSON."""
+    use_cores("tensorflow", 2, 4)
+    import keras_strategies as ks
+
+    devices = [f"cpu:{i}" for i in range(4)]
+    strategies = {"MirroredStrategy": ks.MirroredStrategy(devices)}
+    for kind, (layout_map, size) in LAYOUTS.items():
+        strategies[kind] = ks.ModelParallelStrategy(
+            layout_map, devices, size, min_shard_bytes=2**14
+        )
+    results: dict[str, Any] = {}
+    for name, build in MODELS.items():
+        x, y = data(name)
+        runs = {kind: fitted(name, own.scope) for kind, own in strategies.items()}
+        times = measure(runs, rounds)
+        for kind, own in strategies.items():
+            plan = own.plan(build, (x[:BATCH], y[:BATCH]))
+            kinds = [plan.bytes_per_device(each) for each in ("weight", "slot")]
+            results[f"{name}, {kind}"] = {
+                "variables": max(
+                    sum(each.get(device, 0) for each in kinds) for device in devices
+                ),
+                "peak": plan.peak,
+                "allocated": allocated(name, own),
+                "sent": {key: count for key, (count, _) in plan.cost.sent.items()},
+                "times": times[kind],
+            }
+    print(json.dumps(results))
+
+
+def allocated(name: str, strategy: Any) -> int:
+    """Bytes that TensorFlow allocates at most in a step, with variables and slots."""
+    import tensorflow as tf
+
+    with strategy.scope():
+        model = MODELS[name]()
+    x, y = data(name)
+    rows = x[:BATCH], y[:BATCH]
+    model.fit(*rows, batch_size=BATCH, verbose=0)
+    gc.collect()
+    before = tf.config.experimental.get_memory_info("CPU:0")["current"]
+    tf.config.experimental.reset_memory_stats("CPU:0")
+    model.fit(*rows, batch_size=BATCH, verbose=0)
+    peak = tf.config.experimental.get_memory_info("CPU:0")["peak"]
+    return int(peak - before + sum(strategy.describe(model).totals.values()))
+
+
 def times_table(times: dict[str, Any]) -> str:
     """Milliseconds per step, as a Markdown table."""
     header = ["model, layout", "ours", "Keras ModelParallel", "by hand"]
@@ -233,9 +289,39 @@ def memory_table(peaks: dict[str, Any]) -> str:
     return markdown_table(["peak per device", *grids], rows)
 
 
+def tensorflow_table(found: dict[str, Any]) -> str:
+    """Memory, gathers and time beside `MirroredStrategy`, as a Markdown table."""
+    header = ["model, strategy", "variables, slots", "peak of a device"]
+    header += [
+        "all devices",
+        "gathers",
+        "other transfers",
+        "step",
+        "MirroredStrategy / it",
+    ]
+    rows = []
+    for name, own in found.items():
+        mirrored = found[f"{name.partition(', ')[0]}, MirroredStrategy"]["times"]
+        sizes = [own[key] / 2**20 for key in ("variables", "peak", "allocated")]
+        gathers = own["sent"].get("all-gather of weights", 0)
+        rows.append(
+            [
+                name,
+                *(f"{size:.1f} MiB" for size in sizes),
+                str(gathers),
+                str(sum(own["sent"].values()) - gathers),
+                f"{statistics.median(own['times']):.1f} ms",
+                ratio(mirrored, own["times"]),
+            ]
+        )
+    return markdown_table(header, rows)
+
+
 def main() -> None:
     parser = options_parser(__doc__)
-    parser.add_argument("--worker", choices=["times", "memory"], help=argparse.SUPPRESS)
+    workers = {"times": "jax", "memory": "jax", "tensorflow": "tensorflow"}
+    parser.add_argument("--worker", choices=list(workers), help=argparse.SUPPRESS)
+    parser.add_argument("--parts", type=names, default=list(workers))
     options = parser.parse_args()
     if options.worker == "times":
         work(options.rounds)
@@ -243,12 +329,19 @@ def main() -> None:
     if options.worker == "memory":
         print(json.dumps(memory()))
         return
+    if options.worker == "tensorflow":
+        beside_mirrored(options.rounds)
+        return
     results = Results(options.output / "model_parallel.json")
-    for worker in ("times", "memory"):
+    tables = {
+        "times": times_table,
+        "memory": memory_table,
+        "tensorflow": tensorflow_table,
+    }
+    for worker in options.parts:
         arguments = ["--worker", worker, "--rounds", str(options.rounds)]
-        results.put(worker, run_script(__file__, *arguments, backend="jax"))
-    print(times_table(results.values["times"]))
-    print(memory_table(results.values["memory"]))
+        results.put(worker, run_script(__file__, *arguments, backend=workers[worker]))
+        print(tables[worker](results.values[worker]))
     write_page(options.output)
 
 

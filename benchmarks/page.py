@@ -133,6 +133,7 @@ def table(name: str) -> str:
         tables = {
             "times": model_parallel.times_table,
             "memory": model_parallel.memory_table,
+            "tensorflow": model_parallel.tensorflow_table,
         }
         return part("model_parallel", what, tables[what])
     modules = {
