@@ -204,6 +204,24 @@ PRIVATE = (
         "Updates on parameter servers.",
     ),
     Private(
+        "keras.src.backend.tensorflow.optimizer.TFOptimizer",
+        (
+            "_apply_weight_decay",
+            "_backend_increment_gradient_accumulators",
+            "_backend_reset_gradient_accumulators",
+            "_clip_gradients",
+            "_overwrite_model_variables_with_average_value",
+            "_update_model_variables_moving_average",
+        ),
+        "Updates of shards on their devices.",
+        "tensorflow",
+    ),
+    Private(
+        "keras.src.optimizers.lamb.Lamb",
+        ("_get_variable_index", "_momentums", "_velocities"),
+        "Updates of shards by the norms of all of them.",
+    ),
+    Private(
         "keras.src.initializers.random_initializers.RandomInitializer",
         ("_init_seed",),
         "Initial values that are made in pieces.",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
+
+from keras_strategies.keras_compat.variables.values import raw_value
 
 
 def optimizers_of(optimizer: Any) -> list[Any]:
@@ -77,28 +79,29 @@ def set_weight_decay(optimizer: Any, applies: dict[int, bool]) -> None:
 
 @contextlib.contextmanager
 def updating_by(
-    optimizer: Any,
-    update: Callable[..., None] | None,
-    decay: Callable[..., None],
+    optimizer: Any, methods: Mapping[str, Callable[..., Any]]
 ) -> Iterator[None]:
-    """Replaces how an optimizer updates and decays variables, for a block of code.
+    """Replaces methods of an optimizer for a block of code.
 
     An inner block changes nothing, and methods of the user's stay.
 
-    Keras 3.15: `update_step(gradient, variable, learning_rate)` and
-    `_apply_weight_decay(variables)`; on TensorFlow, variables of the first are
-    `tf.Variable`s.
+    Keras 3.15: `update_step(gradient, variable, learning_rate)`, the variable a
+    `tf.Variable` on TensorFlow; `_apply_weight_decay(variables)`;
+    `_backend_apply_gradients(gradients, variables)`; `_clip_gradients(gradients)`;
+    `_backend_increment_gradient_accumulators(gradients, accumulators)`;
+    `_backend_reset_gradient_accumulators()`;
+    `_update_model_variables_moving_average(variables)` and
+    `_overwrite_model_variables_with_average_value(variables)`.
 
     Args:
         optimizer: a Keras optimizer.
-        update: callable of Keras's `update_step` and its arguments; None for Keras's.
-        decay: callable of Keras's `_apply_weight_decay` and its argument.
+        methods: dict from the name of a method to a callable of Keras's and its
+            arguments.
     """
-    given = {"update_step": update, "_apply_weight_decay": decay}
     replaced = {
         name: functools.partial(replacement, getattr(optimizer, name))
-        for name, replacement in given.items()
-        if replacement is not None and name not in vars(optimizer)
+        for name, replacement in methods.items()
+        if name not in vars(optimizer)
     }
     for name, own in replaced.items():
         # Neither Keras nor TensorFlow tracks the attribute.
@@ -108,6 +111,46 @@ def updating_by(
     finally:
         for name in replaced:
             object.__delattr__(optimizer, name)
+
+
+def lamb_slots(optimizer: Any, variable: Any) -> tuple[Any, Any]:
+    """The momentum and velocity of a variable.
+
+    Keras 3.15: `Lamb._momentums`, `_velocities`, and `_get_variable_index`.
+    """
+    index = optimizer._get_variable_index(variable)
+    return optimizer._momentums[index], optimizer._velocities[index]
+
+
+def accumulators_of(optimizer: Any) -> list[Any]:
+    """The variables with accumulated gradients; None for one without.
+
+    Keras 3.15: `BaseOptimizer._accumulated_gradients`.
+    """
+    return list(optimizer._accumulated_gradients)
+
+
+@contextlib.contextmanager
+def averages_in_turn(optimizer: Any) -> Iterator[Iterator[Any]]:
+    """Iterates the moving averages; methods of the optimizer see the current one alone.
+
+    Keras 3.15: `BaseOptimizer._model_variables_moving_average`.
+    """
+    averages = optimizer._model_variables_moving_average
+
+    def each() -> Iterator[Any]:
+        for average in averages:
+            # Keras would compare the shape of a part with that of its variable.
+            set_averages([None if average is None else raw_value(average)])
+            yield average
+
+    def set_averages(found: list[Any]) -> None:
+        object.__setattr__(optimizer, "_model_variables_moving_average", found)
+
+    try:
+        yield each()
+    finally:
+        set_averages(averages)
 
 
 def optimizers_in(model: Any) -> list[Any]:

@@ -157,24 +157,62 @@ def dense():
     )
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        # Shard by shard, weight decay too.
-        lambda: optimizers.AdamW(0.01, weight_decay=0.1),
-        lambda: optimizers.Nadam(0.01, clipnorm=0.1),
-        # Of the gathered variable: its norm, its rows and columns, a matrix.
-        lambda: optimizers.Lamb(0.01),
-        lambda: optimizers.Adafactor(0.01),
-        lambda: optimizers.LossScaleOptimizer(optimizers.SGD(0.1, momentum=0.9)),
-    ],
-    ids=["adamw", "nadam", "lamb", "adafactor", "loss_scale"],
-)
+OPTIMIZERS = {
+    "adamw": lambda: optimizers.AdamW(0.01, weight_decay=0.1),
+    "clipnorm": lambda: optimizers.Nadam(0.01, clipnorm=0.1),
+    "global_clipnorm": lambda: optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.05),
+    "clipvalue": lambda: optimizers.SGD(0.1, clipvalue=0.001),
+    "accumulation": lambda: optimizers.Adam(
+        0.01, gradient_accumulation_steps=2, global_clipnorm=0.05
+    ),
+    "averages": lambda: optimizers.SGD(
+        0.1, use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=3
+    ),
+    "lamb": lambda: optimizers.Lamb(0.01, weight_decay=0.01),
+}
+#: These use rows and columns, matrices, and gradients that another operation divides.
+OF_GATHERED_VARIABLES = {
+    "adafactor": lambda: optimizers.Adafactor(0.01, clipnorm=0.1),
+    "muon": lambda: optimizers.Muon(0.01),
+    "loss_scale": lambda: optimizers.LossScaleOptimizer(
+        optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.05)
+    ),
+}
+
+
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, *OF_GATHERED_VARIABLES])
 def test_optimizers(optimizer) -> None:
-    one = trained(ks.OneDeviceStrategy("cpu:0"), optimizer, dense)
-    other = trained(MODEL_PARALLEL["fsdp_2x2"].make(), optimizer, dense)
+    make = {**OPTIMIZERS, **OF_GATHERED_VARIABLES}[optimizer]
+    one = trained(ks.OneDeviceStrategy("cpu:0"), make, dense)
+    other = trained(MODEL_PARALLEL["fsdp_2x2"].make(), make, dense)
     for a, b in zip(one.get_weights(), other.get_weights(), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, *OF_GATHERED_VARIABLES])
+def test_an_update_gathers_nothing(optimizer, monkeypatch) -> None:
+    """No variable or slot, and no program computes the unsharded gradients."""
+    gathered: list[str] = []
+    own = {**OPTIMIZERS, **OF_GATHERED_VARIABLES}[optimizer]()
+    apply, join = type(own).apply, ShardGrid.join
+
+    def applied(self, gradients, variables=None):
+        gradients = list(gradients)
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                ShardGrid,
+                "join",
+                lambda *given: (gathered.append("variable"), join(*given))[1],
+            )
+            apply(self, gradients, variables)
+        # `finalize_variable_values` is called in eager code.
+        for gradient in gradients:
+            gathered.extend("gradient" for _ in gradient.consumers())
+
+    monkeypatch.setattr(type(own), "apply", applied)
+    strategy = ks.ModelParallelStrategy("fsdp", DEVICES, min_shard_bytes=0)
+    trained(strategy, lambda: own, dense)
+    assert bool(gathered) == (optimizer in OF_GATHERED_VARIABLES)
 
 
 def test_a_program_gathers_shortly_before_each_use(monkeypatch) -> None:

@@ -1,20 +1,24 @@
 """Gradients of sharded variables: each shard's is summed on its device.
 
-A gradient is one tensor for Keras, which clips and unscales it. It refers to its parts,
-and if Keras passes it to the update as it is, shards are updated from these. In a
-program the tensor is then computed nowhere.
+A gradient is one tensor for tapes and for code of the user. It refers to its parts, and
+if that code passes it to the optimizer as it is, the optimizer gets a
+`GradientInShards` and computes with the parts. A program then computes the tensor
+nowhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from keras_strategies.engines.tensorflow.sharding.variables_in_shards import (
     VariableInShards,
 )
+from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.replicas.tensor_primitives import TensorPrimitives
 
 _PARTS = "_keras_strategies_parts"
@@ -57,3 +61,64 @@ def parts_of(variable: VariableInShards, gradient: Any) -> Sequence[Any]:
     """The parts that a gradient refers to, or those that it is split into."""
     found: Sequence[Any] | None = getattr(gradient, _PARTS, None)
     return variable.parts_of(gradient) if found is None else found
+
+
+class GradientInShards:
+    """A gradient as the parts of a variable's shards, each on the device of its shard.
+
+    Sums with accumulated gradients and products with numbers are of this kind too.
+    Other functions of TensorFlow convert it to one tensor.
+
+    Args:
+        variable: the variable, all of whose shards are in this process.
+        parts: tensors, in the order of the shards.
+    """
+
+    def __init__(self, variable: VariableInShards, parts: Sequence[Any]):
+        self.variable = variable
+        self.parts = list(parts)
+
+    @classmethod
+    def of(cls, variable: Any, gradient: Any) -> Any:
+        """What an optimizer gets as the gradient of a variable, of Keras or not."""
+        is_of_keras = isinstance(variable, keras.Variable)
+        raw = raw_value(variable) if is_of_keras else variable
+        is_dense = tf.is_tensor(gradient) and not isinstance(gradient, tf.IndexedSlices)
+        if not isinstance(raw, VariableInShards) or not is_dense:
+            return gradient
+        return cls(raw, parts_of(raw, gradient)) if raw.grid.is_complete else gradient
+
+    @property
+    def dtype(self) -> tf.DType:
+        return self.parts[0].dtype
+
+    @property
+    def shape(self) -> tf.TensorShape:
+        return self.variable.shape
+
+    def map(self, fn: Callable[..., Any], *others: Sequence[Any]) -> GradientInShards:
+        """The results of a function of each part and what others have for it."""
+        found = []
+        for number, given in enumerate(zip(self.parts, *others, strict=True)):
+            with tf.device(self.variable.shards[number].device):
+                found.append(fn(*given))
+        return GradientInShards(self.variable, found)
+
+    def squared_norm(self) -> Any:
+        """The sum of the squares of all entries."""
+        return tf.add_n(self.map(lambda part: tf.reduce_sum(part * part)).parts)
+
+    def __add__(self, accumulated: Any) -> GradientInShards:
+        shards = raw_value(accumulated).shards
+        read = [shards[number].read_value() for number in range(len(self.parts))]
+        return self.map(operator.add, read)
+
+    def __mul__(self, number: Any) -> GradientInShards:
+        return self.map(lambda part: part * tf.cast(number, part.dtype))
+
+    def __truediv__(self, number: Any) -> GradientInShards:
+        return self.map(lambda part: part / tf.cast(number, part.dtype))
+
+    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> Any:
+        value = self.variable.grid.join(self.parts, tf.concat)
+        return value if dtype is None else tf.cast(value, dtype)

@@ -10,12 +10,18 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_strategies.engines.tensorflow.sharding.shard_gradients import parts_of
+from keras_strategies.engines.tensorflow.sharding.shard_gradients import (
+    GradientInShards,
+    parts_of,
+)
 from keras_strategies.engines.tensorflow.sharding.variables_in_shards import (
     VariableInShards,
     on_shard,
 )
 from keras_strategies.keras_compat.optimizers.optimizer_parts import (
+    accumulators_of,
+    averages_in_turn,
+    lamb_slots,
     trained_variables,
     updating_by,
 )
@@ -42,12 +48,41 @@ _ELEMENTWISE = frozenset(
 def updating_by_shards(optimizer: Any) -> contextlib.AbstractContextManager[None]:
     """A context in which an optimizer updates shards on their devices.
 
-    An optimizer of another kind, as one that uses the norm of a variable, gets the
-    gathered values of a variable and its slots, and assigns them.
+    So do the clipping and the accumulation of gradients, weight decay and moving
+    averages. An optimizer that uses rows, columns or matrices gets the gathered values
+    of a variable and its slots, and assigns them.
     """
-    is_elementwise = type(optimizer).update_step in _ELEMENTWISE
-    update = functools.partial(_update, optimizer) if is_elementwise else None
-    return updating_by(optimizer, update, _decay)
+    methods: dict[str, Callable[..., Any]] = {
+        "update_step": _update_of(optimizer),
+        "_apply_weight_decay": _decay,
+        "_backend_apply_gradients": _apply,
+        "_clip_gradients": functools.partial(_clip, optimizer),
+        "_backend_increment_gradient_accumulators": _accumulate,
+        "_backend_reset_gradient_accumulators": functools.partial(_reset, optimizer),
+        "_update_model_variables_moving_average": functools.partial(
+            _average, optimizer
+        ),
+        "_overwrite_model_variables_with_average_value": functools.partial(
+            _average, optimizer
+        ),
+    }
+    # A class of its own has methods of its own, which get variables as they are.
+    of_keras = {
+        name: method
+        for name, method in methods.items()
+        if name == "update_step"
+        or getattr(type(optimizer), name, None) is getattr(keras.Optimizer, name)
+    }
+    return updating_by(optimizer, of_keras)
+
+
+def _update_of(optimizer: Any) -> Callable[..., None]:
+    step = type(optimizer).update_step
+    if step in _ELEMENTWISE:
+        return functools.partial(_update, optimizer)
+    if step is keras.optimizers.Lamb.update_step:
+        return functools.partial(_update_lamb, optimizer)
+    return _update_gathered
 
 
 def by_shards(optimizer: Any, apply: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,6 +96,13 @@ def by_shards(optimizer: Any, apply: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
+def _apply(
+    apply: Callable[..., None], gradients: Sequence[Any], variables: Sequence[Any]
+) -> None:
+    pairs = zip(variables, gradients, strict=True)
+    apply([GradientInShards.of(*pair) for pair in pairs], variables)
+
+
 def _update(
     optimizer: Any,
     update: Callable[..., None],
@@ -71,23 +113,144 @@ def _update(
     if not isinstance(variable, VariableInShards):
         update(gradient, variable, learning_rate)
         return
-    if strategy_of(optimizer.iterations) is None:
-        _adopt(optimizer)
-    parts = parts_of(variable, gradient)
+    _adopt(optimizer)
+    parts = _parts(variable, gradient)
     for number in variable.shards:
         with _updating(variable, number):
             update(parts[number], variable, learning_rate)
 
 
+def _update_lamb(
+    optimizer: Any,
+    update: Callable[..., None],
+    gradient: Any,
+    variable: Any,
+    learning_rate: Any,
+) -> None:
+    """Lamb (You et al., 2020) with the norms of all shards.
+
+    Keras 3.15: `Lamb.update_step`, which takes the norms of what it is given.
+    """
+    if not isinstance(variable, VariableInShards) or not variable.grid.is_complete:
+        _update_gathered(update, gradient, variable, learning_rate)
+        return
+    _adopt(optimizer)
+    momentum, velocity = lamb_slots(optimizer, variable)
+    beta_1, beta_2 = (
+        tf.cast(each, variable.dtype) for each in (optimizer.beta_1, optimizer.beta_2)
+    )
+    step = tf.cast(optimizer.iterations + 1, variable.dtype)
+    changes, squares = [], []
+    for number, part in enumerate(_parts(variable, gradient)):
+        with _updating(variable, number):
+            part = tf.cast(part, variable.dtype)
+            optimizer.assign_add(momentum, (part - momentum) * (1 - beta_1))
+            optimizer.assign_add(velocity, (part * part - velocity) * (1 - beta_2))
+            scale = tf.sqrt(velocity / (1 - beta_2**step)) + optimizer.epsilon
+            changes.append(momentum / (1 - beta_1**step) / scale)
+            both = variable.read_value(), changes[-1]
+            squares.append([tf.reduce_sum(each * each) for each in both])
+    norm, norm_of_change = (
+        tf.sqrt(tf.add_n(each)) for each in zip(*squares, strict=True)
+    )
+    are_both = (norm > 0) & (norm_of_change > 0)
+    ratio = tf.where(are_both, tf.math.divide_no_nan(norm, norm_of_change), 1.0)
+    rate = ratio * tf.cast(learning_rate, variable.dtype)
+    for number, change in enumerate(changes):
+        with _updating(variable, number):
+            optimizer.assign_sub(variable, rate * change)
+
+
+def _update_gathered(
+    update: Callable[..., None], gradient: Any, variable: Any, learning_rate: Any
+) -> None:
+    if isinstance(gradient, GradientInShards):
+        gradient = tf.convert_to_tensor(gradient)
+    update(gradient, variable, learning_rate)
+
+
+def _parts(variable: VariableInShards, gradient: Any) -> Sequence[Any]:
+    is_in_shards = isinstance(gradient, GradientInShards)
+    return gradient.parts if is_in_shards else parts_of(variable, gradient)
+
+
+def _clip(
+    optimizer: Any, clip: Callable[..., list[Any]], gradients: Sequence[Any]
+) -> list[Any]:
+    """Clipping by the norms of all shards (`_clip_gradients` of Keras 3.15)."""
+    limit = optimizer.clipnorm or optimizer.global_clipnorm or 0
+    if limit > 0 and not optimizer.clipnorm:
+        squares = [
+            g.squared_norm()
+            if isinstance(g, GradientInShards)
+            else tf.reduce_sum(tf.square(tf.convert_to_tensor(g)))
+            for g in gradients
+        ]
+        scale = _scale(tf.add_n(squares), limit)
+        return [g * scale for g in gradients]
+
+    def clipped(gradient: Any) -> Any:
+        if not isinstance(gradient, GradientInShards):
+            return clip([gradient])[0]
+        if limit > 0:
+            return gradient * _scale(gradient.squared_norm(), limit)
+        return gradient.map(lambda part: clip([part])[0])
+
+    return [clipped(gradient) for gradient in gradients]
+
+
+def _scale(squared_norm: Any, limit: float) -> Any:
+    """The factor by which gradients are multiplied; NaN for one that is not finite."""
+    norm = tf.sqrt(squared_norm)
+    return limit / tf.maximum(norm, limit) + (norm - norm)
+
+
 def _decay(decay: Callable[..., None], variables: Sequence[Any]) -> None:
     for variable in variables:
-        raw = raw_value(variable)
-        if not isinstance(raw, VariableInShards):
-            decay([variable])
+        _on_each_shard(variable, functools.partial(decay, [variable]))
+
+
+def _accumulate(
+    increment: Callable[..., None], gradients: Sequence[Any], sums: Sequence[Any]
+) -> None:
+    for gradient, total in zip(gradients, sums, strict=True):
+        if not isinstance(gradient, GradientInShards):
+            increment([gradient], [total])
             continue
-        for number in raw.shards:
+        raw = raw_value(total)
+        for number, part in enumerate(gradient.parts):
             with _updating(raw, number):
-                decay([variable])
+                increment([part], [total])
+
+
+def _reset(optimizer: Any, reset: Callable[[], None]) -> None:
+    for total in accumulators_of(optimizer):
+        if total is not None:
+            _on_each_shard(total, functools.partial(_zero, raw_value(total)))
+
+
+def _zero(raw: Any) -> None:
+    raw.assign(tf.zeros_like(raw))
+
+
+def _average(
+    optimizer: Any, average: Callable[..., None], variables: Sequence[Any]
+) -> None:
+    with averages_in_turn(optimizer) as averages:
+        for variable, own in zip(variables, averages, strict=True):
+            if own is not None:
+                _on_each_shard(variable, functools.partial(average, [variable]))
+
+
+def _on_each_shard(variable: Any, change: Callable[[], Any]) -> None:
+    """Calls a function for each shard of a variable, or for the variable."""
+    raw = raw_value(variable)
+    if not isinstance(raw, VariableInShards):
+        change()
+        return
+    for number in raw.shards:
+        with _updating(raw, number):
+            change()
 
 
 @contextlib.contextmanager
@@ -98,6 +261,8 @@ def _updating(variable: VariableInShards, number: int) -> Iterator[None]:
 
 def _adopt(optimizer: Any) -> None:
     """Shards slots that were made outside of the scope."""
+    if strategy_of(optimizer.iterations) is not None:
+        return
     for variable in trained_variables(optimizer):
         strategy = strategy_of(variable)
         if strategy is not None:
