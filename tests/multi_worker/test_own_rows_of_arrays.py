@@ -11,9 +11,6 @@ from harness.training import assert_same
 
 import keras_strategies as ks
 
-if keras.backend.backend() == "tensorflow":
-    pytest.skip("workers read all rows of arrays", allow_module_level=True)
-
 ALL = pytest.mark.parametrize(
     "cluster", ["two", "three", "two_by_two"], indirect=True, scope="session"
 )
@@ -123,3 +120,66 @@ def test_rows_of_arrays_are_read_by_their_worker(
     rows = np.array([EPOCHS * (ROWS + 9), ROWS, ROWS])
     more = [BATCH, 0, 0] if keras.backend.backend() == "jax" else 0.25 * rows
     assert (read >= rows).all() and (read <= rows + more).all(), read
+
+
+def predicted(strategy: Any) -> Any:
+    keras.utils.set_random_seed(5)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(1)])
+    kernel, bias = model.get_weights()
+    count = strategy.workers.group.count
+    x = X.astype("float32")
+
+    def own(context: Any) -> Any:
+        # Batches of 4 rows of the first worker beside 4 and 3 of the last one.
+        return (
+            [x[:4], x[4:8]] if context.input_pipeline_id < count - 1 else [x[:4], x[:3]]
+        )
+
+    found = model.predict(ks.DatasetCreator(own), steps=2, verbose=0)
+    every = [x[:4]] * count + [x[4:8]] * (count - 1) + [x[:3]]
+    return found, np.concatenate(every) @ kernel + bias
+
+
+def test_predictions_of_separate_batches_of_several_sizes(cluster: Any) -> None:
+    for found, expected in cluster(predicted):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def with_custom_step(strategy: Any) -> Any:
+    """Numbers of a step that computes with all rows, and the rows of each epoch."""
+
+    class Centered(keras.Sequential):
+        def compute_loss(self, x: Any, *others: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(x, *others, **kwargs)
+            return loss + keras.ops.mean(keras.ops.square(x - keras.ops.mean(x, 0)))
+
+    keras.utils.set_random_seed(5)
+    with strategy.scope():
+        model = Centered([keras.Input((WIDTH,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    epochs, losses = [], []
+    x = X.view(Counted)
+    with counted_rows(strategy) as fit:
+        history = model.fit(x, Y, batch_size=BATCH, epochs=2, verbose=0)
+        losses += history.history["loss"]
+    epochs.append(sum(fit))
+    for _ in range(2):
+        with counted_rows(strategy) as evaluate:
+            losses.append(model.evaluate(x, Y, batch_size=7, verbose=0))
+        epochs.append(sum(evaluate))
+    weights = {i: np.asarray(w) for i, w in enumerate(model.get_weights())}
+    return {"losses": {"all": np.asarray(losses)}, "weights": weights}, epochs
+
+
+def test_a_step_that_computes_with_all_rows(cluster: Any) -> None:
+    expected, _ = with_custom_step(ks.OneDeviceStrategy("cpu:0"))
+    every = cluster(with_custom_step)
+    for index, (found, _) in enumerate(every):
+        assert_same(expected, found, 1e-5, f"worker {index}")
+    read = np.sum([own for _, own in every], 0).tolist()
+    if keras.backend.backend() == "jax":
+        assert read == [2 * ROWS + BATCH, ROWS, ROWS]
+    else:
+        # In full from the second epoch on, as each worker has all rows.
+        assert read[0] >= 3 * ROWS

@@ -8,16 +8,23 @@ when.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from keras_strategies.engines.tensorflow.compat.datasets import (
     LazyIterator,
     handle_of,
+    indices_and_arrays,
     iterator_of,
 )
+from keras_strategies.input.row_splits import split_sizes
+from keras_strategies.keras_compat.models.input_adapters import RowsOfWorker
+from keras_strategies.runtime.replicas.replica_counts import ReplicaCounts
 
 # Batches on the device, or being transferred, besides the one in use.
 _AHEAD = 1
@@ -35,13 +42,20 @@ class EpochDatasets:
     Args:
         device: as TensorFlow names it, `/device:KIND:INDEX`; None leaves batches on
             the host.
+        counts: the replicas of the workers, of which each reads its rows of arrays;
+            None to read all rows.
     """
 
-    def __init__(self, device: str | None):
+    def __init__(self, device: str | None, counts: ReplicaCounts | None = None):
         self._device = device
+        self._counts = counts
 
     def dataset(
-        self, dataset: Any, by_user: bool, begin: Callable[[], None] | None = None
+        self,
+        dataset: Any,
+        by_user: bool,
+        begin: Callable[[], None] | None = None,
+        of_arrays: bool = False,
     ) -> Any:
         """The dataset to iterate over, in the order that it has without a strategy.
 
@@ -52,18 +66,25 @@ class EpochDatasets:
             by_user: bool, whether the user made it, and chose its options; if not,
                 Keras made it from arrays, a generator or a `PyDataset`.
             begin: called when Keras makes an iterator; None for nothing.
+            of_arrays: bool, whether Keras made it from arrays.
         """
         if not isinstance(dataset, tf.data.Dataset):
             return dataset
-        ahead = self._device is not None and _is_movable(dataset)
         if by_user:
+            ahead = self._device is not None and _is_movable(dataset)
             return _UsersEpochs(dataset, self._device) if ahead else dataset
+        own = None
+        if of_arrays and self._counts is not None and _is_movable(dataset):
+            own = self._of_keras(rows_of_worker(dataset, self._counts))
+        return Epochs(self._of_keras(dataset), begin, own)
+
+    def _of_keras(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         options = tf.data.Options()
         options.autotune.enabled = False
         dataset = dataset.with_options(options)
-        if ahead:
+        if self._device is not None and _is_movable(dataset):
             dataset = _prefetched(dataset, self._device)
-        return Epochs(dataset, begin)
+        return dataset
 
 
 class Epochs:
@@ -76,17 +97,56 @@ class Epochs:
     Args:
         dataset: the dataset.
         begin: called when Keras makes an iterator; None for nothing.
+        own: the same batches as `RowsOfWorker`; None where all rows are read.
+
+    Attributes:
+        reads_all: bool, whether epochs that follow read all rows.
     """
 
-    def __init__(self, dataset: tf.data.Dataset, begin: Callable[[], None] | None):
-        self.dataset = dataset
-        self.element_spec = dataset.element_spec
+    def __init__(
+        self,
+        dataset: tf.data.Dataset,
+        begin: Callable[[], None] | None,
+        own: tf.data.Dataset | None = None,
+    ):
+        self._every = dataset
         self._begin = begin
+        self._own = own
+        self.reads_all = False
+
+    @property
+    def dataset(self) -> tf.data.Dataset:
+        """The dataset that an epoch reads."""
+        is_own = self._own is not None and not self.reads_all
+        return self._own if is_own else self._every
+
+    @property
+    def element_spec(self) -> Any:
+        """The specification of its elements."""
+        return self.dataset.element_spec
 
     def __iter__(self) -> tf.data.Iterator:
         if self._begin is not None:
             self._begin()
-        return LazyIterator(lambda: iter(self.dataset), self.element_spec)
+        return EpochIterator(self)
+
+
+class EpochIterator(LazyIterator):
+    """The iterator of an epoch.
+
+    Args:
+        epochs: its epochs, which determine until it is read which rows it has.
+    """
+
+    def __init__(self, epochs: Epochs):
+        super().__init__(
+            lambda: iter(self._dataset), lambda: self._dataset.element_spec
+        )
+        self.epochs = epochs
+
+    @functools.cached_property
+    def _dataset(self) -> tf.data.Dataset:
+        return self.epochs.dataset
 
 
 class _UsersEpochs:
@@ -115,7 +175,7 @@ class _UsersEpochs:
             self._handle.assign(handle_of(batches))
             return iter(self._prefetched)
 
-        return LazyIterator(prefetched, self.element_spec, batches)
+        return LazyIterator(prefetched, lambda: self.element_spec, batches)
 
     def _batches_of(self, handle: Any) -> tf.data.Dataset:
         def following(_: Any) -> Any:
@@ -124,6 +184,44 @@ class _UsersEpochs:
         batches = tf.data.Dataset.range(tf.int64.max).map(following)
         batches = batches.take_while(lambda batch: batch.has_value())
         return batches.map(lambda batch: batch.get_value())
+
+
+def rows_of_worker(dataset: tf.data.Dataset, counts: ReplicaCounts) -> tf.data.Dataset:
+    """A dataset of arrays with this worker's rows of each batch, as `RowsOfWorker`.
+
+    A batch with fewer rows than replicas has all rows.
+
+    Args:
+        dataset: the dataset that Keras has made, of dense tensors.
+        counts: the replicas of the workers.
+    """
+    first, last, count = counts.first, counts.first + counts.count, counts.total
+
+    def read(indices: Any, arrays: Any) -> RowsOfWorker:
+        total = indices.shape[0]
+        if total is None:
+            total = tf.shape(indices)[0]
+            rows, larger = total // count, total % count
+            start = first * rows + tf.minimum(first, larger)
+            stop = last * rows + tf.minimum(last, larger)
+            is_split = total >= count
+            start, stop = tf.where(is_split, start, 0), tf.where(is_split, stop, total)
+        elif total >= count:
+            bounds = [0, *itertools.accumulate(split_sizes(total, count))]
+            start, stop = bounds[first], bounds[last]
+        else:
+            start, stop = 0, total
+        own = indices[start:stop]
+        batch = keras.tree.map_structure(
+            lambda array: tf.gather(array, own), arrays, none_is_leaf=False
+        )
+        return RowsOfWorker(batch, tf.zeros([total, 0], tf.bool))
+
+    options = tf.data.Options()
+    # As Keras sets it for its own.
+    options.experimental_optimization.apply_default_optimizations = False
+    found = indices_and_arrays(dataset).map(read, tf.data.AUTOTUNE)
+    return found.with_options(options).prefetch(tf.data.AUTOTUNE)
 
 
 def _prefetched(dataset: tf.data.Dataset, device: str | None) -> tf.data.Dataset:

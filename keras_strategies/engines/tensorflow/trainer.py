@@ -102,7 +102,11 @@ class TensorFlowTrainer(FitDriver):
             )
         home = self.placement.variables
         # Replicas take their rows from there, in the step.
-        self.placer = EpochDatasets(None if home.kind == "cpu" else tf_device(home))
+        is_fixed = workers is not None and workers.elastic is None
+        self.placer = EpochDatasets(
+            None if home.kind == "cpu" else tf_device(home),
+            self.placement.replica_counts if is_fixed else None,
+        )
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:

@@ -18,7 +18,10 @@ from keras_strategies.keras_compat.models.building import (
     symbolic_build,
 )
 from keras_strategies.keras_compat.models.first_batches import discard_first_pass
-from keras_strategies.keras_compat.models.input_adapters import batches_adapter
+from keras_strategies.keras_compat.models.input_adapters import (
+    batches_adapter,
+    own_part,
+)
 
 _POSITION = "keras_strategies_position"
 
@@ -121,7 +124,7 @@ def build_for_input(model: Any, epochs: Any) -> None:
     before its callbacks begin.
     """
     if is_unbuilt(model) and hasattr(epochs, "_distributed_dataset"):
-        spec = epochs._distributed_dataset.element_spec
+        spec = own_part(epochs._distributed_dataset.element_spec)
         rows = keras.tree.map_structure(_some_rows, spec)
         symbolic_build(model, rows)
     build_optimizer(model)

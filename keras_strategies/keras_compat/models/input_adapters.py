@@ -22,7 +22,9 @@ class RowsOfWorker(NamedTuple):
 
     Args:
         batch: the rows: `x`, or a tuple with `y` and `sample_weight`.
-        every: int array, the rows of each replica, of all workers.
+        every: int array, the rows of each replica, of all workers; where those of the
+            global batch are split as equally as possible, an array of shape
+            `(rows, 0)`, which programs can have a fixed shape of.
     """
 
     batch: Any
@@ -318,7 +320,11 @@ class DatasetPlacer(Protocol):
     """Prepares the datasets of training loops, on TensorFlow."""
 
     def dataset(
-        self, dataset: Any, by_user: bool, begin: Callable[[], None] | None
+        self,
+        dataset: Any,
+        by_user: bool,
+        begin: Callable[[], None] | None,
+        of_arrays: bool,
     ) -> Any:
         """The dataset to iterate over.
 
@@ -326,6 +332,7 @@ class DatasetPlacer(Protocol):
             dataset: as Keras would iterate over it.
             by_user: whether it is the user's own `tf.data.Dataset`.
             begin: called when Keras makes an iterator; None for nothing.
+            of_arrays: whether Keras has made it from arrays.
         """
 
 
@@ -371,4 +378,5 @@ def tensorflow_epochs(original: Any, self: Any, *args: Any, **kwargs: Any) -> No
             self._distributed_dataset,
             isinstance(self.data_adapter, TFDatasetAdapter),
             getattr(self.data_adapter, "begin", None),
+            is_array_adapter(self.data_adapter),
         )

@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.data.experimental.ops import distribute
+from tensorflow.python.data.ops import zip_op
 
 from keras_strategies.keras_compat.private_names import Private
 
@@ -26,6 +27,11 @@ PRIVATE_NAMES = (
         f"{_PYTHON}.data.ops.shuffle_op._ShuffleDataset",
         ("_seed", "_seed2"),
         "Pipelines with an order that cannot be repeated.",
+    ),
+    Private(
+        f"{_PYTHON}.data.ops.zip_op",
+        ("_ZipDataset",),
+        "The order of rows in Keras's datasets of arrays.",
     ),
     Private(
         f"{_PYTHON}.data.ops.readers.TFRecordDatasetV2",
@@ -69,6 +75,18 @@ def shuffles_without_seed(dataset: tf.data.Dataset) -> bool:
     )
 
 
+def indices_and_arrays(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """The order of a dataset that Keras has made from arrays.
+
+    Keras 3.15: `ArrayDataAdapter.get_tf_dataset` zips the indices of each batch with
+    the arrays, and takes the rows from them.
+
+    Returns:
+        A dataset of pairs: the indices of a global batch, and the arrays.
+    """
+    return next(d for d in _pipeline(dataset) if isinstance(d, zip_op._ZipDataset))
+
+
 def _pipeline(dataset: tf.data.Dataset) -> Iterator[Any]:
     """A dataset and all of its input datasets."""
     remaining = [dataset]
@@ -85,14 +103,14 @@ class LazyIterator(tf.data.Iterator):  # type: ignore[misc]
 
     Args:
         create: returns the iterator.
-        element_spec: structure of its specifications.
+        element_spec: returns the structure of its specifications.
         used: an object that exists as long as this iterator.
     """
 
     def __init__(
         self,
         create: Callable[[], tf.data.Iterator],
-        element_spec: Any,
+        element_spec: Callable[[], Any],
         used: Any = None,
     ):
         self._create = create
@@ -105,7 +123,7 @@ class LazyIterator(tf.data.Iterator):  # type: ignore[misc]
 
     @property
     def element_spec(self) -> Any:
-        return self._element_spec
+        return self._element_spec()
 
     def get_next(self) -> Any:
         return self._iterator.get_next()

@@ -7,9 +7,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_strategies.engines.tensorflow.data_parallel.row_parts import row_parts
+from keras_strategies.engines.tensorflow.data_parallel.row_parts import (
+    TensorFlowRowParts,
+    row_parts,
+)
 from keras_strategies.engines.tensorflow.devices import tf_device
 from keras_strategies.engines.tensorflow.tensor_primitives import PRIMITIVES
+from keras_strategies.input.row_splits import split_sizes
 from keras_strategies.keras_compat.models.input_adapters import RowsOfWorker
 from keras_strategies.runtime.data_parallel.row_parts import RowPartsCaller
 from keras_strategies.runtime.placement import Placement
@@ -25,18 +29,17 @@ def in_parts(data: RowsOfWorker, placement: Placement, caller: RowPartsCaller) -
         caller: the data-parallel calls of the strategy.
     """
     assert placement.workers is not None
-    total = placement.replica_counts.total
-    sizes = tf.unstack(tf.ensure_shape(data.every, [total]))
+    sizes = _every(data, placement.replica_counts.total)
     row_split = RowSplit.over(PRIMITIVES, sizes, placement.workers)
     assert row_split is not None
 
     def parts_of(leaf: Any) -> Any:
         if leaf is None:
             return None
-        count = len(row_split.sizes)
-        parts = tf.split(leaf, row_split.sizes) if count > 1 else [leaf]
         placed = []
-        for part, device in zip(parts, placement.replicas, strict=True):
+        for part, device in zip(
+            _split(leaf, row_split.sizes), placement.replicas, strict=True
+        ):
             with tf.device(tf_device(device)):
                 placed.append(tf.identity(part))
         tensor = row_parts(placed, row_split, caller, placement.variables)
@@ -44,6 +47,45 @@ def in_parts(data: RowsOfWorker, placement: Placement, caller: RowPartsCaller) -
         return tensor
 
     return keras.tree.map_structure(parts_of, data.batch)
+
+
+def _split(leaf: Any, sizes: list[Any]) -> list[Any]:
+    if len(sizes) > 1:
+        return list(tf.split(leaf, sizes))
+    if isinstance(sizes[0], int):
+        return [leaf]
+    # The program is for any number of rows, also if it is traced for this batch.
+    rest = leaf.shape[1:]
+    own = tf.slice(leaf, [0] * leaf.shape.rank, [sizes[0], *[-1] * len(rest)])
+    own.set_shape([None, *rest])
+    return [own]
+
+
+def _every(data: RowsOfWorker, replicas: int) -> list[Any]:
+    """The rows of each replica: ints, or scalar tensors."""
+    if data.every.shape.rank == 1:
+        return tf.unstack(tf.ensure_shape(data.every, [replicas]))
+    total = data.every.shape[0]
+    if total is not None:
+        return split_sizes(int(total), replicas)
+    rows = tf.shape(data.every)[0]
+    larger = rows % replicas
+    return [rows // replicas + tf.cast(i < larger, tf.int32) for i in range(replicas)]
+
+
+def has_all_rows(data: RowsOfWorker) -> bool:
+    """Whether each worker has read all rows of a global batch."""
+    every = data.every
+    leaf = next(leaf for leaf in keras.tree.flatten(data.batch) if leaf is not None)
+    return len(every.shape) > 1 and int(every.shape[0]) == int(leaf.shape[0])
+
+
+def are_joined(batch: Any) -> bool:
+    """Whether a program has joined one of the row parts of a batch."""
+    return any(
+        isinstance(leaf, TensorFlowRowParts) and leaf.is_joined
+        for leaf in keras.tree.flatten(batch)
+    )
 
 
 def _no_layer() -> None:
@@ -54,7 +96,7 @@ def joined(data: RowsOfWorker, placement: Placement) -> Any:
     """The global batch."""
     workers, counts = placement.workers, placement.replica_counts
     assert workers is not None
-    sizes = tf.unstack(tf.ensure_shape(data.every, [counts.total]))
+    sizes = _every(data, counts.total)
     rows = [sum(each) for each in counts.split(sizes)]
 
     def of_all(leaf: Any) -> Any:

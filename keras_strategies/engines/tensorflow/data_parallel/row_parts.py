@@ -76,6 +76,11 @@ class TensorFlowRowParts(tf.Tensor, RowParts):  # type: ignore[misc]
         is_here = tf.compat.v1.get_default_graph() is self.graph
         return self._parts if is_here else None
 
+    @property
+    def is_joined(self) -> bool:
+        """Whether the program has all rows."""
+        return self._all_rows is not None
+
     def joined(self) -> Any:
         if self._all_rows is None:
             note_join(self, tuple(self.shape))

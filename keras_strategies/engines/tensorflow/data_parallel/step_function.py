@@ -16,11 +16,14 @@ from keras_strategies.engines.tensorflow.data_parallel.first_step import (
     optimizer_options,
 )
 from keras_strategies.engines.tensorflow.data_parallel.own_batches import (
+    are_joined,
+    has_all_rows,
     in_parts,
     joined,
 )
 from keras_strategies.engines.tensorflow.data_parallel.row_parts import joined_silently
 from keras_strategies.engines.tensorflow.data_parallel.step_traces import StepTraces
+from keras_strategies.engines.tensorflow.epoch_datasets import EpochIterator
 from keras_strategies.engines.tensorflow.workers.worker_collectives import workers_of
 from keras_strategies.input.row_splits import check_batch
 from keras_strategies.keras_compat.models.building import (
@@ -78,6 +81,8 @@ class StepFunction:
         if model.jit_compile:
             _warn_of_jit_compile(model)
         self._has_begun = False
+        # Whether the step computes with all rows, which each worker has of arrays.
+        self._joins_rows = model.run_eagerly
         self._traces = StepTraces()
         self._make_programs()
 
@@ -97,9 +102,14 @@ class StepFunction:
 
         place = call.placement
         self._parallel = self._program(routed)
-        self._of_workers = self._program(
-            lambda data: routed(in_parts(data, place, call))
-        )
+
+        def on_parts(data: Any) -> Any:
+            batch = in_parts(data, place, call)
+            found = routed(batch)
+            self._joins_rows = self._joins_rows or are_joined(batch)
+            return found
+
+        self._of_workers = self._program(on_parts)
         self._joined = self._program(lambda data: routed(joined(data, place)))
         self._joined_unsplit = self._program(lambda data: step(joined(data, place)))
         self._unsplit = self._program(lambda data: step(data))
@@ -132,6 +142,8 @@ class StepFunction:
         Returns:
             The logs of the last step, or the outputs of all.
         """
+        if isinstance(batches, EpochIterator):
+            batches.epochs.reads_all = self._joins_rows
         spec = batches.element_spec if isinstance(batches, tf.data.Iterator) else None
         is_predict = self._kind == "predict"
         if self._workers is None:
@@ -181,6 +193,8 @@ class StepFunction:
         """
         batch = keras.tree.map_structure(_none_if_optional, batch)
         check_batch(own_part(batch))
+        if isinstance(batch, RowsOfWorker) and has_all_rows(batch):
+            batch, spec = own_part(batch), own_part(spec)
         if self._workers is None:
             return self._step_on(batch, spec)
         self._workers.steps.begin_steps()
@@ -208,6 +222,8 @@ class StepFunction:
         return self._run(self._parallel, batch, spec)
 
     def _program_of_workers(self, batch: RowsOfWorker) -> Any:
+        if len(batch.every.shape) > 1:
+            return self._joined if self._model.run_eagerly else self._of_workers
         every = np.asarray(batch.every)
         if every.all() and not self._model.run_eagerly:
             return self._of_workers
@@ -225,7 +241,7 @@ class StepFunction:
         if spec is None or self._model.run_eagerly or _has_optionals(spec):
             return self._call_uncached(program, batch)
         own = keras.tree.map_structure(_spec_of, batch) if is_for_shape else spec
-        concrete = self._traces.of(program, own, spec)
+        concrete = self._traces.of(program, own, own_part(spec))
         if self._elastic is not None:
             self._elastic.begin_program(concrete)
         return concrete(batch)
