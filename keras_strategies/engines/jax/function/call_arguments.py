@@ -133,6 +133,7 @@ class ReplicaArguments:
     Attributes:
         is_uniform: bool, whether one trace fits all replicas: equal structures,
             shapes, dtypes and constants.
+        differs_in_rows: bool, whether one does but for the lengths of axis 0.
         shared: arrays that are one object on all replicas.
         parts: for each other array, the replicas' components.
         signature: a key of structures, shapes, dtypes and constants.
@@ -141,17 +142,22 @@ class ReplicaArguments:
     def __init__(self, calls: list[tuple[Any, Any]]):
         self.calls = calls
         self.is_uniform = True
+        self._differs_otherwise = False
         self.shared: list[Any] = []
         self.parts: list[Sequence[Any]] = []
         self._slots: list[tuple[str, Any]] = []
         keys: list[Any] = [structure_key(calls[0])]
         leaves = [flatten(call) for call in calls]
         if len({structure_key(call) for call in calls}) > 1:
-            self.is_uniform = False
+            self.is_uniform, self._differs_otherwise = False, True
             keys += [structure_key(call) for call in calls]
         else:
             keys += [self._take(column) for column in zip(*leaves, strict=True)]
         self.signature = tuple(keys)
+
+    @property
+    def differs_in_rows(self) -> bool:
+        return not self.is_uniform and not self._differs_otherwise
 
     @classmethod
     def of(cls, args: list[Any], kwargs: list[Any]) -> ReplicaArguments:
@@ -169,13 +175,16 @@ class ReplicaArguments:
         numbers = (int, float)
         if not all(is_array(leaf) or isinstance(leaf, numbers) for leaf in column):
             keys = [static_key(leaf) for leaf in column]
-            self.is_uniform = self.is_uniform and len(set(keys)) == 1
+            if len(set(keys)) > 1:
+                self.is_uniform, self._differs_otherwise = False, True
             self._slots.append(("static", first))
             return tuple(keys)
         parts = [number_or_array(leaf) for leaf in column]
         self.is_uniform = (
             self.is_uniform and len({(p.shape, p.dtype) for p in parts}) == 1
         )
+        if len({(p.shape[1:], len(p.shape), p.dtype) for p in parts}) > 1:
+            self._differs_otherwise = True
         self._slots.append(("parts", len(self.parts)))
         self.parts.append(parts)
         return tuple(map(array_key, parts))
@@ -192,11 +201,7 @@ class ReplicaArguments:
                 return value
             if kind == "shared":
                 return shared[value]
-            part = parts[value]
-            stacked = len(self.parts[value][0].shape) == 0 or (
-                self.parts[value][0].shape[0] == 0
-            )
-            return part[0] if stacked else part
+            return parts[value]
 
         return map_structure(leaf, self.calls[0])
 

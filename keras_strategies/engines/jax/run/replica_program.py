@@ -1,14 +1,18 @@
 """`Strategy.run` in a trace: all replicas become one program over a mesh.
 
-# Two ways to trace replicas
+# Three ways to trace replicas
 
 *`shard_map`*. The function is traced once over the replicas' devices, and each device
 computes its shard. The replica's number is a traced scalar.
 
-*Unrolled*. Where replicas have different shapes, as in an uneven last batch, or where
-Python branches on the replica's number, the function is traced once for each replica,
-all into one program. Every device computes all replicas: correct in every case, but no
-faster than one device.
+*`shard_map` with branches*. Where replicas have different numbers of rows, as in an
+uneven last batch, the function is traced once for each number. Each device computes the
+branch of its rows (`switched_replicas.py`).
+
+*Unrolled*. Where replicas with different rows exchange something, or where Python
+branches on the replica's number, the function is traced once for each replica, all into
+one program. Every device computes all replicas: correct in every case, but no faster
+than one device.
 """
 
 from __future__ import annotations
@@ -38,9 +42,14 @@ from keras_strategies.engines.jax.function.trace_state import (
     check_sees_all,
     current_program,
 )
+from keras_strategies.engines.jax.run.mapped_replicas import NotUniformError
 from keras_strategies.engines.jax.run.replica_mesh import ReplicaMesh
 from keras_strategies.engines.jax.run.row_numbers import drawn
 from keras_strategies.engines.jax.run.shard_map_replicas import ShardMapReplicas
+from keras_strategies.engines.jax.run.switched_replicas import (
+    Branches,
+    SwitchedReplicas,
+)
 from keras_strategies.engines.jax.run.traced_replica_state import MergedState
 from keras_strategies.engines.jax.run.unrolled_replicas import UnrolledReplicas
 from keras_strategies.errors import ContextError
@@ -102,6 +111,7 @@ class ReplicaProgram:
         # functions that are unrolled: what a trace begins with. Either is right for
         # every function, also for one that closes over other values.
         self._known: dict[Any, dict[Any, StateRef]] = {}
+        self._branches: dict[Any, Branches] = {}
         self._unrolled: set[Any] = set()
         self._draws = DrawHistory()
         # The code of functions with replicas of different numbers of rows.
@@ -137,13 +147,17 @@ class ReplicaProgram:
         key = (code_of(fn), arguments.signature)
         earlier = self._draws.of(fn, (args, kwargs))
         on_parts = with_composite_values(fn)
-        if self._mesh.count > 1 and not arguments.is_uniform:
-            self._warn_of_uneven_rows(fn)
-        if self._mesh.count == 1 or not arguments.is_uniform or key in self._unrolled:
+        is_one_trace = arguments.is_uniform or (
+            arguments.differs_in_rows and len(self._mesh.mesh.axis_names) == 1
+        )
+        if self._mesh.count == 1 or not is_one_trace or key in self._unrolled:
             results = UnrolledReplicas(self._mesh, state, on_parts, earlier)(arguments)
+            if self._mesh.count > 1 and not arguments.is_uniform:
+                self._warn_of_uneven_rows(fn, None)
             return list(put_together(results))
+        trace = self._sharded if arguments.is_uniform else self._switched
         try:
-            results = self._sharded(key, state, program, on_parts, arguments, earlier)
+            results = trace(key, state, program, on_parts, arguments, earlier)
         except Exception as error:
             # Python that depends on the traced replica number, in a branch, shape or
             # index, can raise any error, and so can what `shard_map` does not support.
@@ -151,21 +165,29 @@ class ReplicaProgram:
             results = UnrolledReplicas(self._mesh, state, on_parts, earlier)(arguments)
             if len(self._unrolled) < 1000:
                 self._unrolled.add(key)
-            _warn_of_unrolling(fn, error)
+            if arguments.is_uniform:
+                _warn_of_unrolling(fn, error)
+            else:
+                self._warn_of_uneven_rows(fn, error)
         return list(put_together(results))
 
-    def _warn_of_uneven_rows(self, fn: Callable[..., Any]) -> None:
+    def _warn_of_uneven_rows(
+        self, fn: Callable[..., Any], error: Exception | None
+    ) -> None:
         """Warns, once for a function."""
         code = getattr(fn, "__code__", None)
         if code is None or code in self._uneven or len(self._uneven) >= 1000:
             return
         self._uneven.add(code)
+        reason = "" if error is None else str(error).split("\n")[0]
         warnings.warn_explicit(
-            f"The replicas of {fn.__qualname__!r} have different numbers of rows, so "
-            "they cannot be one sharded program. On JAX every device then computes all "
-            "replicas, one after the other. Choose a batch size that "
-            f"{self._mesh.count} replicas divide, and drop or pad a last batch that "
-            "they do not; `fit` shards batches of any size.",
+            f"The replicas of {fn.__qualname__!r} have different numbers of rows, and "
+            f"cannot be one sharded program{reason and ': '}{reason}. On JAX every "
+            "device then computes all replicas, one after the other. Choose a batch "
+            f"size that {self._mesh.count} replicas divide, and drop or pad a last "
+            "batch that they do not; `fit` shards batches of any size, and `run` those "
+            "of functions that exchange nothing but the gradients of one "
+            "`optimizer.apply`.",
             UserWarning,
             code.co_filename,
             code.co_firstlineno,
@@ -202,6 +224,33 @@ class ReplicaProgram:
             results = mapped(*inputs)
         if len(self._known) < 1000:
             self._known[key] = replicas.used
+        return replicas.finish(state, program, results)
+
+    def _switched(
+        self,
+        key: Any,
+        state: TraceState,
+        program: ProgramState,
+        fn: Callable[..., Any],
+        arguments: ReplicaArguments,
+        earlier: EarlierDraws,
+    ) -> list[Any]:
+        known = self._branches.get(key, Branches())
+        for _ in range(MAX_TRACES):
+            replicas = SwitchedReplicas(self._mesh, fn, arguments, earlier, known)
+            mapped, inputs = replicas.mapped(), replicas.inputs(state, program)
+            if replicas.is_first:
+                _shape_inference(mapped)(*inputs)
+            else:
+                results = mapped(*inputs)
+            learned = replicas.learned()
+            if learned is None:
+                break
+            known = learned
+        else:
+            raise NotUniformError(f"{MAX_TRACES} traces of it were different")
+        if len(self._branches) < 1000:
+            self._branches[key] = known
         return replicas.finish(state, program, results)
 
 

@@ -77,6 +77,12 @@ class TracedReplicaState(RunState):
         super().assign(variable, value)
         self._replicated.discard(id(variable))
 
+    def forget_reads(self) -> None:
+        """Makes the state read again what it has not assigned."""
+        self._values = {
+            key: value for key, value in self._values.items() if key in self.updates
+        }
+
     def is_replicated(self, variable: Any) -> bool:
         """Whether a variable is known to have equal values on all replicas."""
         if run_state.is_local(variable):

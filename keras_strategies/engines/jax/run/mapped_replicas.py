@@ -1,0 +1,224 @@
+"""Replicas under `jax.shard_map`: what their traces have in common."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax import numpy as jnp
+
+from keras_strategies import context
+from keras_strategies.engines.jax.function.call_arguments import ReplicaArguments
+from keras_strategies.engines.jax.function.state_refs import (
+    OnReadRef,
+    StateRef,
+    VariableRef,
+)
+from keras_strategies.engines.jax.function.trace_state import (
+    ProgramState,
+    TraceState,
+)
+from keras_strategies.engines.jax.run.replica_mesh import ReplicaMesh
+from keras_strategies.engines.jax.run.traced_reductions import sums_over
+from keras_strategies.engines.jax.run.traced_replica_state import (
+    MergedState,
+    TracedReplicas,
+    TracedReplicaState,
+    merged_value,
+)
+from keras_strategies.runtime.data_parallel.draw_lengths import EarlierDraws
+from keras_strategies.runtime.state import run_state
+
+
+class NotUniformError(Exception):
+    """The replicas of this function cannot be one sharded program."""
+
+
+class ShardedContext(context.ReplicaContext):
+    """The replica context of a trace for several replicas."""
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Raises: the names differ between replicas, and one trace serves several."""
+        raise NotUniformError("`ReplicaContext.devices` differs between replicas")
+
+    def __repr__(self) -> str:
+        return f"<ReplicaContext of each replica of {self._strategy!r}>"
+
+
+class MappedReplicas(TracedReplicas):
+    """A function on replicas that are one program over their devices.
+
+    Args:
+        mesh: the replicas.
+        fn: the function.
+        arguments: those of all replicas.
+        refs: the state that the function reads, as far as known.
+        earlier: its draws in earlier runs.
+    """
+
+    def __init__(
+        self,
+        mesh: ReplicaMesh,
+        fn: Callable[..., Any],
+        arguments: ReplicaArguments,
+        refs: list[StateRef],
+        earlier: EarlierDraws,
+    ):
+        self._mesh = mesh
+        self._axis = mesh.axis
+        self._fn = fn
+        self._arguments = arguments
+        self._refs = refs
+        self._earlier = earlier
+        self._blocks: dict[Any, Any] = {}
+        self.missing: dict[Any, StateRef] = {}
+        #: The state that the trace has read.
+        self.used: dict[Any, StateRef] = {}
+        self._written: list[StateRef] = []
+        self._written_stacks: list[StateRef] = []
+
+    # Around the trace.
+
+    def mapped(self) -> Callable[..., Any]:
+        """The program, a callable of `inputs`."""
+        along, replicated = jax.P(self._axis), jax.P()
+        return jax.shard_map(
+            self._body,
+            mesh=self._mesh.mesh,
+            in_specs=(replicated, along, replicated, along),
+            out_specs=(replicated, along, replicated, along),
+            axis_names={self._axis},
+            # So that the gradient of an all-reduce is the same all-reduce.
+            check_vma=False,
+        )
+
+    def inputs(self, state: TraceState, program: ProgramState) -> tuple[Any, ...]:
+        """The state and arguments of the program."""
+        variables = [c for c in self._refs if isinstance(c, VariableRef)]
+        stacks = [c for c in self._refs if not isinstance(c, VariableRef)]
+        return (
+            [state.read_ref(ref) for ref in variables],
+            [state.read_ref(ref) for ref in stacks],
+            [jnp.asarray(value) for value in self._arguments.shared],
+            [self._joined(program, parts) for parts in self._arguments.parts],
+        )
+
+    @abc.abstractmethod
+    def _joined(self, program: ProgramState, parts: Sequence[Any]) -> Any:
+        """One array of the replicas' components of an argument."""
+
+    @abc.abstractmethod
+    def finish(
+        self, state: TraceState, program: ProgramState, results: tuple[Any, ...]
+    ) -> list[Any]:
+        """Writes the new state; returns a result for each replica."""
+
+    def _write(self, state: TraceState, values: list[Any], stacks: list[Any]) -> None:
+        for ref, value in zip(self._written, values, strict=True):
+            state.write_ref(ref, value)
+        for ref, value in zip(self._written_stacks, stacks, strict=True):
+            state.write_ref(ref, value)
+
+    # Inside the trace.
+
+    @abc.abstractmethod
+    def _body(
+        self,
+        state: list[Any],
+        stacks: list[Any],
+        replicated: list[Any],
+        parts: list[Any],
+    ) -> tuple[list[Any], ...]:
+        """The program on a device."""
+
+    def _take_state(self, state: list[Any], stacks: list[Any]) -> None:
+        refs: list[StateRef] = [c for c in self._refs if isinstance(c, VariableRef)]
+        refs += [c for c in self._refs if not isinstance(c, VariableRef)]
+        for ref, value in zip(refs, [*state, *stacks], strict=True):
+            self._blocks[ref.key] = value
+
+    def _read(self, ref: StateRef) -> Any:
+        value = self._blocks.get(ref.key)
+        if value is None:
+            found = ref.spec()
+            if found is None:
+                return None
+            self.missing[ref.key] = ref
+            shape = found.shape
+            if isinstance(ref, OnReadRef):
+                shape = (1, *shape[1:])
+            # A constant for each trace that reads it.
+            value = self._blocks[ref.key] = np.zeros(shape, found.dtype)
+        self.used[ref.key] = ref
+        return jnp.asarray(value) if isinstance(value, np.ndarray) else value
+
+    def _copy(self, variable: Any) -> Any:
+        return self._read(VariableRef(variable))
+
+    def _local(self, variable: Any, replica_id: Any) -> Any:
+        block = self._read(OnReadRef(variable, self._mesh.on_read_values))
+        return None if block is None else block[0]
+
+    def _new_state(self, state: TracedReplicaState) -> tuple[list[Any], list[Any]]:
+        values, stacks = [], []
+        self._written, self._written_stacks = [], []
+        for variable, value in state.updates.values():
+            if run_state.is_local(variable):
+                self._written_stacks.append(
+                    OnReadRef(variable, self._mesh.on_read_values)
+                )
+                stacks.append(value[None])
+            self._written.append(VariableRef(variable))
+            values.append(merged_value(variable, self._values_of(state, variable)))
+        return values, stacks
+
+    def _values_of(self, state: TracedReplicaState, variable: Any) -> list[Any]:
+        """A variable's values on the replicas; a single one if they are equal."""
+        value = state.read(variable)
+        if value is None or state.is_replicated(variable):
+            return [value]
+        return self._gather(value)
+
+    def _gather(self, value: Any) -> list[Any]:
+        gathered = lax.all_gather(value, self._axis)
+        return [gathered[i] for i in range(self._mesh.count)]
+
+    @contextlib.contextmanager
+    def _merged(self, state: TracedReplicaState) -> Iterator[None]:
+        replica_id = state.replica.replica_id_in_sync_group
+
+        def assign(variable: Any, value: Any) -> None:
+            if run_state.is_local(variable):
+                parts = run_state.parts(variable, value, self._mesh.count)
+                state.set(variable, jnp.stack(parts)[replica_id])
+            else:
+                state.set(variable, value, replicated=True)
+
+        merged = MergedState(lambda v: self._values_of(state, v), assign)
+        with merged.scope():
+            yield
+
+    def _update(
+        self,
+        state: TracedReplicaState,
+        gradients: list[Any],
+        aggregate: bool,
+        update: Callable[[list[Any]], None],
+    ) -> None:
+        if aggregate:
+            present = [g for g in gradients if g is not None]
+            summed = iter(sums_over(present, self._axis))
+            gradients = [None if g is None else next(summed) for g in gradients]
+        with context.merged_replicas(self._mesh.strategy), self._merged(state):
+            update(gradients)
+
+    def value_and_grad(
+        self, loss_fn: Callable[[list[Any]], Any], values: list[Any]
+    ) -> Any:
+        return jax.value_and_grad(loss_fn, has_aux=True)(values)

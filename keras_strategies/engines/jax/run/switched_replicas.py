@@ -1,0 +1,369 @@
+"""Replicas of different numbers of rows: a branch of one program for each number.
+
+Arguments are padded to the most rows and sharded. Each device takes its branch, in
+which the padding is sliced off, and computes its replica only.
+
+# Collectives
+
+Devices in different branches cannot exchange anything. A function has none but the sums
+of gradients in `optimizer.apply`, with which most end: the update follows the branches.
+A function that exchanges something else, or uses what an update has changed, is
+refused.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+from jax import lax
+from jax import numpy as jnp
+
+from keras_strategies import context
+from keras_strategies.engines.jax.function.call_arguments import ReplicaArguments
+from keras_strategies.engines.jax.function.state_refs import StateRef, VariableRef
+from keras_strategies.engines.jax.function.trace_state import (
+    ProgramState,
+    TraceState,
+    is_stacked,
+)
+from keras_strategies.engines.jax.run.mapped_replicas import (
+    MappedReplicas,
+    NotUniformError,
+    ShardedContext,
+)
+from keras_strategies.engines.jax.run.replica_mesh import ReplicaMesh
+from keras_strategies.engines.jax.run.shard_map_replicas import Leaf
+from keras_strategies.engines.jax.run.traced_replica_state import (
+    TracedReplicaState,
+    current_replica_state,
+)
+from keras_strategies.runtime.data_parallel.draw_lengths import (
+    DrawLengths,
+    EarlierDraws,
+)
+from keras_strategies.runtime.data_parallel.row_draws import (
+    DrawsByLength,
+    OwnRows,
+    drawing,
+)
+from keras_strategies.runtime.replicas.collectives import MergeArguments
+from keras_strategies.runtime.state import run_state
+from keras_strategies.types import ReduceOp
+from keras_strategies.values import map_structure
+
+
+@dataclass
+class Branches:
+    """What the branches of a function are known to do, from earlier traces.
+
+    Args:
+        refs: the state that they read.
+        totals: for each branch, the Python numbers that are summed over replicas.
+        shapes: for each branch, the shapes of its results; empty until known.
+    """
+
+    refs: dict[Any, StateRef] = field(default_factory=dict)
+    totals: list[list[Any]] = field(default_factory=list)
+    shapes: list[list[tuple[int, ...]]] = field(default_factory=list)
+
+
+class _Branch:
+    """A trace of the function for one number of rows.
+
+    Args:
+        number: int, the branch.
+    """
+
+    def __init__(self, number: int):
+        self.number = number
+        self.totals: list[Any] = []
+        self.result: Any = None
+        self.shapes: list[tuple[int, ...]] = []
+        #: The variables that it assigns, in order.
+        self.assigned: list[Any] = []
+        #: For each `optimizer.apply`: whether it sums, and the update.
+        self.updates: list[tuple[bool, Callable[[list[Any]], None]]] = []
+        #: Values that it has assigned before them, and variables that it reads after.
+        self.before: dict[int, int] = {}
+        self.read_after: set[int] = set()
+
+
+class SwitchedReplicas(MappedReplicas):
+    """A function on replicas whose arguments differ in their numbers of rows.
+
+    Args:
+        mesh, fn, arguments, earlier: see `MappedReplicas`.
+        known: what is known of its branches.
+    """
+
+    def __init__(
+        self,
+        mesh: ReplicaMesh,
+        fn: Callable[..., Any],
+        arguments: ReplicaArguments,
+        earlier: EarlierDraws,
+        known: Branches,
+    ):
+        super().__init__(mesh, fn, arguments, list(known.refs.values()), earlier)
+        self._known = known
+        shapes = [tuple(part.shape for part in own) for own in self._columns()]
+        self._kinds = list(dict.fromkeys(shapes))
+        self._branch_of = [self._kinds.index(own) for own in shapes]
+        self._branches: list[_Branch] = []
+        self._branch: _Branch | None = None
+        self._gradients: list[list[Any]] = []
+
+    def _columns(self) -> list[tuple[Any, ...]]:
+        """The array arguments of each replica."""
+        return list(zip(*self._arguments.parts, strict=True))
+
+    # Around the trace.
+
+    @property
+    def is_first(self) -> bool:
+        """Whether nothing is known of the branches: a trace has no results."""
+        return not self._known.shapes
+
+    def learned(self) -> Branches | None:
+        """What is known after a trace; None if it was known before."""
+        found = Branches(
+            {**self._known.refs, **self.missing},
+            [branch.totals for branch in self._branches],
+            [branch.shapes for branch in self._branches],
+        )
+        return None if found == self._known else found
+
+    def _joined(self, program: ProgramState, parts: Sequence[Any]) -> Any:
+        longest = max(part.shape[0] if part.ndim else 0 for part in parts)
+        return program.joined([_padded(part, longest) for part in parts])
+
+    def finish(
+        self, state: TraceState, program: ProgramState, results: tuple[Any, ...]
+    ) -> list[Any]:
+        _, joined, values, stacks = results
+        self._write(state, values, stacks)
+        count = self._mesh.count
+        stacked = [shape[:1] in ((), (0,)) for shape in self._most()]
+        parts = [
+            program.split(array, count, is_one)
+            for array, is_one in zip(joined, stacked, strict=True)
+        ]
+
+        def leaf(own: tuple[str, Any], replica_id: int) -> Any:
+            kind, value = own
+            if kind == "static":
+                return value
+            if kind == "input":
+                return self._arguments.shared[value]
+            shape = self._known.shapes[self._branch_of[replica_id]][value]
+            part = parts[value][replica_id]
+            return part if part.shape == shape else part[tuple(map(slice, shape))]
+
+        return [
+            map_structure(
+                lambda own, i=i: leaf(own.value, i),
+                self._branches[self._branch_of[i]].result,
+            )
+            for i in range(count)
+        ]
+
+    def _most(self) -> list[tuple[int, ...]]:
+        """The shape of each result with the padding of all branches."""
+        return [
+            tuple(map(max, *shapes)) for shapes in zip(*self._known.shapes, strict=True)
+        ]
+
+    # Inside the trace.
+
+    def _body(
+        self,
+        state: list[Any],
+        stacks: list[Any],
+        replicated: list[Any],
+        parts: list[Any],
+    ) -> tuple[list[Any], ...]:
+        self._take_state(state, stacks)
+        lengths = DrawLengths(self._earlier)
+        replica_id = lax.axis_index(self._axis)
+        self._branches = [_Branch(i) for i in range(len(self._kinds))]
+
+        def on(branch: _Branch) -> Callable[[], Any]:
+            return lambda: self._on_branch(
+                branch, replica_id, replicated, parts, lengths
+            )
+
+        if self.is_first:
+            for branch in self._branches:
+                jax.eval_shape(on(branch))
+            return [], [], [], []
+        index = jnp.asarray(self._branch_of)[replica_id]
+        outputs, gradients, values = lax.switch(index, [*map(on, self._branches)])
+        first = self._branches[0]
+        own = self._state_of(replica_id)
+        for branch in self._branches:
+            if [id(v) for v in branch.assigned] != [id(v) for v in first.assigned]:
+                raise NotUniformError("its replicas assign different variables")
+        for variable, value in zip(first.assigned, values, strict=True):
+            own.set(variable, value)
+        self._apply_updates(own, gradients)
+        outputs = [each[None] if is_stacked(each) else each for each in outputs]
+        return ([], outputs, *self._new_state(own))
+
+    def _on_branch(
+        self,
+        branch: _Branch,
+        replica_id: Any,
+        shared: list[Any],
+        parts: list[Any],
+        lengths: DrawLengths,
+    ) -> tuple[list[Any], list[list[Any]], list[Any]]:
+        """Results, gradients and assigned values of a replica in a branch."""
+        components = [
+            part[0] if not shape else part[: shape[0]]
+            for part, shape in zip(parts, self._kinds[branch.number], strict=True)
+        ]
+        args, kwargs = self._arguments.build(shared, components)
+        own = self._state_of(replica_id)
+        self._branch, self._gradients = branch, []
+        draws = DrawsByLength(lambda: self._rows_of(branch, replica_id), lengths)
+        try:
+            with context.on_replica(own.replica), own.scope(), drawing(draws):
+                result = self._fn(*args, **kwargs)
+        finally:
+            self._branch = None
+        outputs: list[Any] = []
+        inputs = {id(value): i for i, value in enumerate(shared)}
+
+        def place(leaf: Any) -> Any:
+            if not isinstance(leaf, jax.Array):
+                return Leaf(("static", leaf))
+            if id(leaf) in inputs:
+                return Leaf(("input", inputs[id(leaf)]))
+            outputs.append(leaf)
+            return Leaf(("part", len(outputs) - 1))
+
+        branch.result = map_structure(place, result)
+        branch.shapes = [tuple(leaf.shape) for leaf in outputs]
+        if not self.is_first:
+            outputs = [
+                _padded_to(leaf, shape)
+                for leaf, shape in zip(outputs, self._most(), strict=True)
+            ]
+        if branch.updates and _values(own) != branch.before:
+            raise NotUniformError("it assigns variables after an update")
+        branch.assigned = [variable for variable, _ in own.updates.values()]
+        return outputs, self._gradients, own.updated_values()
+
+    def _state_of(self, replica_id: Any) -> TracedReplicaState:
+        replica = ShardedContext(self._mesh.strategy, replica_id, self)
+        return TracedReplicaState(replica, self._copied, self._local, self)
+
+    def _copied(self, variable: Any) -> Any:
+        if self._branch is not None and self._branch.updates:
+            self._branch.read_after.add(id(variable))
+        return self._read(VariableRef(variable))
+
+    def _rows_of(self, branch: _Branch, replica_id: Any) -> OwnRows | None:
+        columns = [c for c in self._arguments.parts if all(each.ndim for each in c)]
+        if not columns:
+            return None
+        rows = [each.shape[0] for each in columns[0]]
+        before = np.asarray([*itertools.accumulate(rows, initial=0)], "int32")
+        own = rows[self._branch_of.index(branch.number)]
+        return OwnRows(jnp.asarray(before)[replica_id], own, sum(rows))
+
+    def _apply_updates(self, state: TracedReplicaState, gradients: Any) -> None:
+        """Updates variables by the sums of the replicas' gradients."""
+        first, *others = self._branches
+        if any(len(each.updates) != len(first.updates) for each in others):
+            raise NotUniformError("its replicas apply different gradients")
+        if len(first.updates) > 1:
+            raise NotUniformError("it applies gradients more than once")
+        before = set(state.updates)
+        for (sums, update), own in zip(first.updates, gradients, strict=True):
+            replica = state.replica
+            with context.on_replica(replica), state.scope():
+                self._update(state, own, sums, update)
+        touched = {id(v) for key, (v, _) in state.updates.items() if key not in before}
+        read_after = set().union(*(each.read_after for each in self._branches))
+        if touched & read_after or self._has_reassigned(state, before):
+            raise NotUniformError("it uses variables after their update")
+
+    def _has_reassigned(self, state: TracedReplicaState, before: set[Any]) -> bool:
+        """Whether an update has assigned what the function has assigned too."""
+        return any(
+            state.is_replicated(variable)
+            for key, (variable, _) in state.updates.items()
+            if key in before and not run_state.is_local(variable)
+        )
+
+    # Collectives.
+
+    def total(self, replica: int, number: int | float) -> int | float:
+        branch = self._branch
+        assert branch is not None
+        branch.totals.append(number)
+        position, known = len(branch.totals), self._known.totals
+        if not known or any(len(each) < position for each in known):
+            return number * self._mesh.count  # Until the other branches are known.
+        found: int | float = sum(known[i][position - 1] for i in self._branch_of)
+        return found
+
+    def all_reduce(
+        self, replica: int, op: ReduceOp, tensors: Sequence[Any]
+    ) -> Sequence[Any]:
+        _refuse("all_reduce")
+
+    def all_gather(
+        self, replica: int, tensors: Sequence[Any], axis: int
+    ) -> Sequence[Any]:
+        _refuse("all_gather")
+
+    def merge_call(
+        self, replica: int, merge: Callable[..., Any], arguments: MergeArguments
+    ) -> Any:
+        _refuse("merge_call")
+
+    def apply(
+        self, gradients: list[Any], aggregate: bool, update: Callable[[list[Any]], None]
+    ) -> None:
+        branch = self._branch
+        assert branch is not None
+        branch.updates.append((aggregate, update))
+        state = current_replica_state()
+        branch.before = _values(state)
+        # Values before the update: a read after it is noted.
+        state.forget_reads()
+        self._gradients.append(gradients)
+
+
+def _values(state: TracedReplicaState) -> dict[int, int]:
+    """The ids of values of the variables that replicas share, by those of these."""
+    return {
+        id(variable): id(value)
+        for variable, value in state.updates.values()
+        if not run_state.is_local(variable)
+    }
+
+
+def _refuse(name: str) -> NoReturn:
+    raise NotUniformError(f"it calls `{name}`, or a layer in it does")
+
+
+def _padded(part: Any, rows: int) -> Any:
+    if not part.ndim:
+        return part
+    return _padded_to(jnp.asarray(part), (rows, *part.shape[1:]))
+
+
+def _padded_to(array: Any, shape: tuple[int, ...]) -> Any:
+    """An array with zeros at the end of each axis, up to a shape."""
+    if array.ndim != len(shape):
+        raise NotUniformError("its replicas return values of different ranks")
+    missing = [(0, most - size) for size, most in zip(array.shape, shape, strict=True)]
+    return jnp.pad(array, missing) if any(n for _, n in missing) else array
