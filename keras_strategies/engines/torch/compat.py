@@ -71,6 +71,11 @@ __all__ = [
 
 PRIVATE_NAMES = (
     Private(
+        "torch.autograd.graph",
+        ("_engine_run_backward",),
+        "Row proofs: a mode for functions sees the backward pass.",
+    ),
+    Private(
         "torch.distributed.ProcessGroupGloo",
         ("_allgather_base", "_reduce_scatter_base"),
         "Rows of all workers are gathered into one tensor, and gradients of shards "
@@ -207,6 +212,35 @@ disabled_torch_function = torch._C._disabled_torch_function_impl
 
 #: Functions behind `torch.distributions`.
 RANDOM_FUNCTIONS = (torch._standard_gamma, torch._sample_dirichlet)
+
+
+def gradients_in_modes(
+    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+) -> tuple[torch.Tensor | None, ...]:
+    """As `torch.autograd.grad`, which leaves modes for functions before it begins.
+
+    Code of Python in the backward pass is called in these modes here.
+
+    Args:
+        outputs: what is differentiated; the graph is kept.
+        inputs: by what.
+        gradients: those of the outputs.
+
+    Returns:
+        For each of `inputs` its gradient, or None if no output depends on it.
+    """
+    found: tuple[torch.Tensor | None, ...] = torch.autograd.graph._engine_run_backward(
+        tuple(outputs),
+        tuple(gradients),
+        True,  # The graph is kept,
+        False,  # the gradients have none,
+        tuple(inputs),
+        True,  # and inputs may be unused.
+        accumulate_grad=False,
+    )
+    return found
 
 
 def is_graph_retained() -> bool:

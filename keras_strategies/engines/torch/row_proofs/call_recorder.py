@@ -24,6 +24,7 @@ from keras_strategies.engines.torch.compat import (
     decomposition_of,
     storage_key,
 )
+from keras_strategies.engines.torch.row_proofs.function_log import FunctionLog
 from keras_strategies.engines.torch.row_proofs.recorded_steps import (
     OperationTraits,
     RecordedStep,
@@ -60,6 +61,7 @@ class CallRecorder(TorchDispatchMode):
     Args:
         fake: the mode of the fake tensors.
         branches: the truth values that Python reads, in this order.
+        has_log: bool, whether the functions that the call uses are noted.
 
     Attributes:
         steps: the recorded operations.
@@ -70,9 +72,10 @@ class CallRecorder(TorchDispatchMode):
         outside: by version the tensors that come from elsewhere.
         branches: the truth values that Python has read.
         is_drawing: bool, whether a function that draws random numbers is called.
+        log: the functions that the call uses; None where they are not noted.
     """
 
-    def __init__(self, fake: Any, branches: Sequence[bool] = ()):
+    def __init__(self, fake: Any, branches: Sequence[bool] = (), has_log: bool = False):
         super().__init__()
         self._fake = fake
         self.steps: list[RecordedStep] = []
@@ -91,7 +94,9 @@ class CallRecorder(TorchDispatchMode):
         self._fakes: dict[int, torch.Tensor] = {}
         self._is_paused = False
         self.is_drawing = False
-        self._functions = _ReadsOfValues(self)
+        self.log = FunctionLog(self._origin) if has_log else None
+        self._is_in_operation = False
+        self._functions = _Functions(self)
 
     def __enter__(self) -> CallRecorder:
         self._functions.__enter__()
@@ -109,6 +114,8 @@ class CallRecorder(TorchDispatchMode):
         self._alive.clear()
         self._by_storage.clear()
         self._fakes.clear()
+        if self.log is not None:
+            self.log.close()
         return made
 
     # Values.
@@ -129,8 +136,9 @@ class CallRecorder(TorchDispatchMode):
             requires_grad: bool, whether it gets a gradient.
         """
         tensor = self._empty(shape, dtype)
-        tensor.requires_grad_(requires_grad)
-        version = self._new_version(tensor)
+        with self.paused():
+            tensor.requires_grad_(requires_grad)
+            version = self._new_version(tensor)
         self.origins[version] = origin
         self._register(tensor, version)
         return tensor
@@ -181,7 +189,24 @@ class CallRecorder(TorchDispatchMode):
             self._register(result, version)
             step.results.append(version)
         self.steps.append(step)
+        if self.log is not None:
+            self.log.note(name, arguments, found)
         return found
+
+    def note(self, function: Any, arguments: Any, results: Any) -> None:
+        """Notes a function of torch that the code of the call has used."""
+        is_code = not self._is_paused and not self._is_in_operation
+        if self.log is not None and is_code:
+            self.log.note(function, arguments, results)
+
+    def _origin(self, tensor: torch.Tensor) -> Any:
+        """What a tensor is that no function of torch has returned."""
+        if not isinstance(tensor, self._fake_tensor):
+            return "outside", id(tensor)
+        origin = self.origins.get(self._versions.get(id(tensor), -1))
+        if origin is None and self.is_forward:
+            self.reject("it uses a tensor whose operations are unknown")
+        return origin
 
     @property
     def is_forward(self) -> bool:
@@ -259,7 +284,13 @@ class CallRecorder(TorchDispatchMode):
     ) -> Any:
         if func is _DEVICE:
             return _CPU
-        kwargs = kwargs or {}
+        before, self._is_in_operation = self._is_in_operation, True
+        try:
+            return self._dispatched(func, args, kwargs or {})
+        finally:
+            self._is_in_operation = before
+
+    def _dispatched(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self._is_paused or func.namespace == "prim":
             return func(*args, **kwargs)
         traits = operation_traits(func)
@@ -430,6 +461,8 @@ class CallRecorder(TorchDispatchMode):
                     self.reject(
                         f"'{traits.name}' changes a tensor of elsewhere in place"
                     )
+                if self.log is not None:
+                    self.log.note_change(self._by_storage.get(storage_key(tensor), ()))
                 changed.append(tensor)
         return changed
 
@@ -490,8 +523,8 @@ def _replaced(value: Any, tensor: Callable[[], torch.Tensor]) -> Any:
     return value
 
 
-class _ReadsOfValues(TorchFunctionMode):
-    """Reads of values that the dispatcher does not see."""
+class _Functions(TorchFunctionMode):
+    """Notes functions, and reads of values that the dispatcher does not see."""
 
     def __init__(self, recorder: CallRecorder):
         super().__init__()
@@ -500,10 +533,13 @@ class _ReadsOfValues(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        kwargs = kwargs or {}
         if func in _READS:
             known = self._recorder.known(args[0])
             if known is None:
                 name = func.__name__
                 return self._recorder.rejected_read(f"'{name}' reads values")
-            return func(known, *args[1:], **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+            return func(known, *args[1:], **kwargs)
+        found = func(*args, **kwargs)
+        self._recorder.note(func, (args, kwargs), found)
+        return found

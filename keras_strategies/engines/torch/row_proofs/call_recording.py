@@ -15,6 +15,7 @@ import torch
 from keras_strategies import context
 from keras_strategies.engines.torch.compat import (
     fake_tensor_mode,
+    gradients_in_modes,
     saved_tensors_hooks_of_thread,
     silent_fake_tensors,
 )
@@ -94,6 +95,7 @@ class CallRecording:
         branches: the truth values that Python reads, see `CallRecorder`.
         known_calls: the calls of layers that are known by type; None to record their
             operations.
+        has_log: bool, whether the functions of torch that it uses are noted.
     """
 
     def __init__(
@@ -105,8 +107,9 @@ class CallRecording:
         replicas: int,
         branches: Sequence[bool],
         known_calls: KnownCalls | None,
+        has_log: bool = False,
     ):
-        self.recorder = CallRecorder(fake_tensor_mode(), branches)
+        self.recorder = CallRecorder(fake_tensor_mode(), branches, has_log)
         self.rows = rows
         self._call = call
         self._known_calls = known_calls
@@ -283,9 +286,7 @@ class CallRecording:
             layer_calls_through(self._inner_call),
             DrawRecorder() as again,
         ):
-            found = torch.autograd.grad(
-                list(tensors), sources, given, retain_graph=True, allow_unused=True
-            )
+            found = gradients_in_modes(tensors, sources, given)
         if again.draws:
             self.recorder.reject("it draws random numbers in its backward pass")
         if [id(value) for _, value in self.updates.values()] != assigned:

@@ -44,12 +44,23 @@ class RecordedCollectives(MarkedCollectives):
     ) -> Sequence[Any]:
         return [self._gathered(tensor, axis) for tensor in tensors]
 
+    def all_gather_equal(self, replica: int, tensors: Sequence[Any]) -> Sequence[Any]:
+        return [
+            self._of_shape(
+                tensor, (self._replicas * tensor.shape[0], *tensor.shape[1:])
+            )
+            for tensor in tensors
+        ]
+
     def _gathered(self, tensor: torch.Tensor, axis: int) -> Any:
         shape = list(tensor.shape)
         if shape[axis] % self._rows == 0:
             shape[axis] = shape[axis] // self._rows * self._total
         else:
             shape[axis] *= self._replicas
+        return self._of_shape(tensor, shape)
+
+    def _of_shape(self, tensor: torch.Tensor, shape: Sequence[int]) -> Any:
         return _Collective.apply(self, tensor, torch.Size(shape))
 
     def merge_call(

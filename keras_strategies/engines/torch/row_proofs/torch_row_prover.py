@@ -26,6 +26,12 @@ from keras_strategies.engines.torch.row_proofs.call_recording import (
     NoDerivative,
 )
 from keras_strategies.engines.torch.row_proofs.draws_of_calls import recorded_draws
+from keras_strategies.engines.torch.row_proofs.function_log import (
+    CodeDiffers,
+    FunctionLog,
+    check_code,
+    check_values,
+)
 from keras_strategies.engines.torch.row_proofs.propagation import (
     Propagation,
     RecordingsDiffer,
@@ -66,7 +72,9 @@ class TorchRowProver(RowProver):
     """Records the ATen operations of calls on fake tensors, and propagates placements.
 
     A call is recorded with the rows of the global batch and with those of each replica,
-    so a proof holds for these numbers of rows.
+    so a proof holds for these numbers of rows. Torch computes one row by other
+    operations than more: there the functions that the code calls are compared, and the
+    operations of calls with more rows have the placements.
     """
 
     def prove(
@@ -114,7 +122,7 @@ class TorchRowProver(RowProver):
                     raise _RecordingsOfTypes from problem
                 return RowProof(problem=str(problem))
             except _Problem as problem:
-                inner = unsplit_inner_calls(proof.recordings)
+                inner = unsplit_inner_calls(proof.compared)
                 return RowProof(problem=str(problem), inner=inner)
             self._made.objects += proof.close()
             taken = proof.branches
@@ -215,6 +223,7 @@ class _Proof:
         self._adds = call.adds
         self._known_calls = KnownCalls() if known_types else None
         counts = _counts(call.rows, sizes)
+        has_one_row = 1 in (call.rows, *sizes)
         self.recordings = [
             CallRecording(
                 prover.strategy,
@@ -224,10 +233,14 @@ class _Proof:
                 len(sizes),
                 branches,
                 self._known_calls,
+                has_log=has_one_row,
             )
-            for rows in counts
+            for rows in (*counts, *([1] if has_one_row else []))
         ]
-        recorders = [recording.recorder for recording in self.recordings]
+        #: The recordings whose operations are compared.
+        self.compared = self.recordings[: len(counts)]
+        self._one_row = self.recordings[-1] if has_one_row else None
+        recorders = [recording.recorder for recording in self.compared]
         self._propagation = Propagation(counts, recorders)
         self._groups = 0
 
@@ -258,6 +271,7 @@ class _Proof:
         updates = self._updates()
         self._check_inputs()
         self._differentiate(outputs, losses)
+        self._check_one_row()
         return RowProof(outputs, losses, updates, draws=self._draws())
 
     def _draws(self) -> tuple[int, ...]:
@@ -317,10 +331,10 @@ class _Proof:
         return placed
 
     def _placed(self, values: Sequence[Any]) -> Placed:
-        recorders = [recording.recorder for recording in self.recordings]
+        recorders = [recording.recorder for recording in self.compared]
         versions = tuple(
             _version(recorder, value)
-            for recorder, value in zip(recorders, values, strict=True)
+            for recorder, value in zip(recorders, values, strict=False)
         )
         try:
             return self._propagation.placed(versions)
@@ -367,6 +381,23 @@ class _Proof:
         for recording in self.recordings:
             if recording.changes_inputs:
                 raise _Problem("it changes an argument or a variable in place")
+
+    def _check_one_row(self) -> None:
+        """Checks that a replica with one row calls what the others call."""
+        one = self._one_row
+        if one is None:
+            return
+        first, second = self.compared[:2]
+        counts = first.rows, second.rows
+        logs = [_log(recording) for recording in (first, second)]
+        if one.recorder.branches != first.recorder.branches:
+            raise _RecordingProblem("Python reads other truth values with one row")
+        try:
+            check_code(counts, logs, _log(one))
+            found = [_results(recording) for recording in (first, second)]
+            check_values(counts, logs, found, _log(one), _results(one))
+        except CodeDiffers as error:
+            raise _RecordingProblem(f"{error} is another with one row") from error
 
     # The backward pass.
 
@@ -456,9 +487,25 @@ class _Proof:
 
 
 def _counts(rows: int, sizes: Sequence[int]) -> list[int]:
-    """The numbers of rows to record a call with; that of all rows first."""
-    others = sorted(set(sizes) - {rows}, reverse=True)
-    return [rows, *(others or [2 * rows])]
+    """The numbers of rows with which operations are compared; that of all rows first.
+
+    Those of one row are others.
+    """
+    found = [
+        each for each in (rows, *sorted(set(sizes) - {rows}, reverse=True)) if each > 1
+    ]
+    found = found or [2]
+    return found if len(found) > 1 else [*found, found[0] + 1]
+
+
+def _log(recording: CallRecording) -> FunctionLog:
+    assert recording.recorder.log is not None
+    return recording.recorder.log
+
+
+def _results(recording: CallRecording) -> list[Any]:
+    updates = [value for _, value in recording.updates.values()]
+    return [recording.outputs, recording.masks, recording.losses, updates]
 
 
 def _version(recorder: CallRecorder, value: Any) -> int:
