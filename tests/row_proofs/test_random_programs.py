@@ -111,17 +111,18 @@ def program(seed: int) -> tuple[Program, bool]:
 
 
 @needs_prover
+@pytest.mark.parametrize("sizes", [SIZES, (7, 1)], ids=str)
 @pytest.mark.parametrize("seed", range(16))
-def test_random_programs(seed: int) -> None:
+def test_random_programs(seed: int, sizes: tuple[int, int]) -> None:
     keras.utils.set_random_seed(seed)
     layer, is_by_rows = program(seed)
     values = [np.random.default_rng(seed).normal(size=(8, 6)).astype("float32") + 0.2]
     layer(ops.convert_to_tensor(values[0]))
-    proof = proof_of(layer, values, [True])
+    proof = proof_of(layer, values, [True], sizes)
     if not is_by_rows:
         assert proof.problem is not None
         return
     assert proof.problem is None
     count = len(proof.losses)
     expected = numbers(layer, values, count, None, [1.0] * count)
-    assert_equal(expected, split_numbers(layer, values, [True], SIZES, proof))
+    assert_equal(expected, split_numbers(layer, values, [True], sizes, proof))

@@ -104,6 +104,8 @@ class FunctionLog:
             return {key: self.encoded(each) for key, each in value.items()}
         if isinstance(value, slice):
             return slice, value.start, value.stop, value.step
+        if isinstance(value, torch.Generator):
+            return torch.Generator  # Draws are compared by themselves.
         return int(value) if isinstance(value, np.integer) else value
 
     def note_change(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -227,6 +229,8 @@ def _is_of_one_row(counts: Sequence[int], others: Sequence[Any], one: Any) -> bo
 def _is_equal(one: Any, other: Any) -> bool:
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
         return one.dtype == other.dtype and np.array_equal(one, other)
+    if type(one) is float and one != one:
+        return type(other) is float and other != other
     return bool(one is other or (type(one) is type(other) and one == other))
 
 
