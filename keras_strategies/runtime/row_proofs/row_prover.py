@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
 
 
-# How often garbage is collected for tensors that may be left.
-_COLLECTIONS = 5
+# The generations of garbage that are collected in turn for tensors that may be left.
+# What the proof has made is young, where the trace around it collects nothing.
+_COLLECTED = (0, 1, 2, 2, 2, 2, 2)
 _SECONDS_BETWEEN = 0.02
 # Besides plain values.
 _OUTPUTS = (type(None), bool, int, float, complex, str, bytes, enum.Enum, np.generic)
@@ -67,12 +68,12 @@ class RowProver(abc.ABC):
         Nothing else than code of the user's has kept it then, after the changes of
         Python that are known were taken back.
         """
-        for _ in range(_COLLECTIONS):
+        for generation in _COLLECTED:
             if all(each() is None for each in self._made.objects):
                 return False
             # Graphs and their operations refer to one another. It does nothing while
             # another thread collects.
-            if not gc.collect():
+            if not gc.collect(generation) and generation == 2:
                 time.sleep(_SECONDS_BETWEEN)
         return any(each() is not None for each in self._made.objects)
 
