@@ -89,11 +89,18 @@ class ReplicaContext:
         replica_id: int,
         collectives: ReplicaCollectives,
         num_replicas: int | None = None,
+        on_read: Callable[[str], None] | None = None,
+        is_proof: bool = False,
     ):
         self._strategy = strategy
         self._replica_id = replica_id
         self._collectives = collectives
         self._num_replicas = num_replicas
+        # Called with the name of a property that differs between replicas.
+        self._on_read = on_read
+        #: Whether a layer call is proved, with the statistics of the global batch also
+        #: where a strategy has those of each replica, for which its user asked.
+        self.is_proof = is_proof
 
     @property
     def strategy(self) -> StrategyCore:
@@ -103,6 +110,8 @@ class ReplicaContext:
     @property
     def replica_id_in_sync_group(self) -> int:
         """int, the number of this replica, from 0."""
+        if self._on_read is not None:
+            self._on_read("replica_id_in_sync_group")
         return self._replica_id
 
     @property
@@ -119,6 +128,8 @@ class ReplicaContext:
         On JAX one program is traced for all replicas. A function that reads this
         property is traced for each replica instead, with a warning.
         """
+        if self._on_read is not None:
+            self._on_read("devices")
         placement = self._strategy.placement
         local = self._replica_id - placement.replica_counts.first
         if 0 <= local < len(placement.replicas):
@@ -129,7 +140,7 @@ class ReplicaContext:
     @property
     def synchronizes_batch_norm(self) -> bool:
         """bool, whether batch normalization uses the global batch."""
-        return self._strategy.sync_batch_norm
+        return self.is_proof or self._strategy.sync_batch_norm
 
     def all_reduce(
         self,
@@ -204,12 +215,18 @@ class ReplicaContext:
 
         One replica of a process shows what is the same on all of them.
         """
+        if self.is_proof:
+            # The call itself shows them.
+            return False
+        return self._is_of_all or self._local_id == 0
+
+    @property
+    def _is_of_all(self) -> bool:
         # In one trace of all replicas the number is a tensor.
-        return not isinstance(self._local_id, int) or self._local_id == 0
+        return not isinstance(self._replica_id, int)
 
     @property
     def _local_id(self) -> int:
-        # In one trace of all replicas the number is a tensor.
         first = self._collectives.first
         return self._replica_id - first if first else self._replica_id
 
@@ -241,7 +258,9 @@ class ReplicaContext:
     def gather_batch_statistics(self, value: Any) -> Any:
         """Concatenates batch statistics of all replicas along axis 0."""
         return self._on_tensors(
-            lambda tensors: self._collectives.all_gather_equal(self._local_id, tensors),
+            lambda tensors: self._collectives.all_gather(
+                self._local_id, tensors, 0, are_equal=True
+            ),
             value,
         )
 
@@ -259,7 +278,8 @@ class ReplicaContext:
         Returns:
             The tuple of tensors.
         """
-        return self._collectives.with_gradient(fn, tensor)
+        decorator = self._collectives.custom_gradient
+        return fn(tensor)[0] if decorator is None else decorator(fn)(tensor)
 
     def merge_call(
         self,
@@ -281,6 +301,8 @@ class ReplicaContext:
         return self._collectives.merge_call(self._local_id, merge, arguments)
 
     def __repr__(self) -> str:
+        if self._is_of_all:
+            return f"<ReplicaContext of each replica of {self._strategy!r}>"
         return (
             f"<ReplicaContext {self._replica_id} of {self.num_replicas_in_sync} "
             f"on {self.devices[0]}>"

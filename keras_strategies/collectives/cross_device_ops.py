@@ -50,6 +50,9 @@ class CrossDeviceOps:
     >>> strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops=ops)
     """
 
+    # How many packs a `batch_reduce` makes; None for one of each value.
+    _num_packs: int | None = None
+
     @property
     def engine(self) -> Engine:
         """The backend of the tensors to combine."""
@@ -264,10 +267,12 @@ class CrossDeviceOps:
     def _packs(
         self, values: Sequence[Sequence[Any]], options: CommunicationOptions
     ) -> list[list[int]]:
-        """Packs of values; each value separately by default."""
-        if not options.bytes_per_pack:
-            return [[i] for i in range(len(values))]
-        return packs_of_values(values, bytes_per_pack=options.bytes_per_pack)
+        """Packs of values: of a size, else a number of packs, else one for each."""
+        if options.bytes_per_pack:
+            return packs_of_values(values, bytes_per_pack=options.bytes_per_pack)
+        if self._num_packs is not None:
+            return packs_of_values(values, num_packs=self._num_packs)
+        return [[i] for i in range(len(values))]
 
     def _reduce(
         self, op: ReduceOp, tensors: Sequence[Any], devices: Sequence[Device]
@@ -351,13 +356,6 @@ class _PackedAllReduce(CrossDeviceOps):
                 f"num_packs={num_packs!r}"
             )
         self._num_packs = num_packs
-
-    def _packs(
-        self, values: Sequence[Sequence[Any]], options: CommunicationOptions
-    ) -> list[list[int]]:
-        if options.bytes_per_pack:
-            return super()._packs(values, options)
-        return packs_of_values(values, num_packs=self._num_packs)
 
 
 class NcclAllReduce(_PackedAllReduce):

@@ -12,15 +12,10 @@ import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from keras_strategies.devices import Device
-from keras_strategies.runtime.placement import (
-    Placement,
-    StepCost,
-    VariableCopy,
-    nbytes_of,
-)
+from keras_strategies.runtime.placement import Placement, StepCost, VariableCopy
 
 
 class FitDriver(abc.ABC):
@@ -29,6 +24,9 @@ class FitDriver(abc.ABC):
     Args:
         placement: the devices of replicas and variables.
     """
+
+    #: Whether replicas have copies of all variables, or of weights only.
+    mirrors_all: ClassVar[bool] = True
 
     def __init__(self, placement: Placement):
         self.placement = placement
@@ -57,27 +55,27 @@ class FitDriver(abc.ABC):
 
     def planned_devices(self, is_weight: bool) -> tuple[Device, ...]:
         """The devices that will hold a weight, or a slot, metric or counter."""
-        return self.placement.variable_devices
+        is_mirrored = is_weight or self.mirrors_all
+        place = self.placement
+        return self.memories(
+            place.variable_devices if is_mirrored else (place.variables,)
+        )
+
+    def memories(self, devices: tuple[Device, ...]) -> tuple[Device, ...]:
+        """The devices without those that share the memory of another one."""
+        return devices
 
     def plan_variables(self, variables: Sequence[Any]) -> None:  # noqa: B027
         """Called in a plan with the weights of a model, which have no values."""
 
     def step_cost(self, model: Any, batch: Any) -> StepCost:
-        """Cost of a training step of a model with variables without values.
+        """Cost of a training step of a model with variables without values, for plans.
 
         Args:
             model: a model that has been compiled and built.
             batch: structure of `keras.KerasTensor`, `(x, y)` or `(x, y, weights)`.
         """
-        lead = self.placement.variables
-        others = sum(device != lead for device in self.placement.replicas)
-        trained = sum(nbytes_of(v) for v in model.trainable_variables)
-        fixed = sum(nbytes_of(v) for v in model.non_trainable_variables)
-        sent = {}
-        if others:
-            sent["weights to replicas"] = (others, others * (trained + fixed))
-            sent["gradients from replicas"] = (others, others * trained)
-        return StepCost(None, sent, "estimated from the sizes of the variables")
+        raise NotImplementedError
 
 
 class RunDriver(abc.ABC):
@@ -159,13 +157,13 @@ class ShardingDriver(abc.ABC):
     def initialized(self, variable: Any) -> None:  # noqa: B027
         """Called when a variable has its first value, once or twice."""
 
+    @abc.abstractmethod
     def unsharded(self, variables: Sequence[Any]) -> list[Any]:
         """The variables that one process holds in full.
 
         Raises:
             WorkerError: if workers have other values of a sharded one.
         """
-        return list(variables)
 
     def reading(self, model: Any) -> contextlib.AbstractContextManager[None]:
         """Entered on all workers while the chief saves a model."""

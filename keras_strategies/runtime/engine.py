@@ -70,6 +70,8 @@ class Engine(abc.ABC):
     #: Whether layers compute with gathered variables, so that each device of a mesh is
     #: a replica, with rows of its own.
     gathers_shards: ClassVar[bool] = False
+    #: The class of shapes and dtypes of tensors.
+    spec_class: ClassVar[type[Any]] = keras.KerasTensor
     #: The error of an iterator that has ended.
     out_of_range_error: ClassVar[type[OutOfRangeError]] = OutOfRangeError
     #: The exceptions that end iterations.
@@ -206,7 +208,11 @@ class Engine(abc.ABC):
 
     def tensor_spec(self, shape: tuple[int | None, ...], dtype: str) -> Any:
         """Shape and dtype of a tensor, in the framework's own class."""
-        return keras.KerasTensor(shape, dtype=dtype)
+        return self.spec_class(shape, self.stored_dtype(dtype))
+
+    def stored_dtype(self, dtype: str) -> str:
+        """The dtype of tensors that are made with a dtype."""
+        return dtype
 
     def program_iterator(
         self,

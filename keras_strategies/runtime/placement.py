@@ -92,6 +92,23 @@ class StepCost:
     source: str
 
 
+def mirrored_step_cost(placement: Placement, model: Any) -> StepCost:
+    """The cost of a step in which the first device updates mirrored variables.
+
+    Args:
+        placement: the devices of replicas and variables.
+        model: a model with variables without values.
+    """
+    others = sum(device != placement.variables for device in placement.replicas)
+    trained = sum(nbytes_of(v) for v in model.trainable_variables)
+    fixed = sum(nbytes_of(v) for v in model.non_trainable_variables)
+    sent = {}
+    if others:
+        sent["weights to replicas"] = (others, others * (trained + fixed))
+        sent["gradients from replicas"] = (others, others * trained)
+    return StepCost(None, sent, "estimated from the sizes of the variables")
+
+
 def check_layouts(placement: Placement, model: Any) -> None:
     """Raises `LayoutError` if a layout map has patterns that match nothing."""
     mesh = placement.mesh

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from keras_strategies.errors import (
@@ -53,6 +53,10 @@ class Workers(abc.ABC):
         """
         found = self.group.gather_values("the number of replicas", count)
         self.replica_counts = ReplicaCounts(tuple(found), self.group.index, span)
+        self._replicas_set()
+
+    def _replicas_set(self) -> None:  # noqa: B027
+        """Called when the numbers of replicas of all workers are known."""
 
     def with_replicas(self, count: int, span: int = 1) -> Self:
         """The same workers for another strategy."""
@@ -159,9 +163,15 @@ class Workers(abc.ABC):
     def _reconnected(self) -> None:  # noqa: B027
         """Called when `group` is this object's."""
 
-    def method(self, name: str) -> contextlib.AbstractContextManager[bool]:
+    @contextlib.contextmanager
+    def method(self, name: str) -> Iterator[bool]:
         """Context manager for a method of a model; see `WorkerSteps.method`."""
-        return self.steps.method(name)
+        with self.waiting(), self.steps.method(name) as is_outermost:
+            yield is_outermost
+
+    def waiting(self) -> contextlib.AbstractContextManager[Any]:
+        """Entered around a method, which may wait for other workers."""
+        return contextlib.nullcontext()
 
     def cause(self, error: BaseException) -> BaseException:
         """The error to raise in place of one that a method has raised.

@@ -32,6 +32,7 @@ from keras_strategies.runtime.replicas.collectives import (
     call_merged,
 )
 from keras_strategies.runtime.replicas.replica_run import MergeContext, ReplicaRun
+from keras_strategies.runtime.state.local_values import TensorStorage
 from keras_strategies.runtime.state.run_state import CreatedVariables
 from keras_strategies.types import ReduceOp
 
@@ -102,7 +103,7 @@ class NumpyRun(ReplicaRun):
     """Runs functions on the replicas of one strategy."""
 
     def __init__(self, strategy: StrategyCore):
-        super().__init__(strategy, PRIMITIVES)
+        super().__init__(strategy, PRIMITIVES, TensorStorage())
         self.replicas = range(len(strategy.placement.replicas))
 
     def run(
@@ -200,7 +201,9 @@ class TurnCollectives(ReplicaCollectives):
 
         return self._exchange(replica, "all_reduce", tensors, reduce)
 
-    def all_gather(self, replica: int, tensors: Sequence[Any], axis: int) -> Any:
+    def all_gather(
+        self, replica: int, tensors: Any, axis: int, are_equal: bool = False
+    ) -> Any:
         def gather(values: Any) -> list[Any]:
             return [self._run.replica_set.gather(values, axis)[0]] * len(values)
 

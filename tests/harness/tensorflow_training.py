@@ -11,7 +11,6 @@ import tensorflow as tf
 from keras import layers
 
 import keras_strategies as ks
-from keras_strategies.runtime.row_proofs.proof_replica import ProofReplica
 
 STRATEGIES = {
     "one_device": lambda: ks.OneDeviceStrategy("cpu:1"),
@@ -177,7 +176,7 @@ class Rows(layers.Layer):
             return x
         replica = ks.get_replica_context()
         graph = tf.compat.v1.get_default_graph()
-        if isinstance(replica, ProofReplica) or graph.name == "operations":
+        if (replica is not None and replica.is_proof) or graph.name == "operations":
             return x  # Traced for a proof, or for the names of operations.
         on = None if replica is None or not ks.has_strategy() else replica
         self.seen.append((x.shape[0], on and on.replica_id_in_sync_group))

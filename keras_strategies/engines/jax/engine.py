@@ -104,10 +104,9 @@ class JaxEngine(Engine):
         # The components of a sharded array: their reduction is one all-reduce.
         return program.joined(tensors).reshape(len(tensors), *tensors[0].shape)
 
-    def tensor_spec(self, shape: tuple[int | None, ...], dtype: str) -> Any:
+    def stored_dtype(self, dtype: str) -> str:
         # Without `jax_enable_x64`, JAX makes 64-bit arrays 32-bit ones.
-        canonical = jax.dtypes.canonicalize_dtype(dtype)
-        return super().tensor_spec(shape, canonical.name)
+        return str(jax.dtypes.canonicalize_dtype(dtype).name)
 
     def device_of(self, tensor: jax.Array) -> Device:
         # The first of several.
@@ -147,14 +146,14 @@ class JaxEngine(Engine):
         placement = strategy.placement
         if placement.is_single:
             one = OneDeviceTrainer(strategy)
-            return Drivers(one, JaxRun(strategy, one.devices), checkpoints=one)
+            return Drivers(one, JaxRun(strategy, lambda: one.devices), checkpoints=one)
         use_signed_indices()
         if placement.mesh is not None:
             sharded = ModelParallelTrainer(strategy)
             mesh = sharded.distribution.device_mesh.backend_mesh
-            run = JaxRun(strategy, sharded.devices, mesh, sharded.sharding_of)
+            run = JaxRun(strategy, lambda: sharded.devices, mesh, sharded.sharding_of)
             return Drivers(sharded, run, sharded, sharded)
         kind = MeshTrainer if placement.mirrored else CentralStorageTrainer
         fit = kind(strategy)
-        run = JaxRun(strategy, fit.devices)
+        run = JaxRun(strategy, lambda: fit.devices)
         return Drivers(fit, run, fit, fit, elastic=fit.elastic)

@@ -78,6 +78,7 @@ class TensorFlowEngine(Engine):
         }
     )
     gathers_shards = True
+    spec_class = tf.TensorSpec
     out_of_range_error = TensorFlowOutOfRangeError
     end_errors = (*Engine.end_errors, tf.errors.OutOfRangeError)
 
@@ -100,9 +101,6 @@ class TensorFlowEngine(Engine):
     def to_device(self, value: Any, device: Device) -> Any:
         with tf.device(tf_device(device)):
             return tf.identity(keras.ops.convert_to_tensor(value))
-
-    def tensor_spec(self, shape: tuple[int | None, ...], dtype: str) -> Any:
-        return tf.TensorSpec(shape, dtype)
 
     def device_of(self, tensor: Any) -> Device:
         return device_of(tensor)

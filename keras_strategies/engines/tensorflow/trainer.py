@@ -13,7 +13,6 @@ import keras
 import tensorflow as tf
 
 from keras_strategies import context
-from keras_strategies.devices import Device
 from keras_strategies.engines.tensorflow.compat.programs import default_strategy
 from keras_strategies.engines.tensorflow.compat.variables import (
     is_resource_variable,
@@ -64,7 +63,11 @@ from keras_strategies.keras_compat.variables.values import (
 from keras_strategies.runtime.colocation import colocation_reference
 from keras_strategies.runtime.data_parallel.layer_call import DataParallelCall
 from keras_strategies.runtime.drivers import FitDriver
-from keras_strategies.runtime.placement import StepCost, VariableCopy
+from keras_strategies.runtime.placement import (
+    StepCost,
+    VariableCopy,
+    mirrored_step_cost,
+)
 from keras_strategies.runtime.state.run_state import is_local
 
 if TYPE_CHECKING:
@@ -73,6 +76,9 @@ if TYPE_CHECKING:
 
 class TensorFlowTrainer(FitDriver):
     """Steps on the device of the variables; layers on all replicas."""
+
+    # Replicas read weights only.
+    mirrors_all = False
 
     def __init__(self, strategy: StrategyCore):
         super().__init__(strategy.placement)
@@ -127,14 +133,6 @@ class TensorFlowTrainer(FitDriver):
             step = StepFunction(model, kind, self._call, self.elastic)
             setattr(model, f"{kind}_function", step)
 
-    def planned_devices(self, is_weight: bool) -> tuple[Device, ...]:
-        # Only weights, which replicas read, are mirrored.
-        return (
-            self.placement.variable_devices
-            if is_weight
-            else (self.placement.variables,)
-        )
-
     def plan_variables(self, variables: Sequence[Any]) -> None:
         def make(variable: Any, spec: Any) -> None:
             made = new_variable(spec, bool(variable.trainable), variable.name)
@@ -146,7 +144,7 @@ class TensorFlowTrainer(FitDriver):
                 self.initialize(variable, functools.partial(make, variable), spec)
 
     def step_cost(self, model: Any, batch: Any) -> StepCost:
-        cost = super().step_cost(model, batch)
+        cost = mirrored_step_cost(self.placement, model)
         return self._with_peak(cost, model, batch)
 
     def _with_peak(self, cost: StepCost, model: Any, batch: Any) -> StepCost:

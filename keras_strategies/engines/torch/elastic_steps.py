@@ -34,7 +34,7 @@ class TorchElasticSteps(ElasticDriver):
         self._workers = workers
         self._has_exchanged = True
         self._current: _SavedTensors | None = None
-        workers.on_exchange = self._exchanging
+        workers.before_exchanges(self._exchanging)
         self._saved: weakref.WeakKeyDictionary[Any, _SavedTensors] = (
             weakref.WeakKeyDictionary()
         )

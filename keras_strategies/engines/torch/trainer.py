@@ -40,7 +40,12 @@ from keras_strategies.keras_compat.variables.values import raw_value, set_raw_va
 from keras_strategies.runtime.data_parallel.layer_call import DataParallelCall
 from keras_strategies.runtime.data_parallel.row_parts import has_row_parts
 from keras_strategies.runtime.drivers import FitDriver
-from keras_strategies.runtime.placement import Placement, StepCost, VariableCopy
+from keras_strategies.runtime.placement import (
+    Placement,
+    StepCost,
+    VariableCopy,
+    mirrored_step_cost,
+)
 from keras_strategies.runtime.workers import Workers
 from keras_strategies.user_warnings import warn_user
 
@@ -62,6 +67,9 @@ class TorchTrainer(FitDriver):
         shards: gathers the variables of which each worker has a shard; None without
             any.
     """
+
+    # Replicas read weights only.
+    mirrors_all = False
 
     def __init__(self, strategy: StrategyCore, shards: PackedWeights | None = None):
         super().__init__(strategy.placement)
@@ -166,14 +174,11 @@ class TorchTrainer(FitDriver):
         return step
 
     def step_cost(self, model: Any, batch: Any) -> StepCost:
-        cost = super().step_cost(model, batch)
+        cost = mirrored_step_cost(self.placement, model)
         return counted(cost, self.placement, model, batch, lambda v: v.shape)
 
-    def planned_devices(self, is_weight: bool) -> tuple[Device, ...]:
-        # Only weights, which replicas read, are mirrored.
-        if not is_weight:
-            return (self.placement.variables,)
-        return memories(self.placement.variable_devices)
+    def memories(self, devices: tuple[Device, ...]) -> tuple[Device, ...]:
+        return memories(devices)
 
     def copies(self, variable: Any) -> list[VariableCopy]:
         raw = raw_value(variable)

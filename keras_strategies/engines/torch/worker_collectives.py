@@ -74,17 +74,20 @@ class TorchWorkers(Workers):
         self._works = NcclWorks()
         self._sockets = EngineSockets()
         self._store = _store(group, self._timeout, self._sockets)
-        #: Called before each collective of an elastic group.
-        self.on_exchange: Callable[[], None] | None = None
+        self._before_exchange: Callable[[], None] | None = None
         # The Gloo groups of torch's default process group, if it was created here.
         self._default: list[Any] = []
         self._aborting = threading.Lock()
         group.on_loss(lambda loss: self._abort())
 
+    def before_exchanges(self, function: Callable[[], None]) -> None:
+        """Calls a function before each collective of an elastic group."""
+        self._before_exchange = function
+
     def _engine(self, device: torch.device) -> Any:
         """The process group for tensors of a device, created on demand."""
-        if self.on_exchange is not None:
-            self.on_exchange()
+        if self._before_exchange is not None:
+            self._before_exchange()
         use_nccl = self._uses_nccl(device)
         kind = "nccl" if use_nccl else "gloo"
         if kind not in self._groups:

@@ -170,7 +170,11 @@ class ParameterServerEngine(abc.ABC):
 
     def is_tracing(self) -> bool:
         """Whether a program is being traced."""
-        return current_stateless_scope() is not None
+        return current_stateless_scope() is not None or self.in_program()
+
+    def in_program(self) -> bool:
+        """Whether the framework traces a program in this thread."""
+        return False
 
     def install(self) -> None:  # noqa: B027
         """Installs hooks for this backend; may be called repeatedly."""

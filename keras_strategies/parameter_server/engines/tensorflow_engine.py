@@ -408,8 +408,8 @@ class TensorFlowParameterServerEngine(ParameterServerEngine):
             return tf.device("/device:CPU:0")  # type: ignore[no-any-return]
         return contextlib.nullcontext()
 
-    def is_tracing(self) -> bool:
-        return super().is_tracing() or not tf.executing_eagerly()
+    def in_program(self) -> bool:
+        return not tf.executing_eagerly()
 
     def expanded(self, value: Any) -> tuple[Any, list[Any]] | None:
         if not isinstance(value, (tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices)):

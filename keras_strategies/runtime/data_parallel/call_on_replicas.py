@@ -48,6 +48,7 @@ from keras_strategies.runtime.replicas.tensor_primitives import is_float
 from keras_strategies.runtime.row_proofs.layer_calls import LayerCall
 from keras_strategies.runtime.row_proofs.row_placements import SAME, RowKind
 from keras_strategies.runtime.state.replica_state import (
+    CallState,
     ReplicaResult,
     ReplicaState,
     has_rows,
@@ -127,7 +128,7 @@ def _call_on_replica(
     call = plan.layer_call
 
     def run(
-        slices: Sequence[Any], state: ReplicaState, rows: OwnRows | None
+        slices: Sequence[Any], state: CallState, rows: OwnRows | None
     ) -> ReplicaResult:
         leaves = list(call.leaves)
         for (i, setter), own in zip(places, slices, strict=True):

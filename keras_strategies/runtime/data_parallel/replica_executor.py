@@ -20,11 +20,14 @@ from keras_strategies.runtime.data_parallel.split_plan import (
 from keras_strategies.runtime.replicas.replica_set import RowSplit
 from keras_strategies.runtime.row_proofs.layer_calls import LayerCall
 from keras_strategies.runtime.row_proofs.row_prover import RowProver
-from keras_strategies.runtime.state.replica_state import ReplicaResult, ReplicaState
+from keras_strategies.runtime.state.replica_state import (
+    CallState,
+    ReplicaResult,
+)
 
 #: Calls the layer on a replica: with the replica's slices of the split tensors, its
 #: variables, and its rows if the call draws random numbers.
-CallOnReplica = Callable[[Sequence[Any], ReplicaState, OwnRows | None], ReplicaResult]
+CallOnReplica = Callable[[Sequence[Any], CallState, OwnRows | None], ReplicaResult]
 
 
 class NotOnReplicasError(Exception):
@@ -123,6 +126,7 @@ class LayerCallDriver(abc.ABC):
     def executor(self, plan: SplitPlan) -> ReplicaExecutor:
         """The replicas that have rows in a call."""
 
+    @abc.abstractmethod
     def unsplit(
         self,
         layer: Any,
@@ -131,7 +135,6 @@ class LayerCallDriver(abc.ABC):
         kwargs: dict[str, Any],
     ) -> Any:
         """Calls a layer that is not split."""
-        return call(*args, **kwargs)
 
     def may_recompute(self) -> bool:
         """Whether code around a call may repeat it for its gradients."""

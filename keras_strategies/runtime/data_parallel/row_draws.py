@@ -99,6 +99,9 @@ class DrawsByLength(RowDraws):
         rows: returns the replica's rows, None without any; called for the first draw.
         lengths: those of all replicas of the run.
         is_partitioned: bool, see `RowDraws`.
+        multiple_in_program: in a program in which rows are known in a step only:
+            returns the entries for each row, as a value of a step, of a draw with a
+            number and a length.
     """
 
     def __init__(
@@ -106,14 +109,13 @@ class DrawsByLength(RowDraws):
         rows: Callable[[], OwnRows | None],
         lengths: DrawLengths,
         is_partitioned: bool = False,
+        multiple_in_program: Callable[[int, int], Any] | None = None,
     ):
         super().__init__(is_partitioned)
         self._rows = rows
         self._lengths = lengths
         self._count = 0
-        #: In a program in which rows are known in a step only: returns the entries for
-        #: each row, as a value of a step, of a draw with a number and a length.
-        self.multiple_in_program: Callable[[int, int], Any] | None = None
+        self.multiple_in_program = multiple_in_program
 
     @functools.cached_property
     def rows(self) -> OwnRows | None:

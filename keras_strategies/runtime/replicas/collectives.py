@@ -11,6 +11,8 @@ from keras_strategies.values import regroup, select_replica
 
 #: Arguments and keyword arguments of one replica.
 MergeArguments = tuple[tuple[Any, ...], dict[str, Any]]
+#: A function of a tensor that defines its own gradient.
+DefinesGradient = Callable[[Any], tuple[Any, Callable[..., Any]]]
 
 
 class ReplicaCollectives(abc.ABC):
@@ -21,6 +23,10 @@ class ReplicaCollectives(abc.ABC):
 
     #: The number of this process's first replica among all.
     first: int = 0
+    #: The framework's decorator for functions that define their own gradient: they
+    #: return a tuple of tensors, and a function from their gradients to that of the
+    #: argument. None where the framework differentiates their operations instead.
+    custom_gradient: Callable[[DefinesGradient], Callable[[Any], Any]] | None = None
 
     @abc.abstractmethod
     def all_reduce(
@@ -34,13 +40,21 @@ class ReplicaCollectives(abc.ABC):
 
     @abc.abstractmethod
     def all_gather(
-        self, replica: int, tensors: Sequence[Any], axis: int
+        self,
+        replica: int,
+        tensors: Sequence[Any],
+        axis: int,
+        are_equal: bool = False,
     ) -> Sequence[Any]:
-        """Concatenates each tensor over replicas along `axis`; differentiable."""
+        """Concatenates each tensor over replicas along `axis`; differentiable.
 
-    def all_gather_equal(self, replica: int, tensors: Sequence[Any]) -> Sequence[Any]:
-        """As `all_gather` along axis 0, for tensors of one shape on all replicas."""
-        return self.all_gather(replica, tensors, 0)
+        Args:
+            replica: see above.
+            tensors: the tensors.
+            axis: int, the axis.
+            are_equal: bool, whether shapes are known to be equal on all replicas, so
+                that workers need not exchange lengths.
+        """
 
     @abc.abstractmethod
     def merge_call(
@@ -51,20 +65,6 @@ class ReplicaCollectives(abc.ABC):
         Returns:
             The component of this replica (`call_merged`).
         """
-
-    def with_gradient(
-        self, fn: Callable[..., tuple[Any, Callable[..., Any]]], tensor: Any
-    ) -> Any:
-        """Calls a function of a tensor that defines its own gradient.
-
-        Args:
-            fn: returns a tuple of tensors, and a function from their gradients to that
-                of the argument. This default ignores that function: the framework
-                differentiates the operations.
-            tensor: the argument.
-        """
-        results, _ = fn(tensor)
-        return results
 
 
 def call_merged(
@@ -85,7 +85,11 @@ class SingleReplica(ReplicaCollectives):
         return tensors
 
     def all_gather(
-        self, replica: int, tensors: Sequence[Any], axis: int
+        self,
+        replica: int,
+        tensors: Sequence[Any],
+        axis: int,
+        are_equal: bool = False,
     ) -> Sequence[Any]:
         return tensors
 

@@ -31,7 +31,7 @@ from keras_strategies.runtime.replicas.replica_set import ReplicaSet
 from keras_strategies.runtime.replicas.run_draws import RunDraws
 from keras_strategies.runtime.replicas.tensor_primitives import TensorPrimitives
 from keras_strategies.runtime.state import run_state
-from keras_strategies.runtime.state.local_values import LocalValues
+from keras_strategies.runtime.state.local_values import LocalValues, ValueStorage
 from keras_strategies.runtime.state.run_state import CreatedVariables, RunState
 from keras_strategies.values import DistributedValues, select_replica
 
@@ -48,15 +48,19 @@ class ReplicaRun(RunDriver):
     Args:
         strategy: the strategy.
         primitives: the functions of the framework's tensors.
+        storage: how the engine stores the values of on-read variables.
     """
 
-    #: How the engine stores values of on-read variables.
-    local_values_class: type[LocalValues] = LocalValues
-
-    def __init__(self, strategy: StrategyCore, primitives: TensorPrimitives):
+    def __init__(
+        self,
+        strategy: StrategyCore,
+        primitives: TensorPrimitives,
+        storage: ValueStorage,
+    ):
         self.strategy = strategy
         self.placement = strategy.placement
         self._primitives = primitives
+        self._storage = storage
         self.reduction = LocalReduction.of(strategy)
         self.workers_changed()
 
@@ -64,7 +68,9 @@ class ReplicaRun(RunDriver):
         self.replica_set = ReplicaSet(
             self._primitives, self.placement.replica_counts, self.placement.workers
         )
-        self.on_read_values = self.local_values_class(self.replica_set, self.placement)
+        self.on_read_values = LocalValues(
+            self.replica_set, self.placement, self._storage
+        )
         # A new worker has none of the earlier runs.
         self._draws = DrawHistory()
 
@@ -93,6 +99,10 @@ class ReplicaRun(RunDriver):
     def updating(self) -> contextlib.AbstractContextManager[Any]:
         """Entered around updates of variables, which have no gradient."""
         return contextlib.nullcontext()
+
+    def outside_replicas(self, value: Any) -> Any:
+        """A replica's value, for code that may change it in place."""
+        return value
 
     def version(self, variable: Any) -> Any:
         """A number that changes with the value of a variable; None if unknown."""
@@ -274,7 +284,8 @@ class ReplicaRun(RunDriver):
     def local_values(self, variable: Any) -> Sequence[Any]:
         first = self.replica_set.counts.first
         replicas = range(len(self.placement.replicas))
-        return [self.on_read_values.get(variable, first + i) for i in replicas]
+        values = [self.on_read_values.get(variable, first + i) for i in replicas]
+        return list(map(self.outside_replicas, values))
 
     def variable_assigned(self, variable: Any) -> None:
         self.on_read_values.assigned(variable)

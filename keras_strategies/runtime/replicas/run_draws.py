@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,8 @@ class RunDraws:
             any.
         earlier: the draws of the function in earlier runs.
         workers: the communicator between workers; None without any.
+        multiple_in_program: see `DrawsByLength`, of the number of a local replica, and
+            the number and the length of a draw; None outside of programs.
     """
 
     def __init__(
@@ -32,10 +35,12 @@ class RunDraws:
         rows: Callable[[], list[Any]],
         earlier: EarlierDraws,
         workers: Workers | None = None,
+        multiple_in_program: Callable[[int, int, int], Any] | None = None,
     ):
         self.rows = rows
         self.lengths = DrawLengths(earlier)
         self._workers = workers
+        self._multiple = multiple_in_program
 
     def of_replica(
         self, replica_id: int, local: int, is_partitioned: bool
@@ -52,7 +57,8 @@ class RunDraws:
             every = self.rows()
             return OwnRows.of(every, replica_id) if every else None
 
-        return DrawsByLength(rows, self.lengths, is_partitioned)
+        multiple = self._multiple and functools.partial(self._multiple, local)
+        return DrawsByLength(rows, self.lengths, is_partitioned, multiple)
 
     def compare(self) -> None:
         """Compares draws between workers, before values that follow from them are used.

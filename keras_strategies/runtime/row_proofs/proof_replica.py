@@ -1,86 +1,74 @@
-"""The replica on which a layer call is proved: results of collectives are marked."""
+"""Collectives of the replica on which a layer call is proved: results are marked."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import keras
-
-from keras_strategies import context
 from keras_strategies.runtime.replicas.collectives import (
+    DefinesGradient,
     MergeArguments,
     ReplicaCollectives,
     call_merged,
 )
 from keras_strategies.types import ReduceOp
 
-if TYPE_CHECKING:
-    from keras_strategies.runtime.engine import StrategyCore
-
 
 class MarkedCollectives(ReplicaCollectives):
     """Collectives with results that are the same on all replicas.
 
-    Each returns its argument, marked, and so does its gradient.
-
     Args:
-        mark: callable of a tensor, which it returns as one that is the same on all
+        reduced: callable of a tensor; returns one of its shape that is the same on all
             replicas, and with a gradient that is.
-        with_gradient: as `ReplicaContext.with_gradient`.
+        gathered: callable of a tensor, an axis and whether shapes are equal on all
+            replicas; returns one of the shape of all replicas' tensors, which is the
+            same on all.
+        merged: returns the result of a merged function as one that is the same on all.
+        custom_gradient: see `ReplicaCollectives`.
     """
 
     def __init__(
         self,
-        mark: Callable[[Any], Any],
-        with_gradient: Callable[[Callable[..., Any], Any], Any],
+        reduced: Callable[[Any], Any],
+        gathered: Callable[[Any, int, bool], Any],
+        merged: Callable[[Any], Any],
+        custom_gradient: Callable[[DefinesGradient], Callable[[Any], Any]],
     ):
-        self._mark = mark
-        self._with_gradient = with_gradient
+        self._reduced = reduced
+        self._gathered = gathered
+        self._merged = merged
+        self.custom_gradient = custom_gradient
 
     def all_reduce(
         self, replica: int, op: ReduceOp, tensors: Sequence[Any]
     ) -> Sequence[Any]:
-        return [self._mark(tensor) for tensor in tensors]
+        return [self._reduced(tensor) for tensor in tensors]
 
     def all_gather(
-        self, replica: int, tensors: Sequence[Any], axis: int
+        self,
+        replica: int,
+        tensors: Sequence[Any],
+        axis: int,
+        are_equal: bool = False,
     ) -> Sequence[Any]:
-        return [self._mark(tensor) for tensor in tensors]
+        return [self._gathered(tensor, axis, are_equal) for tensor in tensors]
 
     def merge_call(
         self, replica: int, merge: Callable[..., Any], arguments: MergeArguments
     ) -> Any:
-        result = call_merged(merge, [arguments])[0]
-        return keras.tree.map_structure(
-            lambda leaf: self._mark(leaf) if keras.ops.is_tensor(leaf) else leaf, result
-        )
-
-    def with_gradient(
-        self, fn: Callable[..., tuple[Any, Callable[..., Any]]], tensor: Any
-    ) -> Any:
-        return self._with_gradient(fn, tensor)
+        return self._merged(call_merged(merge, [arguments])[0])
 
 
-class ProofReplica(context.ReplicaContext):
-    """One of several replicas, with collectives that are marked.
-
-    Batch normalization uses the statistics of the global batch, also where a strategy
-    has statistics of each replica: these are what its user asked for.
+def gathered_size(size: int, rows: int | None, total: Any, replicas: int) -> Any:
+    """The length of an axis that is concatenated over replicas.
 
     Args:
-        strategy: the strategy.
-        collectives: MarkedCollectives.
+        size: int, the length on one replica.
+        rows: int, the number of rows of the replica; None for any number, or if the
+            length is equal on all replicas.
+        total: the number of rows of all replicas.
+        replicas: int, how many replicas there are.
     """
-
-    def __init__(self, strategy: StrategyCore, collectives: MarkedCollectives):
-        super().__init__(strategy, 0, collectives, num_replicas=2)
-
-    @property
-    def shows_warnings(self) -> bool:
-        # The call itself shows them.
-        return False
-
-    @property
-    def synchronizes_batch_norm(self) -> bool:
-        return True
+    if rows is not None and size % rows == 0:
+        return size // rows * total
+    return size * replicas

@@ -92,7 +92,7 @@ class ReplicaState(StatePolicy):
         self.updates[id(variable)] = (variable, value)
 
 
-class AddedState(ReplicaState):
+class AddedState(StatePolicy):
     """The variables of a metric on one replica, whose update may only add to them.
 
     What is added does not depend on the value before, so it is the metric's for the
@@ -102,7 +102,9 @@ class AddedState(ReplicaState):
     patches = ("custom loops",)
 
     def __init__(self) -> None:
-        super().__init__(lambda variable: None)
+        #: As `ReplicaState`: none, and by variable what was added to it.
+        self.reads: dict[Any, tuple[Any, Any]] = {}
+        self.updates: dict[int, tuple[Any, Any]] = {}
 
     def read(self, variable: Any) -> Any:
         raise _not_added(variable, "reads")
@@ -127,6 +129,10 @@ def _not_added(variable: Any, verb: str) -> Exception:
     )
 
 
+#: The variables of one replica in a layer call.
+CallState = ReplicaState | AddedState
+
+
 @dataclass
 class ReplicaResult:
     """Results of one replica's call of the layer.
@@ -138,7 +144,7 @@ class ReplicaResult:
     """
 
     outputs: Any
-    state: ReplicaState
+    state: CallState
     losses: list[Any]
     leaves: list[Any] = field(init=False)
     masks: list[Any] = field(init=False)

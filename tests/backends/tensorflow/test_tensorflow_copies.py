@@ -26,9 +26,9 @@ _traces = []
 def traced_replicas(monkeypatch):
     tracing = ReplicaTraces.tracing
 
-    def recorded(traces, replica, replica_id):
+    def recorded(traces, replica_id, was_used_by):
         _traces.append(replica_id)
-        return tracing(traces, replica, replica_id)
+        return tracing(traces, replica_id, was_used_by)
 
     def not_recorded(*args, **kwargs):
         count = len(_traces)

@@ -147,9 +147,9 @@ def traces(monkeypatch):
     found = []
     tracing = ReplicaTraces.tracing
 
-    def recorded(traces, replica, replica_id):
+    def recorded(traces, replica_id, was_used_by):
         found.append(replica_id)
-        return tracing(traces, replica, replica_id)
+        return tracing(traces, replica_id, was_used_by)
 
     monkeypatch.setattr(ReplicaTraces, "tracing", recorded)
     return found

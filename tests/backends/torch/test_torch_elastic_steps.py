@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,21 +39,22 @@ class Steps:
     """The steps of one model, with collectives at chosen places."""
 
     def __init__(self) -> None:
-        self.workers = SimpleNamespace(on_exchange=None)
-        self.driver = TorchElasticSteps(None, self.workers)  # type: ignore[arg-type]
+        self.before_exchange: list[Callable[[], None]] = []
+        workers = SimpleNamespace(before_exchanges=self.before_exchange.append)
+        self.driver = TorchElasticSteps(None, workers)  # type: ignore[arg-type]
         self.model = trained_model()
 
     def take(self, *, exchanges_after: bool = False, fails: bool = False) -> bool:
         before = values(self.model)
         undo = self.driver.save_state(self.model, "train")
-        self.workers.on_exchange()
+        self.before_exchange[0]()
         if not fails or exchanges_after:
             self.model.train_on_batch(*batch(1))
         else:
             # The step fails in the exchange of gradients.
             self.model(batch(1)[0], training=True)
         if exchanges_after:
-            self.workers.on_exchange()
+            self.before_exchange[0]()
         if not fails:
             return True
         is_restored = undo()

@@ -23,6 +23,7 @@ from keras_strategies.engines.jax.fit.partitioned_step import (
 )
 from keras_strategies.engines.jax.strategy_distribution import StrategyDistribution
 from keras_strategies.keras_compat.backends.keras_on_jax import record_jax_state
+from keras_strategies.runtime.placement import StepCost, mirrored_step_cost
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
@@ -40,29 +41,38 @@ class CentralStorageTrainer(DistributionTrainer):
         self.state_sharding_of_loops = self.at_home
         self.mesh_copies = MeshCopies(self.replicated)
 
+    def step_cost(self, model: Any, batch: Any) -> StepCost:
+        return mirrored_step_cost(self.placement, model)
+
     def step(self, model: Any, kind: str) -> compiled_steps.Step:
-        if compiled_steps.compiles(model):
-            return _CompiledStep(self, model, kind)
-        return _EagerStep(self, model, kind)
+        step = self.keras_step(model, kind)
+        if not compiled_steps.compiles(model):
+            return _EagerStep(self, model, kind, step)
+        if kind == "predict":
+            step = self.with_sharded_outputs(step)
+        return _CompiledStep(self, model, kind, step)
 
 
 class _CentralStep:
     """Base of steps that are traced with the groups of their state as one flat list."""
 
-    def __init__(self, trainer: CentralStorageTrainer, model: Any, kind: str):
+    def __init__(
+        self,
+        trainer: CentralStorageTrainer,
+        model: Any,
+        kind: str,
+        step: compiled_steps.Step,
+    ):
         self._trainer = trainer
         self._model = model
         self._kind = kind
-        self._step = self._traced_step()
+        self._step = step
         self._lengths: list[int] = []
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
         self._lengths = [len(group) for group in state]
         outputs, new = self._run([array for group in state for array in group], batch)
         return outputs, self._groups(new)
-
-    def _traced_step(self) -> compiled_steps.Step:
-        return self._trainer.keras_step(self._model, self._kind)
 
     def _run(self, state: list[Any], batch: Any) -> tuple[Any, list[Any]]:
         raise NotImplementedError
@@ -89,14 +99,15 @@ class _CentralStep:
 class _CompiledStep(_CentralStep):
     """A `PartitionedStep` for each shape of a batch."""
 
-    def __init__(self, trainer: CentralStorageTrainer, model: Any, kind: str):
-        super().__init__(trainer, model, kind)
+    def __init__(
+        self,
+        trainer: CentralStorageTrainer,
+        model: Any,
+        kind: str,
+        step: compiled_steps.Step,
+    ):
+        super().__init__(trainer, model, kind, step)
         self._programs: dict[Any, PartitionedStep] = {}
-
-    def _traced_step(self) -> compiled_steps.Step:
-        step = super()._traced_step()
-        is_predict = self._kind == "predict"
-        return self._trainer.with_sharded_outputs(step) if is_predict else step
 
     def _run(self, state: list[Any], batch: Any) -> tuple[Any, list[Any]]:
         program = self._program(state, batch)

@@ -58,6 +58,8 @@ class JaxTrainer(FitDriver, CheckpointDriver):
     state_sharding_of_loops: jax.sharding.Sharding | None = None
     #: The steps of elastic workers; None for fixed ones.
     elastic: ElasticDriver | None = None
+    #: Makes the function of their loops, see `loop_function`.
+    elastic_function: Callable[[Any, str], Callable[..., Any]] | None = None
 
     def __init__(self, strategy: StrategyCore, placer: JaxBatchPlacer):
         super().__init__(strategy.placement)
@@ -76,7 +78,10 @@ class JaxTrainer(FitDriver, CheckpointDriver):
     @property
     def input_placer(self) -> BatchPlacer:
         """The transfer of the batches that Keras's loops read."""
-        return self.placer
+        if self.elastic is None:
+            return self.placer
+        # A repeated step places its batch on the devices of the remaining workers.
+        return HostBatches(reads_own_rows=True)
 
     @property
     def distribution(self) -> StrategyDistribution | None:
@@ -129,7 +134,8 @@ class JaxTrainer(FitDriver, CheckpointDriver):
     def step_function(self, model: Any, kind: str, make: Callable[[], Any]) -> None:
         if kind != "predict":
             self._place_compiled(model)
-        setattr(model, f"{kind}_function", self.loop_function(model, kind))
+        make_function = self.elastic_function or self.loop_function
+        setattr(model, f"{kind}_function", make_function(model, kind))
 
     def loop_function(self, model: Any, kind: str) -> Callable[..., Any]:
         """The function that Keras calls for each item of its loop."""

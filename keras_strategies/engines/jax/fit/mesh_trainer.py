@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 
 from keras_strategies.devices import Device
-from keras_strategies.engines.jax.batch_placement import HostBatches, MeshPlacer
+from keras_strategies.engines.jax.batch_placement import MeshPlacer
 from keras_strategies.engines.jax.devices import jax_device
 from keras_strategies.engines.jax.fit import compiled_steps
 from keras_strategies.engines.jax.fit.compiled_steps import CompiledStep
@@ -22,7 +22,6 @@ from keras_strategies.keras_compat.backends.keras_on_jax import (
     move_variable,
     set_layout,
 )
-from keras_strategies.keras_compat.models.input_adapters import BatchPlacer
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.drivers import ShardingDriver
 from keras_strategies.runtime.placement import StepCost
@@ -70,6 +69,9 @@ class DistributionTrainer(JaxTrainer, ShardingDriver):
         rows = self.mesh_placer.row_sharding
         return compiled_steps.with_sharded_outputs(step, rows, workers is not None)
 
+    def unsharded(self, variables: Sequence[Any]) -> list[Any]:
+        return list(variables)
+
     def set_layouts(self, variables: Sequence[Any]) -> None:
         for variable in variables:
             if layout_of(variable) is None:
@@ -106,9 +108,9 @@ class MeshTrainer(DistributionTrainer):
             devices = workers.devices_of(strategy.placement.replicas)
         super().__init__(strategy, distribution or StrategyDistribution(devices))
         self.devices = list(self.replicated.mesh.devices.flat)
-        self.elastic: JaxElasticSteps | None = None
         if isinstance(workers, JaxWorkers) and workers.elastic is not None:
-            self.elastic = JaxElasticSteps(self, workers)
+            self.elastic = elastic = JaxElasticSteps(self, workers)
+            self.elastic_function = elastic.function
             workers.when_replaced(self.replace_devices)
 
     def replace_devices(self) -> None:
@@ -117,8 +119,7 @@ class MeshTrainer(DistributionTrainer):
         assert isinstance(workers, JaxWorkers)
         devices = workers.devices_of(self.placement.replicas)
         self.home = jax_device(self.placement.variables)
-        # In place: the run driver refers to the same list.
-        self.devices[:] = devices
+        self.devices = list(devices)
         self._distribution.replace_devices(devices)
         self._note_mesh()
         self.mesh_placer.use_mesh(self._distribution.device_mesh.backend_mesh)
@@ -126,17 +127,6 @@ class MeshTrainer(DistributionTrainer):
             # The open scope has entered a device that is replaced; its end restores
             # the default before it.
             jax.default_device(self.home).__enter__()
-
-    @property
-    def input_placer(self) -> BatchPlacer:
-        # A repeated step places its batch on the devices of the remaining workers.
-        is_fixed = self.elastic is None
-        return self.placer if is_fixed else HostBatches(reads_own_rows=True)
-
-    def loop_function(self, model: Any, kind: str) -> Callable[..., Any]:
-        if self.elastic is not None:
-            return self.elastic.function(model, kind)
-        return super().loop_function(model, kind)
 
     def step(self, model: Any, kind: str) -> compiled_steps.Step:
         step = self.plain_step(model, kind)

@@ -18,7 +18,10 @@ from keras_strategies.engines.jax.function.composite_values import (
     taken_apart,
     with_composite_values,
 )
-from keras_strategies.engines.jax.function.program_sharding import ProgramSharding
+from keras_strategies.engines.jax.function.program_sharding import (
+    ProgramSharding,
+    ShardsPrograms,
+)
 from keras_strategies.engines.jax.function.trace_state import (
     AllReplicasNeededError,
     ProgramState,
@@ -183,7 +186,9 @@ def sharding_of_program(program: ProgramState) -> ProgramSharding:
         if strategy is not None:
             found.setdefault(id(strategy), strategy)
     for strategy in found.values():
-        return strategy.drivers.run.program_sharding  # type: ignore[attr-defined]
+        driver = strategy.drivers.run
+        assert isinstance(driver, ShardsPrograms)
+        return driver.program_sharding
     return ProgramSharding()
 
 

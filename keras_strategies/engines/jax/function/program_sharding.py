@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -167,3 +168,12 @@ class ProgramSharding:
             shards = {shard.device: shard.data for shard in array.addressable_shards}
             parts = [shards[row[0]] for row in self._own_rows]
         return [jnp.squeeze(part, 0) for part in parts] if stacked else parts
+
+
+class ShardsPrograms(abc.ABC):
+    """A driver with shardings of programs that use its strategy's variables."""
+
+    @property
+    @abc.abstractmethod
+    def program_sharding(self) -> ProgramSharding:
+        """The shardings."""

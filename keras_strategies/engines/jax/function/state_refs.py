@@ -118,9 +118,20 @@ class OnReadRef(StateRef):
         self._stacks.set(self.variable, value)
 
 
+class StoresOnRead(abc.ABC):
+    """A driver that stores the values of on-read variables."""
+
+    @property
+    @abc.abstractmethod
+    def on_read_values(self) -> OnReadValues | None:
+        """The replica values of on-read variables; None with one replica."""
+
+
 def on_read_values_of(variable: Any) -> OnReadValues | None:
     """The store of an on-read variable's values; None for another variable."""
     strategy = strategy_of(variable)
     if strategy is None or not run_state.is_local(variable):
         return None
-    return strategy.drivers.run.on_read_values
+    driver = strategy.drivers.run
+    assert isinstance(driver, StoresOnRead)
+    return driver.on_read_values

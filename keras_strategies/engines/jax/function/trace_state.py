@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -52,31 +53,26 @@ class ValueOverrides:
 
 
 class TraceState(StatePolicy):
-    """State in a trace, in cross-replica context.
-
-    Args:
-        outer: the scope around the trace, for state that the trace has not assigned;
-            None to read variables themselves.
-        overrides: values in place of those of `outer`.
-    """
+    """State in a trace, in cross-replica context."""
 
     patches = ("custom loops", "replicas")
 
-    def __init__(
-        self,
-        outer: keras.StatelessScope | None,
-        overrides: ValueOverrides | None = None,
-    ):
-        self._outer = outer
-        self._overrides = overrides or ValueOverrides()
+    def __init__(self) -> None:
         self._values: dict[Any, Any] = {}
+        #: The keys of the refs that the trace has read, after assignments too.
+        self.used: set[Any] = set()
+        #: The refs whose values are those of the outside.
         self.reads: dict[Any, StateRef] = {}
         self.written: dict[Any, StateRef] = {}
 
     @property
-    def _outer_trace(self) -> TraceState | None:
-        policy = policy_of(self._outer)
-        return policy if isinstance(policy, TraceState) else None
+    @abc.abstractmethod
+    def program(self) -> ProgramState | None:
+        """The state of the program that is being traced; None outside of one."""
+
+    @abc.abstractmethod
+    def _read_outside(self, ref: StateRef) -> Any:
+        """The value of a ref that the trace has not read; None if it has none yet."""
 
     def read(self, variable: Any) -> Any:
         return self.read_ref(VariableRef(variable))
@@ -92,6 +88,7 @@ class TraceState(StatePolicy):
 
     def read_ref(self, ref: StateRef) -> Any:
         """The value of a ref; None if its variable has none yet."""
+        self.used.add(ref.key)
         value = self._values.get(ref.key)
         if value is None:
             value = self._read_outside(ref)
@@ -99,19 +96,6 @@ class TraceState(StatePolicy):
                 self._values[ref.key] = value
                 self.reads[ref.key] = ref
         return value
-
-    def _read_outside(self, ref: StateRef) -> Any:
-        if isinstance(ref, VariableRef):
-            value = self._overrides.get(ref.variable)
-            if value is not None:
-                return value
-        if self._outer_trace is not None:
-            return self._outer_trace.read_ref(ref)
-        if self._outer is not None and isinstance(ref, VariableRef):
-            value = self._outer.get_current_value(ref.variable)
-            if value is not None:
-                return value
-        return None if ref.spec() is None else ref.get()
 
     def write_ref(self, ref: StateRef, value: Any) -> None:
         """Assigns the state of a ref."""
@@ -126,6 +110,42 @@ class TraceState(StatePolicy):
         """The new values, in the order of their first assignment."""
         return [jnp.asarray(self._values[key]) for key in self.written]
 
+
+class NestedState(TraceState):
+    """The state of a trace inside a scope, of which it reads what it has not assigned.
+
+    Args:
+        outer: the scope around the trace; None to read variables themselves.
+        overrides: values in place of those of `outer`.
+    """
+
+    def __init__(self, outer: keras.StatelessScope | None, overrides: ValueOverrides):
+        super().__init__()
+        self._outer = outer
+        self._overrides = overrides
+
+    @property
+    def _outer_trace(self) -> TraceState | None:
+        policy = policy_of(self._outer)
+        return policy if isinstance(policy, TraceState) else None
+
+    @property
+    def program(self) -> ProgramState | None:
+        return None if self._outer_trace is None else self._outer_trace.program
+
+    def _read_outside(self, ref: StateRef) -> Any:
+        if isinstance(ref, VariableRef):
+            value = self._overrides.get(ref.variable)
+            if value is not None:
+                return value
+        if self._outer_trace is not None:
+            return self._outer_trace.read_ref(ref)
+        if self._outer is not None and isinstance(ref, VariableRef):
+            value = self._outer.get_current_value(ref.variable)
+            if value is not None:
+                return value
+        return None if ref.spec() is None else ref.get()
+
     def commit(self, values: Sequence[Any]) -> None:
         """Assigns the new values in the scope around, or to the variables."""
         for ref, value in zip(self.written.values(), values, strict=True):
@@ -138,11 +158,6 @@ class TraceState(StatePolicy):
             else:
                 ref.variable.assign(value)
 
-    @property
-    def program(self) -> ProgramState | None:
-        """The state of the program that is being traced; None outside of one."""
-        return None if self._outer_trace is None else self._outer_trace.program
-
 
 class ProgramState(TraceState):
     """The state of a program that is being traced: its inputs and outputs.
@@ -154,19 +169,13 @@ class ProgramState(TraceState):
     """
 
     def __init__(self, known: Iterable[tuple[StateRef, Any]], sees_all: bool = False):
-        super().__init__(None)
+        super().__init__()
         self.sees_all = sees_all
-        #: The keys of the refs that the trace has read.
-        self.used: set[Any] = set()
         for ref, value in known:
             self._values[ref.key] = value
         self.missing: dict[Any, StateRef] = {}
         self.strategies: dict[int, StrategyCore] = {}
         self._origins: dict[tuple[int, ...], tuple[list[Any], Any]] = {}
-
-    def read_ref(self, ref: StateRef) -> Any:
-        self.used.add(ref.key)
-        return super().read_ref(ref)
 
     def _read_outside(self, ref: StateRef) -> Any:
         found = ref.spec()

@@ -32,6 +32,7 @@ from keras_strategies.engines.jax.run.traced_replica_state import (
     merged_value,
 )
 from keras_strategies.runtime.data_parallel.draw_lengths import EarlierDraws
+from keras_strategies.runtime.engine import StrategyCore
 from keras_strategies.runtime.state import run_state
 
 
@@ -39,16 +40,25 @@ class NotUniformError(Exception):
     """The replicas of this function cannot be one sharded program."""
 
 
-class ShardedContext(context.ReplicaContext):
-    """The replica context of a trace for several replicas."""
+def sharded_context(
+    strategy: StrategyCore, replica_id: Any, collectives: TracedReplicas
+) -> context.ReplicaContext:
+    """The replica context of a trace for several replicas.
 
-    @property
-    def devices(self) -> tuple[str, ...]:
-        """Raises: the names differ between replicas, and one trace serves several."""
+    Args:
+        strategy: the strategy.
+        replica_id: tensor, the number of the replica.
+        collectives: the collectives of the replicas.
+    """
+    return context.ReplicaContext(
+        strategy, replica_id, collectives, on_read=_refuse_devices
+    )
+
+
+def _refuse_devices(name: str) -> None:
+    """Ends a trace when a property is read that differs between its replicas."""
+    if name == "devices":
         raise NotUniformError("`ReplicaContext.devices` differs between replicas")
-
-    def __repr__(self) -> str:
-        return f"<ReplicaContext of each replica of {self._strategy!r}>"
 
 
 class MappedReplicas(TracedReplicas):

@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from keras_strategies.engines.jax.devices import jax_device
-from keras_strategies.engines.jax.function.program_sharding import ProgramSharding
-from keras_strategies.engines.jax.function.state_refs import OnReadValues
+from keras_strategies.engines.jax.function.program_sharding import (
+    ProgramSharding,
+    ShardsPrograms,
+)
+from keras_strategies.engines.jax.function.state_refs import OnReadValues, StoresOnRead
 from keras_strategies.engines.jax.function.trace_state import (
     in_trace,
     sees_all_replicas,
@@ -29,25 +32,25 @@ if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
 
 
-class JaxRun(RunDriver):
+class JaxRun(RunDriver, StoresOnRead, ShardsPrograms):
     """Runs functions on the replicas of one strategy.
 
     Args:
         strategy: the strategy.
-        devices: the devices of all replicas, those of other workers too.
+        devices: returns the devices of all replicas, those of other workers too.
         mesh, sharding_of: see `ReplicaProgram`.
     """
 
     def __init__(
         self,
         strategy: StrategyCore,
-        devices: Sequence[jax.Device],
+        devices: Callable[[], Sequence[jax.Device]],
         mesh: jax.sharding.Mesh | None = None,
         sharding_of: Callable[[Any], jax.sharding.Sharding] | None = None,
     ):
         self._strategy = strategy
-        self._program_of = functools.partial(
-            ReplicaProgram, strategy, devices, mesh, sharding_of
+        self._program_of = lambda: ReplicaProgram(
+            strategy, devices(), mesh, sharding_of
         )
 
     @functools.cached_property

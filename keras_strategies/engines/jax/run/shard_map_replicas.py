@@ -22,7 +22,7 @@ from keras_strategies.engines.jax.function.trace_state import (
 from keras_strategies.engines.jax.run.mapped_replicas import (
     MappedReplicas,
     NotUniformError,
-    ShardedContext,
+    sharded_context,
 )
 from keras_strategies.engines.jax.run.row_numbers import draws_of
 from keras_strategies.engines.jax.run.traced_reductions import (
@@ -93,7 +93,7 @@ class ShardMapReplicas(MappedReplicas):
         self._shared_inputs = {id(value): i for i, value in enumerate(replicated)}
         self._replicated = {id(value): value for value in replicated}
         self._replica_id = lax.axis_index(self._axis)
-        replica = ShardedContext(
+        replica = sharded_context(
             self._mesh.strategy,
             self._replica_id,  # type: ignore[arg-type]
             self,
@@ -143,7 +143,11 @@ class ShardMapReplicas(MappedReplicas):
         return [all_reduce_over(op, tensor, self._axis) for tensor in tensors]
 
     def all_gather(
-        self, replica: int, tensors: Sequence[Any], axis: int
+        self,
+        replica: int,
+        tensors: Sequence[Any],
+        axis: int,
+        are_equal: bool = False,
     ) -> Sequence[Any]:
         for tensor in tensors:
             check_axis([tensor.shape], axis)

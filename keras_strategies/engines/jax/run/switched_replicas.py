@@ -34,7 +34,7 @@ from keras_strategies.engines.jax.function.trace_state import (
 from keras_strategies.engines.jax.run.mapped_replicas import (
     MappedReplicas,
     NotUniformError,
-    ShardedContext,
+    sharded_context,
 )
 from keras_strategies.engines.jax.run.replica_mesh import ReplicaMesh
 from keras_strategies.engines.jax.run.shard_map_replicas import Leaf
@@ -260,7 +260,7 @@ class SwitchedReplicas(MappedReplicas):
         return outputs, self._gradients, own.updated_values()
 
     def _state_of(self, replica_id: Any) -> TracedReplicaState:
-        replica = ShardedContext(self._mesh.strategy, replica_id, self)
+        replica = sharded_context(self._mesh.strategy, replica_id, self)
         return TracedReplicaState(replica, self._copied, self._local, self)
 
     def _copied(self, variable: Any) -> Any:
@@ -320,7 +320,11 @@ class SwitchedReplicas(MappedReplicas):
         _refuse("all_reduce")
 
     def all_gather(
-        self, replica: int, tensors: Sequence[Any], axis: int
+        self,
+        replica: int,
+        tensors: Sequence[Any],
+        axis: int,
+        are_equal: bool = False,
     ) -> Sequence[Any]:
         _refuse("all_gather")
 

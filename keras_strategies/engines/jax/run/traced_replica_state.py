@@ -57,8 +57,8 @@ class TracedReplicaState(RunState):
         super().__init__(replica, copy, local)
         self.replicas = replicas
         self._outer = outer
-        # The ids of assigned variables with equal values on all replicas.
-        self._replicated: set[int] = set()
+        # By the ids of variables, assigned values that are equal on all replicas.
+        self._replicated: dict[int, Any] = {}
 
     def set(self, variable: Any, value: Any, replicated: bool = False) -> None:
         """Assigns a value without aggregation.
@@ -69,13 +69,12 @@ class TracedReplicaState(RunState):
             replicated: bool, whether it is equal on all replicas.
         """
         self._set(variable, value)
-        self._replicated.discard(id(variable))
-        if replicated:
-            self._replicated.add(id(variable))
+        self._replicated[id(variable)] = value if replicated else None
 
-    def assign(self, variable: Any, value: Any) -> None:
-        super().assign(variable, value)
-        self._replicated.discard(id(variable))
+    def _is_set_for_all(self, variable: Any) -> bool:
+        """Whether the last assignment was one of a value that is equal on all."""
+        value = self._replicated.get(id(variable))
+        return value is not None and value is self.updates[id(variable)][1]
 
     def forget_reads(self) -> None:
         """Makes the state read again what it has not assigned."""
@@ -89,7 +88,7 @@ class TracedReplicaState(RunState):
             return False
         if id(variable) in self.updates:
             aggregated = run_state.is_aggregated(variable)
-            return id(variable) in self._replicated or aggregated
+            return aggregated or self._is_set_for_all(variable)
         if self._outer is not None:
             return self._outer.is_replicated(variable)
         return True
@@ -116,7 +115,7 @@ class TracedReplicaState(RunState):
         """Assigns the new values in the state around this one."""
         assert self._outer is not None
         for (variable, _), value in zip(self.updates.values(), values, strict=True):
-            self._outer.set(variable, value, id(variable) in self._replicated)
+            self._outer.set(variable, value, self._is_set_for_all(variable))
 
 
 class MergedState(StatePolicy):

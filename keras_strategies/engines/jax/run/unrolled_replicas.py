@@ -132,7 +132,11 @@ class UnrolledReplicas(TracedReplicas):
         return found
 
     def all_gather(
-        self, replica: int, tensors: Sequence[Any], axis: int
+        self,
+        replica: int,
+        tensors: Sequence[Any],
+        axis: int,
+        are_equal: bool = False,
     ) -> Sequence[Any]:
         def merge(every: list[list[Any]]) -> list[Any]:
             columns = [list(column) for column in zip(*every, strict=True)]

@@ -15,7 +15,7 @@ from keras_strategies.engines.jax.function.composite_values import (
     taken_apart,
 )
 from keras_strategies.engines.jax.function.trace_state import (
-    TraceState,
+    NestedState,
     ValueOverrides,
 )
 from keras_strategies.engines.jax.run.traced_replica_state import TracedReplicaState
@@ -101,11 +101,11 @@ class _Differentiated:
     def _pure(self, values: list[Any]) -> Any:
         outer = policy_of(self._outer)
         self._overrides = overrides = ValueOverrides(self._variables, values)
-        inner: TracedReplicaState | TraceState
+        inner: TracedReplicaState | NestedState
         if isinstance(outer, TracedReplicaState):
             inner = outer.nested(overrides)
         else:
-            inner = TraceState(self._outer, overrides)
+            inner = NestedState(self._outer, overrides)
         self._state = inner
         with inner.scope():
             result = self._fn()

@@ -222,13 +222,11 @@ class JaxWorkers(Workers):
 
     # Waits for other workers.
 
-    @contextlib.contextmanager
-    def method(self, name: str) -> Iterator[bool]:
+    def waiting(self) -> contextlib.AbstractContextManager[Any]:
         # Elastic workers continue when a wait has ended.
-        is_fixed = self.elastic is None
-        waiting = self.exit_watchdog.waiting() if is_fixed else contextlib.nullcontext()
-        with waiting, super().method(name) as is_outermost:
-            yield is_outermost
+        if self.elastic is not None:
+            return contextlib.nullcontext()
+        return self.exit_watchdog.waiting()
 
     def cause(self, error: BaseException) -> BaseException:
         return lost_worker(self.group, error) if _is_collective(error) else error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,10 +26,7 @@ from keras_strategies.engines.tensorflow.data_parallel.assigned_values import (
 from keras_strategies.engines.tensorflow.data_parallel.custom_gradient import (
     custom_gradient,
 )
-from keras_strategies.engines.tensorflow.data_parallel.graph_copies import (
-    ReplicaIdRecorder,
-    ReplicaTraces,
-)
+from keras_strategies.engines.tensorflow.data_parallel.graph_copies import ReplicaTraces
 from keras_strategies.engines.tensorflow.data_parallel.row_parts import for_tapes
 from keras_strategies.engines.tensorflow.devices import tf_device
 from keras_strategies.engines.tensorflow.intercepted_draws import seeing_draws
@@ -73,6 +71,7 @@ from keras_strategies.runtime.data_parallel.split_plan import (
 from keras_strategies.runtime.replicas.tensor_primitives import is_float
 from keras_strategies.runtime.state.replica_state import (
     AddedState,
+    CallState,
     ReplicaResult,
     ReplicaState,
 )
@@ -113,11 +112,13 @@ class CallInLockstep(ReplicaExecutor):
         self._zeros: dict[Any, tuple[Any, Any]] = {}
         self._is_static = all(isinstance(size, int) for size in self.sizes)
         self._all_have_rows = self._is_static or plan.row_split.all_have_rows
+        self.traces = ReplicaTraces(self._devices, self.slices, self._local_value)
         self._collectives = LockstepCollectives(
-            replicas, placement.variables, plan.row_split.replica_set, plan.reduction
-        )
-        self.traces = ReplicaTraces(
-            self._devices, self.slices, self._local_value, self._collectives
+            replicas,
+            placement.variables,
+            plan.row_split.replica_set,
+            plan.reduction,
+            copied_exchange=self.traces.exchange,
         )
         self._gathers = GatherSchedule()
         self.graph = tf.compat.v1.get_default_graph()
@@ -135,7 +136,7 @@ class CallInLockstep(ReplicaExecutor):
         ]
         self._open_tapes()
         try:
-            results = self._run(lambda replica, i: self._forward(replica, i, tasks[i]))
+            results = self._run(lambda i: self._forward(i, tasks[i]))
         except NestedCollectiveError as error:
             raise NotOnReplicasError(
                 "calls a collective of the replicas in a loop or a branch, for example "
@@ -190,21 +191,22 @@ class CallInLockstep(ReplicaExecutor):
         with tf.control_dependencies([check]):
             return tf.identity(tensor)
 
-    def _run(self, task: Callable[[ReplicaIdRecorder, int], Any]) -> list[Any]:
+    def _run(self, task: Callable[[int], Any]) -> list[Any]:
         """Runs a task on each replica, in its context; results in order."""
         counts = self._row_split.replica_set.counts
 
         def in_context(replica_id: int) -> Callable[[], Any]:
-            replica = ReplicaIdRecorder(
+            replica = context.ReplicaContext(
                 self.plan.strategy,
                 counts.first + replica_id,
                 self._collectives,
                 counts.total,
+                functools.partial(self.traces.note_read, replica_id),
             )
 
             def run() -> Any:
                 with context.on_replica(replica):
-                    return task(replica, replica_id)
+                    return task(replica_id)
 
             return run
 
@@ -217,7 +219,7 @@ class CallInLockstep(ReplicaExecutor):
             return
         # Under a persistent tape TensorFlow traces the gradient of a loop three times
         # when the loop is created. In a graph, second gradients come from the graph
-        # (`replica_gradients`), so its tapes are not persistent.
+        # (`_gradients_of_replica`), so its tapes are not persistent.
         self.tapes = [
             tf.GradientTape(
                 persistent=tf.executing_eagerly(), watch_accessed_variables=False
@@ -237,9 +239,7 @@ class CallInLockstep(ReplicaExecutor):
         if not tf.executing_eagerly() and not is_any_tape_active():
             self.tapes = [None] * len(self.sizes)
 
-    def _forward(
-        self, replica: ReplicaIdRecorder, i: int, task: Callable[[], ReplicaResult]
-    ) -> ReplicaResult:
+    def _forward(self, i: int, task: Callable[[], ReplicaResult]) -> ReplicaResult:
         """Calls the layer on a replica, or copies the trace of another replica."""
         tape = self.tapes[i]
         if (template := self.traces.template(i)) is not None:
@@ -258,7 +258,8 @@ class CallInLockstep(ReplicaExecutor):
                 # A trace of a `tf.function` has captured the values of a step.
                 with functions_copied():
                     return task()
-            with functions_copied(), self.traces.tracing(replica, i) as trace:
+            used = self._collectives.was_used_by
+            with functions_copied(), self.traces.tracing(i, used) as trace:
                 trace.result = task()
                 return trace.result
 
@@ -283,7 +284,7 @@ class CallInLockstep(ReplicaExecutor):
 
     # Variables.
 
-    def _replica_state(self, replica_id: int) -> ReplicaState:
+    def _replica_state(self, replica_id: int) -> CallState:
         """The variables of a local replica."""
         if self.plan.layer_call.only_adds:
             return AddedState()
@@ -478,7 +479,7 @@ class CallInLockstep(ReplicaExecutor):
         self.traces.set_given(present)
         columns = boundary.columns(
             shares,
-            lambda tasks: self._run(lambda _, i: self.traces.backward(i, tasks[i])),
+            lambda tasks: self._run(lambda i: self.traces.backward(i, tasks[i])),
             self._gradients_of_replica,
         )
         found = self._sums(boundary, columns)

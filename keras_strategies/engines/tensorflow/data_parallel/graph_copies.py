@@ -20,12 +20,8 @@ import keras
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2
 
-from keras_strategies import context
 from keras_strategies.engines.tensorflow.compat.gradients import without_recording
-from keras_strategies.engines.tensorflow.replicas.lockstep_replicas import (
-    Combine,
-    LockstepCollectives,
-)
+from keras_strategies.engines.tensorflow.replicas.lockstep_replicas import Combine
 from keras_strategies.errors import ReplicaMismatchError
 from keras_strategies.keras_compat.models.layers import (
     get_logits,
@@ -159,30 +155,10 @@ def _kind_and_index(device: str) -> tuple[Any, Any]:
     return spec.device_type, spec.device_index
 
 
-class ReplicaIdRecorder(context.ReplicaContext):
-    """Context of a replica; records whether its number or device is read.
-
-    If it is, the trace is specific to this replica and is not copied for others.
-    """
-
-    reads_replica_id = False
-
-    @property
-    def replica_id_in_sync_group(self) -> int:
-        self.reads_replica_id = True
-        return super().replica_id_in_sync_group
-
-    @property
-    def devices(self) -> tuple[str, ...]:
-        self.reads_replica_id = True
-        return super().devices
-
-
 @dataclass
 class ForwardTrace:
     """One replica's call of the layer, in the graph."""
 
-    replica: ReplicaIdRecorder
     replica_id: int
     operations: TracedOperations
     # Keras variable, TensorFlow variable and value of each read since the last segment.
@@ -200,7 +176,6 @@ class ReplicaTraces:
         devices: the replicas' devices, as TensorFlow names them.
         slices: for each replica, its slices of the call's inputs.
         read: reads a variable on a replica.
-        collectives: the collectives of the replicas.
     """
 
     def __init__(
@@ -208,33 +183,47 @@ class ReplicaTraces:
         devices: Sequence[str],
         slices: Sequence[Sequence[Any]],
         read: Callable[[int, Any, Any], Any],
-        collectives: LockstepCollectives,
     ):
         self._devices = devices
         self._slices = slices
         self._read = read
-        self._collectives = collectives
         #: By replica, its rows, for random numbers: tensors of the graph.
         self.rows: dict[int, OwnRows] = {}
         self._forward: dict[int, ForwardTrace] = {}
+        # Replicas whose number or device was read, so that their traces are specific to
+        # them and are not copied for others.
+        self._reading_id: set[int] = set()
         self._backward: dict[int, tuple[TracedOperations, list[Any], list[Any]]] = {}
         self._copies: dict[int, tuple[int, GraphCopy]] = {}
         self._is_backward = False
-        collectives.copied_exchange = self.exchange
+
+    def note_read(self, replica_id: int, name: str) -> None:
+        """Called when a property of a replica's context is read that others differ in.
+
+        Args:
+            replica_id: int, the number of the local replica.
+            name: str, the property.
+        """
+        self._reading_id.add(replica_id)
 
     @contextlib.contextmanager
     def tracing(
-        self, replica: ReplicaIdRecorder, replica_id: int
+        self, replica_id: int, was_used_by: Callable[[int], bool]
     ) -> Iterator[ForwardTrace]:
-        """Entered in a graph around a replica's call; the caller sets its `result`."""
-        trace = ForwardTrace(replica, replica_id, TracedOperations())
+        """Entered in a graph around a replica's call; the caller sets its `result`.
+
+        Args:
+            replica_id: int, the number of the local replica.
+            was_used_by: see `LockstepCollectives`.
+        """
+        trace = ForwardTrace(replica_id, TracedOperations())
         self._forward[replica_id] = trace
         self._copies.pop(replica_id, None)
         yield trace
         trace.rest = trace.operations.segment()
         trace.can_be_copied = (
-            not replica.reads_replica_id
-            and not self._collectives.was_used_by(replica_id)
+            replica_id not in self._reading_id
+            and not was_used_by(replica_id)
             and _can_be_copied(trace.rest)
             and all(_is_simple(leaf) for leaf in trace.result.leaves)
         )
@@ -338,7 +327,7 @@ class ReplicaTraces:
             templates = [template for template, _ in self._copies.values()]
             return templates == [0] * (len(self._slices) - 1)
         return (
-            not forward.replica.reads_replica_id
+            0 not in self._reading_id
             and all(self._are_alike(0, i) for i in range(len(self._slices)))
             and _can_be_copied(segment)
         )

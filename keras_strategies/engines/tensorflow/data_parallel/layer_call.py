@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -54,6 +54,15 @@ class TensorFlowLayerCalls(LayerCallDriver):
 
     def executor(self, plan: SplitPlan) -> CallInLockstep:
         return CallInLockstep(plan, self._engine)
+
+    def unsplit(
+        self,
+        layer: Any,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        return call(*args, **kwargs)
 
     def sizes_in_program(
         self, layer_call: LayerCall, count: int

@@ -157,7 +157,11 @@ class LockstepCollectives(ReplicaCollectives):
         replica_set: the replicas of all workers; None for those of one process.
         reduction: the strategy's `CrossDeviceOps`; None for TensorFlow's own sums.
         merging: returns a context manager for functions of `merge_call`.
+        copied_exchange: called in collectives of replica 0; None if no replica is a
+            copy of another.
     """
+
+    custom_gradient = staticmethod(custom_gradient)
 
     def __init__(
         self,
@@ -168,6 +172,7 @@ class LockstepCollectives(ReplicaCollectives):
         merging: Callable[
             [], contextlib.AbstractContextManager[None]
         ] = contextlib.nullcontext,
+        copied_exchange: CopiedExchange | None = None,
     ):
         self.reduction = reduction
         self._merging = merging
@@ -178,8 +183,7 @@ class LockstepCollectives(ReplicaCollectives):
         self._arrived: list[Any] = [None] * len(devices)
         self._results: list[Any] = [None] * len(devices)
         self._graph: Any = None
-        #: Called in collectives of replica 0.
-        self.copied_exchange: CopiedExchange | None = None
+        self._copied_exchange = copied_exchange
         self.begin()
 
     def begin(self) -> None:
@@ -234,10 +238,10 @@ class LockstepCollectives(ReplicaCollectives):
             and is_of_tensors
             and call == len(self._copied)
             and self.reduction is None
-            and self.copied_exchange is not None
+            and self._copied_exchange is not None
         ):
             own = functools.partial(self._combined, combine)
-            found = self.copied_exchange(value, own)
+            found = self._copied_exchange(value, own)
             if found is not None:
                 self._copied.append((kind, found))
                 return found[0]
@@ -292,15 +296,11 @@ class LockstepCollectives(ReplicaCollectives):
         return list(reduced(*tensors))
 
     def all_gather(
-        self, replica: int, tensors: Sequence[Any], axis: int
-    ) -> Sequence[Any]:
-        return self._all_gather(replica, tensors, axis, are_equal=False)
-
-    def all_gather_equal(self, replica: int, tensors: Sequence[Any]) -> Sequence[Any]:
-        return self._all_gather(replica, tensors, 0, are_equal=True)
-
-    def _all_gather(
-        self, replica: int, tensors: Sequence[Any], axis: int, *, are_equal: bool
+        self,
+        replica: int,
+        tensors: Sequence[Any],
+        axis: int,
+        are_equal: bool = False,
     ) -> Sequence[Any]:
         count = len(self._devices)
 
@@ -328,11 +328,6 @@ class LockstepCollectives(ReplicaCollectives):
             return [self._here(replica, tensor) for tensor in found], grad
 
         return list(gathered(*tensors))
-
-    def with_gradient(
-        self, fn: Callable[..., tuple[Any, Callable[..., Any]]], tensor: Any
-    ) -> Any:
-        return custom_gradient(fn)(tensor)
 
     def merge_call(
         self, replica: int, merge: Callable[..., Any], arguments: MergeArguments

@@ -91,20 +91,13 @@ class ProgramDraws(RunDraws):
         exchange: Exchange | None = None,
     ):
         rows = functools.cache(self._rows) if exchange else lambda: list(own)
-        super().__init__(rows, earlier)
+        super().__init__(rows, earlier, multiple_in_program=self._multiple)
         self._own = own
         self._make_variable = make_variable
         self._exchange = exchange
         self._graph = tf.compat.v1.get_default_graph()
         self._sent = np.full((len(own), MAX_DRAWS), _UNKNOWN, np.int32)
         self._variable: Any = None
-
-    def of_replica(
-        self, replica_id: int, local: int, is_partitioned: bool
-    ) -> DrawsByLength:
-        draws = super().of_replica(replica_id, local, is_partitioned)
-        draws.multiple_in_program = functools.partial(self._multiple, local)
-        return draws
 
     def _multiple(self, local: int, number: int, length: int) -> Any:
         """The entries of axis 0 for each row, of a draw of a fixed length.

@@ -54,7 +54,6 @@ from keras_strategies.engines.tensorflow.tensor_primitives import PRIMITIVES
 from keras_strategies.engines.tensorflow.workers.worker_collectives import workers_of
 from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
 from keras_strategies.keras_compat.variables.values import raw_value
-from keras_strategies.runtime.placement import Placement
 from keras_strategies.runtime.replicas.replica_run import (
     NO_ROWS,
     MergeContext,
@@ -62,7 +61,7 @@ from keras_strategies.runtime.replicas.replica_run import (
 )
 from keras_strategies.runtime.replicas.replica_set import ReplicaSet
 from keras_strategies.runtime.replicas.run_draws import RunDraws
-from keras_strategies.runtime.state.local_values import LocalValues
+from keras_strategies.runtime.state.local_values import ValueStorage
 from keras_strategies.runtime.state.run_state import (
     CreatedVariables,
 )
@@ -94,18 +93,21 @@ def _is_other_message(record: logging.LogRecord) -> bool:
     return "eagerly has significant overhead" not in str(record.msg)
 
 
-class TensorFlowLocalValues(LocalValues):
-    """On-read values: a `tf.Variable` for each replica, on its device."""
+class VariableStorage(ValueStorage):
+    """A `tf.Variable` for each replica, on its device.
 
-    def __init__(self, replica_set: ReplicaSet, placement: Placement):
-        super().__init__(replica_set, placement)
-        self._devices = [tf_device(device) for device in placement.replicas]
+    Args:
+        devices: the devices, as TensorFlow names them.
+    """
 
-    def make(self, variable: Any) -> list[tf.Variable]:
+    def __init__(self, devices: Sequence[str]):
+        self._devices = devices
+
+    def make(self, variable: Any, parts: Callable[[], list[Any]]) -> list[tf.Variable]:
         with tf.init_scope():
-            parts = self.parts(variable)
+            values = parts()
         made = []
-        for i, (part, device) in enumerate(zip(parts, self._devices, strict=True)):
+        for i, (part, device) in enumerate(zip(values, self._devices, strict=True)):
             with creating_variables(device):
                 name = f"{variable.name}_replica_{i}"
                 made.append(tf.Variable(part, trainable=False, name=name))
@@ -123,8 +125,6 @@ class TensorFlowLocalValues(LocalValues):
 class TensorFlowRun(ReplicaRun):
     """Runs functions on the replicas of one strategy."""
 
-    local_values_class = TensorFlowLocalValues
-
     def __init__(self, strategy: StrategyCore, engine: ReplicaEngine):
         exclude_from_autograph("keras_strategies")
         _suppress_eager_warning()
@@ -134,9 +134,9 @@ class TensorFlowRun(ReplicaRun):
         self._programs: weakref.WeakKeyDictionary[Any, tuple[ReplicaSet, Any]] = (
             weakref.WeakKeyDictionary()
         )
-        super().__init__(strategy, PRIMITIVES)
+        self._devices = [tf_device(device) for device in strategy.placement.replicas]
+        super().__init__(strategy, PRIMITIVES, VariableStorage(self._devices))
         self._engine = engine
-        self._devices = [tf_device(device) for device in self.placement.replicas]
         self.lead = tf_device(self.placement.variables)
 
     def run(
@@ -151,7 +151,7 @@ class TensorFlowRun(ReplicaRun):
             with self._watched():
                 return program(list(args), list(kwargs))  # type: ignore[no-any-return]
         with self._watched():
-            draws = self.draws_of(fn, args, kwargs)
+            draws = self._draws_of(fn, args, kwargs)
         if not tf.executing_eagerly():
             # AutoGraph converts `if` and `for` on tensors, as in the code around `run`.
             fn = tf.__internal__.autograph.tf_convert(
@@ -255,14 +255,15 @@ class TensorFlowRun(ReplicaRun):
         with reading_on(device), padding_empty_replicas("CPU" in device):
             yield
 
-    def draws_of(
+    def _draws_of(
         self,
         fn: Callable[..., Any],
         args: Sequence[tuple[Any, ...]],
         kwargs: Sequence[dict[str, Any]],
     ) -> RunDraws:
+        """The draws of the local replicas in a run, or in a program that is traced."""
         if tf.executing_eagerly():
-            return super().draws_of(fn, args, kwargs)
+            return self.draws_of(fn, args, kwargs)
         own, earlier = self.rows_and_earlier_draws(fn, args, kwargs)
         workers = self.replica_set.workers
         if workers is None:

@@ -40,7 +40,7 @@ from keras_strategies.runtime.row_proofs.known_calls import (
     TensorTraits,
     UnknownUse,
 )
-from keras_strategies.runtime.state.replica_state import ReplicaState
+from keras_strategies.runtime.state.replica_state import CallState, ReplicaState
 
 # The type of operation that stands for calls. No program runs it: the graph is only
 # walked. Its token has the name, how many inputs have rows, and how many outputs are
@@ -57,7 +57,7 @@ def is_of_proof(definition: Any) -> bool:
 
 
 def traced_known_call(
-    state: ReplicaState,
+    state: CallState,
     arguments: KnownArguments,
     known: KnownResults,
     weights: Any,

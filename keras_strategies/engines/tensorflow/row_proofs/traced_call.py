@@ -26,7 +26,7 @@ from keras_strategies.engines.tensorflow.row_proofs.proof_operations import (
     traced_known_call,
 )
 from keras_strategies.engines.tensorflow.row_proofs.traced_collectives import (
-    TracedCollectives,
+    traced_collectives,
 )
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.layers import (
@@ -43,9 +43,9 @@ from keras_strategies.runtime.row_proofs.known_calls import (
     known_arguments,
 )
 from keras_strategies.runtime.row_proofs.layer_calls import LayerCall, argument_leaves
-from keras_strategies.runtime.row_proofs.proof_replica import ProofReplica
 from keras_strategies.runtime.state.replica_state import (
     AddedState,
+    CallState,
     ReplicaState,
     has_rows,
 )
@@ -203,8 +203,8 @@ def traced(
         args, kwargs = call.arguments(leaves)
         state = _state(found, tape, call)
         replicas = strategy.num_replicas_in_sync
-        collectives = TracedCollectives(found, rows, call.rows, replicas)
-        replica = ProofReplica(strategy, collectives)
+        collectives = traced_collectives(found, rows, call.rows, replicas)
+        replica = context.ReplicaContext(strategy, 0, collectives, 2, is_proof=True)
         scope = state.scope()
         route = _recorded(found, tape, strategy, state, scope, call, rows, in_order)
         with (
@@ -279,7 +279,7 @@ def _placeholder(
     return tensor
 
 
-def _state(found: TracedCall, tape: Any, call: LayerCall) -> ReplicaState:
+def _state(found: TracedCall, tape: Any, call: LayerCall) -> CallState:
     """Variables are inputs of the graph; what is assigned is stored."""
     if call.only_adds:
         return AddedState()
@@ -307,7 +307,7 @@ def _recorded(
     found: TracedCall,
     tape: Any,
     strategy: Any,
-    state: ReplicaState,
+    state: CallState,
     scope: Any,
     call: LayerCall,
     rows: int | None,

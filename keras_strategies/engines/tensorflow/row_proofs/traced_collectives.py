@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
+import keras
 import tensorflow as tf
 
 from keras_strategies.engines.tensorflow.data_parallel.custom_gradient import (
@@ -18,7 +19,10 @@ from keras_strategies.engines.tensorflow.row_proofs.graph_placements import (
     MixesRowsError,
 )
 from keras_strategies.engines.tensorflow.row_proofs.node import Node, Result
-from keras_strategies.runtime.row_proofs.proof_replica import MarkedCollectives
+from keras_strategies.runtime.row_proofs.proof_replica import (
+    MarkedCollectives,
+    gathered_size,
+)
 
 # The operation that stands for a collective is one that no program runs.
 COLLECTIVE = "collective"
@@ -31,7 +35,9 @@ class Passes(Protocol):
     is_backward: bool
 
 
-class TracedCollectives(MarkedCollectives):
+def traced_collectives(
+    passes: Passes, rows: int | None, total: Any, replicas: int
+) -> MarkedCollectives:
     """Collectives of a call that is traced.
 
     Args:
@@ -41,42 +47,34 @@ class TracedCollectives(MarkedCollectives):
         replicas: int, how many replicas there are.
     """
 
-    def __init__(self, passes: Passes, rows: int | None, total: Any, replicas: int):
-        super().__init__(self._marked, _with_gradient)
-        self._passes = passes
-        self._rows = rows
-        self._total = total
-        self._replicas = replicas
-
-    def _marked(self, tensor: Any) -> Any:
-        return self._collective(tensor, tensor.shape)
-
-    def all_gather(
-        self, replica: int, tensors: Sequence[Any], axis: int
-    ) -> Sequence[Any]:
-        return [self._collective(t, self._gathered(t.shape, axis)) for t in tensors]
-
-    def _gathered(self, shape: Any, axis: int) -> Any:
-        sizes = shape.as_list()
-        if sizes[axis] is None:
-            return shape
-        if self._rows is not None and sizes[axis] % self._rows == 0:
-            sizes[axis] = sizes[axis] // self._rows * self._total
-        else:
-            sizes[axis] *= self._replicas
-        return tf.TensorShape(sizes)
-
-    def _collective(self, tensor: Any, shape: Any) -> Any:
+    def collective(tensor: Any, shape: Any) -> Any:
         # In the backward pass it adds gradients, which have weights there.
-        name = GRADIENT if self._passes.is_backward else COLLECTIVE
+        name = GRADIENT if passes.is_backward else COLLECTIVE
 
         @custom_gradient
-        def collective(tensor: Any) -> tuple[Any, Callable[[Any], Any]]:
+        def marked(tensor: Any) -> tuple[Any, Callable[[Any], Any]]:
             return _operation(name, tensor, shape), lambda gradient: _operation(
                 GRADIENT, gradient, tensor.shape
             )
 
-        return collective(tensor)
+        return marked(tensor)
+
+    def reduced(tensor: Any) -> Any:
+        return collective(tensor, tensor.shape)
+
+    def gathered(tensor: Any, axis: int, are_equal: bool) -> Any:
+        sizes = tensor.shape.as_list()
+        if sizes[axis] is not None:
+            own = None if are_equal else rows
+            sizes[axis] = gathered_size(sizes[axis], own, total, replicas)
+        return collective(tensor, tf.TensorShape(sizes))
+
+    def merged(result: Any) -> Any:
+        return keras.tree.map_structure(
+            lambda leaf: reduced(leaf) if keras.ops.is_tensor(leaf) else leaf, result
+        )
+
+    return MarkedCollectives(reduced, gathered, merged, custom_gradient)
 
 
 def _operation(name: str, tensor: Any, shape: Any) -> Any:
@@ -85,13 +83,6 @@ def _operation(name: str, tensor: Any, shape: Any) -> Any:
     )
     found.set_shape(shape)
     return found
-
-
-def _with_gradient(fn: Callable[..., Any], tensor: Any) -> Any:
-    def decorated(tensor: Any) -> tuple[Any, Callable[..., Any]]:
-        return fn(tensor)
-
-    return custom_gradient(decorated)(tensor)
 
 
 def collective(node: Node) -> Result:

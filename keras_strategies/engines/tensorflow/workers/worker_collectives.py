@@ -93,8 +93,7 @@ class TensorFlowWorkers(Workers):
         self._device = "/device:CPU:0"
         group.on_loss(self._abort)
 
-    def _set_replicas(self, count: int, span: int = 1) -> None:
-        super()._set_replicas(count, span)
+    def _replicas_set(self) -> None:
         if self._server.group is not self.group:
             with self._starting():
                 self._start()

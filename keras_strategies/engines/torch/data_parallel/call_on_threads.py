@@ -40,6 +40,7 @@ from keras_strategies.runtime.data_parallel.split_plan import SplitPlan
 from keras_strategies.runtime.replicas.tensor_primitives import is_float
 from keras_strategies.runtime.state.replica_state import (
     AddedState,
+    CallState,
     ReplicaResult,
     ReplicaState,
 )
@@ -147,7 +148,7 @@ class CallOnThreads(ReplicaExecutor):
         with self._variables.ordinary():
             return self._threads.run(contextual, self._collectives)
 
-    def _replica_state(self, replica_id: int) -> ReplicaState:
+    def _replica_state(self, replica_id: int) -> CallState:
         """The variables of a local replica."""
         if self.plan.layer_call.only_adds:
             return AddedState()

@@ -26,27 +26,13 @@ from keras_strategies.keras_compat import patching
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
 from keras_strategies.keras_compat.variables.values import raw_value
-from keras_strategies.runtime.placement import Placement
 from keras_strategies.runtime.replicas.replica_run import MergeContext, ReplicaRun
-from keras_strategies.runtime.replicas.replica_set import ReplicaSet
-from keras_strategies.runtime.state.local_values import LocalValues
+from keras_strategies.runtime.state.local_values import TensorStorage
 from keras_strategies.runtime.state.run_state import CreatedVariables, RunState
 from keras_strategies.values import map_structure
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
-
-
-class TorchLocalValues(LocalValues):
-    """On-read values: tensors on the replicas' devices."""
-
-    def __init__(self, replica_set: ReplicaSet, placement: Placement):
-        super().__init__(replica_set, placement)
-        self._devices = [torch_device(device) for device in placement.replicas]
-
-    def store(self, stored: list[Any], values: Sequence[torch.Tensor]) -> None:
-        pairs = zip(values, self._devices, strict=True)
-        stored[:] = [value.detach().to(device) for value, device in pairs]
 
 
 class TorchRun(ReplicaRun):
@@ -58,18 +44,21 @@ class TorchRun(ReplicaRun):
         variables: the replicas' copies of variables.
     """
 
-    local_values_class = TorchLocalValues
-
     def __init__(
         self,
         strategy: StrategyCore,
         threads: ReplicaThreads,
         variables: ReplicaVariables,
     ):
-        super().__init__(strategy, PRIMITIVES)
+        self._devices = [torch_device(each) for each in strategy.placement.replicas]
+        super().__init__(strategy, PRIMITIVES, TensorStorage(self._placed))
         self._threads = threads
         self._variables = variables
-        self._devices = [torch_device(device) for device in self.placement.replicas]
+
+    def _placed(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Values on the devices of the replicas."""
+        pairs = zip(values, self._devices, strict=True)
+        return [value.detach().to(device) for value, device in pairs]
 
     # Dynamo cannot follow threads: a compiled step runs around this call.
     @torch.compiler.disable
@@ -124,8 +113,8 @@ class TorchRun(ReplicaRun):
             for own, device in zip(arguments, self._devices, strict=True)
         ]
 
-    def local_values(self, variable: Any) -> Sequence[torch.Tensor]:
-        return [value.clone() for value in super().local_values(variable)]
+    def outside_replicas(self, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
 
     @contextlib.contextmanager
     def creating_variable(self) -> Iterator[None]:

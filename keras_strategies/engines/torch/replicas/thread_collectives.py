@@ -222,16 +222,14 @@ class ThreadCollectives(ReplicaCollectives):
         return sum(self.exchange(replica, number_of_call, kind, number))
 
     def all_gather(
-        self, replica: int, tensors: Sequence[torch.Tensor], axis: int
+        self,
+        replica: int,
+        tensors: Sequence[torch.Tensor],
+        axis: int,
+        are_equal: bool = False,
     ) -> Sequence[torch.Tensor]:
         number = self._next(replica)
-        return list(_AllGather.apply(self, replica, number, axis, False, *tensors))
-
-    def all_gather_equal(
-        self, replica: int, tensors: Sequence[torch.Tensor]
-    ) -> Sequence[torch.Tensor]:
-        number = self._next(replica)
-        return list(_AllGather.apply(self, replica, number, 0, True, *tensors))
+        return list(_AllGather.apply(self, replica, number, axis, are_equal, *tensors))
 
     def merge_call(
         self, replica: int, merge: Callable[..., Any], arguments: MergeArguments

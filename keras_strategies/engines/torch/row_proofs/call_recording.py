@@ -29,8 +29,7 @@ from keras_strategies.engines.torch.row_proofs.known_layer import (
     run_without_values,
 )
 from keras_strategies.engines.torch.row_proofs.recorded_replica import (
-    RecordedCollectives,
-    RecordedReplica,
+    recorded_replica,
 )
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.layers import get_mask, set_mask
@@ -117,8 +116,9 @@ class CallRecording:
         self._strategy = strategy
         # Arguments that stand for the weights of known layers.
         self._weights: list[torch.Tensor] = []
-        collectives = RecordedCollectives(self.recorder, rows, call.rows, replicas)
-        self._replica = RecordedReplica(strategy, collectives)
+        self._replica = recorded_replica(
+            strategy, self.recorder, rows, call.rows, replicas
+        )
         self._draws = DrawRecorder(self.recorder)
         #: The arguments that get gradients, and whether they have rows.
         self.arguments: list[tuple[torch.Tensor, bool]] = []

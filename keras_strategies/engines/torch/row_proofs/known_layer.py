@@ -20,14 +20,14 @@ from keras_strategies.runtime.row_proofs.known_calls import (
     KnownResults,
     TensorTraits,
 )
-from keras_strategies.runtime.state.replica_state import ReplicaState
+from keras_strategies.runtime.state.replica_state import CallState, ReplicaState
 
 _META = torch.device("meta")
 
 
 def recorded_known_call(
     recorder: CallRecorder,
-    state: ReplicaState,
+    state: CallState,
     arguments: KnownArguments,
     known: KnownResults,
     rows: int,
