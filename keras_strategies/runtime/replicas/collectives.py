@@ -40,11 +40,7 @@ class ReplicaCollectives(abc.ABC):
 
     @abc.abstractmethod
     def all_gather(
-        self,
-        replica: int,
-        tensors: Sequence[Any],
-        axis: int,
-        are_equal: bool = False,
+        self, replica: int, tensors: Sequence[Any], axis: int, are_equal: bool = False
     ) -> Sequence[Any]:
         """Concatenates each tensor over replicas along `axis`; differentiable.
 
@@ -85,11 +81,7 @@ class SingleReplica(ReplicaCollectives):
         return tensors
 
     def all_gather(
-        self,
-        replica: int,
-        tensors: Sequence[Any],
-        axis: int,
-        are_equal: bool = False,
+        self, replica: int, tensors: Sequence[Any], axis: int, are_equal: bool = False
     ) -> Sequence[Any]:
         return tensors
 

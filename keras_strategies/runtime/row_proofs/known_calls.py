@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +10,10 @@ import keras
 
 from keras_strategies.keras_compat.models.layers import get_mask
 from keras_strategies.keras_compat.models.row_wise_layers import is_row_wise
+from keras_strategies.keras_compat.state_scope import StateScope
 from keras_strategies.keras_compat.variables.generator_seeds import seed_generators
 from keras_strategies.runtime.row_proofs.layer_calls import argument_leaves
+from keras_strategies.runtime.state.replica_state import ReplicaState
 
 
 class UnknownUse(Exception):
@@ -76,6 +78,45 @@ class KnownResults:
     reads: list[Any]
     updates: list[Any]
     is_trained: bool
+
+    @classmethod
+    def of(
+        cls,
+        outputs: Any,
+        scope: StateScope,
+        state: ReplicaState,
+        is_made: Callable[[Any], bool],
+        is_trained: Callable[[Any], bool],
+    ) -> KnownResults | None:
+        """The results of a call that was traced.
+
+        Args:
+            outputs: its outputs.
+            scope: the scope of the call.
+            state: the variables that it has read and assigned.
+            is_made: whether an output or mask is a new tensor with the rows.
+            is_trained: whether a variable that is read gets a gradient.
+
+        Returns:
+            None if it adds losses, assigns trained variables, or returns another value.
+        """
+        leaves = keras.tree.flatten(outputs)
+        masks = [get_mask(leaf) for leaf in leaves]
+        made = [*leaves, *(mask for mask in masks if mask is not None)]
+        if scope.losses or not all(map(is_made, made)):
+            return None
+        updates = [variable for variable, _ in state.updates.values()]
+        if any(variable.trainable for variable in updates):
+            return None
+        reads = [variable for variable, _ in state.reads.values()]
+        return cls(
+            keras.tree.map_structure(lambda leaf: None, outputs),
+            [TensorTraits.of(leaf) for leaf in leaves],
+            [None if mask is None else TensorTraits.of(mask) for mask in masks],
+            reads,
+            updates,
+            any(map(is_trained, reads)),
+        )
 
     def packed(self, outputs: Sequence[Any]) -> Any:
         """The outputs in their structure."""

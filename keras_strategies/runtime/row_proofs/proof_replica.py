@@ -45,11 +45,7 @@ class MarkedCollectives(ReplicaCollectives):
         return [self._reduced(tensor) for tensor in tensors]
 
     def all_gather(
-        self,
-        replica: int,
-        tensors: Sequence[Any],
-        axis: int,
-        are_equal: bool = False,
+        self, replica: int, tensors: Sequence[Any], axis: int, are_equal: bool = False
     ) -> Sequence[Any]:
         return [self._gathered(tensor, axis, are_equal) for tensor in tensors]
 

@@ -143,11 +143,7 @@ class ShardMapReplicas(MappedReplicas):
         return [all_reduce_over(op, tensor, self._axis) for tensor in tensors]
 
     def all_gather(
-        self,
-        replica: int,
-        tensors: Sequence[Any],
-        axis: int,
-        are_equal: bool = False,
+        self, replica: int, tensors: Sequence[Any], axis: int, are_equal: bool = False
     ) -> Sequence[Any]:
         for tensor in tensors:
             check_axis([tensor.shape], axis)

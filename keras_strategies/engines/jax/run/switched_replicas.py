@@ -320,11 +320,7 @@ class SwitchedReplicas(MappedReplicas):
         _refuse("all_reduce")
 
     def all_gather(
-        self,
-        replica: int,
-        tensors: Sequence[Any],
-        axis: int,
-        are_equal: bool = False,
+        self, replica: int, tensors: Sequence[Any], axis: int, are_equal: bool = False
     ) -> Sequence[Any]:
         _refuse("all_gather")
 

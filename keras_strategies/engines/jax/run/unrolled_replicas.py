@@ -132,11 +132,7 @@ class UnrolledReplicas(TracedReplicas):
         return found
 
     def all_gather(
-        self,
-        replica: int,
-        tensors: Sequence[Any],
-        axis: int,
-        are_equal: bool = False,
+        self, replica: int, tensors: Sequence[Any], axis: int, are_equal: bool = False
     ) -> Sequence[Any]:
         def merge(every: list[list[Any]]) -> list[Any]:
             columns = [list(column) for column in zip(*every, strict=True)]

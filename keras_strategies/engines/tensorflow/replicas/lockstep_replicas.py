@@ -296,11 +296,7 @@ class LockstepCollectives(ReplicaCollectives):
         return list(reduced(*tensors))
 
     def all_gather(
-        self,
-        replica: int,
-        tensors: Sequence[Any],
-        axis: int,
-        are_equal: bool = False,
+        self, replica: int, tensors: Sequence[Any], axis: int, are_equal: bool = False
     ) -> Sequence[Any]:
         count = len(self._devices)
 

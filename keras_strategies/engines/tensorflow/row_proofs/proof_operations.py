@@ -37,7 +37,6 @@ from keras_strategies.runtime.replicas.collectives import SingleReplica
 from keras_strategies.runtime.row_proofs.known_calls import (
     KnownArguments,
     KnownResults,
-    TensorTraits,
     UnknownUse,
 )
 from keras_strategies.runtime.state.replica_state import CallState, ReplicaState
@@ -163,22 +162,12 @@ def run_in_own_graph(
     ):
         args, kwargs = keras.tree.map_structure(_argument, (args, kwargs))
         outputs = call(*args, **kwargs)
-    leaves = keras.tree.flatten(outputs)
-    masks = [get_mask(leaf) for leaf in leaves]
-    made = [*leaves, *(mask for mask in masks if mask is not None)]
-    if scope.losses or not all(_has_rows(each, graph, rows) for each in made):
-        return None
-    updates = [variable for variable, _ in state.updates.values()]
-    if any(variable.trainable for variable in updates):
-        return None
-    reads = [variable for variable, _ in state.reads.values()]
-    return KnownResults(
-        keras.tree.map_structure(lambda leaf: None, outputs),
-        [TensorTraits.of(leaf) for leaf in leaves],
-        [None if mask is None else TensorTraits.of(mask) for mask in masks],
-        reads,
-        updates,
-        any(variable.trainable for variable in reads),
+    return KnownResults.of(
+        outputs,
+        scope,
+        state,
+        lambda leaf: _has_rows(leaf, graph, rows),
+        lambda variable: bool(variable.trainable),
     )
 
 

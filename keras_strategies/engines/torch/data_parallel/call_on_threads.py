@@ -11,6 +11,7 @@ import torch
 from keras_strategies import context
 from keras_strategies.engines.torch.compat import is_graph_retained, version_of
 from keras_strategies.engines.torch.cuda_batches import device_rows
+from keras_strategies.engines.torch.data_parallel.assigned_values import assigned_value
 from keras_strategies.engines.torch.data_parallel.worker_sums import WorkerSums
 from keras_strategies.engines.torch.devices import moved, torch_device
 from keras_strategies.engines.torch.replicas.replica_generators import (
@@ -312,24 +313,11 @@ def _assigned_value(
     if current.requires_grad:
         # Also if it is assigned without gradients, and read with them.
         with torch.enable_grad():
-            assigned: torch.Tensor = _Assigned.apply(current, value.detach())
-        return assigned
+            return assigned_value(current, value)
     value = value.detach()
     # The variable's own memory changes when the assignments are merged, before the
     # backward pass.
     return value.clone() if value.data_ptr() == current.data_ptr() else value
-
-
-class _Assigned(torch.autograd.Function):
-    """A trained variable's new value; its gradient is the variable's."""
-
-    @staticmethod
-    def forward(ctx, current, value):  # type: ignore[no-untyped-def]
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        return gradient, None
 
 
 class _Boundary(torch.autograd.Function):

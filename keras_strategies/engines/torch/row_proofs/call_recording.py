@@ -19,6 +19,7 @@ from keras_strategies.engines.torch.compat import (
     saved_tensors_hooks_of_thread,
     silent_fake_tensors,
 )
+from keras_strategies.engines.torch.data_parallel.assigned_values import assigned_value
 from keras_strategies.engines.torch.replicas.recorded_draws import (
     DrawRecorder,
     RecordedDraw,
@@ -408,18 +409,5 @@ def _assigned_value(
     """The value that the call reads after an assignment, as on replicas."""
     current = read()
     if torch.is_grad_enabled() and current.requires_grad:
-        assigned: torch.Tensor = _Assigned.apply(current, value.detach())
-        return assigned
+        return assigned_value(current, value)
     return value.detach()
-
-
-class _Assigned(torch.autograd.Function):
-    """A trained variable's new value; its gradient is the variable's."""
-
-    @staticmethod
-    def forward(ctx, current, value):  # type: ignore[no-untyped-def]
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        return gradient, None

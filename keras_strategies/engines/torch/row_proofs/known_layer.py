@@ -18,7 +18,6 @@ from keras_strategies.runtime.replicas.collectives import SingleReplica
 from keras_strategies.runtime.row_proofs.known_calls import (
     KnownArguments,
     KnownResults,
-    TensorTraits,
 )
 from keras_strategies.runtime.state.replica_state import CallState, ReplicaState
 
@@ -153,23 +152,13 @@ def run_without_values(
         except Exception:
             # As where it reads a value. Its operations are recorded instead.
             return None
-    leaves = keras.tree.flatten(outputs)
-    masks = [get_mask(leaf) for leaf in leaves]
-    made = [*leaves, *(mask for mask in masks if mask is not None)]
     memory = {storage_key(tensor) for tensor in given}
-    if scope.losses or not all(_is_made(each, rows, memory) for each in made):
-        return None
-    updates = [variable for variable, _ in state.updates.values()]
-    if any(variable.trainable for variable in updates):
-        return None
-    reads = [variable for variable, _ in state.reads.values()]
-    return KnownResults(
-        keras.tree.map_structure(lambda leaf: None, outputs),
-        [TensorTraits.of(leaf) for leaf in leaves],
-        [None if mask is None else TensorTraits.of(mask) for mask in masks],
-        reads,
-        updates,
-        any(raw_value(variable).requires_grad for variable in reads),
+    return KnownResults.of(
+        outputs,
+        scope,
+        state,
+        lambda leaf: _is_made(leaf, rows, memory),
+        lambda variable: bool(raw_value(variable).requires_grad),
     )
 
 
