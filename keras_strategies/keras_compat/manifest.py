@@ -586,7 +586,7 @@ GROUPS: dict[str, Group] = {
         ),
     ),
     "streaming": Group(
-        "While a model with variables on parameter servers is saved or loaded.",
+        "While a model of a strategy is saved, or a model is loaded.",
         (
             Patch(
                 f"{_SAVING}.H5IOStore",

@@ -1,4 +1,4 @@
-"""Saving and loading, piece by piece, of variables too large for one process."""
+"""Files of variables that are too large for the memory of one process."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import keras
 import numpy as np
 
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.keras_compat import patching
+from keras_strategies.keras_compat.backends.keras_on_jax import wait_for
+from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.keras_compat.variables.hosted_variables import is_streamed
+from keras_strategies.keras_compat.variables.values import raw_value
 
 _PIECE_BYTES = 32 << 20
 
@@ -54,10 +58,12 @@ _loading = _Loading()
 
 
 def streamed_files() -> contextlib.AbstractContextManager[None]:
-    """Streams large variables that are on parameter servers to and from files."""
-    if patching.is_installed("parameter servers"):
-        return patching.installed_while("streaming")
-    return contextlib.nullcontext()
+    """Streams large variables to and from files.
+
+    Those on parameter servers are read and written in pieces. A file of variables in
+    shards is not read into memory, nor made there: a process may hold a part of it.
+    """
+    return patching.installed_while("streaming")
 
 
 def write_variable(original: Any, self: Any, key: str, value: Any) -> None:
@@ -99,12 +105,23 @@ def read_variable(original: Any, self: Any, key: str) -> Any:
 
 
 def load_state(original: Any, saveable: Any, *args: Any, **kwargs: Any) -> None:
-    with _loads(any(map(is_streamed, getattr(saveable, "variables", ())))):
+    variables = getattr(saveable, "variables", ())
+    with _loads(any(map(is_streamed, variables))):
         original(saveable, *args, **kwargs)
+    if keras.backend.backend() == "jax":
+        # Its transfers are asynchronous, and hold what has been read.
+        wait_for([raw_value(v) for v in variables if _is_of_mesh(v)])
 
 
 def memory_suffices(original: Any, model: Any) -> bool:
-    return not any(map(is_streamed, model.variables)) and original(model)
+    is_large = any(is_streamed(v) or _is_of_mesh(v) for v in model.variables)
+    return not is_large and bool(original(model))
+
+
+def _is_of_mesh(variable: Any) -> bool:
+    """Whether a variable was made by a strategy that shards."""
+    strategy = strategy_of(variable)
+    return strategy is not None and strategy.placement.mesh is not None
 
 
 def save_slots(original: Any, self: Any, store: Any) -> None:
