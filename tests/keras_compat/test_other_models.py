@@ -71,6 +71,7 @@ found["made before"] = short_phases(first) | long_phases(first)
 found["made after"] = short_phases(model())
 found["make"] = traced(model)
 strategy.run(lambda: keras.ops.ones(()))
+own.evaluate(X, Y, verbose=0)  # What a loop of runs needs stays until a method ends.
 found["after run"] = short_phases(first)
 print(json.dumps(found))
 """
@@ -95,7 +96,10 @@ def test_they_run_through_no_wrapper(tmp_path: Path) -> None:
         assert set().union(*called.values()) <= CALLED_ONCE, called
         for phase in ("call", "assign", "train_on_batch"):
             assert called[phase] == set()
-    assert {n.rpartition(".")[2] for n in found["make"]} == {"__init__"}
+    made = {n.rpartition(".")[2] for n in found["make"]}
+    # On JAX `run` draws rows, and its patch of `jax.random.uniform` stays.
+    drawn = {"uniform"} if keras.backend.backend() == "jax" else set()
+    assert made - drawn == {"__init__"}
 
 
 def test_a_model_of_a_strategy_is_one_of_its_class(mirrored: ks.Strategy) -> None:

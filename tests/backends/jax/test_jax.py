@@ -99,7 +99,8 @@ def test_central_storage_trains_on_after_moving_averages():
 @pytest.mark.parametrize(
     ("name", "count"),
     [
-        *[("mirrored_4", count) for count in (22, 23, 25, 3, 1)],
+        # Not one row: normalized over the batch it is 0, and accuracy a tie.
+        *[("mirrored_4", count) for count in (22, 23, 25, 3, 2)],
         *[(name, 23) for name in sorted(set(STRATEGIES) - {"mirrored_4"})],
     ],
 )
