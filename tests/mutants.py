@@ -201,8 +201,8 @@ MUTANTS = [
     Mutant(
         "last_batches_of_other_workers_dropped",
         "input/joined_batches.py",
-        "            if not found:\n                return",
-        "            if len(found) < len(parts):\n                return",
+        "            if not present:\n                return",
+        "            if len(present) < len(found):\n                return",
         {"torch": "tests/multi_worker/test_input.py -k different_amounts"},
     ),
     # State of layers and metrics.

@@ -1,21 +1,21 @@
-"""Global batches joined from separate pipelines of the workers.
+"""Global batches of separate pipelines of the workers, each with its own rows.
 
 If workers have separate pipelines, a global batch is the concatenation of their
 batches. Workers may have different amounts of data: one without more batches
 contributes no rows until all workers have ended, so that all take the same steps.
+Workers exchange numbers of rows; batches stay where they are.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from keras_strategies.errors import BatchError
-from keras_strategies.input.batches import as_numpy, join_rows, rows_of
+from keras_strategies.input.batches import as_numpy, rows_of
 from keras_strategies.input.row_splits import split_sizes
 from keras_strategies.input.sources import Source, source_of
 from keras_strategies.keras_compat.models.input_adapters import batches_adapter
@@ -43,23 +43,15 @@ class WorkersSource(Source):
         )
 
     def read(self) -> Iterator[Any]:
-        # Frameworks may read several passes on separate threads: each needs a stream.
-        stream = f"input {next(_streams)}"
-        batches = self._own.batches()
-        while True:
-            batch = next(batches, None)
-            message = b"" if batch is None else encode(batch)
-            parts = self._group.gather("a batch", message, stream)
-            found = [decode(part) for part in parts if part]
-            if not found:
-                return
-            yield join_rows(found)
+        """This worker's rows of each global batch."""
+        return (each.batch for each in self.own_rows())
 
     def own_rows(self) -> Iterator[WorkerBatch]:
-        """A pass in which each worker has its own rows, for engines that keep them.
+        """A pass in which each worker has its own rows.
 
         Workers exchange how many they have, and of which kind.
         """
+        # Frameworks may read several passes on separate threads: each needs a stream.
         stream = f"input {next(_streams)}"
         batches = self._own.batches()
         counts = self._workers.replica_counts
@@ -115,17 +107,6 @@ def _most(counts: list[int | None]) -> int | None:
     return max(known) if len(known) == len(counts) else None
 
 
-def encode(batch: Any) -> bytes:
-    """Encodes a structure of arrays as bytes, without executable content.
-
-    Raises:
-        ValueError: for arrays of Python objects.
-    """
-    arrays: list[Any] = []
-    header = json.dumps(_plan(batch, arrays)).encode()
-    return b"\n".join([header, b"".join(array.tobytes() for array in arrays)])
-
-
 def _plan(value: Any, arrays: list[Any], copy: bool = False) -> Any:
     """The structure of a batch, with dtypes and shapes in the place of its arrays.
 
@@ -149,28 +130,12 @@ def _plan(value: Any, arrays: list[Any], copy: bool = False) -> Any:
     array = np.ascontiguousarray(as_numpy(value))
     if array.dtype.hasobject:
         raise BatchError(
-            "Workers exchange batches of numbers, but this one has an array of "
+            "Batches of workers are arrays of numbers, but this one has an array of "
             f"Python objects of shape {array.shape}. Convert it to numbers "
             "first, for example with keras.layers.StringLookup."
         )
     arrays.append(array.copy() if copy and isinstance(value, np.ndarray) else array)
     return {"array": [array.dtype.name, list(array.shape)]}
-
-
-def decode(message: bytes) -> Any:
-    """Decodes a structure of arrays from bytes of `encode`."""
-    header, _, data = message.partition(b"\n")
-    plan = json.loads(header)
-
-    def arrays() -> Iterator[Any]:
-        start = 0
-        for name, shape in _arrays_of(plan):
-            dtype = _dtype(name)
-            size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-            yield np.frombuffer(data[start : start + size], dtype).reshape(shape)
-            start += size
-
-    return _structure(plan, arrays())
 
 
 def _structure(plan: Any, arrays: Iterator[Any]) -> Any:

@@ -17,3 +17,8 @@ class WorkerBatch:
 
     batch: Any
     every: list[int]
+
+
+def own_rows(batch: Any) -> Any:
+    """This worker's rows of a `WorkerBatch`; other batches unchanged."""
+    return batch.batch if isinstance(batch, WorkerBatch) else batch

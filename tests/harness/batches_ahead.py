@@ -27,6 +27,14 @@ def prepare_ahead(strategy: Any) -> Callable[[], None]:
         pinned = cuda_batches.pinned
         cuda_batches.pinned = lambda leaf: leaf.clone()
         trainer.placer = cuda_batches.PinningPrefetcher()
+        if strategy.workers is not None:
+            from keras_strategies.engines.torch.own_rows.own_batches import (
+                OwnBatchPlacer,
+            )
+
+            trainer.placer = OwnBatchPlacer(
+                strategy.placement, trainer._call, trainer.placer
+            )
     elif backend == "tensorflow":
         from keras_strategies.engines.tensorflow.epoch_datasets import EpochDatasets
 

@@ -122,11 +122,12 @@ def test_rows_of_arrays_are_read_by_their_worker(
     assert (read >= rows).all() and (read <= rows + more).all(), read
 
 
-def predicted(strategy: Any) -> Any:
+def predicted(strategy: Any, is_built: bool) -> Any:
     keras.utils.set_random_seed(5)
     with strategy.scope():
-        model = keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(1)])
-    kernel, bias = model.get_weights()
+        model = keras.Sequential([keras.layers.Dense(1)])
+        if is_built:
+            model.build((None, WIDTH))
     count = strategy.workers.group.count
     x = X.astype("float32")
 
@@ -137,12 +138,16 @@ def predicted(strategy: Any) -> Any:
         )
 
     found = model.predict(ks.DatasetCreator(own), steps=2, verbose=0)
+    kernel, bias = model.get_weights()
     every = [x[:4]] * count + [x[4:8]] * (count - 1) + [x[:3]]
     return found, np.concatenate(every) @ kernel + bias
 
 
-def test_predictions_of_separate_batches_of_several_sizes(cluster: Any) -> None:
-    for found, expected in cluster(predicted):
+@pytest.mark.parametrize("is_built", [True, False])
+def test_predictions_of_separate_batches_of_several_sizes(
+    cluster: Any, is_built: bool
+) -> None:
+    for found, expected in cluster(predicted, is_built):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 

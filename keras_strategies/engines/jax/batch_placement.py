@@ -24,14 +24,15 @@ from keras_strategies.engines.jax.unread_rows import (
 )
 from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
 from keras_strategies.input.row_splits import check_batch
+from keras_strategies.keras_compat.models.input_adapters import BatchPlacer
 from keras_strategies.runtime.batch_prefetch import prefetch_one
-from keras_strategies.runtime.worker_batch import WorkerBatch
+from keras_strategies.runtime.worker_batch import WorkerBatch, own_rows
 
 
 class JaxBatchPlacer(abc.ABC):
     """Transfers batches, structures of arrays, to the devices of a strategy."""
 
-    #: Whether a batch may be a `WorkerBatch`, and its arrays `UnreadRows`.
+    #: Whether arrays of batches may be `UnreadRows`.
     reads_own_rows = False
     unread = UnreadRows
 
@@ -129,14 +130,14 @@ class MeshPlacer(JaxBatchPlacer):
         check_batch(batch.batch)
         first, total = sum(rows[: counts.worker]), sum(rows)
 
-        def own_rows(index: Any) -> slice:
+        def of_shard(index: Any) -> slice:
             return slice(index[0].start - first, index[0].stop - first)
 
         def placed(leaf: Any) -> Any:
             return jax.make_array_from_callback(
                 (total, *leaf.shape[1:]),
                 self._split,
-                lambda index: host_copy(leaf[own_rows(index)]),
+                lambda index: host_copy(leaf[of_shard(index)]),
             )
 
         return jax.tree.map(placed, batch.batch)
@@ -244,16 +245,10 @@ class DevicePlacer(JaxBatchPlacer):
 
 
 class HostBatches:
-    """Returns batches unchanged, for steps that place them themselves.
+    """Returns batches unchanged, for steps that place them themselves."""
 
-    Args:
-        reads_own_rows: bool, whether arrays of batches may be `UnreadRows`.
-    """
-
+    reads_own_rows = True
     unread = UnreadRows
-
-    def __init__(self, reads_own_rows: bool = False):
-        self.reads_own_rows = reads_own_rows
 
     def place(self, batch: Any) -> Any:
         """The batch."""
@@ -266,6 +261,32 @@ class HostBatches:
     def batches(self, batches: Iterable[Any], several: int = 1) -> Iterator[Any]:
         """The batches."""
         return iter(batches)
+
+
+class BuildingBatches:
+    """Batches on the host while a model is called to build it, then placed ones.
+
+    Args:
+        placer: the placer of the batches of steps.
+        is_building: returns whether the model is not built yet.
+    """
+
+    unread = UnreadRows
+
+    def __init__(self, placer: BatchPlacer, is_building: Callable[[], bool]):
+        self._placer = placer
+        self._is_building = is_building
+
+    @property
+    def reads_own_rows(self) -> bool:
+        """Whether arrays of batches may be `UnreadRows`."""
+        return self._placer.reads_own_rows and not self._is_building()
+
+    def batches(self, batches: Iterable[Any], several: int = 1) -> Iterator[Any]:
+        """The batches; of a `WorkerBatch` this worker's rows, which build a model."""
+        if self._is_building():
+            return map(own_rows, batches)
+        return self._placer.batches(batches, several)
 
 
 def _as_array(leaf: Any) -> Any:

@@ -42,9 +42,9 @@ def epoch_batches(original: Any, self: Any) -> Any:
     if placer is None:
         return original(self)
     adapter = self.data_adapter
-    batches = None
-    if placer.reads_own_rows:
-        batches = own_batches(adapter) or array_batches(adapter, placer.unread)
+    batches = own_batches(adapter)
+    if batches is None and placer.reads_own_rows:
+        batches = array_batches(adapter, placer.unread)
     if batches is None:
         batches = adapter.get_jax_iterator()
     return placer.batches(batches, self.steps_per_execution)

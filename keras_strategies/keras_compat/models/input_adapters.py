@@ -89,8 +89,8 @@ def batches_adapter(
             more does not change.
         can_repeat: bool, whether passes are functions of a position, so that batches
             that are read for their specification belong to no pass.
-        own: starts a pass of `WorkerBatch`, with this worker's rows; None for batches
-            that all workers read in full.
+        own: starts a pass of `WorkerBatch`; then `batches` has this worker's rows
+            only, and is read to build a model. None for global batches.
     """
     from keras.src.trainers.data_adapters import data_adapter_utils
     from keras.src.trainers.data_adapters.generator_data_adapter import (
@@ -284,7 +284,7 @@ def own_batches(adapter: Any) -> Iterator[Any] | None:
 class BatchPlacer(Protocol):
     """Puts the batches of training loops on devices, on JAX."""
 
-    #: Whether a batch may be a `WorkerBatch`, or have arrays of `unread`.
+    #: Whether arrays of batches may be those of `unread`.
     reads_own_rows: bool
 
     def batches(self, batches: Iterable[Any], several: int) -> Iterator[Any]:

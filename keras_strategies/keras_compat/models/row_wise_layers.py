@@ -293,7 +293,10 @@ def _is_container(layer: Any) -> bool:
 def _operations(model: Any) -> list[Any]:
     """The operations of a functional or sequential model."""
     if isinstance(model, keras.Sequential):
-        model = model._functional
+        # None until the model is built.
+        model, layers = model._functional, model.layers
+        if model is None:
+            return list(layers)
     found: list[Any] = model.operations
     return found
 

@@ -11,7 +11,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from keras_strategies.engines.jax.array_placement import spans_processes
-from keras_strategies.engines.jax.batch_placement import HostBatches, JaxBatchPlacer
+from keras_strategies.engines.jax.batch_placement import (
+    BuildingBatches,
+    HostBatches,
+    JaxBatchPlacer,
+)
 from keras_strategies.engines.jax.devices import default_device, device_of, jax_device
 from keras_strategies.engines.jax.fit import compiled_steps
 from keras_strategies.engines.jax.padded_rows import GatherRows
@@ -81,7 +85,7 @@ class JaxTrainer(FitDriver, CheckpointDriver):
         if self.elastic is None:
             return self.placer
         # A repeated step places its batch on the devices of the remaining workers.
-        return HostBatches(reads_own_rows=True)
+        return HostBatches()
 
     @property
     def distribution(self) -> StrategyDistribution | None:
@@ -123,8 +127,9 @@ class JaxTrainer(FitDriver, CheckpointDriver):
         self._check_model(model)
         with contextlib.ExitStack() as stack:
             if name == "predict" and not is_built(model):
-                # Keras calls the model on a batch, which the step places in any case.
-                stack.enter_context(batches_placed_by(HostBatches()))
+                # Keras calls the model on a batch first.
+                placer = BuildingBatches(self.input_placer, lambda: not is_built(model))
+                stack.enter_context(batches_placed_by(placer))
             try:
                 yield
             except BaseException:
