@@ -253,6 +253,64 @@ def densenet() -> keras.Model:
     )
 
 
+def words(rows: int) -> Data:
+    """The next token for each, of sentences without a padding's mask."""
+    data = next_words(rows)
+    return Data({"token_ids": data.x["token_ids"]}, data.y, data.w)
+
+
+def latents(rows: int) -> Data:
+    """Noisy latents of pictures with text, and the velocity to them."""
+    random = np.random.default_rng(8)
+    shapes = {
+        "latent": (SIZE // 2, SIZE // 2, 4),
+        "context": (LENGTH, 12),
+        "pooled_projection": (10,),
+        "timestep": (1,),
+    }
+    x = {k: random.normal(size=(rows, *s)).astype("float32") for k, s in shapes.items()}
+    return Data(x, random.normal(size=x["latent"].shape).astype("float32"))
+
+
+def fits_numbers(model: keras.Model) -> keras.Model:
+    model.compile(sgd(), "mse")
+    return model
+
+
+def diffusion_transformer() -> keras.Model:
+    """That of Stable Diffusion 3."""
+    from keras_hub.src.models.stable_diffusion_3.mmdit import MMDiT
+
+    return fits_numbers(
+        MMDiT(
+            patch_size=2,
+            hidden_dim=16,
+            num_layers=2,
+            num_heads=2,
+            position_size=8,
+            qk_norm=None,
+            mlp_ratio=2,
+            latent_shape=(SIZE // 2, SIZE // 2, 4),
+            context_shape=(LENGTH, 12),
+            pooled_projection_shape=(10,),
+        )
+    )
+
+
+def text_encoder() -> keras.Model:
+    """CLIP's, as in Stable Diffusion 3."""
+    encoder = hub.CLIPTextEncoder(
+        vocabulary_size=VOCABULARY,
+        embedding_dim=16,
+        hidden_dim=16,
+        num_layers=2,
+        num_heads=2,
+        intermediate_dim=32,
+        max_sequence_length=LENGTH,
+    )
+    return compiled(keras.Model(encoder.input, head(encoder.output)))
+
+
 def of_sentences(name: str, hub_name: str, **kwargs: Any) -> FieldCase:
     pairs = hub_name in ("Bert", "Albert")
     data = sentence_pairs if pairs else sentences
@@ -301,4 +359,9 @@ CASES = [
     FieldCase("efficientnet", efficientnet, pictures),
     FieldCase("mobilenet", mobilenet, pictures),
     FieldCase("densenet", densenet, pictures),
+]
+#: Parts of Stable Diffusion 3, trained with sharded variables only.
+DIFFUSION = [
+    FieldCase("diffusion_transformer", diffusion_transformer, latents),
+    FieldCase("text_encoder", text_encoder, words),
 ]

@@ -17,7 +17,7 @@ if keras.backend.backend() != "torch":
     pytest.skip("on JAX, Keras's compiler shards", allow_module_level=True)
 
 from field.compare import FieldCase
-from field.models import CASES
+from field.models import CASES, DIFFUSION
 
 LAYOUTS = {"fsdp": 1, "auto": 2}
 #: What each reaches: a sum without a redistribution, a view that local parts refuse.
@@ -35,7 +35,7 @@ def fit(case: FieldCase, scope: Any) -> Results:
 
 
 def _parameters() -> Any:
-    for case in CASES:
+    for case in [*CASES, *DIFFUSION]:
         for layout in LAYOUTS:
             marks = [] if (case.name, layout) in BY_DAY else [pytest.mark.nightly]
             name = f"{case.name}-{layout}"
@@ -52,7 +52,7 @@ def test_a_backbone_equals_one_device(cluster, case: FieldCase, layout: str) -> 
     name, width = case.name, LAYOUTS[layout]
 
     def program(strategy: Any) -> Results:
-        [own] = [each for each in CASES if each.name == name]
+        [own] = [each for each in [*CASES, *DIFFUSION] if each.name == name]
         parts = ks.ModelParallelStrategy(layout, ["cpu:0"], width, min_shard_bytes=0)
         return fit(own, parts.scope())
 
