@@ -115,6 +115,10 @@ class Mixed(layers.Layer):
         data = {"images": inputs, "labels": labels}
         return self.mixing(data, training=training)["images"]
 
+    def compute_output_shape(self, input_shape: Any) -> Any:
+        # On JAX, Keras cannot infer it: a shuffle needs a number of rows.
+        return input_shape
+
 
 def more_image_layers() -> dict[str, Callable[[], layers.Layer]]:
     """Those whose draws have the shapes of others."""
@@ -232,6 +236,8 @@ _MIXING = (
     *(f"{name}-generator" for name in ("shuffle", "mixup", "python")),
     *("MixUp", "CutMix", "RandAugment", "AugMix", "RandomElasticTransform"),
 )
+#: Keras raises for them in a compiled step, with a strategy and without one.
+REFUSED = {"jax": ("RandomElasticTransform",)}
 UNSPLIT: dict[str, tuple[str, ...]] = {
     "jax": (),
     "tensorflow": _MIXING,
