@@ -25,7 +25,8 @@ from keras_strategies.engines.jax.fit.compiled_steps import CompiledStep
 
 ks.set_virtual_cpu_devices(4)
 
-on_each_compiled_kind = on("mirrored_2", "one_device")
+BY_DAY = ("mirrored_2", "one_device")
+on_each_compiled_kind = on(*BY_DAY)
 
 
 @pytest.fixture
@@ -49,7 +50,15 @@ def model_of(name, steps):
     return model
 
 
-@on_each_compiled_kind
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.nightly] * (name not in BY_DAY))
+        for name in STRATEGIES
+        # Central storage runs its steps one by one.
+        if "central" not in name
+    ],
+)
 def test_batches_of_equal_shapes_are_one_program(name, programs):
     model = model_of(name, 3)
     x, y, _ = rows(27)
