@@ -32,16 +32,16 @@ Every class is also a built-in exception, so that code written for
         ├── SnapshotError                      a snapshot that cannot be written or read
         └── ClosureCancelledError              cancelled scheduled work
 
-The last line of a printed error is the address of its entry in the troubleshooting
-page: `See docs/troubleshooting.md#batcherror`.
+The last line of a printed error is the command that prints its causes and what to do,
+from the troubleshooting page: "See `keras-strategies explain BatchError`".
 """
 
 from __future__ import annotations
 
 import re
 
-TROUBLESHOOTING = "docs/troubleshooting.md"
-_ADDRESS = re.compile(rf"\s*\bSee ({re.escape(TROUBLESHOOTING)}#\w+)")
+EXPLAIN = "keras-strategies explain"
+_COMMAND = re.compile(rf"\s*\bSee `({EXPLAIN} \w+)`")
 
 
 class KerasStrategiesError(Exception):
@@ -53,20 +53,20 @@ class KerasStrategiesError(Exception):
 
     @property
     def text(self) -> str:
-        """str, the message without the address of its entry, to quote in another."""
-        return _ADDRESS.sub("", super().__str__())
+        """str, the message without its last line, to quote in another."""
+        return _COMMAND.sub("", super().__str__())
 
     def __str__(self) -> str:
-        # A message that quotes another error ends with the address of that one, which
+        # A message that quotes another error ends with the command of that one, which
         # is the cause.
-        quoted = _ADDRESS.findall(super().__str__())
-        address = quoted[0] if quoted else f"{TROUBLESHOOTING}#{self._entry()}"
-        return f"{self.text}\nSee {address}"
+        quoted = _COMMAND.findall(super().__str__())
+        command = quoted[0] if quoted else f"{EXPLAIN} {self._entry()}"
+        return f"{self.text}\nSee `{command}`"
 
     @classmethod
     def _entry(cls) -> str:
         # A subclass that is defined elsewhere has its base's entry.
-        return next(c.__name__ for c in cls.__mro__ if c.__module__ == __name__).lower()
+        return next(c.__name__ for c in cls.__mro__ if c.__module__ == __name__)
 
 
 class InvalidArgumentError(KerasStrategiesError, ValueError):

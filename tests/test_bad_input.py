@@ -125,15 +125,15 @@ def test_batches_that_are_right_pass(batch) -> None:
     check_batch(batch)
 
 
-def test_an_error_that_keras_raises_again_ends_with_its_address() -> None:
+def test_an_error_that_keras_raises_again_ends_with_its_command() -> None:
     class Refuses(keras.Layer):
         def call(self, x):
             raise ks.errors.BatchError("No rows.")
 
     with pytest.raises(ks.errors.BatchError, match=r"No rows\.(?s:.*)") as caught:
         Refuses()(keras.ops.ones((2, 2)))
-    assert str(caught.value).count("See docs") == 1
-    assert str(caught.value).endswith("\nSee docs/troubleshooting.md#batcherror")
+    assert str(caught.value).count("See `keras-strategies") == 1
+    assert str(caught.value).endswith("\nSee `keras-strategies explain BatchError`")
 
 
 class Break(keras.callbacks.Callback):

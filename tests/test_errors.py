@@ -1,50 +1,45 @@
-"""The last line of an error: the address of its entry in the troubleshooting page."""
+"""The last line of an error: the command that prints its entry."""
 
 from __future__ import annotations
 
 import pickle
-import re
 import subprocess
 import threading
-from pathlib import Path
 
 import cloudpickle
 import pytest
 
 import keras_strategies as ks
 from keras_strategies.processes.portable_exceptions import PortableException
+from keras_strategies.tools import cli
 
-ROOT = Path(__file__).parents[1]
 CLASSES = [value for value in vars(ks.errors).values() if isinstance(value, type)]
 
 
-def address_of(error: BaseException) -> str:
+def command_of(error: BaseException) -> str:
     last = str(error).splitlines()[-1]
-    assert last.startswith("See "), last
-    return last.removeprefix("See ")
+    assert last.startswith("See `keras-strategies explain "), last
+    return last.split("`")[1]
 
 
-def test_addresses_are_those_of_the_page() -> None:
-    page = ROOT / ks.errors.TROUBLESHOOTING
-    # MkDocs and code hosts make the anchor of a heading of one word from its letters.
-    anchors = [
-        heading.lower()
-        for heading in re.findall(r"^#+ (\w+)$", page.read_text(), re.M)
-        if heading.endswith(("Error", "WorkersChanged"))
-    ]
-    found = [address_of(cls("something")) for cls in CLASSES]
-    assert sorted(found) == sorted(f"{ks.errors.TROUBLESHOOTING}#{a}" for a in anchors)
+@pytest.mark.parametrize("cls", CLASSES)
+def test_the_command_explains_the_error(cls, capsys) -> None:
+    _, *arguments = command_of(cls("something")).split()
+    assert cli.main(arguments) == 0
+    title, rule, *lines = capsys.readouterr().out.splitlines()
+    assert title == cls.__name__
+    assert len(lines) > 1 and max(map(len, lines)) <= len(rule)
 
 
-def test_the_address_follows_the_message() -> None:
+def test_the_command_follows_the_message() -> None:
     error = ks.errors.BatchError("No rows.")
-    assert str(error) == "No rows.\nSee docs/troubleshooting.md#batcherror"
+    assert str(error) == "No rows.\nSee `keras-strategies explain BatchError`"
     assert error.text == "No rows."
     assert error.args == ("No rows.",)
 
 
 @pytest.mark.parametrize("pickler", [pickle, cloudpickle])
-def test_an_error_of_another_process_has_one_address(pickler) -> None:
+def test_an_error_of_another_process_has_one_command(pickler) -> None:
     error = ks.errors.BatchError("No rows.")
     for _ in range(2):
         error = pickler.loads(pickler.dumps(error))
@@ -52,13 +47,13 @@ def test_an_error_of_another_process_has_one_address(pickler) -> None:
     assert str(sent(error)) == str(error)
 
 
-def test_a_quoted_error_gives_its_address_to_the_one_that_quotes_it() -> None:
+def test_a_quoted_error_gives_its_command_to_the_one_that_quotes_it() -> None:
     cause = ks.errors.BatchError("No rows.")
     error = ks.errors.ClosureCancelledError(f"An earlier one failed: {cause}.")
     again = ks.errors.PeerError(f"PeerError: {error}")
     for quoting in (error, again):
         assert str(quoting).count("See ") == 1
-        assert address_of(quoting) == "docs/troubleshooting.md#batcherror"
+        assert command_of(quoting) == "keras-strategies explain BatchError"
     assert error.text == "An earlier one failed: No rows.."
 
 
@@ -66,7 +61,7 @@ def test_an_error_defined_elsewhere_has_the_entry_of_its_base() -> None:
     class OwnError(ks.errors.LayoutError):
         pass
 
-    assert address_of(OwnError("")) == "docs/troubleshooting.md#layouterror"
+    assert command_of(OwnError("")) == "keras-strategies explain LayoutError"
 
 
 def sent(error: Exception) -> Exception:

@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from keras_strategies.errors import TROUBLESHOOTING
+from keras_strategies.errors import EXPLAIN
 from keras_strategies.reports.tables import readable_bytes
 
 #: Sizes in bytes: a small message, and a pack of gradients.
@@ -77,7 +77,7 @@ def timed_all_reduce(timeout: float) -> list[Timing]:
         lines = [
             line
             for line in process.stderr.strip().splitlines()
-            if not line.startswith(f"See {TROUBLESHOOTING}")
+            if not line.startswith(f"See `{EXPLAIN}")
         ]
         raise RuntimeError(lines[-1] if lines else f"exit code {process.returncode}")
     return [Timing(*pair) for pair in json.loads(process.stdout.splitlines()[-1])]

@@ -14,6 +14,7 @@ from keras_strategies.errors import InvalidArgumentError, KerasStrategiesError
 from keras_strategies.processes.local_cluster import LocalCluster
 from keras_strategies.tools.doctor import doctor
 from keras_strategies.tools.elastic_launch import DEFAULT_RESTARTS, launch_elastic
+from keras_strategies.tools.explain import explain
 from keras_strategies.tools.launch_command import launch_command
 
 _LAUNCH = (
@@ -53,6 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.command == "doctor":
             return doctor(timeout_seconds=options.timeout)
+        if options.command == "explain":
+            print(explain(options.name))
+            return 0
         return _launch(options)
     except KerasStrategiesError as error:
         print(f"keras-strategies {options.command}: {error}", file=sys.stderr)
@@ -200,6 +204,18 @@ def _parser() -> argparse.ArgumentParser:
         default=10.0,
         metavar="S",
         help="seconds to wait for the other tasks (default: 10)",
+    )
+
+    entry = commands.add_parser(
+        "explain",
+        help="print the causes of an error and what to do",
+        description="Print the causes of an error and what to do.",
+    )
+    entry.add_argument(
+        "name",
+        metavar="NAME",
+        nargs="?",
+        help="class of the error, such as BatchError (default: list all entries)",
     )
     return parser
 

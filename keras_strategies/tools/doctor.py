@@ -16,7 +16,7 @@ from keras_strategies.cluster.environment import (
     DEVICES_PER_WORKER,
     cluster_variables,
 )
-from keras_strategies.errors import TROUBLESHOOTING, KerasStrategiesError
+from keras_strategies.errors import EXPLAIN, KerasStrategiesError
 from keras_strategies.reports.tables import counted, fact_lines, readable_bytes, rule
 from keras_strategies.tools.all_reduce_timing import timed_all_reduce
 from keras_strategies.tools.open_ports import open_ports
@@ -115,7 +115,7 @@ def next_steps(context: CheckContext, problems: int) -> list[str]:
         return [_choose_a_backend(context.installed)]
     if problems:
         return [
-            f"Fix the lines marked with `!`; for causes see {TROUBLESHOOTING}.",
+            f"Fix the lines marked with `!`; for causes see `{EXPLAIN}`.",
             "Run `keras-strategies doctor` again, in all tasks at the same time.",
         ]
     if context.resolver is not None and context.resolver.num_workers > 1:

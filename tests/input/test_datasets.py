@@ -217,7 +217,9 @@ def test_ends_of_an_iterator(mirrored) -> None:
     with pytest.raises(ks.errors.OutOfRangeError, match="no more batches") as caught:
         iterator.get_next()
     assert isinstance(caught.value, IndexError)
-    assert str(caught.value).endswith("\nSee docs/troubleshooting.md#outofrangeerror")
+    assert str(caught.value).endswith(
+        "\nSee `keras-strategies explain OutOfRangeError`"
+    )
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
 

@@ -30,7 +30,7 @@ found = [name for name in others if importlib.util.find_spec(name)]
 assert not found, f"other frameworks are installed: {found}"
 package = ks.__file__.rpartition("/")[0]
 assert "site-packages" in package, package
-for name in ("py.typed", "__init__.pyi"):
+for name in ("py.typed", "__init__.pyi", "tools/troubleshooting.md"):
     open(f"{package}/{name}").close()
 
 strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])

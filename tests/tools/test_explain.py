@@ -1,0 +1,62 @@
+"""`keras-strategies explain`: entries of the troubleshooting page in a terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import keras_strategies as ks
+from keras_strategies.tools.cli import main
+from keras_strategies.tools.explain import explain
+
+PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
+
+
+def titles() -> list[str]:
+    lines = PAGE.read_text("utf-8").splitlines()
+    found = [line.removeprefix("### ") for line in lines if line.startswith("### ")]
+    return [title.strip("`") if title.startswith("`") else title for title in found]
+
+
+@pytest.mark.parametrize("title", titles())
+def test_entries_are_text_for_a_terminal(title) -> None:
+    text = explain(title)
+    assert len(text.splitlines()) > 2
+    for markdown in ("](", "|---", "```", "\n| ", "\n#"):
+        assert markdown not in text
+
+
+def test_a_table_is_printed_by_rows(capsys) -> None:
+    assert main(["explain", "batcherror"]) == 0
+    text = capsys.readouterr().out
+    assert "Batches are split by rows, but\n    cause: The input yields sc" in text
+    assert "    cure: Batch it: `dataset.batch(batch_size)`." in text
+
+
+def test_the_start_of_a_title_is_enough() -> None:
+    assert explain("two devices").startswith("Two devices are slower than one\n")
+
+
+def test_without_a_name_all_entries_are_listed(capsys) -> None:
+    assert main(["explain"]) == 0
+    _, *found = capsys.readouterr().out.splitlines()
+    assert found == titles()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("BatchErr0r", "No entries have the name 'BatchErr0r'. Use BatchError"),
+        ("qqq", "No entries have the name 'qqq'. Use an entry of `keras-strat"),
+        ("warning", "5 entries have the name 'warning'. Use \"Warning: a layer"),
+    ],
+)
+def test_an_unknown_name_is_an_error_with_the_closest_ones(
+    name, message, capsys
+) -> None:
+    with pytest.raises(ks.errors.InvalidArgumentError) as caught:
+        explain(name)
+    assert str(caught.value).startswith(message)
+    assert main(["explain", name]) == 2
+    assert message in capsys.readouterr().err
