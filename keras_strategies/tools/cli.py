@@ -61,12 +61,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KerasStrategiesError as error:
         print(f"keras-strategies {options.command}: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # The output was closed, as by `| head`.
+        return 1
     finally:
         _flush()
 
 
 def _flush() -> None:
-    """Flushes output; after `| head`, the pipe is closed, and Python would raise.
+    """Flushes output; Python would raise at its end where a pipe is closed.
 
     See "Note on SIGPIPE" in the documentation of Python's `signal`.
     """

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -60,3 +63,11 @@ def test_an_unknown_name_is_an_error_with_the_closest_ones(
     assert str(caught.value).startswith(message)
     assert main(["explain", name]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_reader_that_takes_the_first_line_only_sees_no_traceback() -> None:
+    command = [sys.executable, "-u", "-m", "keras_strategies", "explain", "BatchError"]
+    ended = subprocess.run(
+        f"{shlex.join(command)} | head -1", shell=True, capture_output=True, text=True
+    )
+    assert (ended.stdout, ended.stderr) == ("BatchError\n", "")
