@@ -407,5 +407,5 @@ def test_variables_say_what_they_are_and_where(mirrored) -> None:
     text = repr(model.weights[0])
     assert "d/kernel, shape=(2, 1), dtype=float32" in text
     assert re.search(r"(mirrored )?on cpu:0(, cpu:1)?>$", text), text
-    assert "each replica's own, read as sum on cpu:0" in repr(counter)
+    assert "per-replica, aggregation='sum', on cpu:0" in repr(counter)
     assert "cpu:0" not in repr(keras.Variable(0.0))

@@ -273,7 +273,7 @@ class StrategyHooks:
         copies = strategy.drivers.fit.copies(variable)
         places = ", ".join(dict.fromkeys(copy.device for copy in copies))
         if run_state.is_local(variable) and strategy.num_replicas_in_sync > 1:
-            kind = f"each replica's own, read as {variable.aggregation} on"
+            kind = f"per-replica, aggregation={variable.aggregation!r}, on"
         else:
             kind = "mirrored on" if len(copies) > 1 else "on"
             if any(copy.role == "shard" for copy in copies):
