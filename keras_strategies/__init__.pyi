@@ -12,11 +12,6 @@ from keras_strategies.collectives import (
 )
 from keras_strategies.collectives import NcclAllReduce as NcclAllReduce
 from keras_strategies.collectives import ReductionToOneDevice as ReductionToOneDevice
-from keras_strategies.context import ReplicaContext as ReplicaContext
-from keras_strategies.context import has_strategy as has_strategy
-from keras_strategies.context import (
-    in_cross_replica_context as in_cross_replica_context,
-)
 from keras_strategies.errors import WorkersChanged as WorkersChanged
 from keras_strategies.input.distributed_dataset import (
     DistributedDataset as DistributedDataset,
@@ -54,6 +49,11 @@ from keras_strategies.reports.describe import Description as Description
 from keras_strategies.reports.plan import Plan as Plan
 from keras_strategies.reports.worker_status import TrainingStatus as TrainingStatus
 from keras_strategies.reports.worker_status import WorkerStatus as WorkerStatus
+from keras_strategies.runtime.context import ReplicaContext as ReplicaContext
+from keras_strategies.runtime.context import has_strategy as has_strategy
+from keras_strategies.runtime.context import (
+    in_cross_replica_context as in_cross_replica_context,
+)
 from keras_strategies.runtime.placement import VariableCopy as VariableCopy
 from keras_strategies.strategies.base.strategy import Strategy as Strategy
 from keras_strategies.strategies.base.strategy_extended import (

@@ -183,7 +183,7 @@ MUTANTS = [
     ),
     Mutant(
         "last_rows_dropped",
-        "input/row_splits.py",
+        "runtime/row_splits.py",
         "    return [base + 1] * larger + [base] * (parts - larger)",
         "    return [base] * parts",
         {

@@ -8,7 +8,7 @@ import pytest
 from harness.strategies import STRATEGIES
 
 import keras_strategies as ks
-from keras_strategies.input.row_splits import check_batch
+from keras_strategies.runtime.row_splits import check_batch
 
 X = np.random.default_rng(0).normal(size=(22, 6)).astype("float32")
 Y = np.random.default_rng(1).integers(0, 3, 22)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.input.row_splits import split_sizes
+from keras_strategies.runtime.row_splits import split_sizes
 from keras_strategies.values import PerReplica, map_structure, regroup, select_replica
 
 Point = namedtuple("Point", "x y")

@@ -7,17 +7,17 @@ from typing import Any
 
 import keras
 
-from keras_strategies.collectives.call_options import call_options
 from keras_strategies.collectives.op_arguments import (
     device_names,
     packs_of_values,
     per_replica,
 )
-from keras_strategies.collectives.tensor_packs import pack, unpack
 from keras_strategies.devices import Device, parse_device
 from keras_strategies.engines import get_engine
 from keras_strategies.errors import InvalidArgumentError, InvalidTypeError
+from keras_strategies.runtime.call_options import call_options
 from keras_strategies.runtime.engine import Engine
+from keras_strategies.runtime.tensor_packs import pack, unpack
 from keras_strategies.types import CommunicationOptions, ReduceOp
 from keras_strategies.values import DistributedValues, Mirrored, PerReplica
 

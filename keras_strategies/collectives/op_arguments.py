@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from keras_strategies.collectives.packing import pack_indices
+from keras_strategies.communication.packing import pack_indices
 from keras_strategies.devices import Device, is_device, parse_device
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.keras_compat.strategy_attribute import strategy_of

@@ -11,9 +11,9 @@ import numpy as np
 from keras import ops
 
 from keras_strategies.collectives import local_results
-from keras_strategies.collectives.call_options import call_options
 from keras_strategies.collectives.cross_device_ops import ReductionToOneDevice
 from keras_strategies.errors import GatherError, InvalidArgumentError
+from keras_strategies.runtime.call_options import call_options
 from keras_strategies.runtime.state.replica_state import HALF
 from keras_strategies.runtime.state.run_state import is_local
 from keras_strategies.types import CommunicationOptions, ReduceOp
@@ -25,8 +25,8 @@ from keras_strategies.values import (
 )
 
 if TYPE_CHECKING:
+    from keras_strategies.communication.workers import Workers
     from keras_strategies.runtime.engine import Engine, StrategyCore
-    from keras_strategies.runtime.workers import Workers
 
 _ALONG_AXIS = {
     ReduceOp.SUM: ops.sum,

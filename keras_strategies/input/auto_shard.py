@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from keras_strategies.communication.workers import Workers
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.input.batches import loaded, rows_of
-from keras_strategies.input.row_splits import split_sizes
-from keras_strategies.runtime.workers import Workers
+from keras_strategies.runtime.row_splits import split_sizes
 from keras_strategies.types import AutoShardPolicy
 
 

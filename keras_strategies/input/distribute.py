@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
+from keras_strategies.communication.replica_counts import ReplicaCounts
 from keras_strategies.errors import InvalidArgumentError, InvalidTypeError
 from keras_strategies.input import auto_shard
 from keras_strategies.input.arrays import ArrayDataset, are_arrays
@@ -20,7 +21,6 @@ from keras_strategies.input.sources import (
     source_of,
     source_of_elements,
 )
-from keras_strategies.runtime.replicas.replica_counts import ReplicaCounts
 from keras_strategies.types import InputContext, InputOptions, InputReplicationMode
 
 if TYPE_CHECKING:

@@ -7,13 +7,13 @@ from typing import Any
 
 import keras
 
+from keras_strategies.communication.workers import Workers
 from keras_strategies.devices import Device
 from keras_strategies.errors import InputError, InvalidArgumentError, InvalidTypeError
 from keras_strategies.input.feeds import Feed
 from keras_strategies.input.prefetch import Prefetcher
 from keras_strategies.runtime.compiled_functions import ProgramIterable
 from keras_strategies.runtime.engine import Engine, Feature, require
-from keras_strategies.runtime.workers import Workers
 from keras_strategies.types import InputOptions
 from keras_strategies.values import PerReplica, map_structure, regroup
 

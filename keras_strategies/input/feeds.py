@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from keras_strategies.cluster.group import WorkerGroup
+from keras_strategies.communication.replica_counts import ReplicaCounts
 from keras_strategies.errors import InputError
 from keras_strategies.input.batches import (
     check_rows,
@@ -17,9 +18,8 @@ from keras_strategies.input.batches import (
     take_rows,
     to_host,
 )
-from keras_strategies.input.row_splits import replica_ranges
 from keras_strategies.input.sources import JoinedSource, Source
-from keras_strategies.runtime.replicas.replica_counts import ReplicaCounts
+from keras_strategies.runtime.row_splits import replica_ranges
 
 
 class Feed(abc.ABC):

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from keras_strategies.communication.workers import Workers
 from keras_strategies.errors import BatchError
 from keras_strategies.input.batches import as_numpy, rows_of
-from keras_strategies.input.row_splits import split_sizes
 from keras_strategies.input.sources import Source, source_of
 from keras_strategies.keras_compat.models.input_adapters import batches_adapter
+from keras_strategies.runtime.row_splits import split_sizes
 from keras_strategies.runtime.worker_batch import WorkerBatch
-from keras_strategies.runtime.workers import Workers
 
 _streams = itertools.count()
 

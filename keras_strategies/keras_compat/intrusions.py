@@ -71,7 +71,7 @@ INTRUSIONS = (
         "Kernels that fail on zero rows, and draws of a replica's rows.",
     ),
     Intrusion(
-        "runtime.engine_sockets",
+        "communication.engine_sockets",
         "sockets",
         "Connections of an engine to lost workers are shut down.",
     ),

@@ -9,9 +9,9 @@ from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.keras_compat.models.layers import sublayers
 from keras_strategies.layouts import Axes, VariableMesh
 from keras_strategies.reports.mesh_picture import draw
-from keras_strategies.reports.tables import Table, counted, readable_bytes
 from keras_strategies.runtime.data_parallel.row_parts import joins_of
 from keras_strategies.runtime.placement import axes_of, check_layouts
+from keras_strategies.text_tables import Table, counted, readable_bytes
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore

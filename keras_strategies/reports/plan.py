@@ -24,13 +24,13 @@ from keras_strategies.reports.describe import (
     title_of,
 )
 from keras_strategies.reports.mesh_picture import draw
-from keras_strategies.reports.tables import Table, counted, readable_bytes
 from keras_strategies.runtime.placement import (
     StepCost,
     axes_of,
     check_layouts,
     itemsize,
 )
+from keras_strategies.text_tables import Table, counted, readable_bytes
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore

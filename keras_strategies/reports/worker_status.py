@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.cluster.group.step_clock import WINDOW, StepTimes
-from keras_strategies.reports.tables import Table, counted
+from keras_strategies.text_tables import Table, counted
 
 _HEADER = ("worker", "address", "process", "state", "steps", "ms", "waits", "late")
 _NUMBERS = frozenset({"steps", "ms", "waits", "late"})

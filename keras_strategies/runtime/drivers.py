@@ -216,7 +216,7 @@ class ParameterServerDriver(abc.ABC):
 class ElasticDriver(abc.ABC):
     """State of a step that is repeated when the group of workers has changed.
 
-    See `runtime/elastic_loop.py` for the sequence. All methods are called in the
+    See `communication/elastic_loop.py` for the sequence. All methods are called in the
     thread that trains. `Workers.end_waits` and `Workers.replace` are the engine's other
     part.
     """

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import keras
 
+from keras_strategies.communication.workers import Workers
 from keras_strategies.devices import Device
 from keras_strategies.errors import BackendError, OutOfRangeError
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.keras_compat.variables.values import IdSet
 from keras_strategies.runtime.drivers import Drivers
 from keras_strategies.runtime.placement import Placement
-from keras_strategies.runtime.workers import Workers
 from keras_strategies.types import CommunicationOptions, InputContext, ReduceOp
 from keras_strategies.values import map_structure, regroup
 

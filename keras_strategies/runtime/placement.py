@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from keras_strategies.communication.replica_counts import ReplicaCounts
+from keras_strategies.communication.workers import Workers
 from keras_strategies.devices import Device
 from keras_strategies.keras_compat.backends.keras_on_jax import layout_of
 from keras_strategies.keras_compat.models.building import is_built
 from keras_strategies.layouts import Axes, VariableMesh
-from keras_strategies.runtime.replicas.replica_counts import ReplicaCounts
-from keras_strategies.runtime.workers import Workers
 
 
 @dataclass(frozen=True)

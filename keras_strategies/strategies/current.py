@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from keras_strategies import context
-from keras_strategies.context import ReplicaContext
 from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.runtime import context
+from keras_strategies.runtime.context import ReplicaContext
 from keras_strategies.strategies.base.strategy import Strategy
 from keras_strategies.strategies.default import DefaultStrategy
 

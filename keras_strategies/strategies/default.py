@@ -7,10 +7,10 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
-from keras_strategies import context
 from keras_strategies.engines import get_engine
 from keras_strategies.errors import MixedStrategyError
 from keras_strategies.input import distribute
+from keras_strategies.runtime import context
 from keras_strategies.runtime.engine import Engine
 from keras_strategies.runtime.placement import Placement
 from keras_strategies.runtime.replicas.collectives import SingleReplica

@@ -15,8 +15,8 @@ import keras
 from keras_strategies.cluster import ClusterResolver
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.reports.plan import Plan
-from keras_strategies.reports.tables import Table, readable_bytes
 from keras_strategies.strategies.model_parallel import ModelParallelStrategy
+from keras_strategies.text_tables import Table, readable_bytes
 from keras_strategies.types import CommunicationOptions
 
 _UNITS = {

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from keras_strategies.cluster import SimpleClusterResolver
 from keras_strategies.cluster.environment import find_cluster, find_local_number
+from keras_strategies.communication.workers import Workers
 from keras_strategies.devices import Device
 from keras_strategies.errors import BackendError, ClusterError, InvalidArgumentError
 from keras_strategies.processes import device_processes
 from keras_strategies.processes.device_processes import DeviceProcess, Program
 from keras_strategies.runtime.engine import Engine
-from keras_strategies.runtime.workers import Workers
 from keras_strategies.strategies.multi_worker import join_workers
 from keras_strategies.types import CommunicationOptions
 

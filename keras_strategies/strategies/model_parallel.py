@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from keras_strategies.cluster import ClusterResolver
-from keras_strategies.collectives.call_options import check_implementation
+from keras_strategies.communication.workers import Workers
 from keras_strategies.devices import Device, as_devices, parse_device
 from keras_strategies.engines import get_engine
 from keras_strategies.errors import BackendError, InvalidArgumentError, LayoutError
@@ -25,9 +25,9 @@ from keras_strategies.layouts import (
     VariableMesh,
     mesh_shape,
 )
+from keras_strategies.runtime.call_options import check_implementation
 from keras_strategies.runtime.engine import Engine, Feature, require
 from keras_strategies.runtime.placement import Placement
-from keras_strategies.runtime.workers import Workers
 from keras_strategies.strategies.base.strategy import Strategy
 from keras_strategies.strategies.device_selection import (
     choose_devices,

@@ -25,20 +25,20 @@ from keras_strategies.cluster.resolvers.environment.torchrun import (
     TorchrunClusterResolver,
 )
 from keras_strategies.cluster.spec import check_training_cluster, worker_addresses
-from keras_strategies.collectives.call_options import check_implementation
 from keras_strategies.collectives.cross_device_ops import (
     CrossDeviceOps,
     check_cross_device_ops,
 )
+from keras_strategies.communication.workers import Workers
 from keras_strategies.devices import as_devices
 from keras_strategies.engines import get_engine
 from keras_strategies.errors import ClusterError
 from keras_strategies.processes.device_processes import end_others
 from keras_strategies.processes.ray.ray_resolver import RayClusterResolver
 from keras_strategies.processes.ray.train_context import is_train_worker
+from keras_strategies.runtime.call_options import check_implementation
 from keras_strategies.runtime.engine import Engine, Feature, require
 from keras_strategies.runtime.placement import Placement
-from keras_strategies.runtime.workers import Workers
 from keras_strategies.strategies.base.strategy import Strategy
 from keras_strategies.strategies.device_selection import (
     choose_devices,

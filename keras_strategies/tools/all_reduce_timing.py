@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from keras_strategies.errors import EXPLAIN
-from keras_strategies.reports.tables import readable_bytes
+from keras_strategies.text_tables import readable_bytes
 
 #: Sizes in bytes: a small message, and a pack of gradients.
 SIZES = (2**20, 25 * 2**20)

@@ -17,7 +17,7 @@ from keras_strategies.cluster.environment import (
     cluster_variables,
 )
 from keras_strategies.errors import EXPLAIN, KerasStrategiesError
-from keras_strategies.reports.tables import counted, fact_lines, readable_bytes, rule
+from keras_strategies.text_tables import counted, fact_lines, readable_bytes, rule
 from keras_strategies.tools.all_reduce_timing import timed_all_reduce
 from keras_strategies.tools.open_ports import open_ports
 from keras_strategies.tools.reachability import find_peers, listening

@@ -6,11 +6,11 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from keras_strategies.context import check_returns
 from keras_strategies.engines import get_engine
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.keras_compat.variables.materialized import materialized
 from keras_strategies.runtime.compiled_functions import register_compiled
+from keras_strategies.runtime.context import check_returns
 from keras_strategies.training.elastic.elastic_actions import current_loop
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_strategies import context
 from keras_strategies.errors import ContextError, InvalidArgumentError
+from keras_strategies.runtime import context
 
 
 def compute_average_loss(

@@ -10,14 +10,12 @@ from typing import Any
 
 import keras
 
-from keras_strategies import context
 from keras_strategies.engines import get_engine
 from keras_strategies.errors import (
     ContextError,
     InvalidArgumentError,
     ModelScopeError,
 )
-from keras_strategies.input.row_splits import batches_of_custom_step, check_batch
 from keras_strategies.keras_compat import hooks, patching
 from keras_strategies.keras_compat.models.building import (
     element_spec,
@@ -32,6 +30,7 @@ from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.keras_compat.variables.generator_seeds import seed_states
 from keras_strategies.keras_compat.variables.materialized import materialized_model
 from keras_strategies.keras_compat.variables.values import guard_value, raw_value
+from keras_strategies.runtime import context
 from keras_strategies.runtime.data_parallel.added_sums import sent_together
 from keras_strategies.runtime.data_parallel.row_draws import drawing
 from keras_strategies.runtime.data_parallel.row_functions import (
@@ -41,6 +40,7 @@ from keras_strategies.runtime.data_parallel.row_functions import (
     update_of_rows,
 )
 from keras_strategies.runtime.drivers import Drivers
+from keras_strategies.runtime.row_splits import batches_of_custom_step, check_batch
 from keras_strategies.runtime.state import run_state
 from keras_strategies.runtime.state.replica_state import AddedState
 from keras_strategies.runtime.state.run_state import RunState

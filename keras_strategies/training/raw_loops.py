@@ -6,11 +6,11 @@ from typing import Any
 
 import keras
 
-from keras_strategies import context
 from keras_strategies.engines import get_engine
 from keras_strategies.keras_compat.state_scope import StateScope
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.keras_compat.thread_state import current_stateless_scope
+from keras_strategies.runtime import context
 from keras_strategies.user_warnings import warn_user
 
 _WARNED = "_has_warned_of_raw_loop"

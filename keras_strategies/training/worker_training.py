@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
+from keras_strategies.communication.workers import Workers
 from keras_strategies.errors import (
     ClusterError,
     InvalidArgumentError,
@@ -23,7 +24,6 @@ from keras_strategies.keras_compat.models.fit_loop import (
 from keras_strategies.keras_compat.models.input_adapters import is_adapter
 from keras_strategies.keras_compat.optimizers.optimizer_parts import variable_rate
 from keras_strategies.runtime.state.variable_sync import sync_model
-from keras_strategies.runtime.workers import Workers
 from keras_strategies.training.elastic.chief_callbacks import (
     ChiefCallback,
     ChiefCallbacks,

@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 
-from architecture.package_source import Source, dotted
+from architecture.package_source import PACKAGE, Module, Source
 
 
 def import_graph(source: Source) -> dict[str, set[str]]:
-    """What each module imports: ordinarily, for types only, or by a string."""
-    graph: dict[str, set[str]] = {}
+    """What each module imports: ordinarily, in functions, for types, or by a string."""
+    graph = {}
     for module in source.modules:
-        names: set[str] = set()
-        for node in module.nodes:
-            if isinstance(node, ast.Import):
-                names.update(alias.name for alias in node.names)
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                names.update(f"{node.module}.{alias.name}" for alias in node.names)
-            elif isinstance(node, ast.Call) and "import_module" in dotted(node.func):
-                names.update(
-                    each.value
-                    for each in node.args
-                    if isinstance(each, ast.Constant) and isinstance(each.value, str)
-                )
-        targets = {source.own(name) for name in names} - {None, module.name}
-        graph[module.name] = {target for target in targets if target}
+        targets = {source.own(name) for name in _imported(module)}
+        targets |= {_named(source, each) for each in module.nodes}
+        graph[module.name] = {each for each in targets if each} - {module.name}
     return graph
+
+
+def _imported(module: Module) -> Iterator[str]:
+    for node in module.nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _named(source: Source, node: ast.AST) -> str | None:
+    """The module that a string names, as `"package.module"` or with `":function"`."""
+    if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
+        return None
+    name = node.value.partition(":")[0]
+    target = source.own(name) if name.startswith(f"{PACKAGE}.") else None
+    return target if target and name.endswith(target) else None
 
 
 def cycles(graph: dict[str, set[str]]) -> list[list[str]]:

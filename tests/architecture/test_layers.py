@@ -1,4 +1,6 @@
-"""Layers of the package: every import points down, and modules form no cycle.
+"""Layers of the package: folders import lower ones, and modules form no cycle.
+
+The layers are the rows of the figure in the package's README (`figure.py`).
 
 Imports inside functions, under TYPE_CHECKING and by string count as well.
 """
@@ -10,84 +12,24 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from architecture.figure import GROUPS, LAYERS, box_of, edges, height_of
 from architecture.import_graph import cycles, import_graph
 from architecture.package_source import PACKAGE, Module, Source, package_source
 
-# From the bottom up: a module imports only its own layer and those before it in this
-# list. The longest prefix of a module's name decides its layer.
-LAYERS = (
-    ("errors", "user_warnings"),
-    ("types", "devices", "values", "layouts", "reports.tables", "keras_compat"),
-    ("cluster", "input.row_splits", "runtime.replicas.replica_counts"),
-    ("processes",),
-    ("runtime.elastic_loop", "runtime.worker_steps"),
-    ("runtime.workers",),
-    ("runtime.placement",),
-    ("runtime.drivers", "runtime.replicas.collectives"),
-    ("runtime.engine",),
-    (
-        "context",
-        "runtime",
-        "collectives.packing",
-        "collectives.tensor_packs",
-        "collectives.call_options",
-        "collectives.replica_ops",
-    ),
-    ("engines.jax", "engines.torch", "engines.tensorflow"),
-    ("engines",),
-    ("collectives", "input"),
-    ("reports", "training"),
-    ("strategies",),
-    ("parameter_server",),
-    (
-        "__init__",
-        "__main__",
-        "callbacks",
-        "cluster_resolver",
-        "coordinator",
-        "experimental",
-        "tools",
-    ),
-)
 FRAMEWORKS = {"jax": "jax", "torch": "torch", "tensorflow": "tensorflow"}
 
 
-def graph_of(source: Source) -> dict[str, set[str]]:
-    """All imports between modules, strings that name a module included."""
-    graph = import_graph(source)
-    for module in source.modules:
-        for node in module.nodes:
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                name = node.value.partition(":")[0]
-                target = source.own(name) if name.startswith(f"{PACKAGE}.") else None
-                if target and target != module.name and name.endswith(target):
-                    graph[module.name].add(target)
-    return graph
-
-
-GRAPH = graph_of(package_source())
-
-
-def layer_of(module: str) -> int:
-    best = max(
-        (
-            (len(prefix), i)
-            for i, prefixes in enumerate(LAYERS)
-            for prefix in prefixes
-            if module == prefix or module.startswith(f"{prefix}.")
-        ),
-        default=None,
-    )
-    assert best is not None, f"{module} is in no layer; add its folder to LAYERS"
-    return best[1]
+GRAPH = import_graph(package_source())
 
 
 def upward(graph: dict[str, set[str]]) -> list[str]:
+    """Imports of another folder that does not lie in a lower layer."""
     return [
-        f"{module} imports {target}, which is in a higher layer"
+        f"{module} imports {target}, which is in no lower layer"
         for module, targets in graph.items()
         for target in sorted(targets)
-        if layer_of(target) > layer_of(module)
+        if box_of(module) != box_of(target)
+        and height_of(box_of(module)) <= height_of(box_of(target))
     ]
 
 
@@ -117,6 +59,28 @@ def assert_none(problems: list[str]) -> None:
 
 def test_imports_point_down() -> None:
     assert_none(upward(GRAPH))
+
+
+def test_each_folder_lies_in_one_layer() -> None:
+    boxes = [box for layer in LAYERS for box in layer]
+    tops = [top for box in boxes for top in GROUPS.get(box, {box})]
+    assert sorted(tops) == sorted({name.partition(".")[0] for name in GRAPH})
+
+
+def test_the_figure_shows_arrows_that_point_up_or_sideways() -> None:
+    wrong = {
+        "values": {"runtime.engine"},
+        "processes": {"communication"},
+        "tools": {"values", "cluster"},
+        "cluster": {"errors"},
+    }
+    assert edges(wrong) == {
+        ("vocabulary", "runtime"),
+        ("processes", "communication"),
+        ("tools", "cluster"),
+        ("cluster", "vocabulary"),
+    }
+    assert len(upward(wrong)) == 2
 
 
 def test_there_are_no_cycles() -> None:
@@ -176,7 +140,7 @@ def test_imports_of_every_kind_are_seen(tmp_path: Path) -> None:
     (tmp_path / "types.py").write_text(
         f"def late():\n    import {PACKAGE}.strategies\n"
     )
-    graph = graph_of(Source(tmp_path))
+    graph = import_graph(Source(tmp_path))
     assert len(upward(graph)) == 3
     graph["strategies"].add("types")
     assert cycles(graph) == [["strategies", "types"]]

@@ -7,7 +7,7 @@ import pytest
 from keras import ops
 
 import keras_strategies as ks
-from keras_strategies.collectives.packing import pack_indices
+from keras_strategies.communication.packing import pack_indices
 
 KINDS = {
     "one_device": ks.ReductionToOneDevice,

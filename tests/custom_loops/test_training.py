@@ -11,7 +11,7 @@ from harness.strategies import STRATEGIES
 from keras import layers, ops
 
 import keras_strategies as ks
-from keras_strategies.input.row_splits import split_sizes
+from keras_strategies.runtime.row_splits import split_sizes
 
 CROSS_ENTROPY = keras.losses.SparseCategoricalCrossentropy(
     from_logits=True, reduction=None

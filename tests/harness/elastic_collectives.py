@@ -17,10 +17,10 @@ import numpy as np
 from harness.elastic_processes import join, run, write, write_members
 from keras_strategies.cluster.group.membership import Membership
 from keras_strategies.cluster.group.worker_group import WorkerGroup
+from keras_strategies.communication.workers import Workers
 from keras_strategies.devices import Device
 from keras_strategies.engines import get_engine
 from keras_strategies.errors import WorkerError
-from keras_strategies.runtime.workers import Workers
 from keras_strategies.types import CommunicationOptions, ReduceOp
 
 

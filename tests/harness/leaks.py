@@ -66,7 +66,7 @@ def leaks(before: Snapshot) -> list[str]:
 def mend(before: Snapshot) -> None:
     """Undoes a test's leaks, so that the next test does not fail by them."""
     if ks.has_strategy():
-        from keras_strategies import context
+        from keras_strategies.runtime import context
 
         context._thread.frames.clear()
     keras.config.set_dtype_policy(before.policy)

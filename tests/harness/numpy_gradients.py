@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from keras_strategies import context
 from keras_strategies.keras_compat.state_scope import current_policy
 from keras_strategies.keras_compat.variables.values import raw_value
+from keras_strategies.runtime import context
 from keras_strategies.runtime.state.replica_state import ReplicaState
 
 #: A power of two, so that small numbers stay exact.

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from keras_strategies.communication.replica_counts import ReplicaCounts
 from keras_strategies.keras_compat.variables.values import raw_value
-from keras_strategies.runtime.replicas.replica_counts import ReplicaCounts
 from keras_strategies.runtime.replicas.tensor_primitives import TensorPrimitives
 from keras_strategies.types import ReduceOp
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from keras_strategies.communication.replica_counts import ReplicaCounts
 from keras_strategies.input.auto_shard import resolve_policy
-from keras_strategies.input.row_splits import replica_ranges
-from keras_strategies.runtime.replicas.replica_counts import ReplicaCounts
+from keras_strategies.runtime.row_splits import replica_ranges
 from keras_strategies.types import AutoShardPolicy
 
 

@@ -24,7 +24,7 @@ def trained(x, y):
 
 def tables() -> tuple[list[str], list[str]]:
     """Paths of variables of the worker's last program: tables, and pulled in full."""
-    from keras_strategies import context
+    from keras_strategies.runtime import context
 
     programs = context.current_strategy()._worker.programs._programs
     kept = [own for own in programs.values() if own]

@@ -69,7 +69,7 @@ def on_servers(strategy) -> list[tuple[int, int]]:
 
 def on_worker():
     """Numbers of variables, objects and programs on the worker that runs this."""
-    from keras_strategies import context
+    from keras_strategies.runtime import context
 
     worker = context.current_strategy()._worker
     return (
@@ -149,7 +149,7 @@ def values_on_workers(strategy) -> dict[int, int]:
     """Number of values that exist once per worker, by worker."""
 
     def count():
-        from keras_strategies import context
+        from keras_strategies.runtime import context
 
         worker = context.current_strategy()._worker
         # Another function for another worker.

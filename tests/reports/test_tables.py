@@ -9,7 +9,7 @@ import keras
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.reports.tables import Table, counted, fact_lines, readable_bytes
+from keras_strategies.text_tables import Table, counted, fact_lines, readable_bytes
 
 
 def table(**options) -> Table:

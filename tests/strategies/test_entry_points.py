@@ -66,7 +66,7 @@ ORDERS = [
     f"import keras_strategies as ks; data = {CREATOR}; {CENTRAL}",
     f"import keras_strategies.training.dataset_creator as ks; data = {CREATOR}",
     f"import keras_strategies as ks; assert not ks.has_strategy(); {CENTRAL}",
-    f"import keras_strategies.context as c; assert not c.has_strategy(); "
+    f"import keras_strategies.runtime.context as c; assert not c.has_strategy(); "
     f"import keras_strategies as ks; {CENTRAL}",
     "import keras_strategies as ks; ks.set_virtual_cpu_devices(2); ks.get_strategy(); "
     f"{CENTRAL}",

@@ -23,9 +23,9 @@ from keras_strategies.engines.jax.unread_rows import (
     is_unread,
 )
 from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
-from keras_strategies.input.row_splits import check_batch
 from keras_strategies.keras_compat.models.input_adapters import BatchPlacer
 from keras_strategies.runtime.batch_prefetch import prefetch_one
+from keras_strategies.runtime.row_splits import check_batch
 from keras_strategies.runtime.worker_batch import WorkerBatch, own_rows
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from keras_strategies.cluster.group import WorkerGroup
+from keras_strategies.communication.workers import Workers
 from keras_strategies.devices import Device
 from keras_strategies.engines.jax import compat, device_collectives, devices
 from keras_strategies.engines.jax.array_placement import local_value
@@ -34,7 +35,6 @@ from keras_strategies.runtime.engine import (
     Feature,
     Transfer,
 )
-from keras_strategies.runtime.workers import Workers
 from keras_strategies.types import CommunicationOptions, ReduceOp
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from keras_strategies.cluster.group import WorkerGroup
+from keras_strategies.communication.workers import Workers
 from keras_strategies.devices import Device
 from keras_strategies.engines.tensorflow import composite_values
 from keras_strategies.engines.tensorflow.compat.gradients import is_any_tape_active
@@ -53,7 +54,6 @@ from keras_strategies.errors import OutOfRangeError
 from keras_strategies.runtime.compiled_functions import ProgramIterable
 from keras_strategies.runtime.drivers import Drivers
 from keras_strategies.runtime.engine import Engine, Feature
-from keras_strategies.runtime.workers import Workers
 from keras_strategies.types import CommunicationOptions, ReduceOp
 
 if TYPE_CHECKING:

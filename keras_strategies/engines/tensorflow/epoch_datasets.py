@@ -16,15 +16,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_strategies.communication.replica_counts import ReplicaCounts
 from keras_strategies.engines.tensorflow.compat.datasets import (
     LazyIterator,
     handle_of,
     indices_and_arrays,
     iterator_of,
 )
-from keras_strategies.input.row_splits import split_sizes
 from keras_strategies.keras_compat.models.input_adapters import RowsOfWorker
-from keras_strategies.runtime.replicas.replica_counts import ReplicaCounts
+from keras_strategies.runtime.row_splits import split_sizes
 
 # Batches on the device, or being transferred, besides the one in use.
 _AHEAD = 1

@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_strategies.communication.workers import Workers
 from keras_strategies.devices import Device
 from keras_strategies.engines.tensorflow.compat.gradients import is_recorded
 from keras_strategies.engines.tensorflow.compat.graphs import is_in_program
@@ -17,7 +18,6 @@ from keras_strategies.runtime.replicas.tensor_primitives import (
     SparseGradients,
     TensorPrimitives,
 )
-from keras_strategies.runtime.workers import Workers
 from keras_strategies.types import ReduceOp
 
 

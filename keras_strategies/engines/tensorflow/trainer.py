@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
-from keras_strategies import context
 from keras_strategies.engines.tensorflow.compat.programs import default_strategy
 from keras_strategies.engines.tensorflow.compat.variables import (
     is_resource_variable,
@@ -60,6 +59,7 @@ from keras_strategies.keras_compat.variables.values import (
     set_raw_value,
     stored_dtype,
 )
+from keras_strategies.runtime import context
 from keras_strategies.runtime.colocation import colocation_reference
 from keras_strategies.runtime.data_parallel.layer_call import DataParallelCall
 from keras_strategies.runtime.drivers import FitDriver

@@ -11,6 +11,7 @@ import keras
 import torch
 
 from keras_strategies.cluster.group import WorkerGroup
+from keras_strategies.communication.workers import Workers
 from keras_strategies.devices import Device
 from keras_strategies.engines.torch.devices import (
     accelerators,
@@ -29,7 +30,6 @@ from keras_strategies.runtime.engine import (
     Engine,
     Feature,
 )
-from keras_strategies.runtime.workers import Workers
 from keras_strategies.types import CommunicationOptions, ReduceOp
 
 if TYPE_CHECKING:

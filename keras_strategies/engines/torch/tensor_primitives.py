@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from keras_strategies.communication.workers import Workers
 from keras_strategies.devices import Device
 from keras_strategies.engines.torch.data_parallel.row_parts import (
     TorchRowParts,
@@ -18,7 +19,6 @@ from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.data_parallel.row_parts import RowPartsCaller
 from keras_strategies.runtime.replicas.replica_set import RowSplit
 from keras_strategies.runtime.replicas.tensor_primitives import TensorPrimitives
-from keras_strategies.runtime.workers import Workers
 from keras_strategies.types import ReduceOp
 
 _REDUCTIONS: dict[ReduceOp, Callable[[torch.Tensor], torch.Tensor]] = {

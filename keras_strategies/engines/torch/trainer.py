@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import torch
 
+from keras_strategies.communication.workers import Workers
 from keras_strategies.devices import Device
 from keras_strategies.engines.torch.counted_memory import step_peak
 from keras_strategies.engines.torch.cuda_batches import batch_prefetcher
@@ -31,7 +32,6 @@ from keras_strategies.engines.torch.replicas.replica_variables import ReplicaVar
 from keras_strategies.engines.torch.replicas.row_numbers import partitioned_step
 from keras_strategies.engines.torch.tensor_primitives import PRIMITIVES
 from keras_strategies.engines.torch.worker_collectives import TorchWorkers
-from keras_strategies.input.row_splits import check_batch
 from keras_strategies.keras_compat.models.building import compiled_variables
 from keras_strategies.keras_compat.models.input_adapters import batches_placed_by
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
@@ -46,7 +46,7 @@ from keras_strategies.runtime.placement import (
     VariableCopy,
     mirrored_step_cost,
 )
-from keras_strategies.runtime.workers import Workers
+from keras_strategies.runtime.row_splits import check_batch
 from keras_strategies.user_warnings import warn_user
 
 if TYPE_CHECKING:

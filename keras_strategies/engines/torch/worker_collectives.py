@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 
 from keras_strategies.cluster.group import WorkerGroup
-from keras_strategies.collectives.packing import pack_indices
+from keras_strategies.communication.engine_sockets import EngineSockets
+from keras_strategies.communication.packing import pack_indices
+from keras_strategies.communication.workers import Workers, lost_worker
 from keras_strategies.engines.torch.compat import (
     all_gather_into,
     create_gloo_group,
@@ -33,8 +35,6 @@ from keras_strategies.engines.torch.nccl_works import (
     gpu_uuid,
 )
 from keras_strategies.errors import ClusterError, WorkerError
-from keras_strategies.runtime.engine_sockets import EngineSockets
-from keras_strategies.runtime.workers import Workers, lost_worker
 from keras_strategies.types import (
     CommunicationImplementation,
     CommunicationOptions,

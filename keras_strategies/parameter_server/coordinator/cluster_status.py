@@ -8,7 +8,7 @@ from keras_strategies.parameter_server.coordinator.scheduler import Scheduler
 from keras_strategies.parameter_server.variables.variable_registry import (
     VariableRegistry,
 )
-from keras_strategies.reports.tables import (
+from keras_strategies.text_tables import (
     Table,
     counted,
     readable_bytes,

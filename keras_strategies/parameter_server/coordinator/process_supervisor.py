@@ -18,7 +18,7 @@ from keras_strategies.parameter_server.coordinator.cluster_state import (
 )
 from keras_strategies.parameter_server.wire.server_addresses import ServerAddresses
 from keras_strategies.processes.local_cluster import LocalTask
-from keras_strategies.reports.tables import counted
+from keras_strategies.text_tables import counted
 
 #: Number of failed starts in a row after which a process is not restarted.
 _MAX_FAILED_STARTS = 4

@@ -17,7 +17,6 @@ import keras
 import numpy as np
 
 from keras_strategies.input.batches import as_numpy
-from keras_strategies.input.row_splits import check_batch
 from keras_strategies.keras_compat.models.building import (
     empty_input,
     is_unbuilt,
@@ -31,6 +30,7 @@ from keras_strategies.parameter_server.coordinator.remote_functions import (
 from keras_strategies.parameter_server.coordinator.remote_values import RemoteValue
 from keras_strategies.parameter_server.coordinator.scheduler import Scheduler
 from keras_strategies.parameter_server.engines.composite_tensors import is_composite
+from keras_strategies.runtime.row_splits import check_batch
 
 #: Tasks per worker that are scheduled ahead of the loop.
 _WINDOW = 3

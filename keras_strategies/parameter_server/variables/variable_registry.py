@@ -44,7 +44,7 @@ from keras_strategies.parameter_server.wire.variable_description import (
     is_sharded,
     shard_devices,
 )
-from keras_strategies.reports.tables import readable_bytes
+from keras_strategies.text_tables import readable_bytes
 from keras_strategies.user_warnings import warn_user
 
 #: Variables up to this size are initialized on the coordinator, with the same values as

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from keras_strategies import context
 from keras_strategies.devices import Device
 from keras_strategies.engines import get_engine
 from keras_strategies.parameter_server.engines import parameter_server_engine
@@ -24,6 +23,7 @@ from keras_strategies.parameter_server.worker.step_execution import (
 )
 from keras_strategies.parameter_server.worker.worker_loop import Worker
 from keras_strategies.parameter_server.worker.worker_models import WorkerModels
+from keras_strategies.runtime import context
 from keras_strategies.runtime.placement import Placement
 from keras_strategies.runtime.replicas.collectives import SingleReplica
 from keras_strategies.runtime.thread_scheduling import scheduled_as_batch

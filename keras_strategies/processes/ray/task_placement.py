@@ -12,7 +12,7 @@ from keras_strategies.cluster.startup_report import Progress
 from keras_strategies.errors import ClusterError
 from keras_strategies.processes.local_cluster import LocalTask
 from keras_strategies.processes.ray.connection import import_ray
-from keras_strategies.reports.tables import readable_bytes
+from keras_strategies.text_tables import readable_bytes
 
 PLACEMENTS = ("SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK")
 # Longer waits are reported.

@@ -13,7 +13,7 @@ from typing import Any
 
 import keras
 
-from keras_strategies.collectives.replica_ops import LocalReduction
+from keras_strategies.communication.workers import Workers
 from keras_strategies.keras_compat.optimizers.optimizer_parts import is_overwritten
 from keras_strategies.runtime.data_parallel.row_parts import parts_of
 from keras_strategies.runtime.data_parallel.split_plan import Channel, SplitPlan
@@ -22,8 +22,8 @@ from keras_strategies.runtime.replicas.gradient_sums import (
     sums_over_replicas,
     sums_over_workers,
 )
+from keras_strategies.runtime.replicas.local_reduction import LocalReduction
 from keras_strategies.runtime.replicas.tensor_primitives import TensorPrimitives
-from keras_strategies.runtime.workers import Workers
 from keras_strategies.types import ReduceOp
 
 #: Returns a term of a sum over replicas, from it and the number of its local replica;

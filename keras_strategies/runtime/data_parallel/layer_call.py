@@ -26,8 +26,6 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from keras_strategies.collectives.replica_ops import LocalReduction
-from keras_strategies.input.row_splits import split_sizes
 from keras_strategies.keras_compat.models.building import is_built
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.layers import sublayers
@@ -38,11 +36,13 @@ from keras_strategies.runtime.data_parallel.replica_executor import (
 )
 from keras_strategies.runtime.data_parallel.row_parts import RowParts, parts_of
 from keras_strategies.runtime.data_parallel.split_plan import SplitPlan
+from keras_strategies.runtime.replicas.local_reduction import LocalReduction
 from keras_strategies.runtime.replicas.replica_set import RowSplit
 from keras_strategies.runtime.replicas.tensor_primitives import TensorPrimitives
 from keras_strategies.runtime.row_proofs.layer_calls import LayerCall, argument_leaves
 from keras_strategies.runtime.row_proofs.row_placements import RowProof
 from keras_strategies.runtime.row_proofs.row_proofs import RowProofs, is_plain
+from keras_strategies.runtime.row_splits import split_sizes
 from keras_strategies.runtime.state.replica_state import has_rows
 from keras_strategies.user_warnings import warn_user
 

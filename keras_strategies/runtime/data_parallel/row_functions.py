@@ -18,9 +18,9 @@ from typing import Any
 
 import keras
 
-from keras_strategies import context
 from keras_strategies.keras_compat.models.building import has_variables
 from keras_strategies.keras_compat.models.row_wise_layers import METRICS_OF_SUMS
+from keras_strategies.runtime import context
 from keras_strategies.runtime.data_parallel.row_parts import RowParts
 from keras_strategies.runtime.row_proofs.row_placements import SAME, SUM, RowProof
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import keras
 
-from keras_strategies.collectives.replica_ops import LocalReduction
+from keras_strategies.communication.workers import Workers
+from keras_strategies.runtime.replicas.local_reduction import LocalReduction
 from keras_strategies.runtime.replicas.tensor_primitives import TensorPrimitives
-from keras_strategies.runtime.workers import Workers
 from keras_strategies.types import ReduceOp
 from keras_strategies.values import DistributedValues
 

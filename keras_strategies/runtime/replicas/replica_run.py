@@ -7,10 +7,9 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from keras_strategies import context
-from keras_strategies.collectives.replica_ops import LocalReduction
 from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
 from keras_strategies.keras_compat.variables.values import raw_value
+from keras_strategies.runtime import context
 from keras_strategies.runtime.data_parallel.draw_lengths import (
     DrawHistory,
     EarlierDraws,
@@ -27,6 +26,7 @@ from keras_strategies.runtime.replicas.gradient_sums import (
     sums_over_replicas,
     sums_over_workers,
 )
+from keras_strategies.runtime.replicas.local_reduction import LocalReduction
 from keras_strategies.runtime.replicas.replica_set import ReplicaSet
 from keras_strategies.runtime.replicas.run_draws import RunDraws
 from keras_strategies.runtime.replicas.tensor_primitives import TensorPrimitives

@@ -8,9 +8,9 @@ from typing import Any
 
 import keras
 
-from keras_strategies.runtime.replicas.replica_counts import ReplicaCounts
+from keras_strategies.communication.replica_counts import ReplicaCounts
+from keras_strategies.communication.workers import Workers
 from keras_strategies.runtime.replicas.tensor_primitives import TensorPrimitives
-from keras_strategies.runtime.workers import Workers
 from keras_strategies.types import ReduceOp
 
 

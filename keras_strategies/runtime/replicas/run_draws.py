@@ -15,7 +15,7 @@ from keras_strategies.runtime.data_parallel.draw_lengths import (
 from keras_strategies.runtime.data_parallel.row_draws import DrawsByLength, OwnRows
 
 if TYPE_CHECKING:
-    from keras_strategies.runtime.workers import Workers
+    from keras_strategies.communication.workers import Workers
 
 
 class RunDraws:

@@ -6,8 +6,8 @@ import abc
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from keras_strategies.communication.workers import Workers
 from keras_strategies.devices import Device
-from keras_strategies.runtime.workers import Workers
 from keras_strategies.types import ReduceOp
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from keras_strategies.communication.workers import Workers
 from keras_strategies.runtime.state.checkpointed_variables import (
     check_directory,
     check_same_variables,
@@ -15,7 +16,6 @@ from keras_strategies.runtime.state.checkpointed_variables import (
     described,
     no_checkpoint,
 )
-from keras_strategies.runtime.workers import Workers
 
 #: Of a checkpoint's folder: what the variables are.
 _VARIABLES = "variables.json"

@@ -19,12 +19,12 @@ from typing import Any
 
 import keras
 
-from keras_strategies.context import ReplicaContext
 from keras_strategies.errors import ContextError, InvalidArgumentError
 from keras_strategies.keras_compat.models.strategy_models import set_strategy
 from keras_strategies.keras_compat.state_scope import StatePolicy, policy_of
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.keras_compat.thread_state import current_stateless_scope
+from keras_strategies.runtime.context import ReplicaContext
 
 
 def is_local(variable: Any) -> bool:

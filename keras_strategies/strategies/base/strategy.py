@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from keras_strategies import context
 from keras_strategies.cluster.resolver import ClusterResolver
 from keras_strategies.collectives import local_results, reduce_gather
 from keras_strategies.collectives.cross_device_ops import (
@@ -14,10 +13,11 @@ from keras_strategies.collectives.cross_device_ops import (
     check_cross_device_ops,
     is_built_in,
 )
-from keras_strategies.context import check_results, check_returns
 from keras_strategies.engines import get_engine
 from keras_strategies.errors import ContextError, InvalidArgumentError
 from keras_strategies.keras_compat import patching
+from keras_strategies.runtime import context
+from keras_strategies.runtime.context import check_results, check_returns
 from keras_strategies.runtime.engine import Feature, require
 from keras_strategies.runtime.placement import Placement
 from keras_strategies.strategies.base.strategy_checkpoints import StrategyCheckpoints

@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from keras_strategies import context
 from keras_strategies.errors import BackendError, InvalidArgumentError
 from keras_strategies.keras_compat.models.building import build_optimizer
+from keras_strategies.runtime import context
 from keras_strategies.runtime.drivers import CheckpointDriver
 from keras_strategies.runtime.engine import Feature, require
 from keras_strategies.strategies.base.strategy_checks import StrategyChecks

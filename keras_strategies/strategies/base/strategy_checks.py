@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from keras_strategies import context
 from keras_strategies.errors import ContextError, ModelScopeError
+from keras_strategies.runtime import context
 from keras_strategies.runtime.engine import StrategyCore
 
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from keras_strategies import context
 from keras_strategies.collectives.reduce_gather import reduce_onto
 from keras_strategies.errors import ContextError, InvalidTypeError
+from keras_strategies.runtime import context
 from keras_strategies.runtime.colocation import colocated_with
 from keras_strategies.types import CommunicationOptions, ReduceOp, check_flag
 from keras_strategies.values import DistributedValues, map_structure

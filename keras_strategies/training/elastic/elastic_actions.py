@@ -12,13 +12,13 @@ from typing import Any, NoReturn, Protocol, TypeVar, cast
 from keras_strategies.cluster.group.membership import Generation, Membership
 from keras_strategies.cluster.group.rendezvous import GroupIsRunningError
 from keras_strategies.cluster.group.worker_group import WorkerGroup
+from keras_strategies.communication.elastic_loop import ElasticLoop
+from keras_strategies.communication.workers import Workers
 from keras_strategies.errors import WorkerError
 from keras_strategies.keras_compat.hooks import MethodRestart
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.runtime.drivers import Drivers, ElasticDriver
-from keras_strategies.runtime.elastic_loop import ElasticLoop
 from keras_strategies.runtime.state.variable_sync import are_synced, set_synced
-from keras_strategies.runtime.workers import Workers
 from keras_strategies.training.elastic.loop_steps import Change, Function, LoopSteps
 from keras_strategies.training.resume.input_position import (
     random_state,

@@ -13,17 +13,17 @@ from typing import Any, Literal
 import keras
 import numpy as np
 
+from keras_strategies.communication.elastic_loop import ElasticLoop
+from keras_strategies.communication.workers import Workers
 from keras_strategies.errors import ContextError, InvalidArgumentError
 from keras_strategies.keras_compat.models import fit_position
 from keras_strategies.keras_compat.models.fit_loop import set_initial_epoch
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
-from keras_strategies.runtime.elastic_loop import ElasticLoop
 from keras_strategies.runtime.state.model_values import (
     check_model,
     model_state,
     restore_model,
 )
-from keras_strategies.runtime.workers import Workers
 from keras_strategies.training.elastic.chief_callbacks import ChiefCallback
 from keras_strategies.training.resume.callback_states import (
     appended_logs,

@@ -15,7 +15,6 @@ from typing import Any
 
 import keras
 
-from keras_strategies import context
 from keras_strategies.engines import get_engine
 from keras_strategies.errors import (
     CheckpointError,
@@ -28,6 +27,7 @@ from keras_strategies.keras_compat.models.building import build_optimizer
 from keras_strategies.keras_compat.optimizers.optimizer_parts import is_optimizer
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.keras_compat.thread_state import current_stateless_scope
+from keras_strategies.runtime import context
 from keras_strategies.training.random_sync import random_numbers, set_random_numbers
 from keras_strategies.training.saving.archives import (
     LazyArray,

@@ -15,10 +15,10 @@ if keras.backend.backend() != "torch":
 import torch
 
 from keras_strategies.collectives import reduce_gather
-from keras_strategies.collectives.replica_ops import LocalReduction
-from keras_strategies.collectives.tensor_packs import pack, unpack
 from keras_strategies.engines import get_engine
 from keras_strategies.engines.torch.replicas.nccl_reduce import nccl_all_reduce
+from keras_strategies.runtime.replicas.local_reduction import LocalReduction
+from keras_strategies.runtime.tensor_packs import pack, unpack
 
 EXPECTED = {"sum": [4, 6], "mean": [2, 3], "min": [1, 2], "max": [3, 4]}
 

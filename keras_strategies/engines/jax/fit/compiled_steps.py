@@ -19,6 +19,7 @@ import jax
 import keras
 import numpy as np
 
+from keras_strategies.communication.worker_steps import WorkerSteps
 from keras_strategies.engines.jax.batch_placement import HostBatches, JaxBatchPlacer
 from keras_strategies.engines.jax.fit.hlo_collectives import sent_bytes
 from keras_strategies.engines.jax.grouped_convolutions import convolutions_by_rows
@@ -31,7 +32,6 @@ from keras_strategies.engines.jax.padded_rows import (
 )
 from keras_strategies.keras_compat.backends.keras_on_jax import record_jax_state
 from keras_strategies.keras_compat.models.layers import clear_losses
-from keras_strategies.runtime.worker_steps import WorkerSteps
 
 # `step(state, batch)` returns `(outputs, state)`.
 Step = Callable[[Any, Any], tuple[Any, Any]]

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 
-from keras_strategies import context
 from keras_strategies.engines.jax.function.argument_keys import IdentityKey
 from keras_strategies.engines.jax.function.call_arguments import CallArguments
 from keras_strategies.engines.jax.function.compiled_program import CompiledProgram
@@ -35,6 +34,7 @@ from keras_strategies.engines.jax.function.traced_executables import (
 from keras_strategies.engines.jax.function.worker_arguments import gather_arguments
 from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
+from keras_strategies.runtime import context
 from keras_strategies.values import DistributedValues, PerReplica, map_structure
 
 # Maximum number of programs in a cache; the oldest is dropped.

@@ -12,7 +12,6 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
-from keras_strategies import context
 from keras_strategies.engines.jax.function.call_arguments import ReplicaArguments
 from keras_strategies.engines.jax.function.state_refs import (
     OnReadRef,
@@ -31,6 +30,7 @@ from keras_strategies.engines.jax.run.traced_replica_state import (
     TracedReplicaState,
     merged_value,
 )
+from keras_strategies.runtime import context
 from keras_strategies.runtime.data_parallel.draw_lengths import EarlierDraws
 from keras_strategies.runtime.engine import StrategyCore
 from keras_strategies.runtime.state import run_state

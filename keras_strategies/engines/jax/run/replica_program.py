@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from keras_strategies import context
 from keras_strategies.engines.jax.devices import jax_device
 from keras_strategies.engines.jax.function.call_arguments import ReplicaArguments
 from keras_strategies.engines.jax.function.composite_values import (
@@ -55,6 +54,7 @@ from keras_strategies.engines.jax.run.unrolled_replicas import UnrolledReplicas
 from keras_strategies.errors import ContextError
 from keras_strategies.keras_compat.backends.keras_on_jax import hook_draws
 from keras_strategies.keras_compat.state_scope import current_policy
+from keras_strategies.runtime import context
 from keras_strategies.runtime.data_parallel.draw_lengths import (
     DrawHistory,
     EarlierDraws,

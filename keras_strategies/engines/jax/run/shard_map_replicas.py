@@ -9,7 +9,6 @@ import jax
 from jax import lax
 from jax import numpy as jnp
 
-from keras_strategies import context
 from keras_strategies.engines.jax.function.composite_values import (
     put_together,
     taken_apart,
@@ -33,6 +32,7 @@ from keras_strategies.engines.jax.run.traced_replica_state import (
     TracedReplicaState,
     current_replica_state,
 )
+from keras_strategies.runtime import context
 from keras_strategies.runtime.data_parallel.draw_lengths import DrawLengths
 from keras_strategies.runtime.data_parallel.row_draws import drawing
 from keras_strategies.runtime.replicas.collectives import MergeArguments

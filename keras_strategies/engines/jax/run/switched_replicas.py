@@ -23,7 +23,6 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
-from keras_strategies import context
 from keras_strategies.engines.jax.function.call_arguments import ReplicaArguments
 from keras_strategies.engines.jax.function.state_refs import StateRef, VariableRef
 from keras_strategies.engines.jax.function.trace_state import (
@@ -42,6 +41,7 @@ from keras_strategies.engines.jax.run.traced_replica_state import (
     TracedReplicaState,
     current_replica_state,
 )
+from keras_strategies.runtime import context
 from keras_strategies.runtime.data_parallel.draw_lengths import (
     DrawLengths,
     EarlierDraws,

@@ -8,12 +8,12 @@ from typing import Any
 
 from jax import numpy as jnp
 
-from keras_strategies import context
 from keras_strategies.engines.jax.function.trace_state import (
     ValueOverrides,
     as_initializer,
 )
 from keras_strategies.keras_compat.state_scope import StatePolicy, current_policy
+from keras_strategies.runtime import context
 from keras_strategies.runtime.replicas.collectives import ReplicaCollectives
 from keras_strategies.runtime.state import run_state
 from keras_strategies.runtime.state.run_state import RunState

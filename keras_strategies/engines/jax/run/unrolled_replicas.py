@@ -9,7 +9,6 @@ from typing import Any
 import jax
 from jax import numpy as jnp
 
-from keras_strategies import context
 from keras_strategies.engines.jax.function.call_arguments import ReplicaArguments
 from keras_strategies.engines.jax.function.state_refs import OnReadRef, VariableRef
 from keras_strategies.engines.jax.function.trace_state import TraceState
@@ -29,6 +28,7 @@ from keras_strategies.engines.jax.run.traced_replica_state import (
 )
 from keras_strategies.keras_compat.thread_state import thread_state, with_thread_state
 from keras_strategies.keras_compat.variables.deferred import has_deferred_variables
+from keras_strategies.runtime import context
 from keras_strategies.runtime.data_parallel.draw_lengths import (
     DrawLengths,
     EarlierDraws,

@@ -14,7 +14,6 @@ import keras
 import numpy as np
 from keras.distribution import DeviceMesh, LayoutMap, TensorLayout
 
-from keras_strategies import context
 from keras_strategies.engines.jax.devices import jax_device
 from keras_strategies.engines.jax.fit import compiled_steps
 from keras_strategies.engines.jax.fit.mesh_trainer import MeshTrainer
@@ -32,6 +31,7 @@ from keras_strategies.keras_compat.backends.keras_on_jax import (
 from keras_strategies.keras_compat.models.building import all_variables
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.layouts import VariableMesh
+from keras_strategies.runtime import context
 from keras_strategies.runtime.colocation import layout_or_colocated
 from keras_strategies.runtime.placement import check_layouts
 

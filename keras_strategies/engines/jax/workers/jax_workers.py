@@ -25,7 +25,9 @@ from jax import numpy as jnp
 from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.cluster.group.exit_watchdog import GRACE, ExitWatchdog
 from keras_strategies.cluster.group.worker_group import LostWorker
-from keras_strategies.collectives.packing import pack_indices
+from keras_strategies.communication.engine_sockets import EngineSockets
+from keras_strategies.communication.packing import pack_indices
+from keras_strategies.communication.workers import Workers, lost_worker
 from keras_strategies.devices import Device, parse_device
 from keras_strategies.engines.jax import compat
 from keras_strategies.engines.jax.devices import jax_device
@@ -33,8 +35,6 @@ from keras_strategies.engines.jax.workers.coordination_relay import Relay
 from keras_strategies.engines.jax.workers.host_copies import HostCopies
 from keras_strategies.engines.jax.workers.service_waits import until_loss
 from keras_strategies.errors import BackendInUseError, ClusterError, WorkerError
-from keras_strategies.runtime.engine_sockets import EngineSockets
-from keras_strategies.runtime.workers import Workers, lost_worker
 from keras_strategies.types import CommunicationOptions, ReduceOp
 
 #: Bytes per pack by default.

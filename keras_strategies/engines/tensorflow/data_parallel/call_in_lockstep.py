@@ -10,7 +10,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_strategies import context
 from keras_strategies.engines.tensorflow.compat.gradients import (
     graph_gradients,
     is_any_tape_active,
@@ -49,6 +48,7 @@ from keras_strategies.engines.tensorflow.sharding.variables_in_shards import (
 from keras_strategies.errors import ContextError
 from keras_strategies.keras_compat.models.layers import get_logits
 from keras_strategies.keras_compat.variables.values import raw_value
+from keras_strategies.runtime import context
 from keras_strategies.runtime.data_parallel.call_on_replicas import recomputed
 from keras_strategies.runtime.data_parallel.gradient_boundary import (
     GradientBoundary,

@@ -13,11 +13,11 @@ from keras_strategies.engines.tensorflow.data_parallel.row_parts import (
 )
 from keras_strategies.engines.tensorflow.devices import tf_device
 from keras_strategies.engines.tensorflow.tensor_primitives import PRIMITIVES
-from keras_strategies.input.row_splits import split_sizes
 from keras_strategies.keras_compat.models.input_adapters import RowsOfWorker
 from keras_strategies.runtime.data_parallel.row_parts import RowPartsCaller
 from keras_strategies.runtime.placement import Placement
 from keras_strategies.runtime.replicas.replica_set import RowSplit
+from keras_strategies.runtime.row_splits import split_sizes
 
 
 def in_parts(data: RowsOfWorker, placement: Placement, caller: RowPartsCaller) -> Any:

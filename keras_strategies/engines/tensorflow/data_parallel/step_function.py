@@ -25,7 +25,6 @@ from keras_strategies.engines.tensorflow.data_parallel.row_parts import joined_s
 from keras_strategies.engines.tensorflow.data_parallel.step_traces import StepTraces
 from keras_strategies.engines.tensorflow.epoch_datasets import EpochIterator
 from keras_strategies.engines.tensorflow.workers.worker_collectives import workers_of
-from keras_strategies.input.row_splits import check_batch
 from keras_strategies.keras_compat.models.building import (
     build_optimizer,
     creates_metrics,
@@ -34,6 +33,7 @@ from keras_strategies.keras_compat.models.building import (
 )
 from keras_strategies.keras_compat.models.input_adapters import RowsOfWorker, own_part
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
+from keras_strategies.runtime.row_splits import check_batch
 from keras_strategies.user_warnings import warn_user
 
 if TYPE_CHECKING:

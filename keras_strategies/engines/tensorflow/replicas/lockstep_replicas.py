@@ -30,7 +30,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_strategies.collectives.replica_ops import LocalReduction
 from keras_strategies.devices import Device
 from keras_strategies.engines.tensorflow.data_parallel.custom_gradient import (
     custom_gradient,
@@ -49,6 +48,7 @@ from keras_strategies.runtime.replicas.collectives import (
     ReplicaCollectives,
     call_merged,
 )
+from keras_strategies.runtime.replicas.local_reduction import LocalReduction
 from keras_strategies.runtime.replicas.replica_set import ReplicaSet
 from keras_strategies.types import ReduceOp
 

@@ -32,7 +32,7 @@ from keras_strategies.runtime.data_parallel.row_draws import DrawsByLength, OwnR
 from keras_strategies.runtime.replicas.run_draws import RunDraws
 
 if TYPE_CHECKING:
-    from keras_strategies.runtime.workers import Workers
+    from keras_strategies.communication.workers import Workers
 
 #: Draws whose lengths are sent; others are compared with the rows of the worker.
 MAX_DRAWS = 256

@@ -8,7 +8,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_strategies import context
 from keras_strategies.engines.tensorflow.compat.graphs import new_graph
 from keras_strategies.engines.tensorflow.data_parallel.custom_gradient import (
     custom_gradient,
@@ -33,6 +32,7 @@ from keras_strategies.engines.tensorflow.row_proofs.traced_collectives import (
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.layers import get_mask, set_mask
 from keras_strategies.keras_compat.variables.values import raw_value
+from keras_strategies.runtime import context
 from keras_strategies.runtime.replicas.collectives import SingleReplica
 from keras_strategies.runtime.row_proofs.known_calls import (
     KnownArguments,

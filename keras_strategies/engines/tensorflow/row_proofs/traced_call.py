@@ -10,7 +10,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_strategies import context
 from keras_strategies.engines.tensorflow.compat.gradients import (
     drop_custom_gradients,
 )
@@ -37,6 +36,7 @@ from keras_strategies.keras_compat.models.layers import (
 )
 from keras_strategies.keras_compat.variables.generator_seeds import seed_generators
 from keras_strategies.keras_compat.variables.values import raw_value
+from keras_strategies.runtime import context
 from keras_strategies.runtime.row_proofs.known_calls import (
     KnownCalls,
     KnownCallsOfTrace,

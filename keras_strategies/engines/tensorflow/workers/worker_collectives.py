@@ -16,7 +16,8 @@ import tensorflow as tf
 
 from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.cluster.group.worker_group import LostWorker
-from keras_strategies.collectives.packing import pack_indices
+from keras_strategies.communication.packing import pack_indices
+from keras_strategies.communication.workers import Workers, lost_worker
 from keras_strategies.engines.tensorflow.compat.workers import abort_collectives
 from keras_strategies.engines.tensorflow.workers.instance_keys import InstanceKeys
 from keras_strategies.engines.tensorflow.workers.tensor_carriers import (
@@ -34,7 +35,6 @@ from keras_strategies.engines.tensorflow.workers.worker_server import (
     task_name,
 )
 from keras_strategies.runtime.placement import Placement
-from keras_strategies.runtime.workers import Workers, lost_worker
 from keras_strategies.types import (
     CommunicationImplementation,
     CommunicationOptions,

@@ -13,6 +13,7 @@ import tensorflow as tf
 from tensorflow.core.protobuf import tensorflow_server_pb2
 
 from keras_strategies.cluster.group import WorkerGroup
+from keras_strategies.communication.engine_sockets import EngineSockets
 from keras_strategies.engines.tensorflow.compat.workers import (
     collective_configuration,
     configure_collectives,
@@ -20,7 +21,6 @@ from keras_strategies.engines.tensorflow.compat.workers import (
     start_collectives,
 )
 from keras_strategies.errors import BackendInUseError, ClusterError
-from keras_strategies.runtime.engine_sockets import EngineSockets
 
 _SHARES = hasattr(socket, "SO_REUSEPORT")
 

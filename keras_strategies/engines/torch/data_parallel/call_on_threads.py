@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from keras_strategies import context
 from keras_strategies.engines.torch.compat import is_graph_retained, version_of
 from keras_strategies.engines.torch.cuda_batches import device_rows
 from keras_strategies.engines.torch.data_parallel.assigned_values import assigned_value
@@ -28,6 +27,7 @@ from keras_strategies.errors import ContextError
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.thread_state import thread_state, with_thread_state
 from keras_strategies.keras_compat.variables.values import raw_value
+from keras_strategies.runtime import context
 from keras_strategies.runtime.data_parallel.call_on_replicas import recomputed
 from keras_strategies.runtime.data_parallel.gradient_boundary import (
     GradientBoundary,

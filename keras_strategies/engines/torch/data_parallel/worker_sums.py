@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from keras_strategies.collectives.replica_ops import LocalReduction
 from keras_strategies.engines.torch.memory_formats import axis_order, in_axis_order
 from keras_strategies.engines.torch.worker_collectives import TorchWorkers
 from keras_strategies.runtime.data_parallel.gradient_boundary import (
@@ -17,6 +16,7 @@ from keras_strategies.runtime.data_parallel.gradient_boundary import (
     largest_over_workers,
     sums_on_worker,
 )
+from keras_strategies.runtime.replicas.local_reduction import LocalReduction
 from keras_strategies.runtime.replicas.replica_set import RowSplit
 from keras_strategies.runtime.replicas.tensor_primitives import TensorPrimitives
 from keras_strategies.types import ReduceOp

@@ -18,6 +18,7 @@ import keras
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
+from keras_strategies.communication.workers import Workers
 from keras_strategies.engines.torch.own_rows.own_samples import (
     Collated,
     GlobalSampler,
@@ -26,9 +27,8 @@ from keras_strategies.engines.torch.own_rows.own_samples import (
     WorkerSampler,
 )
 from keras_strategies.errors import InputError, WorkerError
-from keras_strategies.input.row_splits import split_sizes
+from keras_strategies.runtime.row_splits import split_sizes
 from keras_strategies.runtime.worker_batch import WorkerBatch
-from keras_strategies.runtime.workers import Workers
 
 _logger = logging.getLogger("keras_strategies.own_rows")
 

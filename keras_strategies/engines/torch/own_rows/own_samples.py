@@ -6,9 +6,9 @@ import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from keras_strategies.communication.workers import Workers
 from keras_strategies.engines.torch.own_rows.dataset_state import DatasetState
-from keras_strategies.input.row_splits import split_sizes
-from keras_strategies.runtime.workers import Workers
+from keras_strategies.runtime.row_splits import split_sizes
 
 
 class BatchIndices(list[int]):

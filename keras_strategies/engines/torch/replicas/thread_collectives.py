@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from keras_strategies.collectives.replica_ops import LocalReduction
 from keras_strategies.devices import Device
 from keras_strategies.engines.torch.replicas.replica_generators import (
     ReplicaGenerators,
@@ -26,6 +25,7 @@ from keras_strategies.runtime.replicas.collectives import (
     ReplicaCollectives,
     call_merged,
 )
+from keras_strategies.runtime.replicas.local_reduction import LocalReduction
 from keras_strategies.runtime.replicas.replica_set import ReplicaSet
 from keras_strategies.types import ReduceOp
 

@@ -12,7 +12,6 @@ from typing import Any
 import keras
 import torch
 
-from keras_strategies import context
 from keras_strategies.engines.torch.compat import (
     fake_tensor_mode,
     gradients_in_modes,
@@ -36,6 +35,7 @@ from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.layers import get_mask, set_mask
 from keras_strategies.keras_compat.variables.generator_seeds import is_seed_state
 from keras_strategies.keras_compat.variables.values import raw_value
+from keras_strategies.runtime import context
 from keras_strategies.runtime.engine import StrategyCore
 from keras_strategies.runtime.row_proofs.known_calls import (
     KnownCalls,

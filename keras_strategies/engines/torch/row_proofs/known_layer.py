@@ -8,12 +8,12 @@ from typing import Any
 import keras
 import torch
 
-from keras_strategies import context
 from keras_strategies.engines.torch.compat import storage_key
 from keras_strategies.engines.torch.row_proofs.call_recorder import CallRecorder
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.layers import get_mask, set_mask
 from keras_strategies.keras_compat.variables.values import raw_value
+from keras_strategies.runtime import context
 from keras_strategies.runtime.replicas.collectives import SingleReplica
 from keras_strategies.runtime.row_proofs.known_calls import (
     KnownArguments,

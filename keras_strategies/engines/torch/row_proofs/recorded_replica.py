@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from keras_strategies.context import ReplicaContext
 from keras_strategies.engines.torch.row_proofs.call_recorder import CallRecorder
+from keras_strategies.runtime.context import ReplicaContext
 from keras_strategies.runtime.engine import StrategyCore
 from keras_strategies.runtime.row_proofs.proof_replica import (
     MarkedCollectives,

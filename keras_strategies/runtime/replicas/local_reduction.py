@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from keras_strategies import context
 from keras_strategies.devices import Device
+from keras_strategies.runtime import context
 from keras_strategies.types import ReduceOp
 from keras_strategies.values import DistributedValues, PerReplica
 
 if TYPE_CHECKING:
+    from keras_strategies.communication.workers import Workers
     from keras_strategies.runtime.engine import StrategyCore
-    from keras_strategies.runtime.workers import Workers
 
 
 class LocalReduction:

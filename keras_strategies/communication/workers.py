@@ -8,13 +8,13 @@ import copy
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
+from keras_strategies.communication.elastic_loop import ElasticLoop
+from keras_strategies.communication.replica_counts import ReplicaCounts
+from keras_strategies.communication.worker_steps import WorkerSteps
 from keras_strategies.errors import (
     ClusterError,
     WorkerError,
 )
-from keras_strategies.runtime.elastic_loop import ElasticLoop
-from keras_strategies.runtime.replicas.replica_counts import ReplicaCounts
-from keras_strategies.runtime.worker_steps import WorkerSteps
 from keras_strategies.types import CommunicationOptions, ReduceOp
 
 if TYPE_CHECKING:

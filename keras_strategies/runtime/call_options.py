@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from keras_strategies.collectives.packing import pack_indices
-from keras_strategies.collectives.tensor_packs import pack, unpack
+from keras_strategies.communication.packing import pack_indices
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.runtime.placement import itemsize
+from keras_strategies.runtime.tensor_packs import pack, unpack
 from keras_strategies.types import (
     CommunicationImplementation,
     CommunicationOptions,
@@ -20,9 +20,9 @@ from keras_strategies.types import (
 from keras_strategies.values import flatten, map_structure
 
 if TYPE_CHECKING:
+    from keras_strategies.communication.workers import Workers
     from keras_strategies.devices import Device
     from keras_strategies.runtime.engine import Engine
-    from keras_strategies.runtime.workers import Workers
 
 _AT_CONSTRUCTION = (
     "Pass it to the strategy, as in "

@@ -8,8 +8,8 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+from keras_strategies.communication.replica_counts import ReplicaCounts
 from keras_strategies.errors import BatchError, InvalidArgumentError
-from keras_strategies.runtime.replicas.replica_counts import ReplicaCounts
 from keras_strategies.values import flatten
 
 _PARTS = ("x", "y", "sample_weight")

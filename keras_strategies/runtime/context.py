@@ -19,17 +19,17 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from keras_strategies.collectives.call_options import (
-    all_reduce_in_packs,
-    call_options,
-    gather_options,
-)
 from keras_strategies.errors import (
     ContextError,
     InvalidArgumentError,
     MixedStrategyError,
 )
 from keras_strategies.keras_compat.thread_state import kept_scope_state
+from keras_strategies.runtime.call_options import (
+    all_reduce_in_packs,
+    call_options,
+    gather_options,
+)
 from keras_strategies.types import CommunicationOptions, ReduceOp
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""Workers as communicators: what engines implement and what passes between workers."""
