@@ -197,6 +197,39 @@ class GradientInside(Weighted):
         return ops.sum(hidden * inner, axis=1)
 
 
+class WithoutGradient(Weighted):
+    """A part of the call has no gradient, but only for one row."""
+
+    def call(self, x: Any) -> Any:
+        none = torch.no_grad() if x.shape[0] == 1 else contextlib.nullcontext()
+        with none:
+            hidden = self.hidden(x)
+        return ops.sum(hidden + self.hidden(x), axis=1)
+
+
+class GradientDisabled(Weighted):
+    def call(self, x: Any) -> Any:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and x.shape[0] > 1):
+            hidden = self.hidden(x)
+        return ops.sum(hidden + self.hidden(x), axis=1)
+
+
+class InferenceMode(Weighted):
+    def call(self, x: Any) -> Any:
+        inference = torch.inference_mode(x.shape[0] == 1 or torch.is_inference(x))
+        with inference:
+            hidden = self.hidden(x)
+        return ops.sum(hidden.clone() + self.hidden(x), axis=1)
+
+
+class HookOfATensor(Weighted):
+    def call(self, x: Any) -> Any:
+        hidden = self.hidden(x)
+        if x.shape[0] == 1 and hidden.requires_grad:
+            hidden.register_hook(lambda gradient: 3.0 * gradient)
+        return ops.sum(hidden, axis=1)
+
+
 SPLIT = (Einsum, Broadcast, ChangedCopy, OwnGradient)
 OTHERS = (
     Squeezed,
@@ -212,6 +245,10 @@ OTHERS = (
     OtherGradient,
     GradientInside,
     OtherUpdate,
+    WithoutGradient,
+    GradientDisabled,
+    InferenceMode,
+    HookOfATensor,
 )
 
 
