@@ -422,6 +422,72 @@ def test_gathered_weights_are_freed_after_their_operations(cluster):
         assert left == 0
 
 
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "Nadam", "Adagrad"])
+def test_optimizers_update_shards_as_ordinary_tensors(cluster, name):
+    """No operation on DTensors is in an update, weight decay or sums of gradients."""
+
+    def train(strategy):
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+            optimizer = getattr(keras.optimizers, name)(
+                0.01, gradient_accumulation_steps=2
+            )
+            model.compile(optimizer, "mse")
+        return as_arrays({"loss": fit(model)} | state_of(model))
+
+    expected = train(ks.OneDeviceStrategy("cpu:0"))
+
+    def program(strategy):
+        from torch.distributed.tensor import DTensor
+
+        from keras_strategies.engines.torch.model_parallel import unsharded_ops
+
+        seen = set()
+        original = unsharded_ops.UnshardedOps.__torch_dispatch__
+
+        def dispatched(self, func, types, args=(), kwargs=None):
+            if any(issubclass(kind, DTensor) for kind in types):
+                seen.add(str(func))
+            return original(self, func, types, args, kwargs)
+
+        unsharded_ops.UnshardedOps.__torch_dispatch__ = dispatched
+        try:
+            found = train(cut())
+        finally:
+            unsharded_ops.UnshardedOps.__torch_dispatch__ = original
+        return found, sorted(seen)
+
+    for found, seen in cluster(program):
+        assert_same(expected, found, 1e-5, name)
+        assert "aten.detach.default" in seen
+        on_lists = {op for op in seen if "foreach" in op}
+        # Gradients that have been summed are set to zero.
+        assert on_lists <= {"aten._foreach_mul_.Scalar"}
+
+
+def test_slots_that_are_made_outside_of_the_scope(cluster):
+    """They are no shards, and are updated with the weights' full values."""
+
+    def train(strategy):
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+        optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
+        optimizer.build(model.trainable_variables)
+        with strategy.scope():
+            model.compile(optimizer, "mse")
+        return as_arrays({"loss": fit(model)} | state_of(model))
+
+    expected = train(ks.OneDeviceStrategy("cpu:0"))
+
+    def program(strategy):
+        return train(cut())
+
+    for found in cluster(program):
+        assert_same(expected, found, 1e-5, "fsdp")
+
+
 def test_run_with_weights_in_shards(cluster):
     """Rows that do not divide, batch normalization, a norm of all gradients."""
 

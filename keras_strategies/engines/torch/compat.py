@@ -50,6 +50,7 @@ __all__ = [
     "has_global_hooks",
     "is_graph_retained",
     "is_transformed",
+    "local_shard",
     "module_hooks",
     "pushed_dispatch_mode",
     "pushed_function_mode",
@@ -57,6 +58,7 @@ __all__ = [
     "saved_tensors_hooks_of_thread",
     "schema_arguments",
     "set_timeout",
+    "shards_like",
     "silent_fake_tensors",
     "storage_key",
     "tensor_without_memory",
@@ -160,6 +162,11 @@ PRIVATE_NAMES = (
         "torch.distributed.ProcessGroupGloo._Options",
         ("_devices", "_threads", "_timeout"),
         "Collectives on one network interface.",
+    ),
+    Private(
+        "torch.distributed.tensor.DTensor",
+        ("_local_tensor", "_spec"),
+        "Shards and their gradients, without an operation for each.",
     ),
     Private(
         "torch.mps", ("_get_default_mps_generator",), "Random numbers of replicas."
@@ -369,6 +376,22 @@ def decomposition_of(operation: Any) -> Callable[..., Any] | None:
 def storage_key(tensor: torch.Tensor) -> int:
     """A number that tensors have in common while they share their memory."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def local_shard(shards: Any) -> torch.Tensor:
+    """What this process has of a `DTensor`, outside of any graph of gradients."""
+    own: torch.Tensor = shards._local_tensor
+    return own
+
+
+def shards_like(own: torch.Tensor, like: Any) -> Any:
+    """A `DTensor` of which this process has a shard, without a check or a gradient.
+
+    Args:
+        own: the shard.
+        like: a `DTensor` of the same shape, dtype and placements.
+    """
+    return type(like)(own, like._spec, requires_grad=False)
 
 
 def tensor_without_memory(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from keras_strategies.engines.torch.compat import local_shard
 from keras_strategies.engines.torch.memory_formats import axis_order, in_axis_order
 from keras_strategies.engines.torch.worker_collectives import TorchWorkers
 from keras_strategies.runtime.data_parallel.gradient_boundary import (
@@ -276,7 +277,7 @@ class GradientPack:
                 self._views[i] = (
                     part.view(tensor.shape)
                     if self._shards is None
-                    else part.unflatten(1, tensor.to_local().shape)
+                    else part.unflatten(1, local_shard(tensor).shape)
                 )
         return self._flat
 
@@ -364,7 +365,7 @@ class GradientPack:
         if self._shards is None:
             shapes = {i: tensor.shape for i, tensor in tensors.items()}
         else:
-            shapes = {i: tensor.to_local().shape for i, tensor in tensors.items()}
+            shapes = {i: local_shard(tensor).shape for i, tensor in tensors.items()}
         sizes = [shape.numel() for shape in shapes.values()]
         parts = self._own[: sum(sizes)].split(sizes)
         return {

@@ -18,7 +18,11 @@ import keras
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
-from keras_strategies.engines.torch.compat import version_of
+from keras_strategies.engines.torch.compat import (
+    local_shard,
+    shards_like,
+    version_of,
+)
 from keras_strategies.engines.torch.model_parallel.called_again import (
     entered_again_by,
 )
@@ -106,7 +110,7 @@ class PackedWeights:
         self, pack: Sequence[Any], dtype: torch.dtype
     ) -> dict[int, torch.Tensor]:
         raws = [raw_value(variable) for variable in pack]
-        shards = [raw.to_local() for raw in raws]
+        shards = [local_shard(raw) for raw in raws]
         flat = torch.cat([shard.reshape(-1).to(dtype) for shard in shards])
         count = self.workers.group.count
         every = self.workers.gather_rows(flat, [flat.numel()] * count)
@@ -385,18 +389,11 @@ def in_shards(full: torch.Tensor, axis: int, count: int) -> torch.Tensor:
     return full.unflatten(axis, (count, -1)).movedim(axis, 0)
 
 
-def as_shards(own: torch.Tensor, like: DTensor) -> DTensor:
-    """A tensor of which each process has a shard.
+def as_shards(own: torch.Tensor, like: DTensor) -> Any:
+    """A `DTensor` of which each process has a shard.
 
     Args:
         own: the shard of this process.
         like: a tensor in shards of the same shape.
     """
-    return DTensor.from_local(
-        own.contiguous(),
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
+    return shards_like(own.contiguous().to(like.dtype), like)

@@ -38,6 +38,9 @@ from keras_strategies.engines.torch.model_parallel.process_mesh import (
     match_placements,
     start_default_group,
 )
+from keras_strategies.engines.torch.model_parallel.shard_updates import (
+    updating_by_shards,
+)
 from keras_strategies.engines.torch.model_parallel.unsharded_ops import UnshardedOps
 from keras_strategies.engines.torch.trainer import (
     TorchTrainer,
@@ -53,6 +56,7 @@ from keras_strategies.keras_compat.models.building import all_variables, is_buil
 from keras_strategies.keras_compat.models.input_adapters import batches_placed_by
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.layers import clear_losses, get_mask, set_mask
+from keras_strategies.keras_compat.optimizers.optimizer_parts import optimizers_in
 from keras_strategies.keras_compat.state_scope import StatePolicy, StateScope
 from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
 from keras_strategies.keras_compat.variables.creation import (
@@ -278,7 +282,10 @@ class ShardedTrainer(FitDriver, ShardingDriver):
             # The seed on the host is the same on all workers.
             state = torch.get_rng_state().numpy().tobytes()
             torch.get_device_module(self._device).manual_seed(zlib.crc32(state))
-        with super().method(model, name):
+        with contextlib.ExitStack() as stack:
+            for optimizer in optimizers_in(model):
+                stack.enter_context(updating_by_shards(optimizer))
+            stack.enter_context(super().method(model, name))
             yield
         # Models that are built from their first batch in `predict`.
         if name != "compile":

@@ -19,7 +19,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from keras_strategies.engines.torch.compat import (
     TorchDispatchMode,
     dispatch_modes,
+    local_shard,
     schema_arguments,
+    shards_like,
     tree_flatten,
     tree_map,
 )
@@ -93,6 +95,9 @@ class UnshardedOps(TorchDispatchMode):
         kwargs = kwargs or {}
         if not any(issubclass(kind, DTensor) for kind in types):
             return func(*args, **kwargs)
+        if func is _aten.detach.default:
+            # Each gradient of shards is detached when it is kept.
+            return shards_like(local_shard(args[0]).detach(), args[0])
         mesh = _mesh((*args, *kwargs.values()))
         args = _mapped(lambda leaf: _promoted(leaf, mesh), args)
         even = _mapped(_even, args)

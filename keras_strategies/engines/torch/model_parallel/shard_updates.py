@@ -1,0 +1,124 @@
+"""Updates of variables in shards and of their slots, as ordinary tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from keras_strategies.engines.torch.compat import local_shard
+from keras_strategies.keras_compat.optimizers.optimizer_parts import (
+    updates_lists_of_entries,
+    updating_by,
+)
+from keras_strategies.keras_compat.state_scope import StatePolicy
+from keras_strategies.keras_compat.strategy_attribute import strategy_of
+from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
+from keras_strategies.keras_compat.variables.values import raw_value
+
+
+def updating_by_shards(optimizer: Any) -> contextlib.AbstractContextManager[None]:
+    """A context in which an optimizer updates the shards of this process.
+
+    Keras's own updates for Torch compute each entry from those at its place, by
+    operations on lists of tensors. On DTensors these take more time in Python than in
+    the update. Other optimizers get the DTensors.
+    """
+    if not updates_lists_of_entries(optimizer):
+        return contextlib.nullcontext()
+    methods: dict[str, Callable[..., None]] = {
+        "_backend_update_step": _update,
+        "_backend_increment_gradient_accumulators": _accumulate,
+        "_apply_weight_decay": _decay,
+    }
+    return updating_by(
+        optimizer,
+        {name: functools.partial(own, optimizer) for name, own in methods.items()},
+    )
+
+
+class _Shards(StatePolicy):
+    """The shards of this process in place of variables; they are changed in place."""
+
+    def read(self, variable: Any) -> Any:
+        raw = raw_value(variable)
+        return local_shard(raw) if isinstance(raw, DTensor) else raw
+
+    def assign(self, variable: Any, value: Any) -> None:
+        # A number, such as a product of decays.
+        with outside_stateless_scopes():
+            variable.assign(value)
+
+
+def _update(
+    optimizer: Any,
+    update: Callable[..., None],
+    gradients: Sequence[Any],
+    variables: Sequence[Any],
+    learning_rate: Any,
+) -> None:
+    def own(gradients: Sequence[Any]) -> None:
+        update(gradients, variables, learning_rate)
+
+    _on_shards(optimizer, own, gradients, variables)
+
+
+def _accumulate(
+    optimizer: Any,
+    increment: Callable[..., None],
+    gradients: Sequence[Any],
+    sums: Sequence[Any],
+) -> None:
+    def own(gradients: Sequence[Any]) -> None:
+        increment(gradients, sums)
+
+    _on_shards(optimizer, own, gradients, sums)
+
+
+def _decay(
+    optimizer: Any, decay: Callable[..., None], variables: Sequence[Any]
+) -> None:
+    def own(gradients: Sequence[Any]) -> None:
+        decay(variables)
+
+    _on_shards(optimizer, own, [None] * len(variables), variables)
+
+
+@torch.no_grad()
+def _on_shards(
+    optimizer: Any,
+    change: Callable[[Sequence[Any]], None],
+    gradients: Sequence[Any],
+    variables: Sequence[Any],
+) -> None:
+    """Changes variables and slots as ordinary tensors.
+
+    Args:
+        optimizer: the optimizer.
+        change: a function of the gradients.
+        gradients: those of the variables.
+        variables: the variables.
+    """
+    if any(strategy_of(slot) is None for slot in optimizer.variables):
+        # Slots that were made outside of the scope are not in shards.
+        change(gradients)
+        return
+    raws = [raw_value(variable) for variable in variables]
+    parts = [_own(gradient, raw) for gradient, raw in zip(gradients, raws, strict=True)]
+    with _Shards().scope():
+        change(parts)
+    for raw in raws:
+        if isinstance(raw, DTensor):
+            # As an operation on the DTensor does.
+            torch.autograd.graph.increment_version(raw)
+
+
+def _own(gradient: Any, raw: torch.Tensor) -> Any:
+    """The part of a gradient for what this process has of a variable."""
+    if isinstance(gradient, DTensor) and isinstance(raw, DTensor):
+        return local_shard(gradient.redistribute(raw.device_mesh, raw.placements))
+    return gradient
