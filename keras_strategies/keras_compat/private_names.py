@@ -222,6 +222,12 @@ PRIVATE = (
         "Updates of shards by the norms of all of them.",
     ),
     Private(
+        "keras.src.backend.torch.optimizers.torch_adam.Adam",
+        ("_parallel_update_step",),
+        "Torch: updates by entries, which run on shards as ordinary tensors.",
+        backend="torch",
+    ),
+    Private(
         "keras.src.initializers.random_initializers.RandomInitializer",
         ("_init_seed",),
         "Initial values that are made in pieces.",
