@@ -5,11 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
-from harness.processes import TIMEOUT
+from harness.processes import TIMEOUT, launch, write_script
 
 import keras_strategies as ks
 
@@ -159,3 +160,18 @@ def test_a_set_strategy_outlasts_clear_session(mirrored) -> None:
     finally:
         ks.experimental_set_strategy(None)
     assert keras.distribution.distribution() is None
+
+
+def test_no_hook_is_installed_before_a_strategy_is_made(tmp_path: Path) -> None:
+    body = (
+        "import keras_strategies as ks\n"
+        "from keras_strategies.keras_compat import patching\n"
+        "ks.get_strategy(), ks.get_replica_context()\n"
+        "print(patching.is_installed('strategies'))\n"
+        "ks.OneDeviceStrategy('cpu:0')\n"
+        "print(patching.is_installed('strategies'))\n"
+    )
+    script = write_script(tmp_path, body)
+    found = launch("--workers", "1", script)
+    lines = [line.split()[-1] for line in found.stdout.splitlines() if line.strip()]
+    assert lines[-2:] == ["False", "True"], found

@@ -106,6 +106,23 @@ def find_cluster() -> ClusterResolver | None:
     return None
 
 
+def is_port_shared(resolver: ClusterResolver) -> bool:
+    """Whether a launcher listens at the port of the first worker's address."""
+    # The agent of torchrun listens at MASTER_PORT itself.
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return has_agent and isinstance(resolver, torchrun.TorchrunClusterResolver)
+
+
+def run_identifier(addresses: Sequence[str], num_workers: int) -> str:
+    """An identifier of the run, the same on all workers and another in a later run."""
+    if os.environ.get(RUN_ID):
+        # Elastic workers may have other addresses later.
+        return os.environ[RUN_ID]
+    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID")
+    found = [os.environ.get(name, "") for name in names]
+    return "|".join([addresses[0], str(num_workers), *found])
+
+
 def find_local_number() -> local_number.LocalNumber | None:
     """The number of this process among those that its launcher runs on this machine.
 

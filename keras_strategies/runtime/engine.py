@@ -245,6 +245,14 @@ class Engine(abc.ABC):
     def random_state(self, state: bytes) -> None:
         pass
 
+    # Models
+
+    def sync_variables(self, model: Any) -> None:  # noqa: B027
+        """Assigns what a loop has computed to a model's variables, between two steps.
+
+        Steps that take and return variables as state leave them empty until then.
+        """
+
     # Strategies
 
     @abc.abstractmethod

@@ -13,17 +13,13 @@ import keras
 from keras_strategies import cluster
 from keras_strategies.cluster import (
     ClusterResolver,
-    LocalClusterResolver,
     SimpleClusterResolver,
 )
-from keras_strategies.cluster.environment import ELASTIC, RUN_ID
+from keras_strategies.cluster.environment import ELASTIC, is_port_shared, run_identifier
 from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.cluster.group.group_settings import GroupSettings, Limits
 from keras_strategies.cluster.group.membership import Membership
 from keras_strategies.cluster.resolver import as_resolver
-from keras_strategies.cluster.resolvers.environment.torchrun import (
-    TorchrunClusterResolver,
-)
 from keras_strategies.cluster.spec import check_training_cluster, worker_addresses
 from keras_strategies.collectives.cross_device_ops import (
     CrossDeviceOps,
@@ -34,8 +30,7 @@ from keras_strategies.devices import as_devices
 from keras_strategies.engines import get_engine
 from keras_strategies.errors import ClusterError
 from keras_strategies.processes.device_processes import end_others
-from keras_strategies.processes.ray.ray_resolver import RayClusterResolver
-from keras_strategies.processes.ray.train_context import is_train_worker
+from keras_strategies.processes.resolvers import check_has_started, find_resolver
 from keras_strategies.runtime.call_options import check_implementation
 from keras_strategies.runtime.engine import Engine, Feature, require
 from keras_strategies.runtime.placement import Placement
@@ -175,11 +170,8 @@ def find_workers(
     resolver: ClusterResolver | None
     if cluster_resolver is not None:
         resolver = as_resolver(cluster_resolver, "cluster_resolver")
-    elif is_train_worker():
-        # Before the environment variables, which are those of the trainer's engine.
-        resolver = RayClusterResolver()
     else:
-        resolver = cluster.find_cluster()
+        resolver = find_resolver()
     if resolver is None:
         return None, None
     workers = join_workers(resolver, engine, options, elastic)
@@ -208,18 +200,7 @@ def join_workers(
         elastic: `Elastic`; None for a fixed group.
         absence: as for `WorkerGroup.join`.
     """
-    if isinstance(resolver, LocalClusterResolver):
-        raise ClusterError(
-            "LocalClusterResolver describes processes that ParameterServerStrategy "
-            "starts itself. Start workers of MultiWorkerMirroredStrategy with "
-            "`keras-strategies launch --workers N script.py` or ks.launch."
-        )
-    if isinstance(resolver, RayClusterResolver) and resolver.is_driver:
-        raise ClusterError(
-            "RayClusterResolver starts the workers of MultiWorkerMirroredStrategy with "
-            "its method `run`: make the strategy in a function `train`, and call "
-            "`resolver.run(train)`."
-        )
+    check_has_started(resolver)
     spec = resolver.cluster_spec()
     resolver.check_task()
     if resolver.task_type == "evaluator" or resolver.num_workers == 1:
@@ -240,7 +221,7 @@ def join_workers(
         )
     same = {"the backend": engine.name, "the Keras version": keras.__version__}
     timeout = options.timeout_seconds or DEFAULT_TIMEOUT
-    job = _job(addresses, resolver)
+    job = run_identifier(addresses, resolver.num_workers)
     actions: ElasticActions | None = None
     if elastic is None:
         group = WorkerGroup.join(
@@ -249,7 +230,7 @@ def join_workers(
             same,
             timeout=timeout,
             job=job,
-            shares_port=_is_port_shared(resolver),
+            shares_port=is_port_shared(resolver),
             absence=absence,
         )
     else:
@@ -296,23 +277,6 @@ def _check_elastic(workers: Workers, elastic: Elastic | None) -> None:
             f"{'without' if workers.elastic is None else 'with'} `elastic`, and all "
             "strategies use this connection. Pass the same `elastic` to each of them."
         )
-
-
-def _is_port_shared(resolver: ClusterResolver) -> bool:
-    # The agent of torchrun listens at MASTER_PORT itself.
-    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return has_agent and isinstance(resolver, TorchrunClusterResolver)
-
-
-def _job(addresses: list[str], resolver: ClusterResolver) -> str:
-    """An identifier of the run from the environment, if any."""
-    if os.environ.get(RUN_ID):
-        # Elastic workers may have other addresses later.
-        return os.environ[RUN_ID]
-    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID")
-    found = [os.environ.get(name, "") for name in names]
-    count = str(resolver.num_workers)
-    return "|".join([addresses[0], count, *found])
 
 
 def leave_cluster() -> None:

@@ -29,6 +29,7 @@ from keras_strategies.engines.jax.sharding.model_parallel_trainer import (
 )
 from keras_strategies.engines.jax.sort_gradients import use_signed_indices
 from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
+from keras_strategies.keras_compat.backends.keras_on_jax import sync_jax_state
 from keras_strategies.runtime.drivers import Drivers
 from keras_strategies.runtime.engine import (
     Engine,
@@ -141,6 +142,9 @@ class JaxEngine(Engine):
         self, fn: Callable[..., Any], jit_compile: bool | None
     ) -> Callable[..., Any]:
         return compiled_function.function(fn, jit_compile)
+
+    def sync_variables(self, model: Any) -> None:
+        sync_jax_state(model)
 
     def drivers(self, strategy: StrategyCore) -> Drivers:
         placement = strategy.placement

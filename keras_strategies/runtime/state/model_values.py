@@ -9,7 +9,6 @@ import keras
 import numpy as np
 
 from keras_strategies.errors import CheckpointError
-from keras_strategies.keras_compat.backends.keras_on_jax import sync_jax_state
 
 
 def model_state(model: Any) -> dict[str, Any]:
@@ -19,9 +18,6 @@ def model_state(model: Any) -> dict[str, Any]:
         dict of "optimizer", its class; "variables", their names and shapes; and
         "values", a list of arrays.
     """
-    if keras.backend.backend() == "jax":
-        # In `fit`, variables are empty between steps.
-        sync_jax_state(model)
     variables = _variables_of(model)
     return {
         "optimizer": _optimizer_name(model),

@@ -15,6 +15,7 @@ import numpy as np
 
 from keras_strategies.communication.elastic_loop import ElasticLoop
 from keras_strategies.communication.workers import Workers
+from keras_strategies.engines import get_engine
 from keras_strategies.errors import ContextError, InvalidArgumentError
 from keras_strategies.keras_compat.models import fit_position
 from keras_strategies.keras_compat.models.fit_loop import set_initial_epoch
@@ -327,6 +328,7 @@ class Resume(fit_position.OrderedCallback):
         self._clock.taken(self._pauses[-1])
 
     def _contents(self, point: Point) -> dict[str, Any]:
+        get_engine().sync_variables(self.model)
         return {
             "backend": keras.backend.backend(),
             "model": model_state(self.model),

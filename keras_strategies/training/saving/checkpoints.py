@@ -22,7 +22,6 @@ from keras_strategies.errors import (
     DamagedCheckpointError,
     InvalidArgumentError,
 )
-from keras_strategies.keras_compat.backends.keras_on_jax import sync_jax_state
 from keras_strategies.keras_compat.models.building import build_optimizer
 from keras_strategies.keras_compat.optimizers.optimizer_parts import is_optimizer
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
@@ -175,8 +174,7 @@ class Checkpoint:
         models = [v for v in self._objects.values() if isinstance(v, keras.Model)]
         for model in models:
             build_optimizer(model)
-            if keras.backend.backend() == "jax":
-                sync_jax_state(model)
+            get_engine().sync_variables(model)
         layers = [v for v in self._objects.values() if isinstance(v, keras.Layer)]
         for name, value in self._objects.items():
             if not is_optimizer(value) or value.built:

@@ -27,7 +27,6 @@ from keras_strategies.errors import (
     InvalidArgumentError,
     InvalidTypeError,
 )
-from keras_strategies.keras_compat.backends.keras_on_jax import sync_jax_state
 from keras_strategies.keras_compat.models.fit_loop import set_initial_epoch, skip_steps
 from keras_strategies.training.random_sync import random_numbers, set_random_numbers
 
@@ -322,9 +321,7 @@ class _Saved:
         if save is not None:
             save(str(part / "checkpoint"))
         elif isinstance(self.checkpoint, keras.Model):
-            if keras.backend.backend() == "jax":
-                # In `fit`, variables are empty between steps.
-                sync_jax_state(self.checkpoint)
+            get_engine().sync_variables(self.checkpoint)
             self.checkpoint.save_weights(part / "model.weights.h5")
             metrics = [
                 keras.ops.convert_to_numpy(variable)

@@ -82,6 +82,7 @@ class JaxElasticSteps(ElasticDriver):
         return restore
 
     def values(self, model: Any) -> dict[str, Any]:
+        sync_jax_state(model)
         return model_state(model)
 
     def set_values(self, model: Any, values: dict[str, Any]) -> None:
