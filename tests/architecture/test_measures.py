@@ -25,8 +25,9 @@ BOUNDS = {
     # share `ReplicaRun`. One for the gradient of
     # batch statistics, a third of TensorFlow's operations, one for components that are
     # one array on JAX. One for the status of collectives, one for accelerators that
-    # are left to other processes, one for the device of operations.
-    "members of engine interfaces": 114,
+    # are left to other processes, one for the device of operations. One for variables
+    # that a loop holds, in place of three questions for the name of the backend.
+    "members of engine interfaces": 115,
     # Those of `Engine`, `FitDriver`, `RunDriver` and `ReplicaCollectives`.
     "required members of an engine": 19,
     "attributes replaced for the process": 30,
