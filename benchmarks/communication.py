@@ -1,11 +1,13 @@
-"""Bytes that a worker sends in a step, and its memory: counts, ours beside DDP's.
+"""Bytes that a worker sends in a step, and its memory: counts, ours beside a peer's.
 
 A language model and a segmentation, whose outputs are large, train on 1, 2, 4 and 8
 workers, with as many rows for each worker. Counted per step on the worker 0:
 
-- ours: the bytes of the tensors that it passes to all-reduces and receives in gathers;
-- DDP: the bytes of its buckets;
-- both: the peak of the resident memory above that before the model was made, when
+- on Torch the bytes of the tensors that ours passes to all-reduces and receives in
+  gathers, and those of the buckets of DDP;
+- on TensorFlow the results of the collectives in the programs that are executed, of ours
+  and of a loop over `tf.distribute.MultiWorkerMirroredStrategy`;
+- the peak of the resident memory above that before the model was made, when
   `fit` has imported what it uses.
 
 Counts do not depend on the speed of the machine.
@@ -14,16 +16,20 @@ Counts do not depend on the speed of the machine.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import math
 import os
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from measuring import Results, names, options_parser
 from models import WORKLOADS, Workload
-from multi_worker import own_rows, ranks
+from multi_worker import own_rows, ranks, tensorflow_peer
 from page import write_page
 from tables import markdown_table
 
@@ -54,10 +60,34 @@ def imported() -> int:
 
 
 def ours(workload: Workload, index: int, count: int) -> dict[str, float]:
+    import keras
+
     import keras_strategies as ks
+
+    strategy = ks.MultiWorkerMirroredStrategy()
+    x, y = workload.data()
+    before = imported()
+    with strategy.scope():
+        model = workload.compiled()
+
+    def epoch() -> None:
+        model.fit(x, y, batch_size=workload.batch, shuffle=False, verbose=0)
+
+    if keras.backend.backend() == "tensorflow":
+        return executed(epoch, workload.steps, before)
+    epoch()
+    sent = {"gathered": 0.0, "reduced": 0.0}
+    with counting(sent):
+        epoch()
+    counted = {name: value / workload.steps for name, value in sent.items()}
+    return {**counted, "memory": resident() - before}
+
+
+@contextlib.contextmanager
+def counting(sent: dict[str, float]) -> Iterator[None]:
+    """Counts the bytes of this package's collectives on Torch."""
     from keras_strategies.engines.torch.worker_collectives import TorchWorkers
 
-    sent = {"gathered": 0.0, "reduced": 0.0}
     gather, reduce = TorchWorkers.gather_rows, TorchWorkers.start_all_reduce
 
     def gather_rows(self: Any, tensor: Any, rows: Any) -> Any:
@@ -69,22 +99,65 @@ def ours(workload: Workload, index: int, count: int) -> dict[str, float]:
         sent["reduced"] += flat.nbytes
         return reduce(self, op, flat)
 
-    TorchWorkers.gather_rows = gather_rows  # type: ignore[method-assign]
-    TorchWorkers.start_all_reduce = start_all_reduce  # type: ignore[method-assign]
-    strategy = ks.MultiWorkerMirroredStrategy()
-    x, y = workload.data()
-    before = imported()
-    with strategy.scope():
-        model = workload.compiled()
+    with (
+        mock.patch.object(TorchWorkers, "gather_rows", gather_rows),
+        mock.patch.object(TorchWorkers, "start_all_reduce", start_all_reduce),
+    ):
+        yield
 
-    def epoch() -> None:
-        model.fit(x, y, batch_size=workload.batch, shuffle=False, verbose=0)
+
+def executed(epoch: Callable[[], Any], steps: int, before: int) -> dict[str, float]:
+    """The bytes of the collectives that TensorFlow executes in a step, and the memory.
+
+    Counted are the results of the operations in each program that Python executes.
+
+    Args:
+        epoch: runs an epoch.
+        steps: int, its steps.
+        before: int, the bytes that were resident before.
+    """
+    from tensorflow.python.eager import context
+    from tensorflow.python.eager.polymorphic_function.atomic_function import (
+        AtomicFunction,
+    )
+
+    sent = {"gathered": 0.0, "reduced": 0.0}
+    call = AtomicFunction.call_flat
+
+    def call_flat(self: Any, *args: Any) -> Any:
+        if context.executing_eagerly():
+            for operation in operations_in(self.graph):
+                if operation.type.startswith("Collective"):
+                    kind = "reduced" if "Reduce" in operation.type else "gathered"
+                    [result] = operation.outputs
+                    # None for a shape that the program does not know fails here.
+                    sent[kind] += result.shape.num_elements() * result.dtype.size
+        return call(self, *args)
 
     epoch()
-    sent.update(gathered=0.0, reduced=0.0)
-    epoch()
-    counted = {name: value / workload.steps for name, value in sent.items()}
+    with mock.patch.object(AtomicFunction, "call_flat", call_flat):
+        epoch()
+    counted = {name: value / steps for name, value in sent.items()}
     return {**counted, "memory": resident() - before}
+
+
+def operations_in(graph: Any) -> Iterator[Any]:
+    """The operations of a graph, and of those that it calls."""
+    for operation in graph.get_operations():
+        yield operation
+        for attribute in operation.op_def.attr:
+            if attribute.type == "func":
+                name = operation.get_attr(attribute.name).name
+                yield from operations_in(graph._get_function(name).graph)
+
+
+def tf_distribute(workload: Workload, index: int, count: int) -> dict[str, float]:
+    import tensorflow as tf
+
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    before = imported()
+    epoch = tensorflow_peer(workload, index, count, strategy)
+    return executed(epoch, workload.steps, before)
 
 
 def ddp(workload: Workload, index: int, count: int) -> dict[str, float]:
@@ -120,36 +193,44 @@ def ddp(workload: Workload, index: int, count: int) -> dict[str, float]:
     epoch()
     found = {"gathered": 0.0, "reduced": sent["reduced"] / workload.steps}
     found["memory"] = resident() - before
+    # DDP's reducer waits without end where its group is destroyed before it.
+    del model
     torch.distributed.destroy_process_group()
     return found
 
 
-KINDS = {"ours": ours, "DDP": ddp}
+#: The peer of each backend.
+PEERS: dict[str, tuple[str, Callable[..., dict[str, float]]]] = {
+    "torch": ("DDP", ddp),
+    "tensorflow": ("tf.distribute", tf_distribute),
+}
 
 
-def counted(kind: str, name: str, count: int) -> dict[str, float]:
+def counted(backend: str, kind: str, name: str, count: int) -> dict[str, float]:
     """The counts of worker 0 of some workers."""
     command = [sys.executable, __file__, "--kind", kind, "--models", name]
-    found: dict[str, float] = ranks(command, count)[0]
+    found: dict[str, float] = ranks(command, count, backend)[0]
     return found
 
 
 def table(results: dict[str, Any]) -> str:
     """The results as a Markdown table, in MB."""
-    header = ["model", "workers"]
-    header += ["ours: all-reduced", "ours: gathered", "DDP: all-reduced"]
-    header += ["ours: memory", "DDP: memory", "ours / DDP"]
+    header = ["backend", "model", "workers", "ours: all-reduced", "ours: gathered"]
+    header += ["peer: all-reduced", "ours - peer", "ours: memory", "peer: memory"]
+    header += ["ours / peer"]
     rows = []
-    for name, by_workers in results.items():
+    for part, by_workers in results.items():
         for count, kinds in by_workers.items():
-            own, peer = kinds["ours"], kinds["DDP"]
+            own, peer = kinds["ours"], kinds["peer"]
+            more = own["reduced"] + own["gathered"] - peer["reduced"] - peer["gathered"]
             rows.append(
                 [
-                    name,
+                    *part.split(", "),
                     count,
                     f"{own['reduced'] / 1e6:.2f} MB",
                     f"{own['gathered'] / 1e6:.2f} MB",
                     f"{peer['reduced'] / 1e6:.2f} MB",
+                    f"{more:+,.0f} bytes",
                     f"{own['memory'] / 1e6:.0f} MB",
                     f"{peer['memory'] / 1e6:.0f} MB",
                     f"{own['memory'] / peer['memory']:.2f}",
@@ -159,26 +240,34 @@ def table(results: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = options_parser(__doc__, models=MODELS)
+    parser = options_parser(__doc__, backends=PEERS, models=MODELS)
     parser.add_argument("--workers", type=names, default=list(map(str, WORKERS)))
     parser.add_argument("--kind", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.kind:
-        import torch
+        backend = os.environ["KERAS_BACKEND"]
+        if backend == "torch":
+            import torch
 
-        torch.set_num_threads(1)
+            torch.set_num_threads(1)
         index, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         [name] = options.models
         workload = replace(WORKLOADS[name], batch=ROWS * count, steps=STEPS)
-        print(json.dumps(KINDS[options.kind](workload, index, count)), flush=True)
+        count_of = ours if options.kind == "ours" else PEERS[backend][1]
+        print(json.dumps(count_of(workload, index, count)), flush=True)
         return
     known = Results(options.output / "communication.json")
-    for name in options.models:
-        found = {}
-        for count in options.workers:
-            print(f"counting {name}, {count} workers ...", file=sys.stderr, flush=True)
-            found[count] = {kind: counted(kind, name, int(count)) for kind in KINDS}
-        known.put(name, found)
+    for backend in options.backends:
+        for name in options.models:
+            part = f"{backend}, {name}"
+            found = {}
+            for count in options.workers:
+                print(f"{part}, {count} workers ...", file=sys.stderr, flush=True)
+                found[count] = {
+                    kind: counted(backend, kind, name, int(count))
+                    for kind in ("ours", "peer")
+                }
+            known.put(part, found)
     print(table(known.values))
     write_page(options.output)
 

@@ -150,12 +150,13 @@ def environment(backend: str, addresses: list[str], index: int) -> dict[str, str
     }
 
 
-def ranks(command: list[str], count: int) -> list[Any]:
-    """Runs a command on Torch as each of some workers.
+def ranks(command: list[str], count: int, backend: str = "torch") -> list[Any]:
+    """Runs a command as each of some workers.
 
     Args:
         command: a command that prints JSON in its last line.
         count: int, the workers.
+        backend: str.
 
     Returns:
         list of what each has printed.
@@ -166,7 +167,7 @@ def ranks(command: list[str], count: int) -> list[Any]:
     processes = [
         subprocess.Popen(
             command,
-            env=environment("torch", addresses, index),
+            env=environment(backend, addresses, index),
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -289,11 +290,13 @@ def torch_peer(workload: Workload, index: int, count: int) -> Callable[[], float
     return epoch
 
 
-def tensorflow_peer(workload: Workload, index: int, count: int) -> Callable[[], float]:
+def tensorflow_peer(
+    workload: Workload, index: int, count: int, strategy: Any = None
+) -> Callable[[], float]:
     import keras
     import tensorflow as tf
 
-    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    strategy = strategy or tf.distribute.MultiWorkerMirroredStrategy()
     keras.utils.set_random_seed(0)
     with strategy.scope():
         model = workload.build()
