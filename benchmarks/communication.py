@@ -5,8 +5,8 @@ workers, with as many rows for each worker. Counted per step on the worker 0:
 
 - on Torch the bytes of the tensors that ours passes to all-reduces and receives in
   gathers, and those of the buckets of DDP;
-- on TensorFlow the results of the collectives in the programs that are executed, of ours
-  and of a loop over `tf.distribute.MultiWorkerMirroredStrategy`;
+- on TensorFlow the results of the collectives in the programs that are executed, of
+  ours and of a loop over `tf.distribute.MultiWorkerMirroredStrategy`;
 - the peak of the resident memory above that before the model was made, when
   `fit` has imported what it uses.
 
@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -29,7 +28,7 @@ from unittest import mock
 
 from measuring import Results, names, options_parser
 from models import WORKLOADS, Workload
-from multi_worker import own_rows, ranks, tensorflow_peer
+from multi_worker import end_group, own_rows, ranks, tensorflow_peer
 from page import write_page
 from tables import markdown_table
 
@@ -193,9 +192,6 @@ def ddp(workload: Workload, index: int, count: int) -> dict[str, float]:
     epoch()
     found = {"gathered": 0.0, "reduced": sent["reduced"] / workload.steps}
     found["memory"] = resident() - before
-    # DDP's reducer waits without end where its group is destroyed before it.
-    del model
-    torch.distributed.destroy_process_group()
     return found
 
 
@@ -254,20 +250,24 @@ def main() -> None:
         [name] = options.models
         workload = replace(WORKLOADS[name], batch=ROWS * count, steps=STEPS)
         count_of = ours if options.kind == "ours" else PEERS[backend][1]
-        print(json.dumps(count_of(workload, index, count)), flush=True)
+        counts = count_of(workload, index, count)
+        if backend == "torch":
+            end_group()
+        print(json.dumps(counts), flush=True)
         return
     known = Results(options.output / "communication.json")
     for backend in options.backends:
         for name in options.models:
             part = f"{backend}, {name}"
-            found = {}
+            # Other numbers of workers stay, as they were counted.
+            found = known.values.get(part, {})
             for count in options.workers:
                 print(f"{part}, {count} workers ...", file=sys.stderr, flush=True)
                 found[count] = {
                     kind: counted(backend, kind, name, int(count))
                     for kind in ("ours", "peer")
                 }
-            known.put(part, found)
+                known.put(part, found)
     print(table(known.values))
     write_page(options.output)
 

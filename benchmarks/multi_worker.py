@@ -190,6 +190,18 @@ def ranks(command: list[str], count: int, backend: str = "torch") -> list[Any]:
 # --- In the workers -----------------------------------------------------------
 
 
+def end_group() -> None:
+    """Ends Torch's group of processes, if there is one.
+
+    DDP's reducer waits without end where its group is destroyed before it: nothing may
+    refer to the model.
+    """
+    import torch
+
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 def serve(kind: str, workload: Workload) -> None:
     """Trains an epoch for each line that comes."""
     index, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

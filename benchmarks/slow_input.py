@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 from measuring import Results, measure, options_parser, ratio
-from multi_worker import ranks
+from multi_worker import end_group, ranks
 from page import write_page
 from tables import markdown_table
 
@@ -105,10 +105,6 @@ def train(kind: str, rounds: int) -> dict[str, Any]:
         return found
 
     times = measure({kind: epoch}, rounds)[kind]
-    # DDP's reducer waits without end where its group is destroyed before it.
-    del run
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
     return {"rows": times, "bytes": read[-1]}
 
 
@@ -133,6 +129,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.kind:
         found = train(options.kind, options.rounds)
+        end_group()
         print(json.dumps(found), flush=True)
         return
     known = Results(options.output / "slow_input.json")

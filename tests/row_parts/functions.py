@@ -56,7 +56,7 @@ class Function:
 
 
 # Looks whether all labels are 0 or 1.
-_LABELS = {
+LABELS = {
     "tensorflow": "All, over the rows",
 }.get(keras.backend.backend(), "Python reads a truth value")
 LOSSES = (
@@ -69,7 +69,7 @@ LOSSES = (
     Function("Circle", "numbers", joined="with other rows"),
     Function("CosineSimilarity"),
     Function("Dice", "flags", "sigmoid", joined="a sum over rows"),
-    Function("Hinge", "flags", joined=_LABELS),
+    Function("Hinge", "flags", joined=LABELS),
     Function("Huber"),
     Function("KLDivergence", "positive", "softplus"),
     Function("LogCosh"),
@@ -79,7 +79,7 @@ LOSSES = (
     Function("MeanSquaredLogarithmicError", "positive", "softplus"),
     Function("Poisson", "positive", "softplus"),
     Function("SparseCategoricalCrossentropy", "numbers", "softmax"),
-    Function("SquaredHinge", "flags", joined=_LABELS),
+    Function("SquaredHinge", "flags", joined=LABELS),
     Function("Tversky", "flags", "sigmoid", joined="a sum over rows"),
 )
 
@@ -99,7 +99,7 @@ METRICS = (
     Function("FBetaScore", "one_hot", "softmax"),
     Function("FalseNegatives", "flags", "sigmoid"),
     Function("FalsePositives", "flags", "sigmoid"),
-    Function("Hinge", "flags", joined=_LABELS),
+    Function("Hinge", "flags", joined=LABELS),
     Function(
         "IoU", "numbers", "softmax", arguments={**_COUNTS, "target_class_ids": [0, 1]}
     ),
@@ -135,7 +135,7 @@ METRICS = (
     Function(
         "SpecificityAtSensitivity", "flags", "sigmoid", arguments={"sensitivity": 0.5}
     ),
-    Function("SquaredHinge", "flags", joined=_LABELS),
+    Function("SquaredHinge", "flags", joined=LABELS),
     Function("Sum"),
     Function("TopKCategoricalAccuracy", "one_hot", arguments={"k": 2}),
     Function("TrueNegatives", "flags", "sigmoid"),
