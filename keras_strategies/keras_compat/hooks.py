@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from keras_strategies.keras_compat import patching
 from keras_strategies.keras_compat.optimizers.applying import applying
 from keras_strategies.keras_compat.saving.streaming import streamed_files
+from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.keras_compat.thread_state import (
     current_stateless_scope,
     restore_scope_state,
@@ -316,7 +317,8 @@ def load_model(original: Any, fileobj: Any, *args: Any, **kwargs: Any) -> Any:
 def load_weights(
     original: Any, model: Any, filepath: Any, *args: Any, **kwargs: Any
 ) -> None:
-    with streamed_files():
+    is_own = strategy_of(model) is not None
+    with streamed_files() if is_own else contextlib.nullcontext():
         original(model, filepath, *args, **kwargs)
     _Installed.hooks.loaded(model, filepath)
 
