@@ -322,7 +322,7 @@ def failed_test(root: Path, backend: str, arguments: str) -> str | None:
         env={
             **os.environ,
             "KERAS_BACKEND": backend,
-            "PYTHONPATH": f"{root}{os.pathsep}{root / 'tests' / 'harness' / 'lean'}",
+            "PYTHONPATH": str(root),
             "OMP_NUM_THREADS": "1",
             "TF_CPP_MIN_LOG_LEVEL": "2",
         },

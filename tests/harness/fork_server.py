@@ -34,8 +34,6 @@ from keras_strategies.processes.process_group import ProcessGroup
 
 #: The folder with the sockets of a run's servers.
 SERVERS = "KS_FORK_SERVERS"
-#: A file that gets a line for each fork; see `lean/sitecustomize.py`.
-PROCESSES = "KS_PROCESSES"
 #: Whether TensorFlow runs graphs as they were traced; see `harness.tensorflow_graphs`.
 PLAIN_GRAPHS = "KS_PLAIN_GRAPHS"
 # How often a server looks for scripts that have ended, in seconds.
@@ -78,9 +76,10 @@ class ForkServer:
                     "KERAS_BACKEND": backend,
                     "PYTHONPATH": _python_path(environment),
                     # Libraries that start threads when they are imported cannot be
-                    # forked.
+                    # forked; the last one is PyArrow's, which pandas imports.
                     "OMP_NUM_THREADS": "1",
                     "OPENBLAS_NUM_THREADS": "1",
+                    "JE_ARROW_MALLOC_CONF": "background_thread:false",
                 },
                 pass_fds=numbers,
                 # It ends when this is closed, also because its owner was killed.
@@ -96,13 +95,9 @@ class ForkServer:
 
 
 def _python_path(environment: Mapping[str, str]) -> str:
-    """The folders of an environment, and those where this process finds modules.
-
-    The first one leaves out imports that start threads.
-    """
-    lean = str(Path(__file__).parent / "lean")
+    """The folders of an environment, and those where this process finds modules."""
     given = environment.get("PYTHONPATH", "").split(os.pathsep)
-    return os.pathsep.join(filter(None, dict.fromkeys([lean, *given, *sys.path])))
+    return os.pathsep.join(filter(None, dict.fromkeys([*given, *sys.path])))
 
 
 def _socket_of(folder: Path, backend: str, kind: str) -> Path:
@@ -322,14 +317,6 @@ def _become(order: Mapping[str, Any]) -> None:
     """Makes this process that of a script."""
     os.environ.update(order["environment"])
     sys.argv[:] = order["arguments"]
-    _note("forked")
-
-
-def _note(what: str) -> None:
-    """Writes a line about this process, if processes are counted."""
-    if file := os.environ.get(PROCESSES):
-        with open(file, "a") as stream:
-            stream.write(f"{os.getpid()} {what}\n")
 
 
 def _import_strategies() -> None:

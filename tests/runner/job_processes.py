@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from harness.fork_server import PLAIN_GRAPHS, PROCESSES, SERVERS, ForkServer
+from harness.fork_server import PLAIN_GRAPHS, SERVERS, ForkServer
 from harness.forker import Forked, Forker
 from runner.jobs import Job
 from runner.settings import LOGS, ROOT, Settings
@@ -33,8 +33,7 @@ def environment(backend: str, settings: Settings) -> dict[str, str]:
     threads = max(1, (os.cpu_count() or 1) // max(1, settings.jobs - 1))
     flags = [os.environ.get("XLA_FLAGS", "")]
     flags += () if settings.nightly else PLAIN_CODE
-    path = [str(ROOT / "tests"), str(ROOT / "tests" / "harness" / "lean")]
-    path += filter(None, [os.environ.get("PYTHONPATH")])
+    path = filter(None, [str(ROOT / "tests"), os.environ.get("PYTHONPATH")])
     return {
         "OMP_NUM_THREADS": str(threads),
         "TF_CPP_MIN_LOG_LEVEL": "2",
@@ -48,7 +47,6 @@ def environment(backend: str, settings: Settings) -> dict[str, str]:
         **os.environ,
         # Like XLA's plain code.
         PLAIN_GRAPHS: "" if settings.nightly else "1",
-        PROCESSES: str(LOGS / "processes.txt"),
         "KERAS_BACKEND": backend,
         "PYTHONPATH": os.pathsep.join(path),
         "XLA_FLAGS": " ".join(flags).strip(),

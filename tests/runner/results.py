@@ -84,7 +84,6 @@ def summarize(results: dict[Job, Result], settings: Settings, idle: float) -> No
     slowest = [f"{seconds:7.1f} s  {name}" for seconds, name in sorted(tests)[::-1]]
     (LOGS / "slowest.txt").write_text("\n".join(slowest[:200]) + "\n")
     print_totals(results)
-    print(processes())
     print(
         f"Cores were idle for {idle:.0f} s; the slowest tests: .test-logs/slowest.txt"
     )
@@ -124,21 +123,6 @@ def record_tests(tests: Mapping[str, float], durations: Path = SLOW_TESTS) -> No
         and (ROOT / test.partition(" ")[2].partition("::")[0]).is_file()
     }
     durations.write_text(json.dumps(kept, indent=0) + "\n")
-
-
-def processes() -> str:
-    """How many processes there were; importing a framework takes most of their time."""
-    noted: dict[str, set[str]] = {}
-    file = LOGS / "processes.txt"
-    for line in file.read_text().splitlines() if file.exists() else ():
-        number, what = line.split()
-        noted.setdefault(what, set()).add(number)
-    started, forked = noted.pop("started", set()), noted.pop("forked", set())
-    importing = set().union(*noted.values())
-    return (
-        f"Processes: {len(started)} interpreters and {len(forked)} forks; "
-        f"{len(importing)} imported a framework"
-    )
 
 
 def print_totals(results: dict[Job, Result]) -> None:
