@@ -23,7 +23,7 @@ from keras_strategies import engines
 keras.config.disable_traceback_filtering()
 devices.install()
 # Its engine is the tests' own.
-engines.ENGINES["numpy"] = "harness.numpy_engine:NumpyEngine"
+engines.ENGINES["numpy"] = "backends.numpy_engine:NumpyEngine"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # So do shells begin what they run in the background; tests press Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)

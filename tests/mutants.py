@@ -71,7 +71,7 @@ class Mutant:
         path.write_text(source.replace(self.before, self.after))
 
 
-EXACTNESS = "tests/test_exactness.py::test_same_as_one_device"
+EXACTNESS = "tests/exactness/test_exactness.py::test_same_as_one_device"
 RUN = "tests/custom_loops/test_run.py"
 TRAINING = "tests/custom_loops/test_training.py"
 

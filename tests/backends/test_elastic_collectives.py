@@ -10,7 +10,7 @@ from typing import Any
 
 import keras
 import pytest
-from harness import elastic_collectives
+from backends import elastic_collectives
 from harness.elastic_processes import Workers
 from harness.forker import Forker
 from harness.processes import TIMEOUT, wait_until

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cluster.kubernetes_manifests import Pod, load, pods, validate
 from harness.forker import Forked, Forker
-from harness.kubernetes_manifests import Pod, load, pods, validate
 from harness.processes import TIMEOUT
 
 from keras_strategies.cluster import find_cluster

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import elastic_worker
+from cluster import elastic_worker
 from harness.elastic_processes import Workers
 from harness.processes import TIMEOUT, assert_gone, wait_until
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.elastic_training import ElasticCluster, Settings
+from elastic.elastic_training import ElasticCluster, Settings
 from harness.forker import Forker
 
 

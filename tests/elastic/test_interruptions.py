@@ -12,8 +12,8 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
-from harness import elastic_until_stopped
-from harness.elastic_until_stopped import fit, make_model
+from elastic import elastic_until_stopped
+from elastic.elastic_until_stopped import fit, make_model
 from harness.forker import Forked, Forker
 from harness.hosts import Hosts, NotPermittedError, connected_hosts
 from harness.processes import TIMEOUT, assert_gone, command, wait_until

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from harness.elastic_training import (
+from elastic.elastic_training import (
     ENGINE_STARTS,
     STEPS_PER_EPOCH,
     ElasticCluster,

@@ -7,9 +7,9 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from harness import elastic_loop
-from harness.elastic_loop import STEPS
-from harness.elastic_training import ElasticCluster, Kill
+from elastic import elastic_loop
+from elastic.elastic_loop import STEPS
+from elastic.elastic_training import ElasticCluster, Kill
 from harness.training import ADAM_TOLERANCE
 
 pytestmark = pytest.mark.multiprocess

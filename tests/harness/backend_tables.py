@@ -83,7 +83,7 @@ SHARED_CODE: dict[str, dict[str, tuple[str, ...]]] = {
         "test_a_generator_whose_parts_have_different_lengths": _TENSORFLOW,
         "test_two_strategies_nested": _TENSORFLOW,
     },
-    "test_exactness.py": {
+    "exactness/test_exactness.py": {
         # `backends/tensorflow/test_tensorflow_no_rows.py` and "mixed_float16_skips".
         "test_same_as_one_device[sizes-mirrored_4]": _TENSORFLOW,
     },

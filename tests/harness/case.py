@@ -85,7 +85,7 @@ class Case:
     refused_by: dict[str, type[Exception]] = field(default_factory=dict)
     nightly: bool = False
     reference: str = ""
-    module: str = "harness.cases"
+    module: str = "exactness.cases"
 
     @property
     def slow(self) -> bool:

@@ -47,9 +47,9 @@ FOLDER = TESTS.parent / ".test-references"
 BACKEND = keras.backend.backend()
 
 # Modules of cases that `make test` trains; each has a list CASES.
-MODULES = ["harness.cases", "harness.worker_cases"]
+MODULES = ["exactness.cases", "multi_worker.worker_cases"]
 if BACKEND in ("jax", "torch"):
-    MODULES += ["harness.model_parallel_cases"]
+    MODULES += ["model_parallel.model_parallel_cases"]
 # What starts processes, without Keras and a framework, which processes of tests import.
 _OF_PROCESSES = {
     "keras_strategies.processes",
@@ -59,8 +59,8 @@ _OF_PROCESSES = {
 # What results depend on besides the module of the case.
 _SOURCES = (
     "harness.case",
-    "harness.cases",  # Other modules of cases import its losses, metrics and scripts.
-    "harness.custom_steps",
+    "exactness.cases",  # Other modules of cases import its losses, metrics and scripts.
+    "exactness.custom_steps",
     "harness.data",
     "harness.models",
     "harness.references",  # Whether they are trained by a program.

@@ -5,11 +5,11 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
-from harness.model_parallel_cases import CASES
 from harness.strategies import MODEL_PARALLEL
 from harness.training import assert_same_training
 from keras import layers, optimizers
 from keras.distribution import DeviceMesh, LayoutMap
+from model_parallel.model_parallel_cases import CASES
 
 import keras_strategies as ks
 

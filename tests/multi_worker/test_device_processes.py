@@ -13,7 +13,7 @@ import pytest
 from harness.devices import VARIABLE
 from harness.processes import TIMEOUT, assert_gone
 from harness.training import alone, assert_same
-from harness.worker_cases import WORKER_CASES
+from multi_worker.worker_cases import WORKER_CASES
 
 import keras_strategies as ks
 
@@ -36,7 +36,7 @@ here = pathlib.Path(__file__).parent
 
 TRAIN = """
 from harness.training import train
-from harness.worker_cases import WORKER_CASES
+from multi_worker.worker_cases import WORKER_CASES
 [case] = [each.case for each in WORKER_CASES if each.case.name == sys.argv[1]]
 os.chdir("/")
 strategy = ks.MirroredStrategy()
@@ -100,7 +100,7 @@ def test_a_script_trains_in_a_process_for_each_accelerator(tmp_path) -> None:
 
 SHARDED = """
 from harness.training import train
-from harness.model_parallel_cases import CASES
+from model_parallel.model_parallel_cases import CASES
 [case] = [case for case in CASES if case.name == sys.argv[1]]
 strategy = ks.ModelParallelStrategy("fsdp", ["cpu:0", "cpu:1"], min_shard_bytes=0)
 index = strategy.cluster_resolver.task_id
@@ -116,7 +116,7 @@ facts = [list(kernel.value.to_local().shape), repr(kernel)]
 def test_a_script_shards_variables_over_processes(tmp_path) -> None:
     import pickle
 
-    from harness import model_parallel_cases
+    from model_parallel import model_parallel_cases
 
     [case] = [each for each in model_parallel_cases.CASES if each.name == "dense_bn_3"]
     done = run_script(tmp_path, SHARDED, case.name)

@@ -1,6 +1,6 @@
 """Several workers compute what one device computes, and all of them the same.
 
-The cases, the cluster of each and the reason for it: `harness/worker_cases.py`.
+The cases, the cluster of each and the reason for it: `multi_worker/worker_cases.py`.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 import keras
 import pytest
 from harness.training import alone, assert_same, train
-from harness.worker_cases import WORKER_CASES, WorkerCase
+from multi_worker.worker_cases import WORKER_CASES, WorkerCase
 
 BACKEND = keras.backend.backend()
 
 
 def train_case(strategy, name: str):
-    from harness.worker_cases import WORKER_CASES
+    from multi_worker.worker_cases import WORKER_CASES
 
     [case] = [each.case for each in WORKER_CASES if each.case.name == name]
     return train(case, strategy)

@@ -6,8 +6,8 @@ from typing import Any
 
 import keras
 import pytest
-from harness.memory_peaks import above_what_stays
 from keras import layers
+from multi_worker.memory_peaks import above_what_stays
 
 import keras_strategies as ks
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
-from harness import model_parallel_cases
 from harness.training import (
     alone,
     as_arrays,
@@ -13,6 +12,7 @@ from harness.training import (
     compiled,
     fit_evaluate_predict,
 )
+from model_parallel import model_parallel_cases
 
 import keras_strategies as ks
 

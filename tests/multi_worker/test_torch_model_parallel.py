@@ -10,7 +10,6 @@ import signal
 import keras
 import numpy as np
 import pytest
-from harness import model_parallel_cases
 from harness.training import (
     alone,
     as_arrays,
@@ -20,6 +19,7 @@ from harness.training import (
     state_of,
 )
 from harness.worker_pool import WorkerPool
+from model_parallel import model_parallel_cases
 
 import keras_strategies as ks
 

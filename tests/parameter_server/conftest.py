@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from harness import backend_tables
-from harness.forked_cluster import ForkedProcesses
 from harness.forker import Forker
 
 from keras_strategies.parameter_server.coordinator import process_cluster as cluster
 from parameter_server import clusters
+from parameter_server.forked_cluster import ForkedProcesses
 
 #: What runs on every backend (see `backend_tables`): steps that a worker traces and
 #: compiles, updates that servers make with Keras's optimizers, and one test each of

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import keras
 import numpy as np
 import pytest
-from harness import accelerated_worker
 
 import keras_strategies as ks
 from keras_strategies.devices import Device
@@ -19,7 +18,7 @@ from keras_strategies.parameter_server.coordinator.cluster_processes import (
 )
 from keras_strategies.parameter_server.engines import parameter_server_engine
 from keras_strategies.processes.local_cluster import LocalTask
-from parameter_server import clusters
+from parameter_server import accelerated_worker, clusters
 
 OPTIONS = {"batch_size": 8, "shuffle": False, "verbose": 0}
 ACCELERATOR = str(accelerated_worker.ACCELERATOR)

@@ -11,9 +11,9 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from harness import ray_training
 from harness.training import ADAM_TOLERANCE
 from parameter_server import clusters
+from ray_engine import ray_training
 
 import keras_strategies as ks
 

@@ -9,8 +9,8 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from harness import ray_training
 from harness.training import ADAM_TOLERANCE
+from ray_engine import ray_training
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.nightly]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
-from harness import ray_training
 from harness.training import ADAM_TOLERANCE
+from ray_engine import ray_training
 
 import keras_strategies as ks
 

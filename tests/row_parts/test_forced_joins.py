@@ -10,7 +10,7 @@ import pytest
 if keras.backend.backend() == "jax":
     pytest.skip("JAX has no row parts", allow_module_level=True)
 
-from harness import cases
+from exactness import cases
 from harness.strategies import STRATEGIES
 from harness.training import Case, assert_same_training
 

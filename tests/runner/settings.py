@@ -16,7 +16,7 @@ CHECK = (
     "tests/architecture/test_layers.py",
     "tests/test_contexts.py",
     "tests/test_values.py",
-    "tests/test_exactness.py::test_same_as_one_device[size_3-mirrored_2]",
+    "tests/exactness/test_exactness.py::test_same_as_one_device[size_3-mirrored_2]",
     "tests/collectives/test_collectives.py::test_reduce_along_an_axis_has_the_true_denominator",
     *(
         f"tests/custom_loops/{name}"

@@ -11,7 +11,7 @@ from harness.fork_server import PLAIN_GRAPHS
 
 
 def folder() -> Path:
-    return references._folder.__wrapped__("harness.cases")
+    return references._folder.__wrapped__("exactness.cases")
 
 
 @pytest.mark.parametrize("name", ["XLA_FLAGS", PLAIN_GRAPHS])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from harness.numpy_replicas import NumpyPrimitives, on_workers
+from backends.numpy_replicas import NumpyPrimitives, on_workers
 
 from keras_strategies.runtime.replicas.replica_set import ReplicaSet, RowSplit
 from keras_strategies.types import ReduceOp

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import entry_point
 from harness.forker import Forked, Forker
 from harness.processes import assert_gone
+from strategies import entry_point
 
 from keras_strategies.cluster.resolvers.local_processes import free_addresses
 from keras_strategies.engines import get_engine

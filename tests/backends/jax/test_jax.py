@@ -18,7 +18,7 @@ if keras.backend.backend() != "jax":
     pytest.skip("tests of the JAX backend", allow_module_level=True)
 
 import jax
-from harness.jax_training import (
+from backends.jax.jax_training import (
     STRATEGIES,
     alone,
     assert_same,
@@ -36,9 +36,9 @@ ks.set_virtual_cpu_devices(4)
 
 # --- The same numbers -----------------------------------------------------------
 #
-# `tests/test_exactness.py` trains each optimizer, any number of rows and each way to
-# run a step under one device, two and four mirrored replicas and central storage. Here
-# is what its strategies do not reach.
+# `tests/exactness/test_exactness.py` trains each optimizer, any number of rows and each
+# way to run a step under one device, two and four mirrored replicas and central
+# storage. Here is what its strategies do not reach.
 
 
 def fit_and_predict(strategy, optimizer, **compile_arguments):
@@ -116,7 +116,7 @@ def test_optimizers_of_central_storage(optimizer):
     assert_same(found, alone(optimizer=make), 1e-4)
 
 
-# Mirrored replicas run eagerly in `tests/test_exactness.py`, which takes long.
+# Mirrored replicas run eagerly in `test_exactness.py`, which takes long.
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "arguments"),

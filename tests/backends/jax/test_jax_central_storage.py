@@ -13,7 +13,7 @@ if keras.backend.backend() != "jax":
     pytest.skip("tests of the JAX backend", allow_module_level=True)
 
 import jax
-from harness.jax_training import (
+from backends.jax.jax_training import (
     STRATEGIES,
     assert_same,
     rows,

@@ -20,7 +20,7 @@ if keras.backend.backend() != "jax":
     pytest.skip("tests of the JAX backend", allow_module_level=True)
 
 import jax
-from harness.jax_training import STRATEGIES, assert_same
+from backends.jax.jax_training import STRATEGIES, assert_same
 from harness.strategies import MODEL_PARALLEL
 
 from keras_strategies.engines.jax.fit.compiled_steps import CompiledStep

@@ -17,7 +17,7 @@ def strategy(request):
 
 @pytest.fixture
 def variable(strategy):
-    from harness.tensorflow_mirrors import START
+    from backends.tensorflow.tensorflow_mirrors import START
 
     with strategy.scope():
         return keras.Variable(START, name="kernel")

@@ -12,7 +12,7 @@ if keras.backend.backend() != "tensorflow":
     pytest.skip("tests of the TensorFlow backend", allow_module_level=True)
 
 import tensorflow as tf
-from harness.tensorflow_training import (
+from backends.tensorflow.tensorflow_training import (
     STRATEGIES,
     Rows,
     assert_close,

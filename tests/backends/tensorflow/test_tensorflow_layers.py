@@ -16,7 +16,7 @@ if keras.backend.backend() != "tensorflow":
     pytest.skip("tests of the TensorFlow backend", allow_module_level=True)
 
 import tensorflow as tf
-from harness.tensorflow_training import (
+from backends.tensorflow.tensorflow_training import (
     assert_close,
     assert_same,
     fit,

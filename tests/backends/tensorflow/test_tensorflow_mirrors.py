@@ -19,7 +19,7 @@ if keras.backend.backend() != "tensorflow":
     pytest.skip("tests of the TensorFlow backend", allow_module_level=True)
 
 import tensorflow as tf
-from harness.tensorflow_mirrors import (
+from backends.tensorflow.tensorflow_mirrors import (
     ONES,
     START,
     assert_everywhere,

@@ -13,7 +13,7 @@ import keras_strategies as ks
 if keras.backend.backend() != "tensorflow":
     pytest.skip("tests of the TensorFlow backend", allow_module_level=True)
 
-from harness.tensorflow_training import (
+from backends.tensorflow.tensorflow_training import (
     STRATEGIES,
     rows,
     small_model,

@@ -17,8 +17,8 @@ if keras.backend.backend() != "tensorflow":
     pytest.skip("tests of the TensorFlow backend", allow_module_level=True)
 
 import tensorflow as tf
-from harness import tensorflow_training
-from harness.tensorflow_training import (
+from backends.tensorflow import tensorflow_training
+from backends.tensorflow.tensorflow_training import (
     STRATEGIES,
     Rows,
     assert_close,
@@ -44,10 +44,10 @@ ks.set_virtual_cpu_devices(4)
 
 
 #
-# `tests/test_exactness.py` trains under one device, two and four mirrored replicas and
-# central storage, with any number of rows, each optimizer and each way to run a step.
-# Here is what its strategies do not reach, and a model that has in one training what
-# its cases have one by one.
+# `tests/exactness/test_exactness.py` trains under one device, two and four mirrored
+# replicas and central storage, with any number of rows, each optimizer and each way to
+# run a step. Here is what its strategies do not reach, and a model that has in one
+# training what its cases have one by one.
 
 
 def test_fit_is_exact_with_variables_apart_from_the_only_replica():

@@ -16,8 +16,8 @@ import pytest
 from harness.devices import VARIABLE
 from harness.forker import Forker
 from harness.training import alone, assert_same, train
-from harness.worker_cases import WORKER_CASES
 from harness.worker_pool import WorkerPool
+from multi_worker.worker_cases import WORKER_CASES
 
 if keras.backend.backend() != "torch":
     pytest.skip("tests of the Torch backend", allow_module_level=True)
@@ -33,7 +33,8 @@ PYTEST = TESTS / "harness" / "pytest_process.py"
 
 def exactness(*cases: str) -> tuple[str, ...]:
     return tuple(
-        f"test_exactness.py::test_same_as_one_device[{case}]" for case in cases
+        f"exactness/test_exactness.py::test_same_as_one_device[{case}]"
+        for case in cases
     )
 
 
@@ -67,7 +68,7 @@ SUITES = {
             "mixed_bfloat16-mirrored_2",
         ),
         "backends/torch/test_accelerator_threads.py",
-        "test_exactness.py::test_dropout_is_that_of_one_device[mirrored_2]",
+        "exactness/test_exactness.py::test_dropout_is_that_of_one_device[mirrored_2]",
         "custom_loops/test_linear_model.py",
         "custom_loops/test_optimizers.py",
         "custom_loops/test_run.py",
@@ -175,7 +176,7 @@ def test_workers_that_share_a_gpu_are_named(uuids) -> None:
 
 
 def train_on_workers(strategy, name: str):
-    from harness.worker_cases import WORKER_CASES
+    from multi_worker.worker_cases import WORKER_CASES
 
     assert {device.kind for device in strategy.placement.replicas} == {"gpu"}
     [case] = [each.case for each in WORKER_CASES if each.case.name == name]

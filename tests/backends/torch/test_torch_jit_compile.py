@@ -42,7 +42,7 @@ def trained(strategy, **options):
 def compiled(monkeypatch) -> list[object]:
     """The functions that Keras passes to `torch.compile`, and that run as they are.
 
-    Steps that TorchDynamo traces are a case of `tests/test_exactness.py`.
+    Steps that TorchDynamo traces are a case of `tests/exactness/test_exactness.py`.
     """
     found: list[object] = []
 

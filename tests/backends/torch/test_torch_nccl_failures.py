@@ -1,6 +1,6 @@
 """Torch: no partial sum of a collective that NCCL has aborted is used.
 
-The collectives are those of `harness/nccl_double.py`, on CPUs.
+The collectives are those of `backends/torch/nccl_double.py`, on CPUs.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import pytest
 if keras.backend.backend() != "torch":
     pytest.skip("tests of the Torch backend", allow_module_level=True)
 
-from harness import nccl_training
+from backends.torch import nccl_training
+from backends.torch.nccl_training import STEPS, VICTIM_STEP
 from harness.forker import Forked, Forker
-from harness.nccl_training import STEPS, VICTIM_STEP
 
 from keras_strategies.cluster.resolvers.local_processes import free_addresses
 from keras_strategies.engines.torch import nccl_works

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import keras
 import numpy as np
-
 from harness.case import Case
 from harness.data import Data
 
@@ -50,6 +49,6 @@ CASES = [
         # Two layers deep only, but the key biases of attention have no gradient but
         # rounding.
         tolerance=1e-4,
-        module="harness.keras_hub_cases",
+        module="exactness.keras_hub_cases",
     )
 ]

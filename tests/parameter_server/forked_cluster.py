@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from harness.forker import Forked, Forker
+
 from keras_strategies.parameter_server.coordinator.cluster_processes import ProcessCall
 from keras_strategies.processes.local_cluster import LocalTask
 

@@ -2,7 +2,7 @@
 
 A case combines what is independent of each other: losses, each of an output of its own;
 metrics, reported one by one; data in all forms, one after the other. Each of these
-things has a case of its own in `harness.single_cases`, for the nightly run.
+things has a case of its own in `exactness.single_cases`, for the nightly run.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from typing import Any
 from unittest import mock
 
 import keras
-from keras import losses, metrics, ops, optimizers
-
-from harness import custom_steps, data, models
+from exactness import custom_steps
+from harness import data, models
 from harness.case import (
     ADAM_TOLERANCE,
     Case,
@@ -22,6 +21,7 @@ from harness.case import (
     state_of,
 )
 from harness.data import Data, take
+from keras import losses, metrics, ops, optimizers
 
 BACKEND = keras.backend.backend()
 TORCH = BACKEND == "torch"
@@ -80,7 +80,7 @@ def fit_traced(case: Case, model: keras.Model, all_rows: Data) -> Results:
     """`fit` with `jit_compile=True`; on Torch without the compiler of C++.
 
     TorchDynamo traces the step, which is where strategies matter. TorchInductor would
-    take half a minute more; the nightly run has it (`harness.single_cases`).
+    take half a minute more; the nightly run has it (`exactness.single_cases`).
     """
     if not TORCH:
         return fit_only(case, model, all_rows)

@@ -1,6 +1,6 @@
 """A case for each loss, metric, optimizer, form of data and option.
 
-`make test` trains combinations of them (`harness.cases`); the nightly run trains each
+`make test` trains combinations of them (`exactness.cases`); the nightly run trains each
 of these too, and shows which of them differs.
 """
 
@@ -10,11 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 import keras
-from keras import losses, metrics, optimizers
-
-from harness import custom_steps, data, models
-from harness.case import ADAM_TOLERANCE, Case, Results, fit_evaluate_predict
-from harness.cases import (
+from exactness import custom_steps
+from exactness.cases import (
     Largest,
     contrastive,
     fit_then_state,
@@ -23,7 +20,10 @@ from harness.cases import (
     per_sample,
     scalar_of_batch,
 )
+from harness import data, models
+from harness.case import ADAM_TOLERANCE, Case, Results, fit_evaluate_predict
 from harness.data import Data, take
+from keras import losses, metrics, optimizers
 
 # Keras refuses more than one step on Torch; what is logged is the same.
 TORCH = keras.backend.backend() == "torch"
@@ -369,6 +369,6 @@ FIT_OPTIONS = [
 # How rows are cut into batches, and what does not depend on it.
 BATCHES = [replace(case, scores_by_batch=True) for case in (*DATA, *SIZES)]
 CASES = [
-    replace(case, nightly=True, module="harness.single_cases")
+    replace(case, nightly=True, module="exactness.single_cases")
     for case in (*BATCHES, *LOSSES, *METRICS, *MODELS, *OPTIMIZERS, *FIT_OPTIONS)
 ]

@@ -18,9 +18,9 @@ from typing import Any
 import keras
 import numpy as np
 import torch
+from backends.torch import nccl_double
 
 import keras_strategies as ks
-from harness import nccl_double
 
 STEPS, BATCH, VICTIM_STEP = 5, 6, 3
 

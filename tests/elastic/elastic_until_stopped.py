@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
 from harness.processes import TIMEOUT
 
 #: Seconds without heartbeats after which a worker is lost.

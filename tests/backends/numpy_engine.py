@@ -15,9 +15,9 @@ from typing import Any
 
 import keras
 import numpy as np
+from backends.numpy_gradients import finite_differences
+from backends.numpy_replicas import NumpyPrimitives
 
-from harness.numpy_gradients import finite_differences
-from harness.numpy_replicas import NumpyPrimitives
 from keras_strategies.devices import Device
 from keras_strategies.errors import ReplicaAbortedError, ReplicaMismatchError
 from keras_strategies.keras_compat import thread_state

@@ -7,8 +7,8 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from exactness.keras_hub_cases import CASES
 from harness.data import Data
-from harness.keras_hub_cases import CASES
 from harness.strategies import STRATEGIES
 from harness.training import assert_same_training
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
-from keras import losses, metrics, optimizers
-
-from harness import custom_steps, data, models
+from exactness import custom_steps
+from exactness.cases import Largest, contrastive, on_batches
+from harness import data, models
 from harness.case import Case, Results
-from harness.cases import Largest, contrastive, on_batches
 from harness.data import Data
+from keras import losses, metrics, optimizers
 
 BACKEND = keras.backend.backend()
 # Two batches of one size.
@@ -69,7 +69,7 @@ def fit_on_every_feed(case: Case, model: keras.Model, rows: Data) -> Results:
 
 
 def made(name: str, **kwargs: Any) -> Case:
-    return Case(name, module="harness.worker_cases", **kwargs)
+    return Case(name, module="multi_worker.worker_cases", **kwargs)
 
 
 def one_size(name: str, **kwargs: Any) -> Case:

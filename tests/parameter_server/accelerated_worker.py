@@ -64,8 +64,8 @@ def _check_tensorflow() -> None:
 
 def _check_torch() -> None:
     import torch
-
     from harness import python_accelerator
+
     from keras_strategies.parameter_server.engines import torch_steps
     from keras_strategies.parameter_server.engines.torch_graphs import GraphRecorder
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
 from harness.elastic_processes import join, run, write, write_members
+
 from keras_strategies.cluster.group.membership import Membership
 from keras_strategies.cluster.group.worker_group import WorkerGroup
 from keras_strategies.communication.workers import Workers

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.elastic_processes import join, run, write, write_members
+
 from keras_strategies.cluster.group.membership import Generation, Membership
 from keras_strategies.errors import WorkerError
 

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
 from harness.batches_ahead import prepare_ahead
 from harness.forker import Forked, Forker
 from harness.processes import TIMEOUT, wait_until
@@ -296,9 +295,9 @@ def main() -> None:
 
 def train() -> None:
     import keras
+    from harness.drawing_models import DRAWING
 
     import keras_strategies as ks
-    from harness.drawing_models import DRAWING
     from keras_strategies.types import Elastic
 
     faulthandler.dump_traceback_later(TIMEOUT / 3)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import keras
-from keras import optimizers
-
+from exactness.cases import TORCH
 from harness import data, models
 from harness.case import ADAM_TOLERANCE, Case, Results
-from harness.cases import TORCH
+from keras import optimizers
 
 
 def only_fit(case: Case, model: keras.Model, rows: data.Data) -> Results:
@@ -116,4 +115,4 @@ _CASES = [
     ),
 ]
 
-CASES = [replace(case, module="harness.model_parallel_cases") for case in _CASES]
+CASES = [replace(case, module="model_parallel.model_parallel_cases") for case in _CASES]

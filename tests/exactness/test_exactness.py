@@ -5,10 +5,10 @@ strategies, and everything that a person can see is compared: histories, weights
 optimizer variables, `evaluate`, `predict`. Most have a last batch that is not a whole
 one.
 
-Every case of `harness.cases` is trained on two mirrored replicas. A further strategy is
-tested with the cases that reach code of its own: `PATHS` says which, and what that code
-is. The nightly run trains the rest of the cross product, and the cases of
-`harness.single_cases`, one for each loss, metric, optimizer, form of data and option.
+Every case of `exactness.cases` is trained on two mirrored replicas. A further strategy
+is tested with the cases that reach code of its own: `PATHS` says which, and what that
+code is. The nightly run trains the rest of the cross product, and the cases of
+`exactness.single_cases`, one for each loss, metric, optimizer, form of data and option.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from harness import by_day, cases, data, models, single_cases
+from exactness import cases, single_cases
+from harness import by_day, data, models
 from harness.strategies import STRATEGIES
 from harness.training import (
     Case,

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from harness.elastic_training import (
+from elastic.elastic_training import (
     BATCH_SIZE,
     ROWS,
     Settings,
