@@ -12,7 +12,7 @@ from mutants import Outcome
 @pytest.mark.parametrize(
     ("test", "suite"),
     [
-        ("tests/exactness/test_exactness.py::test_a[sizes/b-c]", "test_exactness"),
+        ("tests/test_values.py::test_a[sizes/b-c]", "test_values"),
         ("tests/multi_worker/test_input.py::test_a", "multi_worker"),
         ("tests/backends/tensorflow/test_tensorflow_copies.py::test_a", "backends"),
         ("tests/parameter_server/test_store.py", "parameter_server"),
