@@ -65,6 +65,15 @@ class MappedLayouts(LayoutRule):
         patterns: Mapping[str, Sequence[str | None]],
         allow_unmatched: bool = False,
     ):
+        for key in patterns:
+            try:
+                re.compile(key)
+            except re.error as error:
+                raise LayoutError(
+                    f"{key!r} in the layout map is no regular expression: {error}. "
+                    "Write a path such as 'dense/kernel', with a backslash before "
+                    "brackets, or an expression such as '.*/kernel'."
+                ) from error
         self._patterns = {key: tuple(axes) for key, axes in patterns.items()}
         self._allow_unmatched = allow_unmatched
         self._matched: set[str] = set()

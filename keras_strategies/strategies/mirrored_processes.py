@@ -142,7 +142,7 @@ def _check_same(
         first = _devices[0] if _devices else ()
         raise ClusterError(
             f"This script runs in {len(own.addresses)} processes, one for each device "
-            f"of its first MirroredStrategy ({', '.join(map(str, first))}), and "
+            f"of its first strategy ({', '.join(map(str, first))}), and "
             f"another strategy was made for {found}. Use the same devices for all "
             "strategies of a script, or pass `processes=False` to the first one."
         )

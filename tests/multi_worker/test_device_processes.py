@@ -52,7 +52,7 @@ for kwargs in ({"devices": ["gpu:1", "gpu:0"]}, {"processes": False}):
     try:
         ks.MirroredStrategy(**kwargs)
     except ks.errors.ClusterError as error:
-        assert "one for each device of its first MirroredStrategy" in str(error)
+        assert "one for each device of its first strategy" in str(error)
     else:
         raise AssertionError(kwargs)
 """
