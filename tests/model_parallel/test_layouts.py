@@ -84,7 +84,7 @@ def test_patterns_match_whole_paths_and_at_most_one() -> None:
     assert rule.axes("a/bias", (4,), 4) == ("model",)
     with pytest.raises(
         ValueError,
-        match=r"'dense\(/kernel' in the layout map is no regular expression: missing \)",
+        match=r"'dense\(/kernel' in the layout map is no regular expression: missing",
     ):
         MappedLayouts({"dense(/kernel": ("model",)})
     twice = MappedLayouts({".*kernel": ("model",), "dense.*": ("model",)})
