@@ -310,15 +310,18 @@ def epochs(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
 def load_model(original: Any, fileobj: Any, *args: Any, **kwargs: Any) -> Any:
     with streamed_files():
         model = original(fileobj, *args, **kwargs)
-    _Installed.hooks.loaded(model, fileobj)
+    if strategy_of(model) is not None:
+        _Installed.hooks.loaded(model, fileobj)
     return model
 
 
 def load_weights(
     original: Any, model: Any, filepath: Any, *args: Any, **kwargs: Any
 ) -> None:
-    is_own = strategy_of(model) is not None
-    with streamed_files() if is_own else contextlib.nullcontext():
+    if strategy_of(model) is None:
+        original(model, filepath, *args, **kwargs)
+        return
+    with streamed_files():
         original(model, filepath, *args, **kwargs)
     _Installed.hooks.loaded(model, filepath)
 
