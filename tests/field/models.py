@@ -311,6 +311,29 @@ def text_encoder() -> keras.Model:
     return compiled(keras.Model(encoder.input, head(encoder.output)))
 
 
+def to_be_rebuilt(rows: int) -> Data:
+    """Pictures, which are the targets as well."""
+    x = pictures(rows).x
+    return Data(x, x)
+
+
+def autoencoder() -> keras.Model:
+    """That of Stable Diffusion, without its random sample."""
+    from keras_hub.src.models.vae.vae_backbone import VAEBackbone
+
+    return fits_numbers(
+        VAEBackbone(
+            # Its groups of channels are 32.
+            encoder_num_filters=[32, 32],
+            encoder_num_blocks=[1, 1],
+            decoder_num_filters=[32, 32],
+            decoder_num_blocks=[1, 1],
+            sampler_method="mode",
+            sample_channels=8,
+        )
+    )
+
+
 def of_sentences(name: str, hub_name: str, **kwargs: Any) -> FieldCase:
     pairs = hub_name in ("Bert", "Albert")
     data = sentence_pairs if pairs else sentences
@@ -364,4 +387,5 @@ CASES = [
 DIFFUSION = [
     FieldCase("diffusion_transformer", diffusion_transformer, latents),
     FieldCase("text_encoder", text_encoder, words),
+    FieldCase("autoencoder", autoencoder, to_be_rebuilt),
 ]

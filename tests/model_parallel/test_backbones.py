@@ -19,7 +19,7 @@ if keras.backend.backend() == "torch":
     pytest.skip("on Torch a process has one device", allow_module_level=True)
 
 from field.compare import FieldCase, measure
-from field.models import CASES
+from field.models import CASES, DIFFUSION
 
 from keras_strategies.runtime.placement import axes_of, nbytes_of
 
@@ -28,6 +28,7 @@ GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "model-parallel.md"
 BACKBONES = (
     *("bert", "gpt2", "llama_adam", "gemma", "mistral", "qwen", "vit", "resnet"),
     "whisper",
+    *(case.name for case in DIFFUSION),
 )
 #: By day: an embedding that is transposed, and convolutions.
 BY_DAY = ("gemma", "resnet")
@@ -61,7 +62,7 @@ def sharded_share(case: FieldCase) -> float:
             id=case.name,
             marks=[] if case.name in BY_DAY else [pytest.mark.nightly],
         )
-        for case in CASES
+        for case in [*CASES, *DIFFUSION]
         if case.name in BACKBONES
     ],
 )
