@@ -24,6 +24,7 @@ from keras_strategies.keras_compat.models.building import (
 from keras_strategies.keras_compat.models.strategy_models import set_strategy
 from keras_strategies.keras_compat.optimizers.optimizer_parts import (
     overwritten_by_apply,
+    step_variable,
 )
 from keras_strategies.keras_compat.state_scope import current_policy
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
@@ -227,7 +228,7 @@ class StrategyHooks:
         replica = context.current_replica()
         if replica is None or not isinstance(current_policy(), RunState):
             return get_engine().optimizer_apply(optimizer, original)(grads, variables)
-        if strategy_of(optimizer.iterations) is None:
+        if strategy_of(step_variable(optimizer)) is None:
             replica.strategy.drivers.fit.adopt(optimizer.variables)
         if variables is not None and not optimizer.built:
             replica.merge_call(

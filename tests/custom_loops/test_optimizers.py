@@ -154,6 +154,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.by_day(8)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_loop_equals_one_device_with(mirrored, name):
     found = train(mirrored, OPTIMIZERS[name]())

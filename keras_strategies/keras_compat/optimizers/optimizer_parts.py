@@ -34,6 +34,15 @@ def trained_variables(optimizer: Any) -> Any:
     return optimizer._trainable_variables
 
 
+def step_variable(optimizer: Any) -> Any:
+    """The variable that counts an optimizer's steps.
+
+    Keras 3.15: `BaseOptimizer.iterations` is a quotient of it, a tensor, where
+    gradients are accumulated.
+    """
+    return optimizer.variables[0]
+
+
 def variable_rate(optimizer: Any) -> float | None:
     """The learning rate, where it is a number that callbacks may change.
 

@@ -9,7 +9,10 @@ from typing import Any
 import numpy as np
 
 from keras_strategies.errors import InvalidArgumentError
-from keras_strategies.keras_compat.optimizers.optimizer_parts import optimizers_of
+from keras_strategies.keras_compat.optimizers.optimizer_parts import (
+    optimizers_of,
+    step_variable,
+)
 from keras_strategies.keras_compat.variables.creation import mix_in
 from keras_strategies.keras_compat.variables.hosted_variables import (
     VariableHost,
@@ -340,7 +343,7 @@ class StepExecution:
                 self._split_updates(own, ids, updates)
             if optimizers_of(call.optimizer):
                 # Its inner optimizers have iterations of their own.
-                description = describe(call.optimizer.iterations)
+                description = describe(step_variable(call.optimizer))
                 one = np.ones((), description.dtype)
                 for shard in description.shards:
                     adds[shard.server].append(((description.number, shard.start), one))

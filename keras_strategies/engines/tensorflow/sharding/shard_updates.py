@@ -22,6 +22,7 @@ from keras_strategies.keras_compat.optimizers.optimizer_parts import (
     accumulators_of,
     averages_in_turn,
     lamb_slots,
+    step_variable,
     trained_variables,
     updating_by,
 )
@@ -261,7 +262,7 @@ def _updating(variable: VariableInShards, number: int) -> Iterator[None]:
 
 def _adopt(optimizer: Any) -> None:
     """Shards slots that were made outside of the scope."""
-    if strategy_of(optimizer.iterations) is not None:
+    if strategy_of(step_variable(optimizer)) is not None:
         return
     for variable in trained_variables(optimizer):
         strategy = strategy_of(variable)
