@@ -469,24 +469,6 @@ GROUPS: dict[str, Group] = {
                 backend="torch",
             ),
             Patch(
-                "keras.src.distribution.distribution_lib",
-                "distribute_tensor",
-                "(tensor, layout)",
-                "backends.keras_on_torch.distribute_tensor",
-                "Layers call it for the layouts of their outputs. On Torch Keras 3.15 "
-                "has no function behind it.",
-                backend="torch",
-            ),
-            Patch(
-                "keras.src.backend.nn | keras.src.backend.ops.nn",
-                "dot_product_attention",
-                "(query, key, value, bias=None, mask=None, scale=None, "
-                "is_causal=False, flash_attention=None, attn_logits_soft_cap=None)",
-                "backends.keras_on_torch.attention",
-                "It assumes that the local shards of its arguments match.",
-                backend="torch",
-            ),
-            Patch(
                 _LAYER,
                 "_get_regularization_losses",
                 "(self)",

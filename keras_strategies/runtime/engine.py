@@ -317,9 +317,7 @@ class StrategyCore(abc.ABC):
     @property
     def partitions_draws(self) -> bool:
         """bool, whether engines without counters draw in blocks of rows."""
-        mesh = self._placement.mesh
-        is_by_rows = mesh is None or mesh.shape[0] == len(mesh.devices)
-        return self._random_numbers == "partitioned" and is_by_rows
+        return self._random_numbers == "partitioned"
 
     @property
     def num_replicas_in_sync(self) -> int:

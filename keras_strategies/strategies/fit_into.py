@@ -175,7 +175,7 @@ def fit_into(
     for rematerializes, steps in _levels(rows):
         fitting: list[tuple[TrainingChoice, Plan]] = []
         for (layout, width), strategy in list(strategies.items()):
-            if rows // steps < count // width:
+            if rows // steps < strategy.num_replicas_in_sync:
                 continue
             make = functools.partial(_made, build_fn, rematerializes, steps)
             plan = strategy.plan(make, _part(batch_shapes, steps))

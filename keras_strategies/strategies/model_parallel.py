@@ -49,9 +49,9 @@ class ModelParallelStrategy(Strategy):
     variables, gradients and optimizer slots are sharded along the model axis, the data
     axis, or both. A step is one program for all devices, into which XLA inserts the
     collectives; it computes what one device computes. On Torch each device belongs to
-    a process of its own, which a script starts by itself, and DTensors take the place
-    of XLA. On TensorFlow each device gathers variables and computes rows, so that all
-    devices are replicas, and layouts of outputs have no effect.
+    a process of its own, which a script starts by itself. There and on TensorFlow each
+    device gathers variables and computes rows, so that all devices are replicas, and
+    layouts of outputs have no effect.
 
     Args:
         layout_map: layouts of variables. `"auto"`: large embeddings, attention and

@@ -95,12 +95,6 @@ def network(strategy, units=16, rate=0.5):
     return model
 
 
-def alone_as(layout_map):
-    """One device, with the random numbers of "fsdp", by rows, or those of Keras."""
-    numbers = "partitioned" if layout_map == "fsdp" else "keras"
-    return ks.OneDeviceStrategy("cpu:0", random_numbers=numbers)
-
-
 def rows():
     rng = np.random.default_rng(0)
     return tuple(rng.normal(size=(22, n)).astype("float32") for n in (8, 4))
@@ -146,8 +140,8 @@ def test_each_process_keeps_its_parts(cluster):
 
 def test_random_numbers_are_those_of_one_device(cluster):
     """Rows have the masks that they have where one device draws all of them."""
+    expected = fit(network(ks.OneDeviceStrategy("cpu:0")))
     for layout_map, width in (("fsdp", 1), ("auto", 2)):
-        expected = fit(network(alone_as(layout_map)))
 
         def program(strategy, layout_map=layout_map, width=width):
             return fit(network(cut(layout_map, width)))
@@ -288,27 +282,16 @@ def train_penalized(scope):
     return as_arrays({"loss": fit(model)} | state_of(model))
 
 
-def test_a_weight_that_a_call_reads_without_gradients_and_with_them(cluster):
+@pytest.mark.parametrize(("layout_map", "width"), [("fsdp", 1), ("auto", 2)])
+def test_gradients_of_gradients(cluster, layout_map, width):
+    """A weight is read without gradients and with them."""
     expected = train_penalized(contextlib.nullcontext())
 
     def program(strategy):
-        return train_penalized(cut().scope())
+        return train_penalized(cut(layout_map, width).scope())
 
     for found in cluster(program):
-        assert_same(expected, found, 1e-4, "fsdp")
-
-
-def test_gradients_of_gradients_with_a_model_axis(forker):
-    def program(strategy):
-        train_penalized(cut("auto", 2).scope())
-
-    # Processes of its own: the one that raises first is lost to the other.
-    pool = WorkerPool(forker, 2)
-    try:
-        errors = [error for error, _ in pool.cluster(1).outcomes(program)]
-    finally:
-        pool.close()
-    assert all("create_graph=True" in error for error in errors)
+        assert_same(expected, found, 1e-4, layout_map)
 
 
 def language_model(is_rematerialized):
@@ -343,9 +326,9 @@ def fit_language_model(scope, is_rematerialized):
 @pytest.mark.parametrize("is_rematerialized", [False, True])
 def test_a_language_model_with_and_without_remat(cluster, is_rematerialized):
     # Dropout of Keras 3.16 draws another mask when it is computed again.
+    scope = ks.OneDeviceStrategy("cpu:0").scope()
+    expected = fit_language_model(scope, is_rematerialized)
     for layout_map, width in (("fsdp", 1), ("auto", 2)):
-        scope = alone_as(layout_map).scope()
-        expected = fit_language_model(scope, is_rematerialized)
 
         def program(strategy, layout_map=layout_map, width=width):
             return fit_language_model(cut(layout_map, width).scope(), is_rematerialized)
@@ -488,7 +471,8 @@ def test_slots_that_are_made_outside_of_the_scope(cluster):
         assert_same(expected, found, 1e-5, "fsdp")
 
 
-def test_run_with_weights_in_shards(cluster):
+@pytest.mark.parametrize(("layout_map", "width"), [("fsdp", 1), ("auto", 2)])
+def test_run_with_weights_in_shards(cluster, layout_map, width):
     """Rows that do not divide, batch normalization, a norm of all gradients."""
 
     def train(strategy):
@@ -537,7 +521,7 @@ def test_run_with_weights_in_shards(cluster):
     expected, mean = train(ks.OneDeviceStrategy("cpu:0"))
 
     def program(strategy):
-        return train(cut())
+        return train(cut(layout_map, width))
 
     for weights, found in cluster(program):
         np.testing.assert_allclose(found, mean, rtol=1e-5)
@@ -615,6 +599,71 @@ def test_a_file_is_loaded_into_shards(cluster, tmp_path):
             np.testing.assert_array_equal(one, other)
 
 
+class Watching(keras.Model):
+    """Records the rows of its outputs that this process has."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = keras.layers.Dense(8, "tanh", name="first")
+        self.dropout = keras.layers.Dropout(0.5)
+        self.second = keras.layers.Dense(12, "tanh", name="second")
+        self.third = keras.layers.Dense(4, name="third")
+        self.rows = []
+
+    def call(self, x):
+        return self.third(self.second(self.dropout(self.first(x))))
+
+    def train_step(self, data):
+        outputs = self(data[0], training=True)
+        parts = getattr(outputs, "parts", [outputs])
+        self.rows.append(sum(len(part) for part in parts))
+        return super().train_step(data)
+
+
+@pytest.mark.parametrize("cluster", ["four"], indirect=True, scope="session")
+def test_a_layout_map_with_both_axes(cluster):
+    """Shards along one axis or both; of 7 rows, three processes have two each."""
+    layouts = {
+        ".*first/kernel": ("model", "batch"),
+        ".*second/kernel": (None, "model"),
+        ".*third/kernel": ("batch",),
+        ".*second/bias": ("model",),
+    }
+
+    def train(strategy):
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            model = Watching()
+            model(np.zeros((1, 8), "float32"))
+            model.compile(keras.optimizers.Adam(0.01, global_clipnorm=0.5), "mse")
+        x, y = rows()
+        history = model.fit(x, y, batch_size=15, epochs=2, shuffle=False, verbose=0)
+        results = as_arrays(history.history | state_of(model))
+        shapes = (
+            [
+                tuple(w.value.to_local().shape)
+                for w in model.weights
+                if "kernel" in w.path
+            ]
+            if strategy.num_replicas_in_sync > 1
+            else []
+        )
+        return results, list(model.rows), shapes
+
+    expected, _, _ = train(ks.OneDeviceStrategy("cpu:0"))
+
+    def program(strategy):
+        return train(ks.ModelParallelStrategy(layouts, ["cpu:0"], 2))
+
+    found = cluster(program)
+    for results, _, shapes in found:
+        assert_same(expected, results, 1e-4, "both axes")
+        assert shapes == [(4, 4), (8, 6), (6, 4)]
+    own = [of for _, of, _ in found]
+    assert [sum(each) for each in zip(*own, strict=True)] == [15, 7, 15, 7]
+    assert max(max(each) for each in own) == 4
+
+
 def test_a_layout_that_names_a_model_axis_of_one_device(cluster):
     def train(strategy):
         model = network(strategy, rate=0.0)
@@ -677,9 +726,10 @@ def test_each_process_writes_and_reads_its_shards(cluster, tmp_path):
             np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_a_plan_says_what_then_is(cluster):
+@pytest.mark.parametrize(("layout_map", "width"), [("fsdp", 1), ("auto", 2)])
+def test_a_plan_says_what_then_is(cluster, layout_map, width):
     def program(strategy):
-        own = cut()
+        own = cut(layout_map, width)
 
         def build():
             model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16)])
@@ -702,7 +752,8 @@ def test_a_plan_says_what_then_is(cluster):
         assert "reduce-scatter of gradients" in text
 
 
-def test_the_peak_of_a_step_is_what_the_plan_says(cluster):
+@pytest.mark.parametrize(("layout_map", "width"), [("fsdp", 1), ("auto", 2)])
+def test_the_peak_of_a_step_is_what_the_plan_says(cluster, layout_map, width):
     """Wide layers: shards, packs of weights and activations all count."""
 
     def program(strategy):
@@ -710,7 +761,11 @@ def test_the_peak_of_a_step_is_what_the_plan_says(cluster):
 
         options = ks.CommunicationOptions(bytes_per_pack=2**18)
         own = ks.ModelParallelStrategy(
-            "fsdp", ["cpu:0"], min_shard_bytes=0, communication_options=options
+            layout_map,
+            ["cpu:0"],
+            width,
+            min_shard_bytes=0,
+            communication_options=options,
         )
 
         def build():
@@ -778,8 +833,6 @@ def test_what_fits_into_the_memory_of_a_device(cluster):
 
 def test_what_cannot_be(cluster, tmp_path):
     def program(strategy, folder):
-        with pytest.raises(RuntimeError, match="Use `fit` with a custom `train_step`"):
-            cut("auto", 2).run(lambda: 0)
         own = cut()
         with pytest.raises(RuntimeError, match="needs its own process"):
             ks.ModelParallelStrategy("fsdp", ["cpu:0", "cpu:1"])

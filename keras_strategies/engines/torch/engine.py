@@ -41,6 +41,7 @@ class TorchEngine(Engine):
 
     name = "torch"
     has_python_per_device = True
+    gathers_shards = True
 
     def __init__(self) -> None:
         self.lacks = _lacks()
@@ -137,16 +138,12 @@ class TorchEngine(Engine):
         checkpoints = TorchCheckpoints(strategy.placement)
         if strategy.placement.mesh is not None:
             # torch.distributed.tensor takes a second to import.
-            from keras_strategies.engines.torch.model_parallel.sharded_call import (
-                ShardedRun,
+            from keras_strategies.engines.torch.model_parallel.sharded_trainer import (
                 ShardedTrainer,
             )
 
             sharded = ShardedTrainer(strategy)
-            own = sharded.by_rows
-            if own is None:
-                return Drivers(sharded, ShardedRun(strategy), sharded, checkpoints)
-            run = TorchRun(strategy, own.threads, own.variables)
+            run = TorchRun(strategy, sharded.by_rows.threads, sharded.by_rows.variables)
             return Drivers(sharded, run, sharded, checkpoints)
         fit = TorchTrainer(strategy)
         run = TorchRun(strategy, fit.threads, fit.variables)

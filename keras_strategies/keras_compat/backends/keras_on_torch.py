@@ -39,18 +39,14 @@ def drawn(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 class _Tensors:
     full_tensor: Callable[[Any], Any]
-    align_shards: Callable[..., tuple[Any, ...]]
     read: Callable[[Any], Any]
-    place: Callable[[Any, Any], Any]
     assign: Callable[[Any, Any], None]
     called_again: Callable[[Any], Any]
 
 
 def hook_torch_dtensors(
     full_tensor: Callable[[Any], Any],
-    align_shards: Callable[..., tuple[Any, ...]],
     read: Callable[[Any], Any],
-    place: Callable[[Any, Any], Any],
     assign: Callable[[Any, Any], None],
     called_again: Callable[[Any], Any],
 ) -> None:
@@ -58,31 +54,14 @@ def hook_torch_dtensors(
 
     Args:
         full_tensor: gathers a DTensor into an ordinary tensor; others are unchanged.
-        align_shards: redistributes query, key, value, bias and mask of attention, so
-            that their local shards match.
         read: returns the value of a variable or its tensor, a NumPy array, if it has
             been gathered, else None.
-        place: gives a tensor a `keras.distribution.TensorLayout`.
         assign: gives a DTensor the values of a tensor.
         called_again: wraps a function that the backward pass calls again.
     """
-    _Tensors.full_tensor, _Tensors.align_shards = full_tensor, align_shards
-    _Tensors.read, _Tensors.place, _Tensors.assign = read, place, assign
-    _Tensors.called_again = called_again
+    _Tensors.full_tensor, _Tensors.read = full_tensor, read
+    _Tensors.assign, _Tensors.called_again = assign, called_again
     patching.install("torch dtensors")
-
-
-def attention(
-    original: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    bias: Any = None,
-    mask: Any = None,
-    **kwargs: Any,
-) -> Any:
-    query, key, value, bias, mask = _Tensors.align_shards(query, key, value, bias, mask)
-    return original(query, key, value, bias=bias, mask=mask, **kwargs)
 
 
 def regularization_losses(original: Any, self: Any) -> list[Any]:
@@ -100,11 +79,6 @@ def to_numpy(original: Any, x: Any) -> Any:
 
 def remat(original: Any, f: Any) -> Any:
     return original(_Tensors.called_again(f))
-
-
-def distribute_tensor(original: Any, tensor: Any, layout: Any) -> Any:
-    """Layouts of layers' outputs; Keras 3.15 on Torch has none."""
-    return _Tensors.place(tensor, layout)
 
 
 def assign_shards(shards: Any, value: Any) -> None:

@@ -95,11 +95,12 @@ class WorkerSums:
         shards, targets = self._shards, self._targets
         if shards is None:
             return self._packs_of(self._order, None)
-        kinds: dict[bool, list[int]] = {False: [], True: []}
+        kinds: dict[tuple[int, ...] | None, list[int]] = {}
         for i in self._order:
-            kinds[shards.has(targets[i].variable)].append(i)
-        packs = self._packs_of(kinds[False], None)
-        packs += self._packs_of(kinds[True], shards)
+            kinds.setdefault(shards.axes(targets[i].variable), []).append(i)
+        packs: list[GradientPack] = []
+        for axes, members in kinds.items():
+            packs += self._packs_of(members, None if axes is None else shards)
         places = {i: place for place, i in enumerate(self._order)}
         return sorted(packs, key=lambda pack: max(places[i] for i in pack.members))
 
@@ -248,7 +249,8 @@ class GradientPack:
         self._tensors = {i: targets[i].tensor for i in members}
         self._ops = ops
         self._shards = shards
-        self._parts = 1 if shards is None else shards.workers.group.count
+        first = self._tensors[self.members[0]]
+        self._parts = 1 if shards is None else shards.shard_count(first)
         # The message, of shape `(parts, numbers)`.
         self._flat: torch.Tensor | None = None
         self._views: dict[int, torch.Tensor] = {}
@@ -265,7 +267,8 @@ class GradientPack:
             first = self._tensors[self.members[0]]
             # Half precision is summed in float32.
             like = torch.empty(0, dtype=first.dtype, device=first.device)
-            sizes = [t.numel() // self._parts for t in self._tensors.values()]
+            shards = self._shards
+            sizes = [tensor.numel() for tensor in self._own_tensors().values()]
             count = sum(sizes) + self.flags
             self._flat = torch.empty(
                 (self._parts, count),
@@ -276,10 +279,16 @@ class GradientPack:
             for (i, tensor), part in zip(self._tensors.items(), parts, strict=True):
                 self._views[i] = (
                     part.view(tensor.shape)
-                    if self._shards is None
-                    else part.unflatten(1, local_shard(tensor).shape)
+                    if shards is None
+                    else shards.viewed(part, tensor)
                 )
         return self._flat
+
+    def _own_tensors(self) -> dict[int, torch.Tensor]:
+        """The variables, or what this worker has of them."""
+        if self._shards is None:
+            return self._tensors
+        return {i: local_shard(tensor) for i, tensor in self._tensors.items()}
 
     def _view(self, i: int) -> torch.Tensor:
         """The place of a gradient in the message."""
@@ -340,7 +349,8 @@ class GradientPack:
             self._wait = workers.start_all_reduce(ReduceOp.SUM, flat)
         else:
             self._own = flat.new_empty(flat.shape[1])
-            self._wait = workers.start_reduce_scatter(self._own, flat)
+            first = self._tensors[self.members[0]]
+            self._wait = self._shards.start_sums(self._own, flat, first)
 
     def finish(self) -> None:
         """Waits for the sums; the gradients of this worker are freed."""
@@ -361,11 +371,7 @@ class GradientPack:
         Of variables in shards those of this worker's shards.
         """
         assert self._own is not None
-        tensors = self._tensors
-        if self._shards is None:
-            shapes = {i: tensor.shape for i, tensor in tensors.items()}
-        else:
-            shapes = {i: local_shard(tensor).shape for i, tensor in tensors.items()}
+        shapes = {i: tensor.shape for i, tensor in self._own_tensors().items()}
         sizes = [shape.numel() for shape in shapes.values()]
         parts = self._own[: sum(sizes)].split(sizes)
         return {

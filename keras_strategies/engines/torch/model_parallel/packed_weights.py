@@ -10,8 +10,10 @@ is freed, so that all workers take part in the same collectives.
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -26,13 +28,13 @@ from keras_strategies.engines.torch.compat import (
 from keras_strategies.engines.torch.model_parallel.called_again import (
     entered_again_by,
 )
-from keras_strategies.engines.torch.model_parallel.gathered_weights import (
-    SavedWeights,
-    check_version,
-)
 from keras_strategies.engines.torch.model_parallel.process_mesh import (
     gather_shards,
     in_step,
+)
+from keras_strategies.engines.torch.model_parallel.saved_weights import (
+    SavedWeights,
+    check_version,
 )
 from keras_strategies.engines.torch.worker_collectives import TorchWorkers
 from keras_strategies.keras_compat.models.building import is_built
@@ -41,6 +43,7 @@ from keras_strategies.keras_compat.models.layers import clear_losses
 from keras_strategies.keras_compat.state_scope import StatePolicy, StateScope
 from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
 from keras_strategies.keras_compat.variables.values import autocast_dtype, raw_value
+from keras_strategies.types import ReduceOp
 
 # How many packs are kept, the last ones that were read.
 _KEPT = 2
@@ -50,7 +53,7 @@ class PackedWeights:
     """Gathers the weights in shards of one strategy.
 
     Args:
-        workers: the processes, each with the shard of its number.
+        workers: the processes of the mesh, in its order.
         ordinary: makes a context for operations on ordinary tensors.
     """
 
@@ -61,6 +64,8 @@ class PackedWeights:
     ):
         self.workers = workers
         self.ordinary = ordinary
+        # By the axes of the mesh that have shards.
+        self._groups: dict[tuple[int, ...], _Groups] = {}
         # For each layer that is called the pack of a variable, by the variable's `id`.
         self._packs: weakref.WeakKeyDictionary[Any, dict[int, list[Any]]] = (
             weakref.WeakKeyDictionary()
@@ -100,9 +105,13 @@ class PackedWeights:
             found = [v for v in layer.variables if id(v) not in packs and self.has(v)]
             if not any(each is variable for each in found):
                 found.append(variable)
-            for pack in self.workers.packs([raw_value(v) for v in found]):
-                members = [found[i] for i in pack]
-                packs.update((id(member), members) for member in members)
+            by_axes: dict[tuple[int, ...], list[Any]] = {}
+            for each in found:
+                by_axes.setdefault(sharded_axes(raw_value(each)), []).append(each)
+            for alike in by_axes.values():
+                for pack in self.workers.packs([raw_value(v) for v in alike]):
+                    members = [alike[i] for i in pack]
+                    packs.update((id(member), members) for member in members)
         return packs[id(variable)]
 
     @torch.no_grad()
@@ -112,15 +121,64 @@ class PackedWeights:
         raws = [raw_value(variable) for variable in pack]
         shards = [local_shard(raw) for raw in raws]
         flat = torch.cat([shard.reshape(-1).to(dtype) for shard in shards])
-        count = self.workers.group.count
-        every = self.workers.gather_rows(flat, [flat.numel()] * count)
+        holders, count = self._groups_of(raws[0]).holders, shard_count(raws[0])
+        every = holders.gather_rows(flat, [flat.numel()] * count)
         parts = every.view(count, -1).split([shard.numel() for shard in shards], 1)
         return {
-            id(variable): joined_shards(part.view(count, *shard.shape), axis_of(raw))
+            id(variable): joined_shards(part.view(count, *shard.shape), raw)
             for variable, raw, shard, part in zip(
                 pack, raws, shards, parts, strict=True
             )
         }
+
+    def start_sums(
+        self, own: torch.Tensor, parts: torch.Tensor, like: DTensor
+    ) -> Callable[[], None]:
+        """Begins to sum parts of gradients over all workers.
+
+        Args:
+            own: receives the sum of this worker's part, of shape `(numbers,)`.
+            parts: of shape `(shards, numbers)`, those of this worker's rows.
+            like: a variable in such shards.
+
+        Returns:
+            A callable that waits.
+        """
+        groups = self._groups_of(like)
+        wait = groups.holders.start_reduce_scatter(own, parts)
+
+        def finish() -> None:
+            wait()
+            if groups.equals is not None:
+                groups.equals.start_all_reduce(ReduceOp.SUM, own)()
+
+        return finish
+
+    def _groups_of(self, like: DTensor) -> _Groups:
+        axes = sharded_axes(like)
+        if axes not in self._groups:
+            mesh = like.device_mesh
+            place = mesh.get_coordinate()
+            assert place is not None
+            others = tuple(i for i in range(mesh.ndim) if i not in axes)
+            holders = self._along(mesh, place, axes)
+            equals = self._along(mesh, place, others)
+            assert holders is not None
+            self._groups[axes] = _Groups(holders, equals)
+        return self._groups[axes]
+
+    def _along(
+        self, mesh: Any, place: Sequence[int], axes: tuple[int, ...]
+    ) -> TorchWorkers | None:
+        """The workers with this one's place on other axes; None if it is alone."""
+        index = tuple(slice(None) if i in axes else p for i, p in enumerate(place))
+        members = mesh.mesh[index].flatten().tolist()
+        if len(members) == self.workers.group.count:
+            return self.workers
+        if len(members) == 1:
+            return None
+        names = " and ".join(mesh.mesh_dim_names[i] for i in axes)
+        return self.workers.among(names, members)
 
     def of_call(self, layer: Any) -> CallWeights:
         """The weights in a new call of a layer."""
@@ -194,13 +252,43 @@ class PackedWeights:
 
     @staticmethod
     def in_shards(full: torch.Tensor, like: DTensor) -> torch.Tensor:
-        """A view of a tensor as shards, of shape `(workers, *shape of a shard)`."""
-        return in_shards(full, axis_of(like), like.device_mesh.size(0))
+        """A view of a tensor as shards; see the function of this name."""
+        return in_shards(full, like)
+
+    @staticmethod
+    def viewed(flat: torch.Tensor, like: DTensor) -> torch.Tensor:
+        """A view of numbers, of shape `(shards, numbers)`, as `in_shards`."""
+        own = flat.unflatten(1, local_shard(like).shape)
+        return own.unflatten(0, shards_along(like))
+
+    @staticmethod
+    def shard_count(like: DTensor) -> int:
+        """The number of different shards."""
+        return shard_count(like)
+
+    @staticmethod
+    def axes(variable: Any) -> tuple[int, ...] | None:
+        """The axes of the mesh that have its shards; None without shards."""
+        raw = raw_value(variable)
+        return sharded_axes(raw) if is_sharded(raw) else None
 
     @staticmethod
     def as_shards(own: torch.Tensor, like: DTensor) -> DTensor:
         """A tensor of which this process has the shard `own`."""
         return as_shards(own, like)
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Workers that exchange the shards of a variable.
+
+    Args:
+        holders: those with all of its shards, each with one.
+        equals: those with the same shard as this worker; None if it has it alone.
+    """
+
+    holders: TorchWorkers
+    equals: TorchWorkers | None
 
 
 class CallWeights:
@@ -348,9 +436,11 @@ class _Shards(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, full: torch.Tensor, like: DTensor) -> DTensor:
-        mesh = like.device_mesh
-        parts = in_shards(full, axis_of(like), mesh.size(0))
-        return as_shards(parts[mesh.get_local_rank(0)], like)
+        place = like.device_mesh.get_coordinate()
+        assert place is not None
+        axes = sharded_axes(like)
+        own = tuple(p if axis in axes else 0 for axis, p in enumerate(place))
+        return as_shards(in_shards(full, like)[own], like)
 
     @staticmethod
     def backward(ctx: Any, gradient: DTensor) -> Any:  # type: ignore[override]
@@ -362,31 +452,62 @@ def is_sharded(raw: Any) -> bool:
     return isinstance(raw, DTensor)
 
 
-def axis_of(shards: DTensor) -> int:
-    """The axis along which a tensor is in shards over workers.
+def sharded_axes(raw: DTensor) -> tuple[int, ...]:
+    """The axes of the mesh along which a tensor is in shards."""
+    mesh = raw.device_mesh
+    return tuple(
+        axis
+        for axis, placement in enumerate(raw.placements)
+        if isinstance(placement, Shard) and mesh.size(axis) > 1
+    )
 
-    Other axes of the mesh have one device.
-    """
-    first = shards.placements[0]
-    assert isinstance(first, Shard)
-    return first.dim
+
+def shards_along(raw: DTensor) -> tuple[int, ...]:
+    """For each axis of the mesh the number of different shards."""
+    axes, mesh = sharded_axes(raw), raw.device_mesh
+    return tuple(mesh.size(axis) if axis in axes else 1 for axis in range(mesh.ndim))
 
 
-def joined_shards(parts: torch.Tensor, axis: int) -> torch.Tensor:
+def shard_count(raw: DTensor) -> int:
+    """The number of different shards."""
+    return math.prod(shards_along(raw))
+
+
+def joined_shards(parts: torch.Tensor, like: DTensor) -> torch.Tensor:
     """A tensor from its shards.
 
     Args:
-        parts: of shape `(workers, *shape of a shard)`.
-        axis: int, the axis along which it is in shards.
+        parts: of shape `(shards, *shape of a shard)`.
+        like: a tensor in shards of the same shape.
     """
-    shape = list(parts.shape[1:])
-    shape[axis] *= parts.shape[0]
-    return parts.movedim(0, axis).reshape(shape)
+    found = parts.unflatten(0, shards_along(like))
+    for axis, placement in reversed(list(enumerate(like.placements))):
+        if isinstance(placement, Shard):
+            at = axis + placement.dim
+            found = found.movedim(axis, at).flatten(at, at + 1)
+        else:
+            found = found.squeeze(axis)
+    return found
 
 
-def in_shards(full: torch.Tensor, axis: int, count: int) -> torch.Tensor:
-    """A view of a tensor as its shards, of shape `(workers, *shape of a shard)`."""
-    return full.unflatten(axis, (count, -1)).movedim(axis, 0)
+def in_shards(full: torch.Tensor, like: DTensor) -> torch.Tensor:
+    """A view of a tensor as its shards.
+
+    Args:
+        full: the tensor.
+        like: a tensor in shards of the same shape.
+
+    Returns:
+        Tensor of shape `(*shards along the axes of the mesh, *shape of a shard)`.
+    """
+    for axis, placement in enumerate(like.placements):
+        if isinstance(placement, Shard):
+            at = axis + placement.dim
+            count = like.device_mesh.size(axis)
+            full = full.unflatten(at, (count, -1)).movedim(at, axis)
+        else:
+            full = full.unsqueeze(axis)
+    return full
 
 
 def as_shards(own: torch.Tensor, like: DTensor) -> Any:

@@ -24,11 +24,14 @@ from keras_strategies.runtime.colocation import layout_or_colocated
 from keras_strategies.runtime.placement import itemsize
 
 
-def start_default_group(workers: TorchWorkers | None) -> None:
+def start_default_group(workers: TorchWorkers | None) -> TorchWorkers:
     """Creates torch's default process group, which DTensors communicate by.
 
     Args:
         workers: the processes of the mesh; None without a cluster.
+
+    Returns:
+        The workers.
 
     Raises:
         BackendError: without a cluster.
@@ -44,6 +47,7 @@ def start_default_group(workers: TorchWorkers | None) -> None:
             "ks.OneDeviceStrategy."
         )
     workers.start_default_group()
+    return workers
 
 
 _Distribution: Any = distribution_class()
@@ -77,8 +81,6 @@ class ShardedDistribution(_Distribution):  # type: ignore[misc]
             np.arange(len(names)).reshape(mesh.shape),
             mesh_dim_names=tuple(mesh.axes),
         )
-        #: The axes that outputs of layers may be sharded along; none outside of a call.
-        self.output_axes: Sequence[str] = ()
 
     def get_data_layout(self, data_shape: Sequence[int]) -> TensorLayout:
         """Replicated: batches are global, and layer calls split them."""
@@ -108,19 +110,6 @@ class ShardedDistribution(_Distribution):  # type: ignore[misc]
                 found[name] = Shard(dimension)
         return [found.get(axis, Replicate()) for axis in self._mesh.axes]
 
-    def place(self, value: Any, layout: TensorLayout) -> Any:
-        """The tensors of a structure with a layout."""
-        placements = self.placements(layout)
-
-        def placed(tensor: Any) -> Any:
-            if not isinstance(tensor, torch.Tensor):
-                return tensor
-            if not isinstance(tensor, DTensor):
-                tensor = DTensor.from_local(tensor, self.processes, run_check=False)
-            return tensor.redistribute(self.processes, placements)
-
-        return keras.tree.map_structure(placed, value)
-
     def own_layout(self, variable: Any) -> TensorLayout:
         """The layout of a variable under this strategy."""
         is_float = keras.backend.is_float_dtype(variable.dtype)
@@ -130,100 +119,8 @@ class ShardedDistribution(_Distribution):  # type: ignore[misc]
         full = [*axes, *[None] * (len(variable.shape) - len(axes))]
         return TensorLayout(full, self.device_mesh)
 
-    def get_tensor_layout(self, path: str) -> TensorLayout | None:
-        if self._mesh.outputs is None or not self.output_axes:
-            return None
-        axes = self._mesh.outputs.find(path)
-        if axes is None:
-            return None
-        kept = [axis if axis in self.output_axes else None for axis in axes]
-        return TensorLayout(kept, self.device_mesh)
-
-
-class Placements:
-    """Placements of tensors on a mesh in a layer call.
-
-    Args:
-        mesh: torch's `DeviceMesh`; its first dimension is the data axis.
-    """
-
-    def __init__(self, mesh: Any):
-        self.mesh = mesh
-        self.parts = int(mesh.size(0))
-        #: Whether layers compute with parts of weights.
-        self.has_model_axis = mesh.size() > self.parts
-        self._full = [Replicate()] * mesh.ndim
-        self._by_rows = [Shard(0), *self._full[1:]]
-
-    def splits(self, tensor: torch.Tensor) -> bool:
-        """Whether the rows of a tensor divide over the data axis."""
-        if tensor.ndim == 0 or self.parts == 1:
-            return False
-        return tensor.shape[0] > 0 and tensor.shape[0] % self.parts == 0
-
-    def spread(self, tensor: torch.Tensor, by_rows: bool) -> DTensor:
-        """A DTensor of a tensor that is equal in every process; differentiable.
-
-        Args:
-            tensor: of shape `(rows, ...)`.
-            by_rows: bool, whether a process computes with its share of the rows.
-        """
-        if isinstance(tensor, DTensor):
-            return tensor
-        spread = DTensor.from_local(tensor, self.mesh, self._full, run_check=False)
-        if by_rows:
-            spread = spread.redistribute(self.mesh, self._by_rows)
-        return spread
-
-    def gathered(self, raw: DTensor) -> tuple[Any, ...]:
-        """The placements of a weight that layers compute with: not by the data axis."""
-        return (Replicate(), *raw.placements[1:])
-
-    def used(self, raw: torch.Tensor) -> torch.Tensor:
-        """The value for layers of a variable that every process has.
-
-        Its gradient is summed.
-        """
-        if not raw.is_floating_point():
-            return raw
-        return self.spread(raw, by_rows=False)
-
-
-def match_placements(
-    query: Any, key: Any, value: Any, bias: Any, mask: Any
-) -> tuple[Any, ...]:
-    """Redistributes arguments of attention to matching placements.
-
-    Query, key and value are `(batch, length, heads, size)`; bias and mask are
-    `(batch or 1, heads or 1, queries, keys)`. Tensors are sharded by rows and between
-    heads only.
-    """
-    given = (query, key, value, bias, mask)
-    if not any(isinstance(tensor, DTensor) for tensor in given):
-        return given
-    mesh = next(t.device_mesh for t in given if isinstance(t, DTensor))
-    on = Placements(mesh)
-    query, key, value = (on.spread(t, False) for t in (query, key, value))
-    same_heads = query.shape[2] == key.shape[2] == value.shape[2]
-    placements: list[Any] = []
-    for placement in query.placements:
-        by_rows = placement == Shard(0)
-        between_heads = placement == Shard(2) and same_heads
-        placements.append(placement if by_rows or between_heads else Replicate())
-    query, key, value = (t.redistribute(mesh, placements) for t in (query, key, value))
-
-    def matching(tensor: Any) -> Any:
-        if tensor is None:
-            return None
-        tensor = on.spread(keras.ops.convert_to_tensor(tensor), False)
-        axis = {Shard(0): 0, Shard(2): 1}
-        own = [
-            Shard(axis[p]) if p in axis and tensor.shape[axis[p]] > 1 else Replicate()
-            for p in placements
-        ]
-        return tensor.redistribute(mesh, own)
-
-    return query, key, value, matching(bias), matching(mask)
+    def get_tensor_layout(self, path: str) -> None:
+        """None: outputs of layers are rows."""
 
 
 class _Thread(threading.local):

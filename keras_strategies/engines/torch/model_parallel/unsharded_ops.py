@@ -1,9 +1,9 @@
 """Operations without a correct sharding rule for DTensors.
 
-An operation without a sharding rule runs on gathered tensors in every process: exact,
-but slower. Operations that treat each row separately run on the rows of the process.
-Random numbers are drawn for the full tensor in every process, from generators in the
-same state, so they equal those of one device.
+Layer calls compute with ordinary tensors; code around them may compute with weights.
+An operation without a sharding rule then runs on gathered tensors in every process:
+exact, but slower. Random numbers are drawn for the full tensor in every process, from
+generators in the same state, so they equal those of one device.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from keras_strategies.engines.torch.compat import (
     TorchDispatchMode,
@@ -30,29 +30,9 @@ _aten = torch.ops.aten
 # Parts of Torch's error messages.
 _NO_RULE = "Sharding propagation failed"
 _NO_REDISTRIBUTION = "not supported yet"
-# Every tensor among their arguments and results has the batch as its first axis.
-_BY_ROWS = frozenset(
-    overload
-    for packet in (
-        _aten.avg_pool2d,
-        _aten.avg_pool2d_backward,
-        _aten.avg_pool3d,
-        _aten.avg_pool3d_backward,
-        _aten._adaptive_avg_pool2d,
-        _aten._adaptive_avg_pool2d_backward,
-        _aten._adaptive_avg_pool3d,
-        _aten._adaptive_avg_pool3d_backward,
-        _aten.max_pool2d_with_indices,
-        _aten.max_pool2d_with_indices_backward,
-        _aten.max_pool3d_with_indices,
-        _aten.max_pool3d_with_indices_backward,
-        _aten.upsample_bilinear2d,
-        _aten.upsample_bilinear2d_backward,
-        _aten.upsample_nearest2d,
-        _aten.upsample_nearest2d_backward,
-    )
-    for overload in (packet.default,)
-)
+# DTensor's own rule exchanges the edges of images between all processes, whatever the
+# sharded axis.
+_WRONG_RULE = frozenset([_aten.convolution.default, _aten.convolution_backward.default])
 
 
 class UnshardedOps(TorchDispatchMode):
@@ -61,7 +41,7 @@ class UnshardedOps(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._depth = 0
-        self._without_rule: set[Any] = set()
+        self._without_rule: set[Any] = set(_WRONG_RULE)
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -113,16 +93,10 @@ class UnshardedOps(TorchDispatchMode):
         return copies[0][0] if copies and result is not None else result
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func is _aten.convolution.default:
-            return _convolution(args)
-        if func is _aten.convolution_backward.default:
-            return _convolution_backward(args)
         if func is _aten.view.default:
             args = (_contiguous(args[0]), *args[1:])
         if func is _aten.embedding.default:
             return _summed(func(*args, **kwargs))
-        if func in _BY_ROWS:
-            return _by_rows(func, args, kwargs)
         if func in self._without_rule or torch.Tag.nondeterministic_seeded in func.tags:
             return _on_full_tensors(func, args, kwargs)
         try:
@@ -277,51 +251,3 @@ def _on_full_tensors(func: Any, args: Any, kwargs: Any) -> Any:
     if written:
         return args[written[0]]
     return tree_map(lambda leaf: _joined(leaf, mesh, placements), result)
-
-
-def _row_placements(value: Any, mesh: Any) -> list[Any]:
-    """Sharded by rows along the axes where the tensor is, else replicated."""
-    if not isinstance(value, DTensor):
-        return [Replicate()] * mesh.ndim
-    return [p if p == Shard(0) else Replicate() for p in value.placements]
-
-
-def _by_rows(func: Any, args: Any, kwargs: Any) -> Any:
-    mesh = _mesh((*args, *kwargs.values()))
-    placements = _row_placements(args[0], mesh)
-    own, named = tree_map(
-        lambda leaf: _local(leaf, mesh, placements), (list(args), kwargs)
-    )
-    result = func(*own, **named)
-    return tree_map(lambda leaf: _joined(leaf, mesh, placements), result)
-
-
-# DTensor's own rule exchanges the edges of images between all processes, whatever the
-# sharded axis. Here rows keep their shards, and kernels are gathered.
-
-
-def _convolution(args: Any) -> Any:
-    mesh = _mesh(args)
-    rows = _row_placements(args[0], mesh)
-    replicated = [Replicate()] * mesh.ndim
-    images = _local(args[0], mesh, rows)
-    kernel, bias = (_local(value, mesh, replicated) for value in args[1:3])
-    result = _aten.convolution.default(images, kernel, bias, *args[3:])
-    return _joined(result, mesh, rows)
-
-
-def _convolution_backward(args: Any) -> Any:
-    mesh = _mesh(args)
-    rows = _row_placements(args[1], mesh)
-    replicated = [Replicate()] * mesh.ndim
-    gradient, images = (_local(value, mesh, rows) for value in args[:2])
-    kernel = _local(args[2], mesh, replicated)
-    of_images, of_kernel, of_bias = _aten.convolution_backward.default(
-        gradient, images, kernel, *args[3:]
-    )
-    sums = [Partial() if p == Shard(0) else p for p in rows]
-    return (
-        _joined(of_images, mesh, rows),
-        _joined(of_kernel, mesh, sums),
-        _joined(of_bias, mesh, sums),
-    )

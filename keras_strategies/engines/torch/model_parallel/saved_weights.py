@@ -1,0 +1,94 @@
+"""What autograd saves of gathered weights: how to gather them again.
+
+It would keep a gathered weight for the backward pass of each operation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from keras_strategies.engines.torch.compat import (
+    StorageWeakRef,
+    storage_key,
+    version_of,
+)
+
+
+def check_version(shards: DTensor, version: int) -> None:
+    """Raises an error if a weight has changed since its forward pass."""
+    if version_of(shards) != version:
+        raise RuntimeError(
+            "A weight was assigned between the forward and the backward pass, "
+            "which needs the value of before. Assign it after the backward pass."
+        )
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a gathered weight comes from: `again` gathers it."""
+
+    again: Callable[[], torch.Tensor]
+    memory: Any
+
+
+@dataclass(frozen=True)
+class _View:
+    """A tensor that autograd saves, in the memory of a gathered weight."""
+
+    source: _Source
+    #: Shape, stride, offset.
+    place: tuple[torch.Size, tuple[int, ...], int]
+
+    def again(self) -> torch.Tensor:
+        return self.source.again().as_strided(*self.place)
+
+
+class SavedWeights:
+    """Keeps how to gather weights, where autograd would keep gathered weights."""
+
+    def __init__(self) -> None:
+        self._sources: dict[int, _Source] = {}
+
+    def note(self, full: torch.Tensor, again: Callable[[], torch.Tensor]) -> None:
+        """Takes a gathered weight.
+
+        Args:
+            full: the weight.
+            again: gathers the same tensor.
+        """
+        memory = StorageWeakRef(full.untyped_storage())
+        self._sources[storage_key(full)] = _Source(again, memory)
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """A context in which autograd keeps no gathered weight."""
+        with torch.autograd.graph.saved_tensors_hooks(self._packed, _unpacked):
+            yield
+
+    @torch.no_grad()
+    def _packed(self, tensor: torch.Tensor) -> Any:
+        is_plain = not tensor.is_sparse and not isinstance(tensor, DTensor)
+        source = self._sources.get(storage_key(tensor)) if is_plain else None
+        # Another tensor may be where a weight was.
+        if source is None or source.memory.expired():
+            return tensor, version_of(tensor)
+        place = tensor.shape, tensor.stride(), int(tensor.storage_offset())
+        return _View(source, place)
+
+
+def _unpacked(packed: Any) -> torch.Tensor:
+    if isinstance(packed, _View):
+        return packed.again()
+    tensor, version = packed
+    if version_of(tensor) != version:
+        raise RuntimeError(
+            "A tensor that the backward pass needs was modified in place after the "
+            f"operation that saved it: shape {tuple(tensor.shape)}, {tensor.dtype}."
+        )
+    return tensor  # type: ignore[no-any-return]

@@ -1,0 +1,222 @@
+"""Model parallelism on Torch: variables as DTensors, one process for each device.
+
+A layer call is the data-parallel call of several workers, each of which gathers the
+weights that it computes with, whatever the axes of the mesh that they are sharded
+along.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import keras
+import torch
+from torch.distributed.tensor import DTensor
+
+from keras_strategies.engines.torch.devices import device_of, torch_device
+from keras_strategies.engines.torch.model_parallel.called_again import (
+    called_again,
+)
+from keras_strategies.engines.torch.model_parallel.packed_weights import (
+    PackedWeights,
+)
+from keras_strategies.engines.torch.model_parallel.process_mesh import (
+    ShardedDistribution,
+    assign_shards,
+    gather_shards,
+    make_shards,
+    start_default_group,
+)
+from keras_strategies.engines.torch.model_parallel.shard_updates import (
+    updating_by_shards,
+)
+from keras_strategies.engines.torch.model_parallel.unsharded_ops import UnshardedOps
+from keras_strategies.engines.torch.trainer import TorchTrainer, counted
+from keras_strategies.engines.torch.worker_collectives import TorchWorkers
+from keras_strategies.keras_compat.backends.keras_on_jax import set_layout
+from keras_strategies.keras_compat.backends.keras_on_torch import hook_torch_dtensors
+from keras_strategies.keras_compat.models.building import all_variables
+from keras_strategies.keras_compat.optimizers.optimizer_parts import optimizers_in
+from keras_strategies.keras_compat.variables.creation import (
+    mix_in,
+    set_variable_shape,
+)
+from keras_strategies.keras_compat.variables.dtensor_variables import DTensorVariable
+from keras_strategies.keras_compat.variables.values import raw_value, set_raw_value
+from keras_strategies.runtime.drivers import FitDriver, ShardingDriver
+from keras_strategies.runtime.placement import (
+    StepCost,
+    VariableCopy,
+    axes_of,
+    check_layouts,
+    itemsize,
+    nbytes_of,
+)
+
+if TYPE_CHECKING:
+    from keras_strategies.runtime.engine import StrategyCore
+
+
+# Gathered values, by variable and by tensor, while a model is saved.
+_gathered: dict[int, Any] = {}
+
+
+def _read(value: Any) -> Any:
+    return _gathered.get(id(value))
+
+
+class ShardedTrainer(FitDriver, ShardingDriver):
+    """Variables sharded over processes, each of which computes its rows."""
+
+    def __init__(self, strategy: StrategyCore):
+        super().__init__(strategy.placement)
+        mesh, workers = self.placement.mesh, self.placement.workers
+        assert mesh is not None
+        assert workers is None or isinstance(workers, TorchWorkers)
+        self._mesh = mesh
+        self._device = torch_device(self.placement.variables)
+        self._workers = start_default_group(workers)
+        self._distribution = ShardedDistribution(mesh, self._device.type)
+        self._unsharded_ops = UnshardedOps()
+        shards = PackedWeights(self._workers, self._unsharded_ops.left)
+        #: Steps and layer calls.
+        self.by_rows = TorchTrainer(strategy, shards)
+        hook_torch_dtensors(gather_shards, _read, assign_shards, called_again)
+
+    @property
+    def distribution(self) -> ShardedDistribution:
+        return self._distribution
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        with (
+            self.by_rows.scope(),
+            self._distribution.scope(),
+            self._unsharded_ops.entered(),
+        ):
+            yield
+
+    @contextlib.contextmanager
+    def method(self, model: Any, name: str) -> Iterator[None]:
+        if self._device.type != "cpu":
+            # The seed on the host is the same on all workers.
+            state = torch.get_rng_state().numpy().tobytes()
+            torch.get_device_module(self._device).manual_seed(zlib.crc32(state))
+        with contextlib.ExitStack() as stack:
+            for optimizer in optimizers_in(model):
+                stack.enter_context(updating_by_shards(optimizer))
+            stack.enter_context(self.by_rows.method(model, name))
+            yield
+        # Models that are built from their first batch in `predict`.
+        if name != "compile":
+            check_layouts(self.placement, model)
+
+    def step_function(self, model: Any, kind: str, make: Callable[[], Any]) -> None:
+        check_layouts(self.placement, model)
+        self.by_rows.step_function(model, kind, make)
+
+    def adopt(self, variables: Iterable[Any]) -> None:
+        self.by_rows.adopt(variables)
+
+    def unsharded(self, variables: Sequence[Any]) -> list[Any]:
+        # Shards receive the chief's values when they are initialized.
+        return [v for v in variables if not isinstance(raw_value(v), DTensor)]
+
+    @contextlib.contextmanager
+    def reading(self, model: Any) -> Iterator[None]:
+        workers = self.placement.workers
+        try:
+            with self.scope(), torch.no_grad():
+                for variable in all_variables(model):
+                    raw = raw_value(variable)
+                    if isinstance(raw, DTensor):
+                        found = keras.ops.convert_to_numpy(raw)
+                        if workers is None or workers.group.is_chief:
+                            _gathered[id(variable)] = _gathered[id(raw)] = found
+            yield
+        finally:
+            _gathered.clear()
+
+    def initialized(self, variable: Any) -> None:
+        raw = raw_value(variable)
+        # Keras 3.15 does so later, if the variable is made from a value.
+        set_variable_shape(variable, tuple(raw.shape))
+        on = self._distribution
+        if isinstance(raw, DTensor):
+            # Keras 3.16 has made a slot in the layout of its variable.
+            layout = on.layout_of(raw)
+        else:
+            layout = on.variable_layout(variable)
+        set_layout(variable, layout)
+        placements = on.placements(layout)
+        sizes = on.processes.shape
+        pairs = zip(placements, sizes, strict=True)
+        if raw.is_meta or not any(p.is_shard() and size > 1 for p, size in pairs):
+            return
+        if not isinstance(raw, DTensor):
+            shards = make_shards(raw.detach(), on.processes, placements)
+            set_raw_value(variable, torch.nn.Parameter(shards, raw.requires_grad))
+        mix_in(variable, DTensorVariable)
+
+    def set_layouts(self, variables: Sequence[Any]) -> None:
+        for variable in variables:
+            layout = self._distribution.own_layout(variable)
+            set_layout(variable, layout)
+
+    def step_cost(self, model: Any, batch: Any) -> StepCost:
+        gathered = reduced = 0
+        counts = [0, 0]
+        for variable in model.trainable_variables:
+            axes = axes_of(self._mesh, variable)
+            own = torch.Size(self._own_shape(variable)).numel()
+            nbytes = own * itemsize(variable.dtype)
+            shards = math.prod(self._mesh.sizes[axis] for axis in axes if axis)
+            copies = len(self._mesh.devices) // shards
+            if shards > 1:
+                counts[0] += 1
+                gathered += (shards - 1) * nbytes
+            if copies > 1:
+                counts[1] += 1
+                reduced += 2 * (copies - 1) * nbytes // copies
+        sent = {}
+        if counts[0]:
+            # Again for the backward pass.
+            sent["all-gather of weights"] = (2 * counts[0], 2 * gathered)
+            sent["reduce-scatter of gradients"] = (counts[0], gathered)
+        if counts[1]:
+            sent["all-reduce of gradients"] = (counts[1], reduced)
+        cost = StepCost(None, sent, "estimated from the sizes of the variables")
+        return counted(
+            cost, self.placement, model, batch, self._own_shape, self._in_packs(model)
+        )
+
+    def _own_shape(self, variable: Any) -> Sequence[int]:
+        axes = axes_of(self._mesh, variable)
+        return self._mesh.shard_shape(tuple(variable.shape), axes)
+
+    def _in_packs(self, model: Any) -> int:
+        """Bytes of the weights and gradients that are gathered at one time."""
+        sizes = [
+            nbytes_of(variable)
+            for variable in model.variables
+            if tuple(self._own_shape(variable)) != tuple(variable.shape)
+        ]
+        packs = self._workers.packs_of_sizes(sizes)
+        largest = max((sum(sizes[i] for i in pack) for pack in packs), default=0)
+        # At most two packs of weights, and two of gradients that are filled and sent.
+        return 2 * min(len(packs), 2) * largest
+
+    def copies(self, variable: Any) -> list[VariableCopy]:
+        raw = raw_value(variable)
+        is_sharded = isinstance(raw, DTensor)
+        local = raw.to_local() if is_sharded else raw
+        nbytes = local.numel() * local.element_size()
+        device = device_of(local)
+        if device.kind == "cpu":
+            device = self.placement.variables
+        role = "shard" if is_sharded else "variable"
+        return [VariableCopy(str(device), nbytes, role, local)]
