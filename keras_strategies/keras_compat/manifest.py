@@ -85,7 +85,7 @@ _DRAWS = (
 
 GROUPS: dict[str, Group] = {
     "strategies": Group(
-        "From the first strategy, or distributed dataset for `fit`, on.",
+        "From the first scope, `run` or distributed dataset on.",
         (
             Patch(
                 _TRAINER,
@@ -362,7 +362,7 @@ GROUPS: dict[str, Group] = {
         is_temporary=True,
     ),
     "jax workers": Group(
-        "From a strategy of several workers on JAX on.",
+        "From a scope of several workers on JAX on.",
         (
             Patch(
                 f"{_JAX}.distribution_lib",
@@ -427,7 +427,7 @@ GROUPS: dict[str, Group] = {
         is_temporary=True,
     ),
     "tensorflow replicas": Group(
-        "From a strategy of several replicas on TensorFlow on.",
+        "From a scope of several replicas on TensorFlow on.",
         (
             Patch(
                 f"{_TENSORFLOW}.optimizer.TFOptimizer",
@@ -441,7 +441,7 @@ GROUPS: dict[str, Group] = {
         ),
     ),
     "torch dtensors": Group(
-        "From a strategy of model parallelism on Torch on.",
+        "From a scope of model parallelism on Torch on.",
         (
             Patch(
                 _BACKENDS,
@@ -479,7 +479,7 @@ GROUPS: dict[str, Group] = {
         ),
     ),
     "parameter servers": Group(
-        "From a parameter-server strategy, or in its workers and servers.",
+        "From the scope of a parameter-server strategy, or in its workers and servers.",
         (
             Patch(
                 _OPTIMIZER,
@@ -519,7 +519,7 @@ GROUPS: dict[str, Group] = {
         is_temporary=True,
     ),
     "torch servers": Group(
-        "From a parameter-server strategy on Torch on.",
+        "From the scope of a parameter-server strategy on Torch on.",
         (
             Patch(
                 f"{_TORCH}.layer.TorchLayer",

@@ -15,7 +15,6 @@ from keras_strategies.cluster.spec import check_parameter_server_cluster
 from keras_strategies.devices import Device
 from keras_strategies.engines import get_engine
 from keras_strategies.errors import ContextError, InvalidArgumentError
-from keras_strategies.keras_compat import patching
 from keras_strategies.parameter_server.coordinator.cluster_options import ClusterOptions
 from keras_strategies.parameter_server.coordinator.parameter_server_trainer import (
     ParameterServerTrainer,
@@ -174,8 +173,6 @@ class ParameterServerStrategy(Strategy):
         self._coordinator: Any = None
         with parameter_server_engine().on_cpu():
             super().__init__(Placement((_CPU,), _CPU, mirrored=False))
-        patching.install("parameter servers")
-        parameter_server_engine().install()
         self._cluster = _cluster(resolver, options)
         self._finalizer = weakref.finalize(self, self._cluster.close)
         if lazy_rows is None:

@@ -11,12 +11,11 @@ from keras_strategies.engines import get_engine
 from keras_strategies.errors import MixedStrategyError
 from keras_strategies.input import distribute
 from keras_strategies.runtime import context
-from keras_strategies.runtime.engine import Engine, StrategyCore
+from keras_strategies.runtime.engine import Engine
 from keras_strategies.runtime.placement import Placement
 from keras_strategies.runtime.replicas.collectives import SingleReplica
 from keras_strategies.strategies.base.strategy import Strategy
 from keras_strategies.strategies.device_selection import all_devices
-from keras_strategies.training.model_hooks import install_hooks
 from keras_strategies.types import InputContext, InputOptions, RunOptions
 
 
@@ -41,10 +40,7 @@ class DefaultStrategy(Strategy):
         if hasattr(self, "_drivers"):
             return
         device = all_devices(get_engine())[0]
-        # Not `Strategy`'s, which installs hooks: they would do nothing.
-        StrategyCore.__init__(
-            self, get_engine(), Placement((device,), device, mirrored=False)
-        )
+        super().__init__(Placement((device,), device, mirrored=False))
 
     @functools.cached_property
     def _replica(self) -> context.ReplicaContext:
@@ -83,7 +79,6 @@ class DefaultStrategy(Strategy):
             and distribute.iterates_batches(dataset)
         ):
             return dataset
-        install_hooks()  # Models take distributed datasets by them.
         return super().experimental_distribute_dataset(
             dataset, options, batch_size=batch_size
         )
@@ -95,7 +90,6 @@ class DefaultStrategy(Strategy):
     ) -> Any:
         """Calls the function; see `experimental_distribute_dataset` for the result."""
         if options is not None:
-            install_hooks()
             return super().distribute_datasets_from_function(dataset_fn, options)
         distribute.check_dataset_fn(dataset_fn)
         dataset = dataset_fn(self.input_context())

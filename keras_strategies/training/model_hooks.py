@@ -57,8 +57,8 @@ from keras_strategies.training.saving.atomic_files import atomic_save, read_seed
 def install_hooks() -> None:
     """Hooks Keras's models, layers and optimizers, once for the process.
 
-    Called when a strategy or `DatasetCreator` is created, so that hooks do not depend
-    on the order of imports.
+    Called where a strategy first acts: in its scope, in `run`, and where it distributes
+    a dataset, which models outside of the scope take as well.
     """
     hooks.install(StrategyHooks())
 

@@ -203,8 +203,12 @@ def test_an_unlisted_version_of_keras_is_an_error(monkeypatch) -> None:
     try:
         with pytest.raises(BackendError, match=r"Keras 3\.99\.1 is installed.*3\.15"):
             patching.is_present(rows[0])
-        with pytest.raises(BackendError, match=r"Keras 3\.99\.1 is installed"):
-            ks.OneDeviceStrategy("cpu:0")
+        strategy = ks.OneDeviceStrategy("cpu:0")
+        with (
+            pytest.raises(BackendError, match=r"Keras 3\.99\.1 is installed"),
+            strategy.scope(),
+        ):
+            pass
     finally:
         patching.is_present.cache_clear()
 

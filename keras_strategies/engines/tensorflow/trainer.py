@@ -27,6 +27,8 @@ from keras_strategies.engines.tensorflow.data_parallel.layer_call import (
 from keras_strategies.engines.tensorflow.data_parallel.step_function import StepFunction
 from keras_strategies.engines.tensorflow.devices import device_of, tf_device
 from keras_strategies.engines.tensorflow.epoch_datasets import EpochDatasets
+from keras_strategies.engines.tensorflow.intercepted_draws import intercept_draws
+from keras_strategies.engines.tensorflow.replicas.empty_replicas import pad_kernels
 from keras_strategies.engines.tensorflow.replicas.lockstep_replicas import (
     ReplicaEngine,
     check_no_other_strategy,
@@ -99,13 +101,6 @@ class TensorFlowTrainer(FitDriver):
             if workers is not None and workers.elastic is not None:
                 changed = self._call.workers_changed
                 self.elastic = TensorFlowElasticSteps(changed, workers)
-            hook_tensorflow(
-                _on_replica,
-                _has_several_devices,
-                _initialize,
-                default_strategy,
-                context.has_strategy,
-            )
         home = self.placement.variables
         # Replicas take their rows from there, in the step.
         is_fixed = workers is not None and workers.elastic is None
@@ -117,6 +112,16 @@ class TensorFlowTrainer(FitDriver):
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
         check_no_other_strategy()
+        intercept_draws()
+        pad_kernels()
+        if self._call is not None:
+            hook_tensorflow(
+                _on_replica,
+                _has_several_devices,
+                _initialize,
+                default_strategy,
+                context.has_strategy,
+            )
         with (
             batches_placed_by(self.placer),
             keras.device(str(self.placement.variables)),

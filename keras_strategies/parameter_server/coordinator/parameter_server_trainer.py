@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from keras_strategies.keras_compat import patching
 from keras_strategies.keras_compat.models.input_adapters import read_through
 from keras_strategies.keras_compat.variables.hosted_variables import host_variable
 from keras_strategies.parameter_server.coordinator.remote_functions import (
@@ -63,6 +64,8 @@ class ParameterServerTrainer(FitDriver, ParameterServerDriver):
         self._scheduler = scheduler
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
+        patching.install("parameter servers")
+        parameter_server_engine().install()
         return parameter_server_engine().on_cpu()
 
     def finish_steps(self) -> None:

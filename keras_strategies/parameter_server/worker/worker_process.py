@@ -28,6 +28,7 @@ from keras_strategies.runtime.placement import Placement
 from keras_strategies.runtime.replicas.collectives import SingleReplica
 from keras_strategies.runtime.thread_scheduling import scheduled_as_batch
 from keras_strategies.strategies.base.strategy import Strategy
+from keras_strategies.training.model_hooks import install_hooks
 from keras_strategies.types import RunOptions
 
 
@@ -41,7 +42,6 @@ class WorkerStrategy(Strategy):
 
     def __init__(self, worker: Worker, device: Device):
         super().__init__(Placement((device,), device, mirrored=False))
-        parameter_server_engine().install()
         models = WorkerModels(self.placement)
         self._drivers = dataclasses.replace(self._drivers, fit=models)
         self._worker = worker
@@ -102,7 +102,9 @@ def run_worker(
         timeout: float, timeout in seconds for a server's reply.
         coordinator_seconds: float, timeout for a lost coordinator.
     """
+    install_hooks()
     engine = parameter_server_engine()
+    engine.install()
     device = get_engine().local_devices()[0]
     variables = WorkerVariables(engine)
     found = ServerAddresses(addresses)

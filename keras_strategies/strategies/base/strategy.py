@@ -82,7 +82,6 @@ class Strategy(StrategyInput, StrategyReports, StrategyCheckpoints):
         check_cross_device_ops(cross_device_ops)
         check_flag("sync_batch_norm", sync_batch_norm)
         check_random_numbers(random_numbers)
-        install_hooks()
         engine = get_engine()
         custom = None if is_built_in(cross_device_ops) else cross_device_ops
         if custom is not None:
@@ -126,6 +125,7 @@ class Strategy(StrategyInput, StrategyReports, StrategyCheckpoints):
         ...     model = keras.Sequential([keras.layers.Dense(1)])
         ...     model.compile("sgd", "mse")
         """
+        install_hooks()
         with context.opened(self, patching.installed_while("scope")):
             yield self
 
@@ -185,6 +185,8 @@ class Strategy(StrategyInput, StrategyReports, StrategyCheckpoints):
         own_kwargs = [select_replica(i, kwargs or {}) for i in replicas]
         if not checked.experimental_enable_dynamic_batch_size:
             local_results.check_equal_shapes(self, own_args, own_kwargs)
+
+        install_hooks()
 
         def run() -> list[Any]:
             with context.entered(self), replacements_named():

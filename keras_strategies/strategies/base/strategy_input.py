@@ -11,6 +11,7 @@ from keras_strategies.input import distribute
 from keras_strategies.input.arrays import from_arrays
 from keras_strategies.input.distributed_dataset import DistributedDataset
 from keras_strategies.strategies.base.strategy_checks import StrategyChecks
+from keras_strategies.training.model_hooks import install_hooks
 from keras_strategies.types import InputContext, InputOptions
 from keras_strategies.values import PerReplica, map_structure
 
@@ -98,6 +99,7 @@ class StrategyInput(StrategyChecks):
         ...     strategy.run(train_step, args=(batch,))
         """
         self._check_outside_replicas("experimental_distribute_dataset")
+        install_hooks()
         return distribute.dataset(self, dataset, options, batch_size)
 
     def distribute_datasets_from_function(
@@ -132,6 +134,7 @@ class StrategyInput(StrategyChecks):
         >>> dataset = strategy.distribute_datasets_from_function(dataset_fn)
         """
         self._check_outside_replicas("distribute_datasets_from_function")
+        install_hooks()
         return distribute.from_function(self, dataset_fn, options)
 
     # The former experimental name.

@@ -69,12 +69,6 @@ class JaxTrainer(FitDriver, CheckpointDriver):
         super().__init__(strategy.placement)
         self.strategy = strategy
         self.placer = placer
-        if self.placement.workers is not None:
-            hook_jax_placement(
-                place_variable,
-                spans_processes,
-                variable_reader(_cross_worker_shards_of),
-            )
         self.home = jax_device(self.placement.variables)
         #: The devices of all replicas, those of other workers too.
         self.devices = [jax_device(device) for device in self.placement.replicas]
@@ -112,6 +106,12 @@ class JaxTrainer(FitDriver, CheckpointDriver):
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
+        if self.placement.workers is not None:
+            hook_jax_placement(
+                place_variable,
+                spans_processes,
+                variable_reader(_cross_worker_shards_of),
+            )
         with contextlib.ExitStack() as stack:
             stack.enter_context(batches_placed_by(self.input_placer))
             if default_device() != self.home:

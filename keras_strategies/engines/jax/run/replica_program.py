@@ -106,7 +106,6 @@ class ReplicaProgram:
         )
         self.on_read_values = OnReadValues(len(devices), split)
         self._mesh = ReplicaMesh(strategy, mesh, self.on_read_values)
-        hook_draws(drawn)
         # By code and shapes, the state that functions under `shard_map` have read, and
         # functions that are unrolled: what a trace begins with. Either is right for
         # every function, also for one that closes over other values.
@@ -124,6 +123,7 @@ class ReplicaProgram:
         kwargs: Sequence[dict[str, Any]],
     ) -> list[Any]:
         """The replicas' results, in a trace."""
+        hook_draws(drawn)
         state = current_policy()
         program = current_program()
         if isinstance(state, MergedState):

@@ -13,7 +13,6 @@ from keras_strategies.engines.tensorflow.data_parallel.call_in_lockstep import (
 from keras_strategies.engines.tensorflow.data_parallel.zero_rows import (
     fails_on_zero_rows,
 )
-from keras_strategies.engines.tensorflow.intercepted_draws import intercept_draws
 from keras_strategies.engines.tensorflow.replicas.lockstep_replicas import ReplicaEngine
 from keras_strategies.engines.tensorflow.row_proofs.prover import (
     TensorFlowRowProver,
@@ -39,7 +38,6 @@ class TensorFlowLayerCalls(LayerCallDriver):
     """
 
     def __init__(self, strategy: StrategyCore, engine: ReplicaEngine):
-        intercept_draws()
         self.prover = TensorFlowRowProver(strategy)
         self._engine = engine
         self._placement = strategy.placement

@@ -34,11 +34,9 @@ from keras_strategies.engines.tensorflow.data_parallel.assigned_values import (
 )
 from keras_strategies.engines.tensorflow.devices import tf_device
 from keras_strategies.engines.tensorflow.intercepted_draws import (
-    intercept_draws,
     seeing_draws,
 )
 from keras_strategies.engines.tensorflow.replicas.empty_replicas import (
-    pad_kernels,
     padding_empty_replicas,
 )
 from keras_strategies.engines.tensorflow.replicas.lockstep_replicas import (
@@ -128,8 +126,6 @@ class TensorFlowRun(ReplicaRun):
     def __init__(self, strategy: StrategyCore, engine: ReplicaEngine):
         exclude_from_autograph("keras_strategies")
         _suppress_eager_warning()
-        intercept_draws()
-        pad_kernels()
         # By `tf.function` passed to `run`, a program of all replicas, and their set.
         self._programs: weakref.WeakKeyDictionary[Any, tuple[ReplicaSet, Any]] = (
             weakref.WeakKeyDictionary()

@@ -85,7 +85,6 @@ class ShardedTrainer(FitDriver, ShardingDriver):
         shards = PackedWeights(self._workers, self._unsharded_ops.left)
         #: Steps and layer calls.
         self.by_rows = TorchTrainer(strategy, shards)
-        hook_torch_dtensors(gather_shards, _read, assign_shards, called_again)
 
     @property
     def distribution(self) -> ShardedDistribution:
@@ -93,6 +92,7 @@ class ShardedTrainer(FitDriver, ShardingDriver):
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
+        hook_torch_dtensors(gather_shards, _read, assign_shards, called_again)
         with (
             self.by_rows.scope(),
             self._distribution.scope(),
