@@ -3,6 +3,5 @@
 Tested with Keras 3.15 and 3.16. Docstrings name the symbols that a function relies on.
 
 `manifest` lists the attributes that are replaced, `private_names` those that are used.
-Models of a strategy are of a subclass (`models/strategy_models.py`); other models have
-Keras's methods.
+`models/strategy_trainer.py` has private methods that models of a strategy replace.
 """

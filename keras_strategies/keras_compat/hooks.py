@@ -48,36 +48,14 @@ class ModelHooks(Protocol):
     def check_strategy(self, model: Any, name: str) -> None:
         """Checks a model without a strategy, of which a method is called in a scope."""
 
-    def method(self, model: Any, name: str) -> contextlib.AbstractContextManager[Any]:
-        """Entered around `fit`, `evaluate`, ... and `compile`."""
-
-    def arguments(
-        self, model: Any, name: str, arguments: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Inside of `method`: the arguments by name, to call the original with."""
-
-    def call(self, model: Any, name: str, original: Any, bound: Any) -> Any:
-        """Inside of `method`, instead of `original(*bound.args, **bound.kwargs)`."""
-
     def input(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Changes of the arguments, by name, of a data adapter."""
 
     def input_made(self, epochs: Any) -> None:
         """`fit`, `evaluate` or `predict` has made an epoch iterator of its input."""
 
-    def called(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Called before a call of a model while no method of a model runs."""
-
     def building(self, model: Any, batch: Any) -> None:
         """Called before a model is built from the shapes of its first batch."""
-
-    def step_function(
-        self, model: Any, kind: str, make: Callable[[bool], Any], force: bool
-    ) -> Any:
-        """Instead of `make_{kind}_function(force)`, with `make` the original."""
-
-    def reads_results(self, model: Any) -> None:
-        """Called before `fit` or `evaluate` reads the results of metrics."""
 
     def has_state(self, model: Any) -> bool:
         """Whether the steps of a model take and return its variables, on JAX."""
@@ -98,20 +76,8 @@ class ModelHooks(Protocol):
     ) -> Any:
         """Instead of `variable.assign_add(delta)`."""
 
-    def writing(self, model: Any, path: Any) -> contextlib.AbstractContextManager[Any]:
-        """Entered around the writing of a file; returns the path to write to."""
-
-    def exporting(self, model: Any) -> contextlib.AbstractContextManager[None]:
-        """Entered around `model.export`."""
-
     def loaded(self, model: Any, source: Any) -> None:
         """A model's weights were loaded from a path, or from an open `.keras` file."""
-
-    def saves(self, model: Any, path: Any) -> bool:
-        """Whether this process writes the files of a model that is saved.
-
-        If not, another one has written them when this returns.
-        """
 
     def representation(self, variable: Any, text: str) -> str:
         """Instead of `repr(variable)`, which would be `text`."""
@@ -168,8 +134,7 @@ class ModelHooks(Protocol):
         """A loss from its values, which have been multiplied by the weights."""
 
 
-class _Installed:
-    hooks: ModelHooks
+_hooks: ModelHooks | None = None
 
 
 def install(hooks: ModelHooks) -> None:
@@ -180,20 +145,22 @@ def install(hooks: ModelHooks) -> None:
     """
     patching.supported_version()
     if not patching.is_installed("strategies"):
-        _Installed.hooks = hooks
+        global _hooks
+        _hooks = hooks
         patching.install("strategies")
 
 
 def installed_hooks() -> ModelHooks:
     """The hooks of `install`."""
-    return _Installed.hooks
+    assert _hooks is not None
+    return _hooks
 
 
 def trainer_init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     # `Model.__init__` calls it first.
     restore_scope_state()
     original(self, *args, **kwargs)
-    _Installed.hooks.after_init(self)
+    installed_hooks().after_init(self)
 
 
 def variable_init(
@@ -205,7 +172,7 @@ def variable_init(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    hooks = _Installed.hooks
+    hooks = installed_hooks()
     restore_scope_state()
     hooks.before_init(self)
     with hooks.init_context():
@@ -219,13 +186,13 @@ def assign_add(original: Any, self: Any, value: Any) -> Any:
     if current_stateless_scope() is None:
         return original(self, value)
     own = functools.partial(original, self)
-    return _Installed.hooks.variable_added(self, own, value)
+    return installed_hooks().variable_added(self, own, value)
 
 
 def assign_sub(original: Any, self: Any, value: Any) -> Any:
     if current_stateless_scope() is None:
         return original(self, value)
-    return _Installed.hooks.variable_added(
+    return installed_hooks().variable_added(
         self, lambda negative: original(self, value), -value
     )
 
@@ -236,33 +203,33 @@ def apply(original: Any, self: Any, grads: Any, trainable_variables: Any = None)
     if current_stateless_scope() is None:
         return original(self, grads, trainable_variables)
     own = functools.partial(original, self)
-    return _Installed.hooks.optimizer_apply(self, own, grads, trainable_variables)
+    return installed_hooks().optimizer_apply(self, own, grads, trainable_variables)
 
 
 def input_structure_warning(
     original: Any, self: Any, inputs: Any, raise_exception: bool = False
 ) -> None:
-    if raise_exception or _Installed.hooks.shows_warnings():
+    if raise_exception or installed_hooks().shows_warnings():
         original(self, inputs, raise_exception)
 
 
 def moments(original: Any, self: Any, inputs: Any, mask: Any) -> Any:
     own = functools.partial(original, self)
-    return _Installed.hooks.moments(self, own, inputs, mask)
+    return installed_hooks().moments(self, own, inputs, mask)
 
 
 def loss_call(
     original: Any, self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None
 ) -> Any:
-    return _Installed.hooks.loss(self, original, y_true, y_pred, sample_weight)
+    return installed_hooks().loss(self, original, y_true, y_pred, sample_weight)
 
 
 def metric_update(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    return _Installed.hooks.metric_update(self, original, args, kwargs, True)
+    return installed_hooks().metric_update(self, original, args, kwargs, True)
 
 
 def compiled_metrics(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    with _Installed.hooks.metrics_updated():
+    with installed_hooks().metrics_updated():
         original(self, *args, **kwargs)
 
 
@@ -276,13 +243,13 @@ def metrics_update(
         if update.__module__.startswith("keras.src."):
             metric.update_state(*arguments, **weights)
         else:
-            _Installed.hooks.metric_update(metric, update, arguments, weights, False)
+            installed_hooks().metric_update(metric, update, arguments, weights, False)
 
 
 def apply_mask(
     original: Any, sample_weight: Any, mask: Any, dtype: Any, reduction: Any
 ) -> Any:
-    hooks = _Installed.hooks
+    hooks = installed_hooks()
     return hooks.mask_weights(original, sample_weight, mask, dtype, reduction)
 
 
@@ -292,7 +259,7 @@ def reduce_values(
     sample_weight: Any = None,
     reduction: Any = "sum_over_batch_size",
 ) -> Any:
-    return _Installed.hooks.reduced_values(original, values, sample_weight, reduction)
+    return installed_hooks().reduced_values(original, values, sample_weight, reduction)
 
 
 @functools.cache
@@ -302,16 +269,16 @@ def _signature(method: Callable[..., Any]) -> inspect.Signature:
 
 def epochs(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     bound = _signature(original).bind(self, *args, **kwargs)
-    bound.arguments.update(_Installed.hooks.input(bound.arguments))
+    bound.arguments.update(installed_hooks().input(bound.arguments))
     original(*bound.args, **bound.kwargs)
-    _Installed.hooks.input_made(self)
+    installed_hooks().input_made(self)
 
 
 def load_model(original: Any, fileobj: Any, *args: Any, **kwargs: Any) -> Any:
     with streamed_files():
         model = original(fileobj, *args, **kwargs)
     if strategy_of(model) is not None:
-        _Installed.hooks.loaded(model, fileobj)
+        installed_hooks().loaded(model, fileobj)
     return model
 
 
@@ -323,7 +290,7 @@ def load_weights(
         return
     with streamed_files():
         original(model, filepath, *args, **kwargs)
-    _Installed.hooks.loaded(model, filepath)
+    installed_hooks().loaded(model, filepath)
 
 
 #: Methods, by the function that makes their steps.
@@ -336,5 +303,5 @@ _STEPS_OF = {
 
 def check_model_scope(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     name = original.__name__
-    _Installed.hooks.check_strategy(self, _STEPS_OF.get(name, name))
+    installed_hooks().check_strategy(self, _STEPS_OF.get(name, name))
     return original(self, *args, **kwargs)

@@ -25,7 +25,7 @@ class Intrusion:
 
 INTRUSIONS = (
     Intrusion(
-        "keras_compat.models.strategy_models",
+        "training.strategy_model",
         "class",
         "A model of a strategy has methods that call the hooks.",
     ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,12 +15,8 @@ from keras_strategies.errors import (
     InvalidArgumentError,
     ModelScopeError,
 )
-from keras_strategies.keras_compat import hooks, patching
-from keras_strategies.keras_compat.models.building import (
-    element_spec,
-    has_custom_step,
-)
-from keras_strategies.keras_compat.models.strategy_models import set_strategy
+from keras_strategies.keras_compat import hooks
+from keras_strategies.keras_compat.models.building import element_spec
 from keras_strategies.keras_compat.optimizers.optimizer_parts import (
     overwritten_by_apply,
     step_variable,
@@ -29,7 +24,9 @@ from keras_strategies.keras_compat.optimizers.optimizer_parts import (
 from keras_strategies.keras_compat.state_scope import current_policy
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.keras_compat.variables.generator_seeds import seed_states
-from keras_strategies.keras_compat.variables.materialized import materialized_model
+from keras_strategies.keras_compat.variables.strategy_variables import (
+    set_variable_strategy,
+)
 from keras_strategies.keras_compat.variables.values import guard_value, raw_value
 from keras_strategies.runtime import context
 from keras_strategies.runtime.data_parallel.added_sums import sent_together
@@ -40,18 +37,16 @@ from keras_strategies.runtime.data_parallel.row_functions import (
     reduced_values,
     update_of_rows,
 )
-from keras_strategies.runtime.drivers import Drivers
-from keras_strategies.runtime.row_splits import batches_of_custom_step, check_batch
+from keras_strategies.runtime.row_splits import check_batch
 from keras_strategies.runtime.state import run_state
 from keras_strategies.runtime.state.replica_state import AddedState
 from keras_strategies.runtime.state.run_state import RunState
-from keras_strategies.training import worker_training
 from keras_strategies.training.batch_norm import replica_moments
 from keras_strategies.training.elastic.elastic_actions import loop_of
-from keras_strategies.training.keras_rs_tables import check_table_optimizers
 from keras_strategies.training.model_input import model_arguments
-from keras_strategies.training.raw_loops import warn_of_raw_call
-from keras_strategies.training.saving.atomic_files import atomic_save, read_seeds
+from keras_strategies.training.model_methods import drivers_of
+from keras_strategies.training.saving.atomic_files import read_seeds
+from keras_strategies.training.strategy_model import set_model_strategy
 
 
 def install_hooks() -> None:
@@ -70,15 +65,16 @@ class StrategyHooks:
         strategy = context.current_strategy()
         if strategy is None:
             return
-        set_strategy(made, strategy)
-        if isinstance(made, keras.Variable):
-            _made_in_run(made)
-            loop = loop_of(strategy)
-            if loop is not None:
-                loop.created(made)
+        if not isinstance(made, keras.Variable):
+            set_model_strategy(made, strategy)
+            return
+        set_variable_strategy(made, strategy)
+        _made_in_run(made)
+        loop = loop_of(strategy)
+        if loop is not None:
+            loop.created(made)
         if (
-            isinstance(made, keras.Variable)
-            and run_state.is_local(made)
+            run_state.is_local(made)
             and made.aggregation in (None, "none")
             and strategy.num_replicas_in_sync > 1
         ):
@@ -87,7 +83,7 @@ class StrategyHooks:
     def before_init(self, variable: Any) -> None:
         strategy = context.current_strategy()
         if strategy is not None:
-            set_strategy(variable, strategy)
+            set_variable_strategy(variable, strategy)
             if strategy.drivers.servers is not None:
                 strategy.drivers.servers.before_init(variable)
 
@@ -116,26 +112,6 @@ class StrategyHooks:
             "strategy.scope():`; `fit` may be called anywhere."
         )
 
-    @contextlib.contextmanager
-    def method(self, model: Any, name: str) -> Iterator[None]:
-        strategy = strategy_of(model)
-        is_short = name.endswith("on_batch")
-        if name != "compile":
-            _check_not_in_program(model, name)
-        if (
-            name in ("fit", "train_on_batch")
-            and strategy.placement.variables.kind != "tpu"
-        ):
-            check_table_optimizers(model)
-        with (
-            context.entered(strategy),
-            batches_of_custom_step(has_custom_step(model)),
-            contextlib.nullcontext() if is_short else patching.installed_while("scope"),
-            strategy.drivers.fit.method(model, name),
-            worker_training.method(strategy, model, name),
-        ):
-            yield
-
     def input(self, arguments: dict[str, Any]) -> dict[str, Any]:
         strategy = context.current_strategy()
         return {} if strategy is not None else model_arguments(None, "fit", arguments)
@@ -149,65 +125,15 @@ class StrategyHooks:
             if spec is not None:
                 check_batch(spec)
 
-    def called(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        warn_of_raw_call(model, args, kwargs)
-
     def building(self, model: Any, batch: Any) -> None:
         if strategy_of(model).num_replicas_in_sync > 1:
             check_batch(batch)
 
-    def arguments(
-        self, model: Any, name: str, arguments: dict[str, Any]
-    ) -> dict[str, Any]:
-        strategy = strategy_of(model)
-        changed = model_arguments(strategy, name, arguments)
-        return changed | worker_training.arguments(
-            strategy, model, name, arguments | changed
-        )
-
-    def writing(self, model: Any, path: Any) -> contextlib.AbstractContextManager[Any]:
-        return _writing(model, path)
-
-    def exporting(self, model: Any) -> contextlib.AbstractContextManager[None]:
-        if _drivers_of(model).servers is None:
-            return contextlib.nullcontext()
-        return materialized_model(model)
-
     def loaded(self, model: Any, source: Any) -> None:
         read_seeds(source, seed_states(model))
 
-    def saves(self, model: Any, path: Any) -> bool:
-        workers = strategy_of(model).workers
-        if workers is None or workers.is_chief:
-            return True
-        with _reading(model):
-            pass
-        workers.group.wait_saved(_path_text(path))
-        return False
-
-    def call(self, model: Any, name: str, original: Any, bound: Any) -> Any:
-        servers = _drivers_of(model).servers
-        if servers is not None:
-            return servers.call(model, name, original, bound)
-        loop = loop_of(strategy_of(model)) if name.endswith("on_batch") else None
-        if loop is None:
-            return original(*bound.args, **bound.kwargs)
-        return loop.call(name, lambda: original(*bound.args, **bound.kwargs))
-
-    def step_function(
-        self, model: Any, kind: str, make: Callable[[bool], Any], force: bool
-    ) -> None:
-        if getattr(model, f"{kind}_function") is None or force:
-            driver = _drivers_of(model).fit
-            driver.step_function(model, kind, lambda: make(force))
-
-    def reads_results(self, model: Any) -> None:
-        servers = _drivers_of(model).servers
-        if servers is not None:
-            servers.reads_results(model)
-
     def has_state(self, model: Any) -> bool:
-        return _drivers_of(model).servers is None
+        return drivers_of(model).servers is None
 
     def initial_value(self, value: Any, shape: Any, dtype: Any) -> tuple[Any, Any, Any]:
         policy = current_policy()
@@ -372,29 +298,6 @@ def _largest_once(
     return found
 
 
-def _check_not_in_program(model: Any, name: str) -> None:
-    """Raises in a program, in which optimizers would be built and state be traced."""
-    if not get_engine().in_program():
-        return
-    raise ContextError(
-        f"`{name}` of model {model.name!r} was called in a function that is compiled, "
-        "as by `tf.function`, `jax.jit` or `ks.function`. It reads batches and returns "
-        f"numbers, which a program cannot. Call `{name}` outside of the function, or "
-        "in it the model itself, `model(x, training=...)`."
-    )
-
-
-def _drivers_of(model: Any) -> Drivers:
-    drivers: Drivers = strategy_of(model).drivers
-    return drivers
-
-
-def _reading(model: Any) -> contextlib.AbstractContextManager[None]:
-    """Entered on all workers while the chief saves a model."""
-    sharding = _drivers_of(model).sharding
-    return contextlib.nullcontext() if sharding is None else sharding.reading(model)
-
-
 def _check_read_on_replica(variable: Any) -> None:
     if context.current_replica() is None:
         raise InvalidArgumentError(
@@ -407,39 +310,6 @@ def _check_read_on_replica(variable: Any) -> None:
 
 class _Aggregation(threading.local):
     done = False
-
-
-@contextlib.contextmanager
-def _writing(model: Any, path: Any) -> Iterator[Any]:
-    with (
-        _reported(model, path),
-        _reading(model),
-        atomic_save(path, seed_states(model)) as target,
-    ):
-        yield target
-
-
-@contextlib.contextmanager
-def _reported(model: Any, path: Any) -> Iterator[None]:
-    """Ends the wait of other workers for a file of the chief when it is complete."""
-    workers = strategy_of(model).workers
-    error = ""
-    try:
-        yield
-    except BaseException as found:
-        # Reading variables may raise the error of a step that has lost a worker.
-        cause = found if workers is None else workers.cause(found)
-        error = f"{type(cause).__name__}: {cause}"
-        if cause is not found:
-            raise cause from found
-        raise
-    finally:
-        if workers is not None:
-            workers.group.report_saved(_path_text(path), error)
-
-
-def _path_text(path: Any) -> str:
-    return os.fspath(path) if isinstance(path, (str, os.PathLike)) else ""
 
 
 _aggregation = _Aggregation()

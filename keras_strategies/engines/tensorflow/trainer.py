@@ -52,7 +52,7 @@ from keras_strategies.keras_compat.backends.keras_on_tensorflow import (
 )
 from keras_strategies.keras_compat.models.building import build_optimizer, is_built
 from keras_strategies.keras_compat.models.input_adapters import batches_placed_by
-from keras_strategies.keras_compat.models.strategy_models import method_running
+from keras_strategies.keras_compat.models.running_methods import running_methods
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
 from keras_strategies.keras_compat.variables.values import (
@@ -171,7 +171,7 @@ class TensorFlowTrainer(FitDriver):
             lambda leaf: tf.TensorSpec(leaf.shape, leaf.dtype), batch
         )
         with (
-            method_running(is_long=True),
+            running_methods.one(is_long=True),
             outside_stateless_scopes(),
             self.method(model, "fit"),
         ):

@@ -28,7 +28,6 @@ import keras
 import numpy as np
 
 from keras_strategies.errors import InvalidTypeError
-from keras_strategies.keras_compat.models.strategy_models import set_strategy
 from keras_strategies.keras_compat.optimizers.optimizer_parts import is_optimizer
 from keras_strategies.keras_compat.saving.pickling import (
     class_of,
@@ -53,6 +52,7 @@ from keras_strategies.parameter_server.wire.variable_description import (
     VariableDescription,
 )
 from keras_strategies.runtime.compiled_functions import original_function
+from keras_strategies.training.strategy_model import set_model_strategy
 
 
 class WorkerValue:
@@ -430,7 +430,7 @@ def _set_state(made: Any, state: dict[str, Any]) -> None:
     vars(made).update(state)
     strategy = context.strategy()
     if strategy is not None and isinstance(made, keras.Model):
-        set_strategy(made, strategy)
+        set_model_strategy(made, strategy)
     assert _loading.filled is not None
     _loading.filled.append(made)
 

@@ -20,10 +20,12 @@ from typing import Any
 import keras
 
 from keras_strategies.errors import ContextError, InvalidArgumentError
-from keras_strategies.keras_compat.models.strategy_models import set_strategy
 from keras_strategies.keras_compat.state_scope import StatePolicy, policy_of
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.keras_compat.thread_state import current_stateless_scope
+from keras_strategies.keras_compat.variables.strategy_variables import (
+    set_variable_strategy,
+)
 from keras_strategies.runtime.context import ReplicaContext
 
 
@@ -134,7 +136,7 @@ class RunState(StatePolicy):
                 # Created outside of any scope: later assignments outside of `run`
                 # must update the values of replicas.
                 if strategy_of(variable) is None:
-                    set_strategy(variable, self.replica.strategy)
+                    set_variable_strategy(variable, self.replica.strategy)
                 value = self._local(variable, self.replica.replica_id_in_sync_group)
             else:
                 value = self._copy(variable)
