@@ -285,8 +285,7 @@ class StrategyCore(abc.ABC):
         self._cross_device_ops = cross_device_ops
         self._sync_batch_norm = sync_batch_norm
         self._random_numbers = random_numbers
-        #: Variables that have been synchronized between workers.
-        self.synced_variables = IdSet()
+        self._synced_variables = IdSet()
         self._drivers = engine.drivers(self)
 
     @property
@@ -305,24 +304,34 @@ class StrategyCore(abc.ABC):
         return self._drivers
 
     @property
-    def sync_batch_norm(self) -> bool:
-        """bool, whether batch normalization uses the global batch's statistics."""
-        return self._sync_batch_norm
+    @abc.abstractmethod
+    def num_replicas_in_sync(self) -> int:
+        """int, how many replicas compute one step together."""
 
     @property
+    @abc.abstractmethod
+    def cross_device_ops(self) -> Any:
+        """The strategy's `CrossDeviceOps`; None for the engine's own reductions."""
+
+    @property
+    @abc.abstractmethod
+    def sync_batch_norm(self) -> bool:
+        """bool, whether batch normalization uses the global batch's statistics."""
+
+    @property
+    @abc.abstractmethod
     def random_numbers(self) -> str:
         """`"partitioned"` or `"keras"`, see `ks.MirroredStrategy`."""
-        return self._random_numbers
+
+    @property
+    def synced_variables(self) -> IdSet:
+        """Variables that have been synchronized between workers."""
+        return self._synced_variables
 
     @property
     def partitions_draws(self) -> bool:
         """bool, whether engines without counters draw in blocks of rows."""
         return self._random_numbers == "partitioned"
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """int, how many replicas compute one step together."""
-        return self._placement.replica_counts.total
 
     @property
     def workers(self) -> Workers | None:
@@ -342,11 +351,6 @@ class StrategyCore(abc.ABC):
         if self.workers is None or self._drivers.run.sees_all_replicas:
             return None
         return self.workers
-
-    @property
-    def cross_device_ops(self) -> Any:
-        """The strategy's `CrossDeviceOps`; None for the engine's own reductions."""
-        return self._cross_device_ops
 
     @property
     def replica_context_in_scope(self) -> Any:

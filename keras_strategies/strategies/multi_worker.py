@@ -6,7 +6,6 @@ import atexit
 import gc
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import keras
 
@@ -24,6 +23,12 @@ from keras_strategies.cluster.spec import check_training_cluster, worker_address
 from keras_strategies.collectives.cross_device_ops import (
     CrossDeviceOps,
     check_cross_device_ops,
+)
+from keras_strategies.communication.joined_workers import (
+    JoinedCluster,
+    joined_cluster,
+    joined_workers,
+    set_joined_cluster,
 )
 from keras_strategies.communication.workers import Workers
 from keras_strategies.devices import as_devices
@@ -180,10 +185,6 @@ def find_workers(
     return resolver, workers
 
 
-# The cluster of this process. Engines are started once for a process.
-_joined: dict[tuple[Any, ...], Workers] = {}
-
-
 def join_workers(
     resolver: ClusterResolver,
     engine: Engine,
@@ -209,16 +210,16 @@ def join_workers(
     assert resolver.task_type is not None and resolver.task_id is not None
     addresses = worker_addresses(spec)
     index = cluster.id_in_cluster(spec, resolver.task_type, resolver.task_id)
-    key = (tuple(addresses), index)
-    if key in _joined:
-        _check_elastic(_joined[key], elastic)
-        return _joined[key]
-    if _joined:
-        raise ClusterError(
-            f"This process is worker {index} of {addresses}, but has already joined "
-            f"another cluster: {list(next(iter(_joined))[0])}. Use a separate "
-            "process for each cluster."
-        )
+    joined = joined_cluster()
+    if joined is not None:
+        if (joined.addresses, joined.index) != (tuple(addresses), index):
+            raise ClusterError(
+                f"This process is worker {index} of {addresses}, but has already "
+                f"joined another cluster: {list(joined.addresses)}. Use a separate "
+                "process for each cluster."
+            )
+        _check_elastic(joined.workers, elastic)
+        return joined.workers
     same = {"the backend": engine.name, "the Keras version": keras.__version__}
     timeout = options.timeout_seconds or DEFAULT_TIMEOUT
     job = run_identifier(addresses, resolver.num_workers)
@@ -248,7 +249,7 @@ def join_workers(
         group.leave()
         raise
     workers.elastic = actions
-    _joined[key] = workers
+    set_joined_cluster(JoinedCluster(tuple(addresses), index, workers))
     return workers
 
 
@@ -281,17 +282,20 @@ def _check_elastic(workers: Workers, elastic: Elastic | None) -> None:
 
 def leave_cluster() -> None:
     """Closes the engine and leaves the group."""
-    for key in list(_joined):
-        workers = _joined.pop(key)
-        workers.close()
-        if isinstance(workers.elastic, ElasticActions):
-            workers.elastic.leave()
-        else:
-            workers.group.leave()
+    workers = joined_workers()
+    if workers is None:
+        return
+    set_joined_cluster(None)
+    workers.close()
+    if isinstance(workers.elastic, ElasticActions):
+        workers.elastic.leave()
+    else:
+        workers.group.leave()
 
 
 def _end_process() -> None:
-    is_lost = any(workers.group.loss() is not None for workers in _joined.values())
+    workers = joined_workers()
+    is_lost = workers is not None and workers.group.loss() is not None
     leave_cluster()
     if is_lost:
         # Skips the interpreter's last garbage collection, which takes seconds on a busy

@@ -10,9 +10,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_strategies.communication.joined_workers import joined_workers
 from keras_strategies.engines.tensorflow.workers.worker_collectives import (
     TensorFlowWorkers,
-    joined_workers,
 )
 from keras_strategies.errors import ReplicaError
 from keras_strategies.keras_compat.thread_state import current_stateless_scope
@@ -77,7 +77,7 @@ def function(fn: Callable[..., Any], jit_compile: bool | None) -> Callable[..., 
     """See `ks.function`."""
     plain = tf.function(fn, reduce_retracing=True)
     workers = joined_workers()
-    if workers is not None:
+    if isinstance(workers, TensorFlowWorkers):
         plain = _watched(plain, workers)
     if not jit_compile:
         return plain

@@ -18,7 +18,7 @@ from keras_strategies.errors import ContextError, InvalidArgumentError
 from keras_strategies.keras_compat import patching
 from keras_strategies.runtime import context
 from keras_strategies.runtime.context import check_results, check_returns
-from keras_strategies.runtime.engine import Feature, require
+from keras_strategies.runtime.engine import Feature, StrategyCore, require
 from keras_strategies.runtime.placement import Placement
 from keras_strategies.strategies.base.strategy_checkpoints import StrategyCheckpoints
 from keras_strategies.strategies.base.strategy_extended import StrategyExtended
@@ -38,25 +38,6 @@ from keras_strategies.types import (
     check_random_numbers,
 )
 from keras_strategies.values import map_structure, regroup, select_replica
-
-# Attributes of strategies for other modules of this package; `dir` omits them.
-_INTERNAL = frozenset(
-    {
-        "engine",
-        "created",
-        "default_replica_context",
-        "drivers",
-        "input_context",
-        "other_workers",
-        "owns",
-        "partitions_draws",
-        "placement",
-        "replicas_here",
-        "synced_variables",
-        "workers",
-    }
-)
-
 
 class Strategy(StrategyInput, StrategyReports, StrategyCheckpoints):
     """Placement of variables and computation on devices.
@@ -96,6 +77,26 @@ class Strategy(StrategyInput, StrategyReports, StrategyCheckpoints):
     def cluster_resolver(self) -> ClusterResolver | None:
         """The description of the cluster and of this task; None on one machine."""
         return None
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """int, how many replicas compute one step together."""
+        return self._placement.replica_counts.total
+
+    @property
+    def cross_device_ops(self) -> Any:
+        """The strategy's `CrossDeviceOps`; None for the backend's own reductions."""
+        return self._cross_device_ops
+
+    @property
+    def sync_batch_norm(self) -> bool:
+        """bool, whether batch normalization uses the global batch's statistics."""
+        return self._sync_batch_norm
+
+    @property
+    def random_numbers(self) -> str:
+        """`"partitioned"` or `"keras"`, see `ks.MirroredStrategy`."""
+        return self._random_numbers
 
     @property
     def extended(self) -> StrategyExtended:
@@ -297,9 +298,10 @@ class Strategy(StrategyInput, StrategyReports, StrategyCheckpoints):
         return self
 
     def __dir__(self) -> list[str]:
-        # What trainers and hooks use of a strategy is not for its users.
+        # `StrategyCore` is what engines and hooks use, and not for users.
+        internal = vars(StrategyCore).keys() - vars(Strategy).keys()
         found = super().__dir__()
-        return sorted(n for n in found if n not in _INTERNAL and n[:1] != "_")
+        return sorted(n for n in found if n not in internal and n[:1] != "_")
 
     def __repr__(self) -> str:
         devices = ", ".join(str(device) for device in self._placement.replicas)

@@ -13,6 +13,7 @@ from keras_strategies.cluster.group.membership import Generation, Membership
 from keras_strategies.cluster.group.rendezvous import GroupIsRunningError
 from keras_strategies.cluster.group.worker_group import WorkerGroup
 from keras_strategies.communication.elastic_loop import ElasticLoop
+from keras_strategies.communication.joined_workers import joined_workers
 from keras_strategies.communication.workers import Workers
 from keras_strategies.errors import WorkerError
 from keras_strategies.keras_compat.hooks import MethodRestart
@@ -77,7 +78,6 @@ class ElasticActions(ElasticLoop):
         self.loop = LoopSteps(self)
         # Held while waits are aborted, so that those of the next generation are not.
         self._ending = threading.Lock()
-        _actions.append(self)
 
     def register(self, workers: Workers) -> None:
         """Adds the communicator of a strategy, which follows the generations."""
@@ -439,25 +439,23 @@ class ElasticActions(ElasticLoop):
 
     def leave(self) -> None:
         """Leaves the group."""
-        _actions.remove(self)
         self._membership.leave()
 
 
 def loop_of(strategy: Any) -> LoopSteps | None:
     """The custom loops of a strategy with elastic workers; None for others."""
-    workers = None if strategy is None else strategy.workers
-    if workers is None or not isinstance(workers.elastic, ElasticActions):
-        return None
-    return workers.elastic.loop
-
-
-# The actions of this process, which is in one cluster: one entry or none.
-_actions: list[ElasticActions] = []
+    return _loop_of(None if strategy is None else strategy.workers)
 
 
 def current_loop() -> LoopSteps | None:
     """The custom loops of this process; None without elastic workers."""
-    return _actions[-1].loop if _actions else None
+    return _loop_of(joined_workers())
+
+
+def _loop_of(workers: Workers | None) -> LoopSteps | None:
+    if workers is None or not isinstance(workers.elastic, ElasticActions):
+        return None
+    return workers.elastic.loop
 
 
 def _nothing_to_undo() -> bool:

@@ -70,6 +70,8 @@ class JaxTrainer(FitDriver, CheckpointDriver):
         self.strategy = strategy
         self.placer = placer
         self.home = jax_device(self.placement.variables)
+        # Of the outermost open scope, if it has made `home` the default device.
+        self._entered_home: contextlib.ExitStack | None = None
         #: The devices of all replicas, those of other workers too.
         self.devices = [jax_device(device) for device in self.placement.replicas]
 
@@ -114,11 +116,30 @@ class JaxTrainer(FitDriver, CheckpointDriver):
             )
         with contextlib.ExitStack() as stack:
             stack.enter_context(batches_placed_by(self.input_placer))
-            if default_device() != self.home:
-                stack.enter_context(jax.default_device(self.home))
+            stack.enter_context(self._default_device())
             if self.distribution is not None:
                 stack.enter_context(self.distribution.scope())
             yield
+
+    @contextlib.contextmanager
+    def _default_device(self) -> Iterator[None]:
+        """Makes the device of the variables that of arrays without a placement."""
+        if default_device() == self.home:
+            yield
+            return
+        with contextlib.ExitStack() as self._entered_home:
+            self._entered_home.enter_context(jax.default_device(self.home))
+            try:
+                yield
+            finally:
+                self._entered_home = None
+
+    def replace_home(self, home: jax.Device) -> None:
+        """Replaces the device of the variables, in the open scope too."""
+        self.home = home
+        if self._entered_home is not None:
+            self._entered_home.close()
+            self._entered_home.enter_context(jax.default_device(home))
 
     @contextlib.contextmanager
     def method(self, model: Any, name: str) -> Iterator[None]:

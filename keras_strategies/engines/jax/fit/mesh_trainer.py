@@ -118,15 +118,11 @@ class MeshTrainer(DistributionTrainer):
         workers = self.placement.workers
         assert isinstance(workers, JaxWorkers)
         devices = workers.devices_of(self.placement.replicas)
-        self.home = jax_device(self.placement.variables)
+        self.replace_home(jax_device(self.placement.variables))
         self.devices = list(devices)
         self._distribution.replace_devices(devices)
         self._note_mesh()
         self.mesh_placer.use_mesh(self._distribution.device_mesh.backend_mesh)
-        if isinstance(jax.config.jax_default_device, jax.Device):  # type: ignore[attr-defined]
-            # The open scope has entered a device that is replaced; its end restores
-            # the default before it.
-            jax.default_device(self.home).__enter__()
 
     def step(self, model: Any, kind: str) -> compiled_steps.Step:
         step = self.plain_step(model, kind)

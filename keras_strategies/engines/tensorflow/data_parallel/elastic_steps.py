@@ -15,10 +15,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_strategies.communication.joined_workers import joined_workers
 from keras_strategies.engines.tensorflow.compat.operations import operation_seeds
 from keras_strategies.engines.tensorflow.workers.worker_collectives import (
     TensorFlowWorkers,
-    joined_workers,
 )
 from keras_strategies.keras_compat.models.building import all_variables
 from keras_strategies.keras_compat.variables.values import raw_value

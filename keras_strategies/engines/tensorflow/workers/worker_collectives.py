@@ -83,8 +83,6 @@ class TensorFlowWorkers(Workers):
     def __init__(self, group: WorkerGroup, options: CommunicationOptions):
         super().__init__(group, options)
         configure(group)
-        global _joined
-        _joined = self
         self._server = WorkerServer()
         self._keys = InstanceKeys()
         # By local device: the number of its collective group, and the variable
@@ -297,15 +295,6 @@ def workers_of(placement: Placement) -> TensorFlowWorkers | None:
     workers = placement.workers
     assert workers is None or isinstance(workers, TensorFlowWorkers)
     return workers
-
-
-# A process belongs to one cluster.
-_joined: TensorFlowWorkers | None = None
-
-
-def joined_workers() -> TensorFlowWorkers | None:
-    """The communicator of this process's cluster; None without one."""
-    return _joined
 
 
 def _of_collective(error: Any) -> str | None:
