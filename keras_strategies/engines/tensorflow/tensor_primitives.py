@@ -122,6 +122,9 @@ class TensorFlowPrimitives(TensorPrimitives):
     def read(self, variable: Any) -> Any:
         return raw_value(variable).read_value()
 
+    def read_with_gradient(self, variable: Any, like: Any) -> Any:
+        return self.cast(tf.convert_to_tensor(raw_value(variable)), like.dtype)
+
     def assign(self, variable: Any, value: Any) -> None:
         raw_value(variable).assign(value)
 

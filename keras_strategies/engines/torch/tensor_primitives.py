@@ -85,6 +85,10 @@ class TorchPrimitives(TensorPrimitives):
         value: torch.Tensor = raw_value(variable).detach().clone()
         return value
 
+    def read_with_gradient(self, variable: Any, like: torch.Tensor) -> torch.Tensor:
+        raw: torch.Tensor = raw_value(variable)
+        return raw
+
     def assign(self, variable: Any, value: torch.Tensor) -> None:
         raw_value(variable).detach().copy_(value)
 

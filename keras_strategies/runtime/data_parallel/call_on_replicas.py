@@ -81,17 +81,22 @@ def call_on_replicas(plan: SplitPlan, driver: LayerCallDriver) -> Any:
     places = list(_places(plan.layer_call))
     call = _call_on_replica(plan, [(i, setter) for i, setter, _ in places])
     executor = driver.executor(plan)
-    slices, results = executor.forward([tensor for _, _, tensor in places], call)
+    tensors = [tensor for _, _, tensor in places]
+    forward = executor.forward(tensors, call)
+    results = forward.results
     inputs = [
         (tensor, own)
-        for (_, setter, tensor), own in zip(places, slices, strict=True)
-        if setter is not set_mask
+        for (_, setter, tensor), own, needs_gradient in zip(
+            places, forward.slices, forward.needs_gradient, strict=True
+        )
+        if needs_gradient and setter is not set_mask
     ]
     outputs = outputs_of(plan, results, executor.activation_of)
     losses = losses_of(plan, results)
     channels = [channel for each in outputs for channel in each.channels] + losses
     executor.check_rows(channels)
-    connected = _connected(executor, inputs, results, channels)
+    targets = _targets(plan, inputs, forward.reads)
+    connected = _connected(executor, targets, channels)
     found = _global_outputs(executor, results, outputs, connected)
     if plan.layer_call.adds:
         _add_updates(executor, results)
@@ -150,13 +155,11 @@ def _call_on_replica(
 
 def _connected(
     executor: ReplicaExecutor,
-    inputs: Sequence[_SplitTensor],
-    results: Sequence[ReplicaResult],
+    targets: list[GradientTarget],
     channels: Sequence[Channel],
 ) -> list[Any]:
     """Global tensors for the channels, with gradients through the replicas."""
     plan = executor.plan
-    targets = _targets(executor, inputs, results)
     floats = [is_float(channel.parts[0]) for channel in channels]
     if not targets or not any(floats):
         return [combined(plan, channel, executor.counted) for channel in channels]
@@ -170,43 +173,36 @@ def _connected(
 
 
 def _targets(
-    executor: ReplicaExecutor,
+    plan: SplitPlan,
     inputs: Sequence[_SplitTensor],
-    results: Sequence[ReplicaResult],
+    reads: Sequence[dict[Any, tuple[Any, Any]]],
 ) -> list[GradientTarget]:
     """The variables and inputs of a call that receive gradients.
 
     Args:
-        executor: the replicas of the call.
-        inputs: the tensors that were split.
-        results: the replicas' results; their states have the variables read.
+        plan: the plan of the call.
+        inputs: the tensors that were split and have a gradient.
+        reads: see `ForwardPass`.
     """
     found: dict[Any, GradientTarget] = {}
-    for i, result in enumerate(results):
-        for key, (variable, local) in result.state.reads.items():
-            if not executor.has_gradient(i, local):
-                continue
-            if key not in found:
-                tensor = executor.target_of_variable(variable, local)
-                none = [None] * len(results)
-                found[key] = GradientTarget(tensor, none, False, variable)
-            found[key].locals[i] = local
-    plan = executor.plan
-    return [
-        *found.values(),
-        *(
-            GradientTarget(
-                executor.target_of_input(tensor),
-                list(slices),
-                True,
-                apart=plan.apart
-                if parts_of(tensor, plan.row_split) is not None
-                else None,
-            )
-            for tensor, slices in inputs
-            if executor.has_gradient(0, slices[0])
-        ),
+    with plan.on_lead():
+        for i, of_replica in enumerate(reads):
+            for key, (variable, local) in of_replica.items():
+                if key not in found:
+                    tensor = plan.ops.read_with_gradient(variable, local)
+                    none = [None] * len(reads)
+                    found[key] = GradientTarget(tensor, none, False, variable)
+                found[key].locals[i] = local
+    of_inputs = [
+        GradientTarget(
+            tensor,
+            slices,
+            True,
+            apart=plan.apart if parts_of(tensor, plan.row_split) is not None else None,
+        )
+        for tensor, slices in inputs
     ]
+    return [*found.values(), *of_inputs]
 
 
 def _global_outputs(

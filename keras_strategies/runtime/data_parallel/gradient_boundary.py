@@ -165,6 +165,19 @@ def counted_column(column: Sequence[Any], counted: Counted) -> list[Any]:
 
 
 @dataclass(frozen=True)
+class BackwardPass:
+    """What one replica computes in the backward pass.
+
+    Args:
+        outputs: pairs of a tensor that the call has computed, and its gradient.
+        sources: the tensors to differentiate by.
+    """
+
+    outputs: list[tuple[Any, Any]]
+    sources: list[Any]
+
+
+@dataclass(frozen=True)
 class GradientBoundary:
     """The tensors of one layer call that have gradients, outside of its replicas.
 
@@ -214,39 +227,39 @@ class GradientBoundary:
         sizes = [size * channel.multiple for size in row_split.sizes]
         return ops.split(gradient, sizes)
 
-    def columns(
-        self,
-        shares: Sequence[list[Any] | None],
-        run: Callable[[list[Callable[[], list[Any]]]], list[list[Any]]],
-        gradients: Callable[[int, Sequence[tuple[Any, Any]], list[Any]], Sequence[Any]],
-    ) -> list[Sequence[Any]]:
-        """For each target the gradient of each replica.
+    def backward(self, shares: Sequence[list[Any] | None]) -> list[BackwardPass]:
+        """The backward pass of each local replica.
 
         Args:
             shares: see `shares`.
-            run: runs one task on each replica, in its context.
-            gradients: returns the gradients of tensors of a replica, in its context:
-                of the number of the replica, of pairs of an output and its gradient,
-                and of the tensors.
         """
+        present = [
+            (channel, share)
+            for channel, share in zip(self.channels, shares, strict=True)
+            if share is not None
+        ]
+        return [
+            BackwardPass(
+                [(channel.parts[i], share[i]) for channel, share in present],
+                [t.locals[i] for t in self.targets if t.locals[i] is not None],
+            )
+            for i in range(len(self.plan.row_split.sizes))
+        ]
 
-        def task(i: int) -> Callable[[], list[Any]]:
-            own = [target.locals[i] for target in self.targets]
-            outputs = [
-                (channel.parts[i], share[i])
-                for channel, share in zip(self.channels, shares, strict=True)
-                if share is not None
+    def columns(self, gradients: Sequence[Sequence[Any]]) -> list[list[Any]]:
+        """For each target the gradient of each replica; None where it has no copy.
+
+        Args:
+            gradients: for each replica those of the sources of its backward pass.
+        """
+        found = list(map(iter, gradients))
+        return [
+            [
+                None if local is None else next(of_replica)
+                for local, of_replica in zip(target.locals, found, strict=True)
             ]
-
-            def run() -> list[Any]:
-                sources = [local for local in own if local is not None]
-                found = iter(gradients(i, outputs, sources))
-                return [None if local is None else next(found) for local in own]
-
-            return run
-
-        count = len(self.plan.row_split.sizes)
-        return list(zip(*run([task(i) for i in range(count)]), strict=True))
+            for target in self.targets
+        ]
 
     def sums(self, columns: Sequence[Sequence[Any]]) -> list[Any]:
         """The gradients of the targets on all workers, from those of the replicas."""

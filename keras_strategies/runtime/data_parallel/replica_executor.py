@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from keras_strategies.runtime.data_parallel.gradient_boundary import GradientBoundary
@@ -44,6 +45,24 @@ class NotOnReplicasError(Exception):
         self.remedy = remedy
 
 
+@dataclass(frozen=True)
+class ForwardPass:
+    """What the replicas of one layer call have computed.
+
+    Args:
+        results: the results of the replicas.
+        slices: for each tensor that was split its slices, on their replicas.
+        needs_gradient: for each of these tensors, whether its slices have a gradient.
+        reads: for each replica the copies of variables that have a gradient, as
+            `ReplicaState.reads`.
+    """
+
+    results: list[ReplicaResult]
+    slices: list[list[Any]]
+    needs_gradient: list[bool]
+    reads: list[dict[Any, tuple[Any, Any]]]
+
+
 class ReplicaExecutor(abc.ABC):
     """The replicas of one layer call."""
 
@@ -51,41 +70,23 @@ class ReplicaExecutor(abc.ABC):
     plan: SplitPlan
 
     @abc.abstractmethod
-    def forward(
-        self, tensors: Sequence[Any], call: CallOnReplica
-    ) -> tuple[list[list[Any]], list[ReplicaResult]]:
+    def forward(self, tensors: Sequence[Any], call: CallOnReplica) -> ForwardPass:
         """Splits tensors by rows and calls the layer on each replica.
 
         Args:
             tensors: tensors of the global batch.
             call: the call on one replica.
 
-        Returns:
-            For each tensor its slices, on their replicas, and the results of the
-            replicas.
-
         Raises:
             NotOnReplicasError: if the layer does not work on replicas.
         """
 
     @abc.abstractmethod
-    def has_gradient(self, replica_id: int, tensor: Any) -> bool:
-        """Whether a gradient of a replica's copy of a variable, or slice, is needed."""
-
-    @abc.abstractmethod
-    def target_of_variable(self, variable: Any, local: Any) -> Any:
-        """The tensor outside of replicas with the gradient of the local copies."""
-
-    @abc.abstractmethod
-    def target_of_input(self, tensor: Any) -> Any:
-        """The tensor outside of replicas with the gradient of the slices."""
-
-    @abc.abstractmethod
     def connect(self, boundary: GradientBoundary) -> list[Any]:
         """The global tensors of a boundary's channels, with gradients to its targets.
 
-        Their backward pass runs on the replicas, with `boundary.columns` and
-        `boundary.sums`.
+        In the backward pass, `boundary.backward` has what each replica computes, and
+        `boundary.sums` makes gradients of the targets of it.
         """
 
     def activation_of(self, parts: Sequence[Any]) -> OutputActivation | None:

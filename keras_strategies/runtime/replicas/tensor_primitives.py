@@ -99,6 +99,17 @@ class TensorPrimitives(abc.ABC):
     def read(self, variable: Any) -> Any:
         """A copy of the value of a `keras.Variable`, without gradient."""
 
+    def read_with_gradient(self, variable: Any, like: Any) -> Any:
+        """The value of a `keras.Variable`, of which a gradient can be computed.
+
+        Only for engines with data-parallel calls.
+
+        Args:
+            variable: the variable.
+            like: a copy of it, perhaps in another dtype.
+        """
+        raise NotImplementedError
+
     @abc.abstractmethod
     def assign(self, variable: Any, value: Any) -> None:
         """Assigns a `keras.Variable` without calling the hooks of assignments."""

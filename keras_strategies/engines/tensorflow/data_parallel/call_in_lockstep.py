@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import tensorflow as tf
@@ -51,6 +52,7 @@ from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime import context
 from keras_strategies.runtime.data_parallel.call_on_replicas import recomputed
 from keras_strategies.runtime.data_parallel.gradient_boundary import (
+    BackwardPass,
     GradientBoundary,
     GradientTarget,
     combined,
@@ -58,6 +60,7 @@ from keras_strategies.runtime.data_parallel.gradient_boundary import (
 )
 from keras_strategies.runtime.data_parallel.replica_executor import (
     CallOnReplica,
+    ForwardPass,
     NotOnReplicasError,
     ReplicaExecutor,
 )
@@ -126,12 +129,10 @@ class CallInLockstep(ReplicaExecutor):
 
     # Replicas.
 
-    def forward(
-        self, tensors: Sequence[Any], call: CallOnReplica
-    ) -> tuple[list[list[Any]], list[ReplicaResult]]:
-        columns = [self.split(tensor) for tensor in tensors]
+    def forward(self, tensors: Sequence[Any], call: CallOnReplica) -> ForwardPass:
+        slices = [self.split(tensor) for tensor in tensors]
         tasks = [
-            self._task(i, [column[i] for column in columns], call)
+            self._task(i, [parts[i] for parts in slices], call)
             for i in range(len(self.sizes))
         ]
         self._open_tapes()
@@ -144,7 +145,19 @@ class CallInLockstep(ReplicaExecutor):
                 "Move the collective out of the loop",
             ) from error
         self._gathers.order()
-        return columns, results
+        return ForwardPass(
+            results,
+            slices,
+            [id(parts[0]) in self.watched[0] for parts in slices],
+            [
+                {
+                    key: pair
+                    for key, pair in result.state.reads.items()
+                    if id(pair[1]) in watched
+                }
+                for result, watched in zip(results, self.watched, strict=True)
+            ],
+        )
 
     def _task(
         self, replica_id: int, slices: Sequence[Any], call: CallOnReplica
@@ -392,18 +405,10 @@ class CallInLockstep(ReplicaExecutor):
             return None
         return OutputActivation(logits, None)
 
-    def has_gradient(self, replica_id: int, tensor: Any) -> bool:
-        return id(tensor) in self.watched[replica_id]
-
-    def target_of_variable(self, variable: Any, local: Any) -> Any:
-        with self.plan.on_lead():
-            value = tf.convert_to_tensor(raw_value(variable))
-            return self.plan.ops.cast(value, local.dtype)
-
-    def target_of_input(self, tensor: Any) -> Any:
+    def _own_rows(self, target: GradientTarget) -> GradientTarget:
         """This worker's rows; their gradients are gathered to the global batch."""
-        if self._row_split.workers is None or self._is_apart(tensor):
-            return tensor
+        if not target.by_rows or target.apart is not None:
+            return target
 
         # The gradient is gathered from workers only where an outer tape needs it.
         @custom_gradient
@@ -411,15 +416,14 @@ class CallInLockstep(ReplicaExecutor):
             return self._row_split.own(tensor), self._row_split.joined
 
         with self.plan.on_lead():
-            return own(tensor)
-
-    def _is_apart(self, tensor: Any) -> bool:
-        return parts_of(tensor, self._row_split) is not None
+            return replace(target, tensor=own(target.tensor))
 
     def connect(self, boundary: GradientBoundary) -> list[Any]:
-        targets = [target.tensor for target in boundary.targets]
+        if self._row_split.workers is not None:
+            targets = list(map(self._own_rows, boundary.targets))
+            boundary = replace(boundary, targets=targets)
         if any(channel.is_apart for channel in boundary.channels) or any(
-            map(self._is_apart, targets)
+            target.apart is not None for target in boundary.targets
         ):
             return self._connect_parts(boundary)
 
@@ -430,7 +434,7 @@ class CallInLockstep(ReplicaExecutor):
 
             return boundary.combined(), grad
 
-        found = list(connected(*targets))
+        found = list(connected(*(target.tensor for target in boundary.targets)))
         self._close_tapes()
         return found
 
@@ -477,12 +481,12 @@ class CallInLockstep(ReplicaExecutor):
         if is_in_program:
             start = self.graph.num_operations()
         self.traces.set_given(present)
-        columns = boundary.columns(
-            shares,
-            lambda tasks: self._run(lambda i: self.traces.backward(i, tasks[i])),
-            self._gradients_of_replica,
-        )
-        found = self._sums(boundary, columns)
+        tasks = [
+            functools.partial(self._backward, i, each)
+            for i, each in enumerate(boundary.backward(shares))
+        ]
+        results = self._run(lambda i: self.traces.backward(i, tasks[i]))
+        found = self._sums(boundary, boundary.columns(results))
         if is_in_program:
             first = enumerate(present[0] if present else ())
             begins = {i: part.op for i, part in first}
@@ -525,17 +529,12 @@ class CallInLockstep(ReplicaExecutor):
             return None
         return raw
 
-    def _gradients_of_replica(
-        self,
-        replica_id: int,
-        outputs: Sequence[tuple[Any, Any]],
-        sources: Sequence[Any],
-    ) -> Sequence[Any]:
+    def _backward(self, i: int, backward: BackwardPass) -> list[Any]:
         """The gradients of a replica's tensors, in its context."""
         # From the replica's tape; a second time, from the graph.
-        i, tape = replica_id, self.tapes[replica_id]
-        targets = [part for part, _ in outputs]
-        given = [share for _, share in outputs]
+        tape, sources = self.tapes[i], backward.sources
+        targets = [part for part, _ in backward.outputs]
+        given = [share for _, share in backward.outputs]
         if tape is None or (i in self._used_tapes and not is_persistent(tape)):
             found = graph_gradients(targets, sources, given, self.graph)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,10 +31,12 @@ from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime import context
 from keras_strategies.runtime.data_parallel.call_on_replicas import recomputed
 from keras_strategies.runtime.data_parallel.gradient_boundary import (
+    BackwardPass,
     GradientBoundary,
 )
 from keras_strategies.runtime.data_parallel.replica_executor import (
     CallOnReplica,
+    ForwardPass,
     ReplicaExecutor,
 )
 from keras_strategies.runtime.data_parallel.row_parts import parts_of
@@ -88,16 +91,27 @@ class CallOnThreads(ReplicaExecutor):
 
     def forward(
         self, tensors: Sequence[torch.Tensor], call: CallOnReplica
-    ) -> tuple[list[list[torch.Tensor]], list[ReplicaResult]]:
-        columns = [self._split(tensor) for tensor in tensors]
+    ) -> ForwardPass:
+        slices = [self._split(tensor) for tensor in tensors]
         tasks = [
-            self._task(i, [column[i] for column in columns], call)
+            self._task(i, [parts[i] for parts in slices], call)
             for i in range(len(self._devices))
         ]
-        if not self._draws or len(tasks) == 1:
-            return columns, self._run(tasks)
-        with self._collectives.drawing_from(ReplicaGenerators(self._devices)):
-            return columns, self._run(tasks)
+        is_shared = self._draws and len(tasks) > 1
+        with (
+            self._collectives.drawing_from(ReplicaGenerators(self._devices))
+            if is_shared
+            else contextlib.nullcontext()
+        ):
+            results: list[ReplicaResult] = self._run(tasks)
+        if not self._is_recorded:
+            return ForwardPass(results, slices, [False] * len(slices), [])
+        return ForwardPass(
+            results,
+            slices,
+            [parts[0].requires_grad for parts in slices],
+            [_with_gradient(result.state.reads) for result in results],
+        )
 
     def _split(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Slices of a tensor along axis 0, each on its replica's device."""
@@ -176,16 +190,6 @@ class CallOnThreads(ReplicaExecutor):
             weights.used,
         )
 
-    def has_gradient(self, replica_id: int, tensor: torch.Tensor) -> bool:
-        return self._is_recorded and tensor.requires_grad
-
-    def target_of_variable(self, variable: Any, local: Any) -> torch.Tensor:
-        raw: torch.Tensor = raw_value(variable)
-        return raw
-
-    def target_of_input(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
     def connect(self, boundary: GradientBoundary) -> list[torch.Tensor]:
         targets = [target.tensor for target in boundary.targets]
         return list(_Boundary.apply(self, boundary, *targets))
@@ -209,13 +213,6 @@ class CallOnThreads(ReplicaExecutor):
             return self._differentiable_gradients(boundary, versions, gradients)
         plan, retains_graph = self.plan, is_graph_retained()
 
-        def of_replica(
-            i: int,
-            outputs: Sequence[tuple[torch.Tensor, torch.Tensor]],
-            sources: Sequence[torch.Tensor],
-        ) -> Sequence[torch.Tensor | None]:
-            return self._gradients_of_replica(i, outputs, sources, retains_graph)
-
         with self._streams.current():
             # It draws nothing, but a user's code may run in it.
             self._collectives.restart(is_sequential=not plan.proof.is_by_type)
@@ -229,23 +226,24 @@ class CallOnThreads(ReplicaExecutor):
                     self._variables.shards,
                 )
             with sums or contextlib.nullcontext():
-                shares = boundary.shares(gradients)
-                columns = boundary.columns(shares, self._run, of_replica)
+                passes = boundary.backward(boundary.shares(gradients))
+                tasks = [
+                    functools.partial(self._backward, i, each, retains_graph)
+                    for i, each in enumerate(passes)
+                ]
+                columns = boundary.columns(self._run(tasks))
             if sums is None:
                 return boundary.sums(columns)
             if self._weights is not None:
                 self._weights.forget()
             return sums.gradients(columns)
 
-    def _gradients_of_replica(
-        self,
-        replica_id: int,
-        outputs: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        sources: Sequence[torch.Tensor],
-        retains_graph: bool,
+    def _backward(
+        self, replica_id: int, backward: BackwardPass, retains_graph: bool
     ) -> Sequence[torch.Tensor | None]:
         """The gradients of a replica's tensors, in its context."""
-        pairs = [(part, share) for part, share in outputs if part.requires_grad]
+        sources = backward.sources
+        pairs = [pair for pair in backward.outputs if pair[0].requires_grad]
         if not pairs or not sources:
             return [None] * len(sources)
         # Rematerialized layers read the replica's copies of variables, and call the
@@ -253,7 +251,7 @@ class CallOnThreads(ReplicaExecutor):
         with layer_calls_through(None), self._replica_state(replica_id).scope():
             return torch.autograd.grad(
                 [part for part, _ in pairs],
-                list(sources),
+                sources,
                 [moved(share, part.device) for part, share in pairs],
                 allow_unused=True,
                 retain_graph=retains_graph,
@@ -296,6 +294,12 @@ class CallOnThreads(ReplicaExecutor):
 
 def _zeros(variable: Any, device: torch.device) -> torch.Tensor:
     return torch.zeros_like(raw_value(variable), device=device, requires_grad=False)
+
+
+def _with_gradient(
+    reads: dict[Any, tuple[Any, torch.Tensor]],
+) -> dict[Any, tuple[Any, torch.Tensor]]:
+    return {key: pair for key, pair in reads.items() if pair[1].requires_grad}
 
 
 def _cast_copy(value: torch.Tensor, dtype: str) -> torch.Tensor | None:
