@@ -31,6 +31,13 @@ def get_engine() -> Engine:
     return engine
 
 
+def tf_data_pipelines() -> Any:
+    """The functions of `tf.data` pipelines, which models on every backend may read."""
+    from keras_strategies.engines.tensorflow import input_pipelines
+
+    return input_pipelines
+
+
 def for_backend(classes: Mapping[str, str]) -> Any:
     """The singleton of the class for Keras's backend, imported at its first use.
 

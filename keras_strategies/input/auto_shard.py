@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from keras_strategies.communication.workers import Workers
+from keras_strategies.engines import tf_data_pipelines
 from keras_strategies.errors import InvalidArgumentError
-from keras_strategies.input.batches import loaded, rows_of
+from keras_strategies.input.batches import rows_of
 from keras_strategies.runtime.row_splits import split_sizes
 from keras_strategies.types import AutoShardPolicy
 
@@ -93,22 +94,15 @@ def shard(dataset: Any, workers: Workers) -> Any:
         return None
     counts = workers.replica_counts
     count = len(counts.by_worker)
-    policy = resolve_policy(policy_of(dataset), count, count_files(dataset))
+    pipelines = tf_data_pipelines()
+    files = pipelines.count_files(dataset)
+    policy = resolve_policy(policy_of(dataset), count, files)
     if policy is AutoShardPolicy.DATA:
         return None
     if policy is AutoShardPolicy.OFF:
         return dataset
-    from keras_strategies.engines.tensorflow.compat.datasets import (
-        read_by_worker,
-    )
-
-    tf = loaded("tensorflow")
-    options = tf.data.Options()
-    options.experimental_distribute.auto_shard_policy = getattr(
-        tf.data.experimental.AutoShardPolicy, policy.name
-    )
-    part = read_by_worker(dataset.with_options(options), count, counts.worker)
-    size = _batch_size(dataset)
+    part = pipelines.shard(dataset, policy.name, count, counts.worker)
+    size = pipelines.batch_size(dataset) or _rows_of_first_batch(dataset)
     if size is None:
         return part
     # A worker with a shard of a replica reads rows of its own too.
@@ -123,36 +117,10 @@ def shard(dataset: Any, workers: Workers) -> Any:
     return part.rebatch(own)
 
 
-def _batch_size(dataset: Any) -> int | None:
-    """The rows of a dataset's batches; None for an empty one."""
-    from keras_strategies.engines.tensorflow.compat.datasets import (
-        static_batch_size,
-    )
+def _rows_of_first_batch(dataset: Any) -> int | None:
+    """The rows of the first batch; None for an empty dataset.
 
-    size = static_batch_size(dataset)
-    if size > 0:
-        return size
-    # A `map` after `batch` can hide the size; read the first batch.
+    A `map` after `batch` can hide the size from the dataset.
+    """
     first = next(iter(dataset.take(1)), None)
     return None if first is None else rows_of(first)
-
-
-def count_files(dataset: Any) -> int | None:
-    """The number of files of a pipeline's readers; None if it has no readers.
-
-    Readers inside of `interleave` or `flat_map` are not found.
-    """
-    from keras_strategies.engines.tensorflow.compat.datasets import (
-        file_readers,
-    )
-
-    tf = loaded("tensorflow")
-    counts = [
-        int(
-            files.cardinality()
-            if isinstance(files, tf.data.Dataset)
-            else tf.size(files)
-        )
-        for files in file_readers(dataset)
-    ]
-    return sum(counts) if counts else None

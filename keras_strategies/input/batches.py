@@ -13,6 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_strategies.engines import get_engine
 from keras_strategies.errors import BatchError
 from keras_strategies.values import flatten, map_structure
 
@@ -109,8 +110,8 @@ def has_rows(batch: Any) -> bool:
 
 def _check_kinds(leaves: Mapping[str, Any], what: str) -> None:
     """Raises for strings, objects and ragged rows, except on TensorFlow."""
-    backend = keras.backend.backend()
-    if backend == "tensorflow":
+    engine = get_engine()
+    if engine.has_text_and_ragged_tensors:
         return
     for name, leaf in leaves.items():
         if type(leaf).__name__ in ("RaggedTensor", "RaggedTensorSpec"):
@@ -122,7 +123,7 @@ def _check_kinds(leaves: Mapping[str, Any], what: str) -> None:
         else:
             continue
         raise BatchError(
-            f"{what} yielded {name} of {found}, but tensors of {backend} are "
+            f"{what} yielded {name} of {found}, but tensors of {engine.name} are "
             f"rectangular arrays of numbers. {hint} in the dataset, or use "
             "KERAS_BACKEND=tensorflow."
         )

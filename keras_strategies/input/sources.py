@@ -13,7 +13,7 @@ import keras
 from keras_strategies.errors import InputError, InvalidArgumentError
 from keras_strategies.input.arrays import ArrayDataset, are_arrays, from_arrays
 from keras_strategies.input.batches import check_rows, has_rows, leaf_specs, loaded
-from keras_strategies.keras_compat.models.first_batches import is_read_once
+from keras_strategies.keras_compat.models.first_batches import is_read_for_shapes
 from keras_strategies.keras_compat.models.input_adapters import (
     batches_adapter,
     py_dataset_batches,
@@ -419,20 +419,6 @@ def source_of(dataset: Any, batch_size: int | None = None) -> Source:
 def is_tf_data(value: Any) -> bool:
     tf = loaded("tensorflow")
     return tf is not None and isinstance(value, tf.data.Dataset)
-
-
-def is_read_for_shapes(value: Any) -> bool:
-    """Whether Keras reads batches for their shapes that `fit` does not see.
-
-    On TensorFlow, the first two of a loader; one over a stream goes on after them.
-    """
-    torch = loaded("torch")
-    return (
-        keras.backend.backend() == "tensorflow"
-        and torch is not None
-        and isinstance(value, torch.utils.data.DataLoader)
-        and is_read_once(value)
-    )
 
 
 def length_of(value: Any) -> int | None:

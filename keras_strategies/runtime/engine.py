@@ -70,6 +70,8 @@ class Engine(abc.ABC):
     #: Whether layers compute with gathered variables, so that each device of a mesh is
     #: a replica, with rows of its own.
     gathers_shards: ClassVar[bool] = False
+    #: Whether tensors may have strings, or rows of different lengths.
+    has_text_and_ragged_tensors: ClassVar[bool] = False
     #: The class of shapes and dtypes of tensors.
     spec_class: ClassVar[type[Any]] = keras.KerasTensor
     #: The error of an iterator that has ended.

@@ -15,12 +15,8 @@ from keras_strategies.input.arrays import ArrayDataset
 from keras_strategies.input.distributed_dataset import DistributedDataset
 from keras_strategies.input.feeds import PerReplicaFeed
 from keras_strategies.input.joined_batches import WorkersSource, over_workers
-from keras_strategies.input.sources import (
-    Source,
-    is_read_for_shapes,
-    is_tf_data,
-    source_of,
-)
+from keras_strategies.input.sources import Source, is_tf_data, source_of
+from keras_strategies.keras_compat.models.first_batches import is_read_for_shapes
 from keras_strategies.types import InputContext, InputOptions, InputReplicationMode
 
 

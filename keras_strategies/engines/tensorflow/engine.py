@@ -78,6 +78,7 @@ class TensorFlowEngine(Engine):
         }
     )
     gathers_shards = True
+    has_text_and_ragged_tensors = True
     spec_class = tf.TensorSpec
     out_of_range_error = TensorFlowOutOfRangeError
     end_errors = (*Engine.end_errors, tf.errors.OutOfRangeError)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -73,6 +74,21 @@ def is_read_once(loader: Any) -> bool:
     from torch.utils.data import IterableDataset
 
     return isinstance(loader.dataset, IterableDataset)
+
+
+def is_read_for_shapes(value: Any) -> bool:
+    """Whether Keras reads batches of a dataset for shapes, that `fit` does not see.
+
+    Keras 3.15 on TensorFlow: the first two of a loader; one over a stream goes on after
+    them.
+    """
+    torch = sys.modules.get("torch")
+    return (
+        keras.backend.backend() == "tensorflow"
+        and torch is not None
+        and isinstance(value, torch.utils.data.DataLoader)
+        and is_read_once(value)
+    )
 
 
 def _begin_pass(adapter: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_strategies.engines import get_engine
+from keras_strategies.engines import get_engine, tf_data_pipelines
 from keras_strategies.errors import CheckpointError, InputError, InvalidArgumentError
 from keras_strategies.input.batches import loaded
 from keras_strategies.input.sources import is_tf_data
@@ -282,11 +282,7 @@ def _warn_of_unseeded_order(dataset: Any) -> None:
     """Warns of a `tf.data` pipeline without a repeatable order."""
     if not is_tf_data(dataset):
         return
-    from keras_strategies.engines.tensorflow.compat.datasets import (
-        shuffles_without_seed,
-    )
-
-    if shuffles_without_seed(dataset):
+    if tf_data_pipelines().shuffles_without_seed(dataset):
         warn_user(
             "The tf.data pipeline shuffles without a seed. After a restart, rows of "
             "the unfinished epoch are replayed or skipped. Call "
