@@ -162,16 +162,18 @@ def test_a_set_strategy_outlasts_clear_session(mirrored) -> None:
     assert keras.distribution.distribution() is None
 
 
-def test_no_hook_is_installed_before_a_strategy_is_made(tmp_path: Path) -> None:
+def test_no_hook_is_installed_before_a_scope_is_opened(tmp_path: Path) -> None:
     body = (
         "import keras_strategies as ks\n"
         "from keras_strategies.keras_compat import patching\n"
         "ks.get_strategy(), ks.get_replica_context()\n"
         "print(patching.is_installed('strategies'))\n"
-        "ks.OneDeviceStrategy('cpu:0')\n"
+        "strategy = ks.OneDeviceStrategy('cpu:0')\n"
         "print(patching.is_installed('strategies'))\n"
+        "with strategy.scope():\n"
+        "    print(patching.is_installed('strategies'))\n"
     )
     script = write_script(tmp_path, body)
     found = launch("--workers", "1", script)
     lines = [line.split()[-1] for line in found.stdout.splitlines() if line.strip()]
-    assert lines[-2:] == ["False", "True"], found
+    assert lines[-3:] == ["False", "False", "True"], found

@@ -11,7 +11,6 @@ import keras
 
 from keras_strategies.engines import get_engine
 from keras_strategies.errors import (
-    ContextError,
     InvalidArgumentError,
     ModelScopeError,
 )

@@ -37,6 +37,8 @@ from keras_strategies.training.model_hooks import StrategyHooks
 
 
 def test_hooks_are_installed_once_and_taken_out_again(mirrored) -> None:
+    with mirrored.scope():
+        pass
     assert patching.is_installed("strategies")
     originals = [row for rows in patching.installed.values() for row in rows]
     names = {(owner.__name__, name) for owner, name, _ in originals}

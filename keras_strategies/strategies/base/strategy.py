@@ -39,6 +39,7 @@ from keras_strategies.types import (
 )
 from keras_strategies.values import map_structure, regroup, select_replica
 
+
 class Strategy(StrategyInput, StrategyReports, StrategyCheckpoints):
     """Placement of variables and computation on devices.
 
