@@ -85,9 +85,9 @@ def ours(workload: Workload, index: int, count: int) -> dict[str, float]:
 @contextlib.contextmanager
 def counting(sent: dict[str, float]) -> Iterator[None]:
     """Counts the bytes of this package's collectives on Torch."""
-    from keras_strategies.engines.torch.worker_collectives import TorchWorkers
+    from keras_strategies.engines.torch.worker_collectives import TorchCommunicator
 
-    gather, reduce = TorchWorkers.gather_rows, TorchWorkers.start_all_reduce
+    gather, reduce = TorchCommunicator.gather_rows, TorchCommunicator.start_all_reduce
 
     def gather_rows(self: Any, tensor: Any, rows: Any) -> Any:
         found = gather(self, tensor, rows)
@@ -99,8 +99,8 @@ def counting(sent: dict[str, float]) -> Iterator[None]:
         return reduce(self, op, flat)
 
     with (
-        mock.patch.object(TorchWorkers, "gather_rows", gather_rows),
-        mock.patch.object(TorchWorkers, "start_all_reduce", start_all_reduce),
+        mock.patch.object(TorchCommunicator, "gather_rows", gather_rows),
+        mock.patch.object(TorchCommunicator, "start_all_reduce", start_all_reduce),
     ):
         yield
 

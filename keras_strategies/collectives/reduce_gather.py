@@ -25,7 +25,7 @@ from keras_strategies.values import (
 )
 
 if TYPE_CHECKING:
-    from keras_strategies.communication.workers import Workers
+    from keras_strategies.communication.communicator import Communicator
     from keras_strategies.runtime.engine import Engine, StrategyCore
 
 _ALONG_AXIS = {
@@ -187,7 +187,7 @@ def _gather_leaf(strategy: StrategyCore, leaf: Any, axis: int) -> Any:
     return _gather_over_workers(workers, own, axis % rank)
 
 
-def _gather_over_workers(workers: Workers, own: Any, axis: int) -> Any:
+def _gather_over_workers(workers: Communicator, own: Any, axis: int) -> Any:
     shapes = workers.group.gather_values("the shapes of `gather`", list(own.shape))
     if not _alike([tuple(shape) for shape in shapes], axis):
         raise GatherError(

@@ -6,11 +6,11 @@ An *action* is a call in which workers exchange values: a step of `fit`, `evalua
 `predict`, or an agreement between steps. All workers take the same actions in the same
 order. `ElasticLoop` takes them, engine-neutral. When a worker is lost in an action:
 
-1. a thread of the group calls `Workers.end_waits`, so that the action ends with a
+1. a thread of the group calls `Communicator.end_waits`, so that the action ends with a
    `WorkerError` in the main thread of every other worker;
 2. the loop restores the state before the action (`ElasticDriver.save_state`);
 3. the loop forms the next generation (`Membership.reform`), and calls
-   `Workers.replace` with its group;
+   `Communicator.replace` with its group;
 4. workers that are one action behind, and new ones, receive the state of a worker with
    the most actions: `ElasticDriver.values` there, `set_values` on the others;
 5. `ElasticDriver.reformed` is called, and the action is repeated, with the same batch.
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class ElasticLoop(abc.ABC):
-    """The actions of one worker of an elastic group; `Workers.elastic`."""
+    """The actions of one worker of an elastic group; `Communicator.elastic`."""
 
     @property
     @abc.abstractmethod
@@ -49,7 +49,7 @@ class ElasticLoop(abc.ABC):
 
         Engines call it from the step functions of a model. The global batch is read
         before, once even if the step is repeated. `take` splits it over the
-        current workers: it must read `Workers.replica_counts` in each call, and
+        current workers: it must read `Communicator.replica_counts` in each call, and
         must not call programs compiled for other workers.
 
         Args:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from keras_strategies.communication.workers import Workers
+    from keras_strategies.communication.communicator import Communicator
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class JoinedCluster:
 
     addresses: tuple[str, ...]
     index: int
-    workers: Workers
+    workers: Communicator
 
 
 _cluster: JoinedCluster | None = None
@@ -32,7 +32,7 @@ def joined_cluster() -> JoinedCluster | None:
     return _cluster
 
 
-def joined_workers() -> Workers | None:
+def joined_workers() -> Communicator | None:
     """The communicator of this process's cluster; None without one."""
     return None if _cluster is None else _cluster.workers
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from keras_strategies.communication.workers import Workers
+from keras_strategies.communication.communicator import Communicator
 from keras_strategies.engines import tf_data_pipelines
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.input.batches import rows_of
@@ -75,7 +75,7 @@ def separate_input_error() -> InvalidArgumentError:
     )
 
 
-def shard(dataset: Any, workers: Workers) -> Any:
+def shard(dataset: Any, workers: Communicator) -> Any:
     """This worker's shard of a dataset.
 
     Args:

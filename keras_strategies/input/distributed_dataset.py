@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from keras_strategies.communication.workers import Workers
+from keras_strategies.communication.communicator import Communicator
 from keras_strategies.devices import Device
 from keras_strategies.errors import InputError, InvalidArgumentError, InvalidTypeError
 from keras_strategies.input.feeds import Feed
@@ -45,7 +45,7 @@ class DistributedDataset(ProgramIterable):
         devices: Sequence[Device],
         feed: Feed,
         options: InputOptions,
-        workers: Workers | None = None,
+        workers: Communicator | None = None,
     ):
         self._engine = engine
         self._devices = tuple(devices)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_strategies.communication.workers import Workers
+from keras_strategies.communication.communicator import Communicator
 from keras_strategies.errors import BatchError
 from keras_strategies.input.batches import as_numpy, rows_of
 from keras_strategies.input.sources import Source, source_of
@@ -33,7 +33,7 @@ class WorkersSource(Source):
         workers: the workers.
     """
 
-    def __init__(self, own: Source, workers: Workers):
+    def __init__(self, own: Source, workers: Communicator):
         super().__init__(own.given)
         self._own = own
         self._workers = workers
@@ -97,7 +97,7 @@ class WorkersSource(Source):
         )
 
 
-def over_workers(own: Any, workers: Workers) -> WorkersSource:
+def over_workers(own: Any, workers: Communicator) -> WorkersSource:
     """Global batches of any kind of dataset."""
     return WorkersSource(source_of(own), workers)
 

@@ -20,7 +20,7 @@ from keras_strategies.types import (
 from keras_strategies.values import flatten, map_structure
 
 if TYPE_CHECKING:
-    from keras_strategies.communication.workers import Workers
+    from keras_strategies.communication.communicator import Communicator
     from keras_strategies.devices import Device
     from keras_strategies.runtime.engine import Engine
 
@@ -30,7 +30,9 @@ _AT_CONSTRUCTION = (
 )
 
 
-def call_options(options: Any, workers: Workers | None = None) -> CommunicationOptions:
+def call_options(
+    options: Any, workers: Communicator | None = None
+) -> CommunicationOptions:
     """The options of one call, checked against those of the workers' engine.
 
     `bytes_per_pack` is the call's own. The engine between workers and its timeout are
@@ -58,11 +60,11 @@ def call_options(options: Any, workers: Workers | None = None) -> CommunicationO
     return found
 
 
-def _engine(workers: Workers) -> CommunicationImplementation:
+def _engine(workers: Communicator) -> CommunicationImplementation:
     return CommunicationImplementation(workers.options.implementation)
 
 
-def gather_options(options: Any, workers: Workers | None = None) -> None:
+def gather_options(options: Any, workers: Communicator | None = None) -> None:
     """Checks the options of an `all_gather`, which sends tensors one by one.
 
     Raises:

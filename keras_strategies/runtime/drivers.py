@@ -217,8 +217,8 @@ class ElasticDriver(abc.ABC):
     """State of a step that is repeated when the group of workers has changed.
 
     See `communication/elastic_loop.py` for the sequence. All methods are called in the
-    thread that trains. `Workers.end_waits` and `Workers.replace` are the engine's other
-    part.
+    thread that trains. `Communicator.end_waits` and `Communicator.replace` are the
+    engine's other part.
     """
 
     @abc.abstractmethod

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import keras
 
-from keras_strategies.communication.workers import Workers
+from keras_strategies.communication.communicator import Communicator
 from keras_strategies.devices import Device
 from keras_strategies.errors import BackendError, OutOfRangeError
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
@@ -234,7 +234,9 @@ class Engine(abc.ABC):
 
     # Workers
 
-    def connect(self, group: WorkerGroup, options: CommunicationOptions) -> Workers:
+    def connect(
+        self, group: WorkerGroup, options: CommunicationOptions
+    ) -> Communicator:
         """Starts the engine between workers, before the devices are first used."""
         raise NotImplementedError
 
@@ -336,7 +338,7 @@ class StrategyCore(abc.ABC):
         return self._random_numbers == "partitioned"
 
     @property
-    def workers(self) -> Workers | None:
+    def workers(self) -> Communicator | None:
         """The workers of the cluster; None with one process."""
         return self._placement.workers
 
@@ -348,7 +350,7 @@ class StrategyCore(abc.ABC):
         return counts.total if self.other_workers is None else counts.count
 
     @property
-    def other_workers(self) -> Workers | None:
+    def other_workers(self) -> Communicator | None:
         """The workers, if values have components in other processes; else None."""
         if self.workers is None or self._drivers.run.sees_all_replicas:
             return None

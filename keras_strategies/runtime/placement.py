@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from keras_strategies.communication.communicator import Communicator
 from keras_strategies.communication.replica_counts import ReplicaCounts
-from keras_strategies.communication.workers import Workers
 from keras_strategies.devices import Device
 from keras_strategies.keras_compat.backends.keras_on_jax import layout_of
 from keras_strategies.keras_compat.models.building import is_built
@@ -33,7 +33,7 @@ class Placement:
     replicas: tuple[Device, ...]
     variables: Device
     mirrored: bool
-    workers: Workers | None = None
+    workers: Communicator | None = None
     mesh: VariableMesh | None = None
 
     @property

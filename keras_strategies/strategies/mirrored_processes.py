@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from keras_strategies.cluster import SimpleClusterResolver
 from keras_strategies.cluster.environment import find_cluster, find_local_number
-from keras_strategies.communication.workers import Workers
+from keras_strategies.communication.communicator import Communicator
 from keras_strategies.devices import Device
 from keras_strategies.errors import BackendError, ClusterError, InvalidArgumentError
 from keras_strategies.processes import device_processes
@@ -28,7 +28,7 @@ class DeviceWorker:
     """
 
     device: Device
-    workers: Workers
+    workers: Communicator
     resolver: SimpleClusterResolver
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from keras_strategies.cluster import ClusterResolver
-from keras_strategies.communication.workers import Workers
+from keras_strategies.communication.communicator import Communicator
 from keras_strategies.devices import Device, as_devices, parse_device
 from keras_strategies.engines import get_engine
 from keras_strategies.errors import BackendError, InvalidArgumentError, LayoutError
@@ -213,7 +213,7 @@ class ModelParallelStrategy(Strategy):
 
 
 def _of_all_workers(
-    workers: Workers, own: tuple[Device, ...]
+    workers: Communicator, own: tuple[Device, ...]
 ) -> list[tuple[Device, ...]]:
     """The devices of each worker."""
     names = [str(device) for device in own]

@@ -24,13 +24,13 @@ from keras_strategies.collectives.cross_device_ops import (
     CrossDeviceOps,
     check_cross_device_ops,
 )
+from keras_strategies.communication.communicator import Communicator
 from keras_strategies.communication.joined_workers import (
     JoinedCluster,
     joined_cluster,
     joined_workers,
     set_joined_cluster,
 )
-from keras_strategies.communication.workers import Workers
 from keras_strategies.devices import as_devices
 from keras_strategies.engines import get_engine
 from keras_strategies.errors import ClusterError
@@ -165,7 +165,7 @@ def find_workers(
     cluster_resolver: ClusterResolver | None,
     communication_options: CommunicationOptions | None,
     elastic: Elastic | None = None,
-) -> tuple[ClusterResolver | None, Workers | None]:
+) -> tuple[ClusterResolver | None, Communicator | None]:
     """The resolver, given or from the environment, and the connected workers.
 
     Raises:
@@ -191,7 +191,7 @@ def join_workers(
     options: CommunicationOptions,
     elastic: Elastic | None = None,
     absence: Callable[[], str | None] = lambda: None,
-) -> Workers | None:
+) -> Communicator | None:
     """Connects the workers of a cluster; None if this is the only one.
 
     Args:
@@ -271,7 +271,7 @@ def _check_addresses(resolver: ClusterResolver) -> None:
         )
 
 
-def _check_elastic(workers: Workers, elastic: Elastic | None) -> None:
+def _check_elastic(workers: Communicator, elastic: Elastic | None) -> None:
     if (workers.elastic is None) != (elastic is None):
         raise ClusterError(
             "The workers are already connected "

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from keras_strategies.communication.workers import Workers
+from keras_strategies.communication.communicator import Communicator
 from keras_strategies.errors import (
     ClusterError,
     InvalidArgumentError,
@@ -135,7 +135,7 @@ def arguments(
     return changed
 
 
-def agree(workers: Workers, model: Any, name: str, given: dict[str, Any]) -> None:
+def agree(workers: Communicator, model: Any, name: str, given: dict[str, Any]) -> None:
     """Checks that arguments agree on all workers."""
     facts: dict[str, Any] = {"the method": name}
     for argument in ("batch_size", "epochs", "initial_epoch", "steps_per_epoch"):
@@ -189,7 +189,7 @@ def _listed(callbacks: Any) -> list[Any]:
     return list(keras.tree.flatten(callbacks))
 
 
-def _callbacks_of_worker(workers: Workers, callbacks: list[Any]) -> list[Any]:
+def _callbacks_of_worker(workers: Communicator, callbacks: list[Any]) -> list[Any]:
     """The callbacks that run on this worker."""
     if workers.elastic is not None:
         return [

@@ -17,7 +17,7 @@ from harness.elastic_processes import join, run, write, write_members
 
 from keras_strategies.cluster.group.membership import Membership
 from keras_strategies.cluster.group.worker_group import WorkerGroup
-from keras_strategies.communication.workers import Workers
+from keras_strategies.communication.communicator import Communicator
 from keras_strategies.devices import Device
 from keras_strategies.engines import get_engine
 from keras_strategies.errors import WorkerError
@@ -45,7 +45,7 @@ class Training:
         self._is_noted = False
         self._ending = threading.Lock()
         group = membership.group
-        self.workers: Workers = get_engine().connect(group, CommunicationOptions())
+        self.workers: Communicator = get_engine().connect(group, CommunicationOptions())
         # Elastic workers have a loop; this one has none of its methods called.
         self.workers.elastic = self  # type: ignore[assignment]
         self.workers = self.workers.with_replicas(1)

@@ -90,15 +90,15 @@ def counted() -> Iterator[dict[str, int]]:
     """
     sent = {"gathered": 0, "reduced": 0, "reductions": 0}
     if keras.backend.backend() == "torch":
-        from keras_strategies.engines.torch.worker_collectives import TorchWorkers
+        from keras_strategies.engines.torch.worker_collectives import TorchCommunicator
 
-        kind, reducing = TorchWorkers, "start_all_reduce"
+        kind, reducing = TorchCommunicator, "start_all_reduce"
     else:
         from keras_strategies.engines.tensorflow.workers.worker_collectives import (
-            TensorFlowWorkers,
+            TensorFlowCommunicator,
         )
 
-        kind, reducing = TensorFlowWorkers, "_reduce"
+        kind, reducing = TensorFlowCommunicator, "_reduce"
     gather, reduce = kind.gather_rows, getattr(kind, reducing)
 
     def gather_rows(self: Any, tensor: Any, rows: Any) -> Any:

@@ -22,7 +22,7 @@ from keras_strategies.engines.jax.unread_rows import (
     UnreadRows,
     is_unread,
 )
-from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
+from keras_strategies.engines.jax.workers.jax_workers import JaxCommunicator
 from keras_strategies.keras_compat.models.input_adapters import BatchPlacer
 from keras_strategies.runtime.batch_prefetch import prefetch_one
 from keras_strategies.runtime.row_splits import check_batch
@@ -82,7 +82,7 @@ class MeshPlacer(JaxBatchPlacer):
             one process.
     """
 
-    def __init__(self, mesh: jax.sharding.Mesh, workers: JaxWorkers | None = None):
+    def __init__(self, mesh: jax.sharding.Mesh, workers: JaxCommunicator | None = None):
         self._workers = workers
         self.reads_own_rows = workers is not None
         self.use_mesh(mesh)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from keras_strategies.cluster.group import WorkerGroup
-from keras_strategies.communication.workers import Workers
+from keras_strategies.communication.communicator import Communicator
 from keras_strategies.devices import Device
 from keras_strategies.engines.jax import compat, device_collectives, devices
 from keras_strategies.engines.jax.array_placement import local_value
@@ -28,7 +28,7 @@ from keras_strategies.engines.jax.sharding.model_parallel_trainer import (
     ModelParallelTrainer,
 )
 from keras_strategies.engines.jax.sort_gradients import use_signed_indices
-from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
+from keras_strategies.engines.jax.workers.jax_workers import JaxCommunicator
 from keras_strategies.keras_compat.backends.keras_on_jax import sync_jax_state
 from keras_strategies.runtime.drivers import Drivers
 from keras_strategies.runtime.engine import (
@@ -125,8 +125,10 @@ class JaxEngine(Engine):
     def all_reduce(self, op: ReduceOp, tensors: Sequence[jax.Array]) -> list[jax.Array]:
         return device_collectives.all_reduce(op, tensors)
 
-    def connect(self, group: WorkerGroup, options: CommunicationOptions) -> Workers:
-        return JaxWorkers(group, options)
+    def connect(
+        self, group: WorkerGroup, options: CommunicationOptions
+    ) -> Communicator:
+        return JaxCommunicator(group, options)
 
     def value_and_grad(
         self, fn: Callable[..., Any], variables: Sequence[Any], has_aux: bool

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from keras_strategies.communication.joined_workers import joined_workers
 from keras_strategies.engines.tensorflow.workers.worker_collectives import (
-    TensorFlowWorkers,
+    TensorFlowCommunicator,
 )
 from keras_strategies.errors import ReplicaError
 from keras_strategies.keras_compat.thread_state import current_stateless_scope
@@ -77,7 +77,7 @@ def function(fn: Callable[..., Any], jit_compile: bool | None) -> Callable[..., 
     """See `ks.function`."""
     plain = tf.function(fn, reduce_retracing=True)
     workers = joined_workers()
-    if isinstance(workers, TensorFlowWorkers):
+    if isinstance(workers, TensorFlowCommunicator):
         plain = _watched(plain, workers)
     if not jit_compile:
         return plain
@@ -111,7 +111,7 @@ def function(fn: Callable[..., Any], jit_compile: bool | None) -> Callable[..., 
     return step
 
 
-def _watched(program: Any, workers: TensorFlowWorkers) -> Callable[..., Any]:
+def _watched(program: Any, workers: TensorFlowCommunicator) -> Callable[..., Any]:
     """A program that raises `WorkerError` if it fails because a worker was lost."""
 
     @functools.wraps(program.python_function)

@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from keras_strategies.cluster.group import WorkerGroup
-from keras_strategies.communication.workers import Workers
+from keras_strategies.communication.communicator import Communicator
 from keras_strategies.devices import Device
 from keras_strategies.engines.tensorflow import composite_values
 from keras_strategies.engines.tensorflow.compat.gradients import is_any_tape_active
@@ -48,7 +48,7 @@ from keras_strategies.engines.tensorflow.sharding.shard_updates import by_shards
 from keras_strategies.engines.tensorflow.tensor_primitives import PRIMITIVES
 from keras_strategies.engines.tensorflow.trainer import TensorFlowTrainer
 from keras_strategies.engines.tensorflow.workers.worker_collectives import (
-    TensorFlowWorkers,
+    TensorFlowCommunicator,
 )
 from keras_strategies.errors import OutOfRangeError
 from keras_strategies.runtime.compiled_functions import ProgramIterable
@@ -128,8 +128,10 @@ class TensorFlowEngine(Engine):
             reduced = PRIMITIVES.reduce(op, tensors)
         return [self.to_device(reduced, device_of(tensor)) for tensor in tensors]
 
-    def connect(self, group: WorkerGroup, options: CommunicationOptions) -> Workers:
-        return TensorFlowWorkers(group, options)
+    def connect(
+        self, group: WorkerGroup, options: CommunicationOptions
+    ) -> Communicator:
+        return TensorFlowCommunicator(group, options)
 
     @property
     def random_state(self) -> bytes:

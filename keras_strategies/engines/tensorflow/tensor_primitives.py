@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_strategies.communication.workers import Workers
+from keras_strategies.communication.communicator import Communicator
 from keras_strategies.devices import Device
 from keras_strategies.engines.tensorflow.compat.gradients import is_recorded
 from keras_strategies.engines.tensorflow.compat.graphs import is_in_program
@@ -48,7 +48,7 @@ class RowsOfTables(SparseGradients):
         shape = present[0].dense_shape
         return dense, lambda total: tf.IndexedSlices(total, indices, shape)
 
-    def gather(self, gradient: Any, workers: Workers) -> Any:
+    def gather(self, gradient: Any, workers: Communicator) -> Any:
         own = tf.shape(gradient.indices)[:1]
         count = workers.group.count
         counts = tf.unstack(workers.gather_rows(own, [1] * count), count)
@@ -133,7 +133,7 @@ class TensorFlowPrimitives(TensorPrimitives):
         return tensor
 
     def all_lengths(
-        self, lengths: Sequence[Any], workers: Workers, counts: Sequence[int]
+        self, lengths: Sequence[Any], workers: Communicator, counts: Sequence[int]
     ) -> list[Any]:
         is_static = all(isinstance(length, int) for length in lengths)
         if is_static and not tf.executing_eagerly():

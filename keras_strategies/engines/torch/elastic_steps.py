@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from keras_strategies.engines.torch.compat import version_of
-from keras_strategies.engines.torch.worker_collectives import TorchWorkers
+from keras_strategies.engines.torch.worker_collectives import TorchCommunicator
 from keras_strategies.keras_compat.models.building import all_variables
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.data_parallel.layer_call import DataParallelCall
@@ -29,7 +29,7 @@ class TorchElasticSteps(ElasticDriver):
         workers: the communicator between workers.
     """
 
-    def __init__(self, call: DataParallelCall | None, workers: TorchWorkers):
+    def __init__(self, call: DataParallelCall | None, workers: TorchCommunicator):
         self._call = call
         self._workers = workers
         self._has_exchanged = True

@@ -11,7 +11,7 @@ import keras
 import torch
 
 from keras_strategies.cluster.group import WorkerGroup
-from keras_strategies.communication.workers import Workers
+from keras_strategies.communication.communicator import Communicator
 from keras_strategies.devices import Device
 from keras_strategies.engines.torch.devices import (
     accelerators,
@@ -24,7 +24,7 @@ from keras_strategies.engines.torch.replicas.replica_run import TorchRun
 from keras_strategies.engines.torch.sharded_checkpoints import TorchCheckpoints
 from keras_strategies.engines.torch.tensor_primitives import PRIMITIVES
 from keras_strategies.engines.torch.trainer import TorchTrainer
-from keras_strategies.engines.torch.worker_collectives import TorchWorkers
+from keras_strategies.engines.torch.worker_collectives import TorchCommunicator
 from keras_strategies.runtime.drivers import Drivers
 from keras_strategies.runtime.engine import (
     Engine,
@@ -98,8 +98,10 @@ class TorchEngine(Engine):
         reduced = PRIMITIVES.reduce(op, [t.to(tensors[0].device) for t in tensors])
         return [reduced.to(t.device) for t in tensors]
 
-    def connect(self, group: WorkerGroup, options: CommunicationOptions) -> Workers:
-        return TorchWorkers(group, options)
+    def connect(
+        self, group: WorkerGroup, options: CommunicationOptions
+    ) -> Communicator:
+        return TorchCommunicator(group, options)
 
     @property
     def random_state(self) -> bytes:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from keras_strategies.communication.workers import Workers
+from keras_strategies.communication.communicator import Communicator
 from keras_strategies.devices import Device
 from keras_strategies.engines.torch.data_parallel.row_parts import (
     TorchRowParts,
@@ -96,7 +96,7 @@ class TorchPrimitives(TensorPrimitives):
         return tensor.to(other.device)
 
     def all_lengths(
-        self, lengths: Sequence[int], workers: Workers, counts: Sequence[int]
+        self, lengths: Sequence[int], workers: Communicator, counts: Sequence[int]
     ) -> list[int]:
         own = torch.tensor(list(lengths), dtype=torch.int64)
         found: list[int] = workers.gather_rows(own, counts).tolist()

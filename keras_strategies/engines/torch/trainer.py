@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import torch
 
-from keras_strategies.communication.workers import Workers
+from keras_strategies.communication.communicator import Communicator
 from keras_strategies.devices import Device
 from keras_strategies.engines.torch.counted_memory import step_peak
 from keras_strategies.engines.torch.cuda_batches import batch_prefetcher
@@ -31,7 +31,7 @@ from keras_strategies.engines.torch.replicas.replica_threads import ReplicaThrea
 from keras_strategies.engines.torch.replicas.replica_variables import ReplicaVariables
 from keras_strategies.engines.torch.replicas.row_numbers import partitioned_step
 from keras_strategies.engines.torch.tensor_primitives import PRIMITIVES
-from keras_strategies.engines.torch.worker_collectives import TorchWorkers
+from keras_strategies.engines.torch.worker_collectives import TorchCommunicator
 from keras_strategies.keras_compat.models.building import compiled_variables
 from keras_strategies.keras_compat.models.input_adapters import batches_placed_by
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
@@ -87,7 +87,7 @@ class TorchTrainer(FitDriver):
         )
         workers = self.placement.workers
         self.elastic: TorchElasticSteps | None = None
-        if isinstance(workers, TorchWorkers) and workers.elastic is not None:
+        if isinstance(workers, TorchCommunicator) and workers.elastic is not None:
             self.elastic = TorchElasticSteps(self._call, workers)
         home = torch_device(self.placement.variables)
         # With several replicas, each layer call moves their rows from the host.
@@ -266,7 +266,7 @@ def warn_of_jit_compile(model: Any) -> None:
     )
 
 
-def check_steps(data: Any, workers: Workers | None) -> None:
+def check_steps(data: Any, workers: Communicator | None) -> None:
     """Compares the batches of the next steps with those of other workers."""
     if workers is not None:
         workers.steps.begin_steps(len(data))

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from keras_strategies.cluster.group import WorkerGroup
+from keras_strategies.communication.communicator import Communicator, lost_worker
 from keras_strategies.communication.engine_sockets import EngineSockets
 from keras_strategies.communication.packing import pack_indices
-from keras_strategies.communication.workers import Workers, lost_worker
 from keras_strategies.engines.torch.compat import (
     all_gather_into,
     create_gloo_group,
@@ -60,7 +60,7 @@ _GLOO = "keras_strategies_gloo"
 _CARRIERS = {torch.bool: torch.uint8}
 
 
-class TorchWorkers(Workers):
+class TorchCommunicator(Communicator):
     """Collectives on process groups that are separate from torch's default group.
 
     If a default group exists, Keras 3.16 wraps models in `DistributedDataParallel`,
@@ -83,7 +83,7 @@ class TorchWorkers(Workers):
         self._aborting = threading.Lock()
         group.on_loss(lambda loss: self._abort())
 
-    def among(self, name: str, members: Sequence[int]) -> TorchWorkers:
+    def among(self, name: str, members: Sequence[int]) -> TorchCommunicator:
         """A communicator of some workers, for collectives on tensors.
 
         Args:

@@ -13,7 +13,7 @@ from typing import Any
 
 import keras
 
-from keras_strategies.communication.workers import Workers
+from keras_strategies.communication.communicator import Communicator
 from keras_strategies.keras_compat.optimizers.optimizer_parts import is_overwritten
 from keras_strategies.runtime.data_parallel.row_parts import parts_of
 from keras_strategies.runtime.data_parallel.split_plan import Channel, SplitPlan
@@ -115,7 +115,7 @@ def sums_on_worker(
 
 
 def largest_over_workers(
-    targets: Sequence[GradientTarget], found: list[Any], workers: Workers | None
+    targets: Sequence[GradientTarget], found: list[Any], workers: Communicator | None
 ) -> None:
     """Replaces the gradients of overwritten variables by the largest of all workers."""
     places = [i for i, target in enumerate(targets) if target.is_overwritten]

@@ -12,7 +12,7 @@ from typing import Any
 
 import keras
 
-from keras_strategies.communication.workers import Workers
+from keras_strategies.communication.communicator import Communicator
 from keras_strategies.runtime.replicas.local_reduction import LocalReduction
 from keras_strategies.runtime.replicas.tensor_primitives import TensorPrimitives
 from keras_strategies.types import ReduceOp
@@ -82,7 +82,7 @@ def _are_sparse(ops: TensorPrimitives, column: Sequence[Any]) -> bool:
 
 
 def sums_over_workers(
-    ops: TensorPrimitives, gradients: Sequence[Any], workers: Workers | None
+    ops: TensorPrimitives, gradients: Sequence[Any], workers: Communicator | None
 ) -> list[Any]:
     """Sums gradients over workers; a gradient must be None on all workers or on none.
 

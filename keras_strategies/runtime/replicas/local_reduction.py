@@ -13,7 +13,7 @@ from keras_strategies.types import ReduceOp
 from keras_strategies.values import DistributedValues, PerReplica
 
 if TYPE_CHECKING:
-    from keras_strategies.communication.workers import Workers
+    from keras_strategies.communication.communicator import Communicator
     from keras_strategies.runtime.engine import StrategyCore
 
 
@@ -62,7 +62,7 @@ class LocalReduction:
         self,
         op: ReduceOp,
         values: Sequence[Sequence[Any]],
-        workers: Workers | None,
+        workers: Communicator | None,
         total: int,
     ) -> list[list[Any]]:
         """Reduces tensors over the local replicas, then over other workers.

@@ -8,8 +8,8 @@ from typing import Any
 
 import keras
 
+from keras_strategies.communication.communicator import Communicator
 from keras_strategies.communication.replica_counts import ReplicaCounts
-from keras_strategies.communication.workers import Workers
 from keras_strategies.runtime.replicas.tensor_primitives import TensorPrimitives
 from keras_strategies.types import ReduceOp
 
@@ -26,7 +26,7 @@ class ReplicaSet:
 
     primitives: TensorPrimitives
     counts: ReplicaCounts
-    workers: Workers | None = None
+    workers: Communicator | None = None
 
     @classmethod
     def local(cls, primitives: TensorPrimitives, count: int) -> ReplicaSet:
@@ -167,7 +167,7 @@ class RowSplit:
         cls,
         primitives: TensorPrimitives,
         sizes: Sequence[Any],
-        workers: Workers,
+        workers: Communicator,
         all_have_rows: bool = True,
     ) -> RowSplit | None:
         """Over the replicas of all workers; None if a worker has no rows."""
@@ -184,7 +184,7 @@ class RowSplit:
         return cls(every, own[index], replica_set, all_have_rows)
 
     @property
-    def workers(self) -> Workers | None:
+    def workers(self) -> Communicator | None:
         return self.replica_set.workers
 
     @property

@@ -15,7 +15,7 @@ from keras_strategies.runtime.data_parallel.draw_lengths import (
 from keras_strategies.runtime.data_parallel.row_draws import DrawsByLength, OwnRows
 
 if TYPE_CHECKING:
-    from keras_strategies.communication.workers import Workers
+    from keras_strategies.communication.communicator import Communicator
 
 
 class RunDraws:
@@ -34,7 +34,7 @@ class RunDraws:
         self,
         rows: Callable[[], list[Any]],
         earlier: EarlierDraws,
-        workers: Workers | None = None,
+        workers: Communicator | None = None,
         multiple_in_program: Callable[[int, int, int], Any] | None = None,
     ):
         self.rows = rows

@@ -6,7 +6,7 @@ import abc
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from keras_strategies.communication.workers import Workers
+from keras_strategies.communication.communicator import Communicator
 from keras_strategies.devices import Device
 from keras_strategies.types import ReduceOp
 
@@ -40,7 +40,7 @@ class SparseGradients(abc.ABC):
         """
 
     @abc.abstractmethod
-    def gather(self, gradient: Any, workers: Workers) -> Any:
+    def gather(self, gradient: Any, workers: Communicator) -> Any:
         """The rows of all workers."""
 
 
@@ -120,7 +120,7 @@ class TensorPrimitives(abc.ABC):
 
     @abc.abstractmethod
     def all_lengths(
-        self, lengths: Sequence[Any], workers: Workers, counts: Sequence[int]
+        self, lengths: Sequence[Any], workers: Communicator, counts: Sequence[int]
     ) -> list[Any]:
         """Lengths of the replicas of all workers.
 

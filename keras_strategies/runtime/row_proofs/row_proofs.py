@@ -29,7 +29,7 @@ from keras_strategies.runtime.row_proofs.row_prover import RowProver
 from keras_strategies.runtime.row_proofs.traced_apart import traced_apart
 
 if TYPE_CHECKING:
-    from keras_strategies.communication.workers import Workers
+    from keras_strategies.communication.communicator import Communicator
 
 # Proofs of a layer for different attributes. A proof takes longer than a step.
 _MOST_SETTINGS = 16
@@ -68,7 +68,7 @@ class RowProofs:
         self,
         prover: RowProver,
         synchronizes_batch_norm: bool,
-        workers: Workers | None = None,
+        workers: Communicator | None = None,
     ):
         self._prover = prover
         self._workers = workers

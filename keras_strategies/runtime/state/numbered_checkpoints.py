@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from keras_strategies.communication.workers import Workers
+from keras_strategies.communication.communicator import Communicator
 from keras_strategies.runtime.state.checkpointed_variables import (
     check_directory,
     check_same_variables,
@@ -27,7 +27,11 @@ OfVariables = Callable[[Path, dict[str, list[Any]]], None]
 
 
 def save_numbered(
-    model: Any, directory: Path, keep: int, workers: Workers | None, write: OfVariables
+    model: Any,
+    directory: Path,
+    keep: int,
+    workers: Communicator | None,
+    write: OfVariables,
 ) -> int:
     """Writes a checkpoint; returns its number.
 
@@ -61,7 +65,7 @@ def save_numbered(
 
 
 def load_numbered(
-    model: Any, directory: Path, workers: Workers | None, read: OfVariables
+    model: Any, directory: Path, workers: Communicator | None, read: OfVariables
 ) -> int:
     """Reads the latest checkpoint; returns its number.
 
@@ -84,7 +88,7 @@ def load_numbered(
     return number
 
 
-def _of_chief(workers: Workers | None, what: str, number: int) -> int:
+def _of_chief(workers: Communicator | None, what: str, number: int) -> int:
     """The chief's number, on all workers."""
     if workers is None:
         return number

@@ -12,9 +12,9 @@ from typing import Any, NoReturn, Protocol, TypeVar, cast
 from keras_strategies.cluster.group.membership import Generation, Membership
 from keras_strategies.cluster.group.rendezvous import GroupIsRunningError
 from keras_strategies.cluster.group.worker_group import WorkerGroup
+from keras_strategies.communication.communicator import Communicator
 from keras_strategies.communication.elastic_loop import ElasticLoop
 from keras_strategies.communication.joined_workers import joined_workers
-from keras_strategies.communication.workers import Workers
 from keras_strategies.errors import WorkerError
 from keras_strategies.keras_compat.hooks import MethodRestart
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
@@ -58,7 +58,7 @@ class ElasticActions(ElasticLoop):
 
     def __init__(self, membership: Membership):
         self._membership = membership
-        self._workers: list[Workers] = []
+        self._workers: list[Communicator] = []
         self._strategies: list[weakref.ref[Any]] = []
         #: The number of finished actions.
         self._done = 0
@@ -79,7 +79,7 @@ class ElasticActions(ElasticLoop):
         # Held while waits are aborted, so that those of the next generation are not.
         self._ending = threading.Lock()
 
-    def register(self, workers: Workers) -> None:
+    def register(self, workers: Communicator) -> None:
         """Adds the communicator of a strategy, which follows the generations."""
         self._workers.append(workers)
         self._watch(self._membership.group)
@@ -452,7 +452,7 @@ def current_loop() -> LoopSteps | None:
     return _loop_of(joined_workers())
 
 
-def _loop_of(workers: Workers | None) -> LoopSteps | None:
+def _loop_of(workers: Communicator | None) -> LoopSteps | None:
     if workers is None or not isinstance(workers.elastic, ElasticActions):
         return None
     return workers.elastic.loop

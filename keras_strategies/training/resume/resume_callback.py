@@ -13,8 +13,8 @@ from typing import Any, Literal
 import keras
 import numpy as np
 
+from keras_strategies.communication.communicator import Communicator
 from keras_strategies.communication.elastic_loop import ElasticLoop
-from keras_strategies.communication.workers import Workers
 from keras_strategies.engines import get_engine
 from keras_strategies.errors import ContextError, InvalidArgumentError
 from keras_strategies.keras_compat.models import fit_position
@@ -111,7 +111,7 @@ class Resume(fit_position.OrderedCallback):
         self._others: list[Any] = []
         self._epochs: Any = None
         self._opened: Any = None
-        self._workers: Workers | None = None
+        self._workers: Communicator | None = None
         self._beginning = contextlib.ExitStack()
         fit_position.order_callbacks()
 

@@ -15,7 +15,7 @@ import torch
 
 from keras_strategies.engines.torch import worker_collectives
 from keras_strategies.engines.torch.compat import create_gloo_group, gloo_device
-from keras_strategies.engines.torch.worker_collectives import TorchWorkers
+from keras_strategies.engines.torch.worker_collectives import TorchCommunicator
 
 #: Added to each element that a failed collective leaves behind.
 PARTIAL = 1000.0
@@ -104,4 +104,4 @@ def install() -> None:
 
     worker_collectives.create_nccl_group = create
     # Counts are exchanged on CPUs.
-    TorchWorkers._uses_nccl = lambda self, device, dtype=None: True  # type: ignore
+    TorchCommunicator._uses_nccl = lambda self, device, dtype=None: True  # type: ignore

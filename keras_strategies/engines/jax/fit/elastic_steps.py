@@ -12,7 +12,7 @@ import numpy as np
 from keras_strategies.engines.jax.array_placement import local_value
 from keras_strategies.engines.jax.fit import compiled_steps
 from keras_strategies.engines.jax.padded_rows import outputs_on_host
-from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
+from keras_strategies.engines.jax.workers.jax_workers import JaxCommunicator
 from keras_strategies.keras_compat.backends.keras_on_jax import (
     held_jax_state,
     hold_jax_state,
@@ -38,7 +38,7 @@ class JaxElasticSteps(ElasticDriver):
         workers: the communicator between workers.
     """
 
-    def __init__(self, trainer: JaxTrainer, workers: JaxWorkers):
+    def __init__(self, trainer: JaxTrainer, workers: JaxCommunicator):
         self._trainer = trainer
         self._workers = workers
 
@@ -97,7 +97,9 @@ class JaxElasticSteps(ElasticDriver):
 class _Program:
     """The step of a method, compiled for the current group of workers."""
 
-    def __init__(self, trainer: JaxTrainer, workers: JaxWorkers, model: Any, kind: str):
+    def __init__(
+        self, trainer: JaxTrainer, workers: JaxCommunicator, model: Any, kind: str
+    ):
         self._trainer, self._workers = trainer, workers
         self._model, self._kind = model, kind
         self._group: WorkerGroup | None = None

@@ -26,7 +26,7 @@ from keras_strategies.engines.jax.sharding.cross_worker_shards import (
     variable_reader,
 )
 from keras_strategies.engines.jax.strategy_distribution import StrategyDistribution
-from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
+from keras_strategies.engines.jax.workers.jax_workers import JaxCommunicator
 from keras_strategies.errors import ModelScopeError
 from keras_strategies.keras_compat.backends.keras_on_jax import (
     hook_jax_placement,
@@ -183,7 +183,7 @@ class JaxTrainer(FitDriver, CheckpointDriver):
         workers = self.placement.workers
         if workers is None:
             return None
-        assert isinstance(workers, JaxWorkers)
+        assert isinstance(workers, JaxCommunicator)
         return workers.gather_rows_on_host
 
     def _place_compiled(self, model: Any) -> None:
@@ -235,7 +235,7 @@ class JaxTrainer(FitDriver, CheckpointDriver):
         if workers is None:
             yield
             return
-        assert isinstance(workers, JaxWorkers)
+        assert isinstance(workers, JaxCommunicator)
         workers.group.barrier(what)
         with workers.exchange():
             yield

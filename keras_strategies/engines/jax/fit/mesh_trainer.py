@@ -16,7 +16,7 @@ from keras_strategies.engines.jax.fit.elastic_steps import JaxElasticSteps
 from keras_strategies.engines.jax.fit.jax_trainer import JaxTrainer
 from keras_strategies.engines.jax.fit.step_cost import step_cost
 from keras_strategies.engines.jax.strategy_distribution import StrategyDistribution
-from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
+from keras_strategies.engines.jax.workers.jax_workers import JaxCommunicator
 from keras_strategies.keras_compat.backends.keras_on_jax import (
     layout_of,
     move_variable,
@@ -41,7 +41,7 @@ class DistributionTrainer(JaxTrainer, ShardingDriver):
     def __init__(self, strategy: StrategyCore, distribution: StrategyDistribution):
         mesh = distribution.device_mesh.backend_mesh
         workers = strategy.workers
-        assert workers is None or isinstance(workers, JaxWorkers)
+        assert workers is None or isinstance(workers, JaxCommunicator)
         placer = MeshPlacer(mesh, workers)
         super().__init__(strategy, placer)
         self.mesh_placer = placer
@@ -104,11 +104,11 @@ class MeshTrainer(DistributionTrainer):
         devices: Sequence[Device | jax.Device] = strategy.placement.replicas
         workers = strategy.workers
         if workers is not None and distribution is None:
-            assert isinstance(workers, JaxWorkers)
+            assert isinstance(workers, JaxCommunicator)
             devices = workers.devices_of(strategy.placement.replicas)
         super().__init__(strategy, distribution or StrategyDistribution(devices))
         self.devices = list(self.replicated.mesh.devices.flat)
-        if isinstance(workers, JaxWorkers) and workers.elastic is not None:
+        if isinstance(workers, JaxCommunicator) and workers.elastic is not None:
             self.elastic = elastic = JaxElasticSteps(self, workers)
             self.elastic_function = elastic.function
             workers.when_replaced(self.replace_devices)
@@ -116,7 +116,7 @@ class MeshTrainer(DistributionTrainer):
     def replace_devices(self) -> None:
         """Rebuilds the mesh from the devices of the current workers."""
         workers = self.placement.workers
-        assert isinstance(workers, JaxWorkers)
+        assert isinstance(workers, JaxCommunicator)
         devices = workers.devices_of(self.placement.replicas)
         self.replace_home(jax_device(self.placement.variables))
         self.devices = list(devices)

@@ -32,7 +32,7 @@ from keras_strategies.engines.jax.function.traced_executables import (
     TracedExecutables,
 )
 from keras_strategies.engines.jax.function.worker_arguments import gather_arguments
-from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
+from keras_strategies.engines.jax.workers.jax_workers import JaxCommunicator
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.runtime import context
 from keras_strategies.values import DistributedValues, PerReplica, map_structure
@@ -57,7 +57,7 @@ class CompiledFunction:
         self._executables = executables
         self._calls: collections.OrderedDict[Any, _Call] = collections.OrderedDict()
         # By key, the workers of a call; found by its first trace.
-        self._workers: dict[Any, JaxWorkers] = {}
+        self._workers: dict[Any, JaxCommunicator] = {}
 
     def __call__(self, args: Any, kwargs: dict[str, Any], key: Any = None) -> Any:
         structure = (list(args), kwargs)
@@ -65,18 +65,18 @@ class CompiledFunction:
             return self._call(structure, key, self._workers.get(key), False)
         except AllReplicasNeededError as needed:
             workers = needed.strategy.workers
-            assert isinstance(workers, JaxWorkers)
+            assert isinstance(workers, JaxCommunicator)
             self._workers[key] = workers
         return self._call(structure, key, workers, False)
 
     def on_replicas(
-        self, args: Any, kwargs: dict[str, Any], workers: JaxWorkers | None
+        self, args: Any, kwargs: dict[str, Any], workers: JaxCommunicator | None
     ) -> Any:
         """A call with the arguments of this worker's replicas."""
         return self._call((list(args), kwargs), None, workers, workers is not None)
 
     def _call(
-        self, structure: Any, key: Any, workers: JaxWorkers | None, own: bool
+        self, structure: Any, key: Any, workers: JaxCommunicator | None, own: bool
     ) -> Any:
         structure = taken_apart(structure)
         if workers is None:
@@ -100,7 +100,7 @@ class _Call:
     def __init__(
         self,
         packed: CallArguments,
-        workers: JaxWorkers | None,
+        workers: JaxCommunicator | None,
         executables: TracedExecutables | None,
     ):
         self._fn: Callable[..., Any] | None = None

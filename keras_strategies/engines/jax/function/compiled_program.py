@@ -46,7 +46,7 @@ from keras_strategies.runtime.state.run_state import CREATE_ONCE
 from keras_strategies.runtime.state.variable_sync import sync_variables
 
 if TYPE_CHECKING:
-    from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
+    from keras_strategies.engines.jax.workers.jax_workers import JaxCommunicator
 
 # Plain results, results split over replicas, and new state, the same two kinds.
 Results = tuple[list[Any], list[Any], list[Any], list[Any]]
@@ -67,7 +67,7 @@ class CompiledProgram:
         self,
         function: Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]]],
         choose_sharding: Callable[[ProgramState], ProgramSharding],
-        workers: JaxWorkers | None = None,
+        workers: JaxCommunicator | None = None,
         executables: TracedExecutables | None = None,
     ):
         self._workers = workers

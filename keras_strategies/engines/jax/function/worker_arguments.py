@@ -24,7 +24,7 @@ from keras_strategies.engines.jax.function.call_arguments import (
 )
 from keras_strategies.engines.jax.function.composite_values import CompositeForm
 from keras_strategies.engines.jax.function.sharded_values import ShardedValues
-from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
+from keras_strategies.engines.jax.workers.jax_workers import JaxCommunicator
 from keras_strategies.errors import InvalidArgumentError, WorkerError
 from keras_strategies.values import (
     DistributedValues,
@@ -35,7 +35,7 @@ from keras_strategies.values import (
 
 
 def gather_arguments(
-    workers: JaxWorkers, structure: Any, name: str, own: bool
+    workers: JaxCommunicator, structure: Any, name: str, own: bool
 ) -> CallArguments:
     """The arguments of the replicas of all workers; a collective call.
 
@@ -77,7 +77,7 @@ def gather_arguments(
     return CallArguments(gathered, workers.replica_counts.total)
 
 
-def _prepared(leaf: Any, workers: JaxWorkers, own: bool) -> Any:
+def _prepared(leaf: Any, workers: JaxCommunicator, own: bool) -> Any:
     """A leaf, with the components of replicas as a `DistributedValues` of arrays."""
     if isinstance(leaf, DistributedValues):
         values = [number_or_array(value) for value in leaf.values if _is_data(value)]
@@ -140,7 +140,7 @@ def _check_arguments(every: Sequence[Any], name: str) -> None:
 
 
 def _promoted(
-    leaves: Sequence[Any], every: Sequence[Any], workers: JaxWorkers
+    leaves: Sequence[Any], every: Sequence[Any], workers: JaxCommunicator
 ) -> list[Any]:
     """The leaves, with numbers that differ between workers as components."""
     found = list(leaves)
@@ -161,7 +161,10 @@ def _differ(every: Sequence[Any], i: int) -> bool:
 
 
 def _gathered(
-    workers: JaxWorkers, leaves: Sequence[Any], every: Sequence[Any], which: list[int]
+    workers: JaxCommunicator,
+    leaves: Sequence[Any],
+    every: Sequence[Any],
+    which: list[int],
 ) -> list[list[Any]]:
     """The components of some arguments from all replicas, on all workers."""
     if not which:

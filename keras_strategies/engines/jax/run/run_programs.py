@@ -23,7 +23,7 @@ from keras_strategies.engines.jax.function.traced_executables import (
     TracedExecutables,
 )
 from keras_strategies.engines.jax.run.replica_program import ReplicaProgram, code_of
-from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
+from keras_strategies.engines.jax.workers.jax_workers import JaxCommunicator
 from keras_strategies.values import regroup, select_replica
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class RunPrograms:
         compiled.fn = self._traced(fn)
         own_args = regroup([list(own) for own in args])
         workers = self._strategy.workers
-        assert workers is None or isinstance(workers, JaxWorkers)
+        assert workers is None or isinstance(workers, JaxCommunicator)
         own_kwargs = {"kwargs": regroup(list(kwargs))}
         before = self._executables.count
         start = time.perf_counter()

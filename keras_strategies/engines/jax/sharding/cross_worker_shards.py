@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from keras_strategies.engines.jax.array_placement import put_one, spans_processes
-from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
+from keras_strategies.engines.jax.workers.jax_workers import JaxCommunicator
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.state.cross_worker_values import check_equal_values
 
@@ -33,7 +33,7 @@ class CrossWorkerShards:
     # such as some optimizer slots: the workers are the same.
     last: ClassVar[weakref.ref[CrossWorkerShards] | None] = None
 
-    def __init__(self, workers: JaxWorkers):
+    def __init__(self, workers: JaxCommunicator):
         self._workers = workers
         # Gathered values by variable, while a model is saved.
         self._gathered_values: dict[int, Any] = {}

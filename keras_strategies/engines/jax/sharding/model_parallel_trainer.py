@@ -23,7 +23,7 @@ from keras_strategies.engines.jax.sharding.cross_worker_shards import (
     is_sharded_over_workers,
 )
 from keras_strategies.engines.jax.strategy_distribution import splits
-from keras_strategies.engines.jax.workers.jax_workers import JaxWorkers
+from keras_strategies.engines.jax.workers.jax_workers import JaxCommunicator
 from keras_strategies.keras_compat.backends.keras_on_jax import (
     layout_of,
     sync_jax_state,
@@ -105,7 +105,7 @@ class ModelParallelTrainer(MeshTrainer):
         if workers is None:
             devices = [jax_device(device) for device in mesh.devices]
         else:
-            assert isinstance(workers, JaxWorkers)
+            assert isinstance(workers, JaxCommunicator)
             devices = workers.devices_of(mesh.own_devices)
         distribution = ModelParallelDistribution(mesh, devices)
         super().__init__(strategy, distribution)  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ import tensorflow as tf
 from keras_strategies.communication.joined_workers import joined_workers
 from keras_strategies.engines.tensorflow.compat.operations import operation_seeds
 from keras_strategies.engines.tensorflow.workers.worker_collectives import (
-    TensorFlowWorkers,
+    TensorFlowCommunicator,
 )
 from keras_strategies.keras_compat.models.building import all_variables
 from keras_strategies.keras_compat.variables.values import raw_value
@@ -37,7 +37,9 @@ class TensorFlowElasticSteps(ElasticDriver):
         workers: the communicator between workers.
     """
 
-    def __init__(self, forget_proofs: Callable[[], None], workers: TensorFlowWorkers):
+    def __init__(
+        self, forget_proofs: Callable[[], None], workers: TensorFlowCommunicator
+    ):
         self._forget_proofs = forget_proofs
         self._workers = workers
         self._has_exchanged = True

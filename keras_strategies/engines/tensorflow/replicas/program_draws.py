@@ -32,7 +32,7 @@ from keras_strategies.runtime.data_parallel.row_draws import DrawsByLength, OwnR
 from keras_strategies.runtime.replicas.run_draws import RunDraws
 
 if TYPE_CHECKING:
-    from keras_strategies.communication.workers import Workers
+    from keras_strategies.communication.communicator import Communicator
 
 #: Draws whose lengths are sent; others are compared with the rows of the worker.
 MAX_DRAWS = 256
@@ -69,7 +69,7 @@ class Exchange:
         counts: the replicas of each worker.
     """
 
-    workers: Workers
+    workers: Communicator
     counts: Sequence[int]
 
 

@@ -20,7 +20,7 @@ from keras_strategies.engines.tensorflow.sharding.variables_in_shards import (
     VariableInShards,
 )
 from keras_strategies.engines.tensorflow.workers.worker_collectives import (
-    TensorFlowWorkers,
+    TensorFlowCommunicator,
 )
 from keras_strategies.errors import ContextError
 
@@ -45,7 +45,7 @@ class VariableOverWorkers(VariableInShards):
         devices: Mapping[int, str],
         creating: Creating,
         path: str,
-        workers: TensorFlowWorkers,
+        workers: TensorFlowCommunicator,
     ):
         #: The checksum of the assigned value; None of a program's.
         self.checksum: int | None = None

@@ -16,8 +16,8 @@ import tensorflow as tf
 
 from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.cluster.group.worker_group import LostWorker
+from keras_strategies.communication.communicator import Communicator, lost_worker
 from keras_strategies.communication.packing import pack_indices
-from keras_strategies.communication.workers import Workers, lost_worker
 from keras_strategies.engines.tensorflow.compat.workers import abort_collectives
 from keras_strategies.engines.tensorflow.workers.instance_keys import InstanceKeys
 from keras_strategies.engines.tensorflow.workers.tensor_carriers import (
@@ -74,7 +74,7 @@ _ENDED = (
 )
 
 
-class TensorFlowWorkers(Workers):
+class TensorFlowCommunicator(Communicator):
     """TensorFlow's runtimes of all workers, joined for collectives.
 
     The runtime starts with the first strategy, when its devices are known.
@@ -290,10 +290,10 @@ class TensorFlowWorkers(Workers):
         }
 
 
-def workers_of(placement: Placement) -> TensorFlowWorkers | None:
+def workers_of(placement: Placement) -> TensorFlowCommunicator | None:
     """The communicator between workers; None with one worker."""
     workers = placement.workers
-    assert workers is None or isinstance(workers, TensorFlowWorkers)
+    assert workers is None or isinstance(workers, TensorFlowCommunicator)
     return workers
 
 

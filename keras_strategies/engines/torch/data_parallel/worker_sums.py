@@ -11,7 +11,7 @@ import torch
 
 from keras_strategies.engines.torch.compat import local_shard
 from keras_strategies.engines.torch.memory_formats import axis_order, in_axis_order
-from keras_strategies.engines.torch.worker_collectives import TorchWorkers
+from keras_strategies.engines.torch.worker_collectives import TorchCommunicator
 from keras_strategies.runtime.data_parallel.gradient_boundary import (
     GradientTarget,
     largest_over_workers,
@@ -62,7 +62,7 @@ class WorkerSums:
         self._reduction = reduction
         self._targets = list(targets)
         self._row_split = row_split
-        assert isinstance(row_split.workers, TorchWorkers)
+        assert isinstance(row_split.workers, TorchCommunicator)
         self._workers = row_split.workers
         # The gradients of the last layers are computed first.
         self._order = [
@@ -341,7 +341,7 @@ class GradientPack:
         with torch.no_grad():
             flat[:, -self.flags :] = torch.tensor(flags, dtype=flat.dtype)
 
-    def begin(self, workers: TorchWorkers) -> None:
+    def begin(self, workers: TorchCommunicator) -> None:
         """Begins to send the pack."""
         flat = self.flat
         if self._shards is None:

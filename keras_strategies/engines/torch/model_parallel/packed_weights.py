@@ -36,7 +36,7 @@ from keras_strategies.engines.torch.model_parallel.saved_weights import (
     SavedWeights,
     check_version,
 )
-from keras_strategies.engines.torch.worker_collectives import TorchWorkers
+from keras_strategies.engines.torch.worker_collectives import TorchCommunicator
 from keras_strategies.keras_compat.models.building import is_built
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.layers import clear_losses
@@ -59,7 +59,7 @@ class PackedWeights:
 
     def __init__(
         self,
-        workers: TorchWorkers,
+        workers: TorchCommunicator,
         ordinary: Callable[[], contextlib.AbstractContextManager[None]],
     ):
         self.workers = workers
@@ -169,7 +169,7 @@ class PackedWeights:
 
     def _along(
         self, mesh: Any, place: Sequence[int], axes: tuple[int, ...]
-    ) -> TorchWorkers | None:
+    ) -> TorchCommunicator | None:
         """The workers with this one's place on other axes; None if it is alone."""
         index = tuple(slice(None) if i in axes else p for i, p in enumerate(place))
         members = mesh.mesh[index].flatten().tolist()
@@ -287,8 +287,8 @@ class _Groups:
         equals: those with the same shard as this worker; None if it has it alone.
     """
 
-    holders: TorchWorkers
-    equals: TorchWorkers | None
+    holders: TorchCommunicator
+    equals: TorchCommunicator | None
 
 
 class CallWeights:

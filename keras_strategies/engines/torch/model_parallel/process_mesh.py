@@ -16,7 +16,7 @@ from keras.distribution import DeviceMesh, TensorLayout
 from torch.distributed.device_mesh import DeviceMesh as ProcessMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from keras_strategies.engines.torch.worker_collectives import TorchWorkers
+from keras_strategies.engines.torch.worker_collectives import TorchCommunicator
 from keras_strategies.errors import BackendError
 from keras_strategies.keras_compat.backends.keras_on_torch import distribution_class
 from keras_strategies.layouts import VariableMesh
@@ -24,7 +24,7 @@ from keras_strategies.runtime.colocation import layout_or_colocated
 from keras_strategies.runtime.placement import itemsize
 
 
-def start_default_group(workers: TorchWorkers | None) -> TorchWorkers:
+def start_default_group(workers: TorchCommunicator | None) -> TorchCommunicator:
     """Creates torch's default process group, which DTensors communicate by.
 
     Args:

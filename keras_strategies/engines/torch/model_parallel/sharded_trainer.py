@@ -36,7 +36,7 @@ from keras_strategies.engines.torch.model_parallel.shard_updates import (
 )
 from keras_strategies.engines.torch.model_parallel.unsharded_ops import UnshardedOps
 from keras_strategies.engines.torch.trainer import TorchTrainer, counted
-from keras_strategies.engines.torch.worker_collectives import TorchWorkers
+from keras_strategies.engines.torch.worker_collectives import TorchCommunicator
 from keras_strategies.keras_compat.backends.keras_on_jax import set_layout
 from keras_strategies.keras_compat.backends.keras_on_torch import hook_torch_dtensors
 from keras_strategies.keras_compat.models.building import all_variables
@@ -76,7 +76,7 @@ class ShardedTrainer(FitDriver, ShardingDriver):
         super().__init__(strategy.placement)
         mesh, workers = self.placement.mesh, self.placement.workers
         assert mesh is not None
-        assert workers is None or isinstance(workers, TorchWorkers)
+        assert workers is None or isinstance(workers, TorchCommunicator)
         self._mesh = mesh
         self._device = torch_device(self.placement.variables)
         self._workers = start_default_group(workers)

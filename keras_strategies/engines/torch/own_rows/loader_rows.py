@@ -18,7 +18,7 @@ import keras
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
-from keras_strategies.communication.workers import Workers
+from keras_strategies.communication.communicator import Communicator
 from keras_strategies.engines.torch.own_rows.own_samples import (
     Collated,
     GlobalSampler,
@@ -44,7 +44,7 @@ class _Pass:
     """
 
     def __init__(
-        self, loader: Any, workers: Workers, is_checked: bool, is_compared: bool
+        self, loader: Any, workers: Communicator, is_checked: bool, is_compared: bool
     ):
         self._loader = loader
         self._order = PassOrder(loader.batch_sampler)
@@ -100,7 +100,7 @@ class LoaderRows:
             numbers of the process.
     """
 
-    def __init__(self, loader: Any, workers: Workers, is_of_arrays: bool = False):
+    def __init__(self, loader: Any, workers: Communicator, is_of_arrays: bool = False):
         self._loader = loader
         self._workers = workers
         self._is_of_arrays = is_of_arrays

@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from keras_strategies.communication.workers import Workers
+from keras_strategies.communication.communicator import Communicator
 from keras_strategies.engines.torch.own_rows.dataset_state import DatasetState
 from keras_strategies.runtime.row_splits import split_sizes
 
@@ -74,7 +74,7 @@ class WorkerSampler:
         workers: the workers.
     """
 
-    def __init__(self, order: PassOrder, workers: Workers):
+    def __init__(self, order: PassOrder, workers: Communicator):
         self._order = order
         self._counts = workers.replica_counts
         #: Whether the next batches are read with all rows.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from keras_strategies.cluster.group import WorkerGroup
 
 
-class Workers(abc.ABC):
+class Communicator(abc.ABC):
     """Communicator between the workers of a cluster.
 
     Every worker makes the same calls in the same order. When one is lost, the others'
