@@ -139,14 +139,14 @@ class EpochIterator(LazyIterator):
     """
 
     def __init__(self, epochs: Epochs):
-        super().__init__(
-            lambda: iter(self._dataset), lambda: self._dataset.element_spec
-        )
-        self.epochs = epochs
+        # Without a reference to itself, so that arrays of datasets do not stay until
+        # garbage is collected.
+        @functools.cache
+        def dataset() -> tf.data.Dataset:
+            return epochs.dataset
 
-    @functools.cached_property
-    def _dataset(self) -> tf.data.Dataset:
-        return self.epochs.dataset
+        super().__init__(lambda: iter(dataset()), lambda: dataset().element_spec)
+        self.epochs = epochs
 
 
 class _UsersEpochs:
@@ -165,8 +165,10 @@ class _UsersEpochs:
         self.element_spec = dataset.element_spec
         with tf.device("/device:CPU:0"):
             self._handle = tf.Variable("", trainable=False)
-        handles = tf.data.Dataset.range(1).map(lambda _: self._handle.read_value())
-        self._prefetched = _prefetched(handles.flat_map(self._batches_of), device)
+        handle = self._handle
+        handles = tf.data.Dataset.range(1).map(lambda _: handle.read_value())
+        batches_of = functools.partial(_batches_of, dataset)
+        self._prefetched = _prefetched(handles.flat_map(batches_of), device)
 
     def __iter__(self) -> tf.data.Iterator:
         batches = iter(self.dataset)
@@ -177,13 +179,16 @@ class _UsersEpochs:
 
         return LazyIterator(prefetched, lambda: self.element_spec, batches)
 
-    def _batches_of(self, handle: Any) -> tf.data.Dataset:
-        def following(_: Any) -> Any:
-            return iterator_of(handle, self.dataset).get_next_as_optional()
 
-        batches = tf.data.Dataset.range(tf.int64.max).map(following)
-        batches = batches.take_while(lambda batch: batch.has_value())
-        return batches.map(lambda batch: batch.get_value())
+def _batches_of(dataset: tf.data.Dataset, handle: Any) -> tf.data.Dataset:
+    """The batches of the iterator of a dataset with a handle."""
+
+    def following(_: Any) -> Any:
+        return iterator_of(handle, dataset).get_next_as_optional()
+
+    batches = tf.data.Dataset.range(tf.int64.max).map(following)
+    batches = batches.take_while(lambda batch: batch.has_value())
+    return batches.map(lambda batch: batch.get_value())
 
 
 def rows_of_worker(dataset: tf.data.Dataset, counts: ReplicaCounts) -> tf.data.Dataset:
@@ -220,8 +225,8 @@ def rows_of_worker(dataset: tf.data.Dataset, counts: ReplicaCounts) -> tf.data.D
     options = tf.data.Options()
     # As Keras sets it for its own.
     options.experimental_optimization.apply_default_optimizations = False
-    found = indices_and_arrays(dataset).map(read, tf.data.AUTOTUNE)
-    return found.with_options(options).prefetch(tf.data.AUTOTUNE)
+    found = indices_and_arrays(dataset).map(read)
+    return found.with_options(options).prefetch(_AHEAD)
 
 
 def _prefetched(dataset: tf.data.Dataset, device: str | None) -> tf.data.Dataset:

@@ -1,0 +1,61 @@
+"""The memory of a worker falls with the number of workers, as its rows do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from harness.memory_peaks import above_what_stays
+
+import keras_strategies as ks
+
+ROWS, SIZE, CLASSES = 48, 32, 19
+
+
+def peak_of_fit(strategy: Any) -> int:
+    """The bytes of an epoch above what stays, of a model with large outputs."""
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        conv = {"kernel_size": 3, "activation": "relu", "padding": "same"}
+        model = keras.Sequential(
+            [
+                keras.Input((SIZE, SIZE, 3)),
+                keras.layers.Conv2D(32, **conv),
+                keras.layers.Conv2D(32, **conv),
+                keras.layers.Conv2D(CLASSES, 1),
+            ]
+        )
+        model.compile(
+            keras.optimizers.SGD(0.01),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["sparse_categorical_accuracy"],
+        )
+    x = np.random.default_rng(0).random((ROWS, SIZE, SIZE, 3), dtype="float32")
+    y = np.zeros((ROWS, SIZE, SIZE), "int32")
+
+    def epoch() -> None:
+        model.fit(x, y, batch_size=ROWS, epochs=2, verbose=0)
+
+    epoch()
+    if keras.backend.backend() != "tensorflow":
+        return above_what_stays(epoch)
+    # The process keeps what TensorFlow has freed.
+    import tensorflow as tf
+
+    tf.config.experimental.reset_memory_stats("CPU:0")
+    epoch()
+    return int(tf.config.experimental.get_memory_info("CPU:0")["peak"])
+
+
+def peaks(strategy: Any) -> tuple[int, int]:
+    """Those of this worker, and of the same global batch on one device."""
+    return peak_of_fit(strategy), peak_of_fit(ks.OneDeviceStrategy("cpu:0"))
+
+
+@pytest.mark.parametrize("cluster", ["two", "three"], indirect=True, scope="session")
+def test_the_memory_of_a_step_is_divided(cluster: Any) -> None:
+    share = 1 / cluster.replicas
+    for own, alone in cluster(peaks):
+        assert own < (share + 0.15) * alone, (own, alone)
