@@ -106,6 +106,16 @@ def padded_length(rows: int, count: int) -> int:
     return -(-rows // count) * count
 
 
+def padded_sizes(rows: int, count: int) -> list[int]:
+    """The number of rows on each device, without padding.
+
+    >>> padded_sizes(64, 2), padded_sizes(10, 4), padded_sizes(1, 2)
+    ([32, 32], [3, 3, 3, 1], [1, 0])
+    """
+    most = padded_length(rows, count) // count
+    return [max(0, min(most, rows - start * most)) for start in range(count)]
+
+
 def put_padded(array: Any, sharding: jax.NamedSharding, axis: int = 0) -> PaddedRows:
     """Shards an array's rows over a mesh.
 
@@ -139,10 +149,10 @@ def _moved(array: jax.Array, sharding: jax.NamedSharding, axis: int) -> Any:
     if is_on_mesh or not array.is_fully_addressable:
         return put_one(array, jax.NamedSharding(sharding.mesh, jax.P()))
     missing = _length(array.shape[axis], sharding) - array.shape[axis]
-    return put_one(_with_zeros(array, axis, missing), _along(sharding, axis))
+    return put_one(with_zeros(array, axis, missing), _along(sharding, axis))
 
 
-def _with_zeros(array: Any, axis: int, count: int) -> Any:
+def with_zeros(array: Any, axis: int, count: int) -> Any:
     """An array with zeros at the end of an axis."""
     if not count:
         return array
@@ -158,7 +168,7 @@ def _reader(array: Any, axis: int, length: int) -> Callable[[Any], Any]:
     def read(index: Any) -> Any:
         found = host_copy(array[index])
         start, stop, _ = index[axis].indices(length)
-        return _with_zeros(found, axis, stop - max(start, min(stop, rows)))
+        return with_zeros(found, axis, stop - max(start, min(stop, rows)))
 
     return read
 
@@ -178,7 +188,7 @@ def pad_outputs(outputs: Any, sharding: jax.NamedSharding) -> Any:
             return jax.lax.with_sharding_constraint(leaf, replicated)
         rows = leaf.shape[0]
         sharded = jax.lax.with_sharding_constraint(leaf, sharding)
-        every = _with_zeros(sharded, 0, _length(rows, sharding) - rows)
+        every = with_zeros(sharded, 0, _length(rows, sharding) - rows)
         return PaddedRows(
             jax.lax.with_sharding_constraint(every, sharding), rows, sharding
         )

@@ -13,9 +13,12 @@ import pytest
 if keras.backend.backend() != "jax":
     pytest.skip("tests of the JAX backend", allow_module_level=True)
 
+import jax
 from keras import layers, ops
 
 import keras_strategies as ks
+from keras_strategies.engines.jax.fit.hlo_collectives import sent_bytes
+from keras_strategies.engines.jax.function.program_sharding import ProgramSharding
 from keras_strategies.engines.jax.run.unrolled_replicas import UnrolledReplicas
 
 ks.set_virtual_cpu_devices(4)
@@ -154,3 +157,46 @@ def test_code_that_needs_other_replicas_is_unrolled_with_a_warning(
     assert unrolled
     for own, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(own, other, rtol=1e-5)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_rows_are_on_the_device_of_their_replica_only(
+    monkeypatch: pytest.MonkeyPatch, compiled: bool
+) -> None:
+    everywhere: list[Any] = []
+    place = ProgramSharding.place_inputs
+
+    def placed(self: Any, arrays: Any) -> Any:
+        everywhere.extend(arrays)
+        return place(self, arrays)
+
+    texts: list[str] = []
+    compile_ = jax.stages.Lowered.compile
+
+    def recorded(self: Any, *args: Any) -> Any:
+        program = compile_(self, *args)
+        texts.append(program.as_text())
+        return program
+
+    monkeypatch.setattr(ProgramSharding, "place_inputs", placed)
+    monkeypatch.setattr(jax.stages.Lowered, "compile", recorded)
+    strategy = ks.MirroredStrategy(CPUS)
+
+    def step(batch: Any) -> Any:
+        return strategy.run(lambda x, y: (2 * x[:, :1] + y, x.shape[0]), args=batch)
+
+    if compiled:
+        step = ks.function(step)
+    dataset = strategy.experimental_distribute_dataset([(X[:10], Y[:10])])
+    [(outputs, rows)] = [step(batch) for batch in dataset]
+    assert everywhere == []
+    assert strategy.experimental_local_results(rows) == (3, 3, 2, 2)
+    parts = strategy.experimental_local_results(outputs)
+    assert [part.shape for part in parts] == [(3, 1), (3, 1), (2, 1), (2, 1)]
+    assert [str(*part.devices()) for part in parts] == [
+        str(device) for device in jax.devices("cpu")[:4]
+    ]
+    np.testing.assert_allclose(np.concatenate(parts), 2 * X[:10, :1] + Y[:10], 1e-6)
+    if not compiled:
+        assert texts
+    assert all(sent_bytes(text) == {} for text in texts)

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import keras
 import numpy as np
 
 from keras_strategies.engines.jax.function.argument_keys import static_key
-from keras_strategies.engines.jax.function.sharded_values import ShardedValues
+from keras_strategies.engines.jax.function.sharded_values import (
+    ShardedValues,
+    UnevenValues,
+)
+from keras_strategies.engines.jax.padded_rows import with_zeros
 from keras_strategies.values import (
     DistributedValues,
     PerReplica,
     flatten,
     map_structure,
 )
+
+if TYPE_CHECKING:
+    from keras_strategies.engines.jax.function.trace_state import ProgramState
 
 _SCALARS = (int, float, complex, bool, str, bytes, type(None))
 
@@ -81,31 +88,40 @@ class CallArguments:
             return ("static", leaf), ("static", static_key(leaf))
         if isinstance(leaf, ShardedValues):
             self.parts.append(leaf)
-            own = (leaf.part_shape, leaf.array.dtype, False)
+            kind = (leaf.part_shape, leaf.array.dtype, False)
             count = len(leaf)
             slot = ("parts", len(self.parts) - 1, self._total or count, False)
-            return (*slot, PerReplica), (PerReplica, *[own] * count)
+            return (*slot, PerReplica), (PerReplica, *[kind] * count)
         if not all(map(is_array, leaf.values)):
             return ("static", leaf), ("parts", *map(static_key, leaf.values))
         parts = [as_array(value) for value in leaf.values]
         key = (type(leaf), *map(array_key, parts))
+        if isinstance(leaf, UnevenValues):
+            self.parts.append(_padded(parts, max(leaf.rows)))
+            own = ("padded", len(self.parts) - 1, leaf.rows, PerReplica)
+            return own, (*key, leaf.rows)
         if len({(part.shape, part.dtype) for part in parts}) == 1:
             self.parts.append(parts)
             stacked = len(parts[0].shape) == 0 or parts[0].shape[0] == 0
             count = self._total or len(parts)
             return ("parts", len(self.parts) - 1, count, stacked, type(leaf)), key
+        if self._total is None and differ_in_rows(parts):
+            rows = tuple(part.shape[0] for part in parts)
+            self.parts.append(_padded(parts, max(rows)))
+            return ("padded", len(self.parts) - 1, rows, type(leaf)), key
         start = len(self.plain)
         self.plain.extend(parts)
         return ("uneven", start, len(parts), type(leaf)), key
 
-    def build(self, plain: Sequence[Any], joined: Sequence[Any], split: Any) -> Any:
+    def build(
+        self, plain: Sequence[Any], joined: Sequence[Any], program: ProgramState
+    ) -> Any:
         """The arguments with other arrays, such as tracers.
 
         Args:
             plain: arrays in place of `self.plain`.
             joined: arrays in place of `self.parts`, one for all components.
-            split: callable of a joined array, the number of its components and whether
-                they are stacked; returns the components.
+            program: splits joined arrays into their components.
         """
         slots = iter(self._slots)
 
@@ -117,11 +133,25 @@ class CallArguments:
                 return plain[rest[0]]
             if kind == "parts":
                 index, count, stacked, kept_type = rest
-                return kept_type(split(joined[index], count, stacked))
+                return kept_type(program.split(joined[index], count, stacked))
+            if kind == "padded":
+                index, rows, kept_type = rest
+                return kept_type(program.split_padded(joined[index], rows))
             start, count, kept_type = rest
             return kept_type(plain[start : start + count])
 
         return map_structure(leaf, self._structure)
+
+
+def differ_in_rows(parts: Sequence[Any]) -> bool:
+    """Whether arrays are equal in dtype and shape, but for the lengths of axis 0."""
+    kinds = {(part.dtype, part.ndim, part.shape[1:]) for part in parts}
+    return len(kinds) == 1 and parts[0].ndim > 0
+
+
+def _padded(parts: Sequence[Any], rows: int) -> list[Any]:
+    """Components with zeros after their rows, each where it is."""
+    return [with_zeros(part, 0, rows - part.shape[0]) for part in parts]
 
 
 class ReplicaArguments:

@@ -10,7 +10,10 @@ from typing import Any
 import jax
 
 from keras_strategies.engines.jax.function.argument_keys import IdentityKey
-from keras_strategies.engines.jax.function.call_arguments import CallArguments
+from keras_strategies.engines.jax.function.call_arguments import (
+    CallArguments,
+    differ_in_rows,
+)
 from keras_strategies.engines.jax.function.compiled_program import CompiledProgram
 from keras_strategies.engines.jax.function.composite_values import (
     put_together,
@@ -124,14 +127,18 @@ class _Call:
                 own = plain[slot.index : slot.index + slot.count]
                 return _per_replica(sharding.own_shards(own))
             array = joined[slot.index]
-            return _per_replica(sharding.part_shards(array, slot.count, slot.stacked))
+            parts = sharding.part_shards(array, slot.count, slot.stacked)
+            if slot.rows is not None:
+                own = sharding.of_own_replicas(slot.rows)
+                parts = [part[:n] for part, n in zip(parts, own, strict=True)]
+            return _per_replica(parts)
 
         return map_structure(leaf, self._result)
 
     def _flat(self, plain: list[Any], joined: list[Any]) -> tuple[list[Any], list[Any]]:
         program = current_program()
         assert program is not None and self._fn is not None
-        args, kwargs = self._packed.build(plain, joined, program.split)
+        args, kwargs = self._packed.build(plain, joined, program)
         result = self._fn(*args, **kwargs)
         results: list[Any] = []
         split: list[Any] = []
@@ -148,6 +155,10 @@ class _Call:
             if len({(part.shape, part.dtype) for part in parts}) == 1:
                 split.append(program.joined(parts))
                 return _ResultLeaf("parts", len(split) - 1, count, is_stacked(parts[0]))
+            if differ_in_rows(parts):
+                split.append(program.joined_padded(parts))
+                rows = [part.shape[0] for part in parts]
+                return _ResultLeaf("parts", len(split) - 1, count, rows=rows)
             results.extend(parts)
             return _ResultLeaf("uneven", len(results) - count, count)
 
@@ -170,12 +181,15 @@ class _ResultLeaf:
         count: int = 0,
         stacked: bool = False,
         value: Any = None,
+        rows: Sequence[int] | None = None,
     ):
         self.kind = kind
         self.index = index
         self.count = count
         self.stacked = stacked
         self.value = value
+        # Those of each replica, if they differ.
+        self.rows = rows
 
 
 def sharding_of_program(program: ProgramState) -> ProgramSharding:

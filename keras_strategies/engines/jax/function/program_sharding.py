@@ -160,6 +160,17 @@ class ProgramSharding:
             found.append(shards[row[0]])
         return found
 
+    def of_own_replicas(self, values: Sequence[Any]) -> list[Any]:
+        """Of values of all replicas, those of the local ones."""
+        if self.split is None:
+            return list(values)
+        own = jax.process_index()
+        return [
+            value
+            for value, row in zip(values, self._rows, strict=True)
+            if row[0].process_index == own
+        ]
+
     def part_shards(self, array: jax.Array, count: int, stacked: bool) -> list[Any]:
         """The local replicas' components of a result, each on its device."""
         if self.split is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -32,3 +33,16 @@ class ShardedValues(PerReplica):
 
     def __len__(self) -> int:
         return self.array.shape[0] // self.part_shape[0]
+
+
+class UnevenValues(PerReplica):
+    """Components of the local replicas, with other numbers of rows than on others.
+
+    Args:
+        values: the components.
+        rows: the number of rows of the component of each replica, of all workers.
+    """
+
+    def __init__(self, values: Sequence[Any], rows: Sequence[int]):
+        super().__init__(values)
+        self.rows = tuple(rows)

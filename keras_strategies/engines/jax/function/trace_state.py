@@ -17,6 +17,7 @@ from keras_strategies.engines.jax.function.state_refs import (
     VariableRef,
     on_read_values_of,
 )
+from keras_strategies.engines.jax.padded_rows import with_zeros
 from keras_strategies.keras_compat.state_scope import (
     StatePolicy,
     current_policy,
@@ -176,6 +177,7 @@ class ProgramState(TraceState):
         self.missing: dict[Any, StateRef] = {}
         self.strategies: dict[int, StrategyCore] = {}
         self._origins: dict[tuple[int, ...], tuple[list[Any], Any]] = {}
+        self._padded: dict[tuple[int, ...], tuple[list[Any], Any]] = {}
 
     def _read_outside(self, ref: StateRef) -> Any:
         found = ref.spec()
@@ -201,6 +203,24 @@ class ProgramState(TraceState):
             return found[1]
         parts = [jnp.asarray(part) for part in parts]
         return jnp.stack(parts) if is_stacked(parts[0]) else jnp.concatenate(parts)
+
+    def split_padded(self, array: Any, rows: Sequence[int]) -> list[Any]:
+        """The components of an array with padding, of which each has so many rows."""
+        most = array.shape[0] // len(rows)
+        starts = range(0, array.shape[0], most)
+        parts = [array[i : i + own] for i, own in zip(starts, rows, strict=True)]
+        self._padded[tuple(map(id, parts))] = (parts, array)
+        return parts
+
+    def joined_padded(self, parts: Sequence[Any]) -> Any:
+        """One array of components that differ in rows, with padding after each."""
+        found = self._padded.get(tuple(map(id, parts)))
+        if found is not None:
+            return found[1]
+        most = max(part.shape[0] for part in parts)
+        return jnp.concatenate(
+            [with_zeros(jnp.asarray(p), 0, most - p.shape[0]) for p in parts]
+        )
 
 
 def is_stacked(part: Any) -> bool:

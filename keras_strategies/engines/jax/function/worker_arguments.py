@@ -2,8 +2,8 @@
 
 A compiled function is one program over the replicas of all workers, so workers exchange
 the shapes of their arguments before the call. Components with the same shape on all
-replicas become one array, sharded over the devices; other components are gathered and
-replicated.
+replicas, or with other numbers of rows only, become one array, sharded over the
+devices; other components are gathered and replicated.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from keras_strategies.engines.jax.function.call_arguments import (
     number_or_array,
 )
 from keras_strategies.engines.jax.function.composite_values import CompositeForm
-from keras_strategies.engines.jax.function.sharded_values import ShardedValues
+from keras_strategies.engines.jax.function.sharded_values import (
+    ShardedValues,
+    UnevenValues,
+)
 from keras_strategies.engines.jax.workers.jax_workers import JaxCommunicator
 from keras_strategies.errors import InvalidArgumentError, WorkerError
 from keras_strategies.values import (
@@ -68,6 +71,12 @@ def gather_arguments(
         for i, description in enumerate(descriptions)
         if description[0] == "parts" and _differ(every, i)
     ]
+    for i in list(uneven):
+        kinds = [kind for own in every for kind in own[i][1]]
+        if len({(dtype, len(shape), *shape[1:]) for shape, dtype in kinds}) == 1:
+            rows = [shape[0] for shape, _ in kinds]
+            leaves[i] = UnevenValues(leaves[i].values, rows)
+            uneven.remove(i)
     for i, values in zip(
         uneven, _gathered(workers, leaves, every, uneven), strict=True
     ):

@@ -139,8 +139,9 @@ class SwitchedReplicas(MappedReplicas):
         return None if found == self._known else found
 
     def _joined(self, program: ProgramState, parts: Sequence[Any]) -> Any:
-        longest = max(part.shape[0] if part.ndim else 0 for part in parts)
-        return program.joined([_padded(part, longest) for part in parts])
+        if len({part.shape for part in parts}) == 1:
+            return program.joined(parts)
+        return program.joined_padded(parts)
 
     def finish(
         self, state: TraceState, program: ProgramState, results: tuple[Any, ...]
@@ -148,11 +149,7 @@ class SwitchedReplicas(MappedReplicas):
         _, joined, values, stacks = results
         self._write(state, values, stacks)
         count = self._mesh.count
-        stacked = [shape[:1] in ((), (0,)) for shape in self._most()]
-        parts = [
-            program.split(array, count, is_one)
-            for array, is_one in zip(joined, stacked, strict=True)
-        ]
+        parts = [self._split(program, array, i) for i, array in enumerate(joined)]
 
         def leaf(own: tuple[str, Any], replica_id: int) -> Any:
             kind, value = own
@@ -160,7 +157,7 @@ class SwitchedReplicas(MappedReplicas):
                 return value
             if kind == "input":
                 return self._arguments.shared[value]
-            shape = self._known.shapes[self._branch_of[replica_id]][value]
+            shape = self._shapes_of(value)[replica_id]
             part = parts[value][replica_id]
             return part if part.shape == shape else part[tuple(map(slice, shape))]
 
@@ -171,6 +168,18 @@ class SwitchedReplicas(MappedReplicas):
             )
             for i in range(count)
         ]
+
+    def _split(self, program: ProgramState, array: Any, index: int) -> list[Any]:
+        """The components of a result, with the padding of axes other than the first."""
+        shapes = self._shapes_of(index)
+        rows = [shape[0] for shape in shapes if shape]
+        if len(set(rows)) > 1:
+            return program.split_padded(array, rows)
+        return program.split(array, len(shapes), rows[:1] in ([], [0]))
+
+    def _shapes_of(self, index: int) -> list[tuple[int, ...]]:
+        """The shape of a result on each replica."""
+        return [self._known.shapes[branch][index] for branch in self._branch_of]
 
     def _most(self) -> list[tuple[int, ...]]:
         """The shape of each result with the padding of all branches."""
@@ -353,12 +362,6 @@ def _values(state: TracedReplicaState) -> dict[int, int]:
 
 def _refuse(name: str) -> NoReturn:
     raise NotUniformError(f"it calls `{name}`, or a layer in it does")
-
-
-def _padded(part: Any, rows: int) -> Any:
-    if not part.ndim:
-        return part
-    return _padded_to(jnp.asarray(part), (rows, *part.shape[1:]))
 
 
 def _padded_to(array: Any, shape: tuple[int, ...]) -> Any:
