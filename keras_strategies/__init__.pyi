@@ -19,6 +19,7 @@ from keras_strategies.input.distributed_dataset import (
 from keras_strategies.input.distributed_dataset import (
     DistributedIterator as DistributedIterator,
 )
+from keras_strategies.input.row_dataset import RowDataset as RowDataset
 from keras_strategies.parameter_server.cluster_coordinator import (
     ClusterCoordinator as ClusterCoordinator,
 )

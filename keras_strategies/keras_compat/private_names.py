@@ -412,6 +412,11 @@ PRIVATE = (
         "Passes over a `PyDataset`.",
     ),
     Private(
+        f"{_ADAPTERS}.py_dataset_adapter.PyDatasetAdapter",
+        ("_get_iterator", "_standardize_batch"),
+        "Own rows of the batches of a `RowDataset`.",
+    ),
+    Private(
         f"{_ADAPTERS}.tf_dataset_adapter", ("TFDatasetAdapter",), "Shapes of batches."
     ),
     Private(

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 from keras_strategies.devices import Device
 from keras_strategies.runtime.placement import Placement, StepCost, VariableCopy
+from keras_strategies.runtime.row_splits import split_sizes
 
 
 class FitDriver(abc.ABC):
@@ -27,6 +28,9 @@ class FitDriver(abc.ABC):
 
     #: Whether replicas have copies of all variables, or of weights only.
     mirrors_all: ClassVar[bool] = True
+    #: Callable of the rows of a batch and of the number of replicas, which returns the
+    #: rows of each. A function, so that processes of a dataset can have it.
+    split_rows: Callable[[int, int], list[int]] = staticmethod(split_sizes)
 
     def __init__(self, placement: Placement):
         self.placement = placement

@@ -15,6 +15,7 @@ from keras_strategies.input.arrays import ArrayDataset
 from keras_strategies.input.distributed_dataset import DistributedDataset
 from keras_strategies.input.feeds import PerReplicaFeed
 from keras_strategies.input.joined_batches import WorkersSource, over_workers
+from keras_strategies.input.row_dataset import RowDataset, own_rows
 from keras_strategies.input.sources import Source, is_tf_data, source_of
 from keras_strategies.keras_compat.models.first_batches import is_read_for_shapes
 from keras_strategies.types import InputContext, InputOptions, InputReplicationMode
@@ -105,12 +106,15 @@ def model_arguments(
     x = arguments.get("x")
     sharded = strategy is not None and strategy.workers is not None
 
+    def is_own(value: Any) -> bool:
+        return sharded and isinstance(value, RowDataset) and _reads_own_rows(strategy)
+
     def is_ours(value: Any) -> bool:
         if is_distributed_input(value) or (sharded and is_tf_data(value)):
             return True
-        return strategy is not None and is_read_for_shapes(value)
+        return strategy is not None and (is_own(value) or is_read_for_shapes(value))
 
-    if is_distributed_input(x):
+    if is_distributed_input(x) or is_own(x):
         for other in ("y", "sample_weight"):
             if arguments.get(other) is not None:
                 raise InvalidArgumentError(
@@ -118,11 +122,19 @@ def model_arguments(
                     "batches contain it. Omit it."
                 )
     if is_ours(x):
-        changed["x"] = _model_input(strategy, x, class_weight)
+        shuffle = name == "fit" and arguments.get("shuffle", True)
+        changed["x"] = _model_input(strategy, x, class_weight, bool(shuffle))
     validation = arguments.get("validation_data")
     if is_ours(validation):
         changed["validation_data"] = _model_input(strategy, validation, None)
     return changed
+
+
+def _reads_own_rows(strategy: Any) -> bool:
+    """Whether each worker can read its rows of a batch, and no others."""
+    workers = strategy.workers
+    # A repeated step of elastic workers has other rows on each.
+    return workers.elastic is None and workers.replica_counts.span == 1
 
 
 def is_distributed_input(value: Any) -> bool:
@@ -143,7 +155,10 @@ def _elastic_input(value: Any, class_weight: dict[int, float] | None) -> Any:
 
 
 def _model_input(
-    strategy: Any, value: Any, class_weight: dict[int, float] | None
+    strategy: Any,
+    value: Any,
+    class_weight: dict[int, float] | None,
+    shuffle: bool = False,
 ) -> Any:
     workers = None if strategy is None else strategy.workers
     if workers is not None and workers.elastic is not None:
@@ -166,6 +181,9 @@ def _model_input(
         if part is None:
             return value
         source = over_workers(part, workers)
+    elif workers is not None and isinstance(value, RowDataset):
+        split = strategy.drivers.fit.split_rows
+        return own_rows(value, workers, split, shuffle, class_weight)
     else:
         source = source_of(value)
     return source.model_input(class_weight)

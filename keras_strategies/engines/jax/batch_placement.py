@@ -14,7 +14,9 @@ from keras_strategies.engines.jax.padded_rows import (
     PaddedRows,
     is_padded,
     padded_length,
+    padded_sizes,
     put_padded,
+    with_zeros,
 )
 from keras_strategies.engines.jax.strategy_distribution import splits
 from keras_strategies.engines.jax.unread_rows import (
@@ -115,30 +117,31 @@ class MeshPlacer(JaxBatchPlacer):
     def _of_workers(self, batch: WorkerBatch) -> Any:
         """A batch of which each worker has its own rows.
 
-        Equal rows of all devices stay where they are. Others have to move, since shards
-        of an array are equal.
+        Rows that are those of their device, as `padded_sizes` splits them, stay where
+        they are. Others have to move, since shards of an array are equal.
         """
         workers = self._workers
         assert workers is not None
         counts = workers.replica_counts
         rows = [sum(each) for each in counts.split(batch.every)]
-        if len(set(batch.every)) > 1 or not self._pads:
+        total = sum(rows)
+        if batch.every != padded_sizes(total, len(batch.every)) or not self._pads:
             whole = jax.tree.map(
                 lambda leaf: workers.gather_rows_on_host(leaf, rows), batch.batch
             )
             return self.place(whole)
         check_batch(batch.batch)
-        first, total = sum(rows[: counts.worker]), sum(rows)
-
-        def of_shard(index: Any) -> slice:
-            return slice(index[0].start - first, index[0].stop - first)
+        first, length = sum(rows[: counts.worker]), padded_length(total, self._size)
 
         def placed(leaf: Any) -> Any:
-            return jax.make_array_from_callback(
-                (total, *leaf.shape[1:]),
-                self._split,
-                lambda index: host_copy(leaf[of_shard(index)]),
-            )
+            def read(index: Any) -> Any:
+                start, stop, _ = index[0].indices(length)
+                found = host_copy(leaf[start - first : stop - first])
+                return with_zeros(found, 0, stop - start - len(found))
+
+            shape = (length, *leaf.shape[1:])
+            array = jax.make_array_from_callback(shape, self._split, read)
+            return array if length == total else PaddedRows(array, total, self._split)
 
         return jax.tree.map(placed, batch.batch)
 

@@ -15,6 +15,7 @@ from keras_strategies.engines.jax.fit.compiled_steps import CompiledStep
 from keras_strategies.engines.jax.fit.elastic_steps import JaxElasticSteps
 from keras_strategies.engines.jax.fit.jax_trainer import JaxTrainer
 from keras_strategies.engines.jax.fit.step_cost import step_cost
+from keras_strategies.engines.jax.padded_rows import padded_sizes
 from keras_strategies.engines.jax.strategy_distribution import StrategyDistribution
 from keras_strategies.engines.jax.workers.jax_workers import JaxCommunicator
 from keras_strategies.keras_compat.backends.keras_on_jax import (
@@ -37,6 +38,8 @@ class DistributionTrainer(JaxTrainer, ShardingDriver):
         strategy: the strategy.
         distribution: the layouts of batches and variables.
     """
+
+    split_rows = staticmethod(padded_sizes)
 
     def __init__(self, strategy: StrategyCore, distribution: StrategyDistribution):
         mesh = distribution.device_mesh.backend_mesh
