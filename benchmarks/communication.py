@@ -1,7 +1,7 @@
 """Bytes that a worker sends in a step, and its memory: counts, ours beside a peer's.
 
 A language model and a segmentation, whose outputs are large, train on 1, 2, 4 and 8
-workers, with as many rows for each worker. Counted per step on the worker 0:
+workers, with a global batch of 64 rows. Counted per step on the worker 0:
 
 - on Torch the bytes of the tensors that ours passes to all-reduces and receives in
   gathers, and those of the buckets of DDP;
@@ -34,8 +34,8 @@ from tables import markdown_table
 
 MODELS = ("language model", "segmentation")
 WORKERS = (1, 2, 4, 8)
-#: Rows of each worker, and steps that are counted.
-ROWS, STEPS = 4, 3
+#: Rows of the global batch, and steps that are counted.
+ROWS, STEPS = 64, 3
 
 
 def resident() -> int:
@@ -248,7 +248,7 @@ def main() -> None:
             torch.set_num_threads(1)
         index, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         [name] = options.models
-        workload = replace(WORKLOADS[name], batch=ROWS * count, steps=STEPS)
+        workload = replace(WORKLOADS[name], batch=ROWS, steps=STEPS)
         count_of = ours if options.kind == "ours" else PEERS[backend][1]
         counts = count_of(workload, index, count)
         if backend == "torch":
