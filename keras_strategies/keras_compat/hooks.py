@@ -68,6 +68,9 @@ class ModelHooks(Protocol):
     def initialized(self, variable: Any) -> None:
         """A variable of a strategy has its first value; may be called again."""
 
+    def array_to_assign(self, variable: Any, value: Any) -> Any:
+        """What `variable.assign` gets in place of a NumPy array."""
+
     def variable_assigned(self, variable: Any) -> None:
         """After `variable.assign(value)`, outside of every stateless scope."""
 

@@ -161,6 +161,10 @@ class ShardingDriver(abc.ABC):
     def initialized(self, variable: Any) -> None:  # noqa: B027
         """Called when a variable has its first value, once or twice."""
 
+    def from_host(self, variable: Any, value: Any) -> Any:
+        """A NumPy array as a tensor to assign, without copies of its size."""
+        return value
+
     @abc.abstractmethod
     def unsharded(self, variables: Sequence[Any]) -> list[Any]:
         """The variables that one process holds in full.

@@ -175,6 +175,13 @@ class StrategyHooks:
         if sharding is not None:
             sharding.initialized(variable)
 
+    def array_to_assign(self, variable: Any, value: Any) -> Any:
+        sharding = strategy_of(variable).drivers.sharding
+        raw = raw_value(variable)
+        if sharding is None or raw is None or tuple(raw.shape) != value.shape:
+            return value
+        return sharding.from_host(variable, value)
+
     def variable_assigned(self, variable: Any) -> None:
         strategy = strategy_of(variable)
         if (

@@ -285,6 +285,27 @@ def test_a_mesh_of_another_size_than_the_devices() -> None:
         ks.ModelParallelStrategy(layout_map, model_parallel=4)
 
 
+@pytest.mark.skipif(not JAX, reason="TensorFlow splits it on the host")
+def test_an_array_goes_to_its_devices_shard_by_shard(monkeypatch) -> None:
+    """A model that is loaded has no full weight on a device."""
+    import jax
+
+    with ks.ModelParallelStrategy("fsdp", DEVICES, min_shard_bytes=0).scope():
+        variable = keras.Variable(np.zeros((8, 6), "float32"))
+    original, shapes = jax.device_put, []
+
+    def put(x, *args, **kwargs):
+        shapes.append(np.shape(x))
+        return original(x, *args, **kwargs)
+
+    monkeypatch.setattr(jax, "device_put", put)
+    value = np.arange(48).reshape(8, 6)
+    variable.assign(value)
+    assert shapes == [(2, 6)] * 4
+    np.testing.assert_array_equal(variable.numpy(), value)
+    assert variable.numpy().dtype == "float32"
+
+
 def test_a_variable_that_its_layout_does_not_fit() -> None:
     strategy = ks.ModelParallelStrategy({".*kernel": (None, "model")}, DEVICES, 4)
     message = r"'up/kernel' of shape \(8, 6\).*axis 1, 6, does not divide"

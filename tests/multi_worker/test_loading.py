@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 from keras import layers
-from multi_worker.memory_peaks import above_what_stays
+from multi_worker.memory_peaks import above_what_stays, allocated_by
 
 import keras_strategies as ks
 
@@ -77,3 +78,55 @@ def test_the_file_is_in_the_memory_of_no_process(cluster, tmp_path) -> None:
         assert value == expected
         assert loading < SIZE / 2
         assert saving < SIZE / 2
+
+
+# Files that a loop of the user's, or of keras-hub, reads.
+
+
+def read_into_shards(path: str) -> tuple[int, float]:
+    """Bytes above what stays of reading tensors, and an entry of a weight."""
+    from safetensors import safe_open
+
+    found: list[Any] = []
+
+    def read() -> None:
+        with strategy().scope():
+            model = network()
+        with safe_open(path, "np") as file:
+            for i, layer in enumerate(model.layers):
+                # As the converters of keras-hub.
+                layer.kernel.assign(file.get_tensor(str(i)).T)
+        found.append(model)
+
+    memory = allocated_by(read)
+    [model] = found
+    kernel = keras.ops.convert_to_numpy(model.layers[-1].kernel)
+    return memory.loading - memory.after, float(kernel[5, 7])
+
+
+def tensors_in(folder: Any) -> tuple[str, float]:
+    """A file of the model's weights, transposed, and the entry of one."""
+    numpy = pytest.importorskip("safetensors.numpy", reason="not installed")
+    rng = np.random.default_rng(0)
+    tensors = {
+        str(i): rng.normal(size=(UNITS, UNITS)).astype("float32") for i in range(COUNT)
+    }
+    path = str(folder / "model.safetensors")
+    numpy.save_file(tensors, path)
+    return path, float(tensors[str(COUNT - 1)][7, 5])
+
+
+@pytest.mark.skipif(TORCH, reason="a process has one device")
+def test_tensors_are_read_one_by_one(tmp_path) -> None:
+    path, expected = tensors_in(tmp_path)
+    above, value = read_into_shards(path)
+    assert value == expected
+    assert above < 3 * SIZE / COUNT
+
+
+@pytest.mark.skipif(not TORCH, reason="a process has all devices")
+def test_tensors_are_read_one_by_one_in_each_process(cluster, tmp_path) -> None:
+    path, expected = tensors_in(tmp_path)
+    for above, value in cluster(lambda strategy: read_into_shards(path)):
+        assert value == expected
+        assert above < 3 * SIZE / COUNT

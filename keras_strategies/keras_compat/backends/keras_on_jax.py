@@ -264,10 +264,3 @@ def set_layout(variable: Any, layout: Any) -> None:
 def layout_of(variable: Any) -> Any:
     """The layout of a variable's values on JAX; None without one."""
     return getattr(variable, "_layout", None)
-
-
-def wait_for(values: Sequence[Any]) -> None:
-    """Waits until arrays are computed, and what they are computed from is freed."""
-    import jax
-
-    jax.block_until_ready(list(values))

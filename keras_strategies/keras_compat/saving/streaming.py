@@ -8,15 +8,12 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import keras
 import numpy as np
 
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.keras_compat import patching
-from keras_strategies.keras_compat.backends.keras_on_jax import wait_for
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.keras_compat.variables.hosted_variables import is_streamed
-from keras_strategies.keras_compat.variables.values import raw_value
 
 _PIECE_BYTES = 32 << 20
 
@@ -108,9 +105,6 @@ def load_state(original: Any, saveable: Any, *args: Any, **kwargs: Any) -> None:
     variables = getattr(saveable, "variables", ())
     with _loads(any(map(is_streamed, variables))):
         original(saveable, *args, **kwargs)
-    if keras.backend.backend() == "jax":
-        # Its transfers are asynchronous, and hold what has been read.
-        wait_for([raw_value(v) for v in variables if _is_of_mesh(v)])
 
 
 def memory_suffices(original: Any, model: Any) -> bool:

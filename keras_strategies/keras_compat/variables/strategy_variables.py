@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import numpy as np
+
 from keras_strategies.keras_compat.backends import keras_on_jax, keras_on_tensorflow
 from keras_strategies.keras_compat.hooks import installed_hooks
 from keras_strategies.keras_compat.strategy_attribute import STRATEGY_ATTRIBUTE
@@ -24,6 +26,8 @@ class StrategyVariable:
         installed_hooks().initialized(self)
 
     def assign(self, value: Any) -> Any:
+        if isinstance(value, np.ndarray) and current_stateless_scope() is None:
+            value = installed_hooks().array_to_assign(self, value)
         result = super().assign(value)  # type: ignore[misc]
         if current_stateless_scope() is None:
             installed_hooks().variable_assigned(self)

@@ -16,7 +16,11 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from keras_strategies.engines.jax.array_placement import put_one, spans_processes
+from keras_strategies.engines.jax.array_placement import (
+    put_by_shards,
+    put_one,
+    spans_processes,
+)
 from keras_strategies.engines.jax.workers.jax_workers import JaxCommunicator
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.state.cross_worker_values import check_equal_values
@@ -111,7 +115,8 @@ _checksums = _Checksums()
 
 def place_variable(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
     """Places a variable's value, and records the checksum of a sharded one."""
-    placed: jax.Array = put_one(array, sharding)
+    on_host = isinstance(array, np.ndarray)
+    placed: jax.Array = (put_by_shards if on_host else put_one)(array, sharding)
     if is_sharded_over_workers(placed):
         _checksums.add(placed, array)
     return placed

@@ -21,6 +21,7 @@ from keras_strategies.engines.jax.padded_rows import is_padded
 from keras_strategies.engines.jax.sharding.cross_worker_shards import (
     CrossWorkerShards,
     is_sharded_over_workers,
+    place_variable,
 )
 from keras_strategies.engines.jax.strategy_distribution import splits
 from keras_strategies.engines.jax.workers.jax_workers import JaxCommunicator
@@ -114,6 +115,11 @@ class ModelParallelTrainer(MeshTrainer):
         self.cross_worker_shards = (
             None if workers is None else CrossWorkerShards(workers)
         )
+
+    def from_host(self, variable: Any, value: Any) -> Any:
+        # Keras would put all of it on one device.
+        dtype, sharding = raw_value(variable).dtype, self.sharding_of(variable)
+        return place_variable(value.astype(dtype, copy=False), sharding)
 
     def unsharded(self, variables: Sequence[Any]) -> list[Any]:
         complete: list[Any] = []

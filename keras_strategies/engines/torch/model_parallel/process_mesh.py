@@ -165,6 +165,16 @@ def assign_shards(shards: DTensor, value: torch.Tensor) -> None:
     shards.copy_(distribute_tensor(local, mesh, placements))
 
 
+def tensor_of(value: np.ndarray) -> Any:
+    """A tensor in the memory of an array; the array itself where torch has none."""
+    if not value.flags.writeable or min(value.strides, default=0) < 0:
+        return value
+    if value.dtype.name == "bfloat16":
+        return torch.from_numpy(value.view(np.int16)).view(torch.bfloat16)
+    # Keras converts dtypes that torch does not have.
+    return torch.from_numpy(value) if value.dtype.kind == "f" else value
+
+
 def make_shards(value: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> DTensor:
     """The shards of a value, of which the chief's values count.
 

@@ -30,6 +30,7 @@ from keras_strategies.engines.torch.model_parallel.process_mesh import (
     gather_shards,
     make_shards,
     start_default_group,
+    tensor_of,
 )
 from keras_strategies.engines.torch.model_parallel.shard_updates import (
     updating_by_shards,
@@ -161,6 +162,9 @@ class ShardedTrainer(FitDriver, ShardingDriver):
             shards = make_shards(raw.detach(), on.processes, placements)
             set_raw_value(variable, torch.nn.Parameter(shards, raw.requires_grad))
         mix_in(variable, DTensorVariable)
+
+    def from_host(self, variable: Any, value: Any) -> Any:
+        return tensor_of(value)
 
     def set_layouts(self, variables: Sequence[Any]) -> None:
         for variable in variables:
