@@ -37,7 +37,8 @@ def put(arrays: Sequence[Any], shardings: Sequence[jax.sharding.Sharding]) -> li
         own = sharding.addressable_devices_indices_map(tuple(array.shape))
         replicated = sharding.is_fully_replicated
         if replicated:
-            pieces += [host_copy(array)] * len(own)
+            read = np.asarray(array) if is_unread(array) else array
+            pieces += [host_copy(read)] * len(own)
         else:
             pieces += [host_copy(array[index]) for index in own.values()]
         devices += list(own)
