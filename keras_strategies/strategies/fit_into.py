@@ -195,6 +195,12 @@ def fit_into(
             return MemoryFit(strategy, plan, choice, tuple(tried), rows // steps, limit)
         if all(each.peak is None for each in tried):
             break
+    if not tried:
+        raise InvalidArgumentError(
+            f"`batch_shapes` has {rows} rows, and every layout splits them over more "
+            f"replicas, since {count} devices compute. Use at least {count} rows, or "
+            "fewer `devices`."
+        )
     raise _too_little(limit, tried, count)
 
 
@@ -332,11 +338,14 @@ def _too_little(
     best = min(known, key=lambda each: each.peak or 0)
     assert best.peak is not None
     again = ", with keras.RematScope" if best.rematerializes else ""
+    more = f"about {math.ceil(count * best.peak / limit)} devices, "
+    if best.layout == "replicated":
+        more = ""  # Each has all weights.
     return InvalidArgumentError(
         f"No training of the model fits into {readable_bytes(limit)} per device on "
         f"{count} devices. The least is {readable_bytes(best.peak)}: layout "
         f"{best.layout!r}, model_parallel={best.model_parallel}, "
-        f"{best.accumulation_steps} accumulated steps{again}. Use about "
-        f"{math.ceil(count * best.peak / limit)} devices, fewer bytes per weight "
-        "(a dtype policy), an optimizer with fewer slots, or smaller batches."
+        f"{best.accumulation_steps} accumulated steps{again}. Use {more}fewer bytes "
+        "per weight (a dtype policy), an optimizer with fewer slots, or smaller "
+        "batches."
     )

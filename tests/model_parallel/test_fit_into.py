@@ -125,3 +125,26 @@ def test_plans_without_a_peak() -> None:
 def test_shapes_that_are_none() -> None:
     with pytest.raises(ValueError, match="`batch_shapes` must be a structure"):
         ks.fit_into("1 GiB", make_model, ())
+
+
+with_replicas = pytest.mark.skipif(
+    keras.backend.backend() != "tensorflow",
+    reason="JAX has layouts of one replica, with a model axis",
+)
+
+
+@with_replicas
+def test_fewer_rows_than_replicas_are_an_error() -> None:
+    with pytest.raises(ValueError, match="has 1 rows, .*Use at least 2 rows"):
+        chosen("1 GiB", rows=1)
+
+
+@with_replicas
+def test_more_devices_are_not_recommended_for_replicated_weights() -> None:
+    def tiny() -> keras.Model:
+        model = keras.Sequential([keras.Input((2,)), layers.Dense(2)])
+        model.compile("sgd", "mse")
+        return model
+
+    with pytest.raises(ValueError, match=r"layout 'replicated'.* Use fewer bytes"):
+        ks.fit_into(8, tiny, ((8, 2), (8, 2)), DEVICES)
