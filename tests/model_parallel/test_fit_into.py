@@ -135,7 +135,7 @@ with_replicas = pytest.mark.skipif(
 
 @with_replicas
 def test_fewer_rows_than_replicas_are_an_error() -> None:
-    with pytest.raises(ValueError, match="has 1 rows, .*Use at least 2 rows"):
+    with pytest.raises(ValueError, match=r"has 1 rows, .*Use at least 2 rows"):
         chosen("1 GiB", rows=1)
 
 
