@@ -27,14 +27,14 @@ BOUNDS = {
     # one array on JAX. One for the status of collectives, one for accelerators that
     # are left to other processes, one for the device of operations. One for variables
     # that a loop holds, in place of three questions for the name of the backend.
-    "members of engine interfaces": 115,
+    "members of engine interfaces": 114,
     # Those of `Engine`, `FitDriver`, `RunDriver` and `ReplicaCollectives`.
     "required members of an engine": 19,
-    "attributes replaced for the process": 30,
+    "attributes replaced for the process": 28,
     # While a step, a scope or a save is open.
-    "attributes replaced for a time": 32,
+    "attributes replaced for a time": 30,
     "StatelessScope subclasses": 1,
-    "communicators": 3,
+    "communicators": 2,
     # Defaults of optional methods are none.
     "classes that override a concrete method": 14,
     # `process_group`, and the fork server of the tests.
