@@ -31,7 +31,9 @@ needs_prover = pytest.mark.skipif(
 def prover() -> RowProver:
     module, name = PROVERS[keras.backend.backend()].split(":")
     strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
-    found = getattr(importlib.import_module(f"{_PACKAGE}.{module}"), name)(strategy)
+    # Keras has been hooked before a strategy proves anything.
+    with strategy.scope():
+        found = getattr(importlib.import_module(f"{_PACKAGE}.{module}"), name)(strategy)
     assert isinstance(found, RowProver)
     return found
 
