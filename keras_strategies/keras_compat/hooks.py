@@ -280,18 +280,15 @@ def epochs(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
 def load_model(original: Any, fileobj: Any, *args: Any, **kwargs: Any) -> Any:
     with streamed_files():
         model = original(fileobj, *args, **kwargs)
-    if strategy_of(model) is not None:
-        installed_hooks().loaded(model, fileobj)
+    installed_hooks().loaded(model, fileobj)
     return model
 
 
 def load_weights(
     original: Any, model: Any, filepath: Any, *args: Any, **kwargs: Any
 ) -> None:
-    if strategy_of(model) is None:
-        original(model, filepath, *args, **kwargs)
-        return
-    with streamed_files():
+    is_own = strategy_of(model) is not None
+    with streamed_files() if is_own else contextlib.nullcontext():
         original(model, filepath, *args, **kwargs)
     installed_hooks().loaded(model, filepath)
 

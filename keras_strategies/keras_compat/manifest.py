@@ -119,14 +119,15 @@ GROUPS: dict[str, Group] = {
                 "_load_model_from_fileobj",
                 "(fileobj, custom_objects, compile, safe_mode)",
                 "hooks.load_model",
-                "`load_model` restores the states of a strategy's seed generators.",
+                "`load_model` restores the states of seed generators.",
             ),
             Patch(
                 "keras.src.saving.saving_api",
                 "load_weights",
                 "(model, filepath, skip_mismatch=False, **kwargs)",
                 "hooks.load_weights",
-                "`load_weights` restores them too.",
+                "`load_weights` restores them too, also in a model without a strategy "
+                "from a file of one.",
             ),
         ),
     ),

@@ -87,7 +87,10 @@ def close(found, expected) -> bool:
 
 
 def has_seeds(key: str) -> bool:
-    """Whether states of seed generators are saved and loaded; Keras leaves them out.
+    """Whether states of seed generators are saved and loaded in any process.
+
+    Keras leaves them out: a model without a strategy loads them from a file only in a
+    process in which a strategy has acted before.
 
     >>> has_seeds("torch-mirrored > jax-default: weights")
     False
