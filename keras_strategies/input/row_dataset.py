@@ -20,7 +20,7 @@ _streams = itertools.count()
 
 
 class RowDataset(keras.utils.PyDataset, abc.ABC):
-    """A `keras.utils.PyDataset` whose batches can be read by rows.
+    """A `keras.utils.PyDataset` with batches that can be read by rows.
 
     Several workers of `MultiWorkerMirroredStrategy` or `ModelParallelStrategy` read
     their own rows of each global batch only, where a `PyDataset` is read in full by
