@@ -866,6 +866,27 @@ def test_an_error_in_one_process_is_named_in_the_others(forker):
     assert "the disk is full" in one
 
 
+def test_an_error_in_all_processes_is_that_of_each(forker):
+    def program(strategy):
+        class Failing(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                group = strategy.workers.group
+                if batch == 1:
+                    if group.index == 1:
+                        assert group.loss(wait=20) is not None
+                    raise ks.errors.InputError("the same on all workers")
+
+        fit(network(cut()), [Failing()])
+
+    pool = WorkerPool(forker, 2)
+    try:
+        for error, _ in pool.cluster(1).outcomes(program):
+            assert "InputError: the same on all workers" in error
+            assert "WorkerError" not in error
+    finally:
+        pool.close()
+
+
 def test_a_process_that_is_killed_is_named(forker, tmp_path):
     def program(strategy, path):
         index = strategy.workers.group.index

@@ -35,7 +35,7 @@ from keras_strategies.engines.torch.nccl_works import (
     create_nccl_group,
     gpu_uuid,
 )
-from keras_strategies.errors import ClusterError, WorkerError
+from keras_strategies.errors import ClusterError, KerasStrategiesError, WorkerError
 from keras_strategies.types import (
     CommunicationImplementation,
     CommunicationOptions,
@@ -227,7 +227,8 @@ class TorchCommunicator(Communicator):
         )
 
     def cause(self, error: BaseException) -> BaseException:
-        if self._default and isinstance(error, RuntimeError):
+        is_own = isinstance(error, KerasStrategiesError)
+        if self._default and isinstance(error, RuntimeError) and not is_own:
             # Torch's operations on DTensors raise it in a failed collective.
             loss = self.group.loss(wait=min(self.group.timeout, 5.0))
             if loss is not None:
