@@ -107,19 +107,23 @@ def transformer(rate: float = 0.0) -> Any:
     return keras.Model(tokens, layers.Dense(10)(x))
 
 
-def language_model() -> Any:
-    """A transformer with logits of 8,192 words for each token."""
+def language_model(words: int = 8192) -> Any:
+    """A transformer with logits of all words for each token.
+
+    Args:
+        words: int, the size of the vocabulary.
+    """
     import keras
     from keras import layers
 
     tokens = keras.Input((64,), dtype="int32")
-    x = layers.Embedding(8192, 128)(tokens)
+    x = layers.Embedding(words, 128)(tokens)
     for _ in range(2):
         attended = layers.MultiHeadAttention(4, 32)(x, x, use_causal_mask=True)
         x = layers.LayerNormalization()(x + attended)
         fed = layers.Dense(256, activation="relu")(x)
         x = layers.LayerNormalization()(x + layers.Dense(128)(fed))
-    return keras.Model(tokens, layers.Dense(8192)(x))
+    return keras.Model(tokens, layers.Dense(words)(x))
 
 
 def segmentation() -> Any:
@@ -208,6 +212,15 @@ WORKLOADS = {
             batch=32,
             steps=4,
             classes=8192,
+            labels=(64,),
+        ),
+        Workload(
+            "language model with 32768 words",
+            functools.partial(language_model, 32768),
+            lambda r, n: r.integers(0, 32768, (n, 64), dtype="int32"),
+            batch=16,
+            steps=2,
+            classes=32768,
             labels=(64,),
         ),
         Workload(
