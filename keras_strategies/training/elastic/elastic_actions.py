@@ -430,6 +430,8 @@ class ElasticActions(ElasticLoop):
         found = group.gather("the state of training", b"")[generation.source]
         state: dict[str, Any] = parsed(found)
         self._receive(None, state)
+        # It may have taken a step alone, which is not one of the group's.
+        self._drop_checks(None, True)
         self._is_new = True
         return state
 
