@@ -59,8 +59,12 @@ def method(strategy: StrategyCore, model: Any, name: str) -> Iterator[None]:
     if workers is None or name == "compile":
         yield
         return
-    if name == "fit" and isinstance(workers.elastic, ElasticActions):
-        workers.elastic.loop.is_active = False
+    if isinstance(workers.elastic, ElasticActions):
+        if name == "fit":
+            workers.elastic.loop.is_active = False
+        elif name == "train_on_batch" and not workers.elastic.is_in_fit:
+            # Also the first call of a loop tells of a worker that is lost in it.
+            workers.elastic.loop.is_active = True
     with workers.method(name) as is_outermost:
         try:
             if workers.elastic is None:
