@@ -91,15 +91,14 @@ def call_on_replicas(plan: SplitPlan, driver: LayerCallDriver) -> Any:
         )
         if needs_gradient and setter is not set_mask
     ]
-    outputs = outputs_of(plan, results, executor.activation_of)
+    outputs = outputs_of(plan, results, forward.activations)
     losses = losses_of(plan, results)
     channels = [channel for each in outputs for channel in each.channels] + losses
-    executor.check_rows(channels)
     targets = _targets(plan, inputs, forward.reads)
     connected = _connected(executor, targets, channels)
-    found = _global_outputs(executor, results, outputs, connected)
+    found = _global_outputs(plan, results, outputs, connected)
     if plan.layer_call.adds:
-        _add_updates(executor, results)
+        _add_updates(plan, results)
     else:
         _merge_updates(plan, results)
     clear_losses(layer)
@@ -162,12 +161,12 @@ def _connected(
     plan = executor.plan
     floats = [is_float(channel.parts[0]) for channel in channels]
     if not targets or not any(floats):
-        return [combined(plan, channel, executor.counted) for channel in channels]
+        return [combined(plan, channel) for channel in channels]
     own = list(itertools.compress(channels, floats))
-    boundary = GradientBoundary(plan, executor.counted, own, targets)
+    boundary = GradientBoundary(plan, own, targets)
     found = iter(executor.connect(boundary))
     return [
-        next(found) if is_float else combined(plan, channel, executor.counted)
+        next(found) if is_float else combined(plan, channel)
         for channel, is_float in zip(channels, floats, strict=True)
     ]
 
@@ -206,7 +205,7 @@ def _targets(
 
 
 def _global_outputs(
-    executor: ReplicaExecutor,
+    plan: SplitPlan,
     results: Sequence[ReplicaResult],
     outputs: Sequence[SplitOutput],
     connected: Sequence[Any],
@@ -223,13 +222,13 @@ def _global_outputs(
             if apply is None:
                 value = next(values)
             else:
-                with executor.plan.on_lead():
+                with plan.on_lead():
                     value = apply(logits)
             set_logits(value, logits)
         masks = [result.masks[i] for result in results]
         if masks[0] is not None:
             of_mask = replace(output.channels[-1], parts=masks)
-            set_mask(value, combined(executor.plan, of_mask, executor.counted))
+            set_mask(value, combined(plan, of_mask))
         leaves.append(value)
     return keras.tree.pack_sequence_as(results[0].outputs, leaves)
 
@@ -268,9 +267,9 @@ def _merge_updates(plan: SplitPlan, results: Sequence[ReplicaResult]) -> None:
         variable.assign(merged_value(variable, values, weights))
 
 
-def _add_updates(executor: ReplicaExecutor, results: Sequence[ReplicaResult]) -> None:
+def _add_updates(plan: SplitPlan, results: Sequence[ReplicaResult]) -> None:
     """Adds to variables what replicas, whose variables were zero, have in them."""
-    plan, sums = executor.plan, []
+    sums = []
     for key, (variable, value) in results[0].state.updates.items():
         values = [result.state.updates[key][1] for result in results]
         with plan.on_lead():
@@ -279,7 +278,7 @@ def _add_updates(executor: ReplicaExecutor, results: Sequence[ReplicaResult]) ->
                 own = keras.ops.cast(plan.to_lead(value), variable.dtype)
                 variable.assign(variable + own)
             else:
-                sums.append((variable, sum_on_worker(plan, channel, executor.counted)))
+                sums.append((variable, sum_on_worker(plan, channel)))
     AddedSums(plan.row_split, sums, plan.on_lead).add()
 
 

@@ -26,10 +26,6 @@ from keras_strategies.runtime.replicas.local_reduction import LocalReduction
 from keras_strategies.runtime.replicas.tensor_primitives import TensorPrimitives
 from keras_strategies.types import ReduceOp
 
-#: Returns a term of a sum over replicas, from it and the number of its local replica;
-#: zeros of a replica without rows.
-Counted = Callable[[Any, int], Any]
-
 
 @dataclass
 class GradientTarget:
@@ -130,7 +126,7 @@ def largest_over_workers(
         found[i] = value
 
 
-def combined(plan: SplitPlan, channel: Channel, counted: Counted) -> Any:
+def combined(plan: SplitPlan, channel: Channel) -> Any:
     """The global tensor of a channel, without gradient."""
     if channel.is_apart:
         return plan.apart(channel.parts, channel.multiple)
@@ -141,27 +137,25 @@ def combined(plan: SplitPlan, channel: Channel, counted: Counted) -> Any:
             parts = [plan.to_lead(part) for part in channel.parts]
             own = plan.ops.concatenate(parts)
             return plan.row_split.joined(own, channel.multiple)
-        [total] = plan.row_split.summed([sum_on_worker(plan, channel, counted)])
+        [total] = plan.row_split.summed([sum_on_worker(plan, channel)])
         return plan.ops.cast(total, channel.parts[0].dtype)
 
 
-def sum_on_worker(plan: SplitPlan, channel: Channel, counted: Counted) -> Any:
+def sum_on_worker(plan: SplitPlan, channel: Channel) -> Any:
     """The weighted sum of the parts of this worker, not rounded."""
     assert channel.weights is not None
-    terms = []
-    pairs = zip(channel.parts, channel.weights, strict=True)
-    for i, (part, weight) in enumerate(pairs):
-        part = counted(plan.ops.widened(plan.to_lead(part)), i)
+    terms, row_split = [], plan.row_split
+    for part, weight, size in zip(
+        channel.parts, channel.weights, row_split.sizes, strict=True
+    ):
+        part = plan.ops.widened(plan.to_lead(part))
+        if not row_split.all_have_rows:
+            # What a replica computes without rows need not be a number.
+            part = keras.ops.where(size > 0, part, keras.ops.zeros_like(part))
         is_number = isinstance(weight, float)
         factor = weight if is_number else plan.ops.cast(weight, part.dtype)
         terms.append(part if is_number and weight == 1.0 else part * factor)
     return plan.ops.add(terms)
-
-
-def counted_column(column: Sequence[Any], counted: Counted) -> list[Any]:
-    """The gradients of replicas, those of a replica without rows as zeros."""
-    pairs = enumerate(column)
-    return [None if part is None else counted(part, i) for i, part in pairs]
 
 
 @dataclass(frozen=True)
@@ -183,19 +177,17 @@ class GradientBoundary:
 
     Args:
         plan: the plan of the call.
-        counted: see `Counted`.
         channels: the tensors that the call computes.
         targets: the variables and inputs that receive gradients.
     """
 
     plan: SplitPlan
-    counted: Counted
     channels: list[Channel]
     targets: list[GradientTarget]
 
     def combined(self) -> list[Any]:
         """The global tensors of the channels, without gradient."""
-        return [combined(self.plan, each, self.counted) for each in self.channels]
+        return [combined(self.plan, each) for each in self.channels]
 
     def shares(self, gradients: Sequence[Any]) -> list[list[Any] | None]:
         """For each channel the gradient of each part; None without a gradient.
@@ -265,11 +257,7 @@ class GradientBoundary:
         """The gradients of the targets on all workers, from those of the replicas."""
         plan = self.plan
         with plan.on_lead():
-            given = [
-                column if target.by_rows else counted_column(column, self.counted)
-                for target, column in zip(self.targets, columns, strict=True)
-            ]
-            found = sums_on_worker(plan.ops, self.targets, given, plan.reduction)
+            found = sums_on_worker(plan.ops, self.targets, columns, plan.reduction)
             workers = plan.row_split.workers
             largest_over_workers(self.targets, found, workers)
             shared = [

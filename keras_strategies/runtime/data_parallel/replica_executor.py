@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from keras_strategies.runtime.data_parallel.gradient_boundary import GradientBoundary
 from keras_strategies.runtime.data_parallel.row_draws import OwnRows
 from keras_strategies.runtime.data_parallel.split_plan import (
-    Channel,
     OutputActivation,
     SplitPlan,
 )
@@ -55,12 +54,14 @@ class ForwardPass:
         needs_gradient: for each of these tensors, whether its slices have a gradient.
         reads: for each replica the copies of variables that have a gradient, as
             `ReplicaState.reads`.
+        activations: by number of an output, the activation that losses look for.
     """
 
     results: list[ReplicaResult]
     slices: list[list[Any]]
     needs_gradient: list[bool]
     reads: list[dict[Any, tuple[Any, Any]]]
+    activations: dict[int, OutputActivation] = field(default_factory=dict)
 
 
 class ReplicaExecutor(abc.ABC):
@@ -88,21 +89,6 @@ class ReplicaExecutor(abc.ABC):
         In the backward pass, `boundary.backward` has what each replica computes, and
         `boundary.sums` makes gradients of the targets of it.
         """
-
-    def activation_of(self, parts: Sequence[Any]) -> OutputActivation | None:
-        """The activation of an output; None without one that losses look for.
-
-        Args:
-            parts: the output of each replica.
-        """
-        return None
-
-    def check_rows(self, channels: Sequence[Channel]) -> None:  # noqa: B027
-        """Adds checks of the rows of outputs to a program for any number of rows."""
-
-    def counted(self, part: Any, replica_id: int) -> Any:
-        """A term of a sum over replicas; zeros of a replica without rows."""
-        return part
 
 
 class LayerCallDriver(abc.ABC):

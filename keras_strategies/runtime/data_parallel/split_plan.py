@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -165,27 +165,27 @@ class SplitOutput:
 def outputs_of(
     plan: SplitPlan,
     results: Sequence[ReplicaResult],
-    activation_of: Callable[[Sequence[Any]], OutputActivation | None],
+    activations: Mapping[int, OutputActivation],
 ) -> list[SplitOutput]:
     """The outputs of a call.
 
     Args:
         plan: the plan of the call.
         results: the results of the replicas.
-        activation_of: see `ReplicaExecutor`.
+        activations: see `ForwardPass`.
     """
     columns = list(zip(*(result.leaves for result in results), strict=True))
     placements = plan.proof.of_outputs(len(columns))
     _check_count(plan, len(columns), len(placements), "returned", "outputs")
     found = []
-    for parts, placement in zip(columns, placements, strict=True):
+    for i, (parts, placement) in enumerate(zip(columns, placements, strict=True)):
         if not keras.ops.is_tensor(parts[0]):
             found.append(SplitOutput([]))
             continue
         channel = channel_of(plan, parts, placement or SAME)
         activation = None
         if channel.weights is None and is_float(parts[0]):
-            activation = activation_of(parts)
+            activation = activations.get(i)
         if activation is None:
             found.append(SplitOutput([channel]))
             continue

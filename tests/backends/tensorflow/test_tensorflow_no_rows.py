@@ -200,3 +200,37 @@ def test_a_replica_without_rows_adds_nothing(name, compiled):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
     for found, expected in zip(weights, one[3], strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+class Penalized(layers.Layer):
+    """Adds a loss that is not a number without rows, nor is its gradient."""
+
+    def build(self, input_shape):
+        self.scale = self.add_weight(shape=(), initializer="ones")
+
+    def call(self, x):
+        self.add_loss(self.scale * ops.mean(ops.square(x)))
+        return x * self.scale
+
+
+class FirstRows(keras.Sequential):
+    """Trains with the first three rows of a batch."""
+
+    def train_step(self, data):
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        return super().train_step((x[:3], y[:3]))
+
+
+def test_a_mean_over_no_rows_is_not_added():
+    def trained(strategy):
+        with strategy.scope():
+            model = FirstRows([keras.Input((5,)), Penalized()])
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+        # The second size makes a program for any number of rows.
+        for rows in (8, 6):
+            loss = model.train_on_batch(np.ones((rows, 5)), np.zeros((rows, 5)))
+        return [loss, *model.get_weights()]
+
+    four = ks.MirroredStrategy([f"cpu:{i}" for i in range(4)])
+    expected = trained(ks.OneDeviceStrategy("cpu:0"))
+    np.testing.assert_allclose(trained(four), expected, rtol=1e-6)

@@ -56,7 +56,6 @@ from keras_strategies.runtime.data_parallel.gradient_boundary import (
     GradientBoundary,
     GradientTarget,
     combined,
-    counted_column,
 )
 from keras_strategies.runtime.data_parallel.replica_executor import (
     CallOnReplica,
@@ -72,6 +71,7 @@ from keras_strategies.runtime.data_parallel.split_plan import (
     SplitPlan,
 )
 from keras_strategies.runtime.replicas.tensor_primitives import is_float
+from keras_strategies.runtime.row_proofs.row_placements import SAME, RowKind
 from keras_strategies.runtime.state.replica_state import (
     AddedState,
     CallState,
@@ -145,6 +145,9 @@ class CallInLockstep(ReplicaExecutor):
                 "Move the collective out of the loop",
             ) from error
         self._gathers.order()
+        columns = list(zip(*(result.leaves for result in results), strict=True))
+        if not self._is_static:
+            self._check_rows(columns)
         return ForwardPass(
             results,
             slices,
@@ -157,7 +160,28 @@ class CallInLockstep(ReplicaExecutor):
                 }
                 for result, watched in zip(results, self.watched, strict=True)
             ],
+            {
+                i: activation
+                for i, parts in enumerate(columns)
+                if (activation := _activation_of(parts)) is not None
+            },
         )
+
+    def _check_rows(self, columns: Sequence[Sequence[Any]]) -> None:
+        """Adds checks of the rows of outputs to a program for any number of rows."""
+        message = (
+            "A layer called on several replicas returned a tensor with another number "
+            "of rows than its input, so its outputs cannot be concatenated. "
+            "Return one row per sample."
+        )
+        placements = self.plan.proof.of_outputs(len(columns))
+        for parts, placement in zip(columns, placements, strict=False):
+            placement = placement or SAME
+            if placement.kind is not RowKind.ROWS or not tf.is_tensor(parts[0]):
+                continue
+            for part, size in zip(parts, self.sizes, strict=True):
+                rows, expected = tf.shape(part)[0], size * placement.multiple
+                tf.debugging.Assert(tf.equal(rows, expected), [message, rows, expected])
 
     def _task(
         self, replica_id: int, slices: Sequence[Any], call: CallOnReplica
@@ -396,15 +420,6 @@ class CallInLockstep(ReplicaExecutor):
 
     # The boundary.
 
-    def activation_of(self, parts: Sequence[Any]) -> OutputActivation | None:
-        if all(_operation(part) in _ACTIVATIONS for part in parts):
-            apply = _ACTIVATIONS[_operation(parts[0])]
-            return OutputActivation([part.op.inputs[0] for part in parts], apply)
-        logits = [get_logits(part) for part in parts]
-        if any(each is None for each in logits):
-            return None
-        return OutputActivation(logits, None)
-
     def _own_rows(self, target: GradientTarget) -> GradientTarget:
         """This worker's rows; their gradients are gathered to the global batch."""
         if not target.by_rows or target.apart is not None:
@@ -440,12 +455,12 @@ class CallInLockstep(ReplicaExecutor):
 
     def _connect_parts(self, boundary: GradientBoundary) -> list[Any]:
         """The same, where outputs or inputs stay on their replicas."""
-        channels, counted = boundary.channels, self.counted
+        channels = boundary.channels
         with without_recording():
             columns = [
                 [for_tapes(part) for part in channel.parts]
                 if channel.is_apart
-                else [for_tapes(combined(self.plan, channel, counted))]
+                else [for_tapes(combined(self.plan, channel))]
                 for channel in channels
             ]
 
@@ -486,7 +501,15 @@ class CallInLockstep(ReplicaExecutor):
             for i, each in enumerate(boundary.backward(shares))
         ]
         results = self._run(lambda i: self.traces.backward(i, tasks[i]))
-        found = self._sums(boundary, boundary.columns(results))
+        pairs = zip(targets, boundary.columns(results), strict=True)
+        with self.plan.on_lead():
+            columns = [
+                column
+                if target.by_rows
+                else [self._counted(i, part) for i, part in enumerate(column)]
+                for target, column in pairs
+            ]
+        found = self._sums(boundary, columns)
         if is_in_program:
             first = enumerate(present[0] if present else ())
             begins = {i: part.op for i, part in first}
@@ -503,8 +526,7 @@ class CallInLockstep(ReplicaExecutor):
             for i, (target, column) in enumerate(pairs):
                 variable = self._shards_of(target, column)
                 if variable is not None:
-                    counted = counted_column(column, self.counted)
-                    parts = sums_of_parts(ops, variable, counted, self._devices)
+                    parts = sums_of_parts(ops, variable, column, self._devices)
                     in_shards[i] = [target.rounded(ops, part) for part in parts]
                     given[i] = [variable.grid.join(parts, tf.concat)]
         found = boundary.sums(given)
@@ -546,33 +568,17 @@ class CallInLockstep(ReplicaExecutor):
                 gradient.set_shape(source.shape)
         return list(found)
 
-    def counted(self, part: Any, replica_id: int) -> Any:
-        if self._all_have_rows or isinstance(part, tf.IndexedSlices):
-            return part
+    def _counted(self, replica_id: int, gradient: Any) -> Any:
+        """The gradient of a variable on a replica; zeros of a replica without rows."""
+        if self._all_have_rows or not isinstance(gradient, tf.Tensor):
+            return gradient
         graph = tf.compat.v1.get_default_graph()
         # One operation for each tensor: a model has hundreds of gradients.
-        key = id(graph), replica_id, part.dtype
+        key = id(graph), replica_id, gradient.dtype
         if key not in self._zeros:
-            self._zeros[key] = self.sizes[replica_id] > 0, tf.zeros([], part.dtype)
+            self._zeros[key] = self.sizes[replica_id] > 0, tf.zeros([], gradient.dtype)
         has_rows, zero = self._zeros[key]
-        return tf.raw_ops.SelectV2(condition=has_rows, t=part, e=zero)
-
-    def check_rows(self, channels: Sequence[Channel]) -> None:
-        if self._is_static:
-            return
-        message = (
-            "A layer called on several replicas returned a tensor with another number "
-            "of rows than its input, so its outputs cannot be concatenated. "
-            "Return one row per sample."
-        )
-        for channel in channels:
-            for part, size in zip(channel.parts, self.sizes, strict=True):
-                if channel.weights is None:
-                    rows = tf.shape(part)[0]
-                    expected = size * channel.multiple
-                    tf.debugging.Assert(
-                        tf.equal(rows, expected), [message, rows, expected]
-                    )
+        return tf.raw_ops.SelectV2(condition=has_rows, t=gradient, e=zero)
 
     def _differentiable_gradients(
         self, targets: Sequence[GradientTarget], gradients: Sequence[Any]
@@ -627,6 +633,17 @@ def zeros_of(variable: Any) -> Any:
     """Zeros in the place of a variable."""
     raw = raw_value(variable)
     return None if raw is None else tf.zeros(raw.shape, raw.dtype)
+
+
+def _activation_of(parts: Sequence[Any]) -> OutputActivation | None:
+    """The activation of an output of the replicas, from which losses take logits."""
+    if all(_operation(part) in _ACTIVATIONS for part in parts):
+        apply = _ACTIVATIONS[_operation(parts[0])]
+        return OutputActivation([part.op.inputs[0] for part in parts], apply)
+    logits = [get_logits(part) for part in parts]
+    if any(each is None for each in logits):
+        return None
+    return OutputActivation(logits, None)
 
 
 def _operation(tensor: Any) -> str:
