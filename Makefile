@@ -2,7 +2,8 @@
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 KERAS ?= stable
-VENV ?= $(if $(filter nightly,$(KERAS)),.venv-nightly,.venv)
+RELEASES ?= pinned
+VENV ?= .venv$(if $(filter nightly,$(KERAS)),-nightly)$(if $(filter newest,$(RELEASES)),-newest)
 # On a platform without tensorflow-cpu: make test TENSORFLOW=tensorflow
 TENSORFLOW ?= tensorflow-cpu
 BACKENDS = $(subst $(comma), ,$(or $(KS_BACKENDS),jax$(comma)torch$(comma)tensorflow))
@@ -12,9 +13,13 @@ comma := ,
 bin := $(VENV)/bin
 pip := $(bin)/pip --quiet
 stamp := $(VENV)/.installed
+pins := $(if $(filter pinned,$(RELEASES)),-c constraints.txt)
 
 ifeq ($(filter stable nightly,$(KERAS)),)
 $(error KERAS is "$(KERAS)"; expected stable or nightly)
+endif
+ifeq ($(filter pinned newest,$(RELEASES)),)
+$(error RELEASES is "$(RELEASES)"; expected pinned or newest)
 endif
 
 .PHONY: help env demo test check test-full lint field format bench notebooks docs clean
@@ -25,6 +30,7 @@ help: ## Show this help
 	@echo "  KS_BACKENDS=jax,torch   only these backends (default: all three)"
 	@echo "  TESTS='tests/input ...' only these files or folders of tests"
 	@echo "  KERAS=nightly           with keras-nightly, in .venv-nightly"
+	@echo "  RELEASES=newest         the newest that pyproject.toml allows, in .venv-newest"
 	@echo "  VENV=DIR PYTHON=EXE     another environment, another Python"
 	@echo "  PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu"
 	@echo "                          torch without its CUDA libraries"
@@ -73,7 +79,7 @@ docs: .venv-docs/.installed ## Build the pages as a site in site/, strictly
 	touch $@
 
 clean: ## Remove the environments, caches and logs
-	rm -rf .venv .venv-nightly .venv-docs site .test-logs .test-references build dist .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-nightly .venv-newest .venv-nightly-newest .venv-docs site .test-logs .test-references build dist .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 # keras-hub comes alone: it would bring tensorflow-text and with it another TensorFlow.
@@ -81,11 +87,11 @@ clean: ## Remove the environments, caches and logs
 # keras-hub with it, because each release uses symbols of one Keras.
 $(stamp): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(pip) install -c constraints.txt $(TENSORFLOW) -e '.[jax,torch,test]'
+	$(pip) install $(pins) $(TENSORFLOW) -e '.[jax,torch,test]'
 ifeq ($(KERAS),nightly)
 	$(pip) uninstall -y keras
 	$(pip) install --pre --no-deps --force-reinstall keras-nightly keras-hub-nightly
 else
-	$(pip) install -c constraints.txt --no-deps keras-hub
+	$(pip) install $(pins) --no-deps keras-hub
 endif
 	touch $@

@@ -343,10 +343,6 @@ class VariableMesh:
             )
         )
 
-    def is_split_over_batch(self, axes: Axes) -> bool:
-        """Whether a layout uses the axis along which batches are split."""
-        return self.batch_axis in axes
-
 
 def mesh_shape(count: int, model_parallel: int) -> tuple[int, int]:
     """The shape of a mesh of `count` devices, data x model.

@@ -65,9 +65,6 @@ _EFFECTS = {
     "ResourceScatterUpdate": "assigns a `tf.Variable` that is no weight",
     "ResourceScatterAdd": "assigns a `tf.Variable` that is no weight",
 }
-_REMAINS = (
-    "the backward pass needs its rows together: the gradient of {name} is {placement}"
-)
 
 
 class NotProvedError(Exception):
