@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.metadata
 import os
 import signal
 import time
@@ -21,8 +22,10 @@ from runner.settings import LOGS, ROOT, Settings
 PLAIN_CODE = (
     "--xla_backend_optimization_level=0",
     "--xla_cpu_parallel_codegen_split_count=1",
-    "--xla_cpu_use_fusion_emitters=false",
 )
+# XLA of later releases ends a process that sets it.
+if importlib.metadata.version("jax").startswith("0.10."):
+    PLAIN_CODE += ("--xla_cpu_use_fusion_emitters=false",)
 
 #: Seconds between two looks at processes and jobs.
 TICK = 0.05

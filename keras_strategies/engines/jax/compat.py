@@ -1,8 +1,8 @@
 """All that this package uses of JAX beyond its public interface.
 
-Tested with JAX 0.10.2, which is why the extra `jax` ends below 0.11. `PRIVATE_NAMES`
-has a row for each name; `tests/keras_compat/test_manifest.py` fails if one is missing
-in the installed version.
+Tested with JAX 0.10.2 and 0.12.0, which is why the extra `jax` ends below 0.13.
+`PRIVATE_NAMES` has a row for each name; `tests/keras_compat/test_manifest.py` fails if
+one is missing in the installed version.
 """
 
 from __future__ import annotations

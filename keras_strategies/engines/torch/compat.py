@@ -1,6 +1,6 @@
 """All that this package uses of Torch beyond its public interface.
 
-Tested with Torch 2.9 to 2.13. `PRIVATE_NAMES` has a row for each name;
+Tested with Torch 2.9 to 2.14. `PRIVATE_NAMES` has a row for each name;
 `tests/keras_compat/test_manifest.py` fails if one is missing in the installed version.
 """
 

@@ -245,11 +245,10 @@ def _last(stacked: Any) -> Any:
 
 # Options to compile a program that is read and never run. Its collectives are
 # those of the full compilation, at a third of the time. Names are those of XLA in
-# JAX 0.10.
+# JAX 0.10 and 0.12.
 _ANALYSIS = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
-    "xla_cpu_use_fusion_emitters": False,
     "xla_cpu_parallel_codegen_split_count": 1,
     "xla_gpu_autotune_level": 0,
 }
