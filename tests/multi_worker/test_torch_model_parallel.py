@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
-import signal
 
 import keras
 import numpy as np
@@ -18,8 +16,8 @@ from harness.training import (
     fit_evaluate_predict,
     state_of,
 )
-from harness.worker_pool import WorkerPool
 from model_parallel import model_parallel_cases
+from multi_worker.torch_shards import cut, fit, network, rows
 
 import keras_strategies as ks
 
@@ -44,11 +42,6 @@ def _parameters():
             fast = fast or (case == "transformer_adam" and name == "model_2x2")
             marks = [] if fast else [pytest.mark.nightly]
             yield pytest.param(case, *grid, marks=marks, id=f"{case}-{name}")
-
-
-def cut(layout_map="fsdp", width=1):
-    """The grid of the one device of each worker."""
-    return ks.ModelParallelStrategy(layout_map, ["cpu:0"], width, min_shard_bytes=0)
 
 
 def train_cut(strategy, name, layout_map, width):
@@ -78,34 +71,6 @@ def test_same_as_one_device(cluster, name, layout_map, width):
         assert_same(alone(case), results, case.tolerance, f"worker {index}")
         is_cut = layout_map == "fsdp" or width > 1
         assert (parts > 1) == is_cut
-
-
-def network(strategy, units=16, rate=0.5):
-    keras.utils.set_random_seed(3)
-    with strategy.scope():
-        model = keras.Sequential(
-            [
-                keras.Input((8,)),
-                keras.layers.Dense(units, "tanh"),
-                keras.layers.Dropout(rate),
-                keras.layers.Dense(4),
-            ]
-        )
-        model.compile(keras.optimizers.Adam(0.01), "mse")
-    return model
-
-
-def rows():
-    rng = np.random.default_rng(0)
-    return tuple(rng.normal(size=(22, n)).astype("float32") for n in (8, 4))
-
-
-def fit(model, callbacks=None):
-    x, y = rows()
-    history = model.fit(
-        x, y, batch_size=8, epochs=2, shuffle=False, verbose=0, callbacks=callbacks
-    )
-    return history.history["loss"]
 
 
 def test_each_process_keeps_its_parts(cluster):
@@ -405,72 +370,6 @@ def test_gathered_weights_are_freed_after_their_operations(cluster):
         assert left == 0
 
 
-@pytest.mark.parametrize("name", ["SGD", "AdamW", "Nadam", "Adagrad"])
-def test_optimizers_update_shards_as_ordinary_tensors(cluster, name):
-    """No operation on DTensors is in an update, weight decay or sums of gradients."""
-
-    def train(strategy):
-        keras.utils.set_random_seed(3)
-        with strategy.scope():
-            model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
-            optimizer = getattr(keras.optimizers, name)(
-                0.01, gradient_accumulation_steps=2
-            )
-            model.compile(optimizer, "mse")
-        return as_arrays({"loss": fit(model)} | state_of(model))
-
-    expected = train(ks.OneDeviceStrategy("cpu:0"))
-
-    def program(strategy):
-        from torch.distributed.tensor import DTensor
-
-        from keras_strategies.engines.torch.model_parallel import unsharded_ops
-
-        seen = set()
-        original = unsharded_ops.UnshardedOps.__torch_dispatch__
-
-        def dispatched(self, func, types, args=(), kwargs=None):
-            if any(issubclass(kind, DTensor) for kind in types):
-                seen.add(str(func))
-            return original(self, func, types, args, kwargs)
-
-        unsharded_ops.UnshardedOps.__torch_dispatch__ = dispatched
-        try:
-            found = train(cut())
-        finally:
-            unsharded_ops.UnshardedOps.__torch_dispatch__ = original
-        return found, sorted(seen)
-
-    for found, seen in cluster(program):
-        assert_same(expected, found, 1e-5, name)
-        assert "aten.detach.default" in seen
-        on_lists = {op for op in seen if "foreach" in op}
-        # Gradients that have been summed are set to zero.
-        assert on_lists <= {"aten._foreach_mul_.Scalar"}
-
-
-def test_slots_that_are_made_outside_of_the_scope(cluster):
-    """They are no shards, and are updated with the weights' full values."""
-
-    def train(strategy):
-        keras.utils.set_random_seed(3)
-        with strategy.scope():
-            model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
-        optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
-        optimizer.build(model.trainable_variables)
-        with strategy.scope():
-            model.compile(optimizer, "mse")
-        return as_arrays({"loss": fit(model)} | state_of(model))
-
-    expected = train(ks.OneDeviceStrategy("cpu:0"))
-
-    def program(strategy):
-        return train(cut())
-
-    for found in cluster(program):
-        assert_same(expected, found, 1e-5, "fsdp")
-
-
 @pytest.mark.parametrize(("layout_map", "width"), [("fsdp", 1), ("auto", 2)])
 def test_run_with_weights_in_shards(cluster, layout_map, width):
     """Rows that do not divide, batch normalization, a norm of all gradients."""
@@ -527,76 +426,6 @@ def test_run_with_weights_in_shards(cluster, layout_map, width):
         np.testing.assert_allclose(found, mean, rtol=1e-5)
         for one, other in zip(weights, expected, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
-
-
-def test_the_ordinary_file_goes_on_anywhere(cluster, tmp_path):
-    def program(strategy, folder):
-        model = network(cut())
-        first = fit(
-            model, [keras.callbacks.ModelCheckpoint(f"{folder}/{{epoch}}.keras")]
-        )
-        own = cut("auto", 2)
-        with own.scope():
-            other = keras.models.load_model(f"{folder}/2.keras")
-        return first, model.get_weights(), fit(model), fit(other)
-
-    found = cluster(program, str(tmp_path))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["1.keras", "2.keras"]
-    here = keras.models.load_model(tmp_path / "2.keras")
-    weights = here.get_weights()
-    for _, own, on, other in found:
-        for one, two in zip(weights, own, strict=True):
-            np.testing.assert_array_equal(one, two)
-        assert on != other  # Dropout goes on from the process's random numbers,
-        assert np.isfinite(other).all()
-    x, y = rows()
-    scores = [here.evaluate(x, y, verbose=0)]
-
-    def score(strategy, folder):
-        with cut("auto", 2).scope():
-            model = keras.models.load_model(f"{folder}/2.keras")
-        return model.evaluate(x, y, verbose=0)
-
-    scores += cluster(score, str(tmp_path))
-    np.testing.assert_allclose(scores, scores[0], rtol=1e-5)
-
-
-def test_a_file_is_loaded_into_shards(cluster, tmp_path):
-    """Each process keeps its part of a weight that it reads; nothing is sent."""
-
-    def build():
-        model = keras.Sequential([keras.Input((16,))])
-        for _ in range(3):
-            model.add(keras.layers.Dense(16))
-        return model
-
-    keras.utils.set_random_seed(3)
-    alone = build()
-    path = str(tmp_path / "whole.weights.h5")
-    alone.save_weights(path)
-
-    def program(strategy, path):
-        from keras_strategies.engines.torch.model_parallel import process_mesh
-
-        sent = []
-        original = process_mesh.distribute_tensor
-        process_mesh.distribute_tensor = lambda *args: sent.append(args)
-        try:
-            keras.utils.set_random_seed(5)
-            with cut().scope():
-                model = build()
-            model.load_weights(path)
-        finally:
-            process_mesh.distribute_tensor = original
-        kernel = model.layers[0].kernel.value.to_local()
-        memory = kernel.untyped_storage().nbytes()
-        return len(sent), memory, model.get_weights()
-
-    for sent, memory, weights in cluster(program, path):
-        assert sent == 0
-        assert memory == 16 * 16 * 4 // 2
-        for one, other in zip(weights, alone.get_weights(), strict=True):
-            np.testing.assert_array_equal(one, other)
 
 
 class Watching(keras.Model):
@@ -690,230 +519,3 @@ def test_the_chief_decides_where_values_differ(cluster):
 
     for found in cluster(program):
         np.testing.assert_array_equal(found, np.ones((4, 6)))
-
-
-def test_each_process_writes_and_reads_its_shards(cluster, tmp_path):
-    """A checkpoint goes on under another layout, on all weights, and in one process."""
-
-    def save(strategy, folder):
-        own = cut()
-        model = network(own, rate=0.0)
-        fit(model)
-        assert [own.save_sharded(model, folder, keep=2) for _ in range(3)] == [1, 2, 3]
-        saved = model.get_weights()
-        return saved, fit(model), model.get_weights()
-
-    def load(strategy, folder, layout_map, width):
-        own = strategy if layout_map is None else cut(layout_map, width)
-        model = network(own, rate=0.0)
-        assert own.load_sharded(model, folder) == 3
-        return model.get_weights(), fit(model), model.get_weights()
-
-    (saved, losses, after), *_ = cluster(save, str(tmp_path))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]
-    files = {path.name: path.stat().st_size for path in (tmp_path / "3").iterdir()}
-    parts = [size for name, size in files.items() if name.endswith(".distcp")]
-    assert len(parts) == 2
-    assert max(parts) < 0.7 * sum(parts)
-    found = cluster(load, str(tmp_path), "auto", 2)
-    found += cluster(load, str(tmp_path), None, 1)
-    found.append(load(ks.OneDeviceStrategy("cpu:0"), tmp_path, None, 1))
-    for weights, losses_of, last in found:
-        for value, expected in zip(weights, saved, strict=True):
-            np.testing.assert_array_equal(value, expected)
-        np.testing.assert_allclose(losses_of, losses, rtol=1e-5)
-        for value, expected in zip(last, after, strict=True):
-            np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize(("layout_map", "width"), [("fsdp", 1), ("auto", 2)])
-def test_a_plan_says_what_then_is(cluster, layout_map, width):
-    def program(strategy):
-        own = cut(layout_map, width)
-
-        def build():
-            model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16)])
-            model.compile("adam", "mse")
-            return model
-
-        plan = own.plan(build, ((8, 8), (8, 16)))
-        with own.scope():
-            model = build()
-        x = np.zeros((8, 8))
-        model.fit(x, np.zeros((8, 16)), batch_size=8, verbose=0)
-        kinds = ("weight", "slot", "metric")
-        planned = sum(plan.bytes_per_device(kind)["cpu:0"] for kind in kinds)
-        return planned, own.describe(model).totals["cpu:0"], plan.sent, str(plan)
-
-    for planned, found, sent, text in cluster(program):
-        assert planned == found
-        assert "peak of a step per device" in text
-        assert sent > 0
-        assert "reduce-scatter of gradients" in text
-
-
-@pytest.mark.parametrize(("layout_map", "width"), [("fsdp", 1), ("auto", 2)])
-def test_the_peak_of_a_step_is_what_the_plan_says(cluster, layout_map, width):
-    """Wide layers: shards, packs of weights and activations all count."""
-
-    def program(strategy):
-        from keras_strategies.engines.torch.counted_memory import MemoryCounter
-
-        options = ks.CommunicationOptions(bytes_per_pack=2**18)
-        own = ks.ModelParallelStrategy(
-            layout_map,
-            ["cpu:0"],
-            width,
-            min_shard_bytes=0,
-            communication_options=options,
-        )
-
-        def build():
-            model = keras.Sequential([keras.Input((256,))])
-            for _ in range(6):
-                model.add(keras.layers.Dense(256, "gelu"))
-            model.compile("adam", "mse")
-            return model
-
-        plan = own.plan(build, ((512, 256), (512, 256)))
-        with own.scope():
-            model = build()
-        x = np.zeros((512, 256), "float32")
-        model.fit(x, x, batch_size=512, verbose=0)
-        counter = MemoryCounter()
-        with counter:
-            model.fit(x, x, batch_size=512, verbose=0)
-        return plan.peak, counter.peak + own.describe(model).totals["cpu:0"]
-
-    for planned, found in cluster(program):
-        assert planned == pytest.approx(found, rel=0.15)
-
-
-def test_what_fits_into_the_memory_of_a_device(cluster):
-    """Wide layers in shards; many rows by accumulation; the numbers of one device."""
-
-    def build():
-        model = keras.Sequential([keras.Input((64,))])
-        for _ in range(4):
-            model.add(keras.layers.Dense(64, "gelu"))
-        model.compile(keras.optimizers.SGD(0.1, 0.9), "mse")
-        return model
-
-    rng = np.random.default_rng(0)
-    x, y = (rng.normal(size=(64, 64)).astype("float32") for _ in range(2))
-
-    def weights(model, batch_size):
-        model.fit(x, y, batch_size=batch_size, shuffle=False, verbose=0)
-        return model.get_weights()
-
-    keras.utils.set_random_seed(3)
-    with ks.OneDeviceStrategy("cpu:0").scope():
-        model = build()
-    expected = weights(model, 64)
-
-    def program(strategy):
-        def fit_into(memory):
-            return ks.fit_into(
-                memory, build, ((64, 64), (64, 64)), ["cpu:0"], min_shard_bytes=0
-            )
-
-        ample = fit_into("1 GiB")
-        least = min(each.peak for each in ample.tried if each.peak is not None)
-        fit = fit_into(least - 1)
-        keras.utils.set_random_seed(3)
-        found = weights(fit.make_model(build), fit.batch_size)
-        return ample.choice.layout, fit.choice, found
-
-    for layout, choice, found in cluster(program):
-        assert layout == "replicated"
-        assert choice.rematerializes or choice.accumulation_steps > 1
-        for one, other in zip(found, expected, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
-
-
-def test_what_cannot_be(cluster, tmp_path):
-    def program(strategy, folder):
-        own = cut()
-        with pytest.raises(RuntimeError, match="needs its own process"):
-            ks.ModelParallelStrategy("fsdp", ["cpu:0", "cpu:1"])
-        model = network(own)
-        with pytest.raises(ValueError, match="BackupAndRestore was given"):
-            fit(model, [keras.callbacks.BackupAndRestore(folder)])
-        return True
-
-    assert cluster(program, str(tmp_path)) == [True, True]
-
-
-def test_an_error_in_one_process_is_named_in_the_others(forker):
-    def program(strategy):
-        index = strategy.workers.group.index
-
-        class Failing(keras.callbacks.Callback):
-            def on_train_batch_end(self, batch, logs=None):
-                if index == 1 and batch == 1:
-                    raise OSError("the disk is full")
-
-        fit(network(cut()), [Failing()])
-
-    # Processes of its own: the others' calls are not in step afterwards.
-    pool = WorkerPool(forker, 2)
-    try:
-        (one, _), (other, _) = pool.cluster(1).outcomes(program)
-    finally:
-        pool.close()
-    assert "the disk is full" in other
-    assert "Worker 1" in one
-    assert "the disk is full" in one
-
-
-def test_an_error_in_all_processes_is_that_of_each(forker):
-    def program(strategy):
-        class Failing(keras.callbacks.Callback):
-            def on_train_batch_end(self, batch, logs=None):
-                group = strategy.workers.group
-                if batch == 1:
-                    if group.index == 1:
-                        assert group.loss(wait=20) is not None
-                    raise ks.errors.InputError("the same on all workers")
-
-        fit(network(cut()), [Failing()])
-
-    pool = WorkerPool(forker, 2)
-    try:
-        for error, _ in pool.cluster(1).outcomes(program):
-            assert "InputError: the same on all workers" in error
-            assert "WorkerError" not in error
-    finally:
-        pool.close()
-
-
-def test_a_process_that_is_killed_is_named(forker, tmp_path):
-    def program(strategy, path):
-        index = strategy.workers.group.index
-
-        class Killed(keras.callbacks.Callback):
-            def on_train_batch_end(self, batch, logs=None):
-                if index == 1 and batch == 1:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-        try:
-            fit(network(cut()), [Killed()])
-        except ks.errors.WorkerError as error:
-            with open(path, "w") as file:
-                file.write(str(error))
-
-    pool = WorkerPool(forker, 2)
-    try:
-        with pytest.raises(AssertionError, match="Worker 1 died"):
-            pool.cluster(1).outcomes(program, str(tmp_path / "error"))
-    finally:
-        pool.close()
-    text = (tmp_path / "error").read_text()
-    assert "Worker 1" in text
-    assert "was lost" in text
-
-
-def test_a_process_alone_is_told_how_to_start():
-    with pytest.raises(RuntimeError, match="without a cluster") as caught:
-        ks.ModelParallelStrategy("fsdp", ["cpu:0"])
-    assert "keras-strategies launch --workers N" in str(caught.value)
