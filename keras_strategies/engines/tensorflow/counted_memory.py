@@ -20,7 +20,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_strategies.engines.tensorflow.compat.graphs import called_graph
-from keras_strategies.engines.tensorflow.row_proofs import elementwise
+from keras_strategies.engines.tensorflow.row_proofs.rules import elementwise
 
 _FORMS = """
     CheckNumerics EnsureShape ExpandDims Identity IdentityN PreventGradient Reshape

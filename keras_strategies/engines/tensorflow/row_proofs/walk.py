@@ -15,18 +15,7 @@ from keras_strategies.engines.tensorflow.compat.graphs import (
     constant_value,
     inferred_shapes,
 )
-from keras_strategies.engines.tensorflow.row_proofs import (
-    contractions,
-    control_flow,
-    elementwise,
-    gathers,
-    proof_operations,
-    random_draws,
-    recurrent,
-    row_by_row,
-    shapes,
-    slices,
-)
+from keras_strategies.engines.tensorflow.row_proofs import proof_operations
 from keras_strategies.engines.tensorflow.row_proofs.graph_placements import (
     SAME,
     GraphPlacement,
@@ -47,6 +36,17 @@ from keras_strategies.engines.tensorflow.row_proofs.node import (
     Facts,
     Node,
     Rule,
+)
+from keras_strategies.engines.tensorflow.row_proofs.rules import (
+    contractions,
+    control_flow,
+    elementwise,
+    gathers,
+    random_draws,
+    recurrent,
+    row_by_row,
+    shapes,
+    slices,
 )
 
 RULES: dict[str, Rule] = {

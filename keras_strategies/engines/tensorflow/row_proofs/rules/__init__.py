@@ -1,0 +1,1 @@
+"""Rules of row placements, by kinds of operations."""
