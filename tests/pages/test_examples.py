@@ -15,8 +15,8 @@ import sys
 
 import keras
 import pytest
-from harness.digits import use_few_digits
 from harness.examples import EXAMPLES, run_example
+from pages.digits import use_few_digits
 
 from keras_strategies.cluster.resolvers.local_processes import free_addresses
 

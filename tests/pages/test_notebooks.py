@@ -13,7 +13,7 @@ from typing import Any
 
 import keras
 import pytest
-from harness.digits import use_few_digits
+from pages.digits import use_few_digits
 
 _CHOICE = re.compile(r'environ\[\\"KERAS_BACKEND\\"\] = \\"(\w+)\\"')
 

@@ -75,13 +75,6 @@ def proof_of(
         return prover().prove(call, [*has_rows, False], sizes)
 
 
-def proof_of_case(case: RowCase) -> tuple[Any, RowProof]:
-    """The layer of a case, and the proof of its call."""
-    layer, values = built(case)
-    has_rows = [argument.has_rows for argument in case.arguments]
-    return layer, proof_of(layer, values, has_rows)
-
-
 def placed_updates(layer: Any, proof: RowProof) -> list[RowPlacement]:
     """Placements of the assigned values in the order of variables, without seeds."""
     return [

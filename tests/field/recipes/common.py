@@ -38,10 +38,6 @@ def images_twice(rows: int) -> Data:
     return Data(digits(rows).x, digits(rows).x)
 
 
-def flat_digits(rows: int) -> Data:
-    return Data(digits(rows).x.reshape(rows, 64), digits(rows).y)
-
-
 def random_rows(rows: int, *shape: int, seed: int = 0) -> np.ndarray:
     random = np.random.default_rng(seed)
     return random.normal(size=(rows, *shape)).astype("float32")
