@@ -1,4 +1,4 @@
-"""Contract section 3: what is current where."""
+"""What is current where."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Contract section 3: models, callbacks and files under a strategy."""
+"""Models, callbacks and files under a strategy."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def test_cardinality(mirrored, kind) -> None:
 
 
 def test_the_last_batch_is_smaller_and_nothing_is_dropped(mirrored) -> None:
-    """Contract section 5: `range(10).batch(4)` on 2 replicas ends [8], [9]."""
+    """`range(10).batch(4)` on 2 replicas ends [8], [9]."""
     dataset = mirrored.make_experimental_numpy_dataset(np.arange(10)).batch(4)
     steps = [
         [part.tolist() for part in numpy(mirrored, batch)]
