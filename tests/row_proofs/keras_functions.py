@@ -10,7 +10,7 @@ import numpy as np
 from keras import ops
 
 from row_proofs.case_layers import Apply
-from row_proofs.cases import FLOAT, Argument, RowCase
+from row_proofs.row_case import FLOAT, Argument, RowCase
 
 #: They take no tensor of a batch, or return none: shapes, constants, tests of Python.
 WITHOUT_ROWS = frozenset(

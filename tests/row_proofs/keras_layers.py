@@ -9,8 +9,8 @@ from keras import layers, ops
 from random_numbers.cases import image_layers as augmentations
 from random_numbers.cases import more_image_layers
 
-from row_proofs.cases import Argument, RowCase
 from row_proofs.keras_functions import IMAGE, Use, integers, mixing
+from row_proofs.row_case import Argument, RowCase
 
 #: Bases, and layers of one framework that hold a program of the user's.
 WITHOUT_EXAMPLE = frozenset(

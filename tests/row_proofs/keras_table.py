@@ -20,10 +20,10 @@ import keras
 
 from keras_strategies.runtime.row_proofs.layer_calls import LayerCall, argument_leaves
 from keras_strategies.runtime.row_proofs.row_proofs import RowProofs
-from row_proofs.cases import BATCH, SIZES, RowCase
 from row_proofs.keras_functions import FUNCTIONS
 from row_proofs.keras_layers import LAYERS, Called, case_of
 from row_proofs.proofs import built, prover
+from row_proofs.row_case import BATCH, SIZES, RowCase
 
 RESULTS = Path(__file__).with_suffix(".json")
 PAGE = Path(__file__).parents[2] / "docs" / "split-calls.md"

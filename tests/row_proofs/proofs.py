@@ -15,7 +15,7 @@ import keras_strategies as ks
 from keras_strategies.runtime.row_proofs.layer_calls import LayerCall, argument_leaves
 from keras_strategies.runtime.row_proofs.row_placements import RowPlacement, RowProof
 from keras_strategies.runtime.row_proofs.row_prover import RowProver
-from row_proofs.cases import BATCH, SIZES, RowCase
+from row_proofs.row_case import BATCH, SIZES, RowCase
 
 # On JAX a step is one program, and nothing is split.
 PROVERS = {

@@ -5,8 +5,9 @@ from __future__ import annotations
 import keras
 import pytest
 
-from row_proofs.cases import CASES, RowCase
+from row_proofs.cases import CASES
 from row_proofs.proofs import built, proof_of
+from row_proofs.row_case import RowCase
 
 #: One of each kind of rules; the whole table takes a minute.
 NAMES = (

@@ -12,8 +12,9 @@ import keras
 import numpy as np
 import pytest
 
-from row_proofs.cases import BATCH, CASES, SIZES, RowCase
+from row_proofs.cases import CASES
 from row_proofs.proofs import built, needs_prover, placed_updates, proof_of
+from row_proofs.row_case import BATCH, SIZES, RowCase
 from row_proofs.split_numbers import assert_equal, numbers, split_numbers
 
 BACKEND = keras.backend.backend()

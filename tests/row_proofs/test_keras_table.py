@@ -9,9 +9,9 @@ import keras
 import pytest
 
 from row_proofs import keras_functions, keras_layers, keras_table
-from row_proofs.cases import SIZES
 from row_proofs.keras_table import MIXES, PROVED, TYPE
 from row_proofs.proofs import built, needs_prover, proof_of
+from row_proofs.row_case import SIZES
 from row_proofs.split_numbers import assert_equal, numbers, split_numbers
 
 BACKEND = keras.backend.backend()

@@ -16,8 +16,8 @@ from keras_strategies.runtime.row_proofs.row_placements import (
     RowKind,
     RowPlacement,
 )
-from row_proofs.cases import BATCH, SIZES
 from row_proofs.proofs import needs_prover, placed_updates, proof_of
+from row_proofs.row_case import BATCH, SIZES
 from row_proofs.split_numbers import assert_equal, numbers, split_numbers
 
 TABLE = np.random.default_rng(1).normal(size=(BATCH, 6)).astype("float32")

@@ -15,8 +15,8 @@ import pytest
 from keras import layers, ops
 
 from row_proofs.case_layers import with_gradient
-from row_proofs.cases import SIZES
 from row_proofs.proofs import needs_prover, proof_of
+from row_proofs.row_case import SIZES
 from row_proofs.split_numbers import assert_equal, numbers, split_numbers
 
 MATRIX = np.random.default_rng(2).normal(size=(6, 6)).astype("float32")
