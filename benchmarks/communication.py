@@ -202,9 +202,12 @@ PEERS: dict[str, tuple[str, Callable[..., dict[str, float]]]] = {
 }
 
 
-def counted(backend: str, kind: str, name: str, count: int) -> dict[str, float]:
+def counted(
+    backend: str, kind: str, name: str, count: int, rows: int
+) -> dict[str, float]:
     """The counts of worker 0 of some workers."""
     command = [sys.executable, __file__, "--kind", kind, "--models", name]
+    command += ["--rows", str(rows)]
     found: dict[str, float] = ranks(command, count, backend)[0]
     return found
 
@@ -238,6 +241,7 @@ def table(results: dict[str, Any]) -> str:
 def main() -> None:
     parser = options_parser(__doc__, backends=PEERS, models=MODELS)
     parser.add_argument("--workers", type=names, default=list(map(str, WORKERS)))
+    parser.add_argument("--rows", type=int, default=ROWS, help="of the global batch")
     parser.add_argument("--kind", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.kind:
@@ -248,7 +252,7 @@ def main() -> None:
             torch.set_num_threads(1)
         index, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         [name] = options.models
-        workload = replace(WORKLOADS[name], batch=ROWS, steps=STEPS)
+        workload = replace(WORKLOADS[name], batch=options.rows, steps=STEPS)
         count_of = ours if options.kind == "ours" else PEERS[backend][1]
         counts = count_of(workload, index, count)
         if backend == "torch":
@@ -264,7 +268,7 @@ def main() -> None:
             for count in options.workers:
                 print(f"{part}, {count} workers ...", file=sys.stderr, flush=True)
                 found[count] = {
-                    kind: counted(backend, kind, name, int(count))
+                    kind: counted(backend, kind, name, int(count), options.rows)
                     for kind in ("ours", "peer")
                 }
                 known.put(part, found)

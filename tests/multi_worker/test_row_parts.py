@@ -181,6 +181,12 @@ def check_numbers(expected: Any, found: Any) -> None:
 
 
 @pytest.mark.parametrize("is_masked", [False, True])
+@pytest.mark.parametrize(
+    "cluster",
+    ["two", pytest.param("four", marks=pytest.mark.nightly)],
+    indirect=True,
+    scope="session",
+)
 def test_outputs_stay_on_their_workers(cluster: Any, is_masked: bool) -> None:
     expected = trained(ks.OneDeviceStrategy("cpu:0"), False, is_masked)
     for found in cluster(trained, False, is_masked):
