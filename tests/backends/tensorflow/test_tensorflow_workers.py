@@ -477,6 +477,54 @@ def test_workers_that_do_not_do_the_same_are_told(run_two):
         assert float(line.split()[1]) < 5 + 25
 
 
+@pytest.mark.by_day
+def test_steps_of_fit_leave_no_threads_and_have_a_deadline(run_two):
+    """TensorFlow has a sleeping thread for each collective with a timeout."""
+    found = run_two(
+        """
+        from pathlib import Path
+
+        from keras_strategies.engines.tensorflow.workers import worker_collectives
+
+        worker_collectives._PROGRAM_TIMEOUTS = 1
+        strategy = ks.MultiWorkerMirroredStrategy(
+            communication_options=ks.CommunicationOptions(timeout_seconds=5)
+        )
+        index = strategy.workers.group.index
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+            model.compile("sgd", "mse")
+        x, y = np.ones((400, 4), "float32"), np.ones((400, 2), "float32")
+
+        def threads():
+            return len(list(Path("/proc/self/task").iterdir()))
+
+        model.fit(x[:8], y[:8], batch_size=4, verbose=0)
+        before = threads()
+        model.fit(x, y, batch_size=4, verbose=0)
+        model.evaluate(x, y, batch_size=4, verbose=0)
+        print("threads:", threads() - before, flush=True)
+
+        folder = Path(__file__).parent
+
+        class Leaves(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                while index == 1 and batch == 2 and not (folder / "told").exists():
+                    time.sleep(0.1)
+
+        try:
+            model.fit(x, y, batch_size=8, verbose=0, callbacks=[Leaves()])
+        except ks.errors.WorkerError as error:
+            print("told:", error, flush=True)
+            (folder / "told").touch()
+        """,
+    )
+    for text in found:
+        [line] = [line for line in text.splitlines() if "threads:" in line]
+        assert int(line.split()[-1]) < 50, line
+    assert "told:" in found[0], "\n\n".join(found)
+
+
 def test_a_server_gets_the_port_that_was_chosen_for_it() -> None:
     """Other sockets cannot take it while workers wait for each other."""
     with worker_server._reserved_port("127.0.0.1") as port:

@@ -241,10 +241,14 @@ class StepFunction:
         if spec is None or self._model.run_eagerly or _has_optionals(spec):
             return self._call_uncached(program, batch)
         own = keras.tree.map_structure(_spec_of, batch) if is_for_shape else spec
-        concrete = self._traces.of(program, own, own_part(spec))
+        if self._workers is None:
+            return self._traces.of(program, own, own_part(spec))(batch)
+        with self._workers.for_deadline():
+            concrete = self._traces.of(program, own, own_part(spec))
         if self._elastic is not None:
             self._elastic.begin_program(concrete)
-        return concrete(batch)
+        with self._workers.deadline():
+            return concrete(batch)
 
     def _call_uncached(self, program: Any, batch: Any) -> Any:
         if self._elastic is not None:

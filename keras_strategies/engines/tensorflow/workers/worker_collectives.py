@@ -20,6 +20,9 @@ from keras_strategies.communication.communicator import Communicator, lost_worke
 from keras_strategies.communication.packing import pack_indices
 from keras_strategies.engines.tensorflow.compat.workers import abort_collectives
 from keras_strategies.engines.tensorflow.workers.instance_keys import InstanceKeys
+from keras_strategies.engines.tensorflow.workers.program_deadline import (
+    ProgramDeadline,
+)
 from keras_strategies.engines.tensorflow.workers.tensor_carriers import (
     MOVED_AS,
     REDUCED_AS,
@@ -50,6 +53,8 @@ DEFAULT_PACK = 25 * 2**20
 _GRACE = 3.0
 _STAGGER = 0.3
 _LONGEST_STAGGER = 3.0
+# A program of `fit` is one step. It may take this many times as long as one collective.
+_PROGRAM_TIMEOUTS = 4
 # Group keys reserved for each generation; one for each local device is used.
 _GROUPS_OF_A_GENERATION = 1000
 _MERGE = {
@@ -89,6 +94,9 @@ class TensorFlowCommunicator(Communicator):
         # with the handle that orders the group's collectives.
         self._groups: dict[str, tuple[int, tf.Variable]] = {}
         self._device = "/device:CPU:0"
+        self._deadline = ProgramDeadline(self._expired)
+        # Whether collectives are traced for programs that have a deadline.
+        self._has_deadline = False
         group.on_loss(self._abort)
 
     def _replicas_set(self) -> None:
@@ -131,8 +139,30 @@ class TensorFlowCommunicator(Communicator):
         if self._server.group is not None and self.elastic is None:
             abort_collectives(tf.errors.UNAVAILABLE, self.group.describe(loss))
 
+    def _expired(self) -> None:
+        reason = "A step has timed out: collective ops is aborted."
+        abort_collectives(tf.errors.DEADLINE_EXCEEDED, reason)
+
     def close(self) -> None:
         self._groups.clear()
+
+    @contextlib.contextmanager
+    def for_deadline(self) -> Iterator[None]:
+        """A context in which a program is traced that is called in `deadline`."""
+        self._has_deadline = True
+        try:
+            yield
+        finally:
+            self._has_deadline = False
+
+    def deadline(self) -> contextlib.AbstractContextManager[None]:
+        """A context for one step of all workers: its collectives have no timeouts."""
+        return self._deadline.within(_PROGRAM_TIMEOUTS * self._timeout)
+
+    @property
+    def _timeout(self) -> float:
+        stagger = min(_STAGGER * self.group.index, _LONGEST_STAGGER)
+        return self.group.patience + _GRACE + stagger
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -284,9 +314,7 @@ class TensorFlowCommunicator(Communicator):
             ),
             "ordering_token": [order.handle],
             "communication_hint": _HINTS[implementation],
-            "timeout_seconds": self.group.patience
-            + _GRACE
-            + min(_STAGGER * self.group.index, _LONGEST_STAGGER),
+            "timeout_seconds": 0.0 if self._has_deadline else self._timeout,
         }
 
 
