@@ -150,13 +150,19 @@ def environment(backend: str, addresses: list[str], index: int) -> dict[str, str
     }
 
 
-def ranks(command: list[str], count: int, backend: str = "torch") -> list[Any]:
+def ranks(
+    command: list[str],
+    count: int,
+    backend: str = "torch",
+    seconds: float = RANKS_SECONDS,
+) -> list[Any]:
     """Runs a command as each of some workers.
 
     Args:
         command: a command that prints JSON in its last line.
         count: int, the workers.
         backend: str.
+        seconds: float, the most that they may take.
 
     Returns:
         list of what each has printed.
@@ -173,7 +179,7 @@ def ranks(command: list[str], count: int, backend: str = "torch") -> list[Any]:
         )
         for index in range(count)
     ]
-    until = time.monotonic() + RANKS_SECONDS
+    until = time.monotonic() + seconds
     try:
         outputs = [
             process.communicate(timeout=max(1.0, until - time.monotonic()))[0]

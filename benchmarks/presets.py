@@ -192,7 +192,7 @@ def run(backend: str, folder: Path, kind: str, processes: int) -> list[Any]:
     if processes == 1:
         return [run_script(__file__, *arguments, backend=backend, timeout=SECONDS)]
     command = [sys.executable, __file__, *arguments]
-    return ranks(command, processes, backend)
+    return ranks(command, processes, backend, SECONDS)
 
 
 def table(results: dict[str, Any]) -> str:

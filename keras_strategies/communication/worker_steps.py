@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import zlib
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
 
+from keras_strategies.communication.checksums import checksum
 from keras_strategies.errors import WorkerError
 from keras_strategies.user_warnings import warn_user
 
@@ -25,7 +25,7 @@ def _checksum(leaf: Any) -> int:
     array = leaf
     if not isinstance(leaf, np.ndarray):
         array = keras.ops.convert_to_numpy(leaf)
-    return zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data)
+    return checksum(array)
 
 
 class WorkerSteps:

@@ -69,7 +69,7 @@ class ModelHooks(Protocol):
         """A variable of a strategy has its first value; may be called again."""
 
     def array_to_assign(self, variable: Any, value: Any) -> Any:
-        """What `variable.assign` gets in place of a NumPy array."""
+        """What `variable.assign` gets in place of a NumPy array; None if it is done."""
 
     def variable_assigned(self, variable: Any) -> None:
         """After `variable.assign(value)`, outside of every stateless scope."""

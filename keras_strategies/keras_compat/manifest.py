@@ -362,7 +362,7 @@ GROUPS: dict[str, Group] = {
         is_temporary=True,
     ),
     "jax workers": Group(
-        "From a scope of several workers on JAX on.",
+        "From a scope of several workers or of model parallelism on JAX on.",
         (
             Patch(
                 f"{_JAX}.distribution_lib",

@@ -162,7 +162,10 @@ class ShardingDriver(abc.ABC):
         """Called when a variable has its first value, once or twice."""
 
     def from_host(self, variable: Any, value: Any) -> Any:
-        """A NumPy array as a tensor to assign, without copies of its size."""
+        """What to assign in place of a NumPy array, without copies of its size.
+
+        None, if the driver has assigned the array to the variable.
+        """
         return value
 
     @abc.abstractmethod

@@ -28,7 +28,8 @@ class StrategyVariable:
     def assign(self, value: Any) -> Any:
         if isinstance(value, np.ndarray) and current_stateless_scope() is None:
             value = installed_hooks().array_to_assign(self, value)
-        result = super().assign(value)  # type: ignore[misc]
+        # None: assigned by the hook.
+        result = self if value is None else super().assign(value)  # type: ignore[misc]
         if current_stateless_scope() is None:
             installed_hooks().variable_assigned(self)
         return result

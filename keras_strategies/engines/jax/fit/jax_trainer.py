@@ -108,7 +108,7 @@ class JaxTrainer(FitDriver, CheckpointDriver):
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        if self.placement.workers is not None:
+        if self.placement.workers is not None or self.placement.mesh is not None:
             hook_jax_placement(
                 place_variable,
                 spans_processes,

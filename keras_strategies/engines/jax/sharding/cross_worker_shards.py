@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import jax
 import numpy as np
 
+from keras_strategies.communication.checksums import checksum
 from keras_strategies.engines.jax.array_placement import (
     put_by_shards,
     put_one,
@@ -100,9 +100,8 @@ class _Checksums:
 
     def add(self, array: jax.Array, value: Any) -> None:
         key = id(array)
-        data = np.ascontiguousarray(np.asarray(value)).view(np.uint8)
         forget = weakref.ref(array, lambda _: self._found.pop(key, None))
-        self._found[key] = (forget, zlib.crc32(data.data))
+        self._found[key] = (forget, checksum(np.asarray(value)))
 
     def get(self, array: jax.Array) -> int | None:
         """The checksum; None for the output of a program, equal on all workers."""
@@ -127,6 +126,11 @@ def is_sharded_over_workers(array: Any) -> bool:
     return spans_processes(array) and not array.is_fully_replicated
 
 
+def _is_sharded(array: Any) -> bool:
+    is_array = isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer)
+    return is_array and not array.is_fully_replicated
+
+
 def assemble(array: jax.Array) -> Any:
     """A sharded array's value if this worker has all shards; None otherwise."""
     found = np.empty(array.shape, array.dtype)
@@ -147,11 +151,16 @@ def assemble(array: jax.Array) -> Any:
 def variable_reader(
     shards_of: Callable[[Any], CrossWorkerShards | None],
 ) -> Callable[[Any, Any], Any]:
-    """A reader of variables for Keras; it returns None where JAX can read."""
+    """A reader of variables for Keras; it returns None where JAX is to read.
+
+    Of a sharded array JAX would keep the value that it reads.
+    """
 
     def read(variable: Any, array: Any) -> Any:
-        if isinstance(array, jax.core.Tracer) or not is_sharded_over_workers(array):
+        if not _is_sharded(array):
             return None
+        if not spans_processes(array):
+            return assemble(array)
         shards = shards_of(variable)
         if shards is None and CrossWorkerShards.last is not None:
             shards = CrossWorkerShards.last()

@@ -146,6 +146,17 @@ class GatheringTrainer(TensorFlowTrainer, ShardingDriver):
     def distribution(self) -> Any:
         return self._distribution
 
+    def from_host(self, variable: Any, value: Any) -> Any:
+        raw = raw_value(variable)
+        if not isinstance(raw, VariableInShards) or not tf.executing_eagerly():
+            return value
+        dtype = raw.dtype.as_numpy_dtype
+        if value.dtype != dtype and not (raw.dtype.is_floating and _is_float(value)):
+            # Keras converts it, or refuses to.
+            return value
+        raw.assign_array(value.astype(dtype, copy=False))
+        return None
+
     def set_layouts(self, variables: Sequence[Any]) -> None:
         for variable in variables:
             layout = self._layout_of(variable, tuple(variable.shape))
@@ -231,6 +242,10 @@ class GatheringTrainer(TensorFlowTrainer, ShardingDriver):
         if optimizer is not None:
             self.adopt(optimizer.variables)
         super().step_function(model, kind, make)
+
+
+def _is_float(array: Any) -> bool:
+    return bool(keras.backend.is_float_dtype(array.dtype.name))
 
 
 def _distribution(mesh: VariableMesh) -> keras.distribution.ModelParallel:

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from keras_strategies.engines.tensorflow.compat.gradients import (
@@ -222,6 +223,14 @@ class VariableInShards(CapturedVariable, VariableWithoutValue):
         )
         return self.assign(new)
 
+    def assign_array(self, value: Any) -> None:
+        """Assigns an array of the same dtype and shape, one shard after the other."""
+        self.value_assigned(value)
+        self._note_assignment()
+        with without_recording():
+            for shard, part in self.own_parts(self.grid.split(value, np.split)):
+                _at(shard, "assign")(part, read_value=False)
+
     def _assign_each(self, method: str, value: Any, read_value: bool) -> Any:
         value = tf.convert_to_tensor(value, dtype=self.dtype)
         self.value_assigned(value if method == "assign" else None)
@@ -235,6 +244,10 @@ class VariableInShards(CapturedVariable, VariableWithoutValue):
             chosen = [(self._shard, value)]
         else:
             chosen = self.own_parts(self.parts_of(value))
+            if method == "assign":
+                chosen = [
+                    (shard, _copied(part, shard.device)) for shard, part in chosen
+                ]
         self._note_assignment()
         with without_recording():
             done = [
@@ -326,10 +339,22 @@ def _made_shard(
     name: str, value: Any, devices: Sequence[str], creating: Creating
 ) -> tf.Variable:
     with creating(devices[0]):
+        value = _copied(value, devices[0])
         shard = new_variable(value, False, f"{name.split(':')[0]}_shard")
     if len(devices) > 1:
         mirror(shard, devices[1:], creating)
     return shard
+
+
+def _copied(part: Any, device: str) -> Any:
+    """A part of a tensor in memory of its own, on a device.
+
+    TensorFlow's parts of rows have the memory of all rows, which a variable would keep.
+    """
+    if isinstance(part, tf.TensorSpec) or not part.shape.rank:
+        return part
+    with tf.device(device):
+        return tf.concat([part[:1], part[1:]], 0)
 
 
 def _graphs_between(graph: Any, around: Any) -> Iterator[Any]:

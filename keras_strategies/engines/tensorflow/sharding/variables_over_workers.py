@@ -6,13 +6,13 @@ A read gathers the shards of all workers: all of them read, in the same order.
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from keras_strategies.communication.checksums import checksum
 from keras_strategies.engines.tensorflow.replicas.replica_reads import replica_device
 from keras_strategies.engines.tensorflow.sharding.shard_grid import ShardGrid
 from keras_strategies.engines.tensorflow.sharding.variables_in_shards import (
@@ -66,8 +66,7 @@ class VariableOverWorkers(VariableInShards):
     def value_assigned(self, value: Any) -> None:
         self.checksum = None
         if value is not None and tf.executing_eagerly():
-            data = np.ascontiguousarray(value.numpy()).view(np.uint8)
-            self.checksum = zlib.crc32(data.data)
+            self.checksum = checksum(np.asarray(value))
 
     def value_on(self, device: str) -> None:
         """None: replicas have it from the device that takes part in collectives."""

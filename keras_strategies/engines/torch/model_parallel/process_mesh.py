@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from keras.distribution import DeviceMesh, TensorLayout
 from torch.distributed.device_mesh import DeviceMesh as ProcessMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from keras_strategies.communication.checksums import checksum
 from keras_strategies.engines.torch.worker_collectives import TorchCommunicator
 from keras_strategies.errors import BackendError
 from keras_strategies.keras_compat.backends.keras_on_torch import distribution_class
@@ -207,12 +207,15 @@ def own_part(value: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> torch
 
 def is_equal_everywhere(value: torch.Tensor) -> bool:
     """Whether all processes have the same value, by checksums."""
-    on_host = value.detach().cpu().contiguous().view(-1)
-    checksum = zlib.crc32(on_host.view(torch.uint8).numpy().data)
-    own = torch.tensor([checksum, -checksum], dtype=torch.int64, device=value.device)
+    found = checksum(value.detach(), _bytes_of)
+    own = torch.tensor([found, -found], dtype=torch.int64, device=value.device)
     dist.all_reduce(own, dist.ReduceOp.MAX)
     most, least = own.tolist()
     return bool(most == -least)
+
+
+def _bytes_of(rows: torch.Tensor) -> np.ndarray:
+    return rows.cpu().contiguous().view(-1).view(torch.uint8).numpy()
 
 
 def gather_shards(value: Any) -> Any:
