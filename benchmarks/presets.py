@@ -3,15 +3,16 @@
 A decoder with random weights is written as Hugging Face writes it (`safetensors` in
 several files and their index), and as Keras does: a `.keras` file, a preset folder
 with `model.weights.h5`, and one with `model.weights.json` and its files. Each is loaded
-under `ModelParallelStrategy("fsdp")` into four shards, by four processes with a device
-each and, where a process can have several devices, by one process with all of them.
+under `ModelParallelStrategy("fsdp")` into four shards: on Torch by four processes with a
+device each; on JAX and TensorFlow by one process with all of them, and `safetensors`
+by four processes, too.
 
 Memory is what a process has allocated (`RssAnon`), above what it had before it made the
 model: at most while it makes variables, while it loads, and afterwards. Pages of files
 that a process maps, as `safetensors` does, are not among it: the system drops them when
-it needs memory. What
-the allocator of the C library keeps of freed memory is not either: it is told to map
-all that has a megabyte.
+it needs memory. What the allocator of the C library keeps of freed memory is not either:
+it is told to map all that has a megabyte. TensorFlow's own allocator keeps what it has
+once had, for later tensors; "in use" is without that.
 """
 
 from __future__ import annotations
@@ -158,6 +159,8 @@ def work(folder: Path, kind: str) -> None:
     start = time.perf_counter()
     memory = allocated_by(load)
     seconds = time.perf_counter() - start
+    stays = memory.after - memory.before
+    used = given_out()
     [model] = found
     own = sum(strategy.describe(model).totals.values())
     name = "model.layers.1.mlp.down_proj.weight"
@@ -172,12 +175,22 @@ def work(folder: Path, kind: str) -> None:
                 "before": memory.before,
                 "making": memory.making - memory.before,
                 "peak": memory.loading - memory.before,
-                "stays": memory.after - memory.before,
+                "stays": stays,
+                "used": stays if used is None else used,
                 "shards": own,
                 "seconds": round(seconds, 1),
             }
         )
     )
+
+
+def given_out() -> int | None:
+    """Bytes that TensorFlow's allocator has given out; None on other backends."""
+    if os.environ["KERAS_BACKEND"] != "tensorflow":
+        return None
+    import tensorflow as tf
+
+    return int(tf.config.experimental.get_memory_info("CPU:0")["current"])
 
 
 # --- In the process that a person starts --------------------------------------
@@ -197,7 +210,7 @@ def run(backend: str, folder: Path, kind: str, processes: int) -> list[Any]:
 
 def table(results: dict[str, Any]) -> str:
     """Memory of the process that needs most, as a Markdown table."""
-    header = ["backend, processes", "file", "shards of a process", "stays"]
+    header = ["backend, processes", "file", "shards of a process", "in use", "stays"]
     header += ["while loading", "above what stays", "while making", "largest tensor"]
     header += ["time"]
     rows = []
@@ -205,8 +218,8 @@ def table(results: dict[str, Any]) -> str:
         backend, processes, kind = name.split(", ")
         most = max(found["processes"], key=lambda each: each["peak"])
         above = max(each["peak"] - each["stays"] for each in found["processes"])
-        sizes = most["shards"], most["stays"], most["peak"], above, most["making"]
-        sizes = *sizes, found["largest"]
+        sizes = most["shards"], most["used"], most["stays"], most["peak"], above
+        sizes = *sizes, most["making"], found["largest"]
         rows.append(
             [
                 f"{backend}, {processes}",
@@ -240,8 +253,10 @@ def main() -> None:
             arguments = ["--worker", "write", "--folder", str(folder)]
             run_script(__file__, *arguments, backend="jax", timeout=SECONDS)
         for backend in options.backends:
-            for processes in (SHARDS,) if backend == "torch" else (1, SHARDS):
-                for kind in options.formats:
+            for kind in options.formats:
+                alone = [] if backend == "torch" else [1]
+                together = backend == "torch" or kind == "safetensors"
+                for processes in (*alone, *([SHARDS] if together else [])):
                     name = f"{backend}, {processes}, {kind}"
                     print(name, file=sys.stderr)
                     found = run(backend, folder, kind, processes)
