@@ -1,18 +1,18 @@
 """Presets that are loaded into shards: the memory of each process while it loads.
 
 A decoder with random weights is written as Hugging Face writes it (`safetensors` in
-several files and their index), and as Keras does: a `.keras` file, a preset folder
-with `model.weights.h5`, and one with `model.weights.json` and its files. Each is loaded
-under `ModelParallelStrategy("fsdp")` into four shards: on Torch by four processes with a
-device each; on JAX and TensorFlow by one process with all of them, and `safetensors`
+several files and their index), and as Keras does: a `.keras` file, a preset folder with
+`model.weights.h5`, and one with `model.weights.json` and its files. Each is loaded
+under `ModelParallelStrategy("fsdp")` into four shards: on Torch by four processes with
+a device each; on JAX and TensorFlow by one process with all of them, and `safetensors`
 by four processes, too.
 
 Memory is what a process has allocated (`RssAnon`), above what it had before it made the
 model: at most while it makes variables, while it loads, and afterwards. Pages of files
 that a process maps, as `safetensors` does, are not among it: the system drops them when
-it needs memory. What the allocator of the C library keeps of freed memory is not either:
-it is told to map all that has a megabyte. TensorFlow's own allocator keeps what it has
-once had, for later tensors; "in use" is without that.
+it needs memory. What the allocator of the C library keeps of freed memory is not
+either: it is told to map all that has a megabyte. TensorFlow's own allocator keeps what
+it has once had, for later tensors; "in use" is without that.
 """
 
 from __future__ import annotations

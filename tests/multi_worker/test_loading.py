@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
-from multi_worker.memory_peaks import above_what_stays, allocated_by
+from multi_worker.memory_peaks import Allocated, above_what_stays, allocated_by
 
 import keras_strategies as ks
 
@@ -39,12 +39,12 @@ def loaded(path: str) -> Any:
     return model
 
 
-def measure(path: str) -> tuple[int, int, float]:
-    """Bytes above what stays of loading and of saving, and an entry of a weight."""
+def measure(path: str) -> tuple[int, Allocated, float]:
+    """Bytes above what stays of loading, those of saving, and an entry of a weight."""
     found: list[Any] = []
     loading = above_what_stays(lambda: found.append(loaded(path)))
     [model] = found
-    saving = above_what_stays(lambda: model.save(f"{path}.again.keras"))
+    saving = allocated_by(lambda: model.save(f"{path}.again.keras"))
     return loading, saving, float(model.layers[-1].kernel.numpy()[5, 7])
 
 
@@ -54,13 +54,25 @@ def saved(folder: Any, name: str) -> tuple[str, float]:
     with ks.OneDeviceStrategy("cpu:0").scope():
         alone = network()
     path = str(folder / name)
-    (alone.save if name.endswith(".keras") else alone.save_weights)(path)
+    if name.endswith(".keras"):
+        alone.save(path)
+    else:
+        is_in_files = name.endswith(".json")
+        alone.save_weights(
+            path, max_shard_size=SIZE / 3 / 2**30 if is_in_files else None
+        )
+        assert len(list(folder.iterdir())) == (5 if is_in_files else 1)
     return path, float(keras.ops.convert_to_numpy(alone.layers[-1].kernel)[5, 7])
 
 
 @pytest.mark.skipif(TORCH, reason="a process has one device")
 @pytest.mark.parametrize(
-    "name", ["model.keras", pytest.param("model.weights.h5", marks=pytest.mark.nightly)]
+    "name",
+    [
+        "model.keras",
+        "model.weights.json",
+        pytest.param("model.weights.h5", marks=pytest.mark.nightly),
+    ],
 )
 def test_the_file_is_never_in_memory(name, tmp_path) -> None:
     """With it, a process had the bytes of the model twice."""
@@ -68,16 +80,20 @@ def test_the_file_is_never_in_memory(name, tmp_path) -> None:
     loading, saving, value = measure(path)
     assert value == expected
     assert loading < SIZE / 2
-    assert saving < SIZE / 2
+    assert saving.making - saving.before < SIZE / 2
+    # JAX keeps a value that it has read in the array.
+    assert saving.after - saving.before < SIZE / 4
 
 
 @pytest.mark.skipif(not TORCH, reason="a process has all devices")
-def test_the_file_is_in_the_memory_of_no_process(cluster, tmp_path) -> None:
-    path, expected = saved(tmp_path, "model.keras")
+@pytest.mark.parametrize("name", ["model.keras", "model.weights.json"])
+def test_the_file_is_in_the_memory_of_no_process(cluster, tmp_path, name) -> None:
+    path, expected = saved(tmp_path, name)
     for loading, saving, value in cluster(lambda strategy: measure(path)):
         assert value == expected
         assert loading < SIZE / 2
-        assert saving < SIZE / 2
+        # The chief has all values while it saves.
+        assert saving.after - saving.before < SIZE / 4
 
 
 # Files that a loop of the user's, or of keras-hub, reads.
@@ -121,7 +137,8 @@ def test_tensors_are_read_one_by_one(tmp_path) -> None:
     path, expected = tensors_in(tmp_path)
     above, value = read_into_shards(path)
     assert value == expected
-    assert above < 3 * SIZE / COUNT
+    # JAX has the old value until it has the new one, and copies of a shard.
+    assert above < (4 if keras.backend.backend() == "jax" else 2) * SIZE / COUNT
 
 
 @pytest.mark.skipif(not TORCH, reason="a process has all devices")
@@ -129,4 +146,5 @@ def test_tensors_are_read_one_by_one_in_each_process(cluster, tmp_path) -> None:
     path, expected = tensors_in(tmp_path)
     for above, value in cluster(lambda strategy: read_into_shards(path)):
         assert value == expected
-        assert above < 3 * SIZE / COUNT
+        # The tensor, and no copy of it.
+        assert above < 1.75 * SIZE / COUNT
