@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from keras_strategies.keras_compat import patching
 from keras_strategies.keras_compat.optimizers.applying import applying
 from keras_strategies.keras_compat.saving.streaming import streamed_files
+from keras_strategies.keras_compat.saving.weights_files import damage_named
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.keras_compat.thread_state import (
     current_stateless_scope,
@@ -288,7 +289,10 @@ def load_weights(
     original: Any, model: Any, filepath: Any, *args: Any, **kwargs: Any
 ) -> None:
     is_own = strategy_of(model) is not None
-    with streamed_files() if is_own else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        if is_own:
+            stack.enter_context(damage_named(filepath))
+            stack.enter_context(streamed_files())
         original(model, filepath, *args, **kwargs)
     installed_hooks().loaded(model, filepath)
 

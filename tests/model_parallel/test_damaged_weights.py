@@ -1,0 +1,114 @@
+"""Weights that do not load: the error names the file or the variable, with numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import keras_strategies as ks
+from keras_strategies.errors import DamagedCheckpointError
+
+WIDTH = 64
+
+
+def strategy() -> Any:
+    if keras.backend.backend() == "torch":
+        return ks.OneDeviceStrategy("cpu:0")
+    return ks.ModelParallelStrategy("fsdp", ["cpu:0", "cpu:1"], min_shard_bytes=0)
+
+
+@pytest.fixture
+def model() -> Any:
+    with strategy().scope():
+        return keras.Sequential(
+            [keras.Input((WIDTH,)), *[layers.Dense(WIDTH) for _ in range(4)]]
+        )
+
+
+@pytest.fixture
+def index(model, tmp_path) -> Path:
+    """The index of two files."""
+    path = tmp_path / "model.weights.json"
+    model.save_weights(path, max_shard_size=40_000 / 2**30)
+    assert len(list(tmp_path.glob("*.h5"))) == 2
+    return path
+
+
+def halve(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+
+
+def test_a_truncated_file(model, tmp_path) -> None:
+    path = tmp_path / "model.weights.h5"
+    model.save_weights(path)
+    halve(path)
+    with pytest.raises(DamagedCheckpointError) as error:
+        model.load_weights(path)
+    assert str(path) in str(error.value)
+    assert f"eof = {path.stat().st_size}" in str(error.value)
+
+
+def test_a_truncated_file_of_an_index(model, index) -> None:
+    file = index.with_name("model_00001.weights.h5")
+    halve(file)
+    with pytest.raises(
+        DamagedCheckpointError, match=r"one of 2 files of 'model\.weights\.json'"
+    ) as error:
+        model.load_weights(index)
+    assert str(file) in str(error.value)
+    assert f"eof = {file.stat().st_size}" in str(error.value)
+
+
+def test_a_truncated_index(model, index) -> None:
+    halve(index)
+    with pytest.raises(DamagedCheckpointError) as error:
+        model.load_weights(index)
+    assert str(index) in str(error.value)
+
+
+def test_a_missing_file_of_an_index(model, index) -> None:
+    file = index.with_name("model_00001.weights.h5")
+    file.unlink()
+    with pytest.raises(FileNotFoundError) as error:
+        model.load_weights(index)
+    assert str(file) in str(error.value)
+
+
+def test_an_index_loads(model, index) -> None:
+    expected = model.get_weights()
+    for variable in model.variables:
+        variable.assign(np.zeros(variable.shape, "float32"))
+    model.load_weights(index)
+    for found, value in zip(model.get_weights(), expected, strict=True):
+        np.testing.assert_array_equal(found, value)
+    assert json.loads(index.read_text())["metadata"]["total_size"] > 0
+
+
+@pytest.mark.parametrize("ending", ["h5", "json"])
+def test_a_weight_of_another_shape(model, tmp_path, ending) -> None:
+    path = tmp_path / f"model.weights.{ending}"
+    model.save_weights(path, max_shard_size=1 if ending == "json" else None)
+    hidden = [layers.Dense(WIDTH, name=f"hidden{i}") for i in range(3)]
+    with strategy().scope():
+        other = keras.Sequential(
+            [keras.Input((WIDTH,)), *hidden, layers.Dense(WIDTH // 2, name="last")]
+        )
+    with pytest.raises(ValueError, match="last/kernel") as error:
+        other.load_weights(path)
+    assert f"({WIDTH}, {WIDTH // 2})" in str(error.value)
+    assert f"{WIDTH}, {WIDTH}" in str(error.value)
+
+
+def test_an_array_of_another_shape(model) -> None:
+    kernel = model.layers[0].kernel
+    with pytest.raises(ValueError, match=r"dense.*kernel") as error:
+        kernel.assign(np.zeros((WIDTH, WIDTH + 1), "float32"))
+    assert f"({WIDTH}, {WIDTH})" in str(error.value)
+    assert f"{WIDTH}, {WIDTH + 1}" in str(error.value)
