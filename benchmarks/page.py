@@ -114,6 +114,7 @@ def table(name: str) -> str:
     import model_parallel
     import multi_worker
     import parameter_server as ps
+    import presets
     import python_time
     import random_numbers
     import resume
@@ -146,6 +147,7 @@ def table(name: str) -> str:
         "faults": faults,
         "memory": memory,
         "mixing rows": mixing_rows,
+        "presets": presets,
         "python time": python_time,
         "random numbers": random_numbers,
         "slow input": slow_input,
