@@ -17,17 +17,20 @@ if BACKEND == "jax":
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "communication.py"
 MOST_BYTES = 64 * 1024
+#: The benchmark cannot count gathers of unknown length, of TensorFlow's tables.
+MODELS = ["segmentation", *(["language model"] if BACKEND == "torch" else [])]
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("model", ["segmentation", "language model"])
+@pytest.mark.parametrize("model", MODELS)
 def test_a_worker_sends_at_most_a_little_more_than_its_peer(
     model: str, tmp_path: Path
 ) -> None:
     command = [sys.executable, str(SCRIPT), "--backends", BACKEND, "--models", model]
     command += ["--workers", "2,4", "--rows", "8", "--output", str(tmp_path)]
     subprocess.run(command, check=True, timeout=550)
-    results = json.loads((tmp_path / "communication.json").read_text())
+    text = (tmp_path / "communication.json").read_text()
+    results = json.loads(text)["results"]
     by_workers: dict[str, Any] = results[f"{BACKEND}, {model}"]
     assert set(by_workers) == {"2", "4"}
     for kinds in by_workers.values():
