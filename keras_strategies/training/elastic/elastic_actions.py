@@ -395,10 +395,10 @@ class ElasticActions(ElasticLoop):
             return None
         state = self._join()[1]
         if state["fit"] is None:
-            raise _other_phase("a custom loop", "`fit`")
+            self._refuse("a custom loop", "`fit`")
         if state["fits"] != self._fits:
             theirs = f"call {state['fits']} of `fit`"
-            raise _other_phase(theirs, f"call {self._fits} of `fit`")
+            self._refuse(theirs, f"call {self._fits} of `fit`")
         return state
 
     def join_loop(self) -> Change:
@@ -409,7 +409,7 @@ class ElasticActions(ElasticLoop):
         """
         generation, state = self._join()
         if state["loop"] is None:
-            raise _other_phase("`fit`", "a custom loop")
+            self._refuse("`fit`", "a custom loop")
         members = generation.members
         own = frozenset([members[generation.rank].index])
         return Change(frozenset(), own, len(members))
@@ -434,6 +434,16 @@ class ElasticActions(ElasticLoop):
         self._drop_checks(None, True)
         self._is_new = True
         return state
+
+    def _refuse(self, theirs: str, own: str) -> NoReturn:
+        """Ends this worker, which has joined in another part of the script."""
+        # The others, which may wait for it in a collective, continue without it.
+        self._membership.group.abandon()
+        raise WorkerError(
+            f"This worker has joined in {own}, but the other workers are in {theirs}. "
+            "Skip finished parts of the script, so that a new worker reaches "
+            f"{theirs} first."
+        )
 
     def end_fit(self) -> None:
         """Ends a `fit`."""
@@ -462,13 +472,6 @@ def _loop_of(workers: Communicator | None) -> LoopSteps | None:
 
 def _nothing_to_undo() -> bool:
     return True
-
-
-def _other_phase(theirs: str, own: str) -> WorkerError:
-    return WorkerError(
-        f"This worker has joined in {own}, but the other workers are in {theirs}. Skip "
-        f"finished parts of the script, so that a new worker reaches {theirs} first."
-    )
 
 
 def _driver_of(model: Any) -> ElasticDriver:
