@@ -11,7 +11,8 @@ process of its own that is pinned to one core:
 - where the peer moves data with Gloo, the same two processes as `SCHED_BATCH`, as by
   `chrt --batch 0 python ...`: what our workers do for Gloo's threads only, which on a
   core that is shared with them costs a scheduler's tick for most messages
-  (`keras_strategies/runtime/thread_scheduling.py`).
+  (`keras_strategies/runtime/thread_scheduling.py`);
+- on Torch the same loop by hand with Keras's loss, which ours has, in place of Torch's.
 
 Every number is the median over rounds of the milliseconds per step of worker 0, after
 one epoch that warms up; ratios have the range of the rounds. Above 1 ours is faster.
@@ -57,6 +58,7 @@ PEERS = {
 WITH_GLOO = ("jax", "torch")
 # Seconds in which a cluster has to come through its first epoch.
 START_SECONDS = 60
+KERAS_LOSS = "peer_keras_loss"
 # Seconds for all that a command of `ranks` does, with 8 workers on two cores.
 RANKS_SECONDS = 600
 
@@ -213,13 +215,15 @@ def serve(kind: str, workload: Workload) -> None:
     index, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if kind == "peer_batch":
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    answer(
-        lambda backend: (
-            ours(workload)
-            if kind == "ours"
-            else PEERS_OF[backend](workload, index, count)
-        )
-    )
+
+    def make(backend: str) -> Callable[[], float]:
+        if kind == "ours":
+            return ours(workload)
+        if kind == KERAS_LOSS:
+            return torch_peer(workload, index, count, has_keras_loss=True)
+        return PEERS_OF[backend](workload, index, count)
+
+    answer(make)
 
 
 def answer(make: Callable[[str], Callable[[], float]], cores: int = 1) -> None:
@@ -281,10 +285,14 @@ def jax_peer(workload: Workload, index: int, count: int) -> Callable[[], float]:
     return keras_contestant(workload, no_scope, (x, y))
 
 
-def torch_peer(workload: Workload, index: int, count: int) -> Callable[[], float]:
+def torch_peer(
+    workload: Workload, index: int, count: int, has_keras_loss: bool = False
+) -> Callable[[], float]:
     import keras
     import torch
     from torch.nn.functional import cross_entropy
+
+    keras_loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
     keras.utils.set_random_seed(0)
     torch.distributed.init_process_group("gloo")
@@ -298,8 +306,11 @@ def torch_peer(workload: Workload, index: int, count: int) -> Callable[[], float
         total = 0.0
         for rows, labels in zip(x, y, strict=True):
             optimizer.zero_grad()
-            logits = model(rows, training=True).flatten(0, -2)
-            loss = cross_entropy(logits, labels.flatten())
+            logits = model(rows, training=True)
+            if has_keras_loss:
+                loss = keras_loss(labels, logits)
+            else:
+                loss = cross_entropy(logits.flatten(0, -2), labels.flatten())
             loss.backward()
             optimizer.step()
             total += loss.item()
@@ -388,6 +399,10 @@ def table(results: dict[str, Any]) -> str:
                     cells += ["did not start" if kind in rounds else "not measured", ""]
             cells[5] = f"{PEERS[backend]}, {cells[5]}"
             rows.append(cells)
+            if KERAS_LOSS in ms:
+                peer = f"{PEERS[backend]} with Keras's loss, {ms[KERAS_LOSS]:.1f} ms"
+                part = ratio(rounds[KERAS_LOSS], rounds["two"])
+                rows.append([backend, name, "", "", "", peer, part, "", ""])
     return markdown_table(header, rows)
 
 
@@ -396,6 +411,8 @@ def compare(backend: str, workload: Workload, rounds: int) -> dict[str, Rounds |
     kinds = {"one": ("ours", 1), "two": ("ours", 2), "peer": ("peer", 2)}
     if backend in WITH_GLOO:
         kinds["peer_batch"] = ("peer_batch", 2)
+    if backend == "torch":
+        kinds[KERAS_LOSS] = (KERAS_LOSS, 2)
     contestants = {}
     # A peer that spins is not to hold up the start of ours.
     for names in (["one", "two"], [name for name in kinds if name.startswith("peer")]):
