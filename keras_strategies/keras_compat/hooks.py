@@ -55,8 +55,8 @@ class ModelHooks(Protocol):
     def input_made(self, epochs: Any) -> None:
         """`fit`, `evaluate` or `predict` has made an epoch iterator of its input."""
 
-    def building(self, model: Any, batch: Any) -> int:
-        """The replicas of a model that is built from the shapes of a batch."""
+    def building(self, model: Any, batch: Any) -> None:
+        """Called before a model is built from the shapes of its first batch."""
 
     def has_state(self, model: Any) -> bool:
         """Whether the steps of a model take and return its variables, on JAX."""

@@ -124,11 +124,9 @@ class StrategyHooks:
             if spec is not None:
                 check_batch(spec)
 
-    def building(self, model: Any, batch: Any) -> int:
-        replicas: int = strategy_of(model).num_replicas_in_sync
-        if replicas > 1:
+    def building(self, model: Any, batch: Any) -> None:
+        if strategy_of(model).num_replicas_in_sync > 1:
             check_batch(batch)
-        return replicas
 
     def loaded(self, model: Any, source: Any) -> None:
         read_seeds(source, seed_states(model))

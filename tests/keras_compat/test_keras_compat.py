@@ -83,30 +83,6 @@ def test_a_step_is_built_from_shapes_alone() -> None:
     assert model.optimizer.built
 
 
-@pytest.mark.skipif(
-    keras.backend.backend() != "torch", reason="others trace a program for shapes"
-)
-@pytest.mark.parametrize("needed", [1, 6], ids=["any-rows", "all-rows"])
-def test_losses_are_built_with_the_rows_of_a_replica(mirrored, needed) -> None:
-    rows: list[int] = []
-
-    class Counted(keras.layers.Layer):
-        def call(self, x):
-            if is_built(model):
-                rows.append(len(x))
-                assert len(x) >= needed
-            return x
-
-    model = keras.Sequential()
-    with mirrored.scope():
-        model = keras.Sequential([keras.Input((3,)), Counted(), keras.layers.Dense(1)])
-        model.compile("sgd", "mse", metrics=["mae"])
-    symbolic_build(model, (np.zeros((6, 3)), np.zeros((6, 1))))
-    # On the device "meta" and, where it fails, on the CPU.
-    assert rows == ([3] if needed == 1 else [3, 3, 6])
-    assert model._compile_metrics.built and model._compile_loss.built
-
-
 def test_thread_state_is_copied_and_put_back() -> None:
     with keras.StatelessScope():
         state = thread_state()

@@ -43,17 +43,6 @@ def is_unbuilt(model: Any) -> bool:
     return bool(unbuilt) or not is_built(model)
 
 
-def rows_of_replica(batch: Any, replicas: int) -> Any:
-    """Symbolic tensors like a batch, with the rows of one of some replicas."""
-
-    def symbolic(leaf: Any) -> Any:
-        rows, *shape = leaf.shape
-        dtype = keras.backend.standardize_dtype(leaf.dtype)
-        return keras.KerasTensor((-(-rows // replicas), *shape), dtype)
-
-    return keras.tree.map_structure(lambda v: v if v is None else symbolic(v), batch)
-
-
 def empty_input(model: Any) -> InputError:
     """The error for a model that has no batch to be built from."""
     return InputError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import keras
@@ -13,12 +12,7 @@ from keras_strategies.keras_compat.backends.keras_on_tensorflow import (
     is_trained_on_several_devices,
 )
 from keras_strategies.keras_compat.hooks import installed_hooks
-from keras_strategies.keras_compat.models.building import (
-    empty_input,
-    is_built,
-    is_unbuilt,
-    rows_of_replica,
-)
+from keras_strategies.keras_compat.models.building import empty_input, is_unbuilt
 from keras_strategies.keras_compat.models.first_batches import first_batch
 from keras_strategies.keras_compat.models.input_adapters import own_part
 
@@ -37,13 +31,7 @@ class TrainerOfStrategy(Trainer):  # type: ignore[misc]
             if data_batch is None:
                 raise empty_input(self)
         if data_batch is not None:
-            replicas = installed_hooks().building(self, data_batch)
-            if keras.backend.backend() == "torch" and is_built(self):
-                # Keras calls the model for the shapes of its outputs, with all rows in
-                # memory if an operation cannot run on the device "meta".
-                with contextlib.suppress(Exception):  # It may need all rows.
-                    rows = rows_of_replica(data_batch, replicas)
-                    super()._symbolic_build(data_batch=rows)
+            installed_hooks().building(self, data_batch)
         super()._symbolic_build(iterator=iterator, data_batch=data_batch)
 
     def _maybe_symbolic_build(
