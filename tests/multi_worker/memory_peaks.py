@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import threading
 from collections.abc import Callable
@@ -10,6 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import keras
+
+
+def return_large_blocks() -> None:
+    """From now on glibc returns each large block when it is freed (mallopt(3)).
+
+    Else it keeps some for later, which looks like memory in use.
+    """
+    threshold = -3  # M_MMAP_THRESHOLD
+    assert ctypes.CDLL(None).mallopt(threshold, 2**20)
 
 
 def above_what_stays(fn: Callable[[], object]) -> int:
