@@ -255,7 +255,11 @@ class StepFunction:
             self._elastic.begin_program(None)
         if self._model.run_eagerly:
             return program(batch)
-        return self._traces.call(program, batch)
+        if self._workers is None:
+            return self._traces.call(program, batch)
+        # A trace of a step of `fit` may serve, whose collectives have no timeouts.
+        with self._workers.deadline():
+            return self._traces.call(program, batch)
 
     def _build(self, batch: Any) -> bool:
         """Builds the model, since replicas cannot create variables.
