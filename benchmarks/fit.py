@@ -6,8 +6,9 @@ two cores, trains plain Keras, which is what a user of a CPU otherwise does. A p
 with two cores trains our MirroredStrategy on two CPU replicas and the peer in turn:
 
 - JAX: `keras.distribution.DataParallel`;
-- Torch: `DistributedDataParallel` written by hand, two processes, a core each, and
-  Hugging Face Accelerate where it is installed;
+- Torch: `DistributedDataParallel` written by hand, two processes, a core each, with
+  Torch's loss and with Keras's, which ours has, and Hugging Face Accelerate where it is
+  installed;
 - TensorFlow: `tf.distribute.MirroredStrategy`.
 
 Every number is the median over rounds of the milliseconds per step of an epoch, after
@@ -44,6 +45,8 @@ from measuring import (
 from models import WORKLOADS, Workload
 from page import write_page
 from tables import markdown_table
+
+WITH_KERAS_LOSS = "DDP with Keras's loss"
 
 # --- In the measuring processes -----------------------------------------------
 
@@ -109,7 +112,7 @@ def two_cores(workload: Workload, backend: str) -> Contestants:
         tf_peer = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
         contestants["tf.distribute"] = keras_contestant(workload, tf_peer.scope)
     if backend == "torch":
-        for name in ("DDP", "Accelerate"):
+        for name in ("DDP", WITH_KERAS_LOSS, "Accelerate"):
             peer_processes = TorchPeer(workload, name)
             if peer_processes.available:
                 contestants[name] = peer_processes
@@ -171,6 +174,7 @@ def torch_peer(kind: str, workload: Workload) -> None:
     torch.set_num_threads(1)
     import keras
 
+    keras_loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     keras.utils.set_random_seed(0)
     model = workload.build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -199,8 +203,11 @@ def torch_peer(kind: str, workload: Workload) -> None:
         total = 0.0
         for rows, labels in zip(x, y, strict=True):
             optimizer.zero_grad()
-            logits = model(rows, training=True).flatten(0, -2)
-            loss = cross_entropy(logits, labels.flatten())
+            logits = model(rows, training=True)
+            if kind == WITH_KERAS_LOSS:
+                loss = keras_loss(labels, logits)
+            else:
+                loss = cross_entropy(logits.flatten(0, -2), labels.flatten())
             backward(loss)
             optimizer.step()
             total += loss.item()
