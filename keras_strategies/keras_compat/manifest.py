@@ -613,7 +613,7 @@ GROUPS: dict[str, Group] = {
                 "save_own_variables",
                 "(self, store)",
                 "saving.streaming.save_slots",
-                "It makes one array of each slot.",
+                "It materializes each slot, which may exceed the memory of a process.",
             ),
         ),
         is_temporary=True,

@@ -51,6 +51,33 @@ def test_replicas_are_numbered_over_all_workers(cluster):
 
 
 @BOTH
+def test_devices_are_those_of_own_replicas(cluster):
+    """A program of JAX for the replicas of all workers has no device names."""
+
+    def program(strategy):
+        seen = []
+
+        def fn(x):
+            context = ks.get_replica_context()
+            assert "ReplicaContext" in repr(context)
+            seen.append(context.devices)
+            return x
+
+        try:
+            strategy.run(fn, args=(ids(strategy),))
+        except ks.errors.ContextError as error:
+            return str(error)
+        return seen
+
+    for found in cluster(program):
+        if keras.backend.backend() == "jax":
+            assert "'ReplicaContext.devices' of replica" in found
+            assert "replica_id_in_sync_group" in found
+        else:
+            assert {name for names in found for name in names} <= {"cpu:0", "cpu:1"}
+
+
+@BOTH
 def test_reduce_is_over_all_replicas(cluster):
     def program(strategy):
         values = strategy.run(lambda x: x + 1.0, args=(ids(strategy),))

@@ -37,7 +37,7 @@ from keras_strategies.runtime.state import run_state
 
 
 class NotUniformError(Exception):
-    """The replicas of this function cannot be one sharded program."""
+    """The function cannot be one program with its replicas on their own devices."""
 
 
 def sharded_context(

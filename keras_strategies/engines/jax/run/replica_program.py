@@ -181,13 +181,12 @@ class ReplicaProgram:
         self._uneven.add(code)
         reason = "" if error is None else str(error).split("\n")[0]
         warnings.warn_explicit(
-            f"The replicas of {fn.__qualname__!r} have different numbers of rows, and "
-            f"cannot be one sharded program{reason and ': '}{reason}. On JAX every "
-            "device then computes all replicas, one after the other. Choose a batch "
-            f"size that {self._mesh.count} replicas divide, and drop or pad a last "
-            "batch that they do not; `fit` shards batches of any size, and `run` those "
-            "of functions that exchange nothing but the gradients of one "
-            "`optimizer.apply`.",
+            f"The replicas of {fn.__qualname__!r} have different numbers of rows, so "
+            "on JAX every device computes all replicas, one after the other"
+            f"{reason and ': '}{reason}. Choose a batch size that {self._mesh.count} "
+            "replicas divide, and drop or pad a last batch that they do not; `fit` "
+            "shards batches of any size, and `run` those of functions that exchange "
+            "nothing but the gradients of one `optimizer.apply`.",
             UserWarning,
             code.co_filename,
             code.co_firstlineno,
