@@ -40,6 +40,9 @@ from keras_strategies.keras_compat.models.input_adapters import (
 )
 from keras_strategies.keras_compat.models.layers import added_later
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
+from keras_strategies.keras_compat.variables.strategy_variables import (
+    set_variable_strategy,
+)
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.drivers import CheckpointDriver, ElasticDriver, FitDriver
 from keras_strategies.runtime.placement import VariableCopy
@@ -187,11 +190,14 @@ class JaxTrainer(FitDriver, CheckpointDriver):
         return workers.gather_rows_on_host
 
     def _place_compiled(self, model: Any) -> None:
-        """Moves an optimizer and metrics that were built before `compile`."""
+        """Takes an optimizer and metrics that were built before `compile`."""
         optimizer = [] if model.optimizer is None else model.optimizer.variables
         for variable in (*optimizer, *model.metrics_variables):
             if not self.is_placed(variable):
                 self.place(variable)
+            if strategy_of(variable) is None:
+                # Without one, values on devices of several processes are not read.
+                set_variable_strategy(variable, self.strategy)
 
     def _check_model(self, model: Any) -> None:
         """Raises `ModelScopeError` if variables are on other devices.
@@ -220,11 +226,13 @@ class JaxTrainer(FitDriver, CheckpointDriver):
 
     def save_sharded(self, model: Any, directory: Path, keep: int) -> int:
         sync_jax_state(model)
+        self._place_compiled(model)
         with self._barriers(f"save_sharded to {str(directory)!r}"):
             return orbax_checkpoints.save(model, directory, keep)
 
     def load_sharded(self, model: Any, directory: Path) -> int:
         sync_jax_state(model)
+        self._place_compiled(model)
         with self._barriers(f"load_sharded from {str(directory)!r}"):
             return orbax_checkpoints.load(model, directory, self._sharding_now)
 
