@@ -191,8 +191,9 @@ class JaxTrainer(FitDriver, CheckpointDriver):
 
     def _place_compiled(self, model: Any) -> None:
         """Takes an optimizer and metrics that were built before `compile`."""
-        optimizer = [] if model.optimizer is None else model.optimizer.variables
-        for variable in (*optimizer, *model.metrics_variables):
+        optimizer = getattr(model, "optimizer", None)
+        slots = [] if optimizer is None else optimizer.variables
+        for variable in (*slots, *model.metrics_variables):
             if not self.is_placed(variable):
                 self.place(variable)
             if strategy_of(variable) is None:
