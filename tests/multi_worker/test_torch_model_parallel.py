@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from unittest import mock
 
 import keras
 import numpy as np
@@ -325,48 +326,89 @@ def test_a_rematerialized_model_in_a_model(cluster, layout_map):
         assert_same(expected, found, 1e-5, str(layout_map))
 
 
+def gathers_of_steps(steps):
+    """What happens to weights in steps of four layers, each in a pack of its own.
+
+    Returns:
+        For each of the steps when a gather begins, ends, and when its weight is read;
+        the most weights that are in memory when a gather begins; and those left.
+    """
+    import torch
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    from keras_strategies.engines.torch.model_parallel.call_weights import CallWeights
+    from keras_strategies.engines.torch.model_parallel.weight_packs import (
+        Gather,
+        WeightPack,
+    )
+
+    options = ks.CommunicationOptions(bytes_per_pack=256)
+    own = ks.ModelParallelStrategy(
+        "fsdp", ["cpu:0"], min_shard_bytes=0, communication_options=options
+    )
+    keras.utils.set_random_seed(3)
+    with own.scope():
+        model = keras.Sequential([keras.Input((8,))])
+        for _ in range(4):
+            model.add(keras.layers.Dense(8, "tanh", use_bias=False))
+        model.compile("sgd", "mse")
+    places = {id(weight): i for i, weight in enumerate(model.weights, 1)}
+    events, live, memories = [], [], []
+
+    def begins(pack, dtype):
+        live.append(sum(not memory.expired() for memory in memories))
+        gather = begin(pack, dtype)
+        memories.append(StorageWeakRef(gather.every.untyped_storage()))
+        events.append(f"begin {places[id(pack.variables[0])]}")
+        return gather
+
+    def ends(gather):
+        values = end(gather)
+        memories.extend(
+            StorageWeakRef(value.untyped_storage()) for value in values.values()
+        )
+        events.append(f"end {places[id(gather.pack.variables[0])]}")
+        return values
+
+    def reads(call, variable, dtype):
+        value = read(call, variable, dtype)
+        events.append(f"read {places[id(variable)]}")
+        return value
+
+    begin, end, read = WeightPack.gather, Gather.values, CallWeights._value
+    x = torch.zeros((8, 8))
+    found = []
+    with (
+        mock.patch.object(WeightPack, "gather", begins),
+        mock.patch.object(Gather, "values", ends),
+        mock.patch.object(CallWeights, "_value", reads),
+    ):
+        for _ in range(steps):
+            model.fit(x, x, batch_size=8, verbose=0)
+            found.append(" ".join(events))
+            events.clear()
+    left = sum(not memory.expired() for memory in memories)
+    return found, max(live), left
+
+
 def test_gathered_weights_are_freed_after_their_operations(cluster):
-    """Four weights in shards, each in a pack of its own: two packs are kept."""
+    """Two packs are in memory, the next one is gathered while one is used."""
 
     def program(strategy):
-        import torch
-        from torch.multiprocessing.reductions import StorageWeakRef
+        return gathers_of_steps(2)
 
-        from keras_strategies.engines.torch.model_parallel import packed_weights
-
-        live, memories = [], []
-        original = packed_weights.PackedWeights._gathered
-
-        def gathered(self, pack, dtype):
-            live.append(sum(not memory.expired() for memory in memories))
-            values = original(self, pack, dtype)
-            memories.extend(
-                StorageWeakRef(value.untyped_storage()) for value in values.values()
-            )
-            return values
-
-        packed_weights.PackedWeights._gathered = gathered
-        try:
-            options = ks.CommunicationOptions(bytes_per_pack=256)
-            own = ks.ModelParallelStrategy(
-                "fsdp", ["cpu:0"], min_shard_bytes=0, communication_options=options
-            )
-            keras.utils.set_random_seed(3)
-            with own.scope():
-                model = keras.Sequential([keras.Input((8,))])
-                for _ in range(4):
-                    model.add(keras.layers.Dense(8, "tanh", use_bias=False))
-                model.compile("sgd", "mse")
-            x = torch.zeros((8, 8))
-            model.fit(x, x, batch_size=8, verbose=0)
-        finally:
-            packed_weights.PackedWeights._gathered = original
-        return live, sum(not memory.expired() for memory in memories)
-
-    for live, left in cluster(program):
+    for (first, second), live, left in cluster(program):
         # The first weight has no part in the backward pass: inputs have no gradients.
-        assert len(live) == 4 + 3
-        assert max(live) <= 2
+        backward = "read 4 read 3 begin 2 end 2 read 2"
+        assert first == (
+            "begin 1 end 1 read 1 begin 2 end 2 read 2 begin 3 end 3 read 3 "
+            f"begin 4 end 4 read 4 {backward}"
+        )
+        assert second == (
+            "begin 1 end 1 begin 2 read 1 end 2 begin 3 read 2 end 3 begin 4 read 3 "
+            "end 4 read 4 read 4 begin 2 read 3 end 2 read 2"
+        )
+        assert live <= 2
         assert left == 0
 
 

@@ -60,6 +60,7 @@ __all__ = [
     "set_timeout",
     "shards_like",
     "silent_fake_tensors",
+    "spec_of",
     "storage_key",
     "tensor_without_memory",
     "tree_flatten",
@@ -384,6 +385,11 @@ def local_shard(shards: Any) -> torch.Tensor:
     return own
 
 
+def spec_of(shards: Any) -> Any:
+    """The mesh, placements, shape and dtype of a `DTensor`, hashable."""
+    return shards._spec
+
+
 def shards_like(own: torch.Tensor, like: Any) -> Any:
     """A `DTensor` of which this process has a shard, without a check or a gradient.
 
@@ -391,7 +397,9 @@ def shards_like(own: torch.Tensor, like: Any) -> Any:
         own: the shard.
         like: a `DTensor` of the same shape, dtype and placements.
     """
-    return type(like)(own, like._spec, requires_grad=False)
+    kind: Any = type(like)
+    # Without `__init__`, which does nothing but leave Dynamo.
+    return kind.__new__(kind, own, like._spec, requires_grad=False)
 
 
 def tensor_without_memory(

@@ -321,6 +321,24 @@ class TorchCommunicator(Communicator):
             raise lost_worker(self.group, error) from error
         return lambda: self._wait(parts.device, lambda: work)
 
+    def start_all_gather(
+        self, every: torch.Tensor, own: torch.Tensor
+    ) -> Callable[[], None]:
+        """Begins to concatenate tensors of equal shapes along axis 0.
+
+        Args:
+            every: receives those of all workers, of shape `(workers * n, ...)`.
+            own: that of this worker, of shape `(n, ...)`.
+
+        Returns:
+            A callable that waits, as that of `start_all_reduce`.
+        """
+        try:
+            work = all_gather_into(self._engine(own.device), every, own)
+        except RuntimeError as error:
+            raise lost_worker(self.group, error) from error
+        return lambda: self._wait(own.device, lambda: work)
+
     def gather_rows(self, tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         kind = tensor.dtype
         own = tensor.detach().to(_CARRIERS.get(kind, kind)).contiguous()
@@ -331,8 +349,7 @@ class TorchCommunicator(Communicator):
             own = torch.cat([own, missing])
         joined = own.new_empty((most * len(rows), *own.shape[1:]))
         if joined.numel():
-            engine = self._engine(own.device)
-            self._wait(own.device, lambda: all_gather_into(engine, joined, own))
+            self.start_all_gather(joined, own)()
         if any(count < most for count in rows):
             pairs = zip(joined.split(most), rows, strict=True)
             joined = torch.cat([part[:count] for part, count in pairs])

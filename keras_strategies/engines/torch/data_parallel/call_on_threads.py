@@ -138,7 +138,8 @@ class CallOnThreads(ReplicaExecutor):
                     by_type = self.plan.proof.is_by_type
                     stack.enter_context(seeing_draws(only_of_keras=by_type))
                 if self._weights is not None:
-                    stack.callback(self._weights.forget)
+                    keeps = self._is_recorded
+                    stack.callback(self._weights.end_pass, keeps=keeps)
                     stack.enter_context(self._weights.saved())
                 return call(slices, self._replica_state(replica_id), rows)
 
@@ -235,8 +236,9 @@ class CallOnThreads(ReplicaExecutor):
             if sums is None:
                 return boundary.sums(columns)
             if self._weights is not None:
-                self._weights.forget()
-            return sums.gradients(columns)
+                self._weights.end_pass()
+            with self._variables.ordinary():
+                return sums.gradients(columns)
 
     def _backward(
         self, replica_id: int, backward: BackwardPass, retains_graph: bool

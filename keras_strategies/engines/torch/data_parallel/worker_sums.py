@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from keras_strategies.engines.torch.compat import local_shard
 from keras_strategies.engines.torch.memory_formats import axis_order, in_axis_order
 from keras_strategies.engines.torch.worker_collectives import TorchCommunicator
 from keras_strategies.runtime.data_parallel.gradient_boundary import (
@@ -26,6 +25,9 @@ if TYPE_CHECKING:
     from keras_strategies.engines.torch.model_parallel.packed_weights import (
         PackedWeights,
     )
+    from keras_strategies.engines.torch.model_parallel.shards import ShardLayout
+
+_NO_LAYOUTS: Mapping[int, ShardLayout] = {}
 
 
 class WorkerSums:
@@ -94,23 +96,27 @@ class WorkerSums:
         """The packs, in the order in which their gradients are complete."""
         shards, targets = self._shards, self._targets
         if shards is None:
-            return self._packs_of(self._order, None)
+            return self._packs_of(self._order)
         kinds: dict[tuple[int, ...] | None, list[int]] = {}
+        layouts = {}
         for i in self._order:
-            kinds.setdefault(shards.axes(targets[i].variable), []).append(i)
+            layout = shards.layout(targets[i].variable)
+            axes = None
+            if layout is not None:
+                layouts[i], axes = layout, layout.axes
+            kinds.setdefault(axes, []).append(i)
         packs: list[GradientPack] = []
         for axes, members in kinds.items():
-            packs += self._packs_of(members, None if axes is None else shards)
+            in_shards = () if axes is None else (shards, layouts)
+            packs += self._packs_of(members, *in_shards)
         places = {i: place for place, i in enumerate(self._order)}
         return sorted(packs, key=lambda pack: max(places[i] for i in pack.members))
 
-    def _packs_of(
-        self, members: list[int], shards: PackedWeights | None
-    ) -> list[GradientPack]:
+    def _packs_of(self, members: list[int], *shards: Any) -> list[GradientPack]:
         found = self._workers.packs([self._targets[i].tensor for i in members])
         return [
             GradientPack(
-                [members[place] for place in pack], self._targets, self._ops, shards
+                [members[place] for place in pack], self._targets, self._ops, *shards
             )
             for pack in found
         ]
@@ -213,14 +219,9 @@ class WorkerSums:
             counts = self._packs[-1].found_flags()
             for i, count in zip(self._order, counts, strict=True):
                 if count:
-                    results[i] = self._rounded(self._targets[i], totals[i])
+                    found = self._targets[i].rounded(self._ops, totals[i])
+                    results[i] = self._pack_of[i].gradient(i, found)
         return results
-
-    def _rounded(self, target: GradientTarget, total: torch.Tensor) -> Any:
-        found = target.rounded(self._ops, total)
-        if self._shards is not None and self._shards.has(target.variable):
-            return self._shards.as_shards(found, target.tensor)
-        return found
 
 
 class GradientPack:
@@ -234,6 +235,7 @@ class GradientPack:
         ops: the functions of tensors.
         shards: of variables of which each worker has a shard, and receives its part of
             the gradient; None for others.
+        layouts: of variables in shards.
     """
 
     def __init__(
@@ -242,6 +244,7 @@ class GradientPack:
         targets: Sequence[GradientTarget],
         ops: TensorPrimitives,
         shards: PackedWeights | None = None,
+        layouts: Mapping[int, ShardLayout] = _NO_LAYOUTS,
     ):
         self.members = list(members)
         #: int, the number of flags behind the gradients.
@@ -249,8 +252,14 @@ class GradientPack:
         self._tensors = {i: targets[i].tensor for i in members}
         self._ops = ops
         self._shards = shards
-        first = self._tensors[self.members[0]]
-        self._parts = 1 if shards is None else shards.shard_count(first)
+        self._layouts = layouts
+        self._parts = 1
+        self._shapes = {i: tensor.shape for i, tensor in self._tensors.items()}
+        if shards is not None:
+            self._parts = layouts[self.members[0]].count
+            self._shapes = {i: torch.Size(layouts[i].own_shape) for i in members}
+        # The zeros that stand for gradients that have been moved to the pack.
+        self._zero: torch.Tensor | None = None
         # The message, of shape `(parts, numbers)`.
         self._flat: torch.Tensor | None = None
         self._views: dict[int, torch.Tensor] = {}
@@ -267,8 +276,7 @@ class GradientPack:
             first = self._tensors[self.members[0]]
             # Half precision is summed in float32.
             like = torch.empty(0, dtype=first.dtype, device=first.device)
-            shards = self._shards
-            sizes = [tensor.numel() for tensor in self._own_tensors().values()]
+            sizes = [shape.numel() for shape in self._shapes.values()]
             count = sum(sizes) + self.flags
             self._flat = torch.empty(
                 (self._parts, count),
@@ -276,19 +284,12 @@ class GradientPack:
                 device=like.device,
             )
             parts = self._flat[:, : sum(sizes)].split(sizes, 1)
-            for (i, tensor), part in zip(self._tensors.items(), parts, strict=True):
+            for (i, shape), part in zip(self._shapes.items(), parts, strict=True):
+                layout = self._layouts.get(i)
                 self._views[i] = (
-                    part.view(tensor.shape)
-                    if shards is None
-                    else shards.viewed(part, tensor)
+                    part.view(shape) if layout is None else layout.split(part)
                 )
         return self._flat
-
-    def _own_tensors(self) -> dict[int, torch.Tensor]:
-        """The variables, or what this worker has of them."""
-        if self._shards is None:
-            return self._tensors
-        return {i: local_shard(tensor) for i, tensor in self._tensors.items()}
 
     def _view(self, i: int) -> torch.Tensor:
         """The place of a gradient in the message."""
@@ -311,8 +312,9 @@ class GradientPack:
         is_dense = gradient.layout is torch.strided
         if self._shards is not None and is_dense:
             self.put(i, gradient)
-            zero = torch.zeros((), dtype=gradient.dtype, device=gradient.device)
-            return zero.expand(gradient.shape)
+            if self._zero is None or self._zero.dtype != gradient.dtype:
+                self._zero = gradient.new_zeros(())
+            return self._zero.expand(gradient.shape)
         if not is_dense or (gradient.dtype, gradient.device) != (
             flat.dtype,
             flat.device,
@@ -332,8 +334,7 @@ class GradientPack:
                 place.copy_(total)
                 self._orders[i] = axis_order(total)
             else:
-                parts = self._shards.in_shards(total.to_dense(), self._tensors[i])
-                place.copy_(parts)
+                place.copy_(total.to_dense().view(place.shape))
 
     def put_flags(self, flags: Sequence[float]) -> None:
         """Writes the flags of this worker."""
@@ -371,10 +372,15 @@ class GradientPack:
         Of variables in shards those of this worker's shards.
         """
         assert self._own is not None
-        shapes = {i: tensor.shape for i, tensor in self._own_tensors().items()}
-        sizes = [shape.numel() for shape in shapes.values()]
+        sizes = [shape.numel() for shape in self._shapes.values()]
         parts = self._own[: sum(sizes)].split(sizes)
         return {
             i: in_axis_order(part.view(shape), self._orders[i])
-            for (i, shape), part in zip(shapes.items(), parts, strict=True)
+            for (i, shape), part in zip(self._shapes.items(), parts, strict=True)
         }
+
+    def gradient(self, i: int, own: torch.Tensor) -> Any:
+        """The gradient of a variable from what this worker has of it."""
+        if self._shards is None:
+            return own
+        return self._shards.as_shards(own, self._tensors[i])

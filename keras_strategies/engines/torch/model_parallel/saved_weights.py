@@ -71,7 +71,6 @@ class SavedWeights:
         with torch.autograd.graph.saved_tensors_hooks(self._packed, _unpacked):
             yield
 
-    @torch.no_grad()
     def _packed(self, tensor: torch.Tensor) -> Any:
         is_plain = not tensor.is_sparse and not isinstance(tensor, DTensor)
         source = self._sources.get(storage_key(tensor)) if is_plain else None

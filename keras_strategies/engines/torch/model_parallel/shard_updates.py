@@ -11,6 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from keras_strategies.engines.torch.compat import local_shard
+from keras_strategies.engines.torch.model_parallel.process_mesh import gather_shards
 from keras_strategies.keras_compat.optimizers.optimizer_parts import (
     updates_lists_of_entries,
     updating_by,
@@ -20,13 +21,22 @@ from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
 from keras_strategies.keras_compat.variables.values import raw_value
 
+#: Makes a context for operations on ordinary tensors.
+Ordinary = Callable[[], contextlib.AbstractContextManager[None]]
 
-def updating_by_shards(optimizer: Any) -> contextlib.AbstractContextManager[None]:
+
+def updating_by_shards(
+    optimizer: Any, ordinary: Ordinary
+) -> contextlib.AbstractContextManager[None]:
     """A context in which an optimizer updates the shards of this process.
 
     Keras's own updates for Torch compute each entry from those at its place, by
     operations on lists of tensors. On DTensors these take more time in Python than in
     the update. Other optimizers get the DTensors.
+
+    Args:
+        optimizer: the optimizer.
+        ordinary: makes a context for operations on ordinary tensors.
     """
     if not updates_lists_of_entries(optimizer):
         return contextlib.nullcontext()
@@ -37,7 +47,12 @@ def updating_by_shards(optimizer: Any) -> contextlib.AbstractContextManager[None
     }
     return updating_by(
         optimizer,
-        {name: functools.partial(own, optimizer) for name, own in methods.items()},
+        {
+            name: functools.partial(
+                own, functools.partial(_on_shards, optimizer, ordinary)
+            )
+            for name, own in methods.items()
+        },
     )
 
 
@@ -54,8 +69,14 @@ class _Shards(StatePolicy):
             variable.assign(value)
 
 
+#: Calls a function of gradients, with variables and slots as ordinary tensors.
+_OnShards = Callable[
+    [Callable[[Sequence[Any]], None], Sequence[Any], Sequence[Any]], None
+]
+
+
 def _update(
-    optimizer: Any,
+    on_shards: _OnShards,
     update: Callable[..., None],
     gradients: Sequence[Any],
     variables: Sequence[Any],
@@ -64,11 +85,11 @@ def _update(
     def own(gradients: Sequence[Any]) -> None:
         update(gradients, variables, learning_rate)
 
-    _on_shards(optimizer, own, gradients, variables)
+    on_shards(own, gradients, variables)
 
 
 def _accumulate(
-    optimizer: Any,
+    on_shards: _OnShards,
     increment: Callable[..., None],
     gradients: Sequence[Any],
     sums: Sequence[Any],
@@ -76,21 +97,22 @@ def _accumulate(
     def own(gradients: Sequence[Any]) -> None:
         increment(gradients, sums)
 
-    _on_shards(optimizer, own, gradients, sums)
+    on_shards(own, gradients, sums)
 
 
 def _decay(
-    optimizer: Any, decay: Callable[..., None], variables: Sequence[Any]
+    on_shards: _OnShards, decay: Callable[..., None], variables: Sequence[Any]
 ) -> None:
     def own(gradients: Sequence[Any]) -> None:
         decay(variables)
 
-    _on_shards(optimizer, own, [None] * len(variables), variables)
+    on_shards(own, [None] * len(variables), variables)
 
 
 @torch.no_grad()
 def _on_shards(
     optimizer: Any,
+    ordinary: Ordinary,
     change: Callable[[Sequence[Any]], None],
     gradients: Sequence[Any],
     variables: Sequence[Any],
@@ -99,6 +121,7 @@ def _on_shards(
 
     Args:
         optimizer: the optimizer.
+        ordinary: see `updating_by_shards`.
         change: a function of the gradients.
         gradients: those of the variables.
         variables: the variables.
@@ -109,7 +132,7 @@ def _on_shards(
         return
     raws = [raw_value(variable) for variable in variables]
     parts = [_own(gradient, raw) for gradient, raw in zip(gradients, raws, strict=True)]
-    with _Shards().scope():
+    with ordinary(), _Shards().scope():
         change(parts)
     for raw in raws:
         if isinstance(raw, DTensor):
@@ -119,6 +142,11 @@ def _on_shards(
 
 def _own(gradient: Any, raw: torch.Tensor) -> Any:
     """The part of a gradient for what this process has of a variable."""
-    if isinstance(gradient, DTensor) and isinstance(raw, DTensor):
-        return local_shard(gradient.redistribute(raw.device_mesh, raw.placements))
-    return gradient
+    if not isinstance(gradient, DTensor):
+        return gradient
+    if not isinstance(raw, DTensor):
+        # After a global clipping, which multiplies all of them by one DTensor.
+        return gather_shards(gradient)
+    if gradient.placements != raw.placements:
+        gradient = gradient.redistribute(raw.device_mesh, raw.placements)
+    return local_shard(gradient)

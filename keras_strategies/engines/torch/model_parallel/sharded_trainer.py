@@ -109,7 +109,9 @@ class ShardedTrainer(FitDriver, ShardingDriver):
             torch.get_device_module(self._device).manual_seed(zlib.crc32(state))
         with contextlib.ExitStack() as stack:
             for optimizer in optimizers_in(model):
-                stack.enter_context(updating_by_shards(optimizer))
+                stack.enter_context(
+                    updating_by_shards(optimizer, self._unsharded_ops.left)
+                )
             stack.enter_context(self.by_rows.method(model, name))
             yield
         # Models that are built from their first batch in `predict`.

@@ -1,0 +1,157 @@
+"""Packs of weights in shards, gathered in one message."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from keras_strategies.engines.torch.compat import local_shard
+from keras_strategies.engines.torch.model_parallel.shard_groups import ShardGroups
+from keras_strategies.engines.torch.model_parallel.shards import is_sharded, layout_of
+from keras_strategies.engines.torch.worker_collectives import TorchCommunicator
+from keras_strategies.keras_compat.variables.values import raw_value
+
+#: The full value of each variable of a pack, by its `id`.
+PackValues = dict[int, torch.Tensor]
+
+
+class WeightPack:
+    """Weights that are gathered in one message.
+
+    Args:
+        variables: in shards along the same axes of the mesh.
+        holders: the workers that have the shards, each one of them.
+    """
+
+    def __init__(self, variables: Sequence[Any], holders: TorchCommunicator):
+        self.variables = list(variables)
+        self.layouts = [layout_of(raw_value(variable)) for variable in variables]
+        self._holders = holders
+
+    @torch.no_grad()
+    def gather(self, dtype: torch.dtype) -> Gather:
+        """Begins to gather the values in a dtype."""
+        raws = [raw_value(variable) for variable in self.variables]
+        own = torch.cat([local_shard(raw).reshape(-1).to(dtype) for raw in raws])
+        every = own.new_empty((self.layouts[0].count, own.numel()))
+        return Gather(self, every, self._holders.start_all_gather(every.view(-1), own))
+
+
+@dataclass
+class Gather:
+    """A pack that is being gathered.
+
+    Args:
+        pack: the pack.
+        every: receives the shards, of shape `(shards, numbers)`.
+        wait: waits for them.
+    """
+
+    pack: WeightPack
+    every: torch.Tensor
+    wait: Callable[[], None]
+
+    @torch.no_grad()
+    def values(self) -> PackValues:
+        """Waits for the values."""
+        self.wait()
+        variables, layouts = self.pack.variables, self.pack.layouts
+        parts = self.every.split([layout.size for layout in layouts], 1)
+        return {
+            id(variable): layout.joined(part)
+            for variable, layout, part in zip(variables, layouts, parts, strict=True)
+        }
+
+    def drop(self) -> None:
+        """Leaves the values, for which other workers may wait in vain."""
+        if self.every.device.type != "cpu":
+            # Only a stream waits, before it uses the memory for something else.
+            self.wait()
+
+
+#: A pack, and the dtype of its values.
+PackRead = tuple[WeightPack, torch.dtype]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A kind of pass of a layer.
+
+    Args:
+        is_recorded: bool, whether the call has gradients.
+        is_backward: bool.
+    """
+
+    is_recorded: bool
+    is_backward: bool
+
+
+class Holder(Protocol):
+    """What has values of packs in memory."""
+
+    def free(self) -> None:
+        """Frees them."""
+
+
+class WeightPacks:
+    """The packs of all layers, and what their passes have read.
+
+    Args:
+        workers: the processes of the mesh.
+        groups: those that exchange the shards of a variable.
+    """
+
+    def __init__(self, workers: TorchCommunicator, groups: ShardGroups):
+        self._workers = workers
+        self._groups = groups
+        # For each layer that is called the pack of a variable, by the variable's `id`.
+        self._packs: weakref.WeakKeyDictionary[Any, dict[int, WeightPack]] = (
+            weakref.WeakKeyDictionary()
+        )
+        # For each layer what its last pass of a kind has read.
+        self._reads: weakref.WeakKeyDictionary[Any, dict[Pass, list[PackRead]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._holder: Holder | None = None
+
+    def pack_of(self, layer: Any, variable: Any) -> WeightPack:
+        """The pack of a variable in shards in calls of a layer."""
+        packs = self._packs.setdefault(layer, {})
+        if id(variable) not in packs:
+            found = [v for v in layer.variables if id(v) not in packs and _has(v)]
+            if not any(each is variable for each in found):
+                found.append(variable)
+            by_axes: dict[tuple[int, ...], list[Any]] = {}
+            for each in found:
+                axes = layout_of(raw_value(each)).axes
+                by_axes.setdefault(axes, []).append(each)
+            for alike in by_axes.values():
+                raws = [raw_value(v) for v in alike]
+                holders = self._groups.of(raws[0]).holders
+                for places in self._workers.packs(raws):
+                    pack = WeightPack([alike[i] for i in places], holders)
+                    packs.update((id(each), pack) for each in pack.variables)
+        return packs[id(variable)]
+
+    def reads_of(self, layer: Any, kind: Pass) -> Sequence[PackRead]:
+        """What the last pass of a kind of a layer has read, in its order."""
+        return self._reads.get(layer, {}).get(kind, ())
+
+    def note_reads(self, layer: Any, kind: Pass, reads: list[PackRead]) -> None:
+        """Takes a list to which a pass adds what it reads."""
+        self._reads.setdefault(layer, {})[kind] = reads
+
+    def let_hold(self, holder: Holder) -> None:
+        """Lets a call have values in memory; those of another one are freed."""
+        if self._holder is not holder:
+            if self._holder is not None:
+                self._holder.free()
+            self._holder = holder
+
+
+def _has(variable: Any) -> bool:
+    return is_sharded(raw_value(variable))
