@@ -54,8 +54,11 @@ class WorkerSteps:
         self._method, self._steps, self._checks = name, 0, name.endswith("_on_batch")
         self.group.progress = f"the beginning of {name}"
         self.group.clock.end()
+        is_outermost = not previous[0]
+        call = self.group.call() if is_outermost else contextlib.nullcontext()
         try:
-            yield not previous[0]
+            with call:
+                yield is_outermost
         finally:
             self._method, self._steps, self._checks = previous
             self.group.progress = self._progress()

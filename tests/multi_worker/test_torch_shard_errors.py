@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import keras
 import pytest
@@ -29,26 +30,55 @@ def test_what_cannot_be(cluster, tmp_path):
     assert cluster(program, str(tmp_path)) == [True, True]
 
 
-def test_an_error_in_one_process_is_named_in_the_others(forker):
+class FailingModel(keras.Sequential):
+    """Raises an error in the steps of one process."""
+
+    fails = False
+
+    def train_step(self, data):
+        if self.fails:
+            raise OSError("the disk is full")
+        return super().train_step(data)
+
+
+@pytest.mark.parametrize("is_sharded", [True, False])
+@pytest.mark.parametrize("place", ["callback", "step"])
+def test_an_error_in_one_process_is_named_in_the_others(forker, place, is_sharded):
+    """Soon, although the process that has failed lives on.
+
+    The others wait for the decisions of callbacks, or for a collective.
+    """
+
     def program(strategy):
         index = strategy.workers.group.index
 
         class Failing(keras.callbacks.Callback):
             def on_train_batch_end(self, batch, logs=None):
                 if index == 1 and batch == 1:
-                    raise OSError("the disk is full")
+                    if place == "callback":
+                        raise OSError("the disk is full")
+                    self.model.fails = True
 
-        fit(network(cut()), [Failing()])
+        with (cut() if is_sharded else strategy).scope():
+            model = FailingModel([keras.Input((8,)), keras.layers.Dense(4)])
+            model.compile("sgd", "mse")
+        fit(model)
+        start = time.monotonic()
+        with pytest.raises(OSError if index else ks.errors.WorkerError) as caught:
+            fit(model, [Failing()])
+        return str(caught.value), time.monotonic() - start
 
     # Processes of its own: the others' calls are not in step afterwards.
     pool = WorkerPool(forker, 2)
     try:
-        (one, _), (other, _) = pool.cluster(1).outcomes(program)
+        (one, seconds), (other, _) = pool.cluster(1)(program)
     finally:
         pool.close()
     assert "the disk is full" in other
     assert "Worker 1" in one
     assert "the disk is full" in one
+    # Their timeout is 60 seconds.
+    assert seconds < 20
 
 
 def test_an_error_in_all_processes_is_that_of_each(forker):

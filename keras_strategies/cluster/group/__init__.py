@@ -11,9 +11,10 @@ way.
 """
 
 from keras_strategies.cluster.group.worker_group import (
+    FAILURE_GRACE,
     LostWorker,
     WorkerGroup,
     current_group,
 )
 
-__all__ = ["LostWorker", "WorkerGroup", "current_group"]
+__all__ = ["FAILURE_GRACE", "LostWorker", "WorkerGroup", "current_group"]

@@ -316,6 +316,7 @@ class Hub:
                                 "index": index,
                                 "how": header["how"],
                                 "progress": member.progress,
+                                "call": header["call"],
                                 "host": member.info["host"],
                                 "pid": member.info["pid"],
                             }

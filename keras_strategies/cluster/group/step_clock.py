@@ -121,6 +121,13 @@ class StepClock:
                 if not self._waiting:
                     self._waited += time.perf_counter() - self._wait_begin
 
+    @property
+    def wait_seconds(self) -> float:
+        """Seconds of the wait for other workers that is under way; 0 without one."""
+        with self._lock:
+            begin = self._wait_begin if self._waiting else None
+        return 0.0 if begin is None else time.perf_counter() - begin
+
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
         """Context of the read of a batch, in the thread of the steps."""

@@ -9,7 +9,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,9 @@ from keras_strategies.errors import ClusterError, WorkerError
 
 # Number of ports after the first address's at which the hub may listen (see `join`).
 _MORE_PORTS = 16
+# Seconds after the report of a failure in which a wait for other workers may end: the
+# worker may have taken part in what is waited for.
+FAILURE_GRACE = 2.0
 # The groups of this process; one, outside of tests.
 _joined: list[WorkerGroup] = []
 
@@ -116,6 +119,12 @@ class WorkerGroup:
         self._saved: dict[tuple[int, int], str | None] = {}
         self._loss: LostWorker | None = None
         self._failure: LostWorker | None = None
+        # When it was reported, and the call that the worker has left by it.
+        self._failed_at = 0.0
+        self._failed_call = 0
+        # The number of calls of methods that have begun, and those under way.
+        self._calls = 0
+        self._open_calls: list[int] = []
         self._silence = Silence()
         self._chief_progress = ""
         self._is_stopping = False
@@ -123,6 +132,7 @@ class WorkerGroup:
         self._last_step: int | None = None
         self._closed = threading.Event()
         self._on_loss: list[Callable[[LostWorker], None]] = []
+        self._on_failure: list[Callable[[], None]] = []
         for target in (self._read, self._beat):
             threading.Thread(target=target, name="group", daemon=True).start()
 
@@ -241,6 +251,8 @@ class WorkerGroup:
         with wait, self._condition:
             while key not in self._results:
                 self.check()
+                if (failure := self.failure_since(FAILURE_GRACE)) is not None:
+                    raise WorkerError(self.describe(failure))
                 if time.monotonic() > until:
                     # The loss of a stopped worker is detected a moment later.
                     self.loss(wait=2.0)
@@ -437,12 +449,34 @@ class WorkerGroup:
         """Calls `callback`, on a thread, when a worker is lost."""
         self._on_loss.append(callback)
 
+    @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
+        """Context manager around a call that all workers make."""
+        self._calls += 1
+        self._open_calls.append(self._calls)
+        try:
+            yield
+        finally:
+            self._open_calls.pop()
+
     def report(self, error: BaseException) -> None:
-        """Reports the failure of this worker to the others."""
+        """Reports the error by which this worker leaves a call to the others."""
         text = f"{type(error).__name__}: {error}".splitlines()[0]
+        call = self._open_calls[-1] if self._open_calls else 0
         self._connection.send(
-            {"kind": "failed", "how": text, "progress": self.progress}
+            {"kind": "failed", "how": text, "progress": self.progress, "call": call}
         )
+
+    def failure_since(self, seconds: float) -> LostWorker | None:
+        """A worker that left a call that is under way here, some seconds ago."""
+        failure = self._failure
+        if failure is None or self._failed_call not in self._open_calls:
+            return None
+        return failure if time.monotonic() - self._failed_at >= seconds else None
+
+    def on_failure(self, callback: Callable[[], None]) -> None:
+        """Calls `callback`, on a thread, when a worker has reported its failure."""
+        self._on_failure.append(callback)
 
     def leave(self) -> None:
         """Leaves the group."""
@@ -553,8 +587,11 @@ class WorkerGroup:
                     self._lost(loss)
                 return
             with self._condition:
-                self._failure = loss
+                self._failure, self._failed_at = loss, time.monotonic()
+                self._failed_call = header["call"]
                 self._condition.notify_all()
+            for callback in self._on_failure:
+                callback()
 
 
 def _short(value: Any) -> str:

@@ -7,13 +7,14 @@ import datetime
 import functools
 import socket
 import threading
+import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from keras_strategies.cluster.group import WorkerGroup
+from keras_strategies.cluster.group import FAILURE_GRACE, WorkerGroup
 from keras_strategies.communication.communicator import Communicator, lost_worker
 from keras_strategies.communication.engine_sockets import EngineSockets
 from keras_strategies.communication.packing import pack_indices
@@ -52,6 +53,8 @@ _OPERATIONS: dict[ReduceOp, Any] = {
 }
 #: Seconds that the end of a process waits for process groups to abort.
 _ABORT_SECONDS = 5.0
+# Seconds between two looks at a wait, after a worker has reported its failure.
+_FAILURE_TICK = 0.2
 # Minimum timeout of a connection to the store in the chief's process.
 _CONNECT_SECONDS = 10.0
 # Registered name of Gloo on a chosen interface.
@@ -82,6 +85,7 @@ class TorchCommunicator(Communicator):
         self._default: list[Any] = []
         self._aborting = threading.Lock()
         group.on_loss(lambda loss: self._abort())
+        group.on_failure(self._watch_waits)
 
     def among(self, name: str, members: Sequence[int]) -> TorchCommunicator:
         """A communicator of some workers, for collectives on tensors.
@@ -142,8 +146,6 @@ class TorchCommunicator(Communicator):
     def _gloo(self, store: Any) -> Any:
         group = self.group
         begin = functools.partial(create_gloo_group, store, *self._ranks, self._timeout)
-        if self.elastic is None:
-            return begin(gloo_device(group.own_host))
         try:
             device = self._sockets.listening(lambda: gloo_device(group.own_host))
             with self._sockets.connecting(group):
@@ -156,6 +158,20 @@ class TorchCommunicator(Communicator):
         with self._aborting:
             for engine in (*list(self._groups.values()), *self._default):
                 engine.abort()
+
+    def _watch_waits(self) -> None:
+        """Ends waits for a worker that has left a call by an error, and lives on."""
+        threading.Thread(target=self._end_hopeless_wait, daemon=True).start()
+
+    def _end_hopeless_wait(self) -> None:
+        group = self.group
+        while group.failure_since(0.0) is not None:
+            time.sleep(_FAILURE_TICK)
+            is_late = group.failure_since(FAILURE_GRACE) is not None
+            if is_late and group.clock.wait_seconds >= FAILURE_GRACE:
+                # Gloo's `abort` does not end a wait for a process that is alive.
+                self.end_waits()
+                return
 
     def end_waits(self) -> None:
         self._abort()
