@@ -306,6 +306,15 @@ GROUPS: dict[str, Group] = {
                 "The same error: `fit` outside of the scope would train the model on "
                 "one device without a word.",
             ),
+            Patch(
+                f"{_TORCH}.numpy | {_TORCH}.ops.numpy",
+                "repeat",
+                "(x, repeats, axis=None)",
+                "backends.keras_on_torch.repeat",
+                "It raises on the device `meta`, so a model with `UpSampling2D` would "
+                "be built by a call on all rows of a batch, on each worker.",
+                backend="torch",
+            ),
         ),
         is_temporary=True,
     ),

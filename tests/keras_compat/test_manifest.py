@@ -158,6 +158,9 @@ CALLED = {
         "keras.src.models.model.Trainer"
     ),
     "keras.src.backend.torch.layer.TorchLayer": "keras.layers.Dense",
+    "keras.src.backend.torch.numpy | keras.src.backend.torch.ops.numpy": (
+        "keras.src.ops.numpy.backend.ops.numpy | keras.src.ops.numpy.backend.numpy"
+    ),
     "keras.src.backend.torch.core | keras.src.backend.torch.ops.core": (
         "keras.src.ops.core.backend.ops.core | keras.Variable"
     ),

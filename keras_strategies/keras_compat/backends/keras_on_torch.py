@@ -37,6 +37,15 @@ def drawn(original: Any, *args: Any, **kwargs: Any) -> Any:
     return _Draws.draw(original, *args, **kwargs)
 
 
+def repeat(original: Any, x: Any, repeats: Any, axis: int | None = None) -> Any:
+    import torch
+
+    is_shape = isinstance(x, torch.Tensor) and x.is_meta
+    if not is_shape or not isinstance(repeats, int):
+        return original(x, repeats, axis)
+    return torch.repeat_interleave(x, repeats, dim=axis)
+
+
 class _Tensors:
     full_tensor: Callable[[Any], Any]
     read: Callable[[Any], Any]
