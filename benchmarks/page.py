@@ -74,7 +74,7 @@ def summary() -> str:
         ("torch", "transformer", "DDP", "DDP"),
         ("tensorflow", "convolutional", "tf.distribute", "`tf.distribute`"),
     )
-    rows = []
+    rows, conditions = [], {}
     for backend, model, peer, shown in compared:
         found = fits.values.get(f"{backend}, {model}")
         if found is None:  # A run with a part of the models.
@@ -83,6 +83,8 @@ def summary() -> str:
         cells = [f"{median(ours):.1f} ms", f"{shown}, {median(theirs):.1f} ms"]
         cells.append(ratio(theirs, ours))
         rows.append([f"`fit`, {model}, 2 replicas", backend, *cells])
+        part = f"{backend}, {model}"
+        conditions[f"`fit`, {part}"] = fits.conditions_of(part)[part]
     speed = servers.values["speed"].get("sparse", {})
     if {"tensorflow", PEER} <= speed.keys():
         ours, theirs = (best_way(speed[side]) for side in ("tensorflow", PEER))
@@ -90,10 +92,7 @@ def summary() -> str:
         cells += [f"`tf.distribute`, {median(theirs):.1f} steps/s", ratio(ours, theirs)]
         rows.append(["parameter servers, sparse model", "tensorflow", *cells])
     header = ["workload", "backend", "this package", "peer", "ratio"]
-    conditions = {
-        **{f"`fit`, {name}": found for name, found in fits.conditions_of().items()},
-        "parameter servers": servers.conditions_of("speed")["speed"],
-    }
+    conditions["parameter servers"] = servers.conditions_of("speed")["speed"]
     return f"{markdown_table(header, rows)}\n\n{measured(conditions)}"
 
 
