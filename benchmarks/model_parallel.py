@@ -12,6 +12,9 @@ On TensorFlow it stands beside `MirroredStrategy`, on four devices with two core
 bytes of variables and slots on the device that has the most, the peak of a step by
 `plan`, what TensorFlow allocates for a step of all devices together, which have one
 memory here, gathers and other transfers of a step, and its time.
+
+On Torch it stands beside `parallelize_module` and `fully_shard` by hand, on processes
+that share two cores; see `fsdp.py`.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsdp
 from measuring import (
     Results,
     epoch_timer,
@@ -44,6 +48,8 @@ from tables import markdown_table
 HERE = Path(__file__).parent
 BATCH, STEPS = 32, 24
 LAYOUTS = {"model axis": ("auto", 2), "fsdp": ("fsdp", 1)}
+# Processes along the data axis and the model axis, on Torch.
+GRIDS = {"1 x 2": (1, 2), "1 x 4": (1, 4), "2 x 2": (2, 2)}
 
 
 def transformer() -> Any:
@@ -317,11 +323,16 @@ def tensorflow_table(found: dict[str, Any]) -> str:
     return markdown_table(header, rows)
 
 
+def torch_table(found: dict[str, Any]) -> str:
+    """Time and memory beside Torch by hand, as a Markdown table."""
+    return fsdp.rows_table(found, "data x model", "by hand")
+
+
 def main() -> None:
     parser = options_parser(__doc__)
     workers = {"times": "jax", "memory": "jax", "tensorflow": "tensorflow"}
     parser.add_argument("--worker", choices=list(workers), help=argparse.SUPPRESS)
-    parser.add_argument("--parts", type=names, default=list(workers))
+    parser.add_argument("--parts", type=names, default=[*workers, "torch"])
     options = parser.parse_args()
     if options.worker == "times":
         work(options.rounds)
@@ -337,11 +348,19 @@ def main() -> None:
         "times": times_table,
         "memory": memory_table,
         "tensorflow": tensorflow_table,
+        "torch": torch_table,
     }
-    for worker in options.parts:
-        arguments = ["--worker", worker, "--rounds", str(options.rounds)]
-        results.put(worker, run_script(__file__, *arguments, backend=workers[worker]))
-        print(tables[worker](results.values[worker]))
+    for part in options.parts:
+        if part == "torch":
+            found: Any = {
+                name: fsdp.measured(options.rounds, data_axis * model_axis, model_axis)
+                for name, (data_axis, model_axis) in GRIDS.items()
+            }
+        else:
+            arguments = ["--worker", part, "--rounds", str(options.rounds)]
+            found = run_script(__file__, *arguments, backend=workers[part])
+        results.put(part, found)
+        print(tables[part](found))
     write_page(options.output)
 
 

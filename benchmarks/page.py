@@ -134,6 +134,7 @@ def table(name: str) -> str:
             "times": model_parallel.times_table,
             "memory": model_parallel.memory_table,
             "tensorflow": model_parallel.tensorflow_table,
+            "torch": model_parallel.torch_table,
         }
         return part("model_parallel", what, tables[what])
     modules = {
