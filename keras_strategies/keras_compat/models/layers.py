@@ -14,6 +14,14 @@ def sublayers(layer: Any) -> list[Any]:
     return list(layer._flatten_layers())
 
 
+def keeps_masks(layer: Any) -> bool:
+    """Whether a call keeps what it draws in attributes of a layer.
+
+    Keras 3.15: cells of recurrent layers keep masks of dropout for the steps of a call.
+    """
+    return any(hasattr(each, "get_dropout_mask") for each in sublayers(layer))
+
+
 def added_later(model: Any) -> set[int]:
     """The `id`s of variables outside of every scope, of layers that have others.
 

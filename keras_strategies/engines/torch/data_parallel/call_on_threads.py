@@ -14,6 +14,7 @@ from keras_strategies.engines.torch.cuda_batches import device_rows
 from keras_strategies.engines.torch.data_parallel.assigned_values import assigned_value
 from keras_strategies.engines.torch.data_parallel.worker_sums import WorkerSums
 from keras_strategies.engines.torch.devices import moved, torch_device
+from keras_strategies.engines.torch.replicas.partitioned_draws import ReplicaSeeds
 from keras_strategies.engines.torch.replicas.replica_generators import (
     ReplicaGenerators,
 )
@@ -26,6 +27,7 @@ from keras_strategies.engines.torch.replicas.thread_collectives import (
 from keras_strategies.engines.torch.replicas.thread_state import Streams
 from keras_strategies.errors import ContextError
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
+from keras_strategies.keras_compat.models.layers import keeps_masks
 from keras_strategies.keras_compat.thread_state import thread_state, with_thread_state
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime import context
@@ -73,11 +75,17 @@ class CallOnThreads(ReplicaExecutor):
         self._draws = bool(plan.proof.draws)
         replicas = plan.strategy.placement.replicas[: len(plan.row_split.sizes)]
         self._devices = [torch_device(device) for device in replicas]
-        # The backward pass uses the same collectives. Keras's own layers that draw no
-        # random numbers change nothing that replicas share.
+        # Keras's own layers change nothing that replicas share, but a generator that is
+        # a sequence, and masks. The backward pass uses the same collectives.
+        self._in_turn = not plan.proof.is_by_type or (
+            self._draws
+            and (
+                not plan.strategy.partitions_draws or keeps_masks(plan.layer_call.layer)
+            )
+        )
         self._collectives = ThreadCollectives(
             replicas,
-            is_sequential=self._draws or not plan.proof.is_by_type,
+            is_sequential=self._in_turn,
             replica_set=plan.row_split.replica_set,
             reduction=plan.reduction,
         )
@@ -93,17 +101,24 @@ class CallOnThreads(ReplicaExecutor):
         self, tensors: Sequence[torch.Tensor], call: CallOnReplica
     ) -> ForwardPass:
         slices = [self._split(tensor) for tensor in tensors]
+        is_shared = self._draws and len(self._devices) > 1
+        seeds = (
+            ReplicaSeeds(len(self._devices))
+            if is_shared and not self._in_turn
+            else None
+        )
         tasks = [
-            self._task(i, [parts[i] for parts in slices], call)
+            self._task(i, [parts[i] for parts in slices], call, seeds)
             for i in range(len(self._devices))
         ]
-        is_shared = self._draws and len(tasks) > 1
         with (
             self._collectives.drawing_from(ReplicaGenerators(self._devices))
-            if is_shared
+            if is_shared and self._in_turn
             else contextlib.nullcontext()
         ):
             results: list[ReplicaResult] = self._run(tasks)
+        if seeds is not None:
+            seeds.finish()
         if not self._is_recorded:
             return ForwardPass(results, slices, [False] * len(slices), [])
         return ForwardPass(
@@ -128,7 +143,11 @@ class CallOnThreads(ReplicaExecutor):
         return local
 
     def _task(
-        self, replica_id: int, slices: Sequence[torch.Tensor], call: CallOnReplica
+        self,
+        replica_id: int,
+        slices: Sequence[torch.Tensor],
+        call: CallOnReplica,
+        seeds: ReplicaSeeds | None,
     ) -> Callable[[], ReplicaResult]:
         rows = self.plan.own_rows(replica_id) if self._draws else None
 
@@ -137,6 +156,8 @@ class CallOnThreads(ReplicaExecutor):
                 if self._draws:
                     by_type = self.plan.proof.is_by_type
                     stack.enter_context(seeing_draws(only_of_keras=by_type))
+                if seeds is not None:
+                    stack.enter_context(seeds.of_replica(replica_id))
                 if self._weights is not None:
                     keeps = self._is_recorded
                     stack.callback(self._weights.end_pass, keeps=keeps)

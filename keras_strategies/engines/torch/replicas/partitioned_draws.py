@@ -11,7 +11,9 @@ rows.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import math
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +47,39 @@ from keras_strategies.runtime.data_parallel.row_draws import OwnRows, RowDraws
 #: and a kernel as much as some hundred thousand on an accelerator.
 _CPU_BLOCK, _ACCELERATOR_BLOCK = 2**15, 2**20
 _WORD = 2**64 - 1
+# Held while a function draws from the process's generator.
+_lock = threading.Lock()
+_seeds: contextvars.ContextVar[torch.Generator | None] = contextvars.ContextVar(
+    "seeds", default=None
+)
+
+
+class ReplicaSeeds:
+    """The seeds of draws without a generator, for replicas that run at the same time.
+
+    Each replica takes those that one device would take from the process's generator,
+    from a copy of it.
+
+    Args:
+        count: int, how many replicas there are.
+    """
+
+    def __init__(self, count: int):
+        state = torch.default_generator.get_state()
+        self._copies = [torch.Generator().set_state(state) for _ in range(count)]
+
+    @contextlib.contextmanager
+    def of_replica(self, replica_id: int) -> Iterator[None]:
+        """Context in which a replica draws."""
+        token = _seeds.set(self._copies[replica_id])
+        try:
+            yield
+        finally:
+            _seeds.reset(token)
+
+    def finish(self) -> None:
+        """Leaves the state of the first replica, which is that of one device."""
+        torch.default_generator.set_state(self._copies[0].get_state())
 
 
 @dataclass(frozen=True)
@@ -130,8 +165,10 @@ class _Draw:
         self._args = args
         self._kwargs = kwargs
         self._is_sized = func in SIZED and not is_of_tensors(func, args, kwargs)
-        self._has_generator = has_generator(func)
         self._is_undivided = rows is None
+        # Dropout of rows is drawn by `bernoulli_`.
+        is_dropout = func is functional.dropout and not self._is_undivided
+        self._has_generator = is_dropout or has_generator(func)
         self._rows = rows or OwnRows(0, 1, 1)
         self._device = device
         self._seed = seed
@@ -269,18 +306,16 @@ class _Draw:
 
     @contextlib.contextmanager
     def _process_generator(self) -> Iterator[None]:
-        """Restores the process's generator, which some functions draw from.
-
-        Replicas that draw take turns.
-        """
+        """Restores the process's generator, which some functions draw from."""
         if self._has_generator:
             yield
             return
-        state = self._generator.get_state()
-        try:
-            yield
-        finally:
-            self._generator.set_state(state)
+        with _lock:
+            state = self._generator.get_state()
+            try:
+                yield
+            finally:
+                self._generator.set_state(state)
 
     def _call(self, args: Sequence[Any], kwargs: dict[str, Any], seed: int) -> Any:
         generator = self._generator.manual_seed(seed)
@@ -294,7 +329,8 @@ def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _next_seed(generator: torch.Generator | None) -> int:
-    """The next seed of a generator; None is the process's."""
+    """The next seed of a generator; None is the process's, or the replica's copy."""
+    generator = generator or _seeds.get()
     if generator is None or generator.device.type == "cpu":
         return int(torch.empty((), dtype=torch.int64).random_(generator=generator))
     device = generator.device
