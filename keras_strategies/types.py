@@ -156,8 +156,7 @@ class CommunicationOptions:
         bytes_per_pack: int, bytes. Tensors are reduced in packs of about this
             size; 0 leaves the size to the backend.
         timeout_seconds: float or None, seconds. How long a collective waits for
-            the other workers before it raises; None leaves it to the backend. On
-            TensorFlow a step of `fit` has four times as long.
+            the other workers before it raises; None leaves it to the backend.
         implementation: a `CommunicationImplementation` or its name.
 
     Raises:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import socket
 import textwrap
+import time
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -24,6 +27,9 @@ import tensorflow as tf
 from keras_strategies.engines.tensorflow.workers import (
     worker_collectives,
     worker_server,
+)
+from keras_strategies.engines.tensorflow.workers.collective_timeouts import (
+    CollectiveTimeouts,
 )
 
 LIMIT = 80.0
@@ -477,52 +483,71 @@ def test_workers_that_do_not_do_the_same_are_told(run_two):
         assert float(line.split()[1]) < 5 + 25
 
 
+LEAVES = {
+    "fit": """
+        class Leaves(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                if batch == 2:
+                    leave()
+
+        model.compile("sgd", "mse")
+        model.fit(x, y, batch_size=8, verbose=0, callbacks=[Leaves()])
+    """,
+    "run_eagerly": """
+        model.compile("sgd", "mse", run_eagerly=True)
+        for batch in range(4):
+            if batch == 2:
+                leave()
+            model.train_on_batch(x, y)
+    """,
+    "function": """
+        @ks.function
+        def step(x):
+            return strategy.reduce("sum", strategy.run(model, (x,)), axis=0)
+
+        for batch in range(4):
+            if batch == 2:
+                leave()
+            step(x)
+    """,
+}
+
+
 @pytest.mark.by_day
-def test_steps_of_fit_leave_no_threads_and_have_a_deadline(run_two):
-    """TensorFlow has a sleeping thread for each collective with a timeout."""
-    found = run_two(
-        """
+@pytest.mark.parametrize("way", LEAVES)
+def test_a_step_without_another_worker_is_an_error(way, run_two):
+    """The other one is alive, and does something else."""
+    body = """
         from pathlib import Path
 
-        from keras_strategies.engines.tensorflow.workers import worker_collectives
-
-        worker_collectives._PROGRAM_TIMEOUTS = 1
         strategy = ks.MultiWorkerMirroredStrategy(
             communication_options=ks.CommunicationOptions(timeout_seconds=5)
         )
         index = strategy.workers.group.index
         with strategy.scope():
             model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
-            model.compile("sgd", "mse")
         x, y = np.ones((400, 4), "float32"), np.ones((400, 2), "float32")
-
-        def threads():
-            return len(list(Path("/proc/self/task").iterdir()))
-
-        model.fit(x[:8], y[:8], batch_size=4, verbose=0)
-        before = threads()
-        model.fit(x, y, batch_size=4, verbose=0)
-        model.evaluate(x, y, batch_size=4, verbose=0)
-        print("threads:", threads() - before, flush=True)
-
         folder = Path(__file__).parent
+        begin = time.time()
 
-        class Leaves(keras.callbacks.Callback):
-            def on_train_batch_end(self, batch, logs=None):
-                while index == 1 and batch == 2 and not (folder / "told").exists():
-                    time.sleep(0.1)
+        def leave():
+            global begin
+            begin = time.time()
+            while index == 1 and not (folder / "told").exists():
+                time.sleep(0.1)
+
+        def train():
+{train}
 
         try:
-            model.fit(x, y, batch_size=8, verbose=0, callbacks=[Leaves()])
+            train()
         except ks.errors.WorkerError as error:
-            print("told:", error, flush=True)
+            print("told:", time.time() - begin, error, flush=True)
             (folder / "told").touch()
-        """,
-    )
-    for text in found:
-        [line] = [line for line in text.splitlines() if "threads:" in line]
-        assert int(line.split()[-1]) < 50, line
-    assert "told:" in found[0], "\n\n".join(found)
+    """
+    found = run_two(body.format(train=textwrap.indent(LEAVES[way], " " * 4)))
+    [line] = [line for line in found[0].splitlines() if "told:" in line]
+    assert float(line.split()[1]) < 5 + 25, "\n\n".join(found)
 
 
 def test_a_server_gets_the_port_that_was_chosen_for_it() -> None:
@@ -536,3 +561,167 @@ def test_a_server_gets_the_port_that_was_chosen_for_it() -> None:
             )
     with socket.create_connection(("127.0.0.1", port), timeout=10):
         pass
+
+
+# Threads.
+
+
+def _fit(strategy, eager=False):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+        model.compile("sgd", "mse", run_eagerly=eager)
+    x, y = np.ones((4, 4), "float32"), np.ones((4, 2), "float32")
+
+    def step(i):
+        model.fit(x, y, batch_size=4, verbose=0)
+        model.evaluate(x, y, batch_size=4, verbose=0)
+        model.predict(x, verbose=0)
+
+    return step
+
+
+def _eager_fit(strategy):
+    return _fit(strategy, eager=True)
+
+
+def _on_batch(strategy):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+        model.compile("sgd", "mse")
+
+    def step(i):
+        # A program for each number of rows.
+        rows = 2 + i % 3
+        x, y = np.ones((rows, 4), "float32"), np.ones((rows, 2), "float32")
+        model.train_on_batch(x, y)
+        model.test_on_batch(x, y)
+
+    return step
+
+
+def _loop(strategy, compiled):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.build(model.trainable_variables)
+
+    def on_replica(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(x))
+        gradients = tape.gradient(loss, [v.value for v in model.trainable_variables])
+        optimizer.apply(gradients)
+        return loss
+
+    def train():
+        losses = strategy.run(on_replica, (tf.ones([2, 4]),))
+        return strategy.reduce("sum", losses, axis=None)
+
+    train = compiled(train)
+    return lambda i: train()
+
+
+def _run(strategy):
+    return _loop(strategy, lambda train: train)
+
+
+def _function(strategy):
+    return _loop(strategy, ks.function)
+
+
+def _users_function(strategy):
+    return _loop(strategy, tf.function)
+
+
+def _collectives(strategy):
+    workers = strategy.workers
+
+    def step(i):
+        workers.gather_rows(tf.ones([1 + workers.group.index, 2]), [1, 2])
+        workers.gather_rows(tf.ones([1 + workers.group.index, 2]), [None, None])
+        workers.broadcast([tf.ones([2])])
+
+    return step
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        _fit,
+        _eager_fit,
+        _on_batch,
+        _run,
+        _function,
+        _users_function,
+        _collectives,
+    ],
+    ids=lambda way: way.__name__.strip("_"),
+)
+def test_steps_leave_no_threads(pool, way):
+    """TensorFlow has a sleeping thread for each collective with a timeout."""
+
+    def program(strategy):
+        step = way(strategy)
+
+        def threads():
+            return len(list(Path("/proc/self/task").iterdir()))
+
+        for i in range(3):
+            step(i)
+        before = threads()
+        for i in range(60):
+            step(i)
+        return threads() - before
+
+    for more in pool(program):
+        assert more < 30
+
+
+@pytest.fixture
+def timeouts():
+    """Timeouts of 1 second, and when they ended collectives."""
+    ended: list[float] = []
+    made = CollectiveTimeouts(lambda: 1.0, lambda: ended.append(time.monotonic()))
+    made.start()
+    yield made, ended
+    made.close()
+
+
+@pytest.mark.parametrize("compiled", [lambda fn: fn, tf.function])
+def test_a_collective_that_does_not_end_is_ended_after_its_timeout(timeouts, compiled):
+    made, ended = timeouts
+    begin = time.monotonic()
+
+    @compiled
+    def collectives(value):
+        for seconds in (0.6, 0.6, 0.6, 1.8):
+            value = made.within(value, functools.partial(pause, value, seconds))
+        return value
+
+    def pause(value, seconds):
+        return tf.py_function(lambda v: time.sleep(seconds) or v, [value], tf.float32)
+
+    assert float(collectives(tf.constant(2.0))) == 2
+    # Not by the three before.
+    assert ended and ended[0] - begin > 3 * 0.6 + 1
+
+
+def test_a_collective_of_a_failed_program_does_not_count_as_under_way(timeouts):
+    made, ended = timeouts
+
+    def fails():
+        raise ValueError("failed")
+
+    with pytest.raises(ValueError, match="failed"):
+        made.within(tf.constant(2.0), fails)
+    made.forget()
+    time.sleep(1.6)
+    assert not ended
+
+
+def test_the_thread_of_timeouts_ends_when_they_are_closed():
+    made = CollectiveTimeouts(lambda: 1.0, lambda: None)
+    made.start()
+    thread = made._thread
+    assert thread.is_alive()
+    made.close()
+    assert not thread.is_alive()

@@ -241,25 +241,17 @@ class StepFunction:
         if spec is None or self._model.run_eagerly or _has_optionals(spec):
             return self._call_uncached(program, batch)
         own = keras.tree.map_structure(_spec_of, batch) if is_for_shape else spec
-        if self._workers is None:
-            return self._traces.of(program, own, own_part(spec))(batch)
-        with self._workers.for_deadline():
-            concrete = self._traces.of(program, own, own_part(spec))
+        concrete = self._traces.of(program, own, own_part(spec))
         if self._elastic is not None:
             self._elastic.begin_program(concrete)
-        with self._workers.deadline():
-            return concrete(batch)
+        return concrete(batch)
 
     def _call_uncached(self, program: Any, batch: Any) -> Any:
         if self._elastic is not None:
             self._elastic.begin_program(None)
         if self._model.run_eagerly:
             return program(batch)
-        if self._workers is None:
-            return self._traces.call(program, batch)
-        # A trace of a step of `fit` may serve, whose collectives have no timeouts.
-        with self._workers.deadline():
-            return self._traces.call(program, batch)
+        return self._traces.call(program, batch)
 
     def _build(self, batch: Any) -> bool:
         """Builds the model, since replicas cannot create variables.

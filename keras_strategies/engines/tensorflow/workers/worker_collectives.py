@@ -19,10 +19,10 @@ from keras_strategies.cluster.group.worker_group import LostWorker
 from keras_strategies.communication.communicator import Communicator, lost_worker
 from keras_strategies.communication.packing import pack_indices
 from keras_strategies.engines.tensorflow.compat.workers import abort_collectives
-from keras_strategies.engines.tensorflow.workers.instance_keys import InstanceKeys
-from keras_strategies.engines.tensorflow.workers.program_deadline import (
-    ProgramDeadline,
+from keras_strategies.engines.tensorflow.workers.collective_timeouts import (
+    CollectiveTimeouts,
 )
+from keras_strategies.engines.tensorflow.workers.instance_keys import InstanceKeys
 from keras_strategies.engines.tensorflow.workers.tensor_carriers import (
     MOVED_AS,
     REDUCED_AS,
@@ -53,8 +53,6 @@ DEFAULT_PACK = 25 * 2**20
 _GRACE = 3.0
 _STAGGER = 0.3
 _LONGEST_STAGGER = 3.0
-# A program of `fit` is one step. It may take this many times as long as one collective.
-_PROGRAM_TIMEOUTS = 4
 # Group keys reserved for each generation; one for each local device is used.
 _GROUPS_OF_A_GENERATION = 1000
 _MERGE = {
@@ -94,9 +92,7 @@ class TensorFlowCommunicator(Communicator):
         # with the handle that orders the group's collectives.
         self._groups: dict[str, tuple[int, tf.Variable]] = {}
         self._device = "/device:CPU:0"
-        self._deadline = ProgramDeadline(self._expired)
-        # Whether collectives are traced for programs that have a deadline.
-        self._has_deadline = False
+        self._timeouts = CollectiveTimeouts(lambda: self._timeout, _expired)
         group.on_loss(self._abort)
 
     def _replicas_set(self) -> None:
@@ -123,6 +119,8 @@ class TensorFlowCommunicator(Communicator):
         """Connects the servers of the group, with new keys."""
         self._server.connect(self.group)
         self._keys.clear()
+        self._timeouts.start()
+        self._timeouts.forget()
 
     def use_device(self, device: str) -> None:
         """Sets the local device of the collectives that follow."""
@@ -139,25 +137,9 @@ class TensorFlowCommunicator(Communicator):
         if self._server.group is not None and self.elastic is None:
             abort_collectives(tf.errors.UNAVAILABLE, self.group.describe(loss))
 
-    def _expired(self) -> None:
-        reason = "A step has timed out: collective ops is aborted."
-        abort_collectives(tf.errors.DEADLINE_EXCEEDED, reason)
-
     def close(self) -> None:
+        self._timeouts.close()
         self._groups.clear()
-
-    @contextlib.contextmanager
-    def for_deadline(self) -> Iterator[None]:
-        """A context in which a program is traced that is called in `deadline`."""
-        self._has_deadline = True
-        try:
-            yield
-        finally:
-            self._has_deadline = False
-
-    def deadline(self) -> contextlib.AbstractContextManager[None]:
-        """A context for one step of all workers: its collectives have no timeouts."""
-        return self._deadline.within(_PROGRAM_TIMEOUTS * self._timeout)
 
     @property
     def _timeout(self) -> float:
@@ -173,8 +155,9 @@ class TensorFlowCommunicator(Communicator):
         """
         try:
             yield
-        except _ENDED as error:
-            reason = _of_collective(error)
+        except Exception as error:
+            self._timeouts.forget()
+            reason = _of_collective(error) if isinstance(error, _ENDED) else None
             if reason is None:
                 raise
             raise lost_worker(self.group, type(error)(None, None, reason)) from error
@@ -277,28 +260,33 @@ class TensorFlowCommunicator(Communicator):
 
     def _reduce(self, op: ReduceOp, tensor: Any) -> Any:
         merge = _MERGE[op]
-        return tf.raw_ops.CollectiveReduceV2(
-            input=tensor,
-            merge_op=merge,
-            final_op="Id",
-            **self._call("reduce " + merge, tensor),
+        call = self._call("reduce " + merge, tensor)
+        call.update(input=tensor, merge_op=merge, final_op="Id")
+        return self._timeouts.within(
+            tensor, lambda: tf.raw_ops.CollectiveReduceV2(**call)
         )
 
     def _gather(self, tensor: Any) -> Any:
-        joined = tf.raw_ops.CollectiveGatherV2(
-            input=tensor, **self._call("gather", tensor)
-        )
+        call = self._call("gather", tensor)
         first = tensor.shape[0]
-        joined.set_shape([first and first * self.group.count, *tensor.shape[1:]])
-        return joined
+
+        def gather() -> Any:
+            joined = tf.raw_ops.CollectiveGatherV2(input=tensor, **call)
+            joined.set_shape([first and first * self.group.count, *tensor.shape[1:]])
+            return joined
+
+        return self._timeouts.within(tensor, gather)
 
     def _send(self, tensor: Any) -> Any:
         call = self._call("broadcast", tensor)
         del call["ordering_token"]
         if self.group.is_chief:
-            return tf.raw_ops.CollectiveBcastSendV2(input=tensor, **call)
-        return tf.raw_ops.CollectiveBcastRecvV2(
-            T=tensor.dtype, shape=tensor.shape, **call
+            return self._timeouts.within(
+                tensor, lambda: tf.raw_ops.CollectiveBcastSendV2(input=tensor, **call)
+            )
+        call.update(T=tensor.dtype, shape=tensor.shape)
+        return self._timeouts.within(
+            tensor, lambda: tf.raw_ops.CollectiveBcastRecvV2(**call)
         )
 
     def _call(self, kind: str, tensor: Any) -> dict[str, Any]:
@@ -314,8 +302,14 @@ class TensorFlowCommunicator(Communicator):
             ),
             "ordering_token": [order.handle],
             "communication_hint": _HINTS[implementation],
-            "timeout_seconds": 0.0 if self._has_deadline else self._timeout,
+            # See `CollectiveTimeouts`.
+            "timeout_seconds": 0.0,
         }
+
+
+def _expired() -> None:
+    reason = "A collective has timed out: collective ops is aborted."
+    abort_collectives(tf.errors.DEADLINE_EXCEEDED, reason)
 
 
 def workers_of(placement: Placement) -> TensorFlowCommunicator | None:
