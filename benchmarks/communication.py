@@ -6,7 +6,8 @@ workers, with a global batch of 64 rows. Counted per step on the worker 0:
 - on Torch the bytes of the tensors that ours passes to all-reduces and receives in
   gathers, and those of the buckets of DDP;
 - on TensorFlow the results of the collectives in the programs that are executed, of
-  ours and of a loop over `tf.distribute.MultiWorkerMirroredStrategy`;
+  ours and of a loop over `tf.distribute.MultiWorkerMirroredStrategy`; ours gathers the
+  gradients of a table by rows, as Keras's optimizers take them, the loop sums tables;
 - the peak of the resident memory above that before the model was made, when
   `fit` has imported what it uses.
 
@@ -122,6 +123,7 @@ def executed(epoch: Callable[[], Any], steps: int, before: int) -> dict[str, flo
 
     sent = {"gathered": 0.0, "reduced": 0.0}
     call = AtomicFunction.call_flat
+    unknown: list[str] = []
 
     def call_flat(self: Any, *args: Any) -> Any:
         if context.executing_eagerly():
@@ -129,15 +131,57 @@ def executed(epoch: Callable[[], Any], steps: int, before: int) -> dict[str, flo
                 if operation.type.startswith("Collective"):
                     kind = "reduced" if "Reduce" in operation.type else "gathered"
                     [result] = operation.outputs
-                    # None for a shape that the program does not know fails here.
-                    sent[kind] += result.shape.num_elements() * result.dtype.size
+                    size = result.shape.num_elements()
+                    if size is None:
+                        unknown.append(operation.name)
+                    else:
+                        sent[kind] += size * result.dtype.size
         return call(self, *args)
 
-    epoch()
+    with unknown_lengths() as total:
+        epoch()
+    count, nbytes = total()
     with mock.patch.object(AtomicFunction, "call_flat", call_flat):
         epoch()
+    assert total()[0] - count == len(unknown), unknown
+    sent["gathered"] += total()[1] - nbytes
     counted = {name: value / steps for name, value in sent.items()}
     return {**counted, "memory": resident() - before}
+
+
+@contextlib.contextmanager
+def unknown_lengths() -> Iterator[Callable[[], tuple[int, int]]]:
+    """Counts gathers whose length a program does not know when it is traced.
+
+    They are those of the gradients of tables, in ours; the peer sums whole tables. The
+    programs that are traced in the context count.
+
+    Yields:
+        A function that returns the number of these gathers, and their bytes.
+    """
+    import tensorflow as tf
+
+    from keras_strategies.engines.tensorflow.workers.worker_collectives import (
+        TensorFlowCommunicator,
+    )
+
+    gather = TensorFlowCommunicator._gather
+    counts = tf.Variable([0, 0], dtype=tf.int64, trainable=False)
+
+    def counted(communicator: Any, tensor: Any) -> Any:
+        found = gather(communicator, tensor)
+        if tf.executing_eagerly() or found.shape.is_fully_defined():
+            return found
+        nbytes = tf.size(found, out_type=tf.int64) * found.dtype.size
+        counts.assign_add(tf.stack([tf.ones([], tf.int64), nbytes]))
+        return found
+
+    def total() -> tuple[int, int]:
+        count, nbytes = counts.numpy()
+        return int(count), int(nbytes)
+
+    with mock.patch.object(TensorFlowCommunicator, "_gather", counted):
+        yield total
 
 
 def operations_in(graph: Any) -> Iterator[Any]:

@@ -17,8 +17,7 @@ if BACKEND == "jax":
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "communication.py"
 MOST_BYTES = 64 * 1024
-#: The benchmark cannot count gathers of unknown length, of TensorFlow's tables.
-MODELS = ["segmentation", *(["language model"] if BACKEND == "torch" else [])]
+MODELS = ["segmentation", "language model"]
 
 
 @pytest.mark.nightly
