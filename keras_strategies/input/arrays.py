@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from keras_strategies.communication.replica_counts import ReplicaCounts
 from keras_strategies.errors import BatchError, InvalidArgumentError, InvalidTypeError
 from keras_strategies.input.batches import (
     as_numpy,
@@ -20,7 +21,11 @@ from keras_strategies.input.batches import (
     rows_of,
     shape_of,
 )
+from keras_strategies.runtime.row_splits import replica_ranges
 from keras_strategies.values import map_structure
+
+#: The rows of each local replica, as pairs `(start, stop)`.
+Ranges = list[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -127,6 +132,27 @@ class ArrayDataset:
         return count
 
     def __iter__(self) -> Iterator[Any]:
+        for rows in self._batches():
+            yield self._at(rows if self.batch_size else _first(rows))
+
+    def batches_of(self, counts: ReplicaCounts) -> Iterator[tuple[Any, Ranges]]:
+        """Own rows of each batch, and those of them that each local replica takes.
+
+        Args:
+            counts: the replicas of all workers.
+        """
+        for rows in self._batches():
+            total = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
+            ranges = replica_ranges(total, counts)
+            first, last = ranges[0][0], ranges[-1][1]
+            if isinstance(rows, slice):
+                own: Any = slice(rows.start + first, rows.start + last)
+            else:
+                own = rows[first:last]
+            yield self._at(own), [(a - first, b - first) for a, b in ranges]
+
+    def _batches(self) -> Iterator[Any]:
+        """The rows of each batch: a slice, or an array of int."""
         seed = np.random.randint(2**31) if self.seed is None else self.seed
         random = np.random.default_rng([seed, next(self._iterations)])
         passes = math.inf if self.repeats is None else self.repeats
@@ -142,13 +168,10 @@ class ArrayDataset:
         last = count - count % size if self.drop_remainder else count
         for start in range(0, last, size):
             stop = min(start + size, count)
-            rows = slice(start, stop) if order is None else order[start:stop]
-            index = rows if self.batch_size else _first(rows)
-            yield _at(index, self.arrays)
+            yield slice(start, stop) if order is None else order[start:stop]
 
-
-def _at(index: Any, arrays: Any) -> Any:
-    return map_structure(lambda a: None if a is None else a[index], arrays)
+    def _at(self, index: Any) -> Any:
+        return map_structure(lambda a: None if a is None else a[index], self.arrays)
 
 
 def _first(rows: Any) -> Any:

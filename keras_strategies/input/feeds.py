@@ -14,12 +14,10 @@ from keras_strategies.input.batches import (
     check_rows,
     has_rows,
     join_rows,
-    rows_of,
     take_rows,
     to_host,
 )
 from keras_strategies.input.sources import JoinedSource, Source
-from keras_strategies.runtime.row_splits import replica_ranges
 
 
 class Feed(abc.ABC):
@@ -85,9 +83,8 @@ class SplitFeed(Feed):
     def steps(self, keep: Callable[[Any], bool], copy: bool) -> Iterator[list[Any]]:
         copy = copy and self._source.may_reuse_memory
         counts = self._counts()
-        for batch in self._source.batches():
+        for batch, ranges in self._source.batches_of(counts):
             local = to_host(batch, keep, copy)
-            ranges = replica_ranges(rows_of(batch), counts)
             if len(ranges) == counts.total == 1:
                 yield [local]
                 continue

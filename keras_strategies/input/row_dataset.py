@@ -12,8 +12,11 @@ import keras
 from keras_strategies.communication.communicator import Communicator
 from keras_strategies.communication.replica_counts import ReplicaCounts
 from keras_strategies.errors import WorkerError
+from keras_strategies.input.arrays import Ranges
 from keras_strategies.input.batches import as_numpy
 from keras_strategies.keras_compat.models.row_adapters import own_rows_adapter
+from keras_strategies.runtime.drivers import FitDriver
+from keras_strategies.runtime.row_splits import replica_ranges, split_sizes
 from keras_strategies.runtime.worker_batch import WorkerBatch
 
 _streams = itertools.count()
@@ -86,9 +89,8 @@ class _OwnRows(keras.utils.PyDataset):
     Args:
         dataset: the dataset.
         counts: the replicas of the workers.
-        split: callable of a number of rows, which returns those of each replica.
-        reads_few: bool, whether each worker reads all rows of a batch in which a
-            replica has none.
+        split: see `FitDriver.split_rows`.
+        needs_few: see `FitDriver.needs_few_rows`.
     """
 
     def __init__(
@@ -96,7 +98,7 @@ class _OwnRows(keras.utils.PyDataset):
         dataset: RowDataset,
         counts: ReplicaCounts,
         split: Callable[[int, int], list[int]],
-        reads_few: bool,
+        needs_few: bool,
     ):
         super().__init__(
             dataset.workers, dataset.use_multiprocessing, dataset.max_queue_size
@@ -104,7 +106,7 @@ class _OwnRows(keras.utils.PyDataset):
         self._dataset = dataset
         self._counts = counts
         self._split = split
-        self._reads_few = reads_few
+        self._needs_few = needs_few
 
     @property
     def num_batches(self) -> int | None:
@@ -125,7 +127,7 @@ class _OwnRows(keras.utils.PyDataset):
         own = [sum(each) for each in self._counts.split(every)]
         start = sum(own[: self._counts.worker])
         stop = start + own[self._counts.worker]
-        if self._reads_few and 0 in every:
+        if self._needs_few and 0 in every:
             start, stop = 0, rows
         # A row of a batch of which it has none, for the structure.
         first = min(start, rows - 1) if start == stop else start
@@ -136,10 +138,31 @@ class _OwnRows(keras.utils.PyDataset):
         return WorkerBatch(arrays, every)
 
 
+def batches_of_worker(
+    dataset: RowDataset, counts: ReplicaCounts
+) -> Iterator[tuple[Any, Ranges]]:
+    """Own rows of each batch, and those of them that each local replica takes.
+
+    Args:
+        dataset: the dataset.
+        counts: the replicas of all workers.
+    """
+    own = _OwnRows(dataset, counts, split_sizes, needs_few=False)
+    adapter = own_rows_adapter(own, False, None, lambda batches, _: batches)
+    adapter.on_epoch_begin()
+    try:
+        for batch, rows in adapter.batches_and_rows():
+            ranges = replica_ranges(rows, counts)
+            first = ranges[0][0]
+            yield batch, [(a - first, b - first) for a, b in ranges]
+    finally:
+        adapter.on_epoch_end()
+
+
 def own_rows(
     dataset: RowDataset,
     workers: Communicator,
-    split: Callable[[int, int], list[int]],
+    driver: FitDriver,
     shuffle: bool,
     class_weight: dict[int, float] | None,
 ) -> Any:
@@ -148,7 +171,7 @@ def own_rows(
     Args:
         dataset: the dataset.
         workers: the workers.
-        split: see `FitDriver.split_rows`.
+        driver: the driver of `fit`, which determines the rows of each worker.
         shuffle: bool, whether the order of batches is shuffled.
         class_weight: dict, as for `fit`.
     """
@@ -158,8 +181,8 @@ def own_rows(
             f"Workers have datasets of different lengths: {counts} batches. All "
             "workers must read the same global batches."
         )
-    reads_few = keras.backend.backend() == "tensorflow"
-    own = _OwnRows(dataset, workers.replica_counts, split, reads_few)
+    split, needs_few = driver.split_rows, driver.needs_few_rows
+    own = _OwnRows(dataset, workers.replica_counts, split, needs_few)
 
     def compared(batches: Iterator[Any], rows_of: Callable[[Any], int]) -> Any:
         # Passes may be read on separate threads: each needs a stream.

@@ -10,14 +10,28 @@ from typing import Any
 
 import keras
 
+from keras_strategies.communication.replica_counts import ReplicaCounts
 from keras_strategies.errors import InputError, InvalidArgumentError
-from keras_strategies.input.arrays import ArrayDataset, are_arrays, from_arrays
-from keras_strategies.input.batches import check_rows, has_rows, leaf_specs, loaded
+from keras_strategies.input.arrays import (
+    ArrayDataset,
+    Ranges,
+    are_arrays,
+    from_arrays,
+)
+from keras_strategies.input.batches import (
+    check_rows,
+    has_rows,
+    leaf_specs,
+    loaded,
+    rows_of,
+)
+from keras_strategies.input.row_dataset import RowDataset, batches_of_worker
 from keras_strategies.keras_compat.models.first_batches import is_read_for_shapes
 from keras_strategies.keras_compat.models.input_adapters import (
     batches_adapter,
     py_dataset_batches,
 )
+from keras_strategies.runtime.row_splits import replica_ranges
 from keras_strategies.values import map_structure
 
 # The default of `Model.fit`.
@@ -59,6 +73,18 @@ class Source(abc.ABC):
     @abc.abstractmethod
     def read(self) -> Iterator[Any]:
         """A pass over the batches, without checks."""
+
+    def batches_of(self, counts: ReplicaCounts) -> Iterator[tuple[Any, Ranges]]:
+        """A pass over batches with this worker's rows, or more.
+
+        Args:
+            counts: the replicas of all workers.
+
+        Returns:
+            iterator of batches, and of their rows that each local replica takes.
+        """
+        for batch in self.batches():
+            yield batch, replica_ranges(rows_of(batch), counts)
 
     def begin(self) -> None:  # noqa: B027 - most datasets need nothing.
         """Makes the iterator that the next pass reads, in place of an unread one.
@@ -192,6 +218,15 @@ class PyDatasetSource(Source):
         return self.given
 
 
+class RowSource(PyDatasetSource):
+    """A `RowDataset`, with its workers."""
+
+    def batches_of(self, counts: ReplicaCounts) -> Iterator[tuple[Any, Ranges]]:
+        if self._peeked is None:
+            return batches_of_worker(self.given, counts)
+        return super().batches_of(counts)
+
+
 class ArraySource(Source):
     """The rows of arrays, in batches."""
 
@@ -209,6 +244,9 @@ class ArraySource(Source):
 
     def read(self) -> Iterator[Any]:
         return iter(self.given)
+
+    def batches_of(self, counts: ReplicaCounts) -> Iterator[tuple[Any, Ranges]]:
+        return self.given.batches_of(counts)  # type: ignore[no-any-return]
 
     @property
     def cardinality(self) -> int | None:
@@ -400,6 +438,8 @@ def source_of(dataset: Any, batch_size: int | None = None) -> Source:
         return dataset
     if isinstance(dataset, ArrayDataset):
         return ArraySource(dataset)
+    if isinstance(dataset, RowDataset):
+        return RowSource(dataset)
     if isinstance(dataset, keras.utils.PyDataset):
         return PyDatasetSource(dataset)
     if is_tf_data(dataset):

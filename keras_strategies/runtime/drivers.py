@@ -31,6 +31,8 @@ class FitDriver(abc.ABC):
     #: Callable of the rows of a batch and of the number of replicas, which returns the
     #: rows of each. A function, so that processes of a dataset can have it.
     split_rows: Callable[[int, int], list[int]] = staticmethod(split_sizes)
+    #: Whether each worker needs all rows of a batch in which a replica has none.
+    needs_few_rows: ClassVar[bool] = False
 
     def __init__(self, placement: Placement):
         self.placement = placement

@@ -182,8 +182,7 @@ def _model_input(
             return value
         source = over_workers(part, workers)
     elif workers is not None and isinstance(value, RowDataset):
-        split = strategy.drivers.fit.split_rows
-        return own_rows(value, workers, split, shuffle, class_weight)
+        return own_rows(value, workers, strategy.drivers.fit, shuffle, class_weight)
     else:
         source = source_of(value)
     return source.model_input(class_weight)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
 import pytest
 from harness.training import assert_same
+from harness.worker_pool import WorkerPool
 
 import keras_strategies as ks
+from keras_strategies.input.arrays import ArrayDataset
+from keras_strategies.training.resume.snapshot_writer import SnapshotWriter
 
 ALL = pytest.mark.parametrize(
     "cluster", ["two", "three", "two_by_two"], indirect=True, scope="session"
@@ -127,3 +133,136 @@ def test_rows_of_datasets_are_read_by_their_worker(
     assert (read <= once + few).all(), (read, once)
     # On JAX, the last of four devices has none of 5 rows.
     assert max(own[0] for _, own in every) < 0.85 * once[0], (read, once)
+
+
+class Stops(keras.callbacks.Callback):
+    """Ends `fit` in the middle of an epoch."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if batch == 1:
+            self.model.stop_training = True
+
+
+def trained_in_parts(strategy: Any, arguments: dict[str, Any]) -> Any:
+    """Numbers after passes that end early, of one dataset."""
+    model = make_model(strategy, False, 1)
+    parts = ({"one": X, "two": 2 * X}, Y, WEIGHTS)
+    dataset = Rows(parts, 4, **arguments)
+    stopped = model.fit(dataset, callbacks=[Stops()], verbose=0)
+    few = model.fit(dataset, epochs=2, steps_per_epoch=3, verbose=0)
+    last = model.fit(dataset, epochs=2, verbose=0)
+    values = model.evaluate(dataset, steps=2, verbose=0)
+    outputs = model.predict(Rows(parts[:1], 9, **arguments), steps=2, verbose=0)
+    numbers: dict[str, dict[Any, Any]] = {
+        f"history {i}": {k: np.asarray(v) for k, v in each.history.items()}
+        for i, each in enumerate((stopped, few, last))
+    }
+    numbers["weights"] = {i: np.asarray(w) for i, w in enumerate(model.get_weights())}
+    numbers["others"] = {"evaluate": np.asarray(values), "predict": np.asarray(outputs)}
+    return numbers
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"workers": 2}, {"workers": 2, "use_multiprocessing": True}],
+    ids=["serial", "threads", "processes"],
+)
+def test_passes_that_end_early(cluster: Any, arguments: dict[str, Any]) -> None:
+    alone = trained_in_parts(ks.OneDeviceStrategy("cpu:0"), arguments)
+    for index, found in enumerate(cluster(trained_in_parts, arguments)):
+        assert_same(alone, found, 5e-5, f"worker {index}")
+
+
+class Interrupts(keras.callbacks.Callback):
+    """Ends `fit` with an error after some steps, and counts them."""
+
+    def __init__(self, after: int | None):
+        super().__init__()
+        self.after = after
+        self.steps = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.steps += 1
+        if self.steps == self.after:
+            raise KeyError("interrupted")
+
+
+def interrupted(strategy: Any, folder: str, after: int | None, workers: int) -> Any:
+    """Numbers of `fit` with `Resume`, and how many steps and rows it took."""
+    model = make_model(strategy, False, 1)
+    dataset = Rows(({"one": X, "two": 2 * X}, Y, WEIGHTS), 5, workers=workers)
+    interrupts = Interrupts(after)
+    resume = ks.callbacks.Resume(folder, every_steps=1)
+    # Each snapshot waits for the one before, so that steps are lost by rule.
+    is_busy = mock.patch.object(SnapshotWriter, "is_busy", False)
+    with is_busy, contextlib.suppress(KeyError):
+        model.fit(dataset, epochs=3, verbose=0, callbacks=[resume, interrupts])
+    resume.wait()
+    weights = {i: np.asarray(w) for i, w in enumerate(model.get_weights())}
+    return {"weights": weights}, interrupts.steps, dataset.read
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_interrupted_fit_resumes(forker: Any, tmp_path: Path, workers: int) -> None:
+    expected, whole, once = interrupted(
+        ks.OneDeviceStrategy("cpu:0"), str(tmp_path / "whole"), None, workers
+    )
+    folder = str(tmp_path / "interrupted")
+    # After an error the workers do not train together again.
+    for after in (8, None):
+        pool = WorkerPool(forker, 2)
+        try:
+            found = pool.cluster(1)(interrupted, folder, after, workers)
+        finally:
+            pool.close()
+    for index, (numbers, steps, read) in enumerate(found):
+        assert_same(expected, numbers, 1e-5, f"worker {index}")
+        # A snapshot is written when the step after it has been taken.
+        assert steps in (whole - 7, whole - 6)
+        assert read < 0.75 * once
+
+
+def distributed(strategy: Any, kind: str) -> Any:
+    """The rows of this worker in each step of two passes, and how many were read."""
+    parts = {"x": np.arange(ROWS), "y": X}
+    taken = 0
+
+    class Counted(np.ndarray):
+        def __getitem__(self, index: Any) -> Any:
+            nonlocal taken
+            found = super().__getitem__(index)
+            # Not slices of what was read.
+            taken += len(found) if len(self) == ROWS else 0
+            return found
+
+    given = Rows(parts, 5)
+    if kind == "rows":
+        dataset = strategy.experimental_distribute_dataset(given)
+    else:
+        arrays = ArrayDataset({"x": parts["x"].view(Counted), "y": X}).batch(5)
+        shuffled = arrays.shuffle(seed=3) if kind == "shuffled arrays" else arrays
+        dataset = strategy.experimental_distribute_dataset(shuffled)
+    steps = []
+    for _ in range(2):
+        for batch in dataset:
+            local = strategy.experimental_local_results(batch)
+            steps.append(
+                {
+                    name: np.concatenate([np.asarray(each[name]) for each in local])
+                    for name in parts
+                }
+            )
+    return steps, taken or given.read
+
+
+@pytest.mark.parametrize("kind", ["rows", "arrays", "shuffled arrays"])
+def test_distributed_datasets_read_own_rows(cluster: Any, kind: str) -> None:
+    alone, once = distributed(ks.OneDeviceStrategy("cpu:0"), kind)
+    every = cluster(distributed, kind)
+    assert len(alone) == 10
+    for step, whole in enumerate(alone):
+        for name, expected in whole.items():
+            parts = [found[step][name] for found, _ in every]
+            np.testing.assert_array_equal(np.concatenate(parts), expected)
+    assert sum(read for _, read in every) <= once + 10
+    assert all(read < 0.65 * once for _, read in every)

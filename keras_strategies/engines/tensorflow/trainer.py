@@ -81,6 +81,8 @@ class TensorFlowTrainer(FitDriver):
 
     # Replicas read weights only.
     mirrors_all = False
+    # They are computed on one device (`StepFunction`).
+    needs_few_rows = True
 
     def __init__(self, strategy: StrategyCore):
         super().__init__(strategy.placement)

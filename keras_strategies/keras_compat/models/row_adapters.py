@@ -49,6 +49,10 @@ def own_rows_adapter(
         def own_batches(self) -> Iterator[Any]:
             return self._get_iterator()
 
+        def batches_and_rows(self) -> Iterator[tuple[Any, int]]:
+            for item in self._get_iterator():
+                yield item.batch, _rows_of(item)
+
     return OwnRowsAdapter(dataset, class_weight, shuffle)
 
 
