@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -51,6 +52,8 @@ class Source(abc.ABC):
     is_in_memory = False
     #: Whether elements may be values without rows, each for one replica.
     may_be_values = False
+    #: `batches_of` that reads this worker's rows; None where all rows are read.
+    own_batches: Callable[[ReplicaCounts], Iterator[tuple[Any, Ranges]]] | None = None
 
     def __init__(self, given: Any):
         self.given = given
@@ -83,6 +86,9 @@ class Source(abc.ABC):
         Returns:
             iterator of batches, and of their rows that each local replica takes.
         """
+        if self.own_batches is not None and self._peeked is None:
+            yield from self.own_batches(counts)
+            return
         for batch in self.batches():
             yield batch, replica_ranges(rows_of(batch), counts)
 
@@ -204,6 +210,11 @@ class PyDatasetSource(Source):
 
     may_reuse_memory = True
 
+    def __init__(self, given: Any):
+        super().__init__(given)
+        if isinstance(given, RowDataset):
+            self.own_batches = functools.partial(batches_of_worker, given)
+
     def read(self) -> Iterator[Any]:
         return py_dataset_batches(self.given)
 
@@ -216,15 +227,6 @@ class PyDatasetSource(Source):
 
     def model_input(self, class_weight: dict[int, float] | None = None) -> Any:
         return self.given
-
-
-class RowSource(PyDatasetSource):
-    """A `RowDataset`, with its workers."""
-
-    def batches_of(self, counts: ReplicaCounts) -> Iterator[tuple[Any, Ranges]]:
-        if self._peeked is None:
-            return batches_of_worker(self.given, counts)
-        return super().batches_of(counts)
 
 
 class ArraySource(Source):
@@ -241,12 +243,10 @@ class ArraySource(Source):
                 f"{self.what} yields single rows. Batch it first: "
                 "`dataset.batch(global_batch_size)`."
             )
+        self.own_batches = given.batches_of
 
     def read(self) -> Iterator[Any]:
         return iter(self.given)
-
-    def batches_of(self, counts: ReplicaCounts) -> Iterator[tuple[Any, Ranges]]:
-        return self.given.batches_of(counts)  # type: ignore[no-any-return]
 
     @property
     def cardinality(self) -> int | None:
@@ -438,8 +438,6 @@ def source_of(dataset: Any, batch_size: int | None = None) -> Source:
         return dataset
     if isinstance(dataset, ArrayDataset):
         return ArraySource(dataset)
-    if isinstance(dataset, RowDataset):
-        return RowSource(dataset)
     if isinstance(dataset, keras.utils.PyDataset):
         return PyDatasetSource(dataset)
     if is_tf_data(dataset):
