@@ -28,6 +28,15 @@ def _checksum(leaf: Any) -> int:
     return checksum(array)
 
 
+def compare_rows(rows: int, found: list[int]) -> None:
+    """Raises `WorkerError` if workers have found other numbers of rows."""
+    if any(each != rows for each in found):
+        raise WorkerError(
+            "Workers have different batches: the numbers of rows are "
+            f"{found}. All workers must read the same global batches."
+        )
+
+
 class WorkerSteps:
     """The steps of a method on one worker.
 
@@ -40,6 +49,7 @@ class WorkerSteps:
         self._method = ""
         self._steps = 0
         self._checks = False
+        self._checks_rows = False
         # Host and process id of workers that have been warned about.
         self._slow: set[tuple[str, int]] = set()
 
@@ -50,8 +60,9 @@ class WorkerSteps:
         Returns:
             Whether no other method is under way.
         """
-        previous = self._method, self._steps, self._checks
+        previous = self._method, self._steps, self._checks, self._checks_rows
         self._method, self._steps, self._checks = name, 0, name.endswith("_on_batch")
+        self._checks_rows = False
         self.group.progress = f"the beginning of {name}"
         self.group.clock.end()
         is_outermost = not previous[0]
@@ -60,7 +71,7 @@ class WorkerSteps:
             with call:
                 yield is_outermost
         finally:
-            self._method, self._steps, self._checks = previous
+            self._method, self._steps, self._checks, self._checks_rows = previous
             self.group.progress = self._progress()
             self.group.clock.end()
 
@@ -129,9 +140,18 @@ class WorkerSteps:
                     "`strategy.status()` has the times of all workers."
                 )
 
-    def check_batches(self, wanted: bool) -> None:
-        """Sets whether `check_batch` compares, until the method ends."""
-        self._checks = wanted
+    def check_batches(self, wanted: bool, rows: bool) -> None:
+        """Sets what `check_batch` and `check_rows` compare, until the method ends."""
+        self._checks, self._checks_rows = wanted, rows
+
+    def check_rows(self, rows: int) -> None:
+        """Compares the rows of a global batch of which each worker has its own.
+
+        Raises:
+            WorkerError: if they differ, or a worker has no more batches.
+        """
+        if self._checks_rows:
+            compare_rows(rows, self.group.gather_values("a batch", rows))
 
     def check_batch(self, batch: Any) -> None:
         """Compares a global batch with those that the other workers have read.

@@ -11,6 +11,7 @@ import keras
 
 from keras_strategies.communication.communicator import Communicator
 from keras_strategies.communication.replica_counts import ReplicaCounts
+from keras_strategies.communication.worker_steps import compare_rows
 from keras_strategies.errors import WorkerError
 from keras_strategies.input.arrays import Ranges
 from keras_strategies.input.batches import as_numpy
@@ -189,12 +190,7 @@ def own_rows(
         stream = f"rows {next(_streams)}"
         for batch in batches:
             rows = rows_of(batch)
-            found = workers.group.gather_values("a batch", rows, stream)
-            if len(set(found)) > 1:
-                raise WorkerError(
-                    "Workers have different batches: the numbers of rows are "
-                    f"{found}. All workers must read the same global batches."
-                )
+            compare_rows(rows, workers.group.gather_values("a batch", rows, stream))
             yield batch
 
     return own_rows_adapter(own, shuffle, class_weight, compared)

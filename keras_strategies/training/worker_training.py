@@ -22,6 +22,7 @@ from keras_strategies.keras_compat.models.fit_loop import (
     set_initial_epoch,
 )
 from keras_strategies.keras_compat.models.input_adapters import is_adapter
+from keras_strategies.keras_compat.models.row_adapters import has_own_rows
 from keras_strategies.keras_compat.optimizers.optimizer_parts import variable_rate
 from keras_strategies.runtime.state.variable_sync import sync_model
 from keras_strategies.training.elastic.chief_callbacks import (
@@ -110,7 +111,9 @@ def arguments(
     agree(workers, model, name, given)
     # Arrays have been compared above; joined batches are equal by construction.
     x = given.get("x")
-    workers.steps.check_batches(not _is_arrays(x) and not is_adapter(x))
+    workers.steps.check_batches(
+        not _is_arrays(x) and not is_adapter(x), has_own_rows(x)
+    )
     callbacks = given.get("callbacks")
     _check_backups(strategy, callbacks)
     if workers.elastic is not None and name == "fit":

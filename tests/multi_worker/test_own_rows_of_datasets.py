@@ -135,6 +135,13 @@ def test_rows_of_datasets_are_read_by_their_worker(
     assert max(own[0] for _, own in every) < 0.85 * once[0], (read, once)
 
 
+class OrderedRows(Rows):
+    """Rows in one order: a pass that ends early may have been read further."""
+
+    def on_epoch_end(self) -> None:
+        self.ended += 1
+
+
 class Stops(keras.callbacks.Callback):
     """Ends `fit` in the middle of an epoch."""
 
@@ -147,12 +154,13 @@ def trained_in_parts(strategy: Any, arguments: dict[str, Any]) -> Any:
     """Numbers after passes that end early, of one dataset."""
     model = make_model(strategy, False, 1)
     parts = ({"one": X, "two": 2 * X}, Y, WEIGHTS)
-    dataset = Rows(parts, 4, **arguments)
+    dataset = OrderedRows(parts, 4, **arguments)
     stopped = model.fit(dataset, callbacks=[Stops()], verbose=0)
     few = model.fit(dataset, epochs=2, steps_per_epoch=3, verbose=0)
     last = model.fit(dataset, epochs=2, verbose=0)
     values = model.evaluate(dataset, steps=2, verbose=0)
-    outputs = model.predict(Rows(parts[:1], 9, **arguments), steps=2, verbose=0)
+    predicted = OrderedRows(parts[:1], 9, **arguments)
+    outputs = model.predict(predicted, steps=2, verbose=0)
     numbers: dict[str, dict[Any, Any]] = {
         f"history {i}": {k: np.asarray(v) for k, v in each.history.items()}
         for i, each in enumerate((stopped, few, last))
@@ -266,3 +274,28 @@ def test_distributed_datasets_read_own_rows(cluster: Any, kind: str) -> None:
             np.testing.assert_array_equal(np.concatenate(parts), expected)
     assert sum(read for _, read in every) <= once + 10
     assert all(read < 0.65 * once for _, read in every)
+
+
+class OtherRows(OrderedRows):
+    """A dataset whose second batch has other rows on each worker."""
+
+    index = 0
+
+    def num_rows(self, index: int) -> int:
+        return 5 + (self.index if index == 1 else 0)
+
+
+def trained_on_other_rows(strategy: Any) -> None:
+    model = make_model(strategy, False, 1)
+    dataset = OtherRows(({"one": X, "two": 2 * X}, Y, WEIGHTS), 5)
+    dataset.index = strategy.workers.group.index
+    model.fit(dataset, verbose=0)
+
+
+def test_other_numbers_of_rows_are_an_error(forker: Any) -> None:
+    pool = WorkerPool(forker, 2)
+    try:
+        outcomes = pool.cluster(1).outcomes(trained_on_other_rows)
+    finally:
+        pool.close()
+    assert any("numbers of rows are [5, 6]" in error for error, _ in outcomes)

@@ -42,18 +42,21 @@ def own_rows_adapter(
                 return RowsOfWorker(batch, np.zeros([rows, 0], bool))
             return dataclasses.replace(item, batch=batch)
 
-        def _get_iterator(self) -> Iterator[Any]:
-            return compared(super()._get_iterator(), _rows_of)
-
-        # Read by engines that keep rows on their workers.
+        # Read by engines that keep rows on their workers. On TensorFlow, threads read
+        # ahead, also in passes that end early: steps compare the rows.
         def own_batches(self) -> Iterator[Any]:
-            return self._get_iterator()
+            return compared(self._get_iterator(), _rows_of)
 
         def batches_and_rows(self) -> Iterator[tuple[Any, int]]:
             for item in self._get_iterator():
                 yield item.batch, _rows_of(item)
 
     return OwnRowsAdapter(dataset, class_weight, shuffle)
+
+
+def has_own_rows(value: Any) -> bool:
+    """Whether a value is of `own_rows_adapter`."""
+    return hasattr(value, "batches_and_rows")
 
 
 def _rows_of(item: Any) -> int:

@@ -193,6 +193,8 @@ class StepFunction:
         """
         batch = keras.tree.map_structure(_none_if_optional, batch)
         check_batch(own_part(batch))
+        if isinstance(batch, RowsOfWorker) and self._workers is not None:
+            self._workers.steps.check_rows(int(batch.every.shape[0]))
         if isinstance(batch, RowsOfWorker) and has_all_rows(batch):
             batch, spec = own_part(batch), own_part(spec)
         if self._workers is None:
