@@ -48,8 +48,8 @@ class WorkerSteps:
         self.group = group
         self._method = ""
         self._steps = 0
-        self._checks = False
-        self._checks_rows = False
+        # What is compared: "batches", "rows" or nothing.
+        self._checks = ""
         # Host and process id of workers that have been warned about.
         self._slow: set[tuple[str, int]] = set()
 
@@ -60,9 +60,9 @@ class WorkerSteps:
         Returns:
             Whether no other method is under way.
         """
-        previous = self._method, self._steps, self._checks, self._checks_rows
-        self._method, self._steps, self._checks = name, 0, name.endswith("_on_batch")
-        self._checks_rows = False
+        previous = self._method, self._steps, self._checks
+        checks = "batches" if name.endswith("_on_batch") else ""
+        self._method, self._steps, self._checks = name, 0, checks
         self.group.progress = f"the beginning of {name}"
         self.group.clock.end()
         is_outermost = not previous[0]
@@ -71,7 +71,7 @@ class WorkerSteps:
             with call:
                 yield is_outermost
         finally:
-            self._method, self._steps, self._checks, self._checks_rows = previous
+            self._method, self._steps, self._checks = previous
             self.group.progress = self._progress()
             self.group.clock.end()
 
@@ -140,9 +140,13 @@ class WorkerSteps:
                     "`strategy.status()` has the times of all workers."
                 )
 
-    def check_batches(self, wanted: bool, rows: bool) -> None:
-        """Sets what `check_batch` and `check_rows` compare, until the method ends."""
-        self._checks, self._checks_rows = wanted, rows
+    def check(self, what: str) -> None:
+        """Sets what is compared until the method ends.
+
+        Args:
+            what: "batches", by `check_batch`; "rows", by `check_rows`; or "".
+        """
+        self._checks = what
 
     def check_rows(self, rows: int) -> None:
         """Compares the rows of a global batch of which each worker has its own.
@@ -150,7 +154,7 @@ class WorkerSteps:
         Raises:
             WorkerError: if they differ, or a worker has no more batches.
         """
-        if self._checks_rows:
+        if self._checks == "rows":
             compare_rows(rows, self.group.gather_values("a batch", rows))
 
     def check_batch(self, batch: Any) -> None:
@@ -163,7 +167,7 @@ class WorkerSteps:
         Raises:
             WorkerError: if batches differ, or a worker has no more.
         """
-        if not self._checks:
+        if self._checks != "batches":
             return
         leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
         facts: list[Any] = [[list(leaf.shape) for leaf in leaves]]

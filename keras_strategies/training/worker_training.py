@@ -111,9 +111,8 @@ def arguments(
     agree(workers, model, name, given)
     # Arrays have been compared above; joined batches are equal by construction.
     x = given.get("x")
-    workers.steps.check_batches(
-        not _is_arrays(x) and not is_adapter(x), has_own_rows(x)
-    )
+    is_compared = _is_arrays(x) or is_adapter(x)
+    workers.steps.check("rows" if has_own_rows(x) else "" if is_compared else "batches")
     callbacks = given.get("callbacks")
     _check_backups(strategy, callbacks)
     if workers.elastic is not None and name == "fit":
