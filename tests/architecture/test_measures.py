@@ -31,8 +31,8 @@ BOUNDS = {
     # Those of `Engine`, `FitDriver`, `RunDriver` and `ReplicaCollectives`.
     "required members of an engine": 19,
     "attributes replaced for the process": 28,
-    # While a step, a scope or a save is open. One for `repeat` on Torch's device "meta",
-    # without which each worker calls a model with `UpSampling2D` on all rows.
+    # While a step, a scope or a save is open. One is `repeat` on Torch's device "meta",
+    # without which each worker calls models with `UpSampling2D` on all rows.
     "attributes replaced for a time": 31,
     "StatelessScope subclasses": 1,
     "communicators": 2,
