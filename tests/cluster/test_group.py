@@ -227,6 +227,27 @@ def test_a_failure_is_told_to_the_others(three):
     assert three[1].loss() is None
 
 
+def test_a_failure_after_a_gather_outlasts_a_slow_end_of_it(three, monkeypatch):
+    """A slow worker reads the answer when another one has gone on, and failed."""
+    slow, check = three[0], three[0].check
+
+    def check_later() -> None:
+        # It releases the lock for the thread that receives messages.
+        assert slow._condition.wait_for(lambda: slow._failure is not None, 20)
+        check()
+
+    monkeypatch.setattr(slow, "check", check_later)
+
+    def work(group):
+        group.barrier("a step")
+        if group.index == 1:
+            group.report(ValueError("bad rows"))
+
+    assert everywhere(three, work) == [None] * 3
+    loss = slow.loss()
+    assert loss is not None and "bad rows" in str(loss)
+
+
 def test_workers_wait_for_a_file_of_the_chief(three, tmp_path):
     file = tmp_path / "model.keras"
 

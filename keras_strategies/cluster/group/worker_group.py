@@ -263,8 +263,6 @@ class WorkerGroup:
                     )
                 self._condition.wait(BEAT)
             answer, joined = self._results.pop(key)
-            # All workers arrived, so an earlier failure was handled.
-            self._failure = None
         for other, other_what in enumerate(answer["whats"]):
             if other_what != what:
                 raise WorkerError(
@@ -565,6 +563,9 @@ class WorkerGroup:
             with self._condition:
                 stream, number = header["key"]
                 self._results[stream, number] = (header, payload)
+                # All workers arrived, so a failure that was reported before has been
+                # handled. The next one may come before the answer is read.
+                self._failure = None
                 self._condition.notify_all()
         elif kind == "chief_saved":
             with self._condition:
