@@ -151,7 +151,7 @@ def executed(epoch: Callable[[], Any], steps: int, before: int) -> dict[str, flo
 
 @contextlib.contextmanager
 def unknown_lengths() -> Iterator[Callable[[], tuple[int, int]]]:
-    """Counts gathers whose length a program does not know when it is traced.
+    """Counts gathers of a length that a program does not know when it is traced.
 
     They are those of the gradients of tables, in ours; the peer sums whole tables. The
     programs that are traced in the context count.

@@ -277,7 +277,7 @@ def test_distributed_datasets_read_own_rows(cluster: Any, kind: str) -> None:
 
 
 class OtherRows(OrderedRows):
-    """A dataset whose second batch has other rows on each worker."""
+    """A dataset with other rows in the second batch of each worker."""
 
     index = 0
 

@@ -155,7 +155,7 @@ class CallWeights:
         return self._kept[read][id(variable)]
 
     def _turn_to(self, read: PackRead) -> None:
-        """Gathers a pack, if it is not there, and begins to gather the next one."""
+        """Gathers a pack that is missing, and begins to gather the next one."""
         self._packs.let_hold(self)
         following = self._following()
         values = self._kept.pop(read, None)
