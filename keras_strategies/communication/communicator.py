@@ -8,7 +8,11 @@ import copy
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-from keras_strategies.communication.elastic_loop import ElasticLoop
+from keras_strategies.communication.group_actions import (
+    CustomLoop,
+    FixedActions,
+    GroupActions,
+)
 from keras_strategies.communication.replica_counts import ReplicaCounts
 from keras_strategies.communication.worker_steps import WorkerSteps
 from keras_strategies.errors import (
@@ -41,8 +45,8 @@ class Communicator(abc.ABC):
         #: Whether all read the same global batches, whatever a dataset's policy says:
         #: processes of one machine, of which the script does not know.
         self.are_device_processes = False
-        #: The loop of an elastic group; None for a fixed one.
-        self.elastic: ElasticLoop | None = None
+        #: The calls in which workers exchange values.
+        self.actions: GroupActions = FixedActions(group)
 
     def _set_replicas(self, count: int, span: int = 1) -> None:
         """Exchanges the number of replicas between all workers.
@@ -121,14 +125,11 @@ class Communicator(abc.ABC):
     @property
     def is_chief(self) -> bool:
         """bool, whether this worker writes files and shows progress."""
-        has_joined = self.elastic is None or self.elastic.has_joined
-        return self.group.is_chief and has_joined
+        return self.group.is_chief and self.actions.has_joined
 
     def gather_values(self, what: str, value: Any) -> list[Any]:
         """Every worker's JSON value, on every worker."""
-        if self.elastic is None:
-            return self.group.gather_values(what, value)
-        return self.elastic.call(what, lambda: self.group.gather_values(what, value))
+        return self.actions.call(what, lambda: self.group.gather_values(what, value))
 
     def end_waits(self) -> None:
         """Aborts every wait of this process in a collective, with a `WorkerError`.
@@ -196,3 +197,13 @@ def lost_worker(group: WorkerGroup, error: BaseException) -> WorkerError:
         "calls and that the network connects them. "
         "`CommunicationOptions(timeout_seconds=...)` sets this timeout."
     )
+
+
+def is_fixed(workers: Communicator | None) -> bool:
+    """Whether the workers, if there are several, stay the same."""
+    return workers is None or workers.actions.is_fixed
+
+
+def loop_of(workers: Communicator | None) -> CustomLoop:
+    """The custom loops of workers, or of a process alone."""
+    return FixedActions.loop if workers is None else workers.actions.loop

@@ -53,7 +53,7 @@ def resolve_policy(
     return policy
 
 
-def check_elastic(dataset: Any) -> None:
+def check_global(dataset: Any) -> None:
     """Raises `ValueError` for a policy with batches that depend on the workers."""
     policy = policy_of(dataset)
     if policy not in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
+from keras_strategies.communication.communicator import is_fixed
 from keras_strategies.communication.replica_counts import ReplicaCounts
 from keras_strategies.errors import InvalidArgumentError, InvalidTypeError
 from keras_strategies.input import auto_shard
@@ -44,8 +45,8 @@ def dataset(
     if isinstance(given, DistributedDataset):
         given = given.feed.source()
     workers = strategy.workers
-    if workers is not None and workers.elastic is not None and is_tf_data(given):
-        auto_shard.check_elastic(given)
+    if not is_fixed(workers) and is_tf_data(given):
+        auto_shard.check_global(given)
     elif workers is not None and is_tf_data(given):
         part = auto_shard.shard(given, workers)
         if part is not None:
@@ -66,7 +67,7 @@ def from_function(
     """See `Strategy.distribute_datasets_from_function`."""
     options = InputOptions.parse(options)
     check_dataset_fn(dataset_fn)
-    if strategy.workers is not None and strategy.workers.elastic is not None:
+    if not is_fixed(strategy.workers):
         raise auto_shard.separate_input_error()
     pipelines = strategy.input_context()
     count = strategy.placement.replica_counts.count

@@ -226,10 +226,10 @@ class ParameterServerDriver(abc.ABC):
         """Waits for the steps under way."""
 
 
-class ElasticDriver(abc.ABC):
+class RollbackDriver(abc.ABC):
     """State of a step that is repeated when the group of workers has changed.
 
-    See `communication/elastic_loop.py` for the sequence. All methods are called in the
+    See `communication/group_actions.py` for the sequence. All methods are called in the
     thread that trains. `Communicator.end_waits` and `Communicator.replace` are the
     engine's other part.
     """
@@ -302,7 +302,7 @@ class Drivers:
         sharding: variables with layouts.
         checkpoints: sharded checkpoints.
         servers: models on parameter servers.
-        elastic: steps of elastic groups of workers.
+        rollback: steps that are repeated when workers are lost.
     """
 
     fit: FitDriver
@@ -310,4 +310,4 @@ class Drivers:
     sharding: ShardingDriver | None = None
     checkpoints: CheckpointDriver | None = None
     servers: ParameterServerDriver | None = None
-    elastic: ElasticDriver | None = None
+    rollback: RollbackDriver | None = None

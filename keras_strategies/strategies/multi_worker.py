@@ -145,13 +145,11 @@ class MultiWorkerMirroredStrategy(Strategy):
         check_implementation(options, engine.name, replicas)
         if workers is not None:
             workers = workers.with_replicas(len(replicas))
-            if isinstance(workers.elastic, ElasticActions):
-                workers.elastic.register(workers)
+            workers.actions.register(workers)
         placement = Placement(replicas, replicas[0], mirrored=True, workers=workers)
         super().__init__(placement, cross_device_ops, sync_batch_norm, random_numbers)
-        if workers is not None and isinstance(workers.elastic, ElasticActions):
-            workers.elastic.follow(self)
         if workers is not None:
+            workers.actions.follow(self)
             sync_random_numbers(engine, workers.group)
 
     @property
@@ -248,7 +246,8 @@ def join_workers(
         group.report(error)
         group.leave()
         raise
-    workers.elastic = actions
+    if actions is not None:
+        workers.actions = actions
     set_joined_cluster(JoinedCluster(tuple(addresses), index, workers))
     return workers
 
@@ -272,10 +271,10 @@ def _check_addresses(resolver: ClusterResolver) -> None:
 
 
 def _check_elastic(workers: Communicator, elastic: Elastic | None) -> None:
-    if (workers.elastic is None) != (elastic is None):
+    if workers.actions.is_fixed != (elastic is None):
         raise ClusterError(
             "The workers are already connected "
-            f"{'without' if workers.elastic is None else 'with'} `elastic`, and all "
+            f"{'without' if workers.actions.is_fixed else 'with'} `elastic`, and all "
             "strategies use this connection. Pass the same `elastic` to each of them."
         )
 
@@ -287,10 +286,7 @@ def leave_cluster() -> None:
         return
     set_joined_cluster(None)
     workers.close()
-    if isinstance(workers.elastic, ElasticActions):
-        workers.elastic.leave()
-    else:
-        workers.group.leave()
+    workers.actions.leave()
 
 
 def _end_process() -> None:

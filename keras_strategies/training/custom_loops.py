@@ -6,12 +6,13 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from keras_strategies.communication.communicator import is_fixed, loop_of
+from keras_strategies.communication.joined_workers import joined_workers
 from keras_strategies.engines import get_engine
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.keras_compat.variables.materialized import materialized
 from keras_strategies.runtime.compiled_functions import register_compiled
 from keras_strategies.runtime.context import check_returns
-from keras_strategies.training.elastic.elastic_actions import current_loop
 
 
 def value_and_grad(
@@ -94,26 +95,24 @@ def function(
     engine = get_engine()
     make = functools.partial(engine.function, fn, jit_compile=jit_compile)
     compiled = make()
-    # Without elastic workers, a `tf.function` is returned unwrapped.
-    if engine.name != "tensorflow" or current_loop() is not None:
-        compiled = _elastic(fn, compiled, make)
+    # With fixed workers, a `tf.function` is returned unwrapped.
+    if engine.name != "tensorflow" or not is_fixed(joined_workers()):
+        compiled = _recompiled(fn, compiled, make)
     # Workers of parameter servers compile the Python function themselves.
     register_compiled(compiled, fn)
     return compiled
 
 
-def _elastic(
+def _recompiled(
     fn: Callable[..., Any], compiled: Any, make: Callable[[], Any]
 ) -> Callable[..., Any]:
-    """A compiled function that is compiled again for other elastic workers."""
+    """A compiled function that is compiled again when workers have changed."""
     generation: object = None
 
     @functools.wraps(fn)
     def step(*args: Any, **kwargs: Any) -> Any:
         nonlocal compiled, generation
-        loop = current_loop()
-        if loop is None:
-            return compiled(*args, **kwargs)
+        loop = loop_of(joined_workers())
         if generation is not loop.generation:
             compiled = compiled if generation is None else make()
             generation = loop.generation

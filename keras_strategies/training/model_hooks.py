@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 
+from keras_strategies.communication.communicator import loop_of
 from keras_strategies.engines import get_engine
 from keras_strategies.errors import (
     InvalidArgumentError,
@@ -41,7 +42,6 @@ from keras_strategies.runtime.state import run_state
 from keras_strategies.runtime.state.replica_state import AddedState
 from keras_strategies.runtime.state.run_state import RunState
 from keras_strategies.training.batch_norm import replica_moments
-from keras_strategies.training.elastic.elastic_actions import loop_of
 from keras_strategies.training.model_input import model_arguments
 from keras_strategies.training.model_methods import drivers_of
 from keras_strategies.training.saving.atomic_files import read_seeds
@@ -69,9 +69,7 @@ class StrategyHooks:
             return
         set_variable_strategy(made, strategy)
         _made_in_run(made)
-        loop = loop_of(strategy)
-        if loop is not None:
-            loop.created(made)
+        loop_of(strategy.workers).created(made)
         if (
             run_state.is_local(made)
             and made.aggregation in (None, "none")
@@ -147,9 +145,9 @@ class StrategyHooks:
     def optimizer_apply(
         self, optimizer: Any, original: Callable[..., Any], grads: Any, variables: Any
     ) -> Any:
-        loop = loop_of(context.current_strategy())
-        if loop is not None:
-            loop.training()
+        strategy = context.current_strategy()
+        if strategy is not None:
+            loop_of(strategy.workers).training()
         replica = context.current_replica()
         if replica is None or not isinstance(current_policy(), RunState):
             return get_engine().optimizer_apply(optimizer, original)(grads, variables)

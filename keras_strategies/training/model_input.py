@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from keras_strategies.communication.communicator import is_fixed
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.input import auto_shard
 from keras_strategies.input.arrays import ArrayDataset
@@ -134,7 +135,7 @@ def _reads_own_rows(strategy: Any) -> bool:
     """Whether each worker can read its rows of a batch, and no others."""
     workers = strategy.workers
     # A repeated step of elastic workers has other rows on each.
-    return workers.elastic is None and workers.replica_counts.span == 1
+    return workers.actions.is_fixed and workers.replica_counts.span == 1
 
 
 def is_distributed_input(value: Any) -> bool:
@@ -142,10 +143,10 @@ def is_distributed_input(value: Any) -> bool:
     return isinstance(value, (ArrayDataset, DatasetFunction, DistributedDataset))
 
 
-def _elastic_input(value: Any, class_weight: dict[int, float] | None) -> Any:
-    """Input for elastic workers, which all read the same global batches."""
+def _global_input(value: Any, class_weight: dict[int, float] | None) -> Any:
+    """Input for workers that come and go: all read the same global batches."""
     if is_tf_data(value):
-        auto_shard.check_elastic(value)
+        auto_shard.check_global(value)
         return value
     is_feed = isinstance(value, DistributedDataset)
     if isinstance(value, DatasetFunction) or (is_feed and not value.feed.is_global):
@@ -161,8 +162,8 @@ def _model_input(
     shuffle: bool = False,
 ) -> Any:
     workers = None if strategy is None else strategy.workers
-    if workers is not None and workers.elastic is not None:
-        return _elastic_input(value, class_weight)
+    if not is_fixed(workers):
+        return _global_input(value, class_weight)
     if isinstance(value, DistributedDataset):
         source = value.feed.source()
         if workers is not None and not value.feed.is_global:

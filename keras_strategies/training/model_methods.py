@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from keras_strategies.communication.communicator import loop_of
 from keras_strategies.engines import get_engine
 from keras_strategies.errors import ContextError
 from keras_strategies.keras_compat import patching
@@ -18,7 +19,6 @@ from keras_strategies.runtime import context
 from keras_strategies.runtime.drivers import Drivers
 from keras_strategies.runtime.row_splits import batches_of_custom_step
 from keras_strategies.training import worker_training
-from keras_strategies.training.elastic.elastic_actions import loop_of
 from keras_strategies.training.keras_rs_tables import check_table_optimizers
 from keras_strategies.training.model_input import model_arguments
 from keras_strategies.training.saving.atomic_files import atomic_save
@@ -67,9 +67,10 @@ def call(model: Any, name: str, original: Any, bound: Any) -> Any:
     servers = drivers_of(model).servers
     if servers is not None:
         return servers.call(model, name, original, bound)
-    loop = loop_of(strategy_of(model)) if name.endswith("on_batch") else None
-    if loop is None:
+    strategy = strategy_of(model)
+    if strategy is None or not name.endswith("on_batch"):
         return original(*bound.args, **bound.kwargs)
+    loop = loop_of(strategy.workers)
     return loop.call(name, lambda: original(*bound.args, **bound.kwargs))
 
 

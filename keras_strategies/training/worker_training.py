@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -25,26 +26,12 @@ from keras_strategies.keras_compat.models.input_adapters import is_adapter
 from keras_strategies.keras_compat.models.row_adapters import has_own_rows
 from keras_strategies.keras_compat.optimizers.optimizer_parts import variable_rate
 from keras_strategies.runtime.state.variable_sync import sync_model
-from keras_strategies.training.elastic.chief_callbacks import (
-    ChiefCallback,
-    ChiefCallbacks,
-)
-from keras_strategies.training.elastic.elastic_actions import ElasticActions
-from keras_strategies.training.elastic.elastic_fit import DecisionTimes, ElasticFit
 from keras_strategies.training.progress_bar import WorkerProgress, with_progress
 from keras_strategies.training.random_sync import sync_random_numbers
-from keras_strategies.training.saving.preemption import PreemptionCallback
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
 
-# Only the chief writes and reads their files.
-_WRITERS = (
-    keras.callbacks.BackupAndRestore,
-    keras.callbacks.CSVLogger,
-    keras.callbacks.RemoteMonitor,
-    keras.callbacks.TensorBoard,
-)
 _LOOPS = ("fit", "evaluate", "predict")
 
 
@@ -60,22 +47,14 @@ def method(strategy: StrategyCore, model: Any, name: str) -> Iterator[None]:
     if workers is None or name == "compile":
         yield
         return
-    if isinstance(workers.elastic, ElasticActions):
-        if name == "fit":
-            workers.elastic.loop.is_active = False
-        elif name == "train_on_batch" and not workers.elastic.is_in_fit:
-            # Also the first call of a loop tells of a worker that is lost in it.
-            workers.elastic.loop.is_active = True
+    workers.actions.begin_method(name)
     with workers.method(name) as is_outermost:
         try:
-            if workers.elastic is None:
-                _begin(strategy, model, name)
-            else:
-                workers.elastic.call(
-                    f"the beginning of {name}",
-                    lambda: _begin(strategy, model, name),
-                    model,
-                )
+            workers.actions.call(
+                f"the beginning of {name}",
+                lambda: _begin(strategy, model, name),
+                model,
+            )
             yield
         except (WorkerError, WorkersChanged, MethodRestart):
             raise
@@ -115,28 +94,27 @@ def arguments(
     workers.steps.check("rows" if has_own_rows(x) else "" if is_compared else "batches")
     callbacks = given.get("callbacks")
     _check_backups(strategy, callbacks)
-    if workers.elastic is not None and name == "fit":
-        _check_elastic(callbacks)
     changed: dict[str, Any] = {}
     if not workers.is_chief:
         changed["verbose"] = 0
     if isinstance(callbacks, keras.callbacks.CallbackList):
         if name == "fit":
+            if not workers.actions.is_fixed:
+                raise InvalidArgumentError(
+                    "A CallbackList is not supported with elastic workers: output "
+                    "moves to each new chief. Pass a list of callbacks."
+                )
             sync_model(strategy, model, all_of_them=True)
         return changed
-    mine = _callbacks_of_worker(workers, _listed(callbacks))
+    mine = workers.actions.own_callbacks(name, _listed(callbacks))
     verbose = given.get("verbose", "auto")
     decisions = _ChiefDecisions(strategy, mine)
     if name == "fit":
         mine.append(decisions)
-    if workers.is_chief or workers.elastic is not None:
+    if workers.is_chief or not workers.actions.is_fixed:
         bar = WorkerProgress(lambda: workers.group.count, lambda: workers.group.count)
         mine = with_progress(mine, verbose, bar)
-    if workers.elastic is not None:
-        following = ChiefCallbacks(mine, verbose, lambda: workers.is_chief)
-        if name == "fit":
-            assert isinstance(workers.elastic, ElasticActions)
-            mine.append(ElasticFit(workers.elastic, following, decisions.times))
+    mine += workers.actions.following_callbacks(name, mine, verbose, decisions.times)
     changed["callbacks"] = mine
     return changed
 
@@ -195,22 +173,15 @@ def _listed(callbacks: Any) -> list[Any]:
     return list(keras.tree.flatten(callbacks))
 
 
-def _callbacks_of_worker(workers: Communicator, callbacks: list[Any]) -> list[Any]:
-    """The callbacks that run on this worker."""
-    if workers.elastic is not None:
-        return [
-            ChiefCallback(each, lambda: workers.is_chief)
-            if isinstance(each, _WRITERS)
-            else each
-            for each in callbacks
-        ]
-    if workers.group.is_chief:
-        return callbacks
-    mine = [each for each in callbacks if not isinstance(each, _WRITERS)]
-    for callback in mine:
-        if hasattr(callback, "verbose"):
-            callback.verbose = 0
-    return mine
+@dataclasses.dataclass
+class DecisionTimes:
+    """Times at which the chief's decisions are broadcast, besides ends of epochs.
+
+    Args:
+        each_batch: bool, whether also at the end of each batch.
+    """
+
+    each_batch: bool
 
 
 class _ChiefDecisions(keras.callbacks.Callback):
@@ -224,8 +195,8 @@ class _ChiefDecisions(keras.callbacks.Callback):
         self.times = DecisionTimes(any(map(_acts_on_batches, others)))
 
     def on_train_begin(self, logs: Any = None) -> None:
-        elastic = self._workers.elastic
-        if elastic is not None and elastic.is_new:
+        actions = self._workers.actions
+        if actions.is_new:
             # The others have begun before.
             return
         # The chief may have restored a backup, and a worker alone have a callback.
@@ -234,10 +205,7 @@ class _ChiefDecisions(keras.callbacks.Callback):
         self.times.each_batch = any(acts for _, acts in found)
         set_initial_epoch(self.model, found[0][0])
         sync = functools.partial(sync_model, self._strategy, self.model, True)
-        if elastic is None:
-            sync()
-        else:
-            elastic.call("the weights at the beginning", sync, self.model)
+        actions.call("the weights at the beginning", sync, self.model)
         self._decide("the beginning of training")
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -271,22 +239,6 @@ def _check_backups(strategy: StrategyCore, callbacks: Any) -> None:
                 "`strategy.save_sharded(model, directory)` at the end of an epoch, "
                 "and `load_sharded` before `fit`, with which every worker writes and "
                 "reads its own shards."
-            )
-
-
-def _check_elastic(callbacks: Any) -> None:
-    """Raises for callbacks that set the position of `fit`, as `elastic` does."""
-    if isinstance(callbacks, keras.callbacks.CallbackList):
-        raise InvalidArgumentError(
-            "A CallbackList is not supported with elastic workers: output moves to "
-            "each new chief. Pass a list of callbacks."
-        )
-    for callback in _listed(callbacks):
-        if isinstance(callback, PreemptionCallback):
-            raise InvalidArgumentError(
-                f"`fit` was given {type(callback).__name__} with elastic workers, "
-                "which get the position in training from each other. Omit the "
-                "callback, or `elastic`; `ks.callbacks.Resume` works with both."
             )
 
 

@@ -90,7 +90,7 @@ def test_required_members_are_abstract_ones_of_an_engine(tmp_path: Path) -> None
         runtime__engine="class Engine(ABC):\n @abstractmethod\n def a(self): ...\n"
         " @property\n @abstractmethod\n def b(self): ...\n def c(self): ...\n",
         runtime__drivers="class FitDriver(ABC):\n @abstractmethod\n def d(self): ...\n"
-        "class ElasticDriver(ABC):\n @abstractmethod\n def e(self): ...\n",
+        "class RollbackDriver(ABC):\n @abstractmethod\n def e(self): ...\n",
     )
     assert required_members(source) == 3
 

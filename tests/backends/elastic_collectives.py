@@ -35,6 +35,8 @@ class Training:
             `PID.sleeps` waits so many seconds before that of a step.
     """
 
+    is_fixed = False
+
     def __init__(self, membership: Membership, folder: Path):
         self.membership = membership
         self.folder = folder
@@ -46,8 +48,8 @@ class Training:
         self._ending = threading.Lock()
         group = membership.group
         self.workers: Communicator = get_engine().connect(group, CommunicationOptions())
-        # Elastic workers have a loop; this one has none of its methods called.
-        self.workers.elastic = self  # type: ignore[assignment]
+        # Of the actions of such workers, only `is_fixed` is read here.
+        self.workers.actions = self  # type: ignore[assignment]
         self.workers = self.workers.with_replicas(1)
         if hasattr(self.workers, "devices_of"):
             self.workers.devices_of([Device("cpu", 0)])

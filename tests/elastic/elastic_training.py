@@ -211,7 +211,7 @@ def await_newcomer(strategy: Any, folder: Path, step: int) -> None:
     waiting, workers = folder / f"waiting{step}", strategy.workers
 
     def is_there() -> bool:
-        membership = workers.elastic.membership
+        membership = workers.actions.membership
         members = {member.index for member in membership.generation.members}
         new = {int(path.name[3:].split("-")[0]) for path in folder.glob("new*")}
         is_refused = any(folder.glob("failed*"))
@@ -324,7 +324,7 @@ def train() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     if index >= 0 and not is_new:
-        elastic_actions = strategy.workers.elastic
+        elastic_actions = strategy.workers.actions
         notice_loss_after_steps(
             elastic_actions, lambda: [index, step] in settings.unfinished
         )

@@ -79,7 +79,7 @@ def main(folder: Path, victim: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            generation = strategy.workers.elastic.membership.generation.number
+            generation = strategy.workers.actions.membership.generation.number
             state = [generation, strategy.workers.group.count, self.steps()]
             write(folder / f"{index}.state", state)
 

@@ -45,7 +45,7 @@ def test_workers_without_addresses_are_an_error(monkeypatch) -> None:
 
 
 def elastic_strategy() -> Any:
-    workers = SimpleNamespace(elastic=object(), group=None)
+    workers = SimpleNamespace(actions=SimpleNamespace(is_fixed=False), group=None)
     return SimpleNamespace(workers=workers)
 
 

@@ -27,7 +27,7 @@ def prepare_ahead(strategy: Any) -> Callable[[], None]:
         pinned = cuda_batches.pinned
         cuda_batches.pinned = lambda leaf: leaf.clone()
         trainer.placer = cuda_batches.PinningPrefetcher()
-        if strategy.workers is not None and trainer.elastic is None:
+        if strategy.workers is not None and trainer.rollback is None:
             from keras_strategies.engines.torch.own_rows.own_batches import (
                 OwnBatchPlacer,
             )

@@ -92,7 +92,7 @@ def await_newcomer(strategy: Any, folder: Path) -> None:
     write(folder / "waits")
     while not file.exists():
         assert time.monotonic() < until, "no worker has joined"
-        if workers.is_chief and workers.elastic.membership._listener.joining > 0:
+        if workers.is_chief and workers.actions.membership._listener.joining > 0:
             write(file)
         time.sleep(0.05)
 

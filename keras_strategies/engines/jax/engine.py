@@ -162,4 +162,4 @@ class JaxEngine(Engine):
         kind = MeshTrainer if placement.mirrored else CentralStorageTrainer
         fit = kind(strategy)
         run = JaxRun(strategy, lambda: fit.devices)
-        return Drivers(fit, run, fit, fit, elastic=fit.elastic)
+        return Drivers(fit, run, fit, fit, rollback=fit.rollback)

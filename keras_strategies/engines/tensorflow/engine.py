@@ -19,7 +19,7 @@ from keras_strategies.engines.tensorflow.compiled_function import (
     function,
     value_and_grad,
 )
-from keras_strategies.engines.tensorflow.data_parallel.elastic_steps import (
+from keras_strategies.engines.tensorflow.data_parallel.rollback import (
     after_gradients,
 )
 from keras_strategies.engines.tensorflow.devices import (
@@ -158,7 +158,7 @@ class TensorFlowEngine(Engine):
             fit = sharding = GatheringTrainer(strategy)
         run = TensorFlowRun(strategy, fit.engine)
         checkpoints = TensorFlowCheckpoints(strategy.placement)
-        return Drivers(fit, run, sharding, checkpoints, elastic=fit.elastic)
+        return Drivers(fit, run, sharding, checkpoints, rollback=fit.rollback)
 
     def optimizer_apply(
         self, optimizer: Any, apply: Callable[..., Any]

@@ -18,11 +18,11 @@ from keras_strategies.engines.tensorflow.compat.variables import (
     new_variable,
 )
 from keras_strategies.engines.tensorflow.counted_memory import peaks_of
-from keras_strategies.engines.tensorflow.data_parallel.elastic_steps import (
-    TensorFlowElasticSteps,
-)
 from keras_strategies.engines.tensorflow.data_parallel.layer_call import (
     TensorFlowLayerCalls,
+)
+from keras_strategies.engines.tensorflow.data_parallel.rollback import (
+    TensorFlowRollback,
 )
 from keras_strategies.engines.tensorflow.data_parallel.step_function import StepFunction
 from keras_strategies.engines.tensorflow.devices import device_of, tf_device
@@ -96,16 +96,16 @@ class TensorFlowTrainer(FitDriver):
             if device != self.placement.variables
         ]
         self._call: DataParallelCall | None = None
-        self.elastic: TensorFlowElasticSteps | None = None
+        self.rollback: TensorFlowRollback | None = None
         if not self.placement.is_single:
             calls = TensorFlowLayerCalls(strategy, self.engine)
             self._call = DataParallelCall(strategy, PRIMITIVES, calls)
-            if workers is not None and workers.elastic is not None:
+            if workers is not None and not workers.actions.is_fixed:
                 changed = self._call.workers_changed
-                self.elastic = TensorFlowElasticSteps(changed, workers)
+                self.rollback = TensorFlowRollback(changed, workers)
         home = self.placement.variables
         # Replicas take their rows from there, in the step.
-        is_fixed = workers is not None and workers.elastic is None
+        is_fixed = workers is not None and workers.actions.is_fixed
         self.placer = EpochDatasets(
             None if home.kind == "cpu" else tf_device(home),
             self.placement.replica_counts if is_fixed else None,
@@ -137,7 +137,7 @@ class TensorFlowTrainer(FitDriver):
         if self._call is None:
             make()
         else:
-            step = StepFunction(model, kind, self._call, self.elastic)
+            step = StepFunction(model, kind, self._call, self.rollback)
             setattr(model, f"{kind}_function", step)
 
     def plan_variables(self, variables: Sequence[Any]) -> None:

@@ -149,7 +149,7 @@ class TorchEngine(Engine):
             return Drivers(sharded, run, sharded, checkpoints)
         fit = TorchTrainer(strategy)
         run = TorchRun(strategy, fit.threads, fit.variables)
-        return Drivers(fit, run, checkpoints=checkpoints, elastic=fit.elastic)
+        return Drivers(fit, run, checkpoints=checkpoints, rollback=fit.rollback)
 
 
 def _lacks() -> Mapping[Feature, str]:

@@ -25,11 +25,11 @@ from keras_strategies.engines.torch.devices import (
     memories,
     torch_device,
 )
-from keras_strategies.engines.torch.elastic_steps import TorchElasticSteps
 from keras_strategies.engines.torch.own_rows.own_batches import OwnBatchPlacer
 from keras_strategies.engines.torch.replicas.replica_threads import ReplicaThreads
 from keras_strategies.engines.torch.replicas.replica_variables import ReplicaVariables
 from keras_strategies.engines.torch.replicas.row_numbers import partitioned_step
+from keras_strategies.engines.torch.rollback import TorchRollback
 from keras_strategies.engines.torch.tensor_primitives import PRIMITIVES
 from keras_strategies.engines.torch.worker_collectives import TorchCommunicator
 from keras_strategies.keras_compat.models.building import compiled_variables
@@ -86,13 +86,13 @@ class TorchTrainer(FitDriver):
             )
         )
         workers = self.placement.workers
-        self.elastic: TorchElasticSteps | None = None
-        if isinstance(workers, TorchCommunicator) and workers.elastic is not None:
-            self.elastic = TorchElasticSteps(self._call, workers)
+        self.rollback: TorchRollback | None = None
+        if isinstance(workers, TorchCommunicator) and not workers.actions.is_fixed:
+            self.rollback = TorchRollback(self._call, workers)
         home = torch_device(self.placement.variables)
         # With several replicas, each layer call moves their rows from the host.
         self.placer = batch_prefetcher(home, self.placement.is_single)
-        if workers is not None and self._call is not None and self.elastic is None:
+        if workers is not None and self._call is not None and self.rollback is None:
             self.placer = OwnBatchPlacer(self.placement, self._call, self.placer)
 
     @contextlib.contextmanager
@@ -130,16 +130,14 @@ class TorchTrainer(FitDriver):
     def _repeated(
         self, model: Any, kind: str, step: Callable[..., Any]
     ) -> Callable[..., Any]:
-        """The steps of elastic workers."""
-        workers = self.placement.workers
-        elastic = None if workers is None else workers.elastic
-        if elastic is None:
+        """A step that may be repeated with other workers."""
+        workers, rollback = self.placement.workers, self.rollback
+        if workers is None or rollback is None:
             return step
-        owner, steps = weakref.ref(model), self.elastic
-        assert steps is not None
+        owner, actions = weakref.ref(model), workers.actions
 
         def repeated(data: Any) -> Any:
-            return elastic.step(owner(), kind, lambda: steps.take(step, data))
+            return actions.step(owner(), kind, lambda: rollback.take(step, data))
 
         return repeated
 

@@ -13,8 +13,9 @@ from keras_strategies.collectives.cross_device_ops import (
     check_cross_device_ops,
     is_built_in,
 )
+from keras_strategies.communication.communicator import loop_of
 from keras_strategies.engines import get_engine
-from keras_strategies.errors import ContextError, InvalidArgumentError
+from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.keras_compat import patching
 from keras_strategies.runtime import context
 from keras_strategies.runtime.context import check_results, check_returns
@@ -24,7 +25,6 @@ from keras_strategies.strategies.base.strategy_checkpoints import StrategyCheckp
 from keras_strategies.strategies.base.strategy_extended import StrategyExtended
 from keras_strategies.strategies.base.strategy_input import StrategyInput
 from keras_strategies.strategies.base.strategy_reports import StrategyReports
-from keras_strategies.training.elastic.elastic_actions import loop_of
 from keras_strategies.training.model_hooks import install_hooks
 from keras_strategies.training.tensorflow_calls import (
     check_no_tensorflow_results,
@@ -265,16 +265,10 @@ class Strategy(StrategyInput, StrategyReports, StrategyCheckpoints):
         return map_structure(self._engine.movable, value)
 
     def _in_loop(self, fn: Any, call: Callable[[], Any]) -> Any:
-        """Makes a call in which workers exchange values, also elastic workers."""
-        loop = loop_of(self)
-        if loop is None:
-            return call()
-        if self._engine.in_program() and not loop.is_inside:
-            raise ContextError(
-                "A method of a strategy with elastic workers was called in a "
-                "`tf.function`: its program could not continue when workers are "
-                "lost or join. Use `ks.function`, after the strategy is made."
-            )
+        """Makes a call in which workers exchange values."""
+        loop = loop_of(self.workers)
+        if self._engine.in_program():
+            loop.check_program()
         return loop.call(fn, call)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:

@@ -7,49 +7,37 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, Protocol, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 from keras_strategies.cluster.group.membership import Generation, Membership
 from keras_strategies.cluster.group.rendezvous import GroupIsRunningError
 from keras_strategies.cluster.group.worker_group import WorkerGroup
 from keras_strategies.communication.communicator import Communicator
-from keras_strategies.communication.elastic_loop import ElasticLoop
-from keras_strategies.communication.joined_workers import joined_workers
-from keras_strategies.errors import WorkerError
+from keras_strategies.communication.group_actions import WRITERS, GroupActions
+from keras_strategies.errors import InvalidArgumentError, WorkerError
 from keras_strategies.keras_compat.hooks import MethodRestart
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
-from keras_strategies.runtime.drivers import Drivers, ElasticDriver
+from keras_strategies.runtime.drivers import Drivers, RollbackDriver
 from keras_strategies.runtime.state.variable_sync import are_synced, set_synced
+from keras_strategies.training.elastic.chief_callbacks import (
+    ChiefCallback,
+    ChiefCallbacks,
+)
+from keras_strategies.training.elastic.elastic_fit import ElasticFit
 from keras_strategies.training.elastic.loop_steps import Change, Function, LoopSteps
 from keras_strategies.training.resume.input_position import (
     random_state,
     set_random_state,
 )
 from keras_strategies.training.resume.snapshot_files import packed, parsed
+from keras_strategies.training.saving.preemption import PreemptionCallback
 
 T = TypeVar("T")
 
 _logger = logging.getLogger("keras_strategies.elastic")
 
 
-class Fit(Protocol):
-    """The `fit` under way on this worker."""
-
-    @property
-    def can_begin_again(self) -> bool:
-        """bool, whether another `fit` with the same input reads the same batches."""
-
-    def capture(self) -> dict[str, Any]:
-        """Position in the input and states of callbacks after the last step."""
-
-    def save(self) -> str:
-        """Saves the state after the last step; returns a sentence with the result."""
-
-    def reformed(self) -> None:
-        """Called when the group has changed."""
-
-
-class ElasticActions(ElasticLoop):
+class ElasticActions(GroupActions):
     """The actions of this process.
 
     Args:
@@ -72,10 +60,9 @@ class ElasticActions(ElasticLoop):
         self._is_clean = True
         self._is_inside = False
         self._is_new = False
-        self._fit: Fit | None = None
+        self._fit: ElasticFit | None = None
         self._fits = 0
-        #: The calls of custom loops.
-        self.loop = LoopSteps(self)
+        self.loop: LoopSteps = LoopSteps(self)
         # Held while waits are aborted, so that those of the next generation are not.
         self._ending = threading.Lock()
 
@@ -94,9 +81,9 @@ class ElasticActions(ElasticLoop):
         return [each.drivers for each in strategies if each is not None]
 
     @property
-    def driver(self) -> ElasticDriver:
+    def driver(self) -> RollbackDriver:
         """The driver of the first strategy."""
-        driver = self._all_drivers[0].elastic
+        driver = self._all_drivers[0].rollback
         assert driver is not None
         return driver
 
@@ -128,6 +115,32 @@ class ElasticActions(ElasticLoop):
     def generation(self) -> object:
         """A different object for each group of workers."""
         return self._membership.group
+
+    # Methods of models
+
+    def begin_method(self, name: str) -> None:
+        if name == "fit":
+            self.loop.is_active = False
+        elif name == "train_on_batch" and not self.is_in_fit:
+            # Also the first call of a loop tells of a worker that is lost in it.
+            self.loop.is_active = True
+
+    def own_callbacks(self, name: str, callbacks: list[Any]) -> list[Any]:
+        if name == "fit":
+            _check_positions(callbacks)
+        return [
+            ChiefCallback(each, self._is_chief) if isinstance(each, WRITERS) else each
+            for each in callbacks
+        ]
+
+    def following_callbacks(
+        self, name: str, callbacks: list[Any], verbose: Any, times: Any
+    ) -> list[Any]:
+        following = ChiefCallbacks(callbacks, verbose, self._is_chief)
+        return [ElasticFit(self, following, times)] if name == "fit" else []
+
+    def _is_chief(self) -> bool:
+        return self._membership.group.is_chief and self.has_joined
 
     # Actions
 
@@ -261,8 +274,8 @@ class ElasticActions(ElasticLoop):
 
     def _drop_checks(self, model: Any, has_new: bool) -> None:
         for drivers in self._all_drivers:
-            if drivers.elastic is not None:
-                drivers.elastic.reformed(model, has_new)
+            if drivers.rollback is not None:
+                drivers.rollback.reformed(model, has_new)
 
     def _last_state(self) -> str:
         """Saves the state after the last step, and says where."""
@@ -379,16 +392,8 @@ class ElasticActions(ElasticLoop):
 
     # New workers
 
-    def begin_fit(self, model: Any, fit: Fit) -> dict[str, Any] | None:
-        """Begins a `fit`, in which workers can join.
-
-        Args:
-            model: the model, built.
-            fit: provides and follows the state of the `fit`.
-
-        Returns:
-            On a new worker, what `Fit.capture` returned on a worker that trains.
-        """
+    def begin_fit(self, model: Any, fit: ElasticFit) -> dict[str, Any] | None:
+        """See `FitActions`."""
         self._fit = fit
         self._fits += 1
         if self.has_joined:
@@ -450,31 +455,25 @@ class ElasticActions(ElasticLoop):
         self._fit = None
 
     def leave(self) -> None:
-        """Leaves the group."""
         self._membership.leave()
 
 
-def loop_of(strategy: Any) -> LoopSteps | None:
-    """The custom loops of a strategy with elastic workers; None for others."""
-    return _loop_of(None if strategy is None else strategy.workers)
-
-
-def current_loop() -> LoopSteps | None:
-    """The custom loops of this process; None without elastic workers."""
-    return _loop_of(joined_workers())
-
-
-def _loop_of(workers: Communicator | None) -> LoopSteps | None:
-    if workers is None or not isinstance(workers.elastic, ElasticActions):
-        return None
-    return workers.elastic.loop
+def _check_positions(callbacks: list[Any]) -> None:
+    """Raises for callbacks that set the position of `fit`, as `elastic` does."""
+    for callback in callbacks:
+        if isinstance(callback, PreemptionCallback):
+            raise InvalidArgumentError(
+                f"`fit` was given {type(callback).__name__} with elastic workers, "
+                "which get the position in training from each other. Omit the "
+                "callback, or `elastic`; `ks.callbacks.Resume` works with both."
+            )
 
 
 def _nothing_to_undo() -> bool:
     return True
 
 
-def _driver_of(model: Any) -> ElasticDriver:
-    driver = strategy_of(model).drivers.elastic
+def _driver_of(model: Any) -> RollbackDriver:
+    driver = strategy_of(model).drivers.rollback
     assert driver is not None
-    return cast(ElasticDriver, driver)
+    return cast(RollbackDriver, driver)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Protocol
 
 import keras
 
@@ -14,24 +14,31 @@ from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.runtime.state.model_values import check_model, restore_model
 from keras_strategies.runtime.state.variable_sync import set_synced
 from keras_strategies.training.elastic.chief_callbacks import ChiefCallbacks
-from keras_strategies.training.elastic.elastic_actions import ElasticActions
 from keras_strategies.training.resume.callback_states import (
     callback_states,
     restore_callbacks,
 )
 from keras_strategies.training.resume.input_position import InputPosition, Point
 from keras_strategies.training.resume.resume_callback import Resume
+from keras_strategies.training.worker_training import DecisionTimes
 
 
-@dataclasses.dataclass
-class DecisionTimes:
-    """Times at which the chief's decisions are broadcast, besides ends of epochs.
+class FitActions(Protocol):
+    """The actions of a worker that trains."""
 
-    Args:
-        each_batch: bool, whether also at the end of each batch.
-    """
+    def begin_fit(self, model: Any, fit: ElasticFit) -> dict[str, Any] | None:
+        """Begins a `fit`, in which workers can join.
 
-    each_batch: bool
+        Args:
+            model: the model, built.
+            fit: provides and follows the state of the `fit`.
+
+        Returns:
+            On a new worker, what `ElasticFit.capture` returned on one that trains.
+        """
+
+    def end_fit(self) -> None:
+        """Ends a `fit`."""
 
 
 class ElasticFit(fit_position.OrderedCallback):
@@ -48,7 +55,7 @@ class ElasticFit(fit_position.OrderedCallback):
 
     def __init__(
         self,
-        actions: ElasticActions,
+        actions: FitActions,
         chief_callbacks: ChiefCallbacks,
         decisions: DecisionTimes,
     ):
@@ -133,11 +140,13 @@ class ElasticFit(fit_position.OrderedCallback):
 
     @property
     def can_begin_again(self) -> bool:
+        """bool, whether another `fit` with the same input reads the same batches."""
         # A shuffled `tf.data` pipeline does not repeat the order of a pass.
         is_stream = fit_position.is_stream(self._epochs)
         return not is_stream and not is_tf_data(fit_position.input_of(self._epochs))
 
     def capture(self) -> dict[str, Any]:
+        """Position in the input and states of callbacks after the last step."""
         assert self._position is not None
         return {
             "point": dataclasses.asdict(self._position.in_epoch(self._epoch)),
@@ -146,6 +155,7 @@ class ElasticFit(fit_position.OrderedCallback):
         }
 
     def save(self) -> str:
+        """Saves the state after the last step; returns a sentence with the result."""
         if self._resume is None or self._position is None:
             return (
                 "Nothing was saved. With `ks.callbacks.Resume(directory)` in `fit`, "
@@ -163,6 +173,7 @@ class ElasticFit(fit_position.OrderedCallback):
         )
 
     def reformed(self) -> None:
+        """Called when the group has changed."""
         self._chief_callbacks.follow()
 
 

@@ -15,9 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from keras_strategies.errors import WorkersChanged
+from keras_strategies.communication.group_actions import CustomLoop
+from keras_strategies.errors import ContextError, WorkersChanged
 from keras_strategies.runtime.compiled_functions import original_function
-from keras_strategies.runtime.drivers import ElasticDriver
+from keras_strategies.runtime.drivers import RollbackDriver
 from keras_strategies.training.elastic.loop_variables import LoopVariables
 
 T = TypeVar("T")
@@ -73,7 +74,7 @@ class Actions(Protocol):
         """A different object for each group of workers."""
 
     @property
-    def driver(self) -> ElasticDriver:
+    def driver(self) -> RollbackDriver:
         """The engine's driver for elastic workers."""
 
     def inside(self) -> contextlib.AbstractContextManager[None]:
@@ -89,7 +90,7 @@ class Actions(Protocol):
 
         Args:
             take: makes the call.
-            save_state: see `ElasticDriver.save_state`.
+            save_state: see `RollbackDriver.save_state`.
             function: the function, with the effects of its calls.
 
         Raises:
@@ -100,8 +101,8 @@ class Actions(Protocol):
         """Joins the others in a custom loop, as a new worker."""
 
 
-class LoopSteps:
-    """The calls of custom loops of this process.
+class LoopSteps(CustomLoop):
+    """The calls of custom loops of an elastic worker.
 
     Args:
         actions: the actions of this worker.
@@ -120,37 +121,27 @@ class LoopSteps:
         self.is_active = False
 
     @property
-    def is_inside(self) -> bool:
-        """bool, whether an action is under way."""
-        return self._actions.is_inside
-
-    @property
     def generation(self) -> object:
-        """A different object for each group of workers."""
         return self._actions.generation
 
+    def check_program(self) -> None:
+        if not self._actions.is_inside:
+            raise ContextError(
+                "A method of a strategy with elastic workers was called in a "
+                "`tf.function`: its program could not continue when workers are "
+                "lost or join. Use `ks.function`, after the strategy is made."
+            )
+
     def created(self, variable: Any) -> None:
-        """Called when a variable was created under an elastic strategy."""
         self._variables.add(variable)
         if self._current is not None and self._actions.has_joined:
             self._restores.append(self._actions.driver.save_variables([variable]))
 
     def training(self) -> None:
-        """Called when an optimizer is applied, also while a program is traced."""
         if self._current is not None:
             self._current.trains = True
 
     def call(self, fn: Any, take: Callable[[], T], *, exchanges: bool = True) -> T:
-        """Makes a call of a custom loop.
-
-        Args:
-            fn: the function of the loop that is called, or a name.
-            take: makes the call.
-            exchanges: bool, False if workers exchange values only in calls inside it.
-
-        Raises:
-            WorkersChanged: if the group has changed.
-        """
         if self._actions.is_inside or self._actions.is_in_fit:
             if self._current is not None:
                 self._current.exchanges |= exchanges

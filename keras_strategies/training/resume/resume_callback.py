@@ -13,8 +13,7 @@ from typing import Any, Literal
 import keras
 import numpy as np
 
-from keras_strategies.communication.communicator import Communicator
-from keras_strategies.communication.elastic_loop import ElasticLoop
+from keras_strategies.communication.communicator import Communicator, is_fixed
 from keras_strategies.engines import get_engine
 from keras_strategies.errors import ContextError, InvalidArgumentError
 from keras_strategies.keras_compat.models import fit_position
@@ -171,14 +170,14 @@ class Resume(fit_position.OrderedCallback):
         return self._is_chief or self._shares
 
     @property
-    def _elastic(self) -> ElasticLoop | None:
-        return None if self._workers is None else self._workers.elastic
+    def _is_new(self) -> bool:
+        return self._workers is not None and self._workers.actions.is_new
 
     def begin(self) -> None:
         """Reads the snapshot, before all other callbacks begin."""
         if self._opened is None or self._opened is not self._epochs:
             self.open()
-        if self._elastic is None or not self._elastic.is_new:
+        if not self._is_new:
             self._state = self._read()
         if self._state is not None:
             fit_position.build_for_input(self.model, self._epochs)
@@ -192,7 +191,7 @@ class Resume(fit_position.OrderedCallback):
 
     def _check_use(self) -> None:
         _check_others(self._others)
-        if self._stream == "continue" and self._elastic is not None:
+        if self._stream == "continue" and not is_fixed(self._workers):
             raise InvalidArgumentError(
                 "`Resume(stream='continue')` was given with elastic workers, which "
                 "read the same batches; a new one begins the generator again. Use "
@@ -271,12 +270,12 @@ class Resume(fit_position.OrderedCallback):
     # Snapshots
 
     def _read(self) -> dict[str, Any] | None:
-        if self._elastic is None:
+        if self._workers is None:
             data = self._shared_snapshot()
         else:
-            what = "the snapshot to resume from"
-            found = self._elastic.call(
-                what, lambda: np.frombuffer(self._shared_snapshot(), np.uint8)
+            found = self._workers.actions.call(
+                "the snapshot to resume from",
+                lambda: np.frombuffer(self._shared_snapshot(), np.uint8),
             )
             data = found.tobytes()
         return parsed(data) if data else None

@@ -44,7 +44,7 @@ from keras_strategies.keras_compat.variables.strategy_variables import (
     set_variable_strategy,
 )
 from keras_strategies.keras_compat.variables.values import raw_value
-from keras_strategies.runtime.drivers import CheckpointDriver, ElasticDriver, FitDriver
+from keras_strategies.runtime.drivers import CheckpointDriver, FitDriver, RollbackDriver
 from keras_strategies.runtime.placement import VariableCopy
 
 if TYPE_CHECKING:
@@ -63,10 +63,10 @@ class JaxTrainer(FitDriver, CheckpointDriver):
     #: compiles separately for committed arrays, as programs return them, and for
     #: uncommitted ones, as of initializers.
     state_sharding_of_loops: jax.sharding.Sharding | None = None
-    #: The steps of elastic workers; None for fixed ones.
-    elastic: ElasticDriver | None = None
-    #: Makes the function of their loops, see `loop_function`.
-    elastic_function: Callable[[Any, str], Callable[..., Any]] | None = None
+    #: Where steps may be repeated with other workers; else None.
+    rollback: RollbackDriver | None = None
+    #: Makes the function of loops of such steps, see `loop_function`.
+    repeatable_function: Callable[[Any, str], Callable[..., Any]] | None = None
 
     def __init__(self, strategy: StrategyCore, placer: JaxBatchPlacer):
         super().__init__(strategy.placement)
@@ -81,7 +81,7 @@ class JaxTrainer(FitDriver, CheckpointDriver):
     @property
     def input_placer(self) -> BatchPlacer:
         """The transfer of the batches that Keras's loops read."""
-        if self.elastic is None:
+        if self.rollback is None:
             return self.placer
         # A repeated step places its batch on the devices of the remaining workers.
         return HostBatches()
@@ -163,7 +163,7 @@ class JaxTrainer(FitDriver, CheckpointDriver):
     def step_function(self, model: Any, kind: str, make: Callable[[], Any]) -> None:
         if kind != "predict":
             self._place_compiled(model)
-        make_function = self.elastic_function or self.loop_function
+        make_function = self.repeatable_function or self.loop_function
         setattr(model, f"{kind}_function", make_function(model, kind))
 
     def loop_function(self, model: Any, kind: str) -> Callable[..., Any]:

@@ -12,8 +12,8 @@ from keras_strategies.engines.jax.batch_placement import MeshPlacer
 from keras_strategies.engines.jax.devices import jax_device
 from keras_strategies.engines.jax.fit import compiled_steps
 from keras_strategies.engines.jax.fit.compiled_steps import CompiledStep
-from keras_strategies.engines.jax.fit.elastic_steps import JaxElasticSteps
 from keras_strategies.engines.jax.fit.jax_trainer import JaxTrainer
+from keras_strategies.engines.jax.fit.rollback import JaxRollback
 from keras_strategies.engines.jax.fit.step_cost import step_cost
 from keras_strategies.engines.jax.padded_rows import padded_sizes
 from keras_strategies.engines.jax.strategy_distribution import StrategyDistribution
@@ -111,9 +111,9 @@ class MeshTrainer(DistributionTrainer):
             devices = workers.devices_of(strategy.placement.replicas)
         super().__init__(strategy, distribution or StrategyDistribution(devices))
         self.devices = list(self.replicated.mesh.devices.flat)
-        if isinstance(workers, JaxCommunicator) and workers.elastic is not None:
-            self.elastic = elastic = JaxElasticSteps(self, workers)
-            self.elastic_function = elastic.function
+        if isinstance(workers, JaxCommunicator) and not workers.actions.is_fixed:
+            self.rollback = rollback = JaxRollback(self, workers)
+            self.repeatable_function = rollback.function
             workers.when_replaced(self.replace_devices)
 
     def replace_devices(self) -> None:
@@ -146,7 +146,7 @@ class MeshTrainer(DistributionTrainer):
             self.state_sharding,
             outputs,
             other,
-            donates=self.elastic is None,
+            donates=self.rollback is None,
         )
 
     def step_cost(self, model: Any, batch: Any) -> StepCost:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax import numpy as jnp
 
+from keras_strategies.communication.communicator import is_fixed
 from keras_strategies.engines.jax.function.program_sharding import ProgramSharding
 from keras_strategies.engines.jax.function.sharded_values import ShardedValues
 from keras_strategies.engines.jax.function.state_refs import StateRef, VariableRef
@@ -171,8 +172,8 @@ class CompiledProgram:
             return
         self._jitted = jax.jit(
             self._trace,
-            # Not with elastic workers, which roll back a failed call.
-            donate_argnums=() if self._is_elastic else 0,
+            # Not where a failed call is rolled back.
+            donate_argnums=() if self._is_repeatable else 0,
             out_shardings=out_shardings,
         )
 
@@ -245,7 +246,7 @@ class CompiledProgram:
         # As in `CompiledStep`: no interrupt between the call and the list.
         done: list[Results] = []
         try:
-            if self._is_elastic:
+            if self._is_repeatable:
                 donated = self._state(self._donated)
             else:
                 donated = self._placed(self._donated, _unshared(self._donated))
@@ -261,8 +262,8 @@ class CompiledProgram:
         return done[0][0], done[0][1]
 
     @property
-    def _is_elastic(self) -> bool:
-        return self._workers is not None and self._workers.elastic is not None
+    def _is_repeatable(self) -> bool:
+        return not is_fixed(self._workers)
 
     def _exchange(self) -> contextlib.AbstractContextManager[Any]:
         if self._workers is None:

@@ -223,8 +223,8 @@ class JaxCommunicator(Communicator):
     # Waits for other workers.
 
     def waiting(self) -> contextlib.AbstractContextManager[Any]:
-        # Elastic workers continue when a wait has ended.
-        if self.elastic is not None:
+        # Where workers come and go, they continue when a wait has ended.
+        if not self.actions.is_fixed:
             return contextlib.nullcontext()
         return self.exit_watchdog.waiting()
 
@@ -256,7 +256,7 @@ class JaxCommunicator(Communicator):
             ValueError: for devices of different kinds.
         """
         with self.exchange():
-            if self.elastic is not None and not self._runtime.are_connected:
+            if not self.actions.is_fixed and not self._runtime.are_connected:
                 self._start_devices(self.group)
             every = self.group.gather_values("the devices", [str(d) for d in own])
             named = [[parse_device(name) for name in names] for names in every]

@@ -37,8 +37,8 @@ from keras_strategies.runtime.row_splits import check_batch
 from keras_strategies.user_warnings import warn_user
 
 if TYPE_CHECKING:
-    from keras_strategies.engines.tensorflow.data_parallel.elastic_steps import (
-        TensorFlowElasticSteps,
+    from keras_strategies.engines.tensorflow.data_parallel.rollback import (
+        TensorFlowRollback,
     )
     from keras_strategies.runtime.data_parallel.layer_call import DataParallelCall
 
@@ -61,7 +61,7 @@ class StepFunction:
         model: a compiled `keras.Model`.
         kind: str, `"train"`, `"test"` or `"predict"`.
         call: the data-parallel call of layers.
-        elastic: the rollback of steps of elastic workers; None for a fixed group.
+        rollback: the rollback of steps; None in a fixed group.
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class StepFunction:
         model: Any,
         kind: str,
         call: DataParallelCall,
-        elastic: TensorFlowElasticSteps | None,
+        rollback: TensorFlowRollback | None,
     ):
         self._model = model
         self._kind = kind
         self._call = call
-        self._elastic = elastic
+        self._rollback = rollback
         self._optimizer_options = optimizer_options(call.placement)
         self._workers = workers_of(call.placement)
         self._steps = model.steps_per_execution
@@ -150,14 +150,13 @@ class StepFunction:
             return self._run_steps(batches, spec)
         if not is_predict:
             batches = self._workers.steps.timed(batches)
-        elastic = self._workers.elastic
-        if elastic is None:
+        if self._rollback is None:
             return self._run_steps(batches, spec)
         read = list(batches if is_predict else itertools.islice(batches, self._steps))
         if not read:
             raise StopIteration
-        return elastic.step(
-            self._model, self._kind, lambda: self._run_elastic_steps(read, spec)
+        return self._workers.actions.step(
+            self._model, self._kind, lambda: self._run_repeatable_steps(read, spec)
         )
 
     def traced(self, spec: Any) -> Any:
@@ -168,9 +167,9 @@ class StepFunction:
         """
         return self._parallel.get_concrete_function(spec).graph
 
-    def _run_elastic_steps(self, batches: list[Any], spec: Any) -> Any:
-        assert self._elastic is not None
-        self._elastic.begin_step()
+    def _run_repeatable_steps(self, batches: list[Any], spec: Any) -> Any:
+        assert self._rollback is not None
+        self._rollback.begin_step()
         return to_numpy(self._run_steps(batches, spec))
 
     def _run_steps(self, batches: Iterable[Any], spec: Any) -> Any:
@@ -244,13 +243,13 @@ class StepFunction:
             return self._call_uncached(program, batch)
         own = keras.tree.map_structure(_spec_of, batch) if is_for_shape else spec
         concrete = self._traces.of(program, own, own_part(spec))
-        if self._elastic is not None:
-            self._elastic.begin_program(concrete)
+        if self._rollback is not None:
+            self._rollback.begin_program(concrete)
         return concrete(batch)
 
     def _call_uncached(self, program: Any, batch: Any) -> Any:
-        if self._elastic is not None:
-            self._elastic.begin_program(None)
+        if self._rollback is not None:
+            self._rollback.begin_program(None)
         if self._model.run_eagerly:
             return program(batch)
         return self._traces.call(program, batch)

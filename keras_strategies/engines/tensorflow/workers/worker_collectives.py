@@ -134,7 +134,7 @@ class TensorFlowCommunicator(Communicator):
 
     def _abort(self, loss: LostWorker) -> None:
         """Aborts collectives that wait for a lost worker."""
-        if self._server.group is not None and self.elastic is None:
+        if self._server.group is not None and self.actions.is_fixed:
             abort_collectives(tf.errors.UNAVAILABLE, self.group.describe(loss))
 
     def close(self) -> None:

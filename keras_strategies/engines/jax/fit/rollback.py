@@ -1,4 +1,4 @@
-"""Steps of elastic workers on JAX: repeatable, because their state is not donated."""
+"""Rollback of steps on JAX: repeatable, because their state is not donated."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from keras_strategies.keras_compat.backends.keras_on_jax import (
     sync_jax_state,
 )
 from keras_strategies.keras_compat.variables.values import raw_value, set_raw_value
-from keras_strategies.runtime.drivers import ElasticDriver
+from keras_strategies.runtime.drivers import RollbackDriver
 from keras_strategies.runtime.state.model_values import model_state, restore_model
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from keras_strategies.engines.jax.fit.jax_trainer import JaxTrainer
 
 
-class JaxElasticSteps(ElasticDriver):
+class JaxRollback(RollbackDriver):
     """Steps that complete on all workers, or fail without effect.
 
     A step does not donate the arrays of its state, so saving them needs no copy.
@@ -45,8 +45,7 @@ class JaxElasticSteps(ElasticDriver):
     def function(self, model: Any, kind: str) -> Callable[..., Any]:
         """The function that Keras calls for each item of its loop."""
         several = model.steps_per_execution
-        elastic = self._workers.elastic
-        assert elastic is not None
+        actions = self._workers.actions
         program = _Program(self._trainer, self._workers, model, kind)
 
         def function(state: Any, batches: Iterator[Any]) -> tuple[Any, Any]:
@@ -54,7 +53,7 @@ class JaxElasticSteps(ElasticDriver):
             read = list(itertools.islice(self._workers.steps.timed(batches), several))
             if not read:
                 raise StopIteration
-            outputs = elastic.step(model, kind, lambda: program(read))
+            outputs = actions.step(model, kind, lambda: program(read))
             return outputs, held_jax_state(model, kind)
 
         return function

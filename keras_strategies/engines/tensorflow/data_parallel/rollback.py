@@ -1,4 +1,4 @@
-"""Steps of elastic workers on TensorFlow: rollback of a failed step.
+"""Rollback of steps on TensorFlow.
 
 A variable is saved as a reference to its tensor, which makes TensorFlow copy the tensor
 at the next update instead of updating it in place. So weights and slots are saved only
@@ -15,6 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_strategies.communication.communicator import is_fixed
 from keras_strategies.communication.joined_workers import joined_workers
 from keras_strategies.engines.tensorflow.compat.operations import operation_seeds
 from keras_strategies.engines.tensorflow.workers.worker_collectives import (
@@ -22,14 +23,14 @@ from keras_strategies.engines.tensorflow.workers.worker_collectives import (
 )
 from keras_strategies.keras_compat.models.building import all_variables
 from keras_strategies.keras_compat.variables.values import raw_value
-from keras_strategies.runtime.drivers import ElasticDriver
+from keras_strategies.runtime.drivers import RollbackDriver
 from keras_strategies.runtime.state.model_values import model_state, restore_model
 
 # Operations on a variable's handle that do not change its value.
 _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape")
 
 
-class TensorFlowElasticSteps(ElasticDriver):
+class TensorFlowRollback(RollbackDriver):
     """Saves the values that a step changes before its last collective.
 
     Args:
@@ -171,13 +172,12 @@ def _last_collective(graph: Any) -> int | None:
 
 
 def after_gradients(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """`optimizer.apply` in a program of elastic workers, after all gradients.
+    """`optimizer.apply` in a program that may be rolled back, after all gradients.
 
     Without this control dependency, weight decay and counters could be updated while
     gradients are still exchanged.
     """
-    workers = joined_workers()
-    if workers is None or workers.elastic is None:
+    if is_fixed(joined_workers()):
         return apply
 
     @functools.wraps(apply)

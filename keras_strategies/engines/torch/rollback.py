@@ -1,4 +1,4 @@
-"""Steps of elastic workers on Torch: rollback of a failed step."""
+"""Rollback of steps on Torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from keras_strategies.engines.torch.worker_collectives import TorchCommunicator
 from keras_strategies.keras_compat.models.building import all_variables
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.data_parallel.layer_call import DataParallelCall
-from keras_strategies.runtime.drivers import ElasticDriver
+from keras_strategies.runtime.drivers import RollbackDriver
 from keras_strategies.runtime.state.model_values import model_state, restore_model
 
 
-class TorchElasticSteps(ElasticDriver):
+class TorchRollback(RollbackDriver):
     """Saves the variables that a step may change before its last collective.
 
     Weights and slots change after gradients were exchanged and are usually not among

@@ -13,7 +13,7 @@ import pytest
 if keras.backend.backend() != "torch":
     pytest.skip("for Torch", allow_module_level=True)
 
-from keras_strategies.engines.torch.elastic_steps import TorchElasticSteps
+from keras_strategies.engines.torch.rollback import TorchRollback
 
 
 def trained_model() -> Any:
@@ -41,7 +41,7 @@ class Steps:
     def __init__(self) -> None:
         self.before_exchange: list[Callable[[], None]] = []
         workers = SimpleNamespace(before_exchanges=self.before_exchange.append)
-        self.driver = TorchElasticSteps(None, workers)  # type: ignore[arg-type]
+        self.driver = TorchRollback(None, workers)  # type: ignore[arg-type]
         self.model = trained_model()
 
     def take(self, *, exchanges_after: bool = False, fails: bool = False) -> bool:
