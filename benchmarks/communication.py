@@ -29,9 +29,9 @@ from unittest import mock
 
 from measuring import Results, names, options_parser
 from models import WORKLOADS, Workload
-from multi_worker import end_group, own_rows, ranks, tensorflow_peer
 from page import write_page
 from tables import markdown_table
+from two_workers import end_group, own_rows, ranks, tensorflow_peer
 
 MODELS = ("language model", "segmentation")
 WORKERS = (1, 2, 4, 8)

@@ -1,6 +1,6 @@
 """Faults of workers, and the seconds until the others have an error that says so.
 
-Each fault of the tests (`tests/harness/faulty.py`) happens in a cluster of real
+Each fault of the tests (`tests/multi_worker/faulty.py`) happens in a cluster of real
 processes with `CommunicationOptions(timeout_seconds=5)`. The clock runs from the fault,
 or from the meeting where a worker never comes, until the slowest of the others has its
 error, and until its process has ended. The two are one where XLA cannot be made to
@@ -46,7 +46,7 @@ def cases() -> dict[str, tuple]:
 def measure() -> dict[str, list[float]]:
     """Seconds until the error, and until the end, of each fault."""
     sys.path[:0] = [str(HERE.parent), str(HERE.parent / "tests")]
-    from harness.faults import FaultCase, Forker, run_fault
+    from multi_worker.faults import FaultCase, Forker, run_fault
 
     found = {}
     with Forker() as forker:

@@ -251,7 +251,7 @@ def measured(rounds: int, count: int, model_axis: int = 1) -> Any:
         count: int, the processes.
         model_axis: int, those along the model axis.
     """
-    from multi_worker import ranks
+    from two_workers import ranks
 
     command = [sys.executable, __file__, "--worker", "rank"]
     command += ["--rounds", str(rounds), "--model-axis", str(model_axis)]

@@ -4,7 +4,7 @@ For each backend and model these train for one epoch, each in processes of its o
 
 - `one process`: plain Keras, our MirroredStrategy on two CPU replicas, and the peer of
   `fit.py`; on Torch that is DistributedDataParallel in two processes;
-- `two workers`: our MultiWorkerMirroredStrategy, and the peer of `multi_worker.py`;
+- `two workers`: our MultiWorkerMirroredStrategy, and the peer of `two_workers.py`;
 - `parameter servers`: a coordinator, two workers and a server, ours and TensorFlow's,
   which needs `tf_keras` (`pip install --no-deps tf_keras==2.21.0`).
 

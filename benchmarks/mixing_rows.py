@@ -28,9 +28,9 @@ from measuring import (
     use_cores,
 )
 from models import MIXING, Workload
-from multi_worker import Cluster, answer, ours
 from page import write_page
 from tables import markdown_table
+from two_workers import Cluster, answer, ours
 
 BACKENDS = ("jax", "torch", "tensorflow")
 # Of each contestant the processes, and the cores of each.

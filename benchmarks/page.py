@@ -111,24 +111,24 @@ def table(name: str) -> str:
     import memory
     import mixing_rows
     import model_parallel
-    import multi_worker
     import parameter_server as ps
     import presets
     import python_time
     import random_numbers
-    import resume
     import slow_input
+    import snapshots
     import start
     import steps_per_execution
+    import two_workers
     import uneven_rows
     import without_strategy
 
     file, _, what = name.partition(", ")
     if file == "parameter servers":
         return part("parameter_server", what, ps.TABLES[what])
-    if file == "resume":
-        tables = {"pauses": resume.pauses_table, "kills": resume.kills_table}
-        return part("resume", what, tables[what])
+    if file == "snapshots":
+        tables = {"pauses": snapshots.pauses_table, "kills": snapshots.kills_table}
+        return part("snapshots", what, tables[what])
     if file == "model parallelism":
         tables = {
             "times": model_parallel.times_table,
@@ -156,15 +156,14 @@ def table(name: str) -> str:
         "first step large": first_step_large,
         "fit gpu": fit_gpu,
         "steps per execution": steps_per_execution,
+        "two workers": two_workers,
         "uneven rows": uneven_rows,
         "without strategy": without_strategy,
     }
     if file in modules:
         return whole(file.replace(" ", "_"), modules[file].table)
-    return {
-        "two workers": lambda: whole("multi_worker", multi_worker.table),
-        "summary": summary,
-    }[file]()
+    assert file == "summary"
+    return summary()
 
 
 def rewritten(text: str) -> str:

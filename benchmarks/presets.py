@@ -198,7 +198,7 @@ def given_out() -> int | None:
 
 def run(backend: str, folder: Path, kind: str, processes: int) -> list[Any]:
     """What each process has found."""
-    from multi_worker import ranks
+    from two_workers import ranks
 
     arguments = ["--worker", kind, "--folder", str(folder)]
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**20)

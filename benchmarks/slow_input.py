@@ -20,9 +20,9 @@ from collections.abc import Callable
 from typing import Any
 
 from measuring import Results, measure, options_parser, ratio
-from multi_worker import end_group, ranks
 from page import write_page
 from tables import markdown_table
+from two_workers import end_group, ranks
 
 WORKERS = ("1", "2")
 KINDS = ("ours", "DDP")

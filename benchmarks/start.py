@@ -127,7 +127,7 @@ def peer() -> None:
 
 
 def train_as_peer(workload: Any) -> None:
-    from multi_worker import PEERS_OF
+    from two_workers import PEERS_OF
 
     index, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     PEERS_OF[os.environ["KERAS_BACKEND"]](workload, index, count)()
@@ -205,7 +205,7 @@ def run(backend: str, contestant: str) -> Used:
 
 def peer_commands(backend: str, script: list[str]) -> list[Command]:
     """How two processes of the backend's own way are started."""
-    from multi_worker import environment
+    from two_workers import environment
 
     from keras_strategies.cluster.resolvers.local_processes import free_addresses
 

@@ -6,9 +6,9 @@ import re
 
 import keras
 import pytest
-from harness.faults import LIMIT, FaultCase, Outcome, run_fault
-from harness.faulty import EPOCHS, STEPS, TIMEOUT
 from harness.processes import assert_gone
+from multi_worker.faults import LIMIT, FaultCase, Outcome, run_fault
+from multi_worker.faulty import EPOCHS, STEPS, TIMEOUT
 
 BACKEND = keras.backend.backend()
 pytestmark = pytest.mark.multiprocess

@@ -92,7 +92,7 @@ def test_tables_of_benchmarks_are_those_of_the_results() -> None:
     blocks = re.findall("<!-- measured: (.*) -->", PAGES["docs/benchmarks.md"])
     assert {block.partition(",")[0] for block in blocks} == {
         *("fit", "first step", "loops", "two workers", "faults"),
-        *("elasticity", "resume", "fit gpu", "start", "memory"),
+        *("elasticity", "snapshots", "fit gpu", "start", "memory"),
         *("parameter servers", "model parallelism", "steps per execution"),
         *("demo", "without strategy", "first step large"),
         *("communication", "python time", "slow input", "random numbers"),

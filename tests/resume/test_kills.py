@@ -8,8 +8,8 @@ from pathlib import Path
 import keras
 import pytest
 from harness.forker import Forker
-from harness.resumed_training import STEPS, Resumed, assert_same_end
 from harness.training import ADAM_TOLERANCE
+from resume.resumed_training import STEPS, Resumed, assert_same_end
 
 BACKEND = keras.backend.backend()
 #: The strategies of the processes, the last of which is not killed.

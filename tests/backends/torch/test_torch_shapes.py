@@ -11,6 +11,9 @@ from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 import keras_strategies as ks
 
+if keras.backend.backend() != "torch":
+    pytest.skip("for Torch", allow_module_level=True)
+
 
 class Seen(layers.Layer):
     """What it is called with before the first step."""

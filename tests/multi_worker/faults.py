@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.faulty import TIMEOUT
 from harness.forker import Forked, Forker
+from multi_worker.faulty import TIMEOUT
+
 from keras_strategies.cluster.resolvers.local_processes import free_addresses
 
 SCRIPT = str(Path(__file__).with_name("faulty.py"))
@@ -24,7 +25,7 @@ class FaultCase:
     """One fault.
 
     Args:
-        kind: str, a fault of `harness/faulty.py`; "missing" for a worker that never
+        kind: str, a fault of `faulty.py`; "missing" for a worker that never
             starts, "twin" for one that says that it is the worker after it.
         place: str, where; see there.
         victim: int, the worker with the fault.

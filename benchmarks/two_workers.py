@@ -474,14 +474,14 @@ def main() -> None:
         serve(options.kind, *workloads.values())
         return
     # What is measured now takes the place of what was; the rest stays.
-    known = Results(options.output / "multi_worker.json")
+    known = Results(options.output / "two_workers.json")
     for backend in options.backends:
         for name, workload in workloads.items():
             print(f"measuring {backend}, {name} ...", file=sys.stderr, flush=True)
             found = compare(backend, workload, options.rounds)
             known.put(f"{backend}, {name}", found)
     results = by_backend(known.values)
-    plot(results, picture_path(options.output, "multi_worker.png"))
+    plot(results, picture_path(options.output, "two_workers.png"))
     print(table(known.values))
     write_page(options.output)
 

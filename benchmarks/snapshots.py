@@ -1,6 +1,6 @@
 """`ks.callbacks.Resume`: kills of one training, and the pause of a snapshot.
 
-    python benchmarks/resume.py --kills 100 --megabytes 1,10,100
+    python benchmarks/snapshots.py --kills 100 --megabytes 1,10,100
 
 All processes of a training are killed at random moments, one time after the other, with
 a strategy and a number of workers that are drawn again. At the end weights, `History`,
@@ -42,7 +42,7 @@ def kills(count: int, seed: int) -> dict[str, Any]:
     # After this folder: packages of the tests have names of its modules.
     sys.path += [str(HERE.parent), str(HERE.parent / "tests")]
     from harness.forker import Forker
-    from harness.resumed_training import Resumed, assert_same_end
+    from resume.resumed_training import Resumed, assert_same_end
 
     rng = random.Random(seed)
     epochs = 5 * count
@@ -118,7 +118,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
-    known = Results(options.output / "resume.json")
+    known = Results(options.output / "snapshots.json")
     sizes = [int(each) for each in options.megabytes.split(",") if each]
     if sizes:
         found = {str(size): pauses(size, options.snapshots) for size in sizes}

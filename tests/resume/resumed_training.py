@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
 from harness.forker import Forked, Forker
 
 EPOCHS = 5
@@ -193,9 +192,9 @@ def main() -> None:
     import contextlib
 
     import keras
+    from harness.drawing_models import DRAWING
 
     import keras_strategies as ks
-    from harness.drawing_models import DRAWING
 
     folder, name = Path(sys.argv[1]), sys.argv[2]
     killed_at, dropout = int(sys.argv[3]), float(sys.argv[4])
