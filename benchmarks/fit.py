@@ -28,6 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from charts import Speeds, speed_chart
 from measuring import (
     BACKENDS,
     Contestants,
@@ -275,37 +276,18 @@ OURS = ("plain", "one_device", "plain, 2 cores", "mirrored")
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, len(results), figsize=(4.2 * len(results), 3.6))
-    for axis, (backend, found) in zip(
-        [axes] if len(results) == 1 else axes, results.items(), strict=True
-    ):
-        models = {name: medians(rounds) for name, rounds in found.items()}
-        names = list(models)
-        labels = list(dict.fromkeys(k for ms in models.values() for k in ms))
-        labels = [label for label in labels if label != "plain"]
-        width = 0.8 / len(labels)
-        for i, label in enumerate(labels):
-            speed = [
-                models[n]["plain"] / models[n].get(label, float("nan")) for n in names
-            ]
-            places = [
-                j + (i - (len(labels) - 1) / 2) * width for j in range(len(names))
-            ]
-            axis.bar(places, speed, width, label=label.replace("_", " "))
-        axis.axhline(1, color="black", linewidth=0.8)
-        axis.set_xticks(range(len(names)), names)
-        axis.set_title(backend)
-        # Room for the legend above the bars.
-        axis.set_ylim(0, 2.9)
-        axis.legend(fontsize=7, loc="upper right")
-    figure.supylabel("speed, plain Keras on one core = 1", fontsize=9)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    """Speeds as multiples of plain Keras's on one core."""
+    speeds: Speeds = {}
+    for backend, found in results.items():
+        speeds[backend] = {}
+        for model, rounds in found.items():
+            times = medians(rounds)
+            speeds[backend][model] = {
+                label.replace("_", " "): times["plain"] / time
+                for label, time in times.items()
+                if label != "plain"
+            }
+    speed_chart(speeds, "plain Keras on one core", path)
 
 
 def main() -> None:

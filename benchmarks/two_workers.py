@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from charts import Speeds, speed_chart
 from fit import keras_contestant, no_scope
 from measuring import (
     BACKENDS,
@@ -429,36 +430,18 @@ def compare(backend: str, workload: Workload, rounds: int) -> dict[str, Rounds |
 
 def plot(results: dict[str, Any], path: Path) -> None:
     """Speed of two workers, ours and the peer's, as multiples of one worker's."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(
-        1, len(results), figsize=(4.2 * len(results), 3.6), squeeze=False
-    )
     labels = {"two": "ours", "peer": "{}", "peer_batch": "{}, SCHED_BATCH"}
-    for axis, (backend, models) in zip(axes[0], results.items(), strict=True):
-        keys = [key for key in labels if any(key in ms for ms in models.values())]
-        width = 0.8 / len(keys)
-        for i, key in enumerate(keys):
-            found = [
-                medians({k: v for k, v in ms.items() if v}) for ms in models.values()
-            ]
-            speed = [ms["one"] / ms.get(key, float("nan")) for ms in found]
-            shift = (i - (len(keys) - 1) / 2) * width
-            places = [j + shift for j in range(len(models))]
-            label = labels[key].format(PEERS[backend])
-            axis.bar(places, speed, width, label=f"2 workers, {label}")
-        axis.axhline(1, color="black", linewidth=0.8)
-        axis.set_xticks(range(len(models)), list(models))
-        axis.set_title(backend)
-        # Room for the legend above the bars.
-        axis.set_ylim(0, 2.8)
-        axis.legend(fontsize=7, loc="upper right")
-    figure.supylabel("speed, our one worker on one core = 1", fontsize=9)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    speeds: Speeds = {}
+    for backend, models in results.items():
+        speeds[backend] = {}
+        for model, rounds in models.items():
+            times = medians({kind: each for kind, each in rounds.items() if each})
+            speeds[backend][model] = {
+                label.format(PEERS[backend]): times["one"] / times[kind]
+                for kind, label in labels.items()
+                if kind in times
+            }
+    speed_chart(speeds, "our one worker on one core", path)
 
 
 def main() -> None:
