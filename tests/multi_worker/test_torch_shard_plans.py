@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import keras
 import numpy as np
 import pytest
@@ -37,6 +39,64 @@ def test_a_plan_says_what_then_is(cluster, layout_map, width):
         assert "peak of a step per device" in text
         assert sent > 0
         assert "reduce-scatter of gradients" in text
+
+
+@pytest.mark.parametrize("layers", [2, 6])
+@pytest.mark.parametrize(("layout_map", "width"), [("fsdp", 1), ("auto", 2)])
+def test_a_plan_counts_what_a_step_sends(cluster, layout_map, width, layers):
+    """Weights that fit two packs are gathered once, others again backward."""
+
+    def program(strategy):
+        from keras_strategies.engines.torch.worker_collectives import (
+            TorchCommunicator as Workers,
+        )
+
+        own = ks.ModelParallelStrategy(
+            layout_map,
+            ["cpu:0"],
+            width,
+            min_shard_bytes=0,
+            communication_options=ks.CommunicationOptions(bytes_per_pack=2**14),
+        )
+
+        def build():
+            model = keras.Sequential([keras.Input((64,))])
+            model.add(keras.layers.Dense(64, trainable=False))
+            for _ in range(layers):
+                model.add(keras.layers.Dense(64))
+            model.compile("sgd", "mse")
+            return model
+
+        plan = own.plan(build, ((8, 64), (8, 64)))
+        with own.scope():
+            model = build()
+        x = np.zeros((8, 64), "float32")
+        model.fit(x, x, batch_size=8, verbose=0)
+        sent = {
+            name: []
+            for name in ("all-gather of weights", "reduce-scatter of gradients")
+        }
+        gather, scatter = Workers.start_all_gather, Workers.start_reduce_scatter
+
+        def start_all_gather(self, every, part):
+            sent["all-gather of weights"].append(every.nbytes - part.nbytes)
+            return gather(self, every, part)
+
+        def start_reduce_scatter(self, part, parts):
+            sent["reduce-scatter of gradients"].append(parts.nbytes - part.nbytes)
+            return scatter(self, part, parts)
+
+        with (
+            mock.patch.object(Workers, "start_all_gather", start_all_gather),
+            mock.patch.object(Workers, "start_reduce_scatter", start_reduce_scatter),
+        ):
+            model.fit(x, x, batch_size=8, verbose=0)
+        return plan.cost.sent, {k: (len(v), sum(v)) for k, v in sent.items()}
+
+    for planned, found in cluster(program):
+        for kind, (count, nbytes) in found.items():
+            assert planned[kind][0] == count, kind
+            assert planned[kind][1] == pytest.approx(nbytes, rel=0.01), kind
 
 
 @pytest.mark.parametrize(("layout_map", "width"), [("fsdp", 1), ("auto", 2)])

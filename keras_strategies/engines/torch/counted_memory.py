@@ -10,7 +10,7 @@ import contextlib
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -24,6 +24,11 @@ from keras_strategies.engines.torch.compat import (
 from keras_strategies.keras_compat.variables.generator_seeds import is_seed_state
 from keras_strategies.runtime.placement import itemsize
 from keras_strategies.runtime.state.replica_state import ReplicaState
+
+if TYPE_CHECKING:
+    from keras_strategies.engines.torch.model_parallel.counted_reads import (
+        CountedReads,
+    )
 
 
 class MemoryCounter(TorchDispatchMode):
@@ -81,6 +86,7 @@ def step_peak(
     share: int,
     device: torch.device,
     own_shape: Callable[[Any], Sequence[int]],
+    reads: CountedReads | None = None,
 ) -> int:
     """Bytes that a device needs while a training step runs.
 
@@ -92,6 +98,7 @@ def step_peak(
         device: the device that computes.
         own_shape: returns the shape of a variable, or of its shard, on the device. What
             is gathered of a variable in shards is not counted.
+        reads: receives the reads of variables in shards; None without any.
 
     Raises:
         RuntimeError: if an operation has no result without values.
@@ -100,7 +107,7 @@ def step_peak(
     variables += model.metrics_variables
     own = {id(variable): variable for variable in variables}
     state = sum(math.prod(own_shape(v)) * itemsize(v.dtype) for v in own.values())
-    passes, kept = _memory_of_passes(model, batch, share, device, own_shape)
+    passes, kept = _memory_of_passes(model, batch, share, device, own_shape, reads)
     update = kept + _peak_of_update(model, device, own_shape)
     return state + max(passes, update)
 
@@ -111,6 +118,7 @@ def _memory_of_passes(
     share: int,
     device: torch.device,
     own_shape: Callable[[Any], Sequence[int]],
+    reads: CountedReads | None,
 ) -> tuple[int, int]:
     """Bytes of activations, gradients and temporary values in the two passes.
 
@@ -139,8 +147,10 @@ def _memory_of_passes(
         return torch.empty(shape, dtype=getattr(torch, leaf.dtype), device=device)
 
     counter = MemoryCounter()
-    scope = ReplicaState(value).scope()
-    with keras.device(str(device)), fake_tensor_mode(), scope, counter:
+    used = None if reads is None else reads.used
+    scope = ReplicaState(value, used=used).scope()
+    saved = contextlib.nullcontext() if reads is None else reads.saved()
+    with keras.device(str(device)), fake_tensor_mode(), scope, counter, saved:
         parts = keras.tree.map_structure(rows, batch)
         x, y, weights = keras.utils.unpack_x_y_sample_weight(parts)
         with torch.enable_grad():

@@ -50,6 +50,9 @@ from keras_strategies.runtime.row_splits import check_batch
 from keras_strategies.user_warnings import warn_user
 
 if TYPE_CHECKING:
+    from keras_strategies.engines.torch.model_parallel.counted_reads import (
+        CountedReads,
+    )
     from keras_strategies.engines.torch.model_parallel.packed_weights import (
         PackedWeights,
     )
@@ -197,6 +200,7 @@ def counted(
     batch: Any,
     own_shape: Callable[[Any], Sequence[int]],
     others: int = 0,
+    reads: CountedReads | None = None,
 ) -> StepCost:
     """The cost with the peak memory of a step, counted on tensors without values.
 
@@ -207,11 +211,12 @@ def counted(
         batch: structure of `keras.KerasTensor`.
         own_shape: returns the shape of what a device keeps of a variable.
         others: int, bytes of what is not counted.
+        reads: receives the reads of variables in shards; None without any.
     """
     share = placement.replica_counts.total
     device = torch_device(placement.variables)
     try:
-        peak = step_peak(model, batch, share, device, own_shape)
+        peak = step_peak(model, batch, share, device, own_shape, reads)
     except RuntimeError as error:
         # An operation without a result, where values are not known.
         [reason, *_] = str(error).splitlines() or [type(error).__name__]

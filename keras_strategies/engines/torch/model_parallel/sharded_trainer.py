@@ -8,9 +8,11 @@ along.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -21,6 +23,7 @@ from keras_strategies.engines.torch.devices import device_of, torch_device
 from keras_strategies.engines.torch.model_parallel.called_again import (
     called_again,
 )
+from keras_strategies.engines.torch.model_parallel.counted_reads import CountedReads
 from keras_strategies.engines.torch.model_parallel.packed_weights import (
     PackedWeights,
 )
@@ -36,6 +39,7 @@ from keras_strategies.engines.torch.model_parallel.shard_updates import (
     updating_by_shards,
 )
 from keras_strategies.engines.torch.model_parallel.unsharded_ops import UnshardedOps
+from keras_strategies.engines.torch.model_parallel.weight_packs import gathered_in
 from keras_strategies.engines.torch.trainer import TorchTrainer, counted
 from keras_strategies.engines.torch.worker_collectives import TorchCommunicator
 from keras_strategies.keras_compat.backends.keras_on_jax import set_layout
@@ -54,7 +58,6 @@ from keras_strategies.runtime.placement import (
     VariableCopy,
     axes_of,
     check_layouts,
-    itemsize,
     nbytes_of,
 )
 
@@ -68,6 +71,29 @@ _gathered: dict[int, Any] = {}
 
 def _read(value: Any) -> Any:
     return _gathered.get(id(value))
+
+
+@dataclass(eq=False)
+class _PlannedPack:
+    """A pack of weights, or of their gradients.
+
+    Args:
+        variables: list of `keras.Variable`.
+        shards: int, the shards that each of them has.
+    """
+
+    variables: list[Any]
+    shards: int
+
+    @functools.cached_property
+    def nbytes(self) -> int:
+        """Bytes of the full values."""
+        return sum(map(nbytes_of, self.variables))
+
+    @functools.cached_property
+    def numbers(self) -> int:
+        """The numbers of the full values."""
+        return sum(math.prod(variable.shape) for variable in self.variables)
 
 
 class ShardedTrainer(FitDriver, ShardingDriver):
@@ -174,47 +200,61 @@ class ShardedTrainer(FitDriver, ShardingDriver):
             set_layout(variable, layout)
 
     def step_cost(self, model: Any, batch: Any) -> StepCost:
-        gathered = reduced = 0
-        counts = [0, 0]
-        for variable in model.trainable_variables:
-            axes = axes_of(self._mesh, variable)
-            own = torch.Size(self._own_shape(variable)).numel()
-            nbytes = own * itemsize(variable.dtype)
-            shards = math.prod(self._mesh.sizes[axis] for axis in axes if axis)
-            copies = len(self._mesh.devices) // shards
-            if shards > 1:
-                counts[0] += 1
-                gathered += (shards - 1) * nbytes
-            if copies > 1:
-                counts[1] += 1
-                reduced += 2 * (copies - 1) * nbytes // copies
-        sent = {}
-        if counts[0]:
-            # Again for the backward pass.
-            sent["all-gather of weights"] = (2 * counts[0], 2 * gathered)
-            sent["reduce-scatter of gradients"] = (counts[0], gathered)
-        if counts[1]:
-            sent["all-reduce of gradients"] = (counts[1], reduced)
+        sent: dict[str, tuple[int, int]] = {}
+
+        def add(kind: str, nbytes: int) -> None:
+            count, sum_ = sent.get(kind, (0, 0))
+            sent[kind] = count + 1, sum_ + nbytes
+
+        weights = self._packs(model.variables)
+        # At most two packs of weights, and two of gradients that are filled and sent.
+        sizes = sorted(pack.nbytes for pack in weights if pack.shards > 1)
+        others = 2 * min(len(sizes), 2) * max(sizes, default=0)
+        reads = CountedReads(self._own_shape)
         cost = StepCost(None, sent, "estimated from the sizes of the variables")
-        return counted(
-            cost, self.placement, model, batch, self._own_shape, self._in_packs(model)
+        cost = counted(
+            cost, self.placement, model, batch, self._own_shape, others, reads
         )
+        if cost.peak is None:
+            # In their order, and backward in the opposite one.
+            order = [(v, getattr(torch, v.dtype)) for v in model.variables]
+            reads.found = [*order, *reversed(order)]
+        pack_of = {
+            id(v): pack for pack in weights if pack.shards > 1 for v in pack.variables
+        }
+        for pack, dtype in gathered_in(
+            (pack_of[id(variable)], dtype)
+            for variable, dtype in reads.found
+            if id(variable) in pack_of
+        ):
+            own = pack.numbers * dtype.itemsize // pack.shards
+            add("all-gather of weights", (pack.shards - 1) * own)
+        for pack in self._packs(reversed(model.trainable_variables)):
+            own = pack.nbytes // pack.shards
+            if pack.shards > 1:
+                add("reduce-scatter of gradients", (pack.shards - 1) * own)
+            copies = len(self._mesh.devices) // pack.shards
+            if copies > 1:
+                add("all-reduce of gradients", 2 * (copies - 1) * own // copies)
+        return cost
+
+    def _packs(self, variables: Iterable[Any]) -> list[_PlannedPack]:
+        """The packs of variables, or of their gradients."""
+        by_axes: dict[frozenset[str], list[Any]] = {}
+        for variable in variables:
+            names = {a for a in axes_of(self._mesh, variable) if a}
+            axes = frozenset(a for a in names if self._mesh.sizes[a] > 1)
+            by_axes.setdefault(axes, []).append(variable)
+        packs = []
+        for axes, alike in by_axes.items():
+            shards = math.prod(self._mesh.sizes[axis] for axis in axes)
+            for places in self._workers.packs_of_sizes(list(map(nbytes_of, alike))):
+                packs.append(_PlannedPack([alike[i] for i in places], shards))
+        return packs
 
     def _own_shape(self, variable: Any) -> Sequence[int]:
         axes = axes_of(self._mesh, variable)
         return self._mesh.shard_shape(tuple(variable.shape), axes)
-
-    def _in_packs(self, model: Any) -> int:
-        """Bytes of the weights and gradients that are gathered at one time."""
-        sizes = [
-            nbytes_of(variable)
-            for variable in model.variables
-            if tuple(self._own_shape(variable)) != tuple(variable.shape)
-        ]
-        packs = self._workers.packs_of_sizes(sizes)
-        largest = max((sum(sizes[i] for i in pack) for pack in packs), default=0)
-        # At most two packs of weights, and two of gradients that are filled and sent.
-        return 2 * min(len(packs), 2) * largest
 
     def copies(self, variable: Any) -> list[VariableCopy]:
         raw = raw_value(variable)

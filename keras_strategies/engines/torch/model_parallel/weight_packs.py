@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -75,6 +76,20 @@ class Gather:
 
 #: A pack, and the dtype of its values.
 PackRead = tuple[WeightPack, torch.dtype]
+
+
+_Pack = TypeVar("_Pack")
+
+
+def gathered_in(reads: Iterable[_Pack]) -> list[_Pack]:
+    """What is gathered of the packs that the passes of a call read, in their order.
+
+    Two packs are in memory: the one that is read, and the next one.
+    """
+    turns = [pack for pack, _ in itertools.groupby(reads)]
+    return [
+        pack for i, pack in enumerate(turns) if pack not in turns[max(i - 2, 0) : i]
+    ]
 
 
 @dataclass(frozen=True)
