@@ -35,12 +35,17 @@ def autocast_dtype(variable: Any) -> str | None:
     Keras 3.15: `KerasVariable._autocast`, `_dtype` (`dtype` is the one that is read),
     and the global attribute "autocast_scope", that of the innermost layer call.
     """
-    from keras.src.backend.common.variables import get_autocast_scope
-
-    scope = get_autocast_scope()
+    scope = _autocast_scope_getter()()
     if scope is None or not variable._autocast or "float" not in variable._dtype:
         return None
     return None if scope.dtype == variable._dtype else scope.dtype
+
+
+@functools.cache
+def _autocast_scope_getter() -> Callable[[], Any]:
+    from keras.src.backend.common.variables import get_autocast_scope
+
+    return get_autocast_scope  # type: ignore[no-any-return]
 
 
 class IdSet:

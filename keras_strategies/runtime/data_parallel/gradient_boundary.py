@@ -49,10 +49,11 @@ class GradientTarget:
     variable: Any = None
     apart: Callable[[Sequence[Any]], Any] | None = None
 
-    @property
-    def is_overwritten(self) -> bool:
-        """Whether gradients are new values, of which the largest counts."""
-        return self.variable is not None and is_overwritten(self.variable)
+    def __post_init__(self) -> None:
+        #: bool, whether gradients are new values, of which the largest counts.
+        self.is_overwritten = self.variable is not None and is_overwritten(
+            self.variable
+        )
 
     def joined_rows(self, ops: TensorPrimitives, parts: Sequence[Any]) -> Any:
         """The gradient of an input, from those of its slices; None without any."""
@@ -70,7 +71,7 @@ class GradientTarget:
         """A sum of gradients in the dtype that it has on one device."""
         if total is None:
             return None
-        read = next(local for local in self.locals if local is not None)
+        [read, *_] = [local for local in self.locals if local is not None]
         return ops.cast(ops.cast(total, read.dtype), self.tensor.dtype)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import itertools
 import operator
 import os
 import queue
@@ -106,7 +107,7 @@ class HeldValues:
     def is_same(self) -> bool:
         """Whether containers and objects hold what they held."""
         for value, before in self._held:
-            entries = tuple(entries_of(value))
+            entries = entries_of(value)
             if len(entries) != len(before) or not (
                 all(map(operator.is_, entries, before))
                 or all(map(_is_same_entry, entries, before))
@@ -188,7 +189,7 @@ class HeldValues:
         return type(value), own, in_order(tokens)
 
     def _hold(self, value: Any) -> tuple[Any, ...]:
-        entries = tuple(entries_of(value))
+        entries = entries_of(value)
         self._held.append((value, entries))
         self._count += len(entries)
         if self._count > _MOST_ENTRIES:
@@ -231,21 +232,35 @@ def holds_values(value: Any) -> bool:
     return isinstance(value, (*_CONTAINERS, *_TYPES_WITH_ENTRIES))
 
 
-def entries_of(value: Any) -> Iterator[Any]:
+def entries_of(value: Any) -> tuple[Any, ...]:
     """What a container or an object holds, in an order of its own."""
+    kind = type(value)
+    # Without attributes, as most values.
+    if kind is list or kind is tuple:
+        return tuple(value)
+    if kind is dict:
+        return _of_mapping(value)
+    if isinstance(value, type):
+        return _of_mapping(vars(value))
+    return (*_contents(value), *_attributes(value))
+
+
+def _contents(value: Any) -> Iterable[Any]:
+    """What a container, an array or another object of Python holds."""
     if isinstance(value, np.ndarray):
-        yield str(value.shape).encode() + value.tobytes()
-    elif isinstance(value, dict):
-        yield from _of_mapping(value)
-    elif isinstance(value, _CONTAINERS):
-        yield from value
-    elif isinstance(value, _TYPES_WITH_ENTRIES):
+        return (str(value.shape).encode() + value.tobytes(),)
+    if isinstance(value, dict):
+        return _of_mapping(value)
+    if isinstance(value, _CONTAINERS):
+        return value
+    if isinstance(value, _TYPES_WITH_ENTRIES):
         kind = next(k for k in _TYPES_WITH_ENTRIES if isinstance(value, k))
-        yield from _ENTRIES[kind](value)
-    elif isinstance(value, type):
-        yield from _of_mapping(vars(value))
-        return
-    # Containers of the user's classes have attributes, too.
+        return _ENTRIES[kind](value)
+    return ()
+
+
+def _attributes(value: Any) -> Iterator[Any]:
+    """The attributes of an object; containers of the user's classes have some, too."""
     for name, each in list(getattr(value, "__dict__", {}).items()):
         if not name.startswith(OF_FRAMEWORKS):
             yield name
@@ -266,10 +281,8 @@ def is_setting_of_class(name: str, value: Any) -> bool:
     return is_object_of_user(value) and is_of_user(type(value))
 
 
-def _of_mapping(value: Mapping[Any, Any]) -> Iterator[Any]:
-    for key, each in list(value.items()):
-        yield key
-        yield each
+def _of_mapping(value: Mapping[Any, Any]) -> tuple[Any, ...]:
+    return tuple(itertools.chain.from_iterable(list(value.items())))
 
 
 def _is_function(value: Any) -> bool:

@@ -268,7 +268,7 @@ def _functions_of_value(
         yield from _functions_of_class_of(value, seen)
     elif not holds_values(value):
         return
-    for each in list(entries_of(value)):
+    for each in entries_of(value):
         yield from _functions_of_value(each, seen)
 
 

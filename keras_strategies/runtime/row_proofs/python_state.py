@@ -353,13 +353,20 @@ def global_names(code: types.CodeType) -> frozenset[str]:
 
 def slots_of(value: Any) -> dict[str, Any]:
     """The attributes of an object that are in `__slots__`, as far as they are set."""
-    return {
-        name: getattr(value, name)
-        for kind in type(value).__mro__
+    kind: Any = type(value)
+    names = _slots_of_class(kind)
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
+
+
+@functools.lru_cache(maxsize=2**12)
+def _slots_of_class(owner: type) -> tuple[str, ...]:
+    return tuple(
+        name
+        for kind in owner.__mro__
         if "__slots__" in vars(kind) and is_of_user(kind)
         for name, member in vars(kind).items()
-        if isinstance(member, types.MemberDescriptorType) and hasattr(value, name)
-    }
+        if isinstance(member, types.MemberDescriptorType)
+    )
 
 
 def is_object_of_user(value: Any) -> bool:

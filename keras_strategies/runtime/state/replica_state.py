@@ -29,8 +29,8 @@ class ReplicaState(StatePolicy):
             gradient.
         assigned: `assigned(variable, read, value)` returns the value to read after an
             assignment, where `read()` is the value before; None for `value` itself.
-        used: `used(variable, value)` returns what an operation reads, if it is not the
-            copy itself.
+        used: `used(variable, value, dtype)` returns what an operation reads, if it is
+            not the copy itself; the dtype is that of `autocast_dtype`.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class ReplicaState(StatePolicy):
         copy: Callable[[Any], Any],
         cast: Callable[[Any, str], Any] = lambda value, dtype: None,
         assigned: Callable[[Any, Callable[[], Any], Any], Any] | None = None,
-        used: Callable[[Any, Any], Any] | None = None,
+        used: Callable[[Any, Any, str | None], Any] | None = None,
     ):
         self._copy = copy
         self._cast = cast
@@ -51,10 +51,11 @@ class ReplicaState(StatePolicy):
         self.updates: dict[int, tuple[Any, Any]] = {}
 
     def read(self, variable: Any) -> Any:
-        value = self._read(variable, autocast_dtype(variable) == "float16")
+        dtype = autocast_dtype(variable)
+        value = self._read(variable, dtype == "float16")
         if value is None or self._used is None:
             return value
-        return self._used(variable, value)
+        return self._used(variable, value, dtype)
 
     def _read(self, variable: Any, in_float16: bool = False) -> Any:
         key = id(variable)

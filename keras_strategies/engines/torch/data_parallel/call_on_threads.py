@@ -199,12 +199,13 @@ class CallOnThreads(ReplicaExecutor):
                 _cast_copy,
                 _assigned_value,
             )
+
+        def copy(variable: Any) -> torch.Tensor | None:
+            found = weights.copy(variable)
+            return variables.copy(replica_id, variable) if found is None else found
+
         return ReplicaState(
-            lambda variable: (
-                weights.copy(variable)
-                if variables.is_sharded(variable)
-                else variables.copy(replica_id, variable)
-            ),
+            copy,
             lambda value, dtype: (
                 weights.cast(value, getattr(torch, dtype)) or _cast_copy(value, dtype)
             ),

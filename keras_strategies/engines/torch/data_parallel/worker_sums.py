@@ -79,10 +79,7 @@ class WorkerSums:
             # is sent after the backward pass, all others in it.
             self._packs[-1].flags = len(self._order)
         self._pack_of = {i: pack for pack in self._packs for i in pack.members}
-        self._missing = {
-            i: sum(local is not None for local in self._targets[i].locals)
-            for i in self._order
-        }
+        self._missing = {i: len(_present(self._targets[i].locals)) for i in self._order}
         self._found: dict[int, list[torch.Tensor | None]] = {
             i: [None] * len(row_split.sizes) for i in self._order
         }
@@ -166,12 +163,7 @@ class WorkerSums:
         for i, total in zip(left, own, strict=True):
             pack.put(i, total)
         if pack.flags:
-            pack.put_flags(
-                [
-                    float(any(part is not None for part in self._found[i]))
-                    for i in self._order
-                ]
-            )
+            pack.put_flags([float(bool(_present(self._found[i]))) for i in self._order])
         pack.begin(self._workers)
         if self._shards is not None and self._count:
             # The gradients of one pack are in memory while another one is sent.
@@ -224,10 +216,14 @@ class WorkerSums:
         return results
 
 
+def _present(parts: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    return [part for part in parts if part is not None]
+
+
 class GradientPack:
     """The memory of the gradients that are sent in one message.
 
-    It is reserved when the first of them arrives.
+    It is reserved when the first of them arrives. Gradients come without graphs.
 
     Args:
         members: the places of the variables, of one dtype and device.
@@ -293,7 +289,8 @@ class GradientPack:
 
     def _view(self, i: int) -> torch.Tensor:
         """The place of a gradient in the message."""
-        assert self.flat is not None
+        if self._flat is None:
+            assert self.flat is not None
         return self._views[i]
 
     def has(self, i: int) -> bool:
@@ -308,13 +305,13 @@ class GradientPack:
             is of another dtype or device, or sparse. Where the pack is of shards, a
             tensor without memory.
         """
-        flat = self.flat
         is_dense = gradient.layout is torch.strided
         if self._shards is not None and is_dense:
             self.put(i, gradient)
             if self._zero is None or self._zero.dtype != gradient.dtype:
                 self._zero = gradient.new_zeros(())
             return self._zero.expand(gradient.shape)
+        flat = self.flat
         if not is_dense or (gradient.dtype, gradient.device) != (
             flat.dtype,
             flat.device,
@@ -326,21 +323,19 @@ class GradientPack:
     def put(self, i: int, total: torch.Tensor | None) -> None:
         """Writes a gradient of this worker, None for zeros, into the pack."""
         place = self._view(i)
-        with torch.no_grad():
-            self._orders[i] = None
-            if total is None:
-                place.zero_()
-            elif self._shards is None:
-                place.copy_(total)
-                self._orders[i] = axis_order(total)
-            else:
-                place.copy_(total.to_dense().view(place.shape))
+        self._orders[i] = None
+        if total is None:
+            place.zero_()
+        elif self._shards is None:
+            place.copy_(total)
+            self._orders[i] = axis_order(total)
+        else:
+            place.copy_(total.to_dense().view(place.shape))
 
     def put_flags(self, flags: Sequence[float]) -> None:
         """Writes the flags of this worker."""
         flat = self.flat
-        with torch.no_grad():
-            flat[:, -self.flags :] = torch.tensor(flags, dtype=flat.dtype)
+        flat[:, -self.flags :] = torch.tensor(flags, dtype=flat.dtype)
 
     def begin(self, workers: TorchCommunicator) -> None:
         """Begins to send the pack."""

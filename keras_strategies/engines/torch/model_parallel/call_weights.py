@@ -11,7 +11,7 @@ memory is freed, so that all workers take part in the same collectives.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from keras_strategies.engines.torch.model_parallel.saved_weights import (
     SavedWeights,
     check_version,
 )
+from keras_strategies.engines.torch.model_parallel.shards import is_sharded
 from keras_strategies.engines.torch.model_parallel.weight_packs import (
     Gather,
     PackRead,
@@ -28,7 +29,7 @@ from keras_strategies.engines.torch.model_parallel.weight_packs import (
     Pass,
     WeightPacks,
 )
-from keras_strategies.keras_compat.variables.values import autocast_dtype, raw_value
+from keras_strategies.keras_compat.variables.values import raw_value
 
 
 class CallWeights:
@@ -45,6 +46,7 @@ class CallWeights:
     def __init__(self, packs: WeightPacks, layer: Any):
         self._packs = packs
         self._layer = layer
+        self._pack_of = packs.of_layer(layer)
         self._saved = SavedWeights()
         self._copies: dict[int, torch.Tensor] = {}
         # The values of packs, that of the last read at the end; with the pack that is
@@ -56,9 +58,11 @@ class CallWeights:
         self._reads: list[PackRead] = []
         self._before: Sequence[PackRead] = ()
 
-    def copy(self, variable: Any) -> torch.Tensor:
-        """The replica's copy of a variable in shards."""
+    def copy(self, variable: Any) -> torch.Tensor | None:
+        """The replica's copy of a variable in shards; None for others."""
         raw = raw_value(variable)
+        if not is_sharded(raw):
+            return None
         has_gradient = raw.requires_grad and not torch.is_inference_mode_enabled()
         return self._without_memory(raw, raw.dtype, has_gradient)
 
@@ -84,16 +88,20 @@ class CallWeights:
         self._copies[id(found)] = found
         return found
 
-    def used(self, variable: Any, copy: torch.Tensor) -> torch.Tensor:
-        """What an operation reads from a copy; other tensors are unchanged."""
+    def used(self, variable: Any, copy: torch.Tensor, name: str | None) -> torch.Tensor:
+        """What an operation reads from a copy; other tensors are unchanged.
+
+        Args:
+            variable: the variable.
+            copy: see `copy`.
+            name: str, the dtype that is read; None for that of the variable.
+        """
         if id(copy) not in self._copies:
             return copy
-        name = autocast_dtype(variable)
         dtype = copy.dtype if name is None else getattr(torch, name)
         full = self.full(variable, dtype)
         if copy.requires_grad and torch.is_grad_enabled():
-            found: torch.Tensor = _Read.apply(copy, full)
-            return found
+            return _read(copy, full)
         return full
 
     def full(self, variable: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -142,7 +150,10 @@ class CallWeights:
 
     def _value(self, variable: Any, dtype: torch.dtype) -> torch.Tensor:
         """The full value of a variable, without gradient."""
-        read = self._packs.pack_of(self._layer, variable), dtype
+        pack = self._pack_of.get(id(variable))
+        if pack is None:
+            pack = self._packs.pack_of(self._layer, variable)
+        read = pack, dtype
         if not self._reads:
             self._before = self._packs.reads_of(self._layer, self._pass)
             self._packs.note_reads(self._layer, self._pass, self._reads)
@@ -197,3 +208,8 @@ class _Read(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
         return gradient.to(ctx.dtype), None
+
+
+#: `_Read.apply`, without what serves only the transforms of `torch.func`.
+_read: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+_read = super(torch.autograd.Function, _Read).apply

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from keras_strategies.engines.torch.model_parallel.saved_weights import SavedWeights
-from keras_strategies.keras_compat.variables.values import autocast_dtype
 
 
 class CountedReads:
@@ -25,11 +24,12 @@ class CountedReads:
         #: The variables, and the dtypes in which they are read.
         self.found: list[tuple[Any, torch.dtype]] = []
 
-    def used(self, variable: Any, value: torch.Tensor) -> torch.Tensor:
+    def used(
+        self, variable: Any, value: torch.Tensor, name: str | None
+    ) -> torch.Tensor:
         """What an operation reads; see `ReplicaState`."""
         if tuple(self._own_shape(variable)) == tuple(variable.shape):
             return value
-        name = autocast_dtype(variable)
         dtype = value.dtype if name is None else getattr(torch, name)
         found = value.to(dtype)
         self.found.append((variable, dtype))

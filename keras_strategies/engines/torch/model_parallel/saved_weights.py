@@ -63,7 +63,7 @@ class SavedWeights:
             again: gathers the same tensor.
         """
         memory = StorageWeakRef(full.untyped_storage())
-        self._sources[storage_key(full)] = _Source(again, memory)
+        self._sources[memory.cdata] = _Source(again, memory)
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:

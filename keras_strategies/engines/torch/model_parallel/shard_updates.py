@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from keras_strategies.engines.torch.compat import local_shard
+from keras_strategies.engines.torch.compat import local_shard, spec_of
 from keras_strategies.engines.torch.model_parallel.process_mesh import gather_shards
 from keras_strategies.keras_compat.optimizers.optimizer_parts import (
     updates_lists_of_entries,
@@ -43,16 +43,13 @@ def updating_by_shards(
     methods: dict[str, Callable[..., None]] = {
         "_backend_update_step": _update,
         "_backend_increment_gradient_accumulators": _accumulate,
-        "_apply_weight_decay": _decay,
     }
+    if optimizer.weight_decay is not None:
+        methods["_apply_weight_decay"] = _decay
+    on_shards = functools.partial(_on_shards, _Slots(optimizer), ordinary)
     return updating_by(
         optimizer,
-        {
-            name: functools.partial(
-                own, functools.partial(_on_shards, optimizer, ordinary)
-            )
-            for name, own in methods.items()
-        },
+        {name: functools.partial(own, on_shards) for name, own in methods.items()},
     )
 
 
@@ -109,9 +106,30 @@ def _decay(
     on_shards(own, [None] * len(variables), variables)
 
 
+class _Slots:
+    """The slots of an optimizer, which may be built later.
+
+    Args:
+        optimizer: the optimizer.
+    """
+
+    def __init__(self, optimizer: Any):
+        self._optimizer = optimizer
+        self._count = -1
+        self._are_of_strategy = False
+
+    def are_of_strategy(self) -> bool:
+        """Whether all were made in a scope; others are not in shards."""
+        slots = self._optimizer.variables
+        if len(slots) != self._count:
+            self._count = len(slots)
+            self._are_of_strategy = all(strategy_of(s) is not None for s in slots)
+        return self._are_of_strategy
+
+
 @torch.no_grad()
 def _on_shards(
-    optimizer: Any,
+    slots: _Slots,
     ordinary: Ordinary,
     change: Callable[[Sequence[Any]], None],
     gradients: Sequence[Any],
@@ -120,14 +138,13 @@ def _on_shards(
     """Changes variables and slots as ordinary tensors.
 
     Args:
-        optimizer: the optimizer.
+        slots: those of the optimizer.
         ordinary: see `updating_by_shards`.
         change: a function of the gradients.
         gradients: those of the variables.
         variables: the variables.
     """
-    if any(strategy_of(slot) is None for slot in optimizer.variables):
-        # Slots that were made outside of the scope are not in shards.
+    if not slots.are_of_strategy():
         change(gradients)
         return
     raws = [raw_value(variable) for variable in variables]
@@ -147,6 +164,8 @@ def _own(gradient: Any, raw: torch.Tensor) -> Any:
     if not isinstance(raw, DTensor):
         # After a global clipping, which multiplies all of them by one DTensor.
         return gather_shards(gradient)
-    if gradient.placements != raw.placements:
+    if spec_of(gradient) is not spec_of(raw) and (
+        gradient.placements != raw.placements
+    ):
         gradient = gradient.redistribute(raw.device_mesh, raw.placements)
     return local_shard(gradient)

@@ -133,9 +133,13 @@ class WeightPacks:
         )
         self._holder: Holder | None = None
 
+    def of_layer(self, layer: Any) -> dict[int, WeightPack]:
+        """The packs that calls of a layer have read, by the variable's `id`."""
+        return self._packs.setdefault(layer, {})
+
     def pack_of(self, layer: Any, variable: Any) -> WeightPack:
         """The pack of a variable in shards in calls of a layer."""
-        packs = self._packs.setdefault(layer, {})
+        packs = self.of_layer(layer)
         if id(variable) not in packs:
             found = [v for v in layer.variables if id(v) not in packs and _has(v)]
             if not any(each is variable for each in found):

@@ -155,9 +155,7 @@ class TorchRowProver(RowProver):
         return draws
 
     def has_hooks(self, layer: Any) -> str:
-        if has_global_hooks() or any(
-            any(hooks) for each in sublayers(layer) for hooks in module_hooks(each)
-        ):
+        if has_global_hooks() or any(map(any, map(module_hooks, sublayers(layer)))):
             return "it has hooks of torch"
         return ""
 
