@@ -495,10 +495,10 @@ def _indexes_by_numbers(name: str, args: Sequence[Any]) -> bool:
 
 
 def _is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return (
-        one.shape == other.shape
-        and one.stride() == other.stride()
-        and one.storage_offset() == other.storage_offset()
+    return (*one.shape, *one.stride(), one.storage_offset()) == (
+        *other.shape,
+        *other.stride(),
+        other.storage_offset(),
     )
 
 
