@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -12,13 +12,12 @@ import keras
 from keras_strategies.communication.communicator import Communicator
 from keras_strategies.communication.replica_counts import ReplicaCounts
 from keras_strategies.communication.worker_steps import compare_rows
-from keras_strategies.errors import WorkerError
+from keras_strategies.errors import BatchError, WorkerError
 from keras_strategies.input.arrays import Ranges
 from keras_strategies.input.batches import as_numpy
 from keras_strategies.keras_compat.models.row_adapters import own_rows_adapter
-from keras_strategies.runtime.drivers import FitDriver
-from keras_strategies.runtime.row_splits import replica_ranges, split_sizes
-from keras_strategies.runtime.worker_batch import WorkerBatch
+from keras_strategies.runtime.row_splits import replica_ranges
+from keras_strategies.runtime.worker_batch import OwnRows, WorkerBatch
 
 _streams = itertools.count()
 
@@ -83,31 +82,21 @@ class RowDataset(keras.utils.PyDataset, abc.ABC):
 
 
 class _OwnRows(keras.utils.PyDataset):
-    """The batches of a dataset with this worker's rows, as `WorkerBatch`.
+    """The batches of a dataset with this worker's rows: an index and a `WorkerBatch`.
 
     Threads and processes of the dataset read it.
 
     Args:
         dataset: the dataset.
-        counts: the replicas of the workers.
-        split: see `FitDriver.split_rows`.
-        needs_few: see `FitDriver.needs_few_rows`.
+        rows: the rows of this worker.
     """
 
-    def __init__(
-        self,
-        dataset: RowDataset,
-        counts: ReplicaCounts,
-        split: Callable[[int, int], list[int]],
-        needs_few: bool,
-    ):
+    def __init__(self, dataset: RowDataset, rows: OwnRows):
         super().__init__(
             dataset.workers, dataset.use_multiprocessing, dataset.max_queue_size
         )
         self._dataset = dataset
-        self._counts = counts
-        self._split = split
-        self._needs_few = needs_few
+        self._rows = rows
 
     @property
     def num_batches(self) -> int | None:
@@ -122,21 +111,22 @@ class _OwnRows(keras.utils.PyDataset):
         """See `keras.utils.PyDataset`."""
         self._dataset.on_epoch_end()
 
-    def __getitem__(self, index: int) -> WorkerBatch:
-        rows = int(self._dataset.num_rows(index))
-        every = self._split(rows, self._counts.total)
-        own = [sum(each) for each in self._counts.split(every)]
-        start = sum(own[: self._counts.worker])
-        stop = start + own[self._counts.worker]
-        if self._needs_few and 0 in every:
-            start, stop = 0, rows
-        # A row of a batch of which it has none, for the structure.
-        first = min(start, rows - 1) if start == stop else start
-        batch = self._dataset.get_rows(index, first, max(stop, first + 1))
-        arrays = keras.tree.map_structure(
-            lambda leaf: as_numpy(leaf)[: stop - start], batch, none_is_leaf=False
-        )
-        return WorkerBatch(arrays, every)
+    def __getitem__(self, index: int) -> tuple[int, WorkerBatch]:
+        def read(start: int, stop: int) -> Any:
+            found = self._dataset.get_rows(index, start, stop)
+            found = keras.tree.map_structure(as_numpy, found, none_is_leaf=False)
+            for leaf in keras.tree.flatten(found):
+                if leaf is not None and leaf.shape[:1] != (stop - start,):
+                    name = type(self._dataset).__name__
+                    raise BatchError(
+                        f"`{name}.get_rows({index}, {start}, {stop})` must return "
+                        f"{stop - start} rows, and has returned an array of shape "
+                        f"{leaf.shape}. `num_rows({index})` must be the rows of "
+                        "that batch."
+                    )
+            return found
+
+        return index, self._rows.read(int(self._dataset.num_rows(index)), read)
 
 
 def batches_of_worker(
@@ -148,14 +138,14 @@ def batches_of_worker(
         dataset: the dataset.
         counts: the replicas of all workers.
     """
-    own = _OwnRows(dataset, counts, split_sizes, needs_few=False)
-    adapter = own_rows_adapter(own, False, None, lambda batches, _: batches)
+    own = _OwnRows(dataset, OwnRows(lambda: counts))
+    adapter = own_rows_adapter(own, False, None, lambda batches: batches)
     adapter.on_epoch_begin()
     try:
-        for batch, rows in adapter.batches_and_rows():
-            ranges = replica_ranges(rows, counts)
+        for each in adapter.worker_batches():
+            ranges = replica_ranges(sum(each.every), counts)
             first = ranges[0][0]
-            yield batch, [(a - first, b - first) for a, b in ranges]
+            yield each.batch, [(a - first, b - first) for a, b in ranges]
     finally:
         adapter.on_epoch_end()
 
@@ -163,7 +153,7 @@ def batches_of_worker(
 def own_rows(
     dataset: RowDataset,
     workers: Communicator,
-    driver: FitDriver,
+    rows: OwnRows,
     shuffle: bool,
     class_weight: dict[int, float] | None,
 ) -> Any:
@@ -172,25 +162,28 @@ def own_rows(
     Args:
         dataset: the dataset.
         workers: the workers.
-        driver: the driver of `fit`, which determines the rows of each worker.
+        rows: the rows of each worker.
         shuffle: bool, whether the order of batches is shuffled.
         class_weight: dict, as for `fit`.
     """
-    counts = workers.group.gather_values("the number of batches", dataset.num_batches)
+    counts = workers.gather_values("the number of batches", dataset.num_batches)
     if len(set(counts)) > 1:
         raise WorkerError(
             f"Workers have datasets of different lengths: {counts} batches. All "
             "workers must read the same global batches."
         )
-    split, needs_few = driver.split_rows, driver.needs_few_rows
-    own = _OwnRows(dataset, workers.replica_counts, split, needs_few)
 
-    def compared(batches: Iterator[Any], rows_of: Callable[[Any], int]) -> Any:
+    def compared(batches: Iterator[WorkerBatch]) -> Iterator[WorkerBatch]:
+        if not workers.actions.is_fixed:
+            # A worker may be lost, and a new one reads by itself: steps compare.
+            yield from batches
+            return
         # Passes may be read on separate threads: each needs a stream.
         stream = f"rows {next(_streams)}"
         for batch in batches:
-            rows = rows_of(batch)
-            compare_rows(rows, workers.group.gather_values("a batch", rows, stream))
+            count = sum(batch.every)
+            compare_rows(count, workers.group.gather_values("a batch", count, stream))
             yield batch
 
+    own = _OwnRows(dataset, rows)
     return own_rows_adapter(own, shuffle, class_weight, compared)

@@ -19,6 +19,7 @@ from keras_strategies.input.joined_batches import WorkersSource, over_workers
 from keras_strategies.input.row_dataset import RowDataset, own_rows
 from keras_strategies.input.sources import Source, is_tf_data, source_of
 from keras_strategies.keras_compat.models.first_batches import is_read_for_shapes
+from keras_strategies.runtime.worker_batch import own_rows_of
 from keras_strategies.types import InputContext, InputOptions, InputReplicationMode
 
 
@@ -108,7 +109,7 @@ def model_arguments(
     sharded = strategy is not None and strategy.workers is not None
 
     def is_own(value: Any) -> bool:
-        return sharded and isinstance(value, RowDataset) and _reads_own_rows(strategy)
+        return isinstance(value, RowDataset) and own_rows_of(strategy) is not None
 
     def is_ours(value: Any) -> bool:
         if is_distributed_input(value) or (sharded and is_tf_data(value)):
@@ -129,13 +130,6 @@ def model_arguments(
     if is_ours(validation):
         changed["validation_data"] = _model_input(strategy, validation, None)
     return changed
-
-
-def _reads_own_rows(strategy: Any) -> bool:
-    """Whether each worker can read its rows of a batch, and no others."""
-    workers = strategy.workers
-    # A repeated step of elastic workers has other rows on each.
-    return workers.actions.is_fixed and workers.replica_counts.span == 1
 
 
 def is_distributed_input(value: Any) -> bool:
@@ -162,6 +156,10 @@ def _model_input(
     shuffle: bool = False,
 ) -> Any:
     workers = None if strategy is None else strategy.workers
+    if isinstance(value, RowDataset):
+        rows = own_rows_of(strategy)
+        assert workers is not None and rows is not None
+        return own_rows(value, workers, rows, shuffle, class_weight)
     if not is_fixed(workers):
         return _global_input(value, class_weight)
     if isinstance(value, DistributedDataset):
@@ -182,8 +180,6 @@ def _model_input(
         if part is None:
             return value
         source = over_workers(part, workers)
-    elif workers is not None and isinstance(value, RowDataset):
-        return own_rows(value, workers, strategy.drivers.fit, shuffle, class_weight)
     else:
         source = source_of(value)
     return source.model_input(class_weight)

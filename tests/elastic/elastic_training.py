@@ -69,7 +69,8 @@ class Settings:
         kills: workers that kill themselves; those that are started later do not.
         waits: steps at which workers wait until a new one is about to join.
         min_workers: int.
-        source: str, the kind of input: "arrays" or "generator".
+        source: str, the kind of input: "arrays", "generator", or "rows", a
+            `ks.RowDataset`.
         fails: int, seconds to wait for `min_workers`.
         every_steps: int, steps between two snapshots of `Resume`; 0 without.
         per_execution: int, `steps_per_execution` of the workers.
@@ -204,6 +205,66 @@ def _generator(arrays: Any) -> Any:
     while True:
         for start in range(0, ROWS, BATCH_SIZE):
             yield tuple(array[start : start + BATCH_SIZE] for array in arrays)
+
+
+class Reads:
+    """Counts the rows of `x` that this process reads in training, in `count`."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def array(self, x: Any) -> Any:
+        """The array, which counts the rows that are read."""
+        reads = self
+
+        class Counted(np.ndarray):
+            def __getitem__(self, index: Any) -> Any:
+                found = np.asarray(self)[index]
+                reads.count += len(found)
+                return found
+
+        return x.view(Counted)
+
+    def in_steps(self) -> None:
+        """Counts what enters the steps of TensorFlow, whose datasets have tensors."""
+        from keras_strategies.engines.tensorflow.data_parallel import step_function
+
+        step_on = step_function.StepFunction._step_on
+
+        def counted(step: Any, batch: Any, spec: Any) -> Any:
+            if step._kind == "train":
+                self.count += len(step_function.own_part(batch)[0])
+            return step_on(step, batch, spec)
+
+        step_function.StepFunction._step_on = counted  # type: ignore[method-assign]
+
+    def dataset(self, arrays: Any) -> Any:
+        """A `ks.RowDataset` with another order in each epoch."""
+        import keras_strategies as ks
+
+        reads = self
+
+        class Rows(ks.RowDataset):
+            def __init__(self) -> None:
+                super().__init__()
+                self.epoch = 0
+
+            def __len__(self) -> int:
+                return STEPS_PER_EPOCH
+
+            def on_epoch_end(self) -> None:
+                self.epoch += 1
+
+            def num_rows(self, index: int) -> int:
+                return min(BATCH_SIZE, ROWS - index * BATCH_SIZE)
+
+            def get_rows(self, index: int, start: int, stop: int) -> Any:
+                reads.count += stop - start
+                order = np.random.default_rng(self.epoch).permutation(ROWS)
+                own = order[index * BATCH_SIZE :][start:stop]
+                return tuple(array[own] for array in arrays)
+
+        return Rows()
 
 
 def await_newcomer(strategy: Any, folder: Path, step: int) -> None:
@@ -399,8 +460,9 @@ def train() -> None:
             die("epoch end")
 
     x, y, weights = data()
+    reads = Reads()
     arguments: dict[str, Any] = {
-        "x": x,
+        "x": reads.array(x),
         "y": y,
         "sample_weight": weights,
         "batch_size": BATCH_SIZE,
@@ -410,6 +472,10 @@ def train() -> None:
             "x": _generator((x, y, weights)),
             "steps_per_epoch": STEPS_PER_EPOCH,
         }
+    elif settings.source == "rows":
+        arguments = {"x": reads.dataset((x, y, weights))}
+    elif keras.backend.backend() == "tensorflow" and index >= 0:
+        reads.in_steps()
     if is_new:
         (folder / f"new{index}-{os.getpid()}").touch()
     for _ in range(settings.fits - 1):
@@ -431,7 +497,7 @@ def train() -> None:
         callbacks=callbacks,
     )
     np.savez(folder / f"results{index}.npz", *model.get_weights())
-    found = {"history": history.history, "trained": trained}
+    found = {"history": history.history, "trained": trained, "read": reads.count}
     (folder / f"results{index}.json").write_text(json.dumps(found))
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from elastic.elastic_training import (
     ENGINE_STARTS,
+    ROWS,
     STEPS_PER_EPOCH,
     ElasticCluster,
     Kill,
@@ -47,13 +48,18 @@ def assert_like_one_device(cluster: ElasticCluster) -> dict[int, Any]:
 
 
 @pytest.mark.by_day(40)
-def test_a_killed_worker_a_killed_chief_and_a_new_worker(cluster):
-    elastic = cluster(kills=[Kill(2, 3), Kill(0, 7, "end")], waits={"9": 1})
+@pytest.mark.parametrize("source", ["arrays", "rows"])
+def test_a_killed_worker_a_killed_chief_and_a_new_worker(cluster, source):
+    elastic = cluster(
+        kills=[Kill(2, 3), Kill(0, 7, "end")], waits={"9": 1}, source=source
+    )
     elastic.await_kill(2)
     elastic.await_kill(0)
     elastic.start(2, is_new=True)
     found = assert_like_one_device(elastic)
     assert found[1]["trained"] == 6 * STEPS_PER_EPOCH
+    # Its rows of three, two, one and two workers, and those of repeated steps.
+    assert 0.4 * 6 * ROWS < found[1]["read"] < 0.65 * 6 * ROWS, found[1]["read"]
     assert 0 < found[2]["trained"] <= 6 * STEPS_PER_EPOCH - 8
     text = elastic.text()
     assert "worker 2 was lost at step 3 of fit" in text
@@ -248,7 +254,7 @@ PLACES = [
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("source", ["arrays", "generator"])
+@pytest.mark.parametrize("source", ["arrays", "generator", "rows"])
 @pytest.mark.parametrize("kill", PLACES, ids=str)
 def test_a_worker_is_lost_anywhere(cluster, kill, source):
     elastic = cluster(kills=[kill], epochs=3, source=source)
@@ -259,7 +265,7 @@ def test_a_worker_is_lost_anywhere(cluster, kill, source):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("step", [1, 4, 5, 7])
-@pytest.mark.parametrize("source", ["arrays", "generator"])
+@pytest.mark.parametrize("source", ["arrays", "generator", "rows"])
 def test_a_worker_joins_anywhere(cluster, step, source):
     elastic = cluster(
         kills=[Kill(0, 1)], waits={str(step + 1): 1}, epochs=4, source=source

@@ -27,7 +27,7 @@ def prepare_ahead(strategy: Any) -> Callable[[], None]:
         pinned = cuda_batches.pinned
         cuda_batches.pinned = lambda leaf: leaf.clone()
         trainer.placer = cuda_batches.PinningPrefetcher()
-        if strategy.workers is not None and trainer.rollback is None:
+        if strategy.workers is not None:
             from keras_strategies.engines.torch.own_rows.own_batches import (
                 OwnBatchPlacer,
             )
@@ -38,7 +38,8 @@ def prepare_ahead(strategy: Any) -> Callable[[], None]:
     elif backend == "tensorflow":
         from keras_strategies.engines.tensorflow.epoch_datasets import EpochDatasets
 
-        trainer.placer = EpochDatasets("/device:CPU:1")
+        device = "/device:CPU:1"
+        trainer.placer = EpochDatasets(device, placer._counts, placer._elastic)
     else:
         trainer.placer._ahead = True
 

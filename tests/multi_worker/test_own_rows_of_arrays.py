@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
 import pytest
 from harness.training import assert_same
+from harness.worker_pool import WorkerPool
 
 import keras_strategies as ks
+from keras_strategies.training.resume.snapshot_writer import SnapshotWriter
 
 ALL = pytest.mark.parametrize(
     "cluster", ["two", "three", "two_by_two"], indirect=True, scope="session"
@@ -36,8 +41,6 @@ class Counted(np.ndarray):
 
 def counted_rows(strategy: Any) -> Any:
     """A context in which this worker's reads are counted, in its list."""
-    import contextlib
-    from unittest import mock
 
     @contextlib.contextmanager
     def counting() -> Any:
@@ -188,3 +191,85 @@ def test_a_step_that_computes_with_all_rows(cluster: Any) -> None:
     else:
         # In full from the second epoch on, as each worker has all rows.
         assert read[0] >= 3 * ROWS
+
+
+class Interrupts(keras.callbacks.Callback):
+    """Ends `fit` with an error after some steps, and counts them."""
+
+    def __init__(self, after: int | None):
+        super().__init__()
+        self.after = after
+        self.steps = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.steps += 1
+        if self.steps == self.after:
+            raise KeyError("interrupted")
+
+
+def resumed(
+    strategy: Any, folder: str, after: int | None, by_class: bool, several: int
+) -> Any:
+    """Numbers of `fit` with `Resume`, its steps, and the rows of `x` read in it."""
+    keras.utils.set_random_seed(5)
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((WIDTH,)),
+                keras.layers.Dropout(0.3),
+                keras.layers.Dense(2 if by_class else 1),
+            ]
+        )
+        model.compile(
+            keras.optimizers.SGD(0.05, momentum=0.9),
+            keras.losses.SparseCategoricalCrossentropy(True) if by_class else "mse",
+            steps_per_execution=several,
+        )
+    weights = (
+        {"class_weight": {0: 0.5, 1: 2.0}} if by_class else {"sample_weight": WEIGHTS}
+    )
+    resume = ks.callbacks.Resume(folder, every_steps=several)
+    interrupts = Interrupts(after)
+    Counted.count = 0
+    # Each snapshot waits for the one before, so that steps are lost by rule.
+    is_busy = mock.patch.object(SnapshotWriter, "is_busy", False)
+    with is_busy, contextlib.suppress(KeyError):
+        model.fit(
+            X.view(Counted),
+            CLASSES if by_class else Y,
+            batch_size=BATCH,
+            epochs=3,
+            verbose=0,
+            callbacks=[resume, interrupts],
+            **weights,
+        )
+    resume.wait()
+    found = {"weights": {i: np.asarray(w) for i, w in enumerate(model.get_weights())}}
+    return found, interrupts.steps, Counted.count
+
+
+@pytest.mark.parametrize(("by_class", "several"), [(False, 1), (True, 2)])
+def test_shuffled_rows_with_resume_are_read_by_their_worker(
+    forker: Any, tmp_path: Path, by_class: bool, several: int
+) -> None:
+    alone = ks.OneDeviceStrategy("cpu:0")
+    expected, whole, once = resumed(
+        alone, str(tmp_path / "whole"), None, by_class, several
+    )
+    assert once >= 3 * ROWS
+    folder = str(tmp_path / "interrupted")
+    read = []
+    # After an error the workers do not train together again.
+    for after in (8 // several, None):
+        pool = WorkerPool(forker, 2)
+        try:
+            found = pool.cluster(1)(resumed, folder, after, by_class, several)
+        finally:
+            pool.close()
+        read.append([each[2] for each in found])
+    for index, (numbers, steps, _) in enumerate(found):
+        assert_same(expected, numbers, 1e-5, f"worker {index}")
+        assert steps < whole
+    # Batches for the variables and the specification, and those of lost steps.
+    assert np.sum(read) <= once + 8 * BATCH, (read, once)
+    assert np.max(np.sum(read, 0)) <= 0.6 * (once + 7 * BATCH), (read, once)

@@ -72,10 +72,11 @@ def make_model(strategy: Any, by_class: bool, several: int, **arguments: Any) ->
         inputs = {"one": keras.Input((WIDTH,)), "two": keras.Input((WIDTH,))}
         hidden = keras.layers.Concatenate()(list(inputs.values()))
         hidden = keras.layers.BatchNormalization()(hidden)
+        hidden = keras.layers.Dropout(0.3)(hidden)
         outputs = keras.layers.Dense(2 if by_class else 1)(hidden)
         model = keras.Model(inputs, outputs)
         model.compile(
-            keras.optimizers.SGD(0.05, momentum=0.9),
+            keras.optimizers.SGD(0.01, momentum=0.9),
             keras.losses.SparseCategoricalCrossentropy(True) if by_class else "mse",
             metrics=["accuracy" if by_class else "mae"],
             weighted_metrics=[],
@@ -276,13 +277,35 @@ def test_distributed_datasets_read_own_rows(cluster: Any, kind: str) -> None:
     assert all(read < 0.65 * once for _, read in every)
 
 
+class FewerRows(OrderedRows):
+    """A dataset whose last batch has fewer rows than it says."""
+
+    def num_rows(self, index: int) -> int:
+        return self.batch
+
+
+def trained_on_fewer_rows(strategy: Any) -> None:
+    model = make_model(strategy, False, 1)
+    model.fit(FewerRows(({"one": X, "two": 2 * X}, Y, WEIGHTS), 5), verbose=0)
+
+
+def test_fewer_rows_than_asked_for_are_an_error(forker: Any) -> None:
+    pool = WorkerPool(forker, 2)
+    try:
+        outcomes = pool.cluster(1).outcomes(trained_on_fewer_rows)
+    finally:
+        pool.close()
+    text = "`FewerRows.get_rows(4, 3, 5)` must return 2 rows, and has returned an array"
+    assert any(text in error for error, _ in outcomes), outcomes
+
+
 class OtherRows(OrderedRows):
     """A dataset with other rows in the second batch of each worker."""
 
     index = 0
 
     def num_rows(self, index: int) -> int:
-        return 5 + (self.index if index == 1 else 0)
+        return super().num_rows(index) + (self.index if index == 1 else 0)
 
 
 def trained_on_other_rows(strategy: Any) -> None:
@@ -298,4 +321,4 @@ def test_other_numbers_of_rows_are_an_error(forker: Any) -> None:
         outcomes = pool.cluster(1).outcomes(trained_on_other_rows)
     finally:
         pool.close()
-    assert any("numbers of rows are [5, 6]" in error for error, _ in outcomes)
+    assert any("numbers of rows are [5, 6]" in error for error, _ in outcomes), outcomes

@@ -25,10 +25,10 @@ from keras_strategies.engines.jax.unread_rows import (
     is_unread,
 )
 from keras_strategies.engines.jax.workers.jax_workers import JaxCommunicator
-from keras_strategies.keras_compat.models.input_adapters import BatchPlacer
+from keras_strategies.keras_compat.models.input_adapters import BatchPlacer, own_part
 from keras_strategies.runtime.batch_prefetch import prefetch_one
 from keras_strategies.runtime.row_splits import check_batch
-from keras_strategies.runtime.worker_batch import WorkerBatch, own_rows
+from keras_strategies.runtime.worker_batch import WorkerBatch
 
 
 class JaxBatchPlacer(abc.ABC):
@@ -288,7 +288,7 @@ class BuildingBatches:
     def batches(self, batches: Iterable[Any], several: int = 1) -> Iterator[Any]:
         """The batches; of a `WorkerBatch` this worker's rows, which build a model."""
         if self._is_building():
-            return map(own_rows, batches)
+            return map(own_part, batches)
         return self._placer.batches(batches, several)
 
 

@@ -8,9 +8,10 @@ when.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -23,8 +24,9 @@ from keras_strategies.engines.tensorflow.compat.datasets import (
     indices_and_arrays,
     iterator_of,
 )
-from keras_strategies.keras_compat.models.input_adapters import RowsOfWorker
+from keras_strategies.keras_compat.models.input_adapters import RowsOfWorker, own_part
 from keras_strategies.runtime.row_splits import split_sizes
+from keras_strategies.runtime.worker_batch import OwnRows, WorkerBatch
 
 # Batches on the device, or being transferred, besides the one in use.
 _AHEAD = 1
@@ -44,11 +46,18 @@ class EpochDatasets:
             the host.
         counts: the replicas of the workers, of which each reads its rows of arrays;
             None to read all rows.
+        elastic: the rows of an elastic worker; None for others.
     """
 
-    def __init__(self, device: str | None, counts: ReplicaCounts | None = None):
+    def __init__(
+        self,
+        device: str | None,
+        counts: ReplicaCounts | None = None,
+        elastic: OwnRows | None = None,
+    ):
         self._device = device
         self._counts = counts
+        self._elastic = elastic
 
     def dataset(
         self,
@@ -56,6 +65,7 @@ class EpochDatasets:
         by_user: bool,
         begin: Callable[[], None] | None = None,
         of_arrays: bool = False,
+        own: Callable[[], Iterator[Any]] | None = None,
     ) -> Any:
         """The dataset to iterate over, in the order that it has without a strategy.
 
@@ -67,21 +77,33 @@ class EpochDatasets:
                 Keras made it from arrays, a generator or a `PyDataset`.
             begin: called when Keras makes an iterator; None for nothing.
             of_arrays: bool, whether Keras made it from arrays.
+            own: starts a pass of `WorkerBatch` in its place; None for other input.
         """
         if not isinstance(dataset, tf.data.Dataset):
             return dataset
+        if self._elastic is not None and own is not None:
+            spec = own_part(dataset.element_spec)
+            return Epochs(OwnBatches(own, spec), begin)
         if by_user:
             ahead = self._device is not None and _is_movable(dataset)
             return _UsersEpochs(dataset, self._device) if ahead else dataset
-        own = None
-        if of_arrays and self._counts is not None and _is_movable(dataset):
-            own = self._of_keras(rows_of_worker(dataset, self._counts))
-        return Epochs(self._of_keras(dataset), begin, own)
+        rows = None
+        if of_arrays and _is_movable(dataset):
+            rows = self._own_rows(dataset)
+        return Epochs(self._of_keras(dataset), begin, rows)
+
+    def _own_rows(self, dataset: tf.data.Dataset) -> Any:
+        """The dataset of own rows of arrays; None to read all rows."""
+        if self._elastic is not None:
+            pairs = _without_tuning(indices_and_arrays(dataset))
+            read = functools.partial(_own_batches, pairs, self._elastic)
+            return OwnBatches(read, dataset.element_spec)
+        if self._counts is not None:
+            return self._of_keras(rows_of_worker(dataset, self._counts))
+        return None
 
     def _of_keras(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        options = tf.data.Options()
-        options.autotune.enabled = False
-        dataset = dataset.with_options(options)
+        dataset = _without_tuning(dataset)
         if self._device is not None and _is_movable(dataset):
             dataset = _prefetched(dataset, self._device)
         return dataset
@@ -97,7 +119,7 @@ class Epochs:
     Args:
         dataset: the dataset.
         begin: called when Keras makes an iterator; None for nothing.
-        own: the same batches as `RowsOfWorker`; None where all rows are read.
+        own: the same batches with this worker's rows; None where all rows are read.
 
     Attributes:
         reads_all: bool, whether epochs that follow read all rows.
@@ -105,9 +127,9 @@ class Epochs:
 
     def __init__(
         self,
-        dataset: tf.data.Dataset,
+        dataset: tf.data.Dataset | OwnBatches,
         begin: Callable[[], None] | None,
-        own: tf.data.Dataset | None = None,
+        own: tf.data.Dataset | OwnBatches | None = None,
     ):
         self._every = dataset
         self._begin = begin
@@ -115,7 +137,7 @@ class Epochs:
         self.reads_all = False
 
     @property
-    def dataset(self) -> tf.data.Dataset:
+    def dataset(self) -> Any:
         """The dataset that an epoch reads."""
         is_own = self._own is not None and not self.reads_all
         return self._own if is_own else self._every
@@ -129,6 +151,46 @@ class Epochs:
         if self._begin is not None:
             self._begin()
         return EpochIterator(self)
+
+
+class OwnBatches:
+    """Batches of an elastic worker, which reads them again if its group changes.
+
+    Args:
+        begin: starts a pass of `WorkerBatch`.
+        element_spec: the specification of the global batches.
+    """
+
+    def __init__(self, begin: Callable[[], Iterator[Any]], element_spec: Any):
+        self._begin = begin
+        self.element_spec = element_spec
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._begin()
+
+
+def _own_batches(pairs: tf.data.Dataset, rows: OwnRows) -> Iterator[WorkerBatch]:
+    """A pass over arrays.
+
+    Args:
+        pairs: the indices of each global batch, and the arrays.
+        rows: those of this worker.
+    """
+    for indices, arrays in pairs:
+        yield _own_batch(indices, arrays, rows)
+
+
+def _own_batch(indices: Any, arrays: Any, rows: OwnRows) -> WorkerBatch:
+    def read(start: int, stop: int) -> Any:
+        with tf.device("/device:CPU:0"):
+            return keras.tree.map_structure(
+                lambda array: tf.gather(array, indices[start:stop]),
+                arrays,
+                none_is_leaf=False,
+            )
+
+    again = functools.partial(_own_batch, indices, arrays, rows)
+    return dataclasses.replace(rows.read(int(indices.shape[0]), read), again=again)
 
 
 class EpochIterator(LazyIterator):
@@ -227,6 +289,12 @@ def rows_of_worker(dataset: tf.data.Dataset, counts: ReplicaCounts) -> tf.data.D
     options.experimental_optimization.apply_default_optimizations = False
     found = indices_and_arrays(dataset).map(read)
     return found.with_options(options).prefetch(_AHEAD)
+
+
+def _without_tuning(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return dataset.with_options(options)
 
 
 def _prefetched(dataset: tf.data.Dataset, device: str | None) -> tf.data.Dataset:

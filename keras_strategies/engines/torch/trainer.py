@@ -33,7 +33,10 @@ from keras_strategies.engines.torch.rollback import TorchRollback
 from keras_strategies.engines.torch.tensor_primitives import PRIMITIVES
 from keras_strategies.engines.torch.worker_collectives import TorchCommunicator
 from keras_strategies.keras_compat.models.building import compiled_variables
-from keras_strategies.keras_compat.models.input_adapters import batches_placed_by
+from keras_strategies.keras_compat.models.input_adapters import (
+    batches_placed_by,
+    own_part,
+)
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.row_wise_layers import only_keras_draws
 from keras_strategies.keras_compat.variables.values import raw_value, set_raw_value
@@ -47,6 +50,7 @@ from keras_strategies.runtime.placement import (
     mirrored_step_cost,
 )
 from keras_strategies.runtime.row_splits import check_batch
+from keras_strategies.runtime.worker_batch import WorkerBatch
 from keras_strategies.user_warnings import warn_user
 
 if TYPE_CHECKING:
@@ -95,7 +99,7 @@ class TorchTrainer(FitDriver):
         home = torch_device(self.placement.variables)
         # With several replicas, each layer call moves their rows from the host.
         self.placer = batch_prefetcher(home, self.placement.is_single)
-        if workers is not None and self._call is not None and self.rollback is None:
+        if workers is not None and self._call is not None:
             self.placer = OwnBatchPlacer(self.placement, self._call, self.placer)
 
     @contextlib.contextmanager
@@ -162,6 +166,8 @@ class TorchTrainer(FitDriver):
 
         def step(data: Any) -> Any:
             check_steps(data, workers)
+            if isinstance(self.placer, OwnBatchPlacer):
+                data = list(map(self.placer.place, data))
             if is_compiled:
                 data = keras.tree.map_structure(joined, data)
             with layer_calls_through(route), self.variables.in_step():
@@ -274,9 +280,13 @@ def check_steps(data: Any, workers: Communicator | None) -> None:
     if workers is not None:
         workers.steps.begin_steps(len(data))
     for batch in data:
-        check_batch(batch)
-        # Own rows have been compared when they were read.
-        if workers is not None and not has_row_parts(batch):
+        check_batch(own_part(batch))
+        if workers is None:
+            continue
+        if isinstance(batch, WorkerBatch):
+            workers.steps.check_rows(sum(batch.every))
+        elif not has_row_parts(batch):
+            # Own rows have been compared when they were read.
             workers.steps.check_batch(batch)
 
 

@@ -199,14 +199,23 @@ def shuffled_arrays(epochs: Any) -> ArrayRows | None:
 
 
 def replace_input(
-    epochs: Any, batches: Callable[[], Iterator[Any]], num_batches: int
+    epochs: Any,
+    batches: Callable[[], Iterator[Any]],
+    num_batches: int,
+    own: Callable[[], Iterator[Any]] | None = None,
 ) -> None:
     """Makes an epoch iterator read other batches.
 
     Keras 3.15: its `__init__` takes an adapter, and TensorFlow's a strategy.
+
+    Args:
+        epochs: the epoch iterator of `fit`.
+        batches: starts a pass.
+        num_batches: int, the length of a pass.
+        own: see `batches_adapter`.
     """
     arguments = {
-        "x": batches_adapter(batches, num_batches, can_repeat=True),
+        "x": batches_adapter(batches, num_batches, can_repeat=True, own=own),
         "steps_per_epoch": epochs.steps_per_epoch,
         "steps_per_execution": epochs.steps_per_execution,
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import threading
 import weakref
@@ -31,7 +30,17 @@ class RowsOfWorker(NamedTuple):
     every: Any
 
 
-class ReadBatch:
+class OwnPart:
+    """Rows that a model is built from, and facts about their batch.
+
+    Attributes:
+        batch: the rows: `x`, or a tuple with `y` and `sample_weight`.
+    """
+
+    batch: Any
+
+
+class ReadBatch(OwnPart):
     """A batch of a step that may have begun.
 
     Args:
@@ -45,8 +54,15 @@ class ReadBatch:
 
 
 def own_part(batch: Any) -> Any:
-    """The batch of a `RowsOfWorker` or a `ReadBatch`; others unchanged."""
-    return batch.batch if isinstance(batch, (RowsOfWorker, ReadBatch)) else batch
+    """The rows of a `RowsOfWorker` or an `OwnPart`; other batches unchanged."""
+    return batch.batch if isinstance(batch, (RowsOfWorker, OwnPart)) else batch
+
+
+def as_element(batch: Any) -> RowsOfWorker:
+    """A `WorkerBatch` as an element of a `tf.data.Dataset`."""
+    if batch.counts is None:
+        return RowsOfWorker(batch.batch, np.asarray(batch.every, "int32"))
+    return RowsOfWorker(batch.batch, np.zeros([sum(batch.every), 0], bool))
 
 
 def py_dataset_batches(dataset: Any) -> Iterator[Any]:
@@ -118,17 +134,14 @@ def batches_adapter(
         weights = data_adapter_utils.class_weight_to_sample_weights(y, class_weight)
         return x, y, weights
 
+    def weighted_rows(batch: Any) -> Any:
+        batch = as_tuple(batch)
+        return batch if class_weight is None else with_weights(batch)
+
     def own_pass() -> Iterator[Any]:
         assert own is not None
         for each in own():
-            batch = as_tuple(each.batch)
-            if class_weight is not None:
-                batch = with_weights(batch)
-            yield dataclasses.replace(each, batch=batch)
-
-    def own_elements() -> Iterator[RowsOfWorker]:
-        for each in own_pass():
-            yield RowsOfWorker(each.batch, np.asarray(each.every, "int32"))
+            yield each.changed(weighted_rows)
 
     class BatchesAdapter(GeneratorDataAdapter):
         def __init__(self) -> None:
@@ -148,7 +161,7 @@ def batches_adapter(
             if peeked is not None:
                 return peeked
             if own is not None and keras.backend.backend() == "tensorflow":
-                return own_elements()
+                return map(as_element, own_pass())
             return standard() if class_weight is None else weighted()
 
         @property
@@ -325,6 +338,7 @@ class DatasetPlacer(Protocol):
         by_user: bool,
         begin: Callable[[], None] | None,
         of_arrays: bool,
+        own: Callable[[], Iterator[Any]] | None,
     ) -> Any:
         """The dataset to iterate over.
 
@@ -333,6 +347,7 @@ class DatasetPlacer(Protocol):
             by_user: whether it is the user's own `tf.data.Dataset`.
             begin: called when Keras makes an iterator; None for nothing.
             of_arrays: whether Keras has made it from arrays.
+            own: starts a pass with this worker's rows; None for global batches.
         """
 
 
@@ -379,4 +394,5 @@ def tensorflow_epochs(original: Any, self: Any, *args: Any, **kwargs: Any) -> No
             isinstance(self.data_adapter, TFDatasetAdapter),
             getattr(self.data_adapter, "begin", None),
             is_array_adapter(self.data_adapter),
+            getattr(self.data_adapter, "own_batches", None),
         )

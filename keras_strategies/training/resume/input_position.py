@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from keras_strategies.errors import CheckpointError, InputError, InvalidArgument
 from keras_strategies.input.batches import loaded
 from keras_strategies.input.sources import is_tf_data
 from keras_strategies.keras_compat.models import fit_position
+from keras_strategies.runtime.worker_batch import OwnRows, WorkerBatch
 from keras_strategies.training.random_sync import random_numbers, set_random_numbers
 from keras_strategies.user_warnings import warn_user
 
@@ -74,10 +76,14 @@ class ShuffledBatches:
     Args:
         arrays: the rows.
         seed: int.
+        own: the rows of this worker; None where each batch is read in full.
     """
 
-    def __init__(self, arrays: fit_position.ArrayRows, seed: int):
+    def __init__(
+        self, arrays: fit_position.ArrayRows, seed: int, own: OwnRows | None = None
+    ):
         self._arrays = arrays
+        self._own = own
         self.seed = seed
         #: Batches before the next one, of all passes.
         self.start = 0
@@ -85,9 +91,25 @@ class ShuffledBatches:
 
     def batches(self) -> Iterator[Any]:
         """A pass from the start on to its end."""
-        return self._batches(*divmod(self.start, self.size))
+        if self._own is not None:
+            return (each.batch for each in self.own_batches())
+        return map(self._arrays.batch, self._orders(*divmod(self.start, self.size)))
 
-    def _batches(self, number: int, first: int) -> Iterator[Any]:
+    def own_batches(self) -> Iterator[WorkerBatch]:
+        """The pass with the rows of this worker."""
+        return map(self._own_batch, self._orders(*divmod(self.start, self.size)))
+
+    def _own_batch(self, chosen: Any) -> WorkerBatch:
+        assert self._own is not None
+
+        def read(start: int, stop: int) -> Any:
+            return self._arrays.batch(chosen[start:stop])
+
+        again = functools.partial(self._own_batch, chosen)
+        return dataclasses.replace(self._own.read(len(chosen), read), again=again)
+
+    def _orders(self, number: int, first: int) -> Iterator[Any]:
+        """The rows of each batch of a pass, as an array of int, from one on."""
         random = np.random.default_rng([self.seed, number])
         rows, size = self._arrays.rows, self._arrays.batch_size
         order = None if self._arrays.within_batches else random.permutation(rows)
@@ -98,7 +120,7 @@ class ShuffledBatches:
             else:
                 chosen = order[start:stop]
             if i >= first:
-                yield self._arrays.batch(chosen)
+                yield chosen
 
 
 class InputPosition:
@@ -112,6 +134,7 @@ class InputPosition:
             number of finished steps of the epoch.
         reorders: bool, whether arrays that `fit` shuffles are read in an order that is
             the same on every backend; False for Keras's order.
+        own: the rows of this worker of these arrays; None to read all.
 
     Raises:
         ValueError: for input that cannot start over, with "raise".
@@ -123,6 +146,7 @@ class InputPosition:
         stream: str,
         between_steps: Callable[[int], None],
         reorders: bool = True,
+        own: OwnRows | None = None,
     ):
         self._epochs = epochs
         self._between_steps = between_steps
@@ -137,9 +161,10 @@ class InputPosition:
         self._shuffled: ShuffledBatches | None = None
         arrays = fit_position.shuffled_arrays(epochs) if reorders else None
         if arrays is not None:
-            self._shuffled = ShuffledBatches(arrays, self.point.seed)
+            shuffled = self._shuffled = ShuffledBatches(arrays, self.point.seed, own)
+            own_batches = None if own is None else shuffled.own_batches
             fit_position.replace_input(
-                epochs, self._shuffled.batches, self._shuffled.size
+                epochs, shuffled.batches, shuffled.size, own_batches
             )
         fit_position.set_position(epochs, self)
 

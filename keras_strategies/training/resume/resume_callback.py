@@ -24,6 +24,7 @@ from keras_strategies.runtime.state.model_values import (
     model_state,
     restore_model,
 )
+from keras_strategies.runtime.worker_batch import own_rows_of
 from keras_strategies.training.elastic.chief_callbacks import ChiefCallback
 from keras_strategies.training.resume.callback_states import (
     appended_logs,
@@ -153,7 +154,9 @@ class Resume(fit_position.OrderedCallback):
         if self._is_chief:
             self._files.check_writable()
         self._writer = SnapshotWriter(self._files)
-        self._position = InputPosition(self._epochs, self._stream, self._between_steps)
+        self._position = InputPosition(
+            self._epochs, self._stream, self._between_steps, own=own_rows_of(strategy)
+        )
         self._opened = self._epochs
         self._pauses = []
         self._captured: dict[str, Any] | None = None

@@ -22,6 +22,7 @@ from keras_strategies.keras_compat.backends.keras_on_jax import (
 from keras_strategies.keras_compat.variables.values import raw_value, set_raw_value
 from keras_strategies.runtime.drivers import RollbackDriver
 from keras_strategies.runtime.state.model_values import model_state, restore_model
+from keras_strategies.runtime.worker_batch import WorkerBatch
 
 if TYPE_CHECKING:
     from keras_strategies.cluster.group import WorkerGroup
@@ -112,6 +113,9 @@ class _Program:
         outputs = []
         with self._workers.exchange():
             for batch in batches:
+                if isinstance(batch, WorkerBatch):
+                    self._workers.steps.check_rows(sum(batch.every))
+                    batch = batch.of(self._workers.replica_counts)
                 placed = self._trainer.placer.place(batch)
                 if not _is_split(placed):
                     # Without a collective, workers would be several steps apart, and

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_strategies.communication.replica_counts import ReplicaCounts
 from keras_strategies.engines.tensorflow.data_parallel.row_parts import (
     TensorFlowRowParts,
     row_parts,
@@ -18,6 +19,7 @@ from keras_strategies.runtime.data_parallel.row_parts import RowPartsCaller
 from keras_strategies.runtime.placement import Placement
 from keras_strategies.runtime.replicas.replica_set import RowSplit
 from keras_strategies.runtime.row_splits import split_sizes
+from keras_strategies.runtime.worker_batch import WorkerBatch
 
 
 def in_parts(data: RowsOfWorker, placement: Placement, caller: RowPartsCaller) -> Any:
@@ -47,6 +49,43 @@ def in_parts(data: RowsOfWorker, placement: Placement, caller: RowPartsCaller) -
         return tensor
 
     return keras.tree.map_structure(parts_of, data.batch)
+
+
+def as_tensors(data: Any, spec: Any, counts: ReplicaCounts) -> tuple[Any, Any]:
+    """A batch of an elastic worker in its current group, and its specification.
+
+    Args:
+        data: a `WorkerBatch`; others are returned unchanged.
+        spec: the specification of the global batches; None if it is unknown.
+        counts: the replicas of the current group.
+    """
+    if not isinstance(data, WorkerBatch):
+        return data, spec
+    data = data.of(counts)
+    total = sum(data.every)
+    with tf.device("/device:CPU:0"):
+        every = tf.zeros([total, 0], tf.bool)
+        if spec is None:
+            batch = keras.tree.map_structure(_tensor, data.batch)
+            return RowsOfWorker(batch, every), None
+        batch = keras.tree.map_structure(_tensor, data.batch, spec)
+    is_fixed = next(iter(keras.tree.flatten(spec))).shape[0] is not None
+
+    def own(leaf: Any, spec: Any) -> Any:
+        if not isinstance(spec, tf.TensorSpec):
+            return spec
+        length = leaf.shape[0] if is_fixed else None
+        return tf.TensorSpec([length, *spec.shape[1:]], spec.dtype)
+
+    own_spec = keras.tree.map_structure(own, batch, spec)
+    rows = tf.TensorSpec([total if is_fixed else None, 0], tf.bool)
+    return RowsOfWorker(batch, every), RowsOfWorker(own_spec, rows)
+
+
+def _tensor(leaf: Any, spec: Any = None) -> Any:
+    if leaf is None or not isinstance(spec, tf.TensorSpec):
+        return None if leaf is None else tf.convert_to_tensor(leaf)
+    return tf.cast(leaf, spec.dtype)
 
 
 def _split(leaf: Any, sizes: list[Any]) -> list[Any]:

@@ -17,6 +17,7 @@ from keras_strategies.engines.tensorflow.data_parallel.first_step import (
 )
 from keras_strategies.engines.tensorflow.data_parallel.own_batches import (
     are_joined,
+    as_tensors,
     has_all_rows,
     in_parts,
     joined,
@@ -174,7 +175,7 @@ class StepFunction:
 
     def _run_steps(self, batches: Iterable[Any], spec: Any) -> Any:
         if self._kind == "predict":
-            outputs = [self._one_step(batch) for batch in batches]
+            outputs = [self._one_step(batch, None) for batch in batches]
             return keras.tree.map_structure(lambda *parts: _concat(parts), *outputs)
         logs = None
         for batch in itertools.islice(batches, self._steps):
@@ -183,23 +184,25 @@ class StepFunction:
             raise StopIteration
         return logs
 
-    def _one_step(self, batch: Any, spec: Any = None) -> Any:
+    def _one_step(self, batch: Any, spec: Any) -> Any:
         """Runs a step on a batch of a dataset with the `element_spec` `spec`.
 
         As in Keras, the program is traced for the specification and not for the batch.
         Keras omits what is unknown there, such as the number of rows by which it
         weights the losses of several outputs.
         """
+        if self._rollback is not None:
+            batch, spec = as_tensors(batch, spec, self._call.placement.replica_counts)
         batch = keras.tree.map_structure(_none_if_optional, batch)
         check_batch(own_part(batch))
-        if isinstance(batch, RowsOfWorker) and self._workers is not None:
-            self._workers.steps.check_rows(int(batch.every.shape[0]))
-        if isinstance(batch, RowsOfWorker) and has_all_rows(batch):
-            batch, spec = own_part(batch), own_part(spec)
         if self._workers is None:
             return self._step_on(batch, spec)
         self._workers.steps.begin_steps()
-        if not isinstance(batch, RowsOfWorker):
+        if isinstance(batch, RowsOfWorker):
+            self._workers.steps.check_rows(int(batch.every.shape[0]))
+            if has_all_rows(batch):
+                batch, spec = own_part(batch), own_part(spec)
+        else:
             self._workers.steps.check_batch(batch)
         with self._workers.watched():
             return self._step_on(batch, spec)

@@ -65,6 +65,12 @@ class _Pass:
         self._generators = _LoaderGenerators(self._loader)
         return iter(self._own)
 
+    def again(self, indices: list[int]) -> Any:
+        """What the loader of own rows yields for a batch, read in this process."""
+        return self._own.collate_fn(
+            self._samples.__getitems__(self.sampler.own(indices))
+        )
+
     def agreed(self) -> None:
         """The workers use their rows of the last batch; it is not read again."""
         if self._loader.num_workers == 0:
@@ -115,7 +121,7 @@ class LoaderRows:
         return _Pass(self._loader, self._workers, not self._is_known, is_compared)
 
     def begin(self) -> Iterator[Any]:
-        """A pass over the global batches: `WorkerBatch`, or all rows of a batch.
+        """A pass over the global batches: `WorkerBatch`, or all batches in full.
 
         Iterators of loaders draw from Torch's random numbers when they are made, so
         this one is made now.
@@ -132,7 +138,6 @@ class LoaderRows:
             self._under_way.sampler.reads_all = True
 
     def _batches(self, one_pass: _Pass, reads: Any) -> Iterator[Any]:
-        total = self._workers.replica_counts.total
         for step in itertools.count():
             read = next(reads, None)
             change = "" if self._is_of_arrays else self._agreed(read)
@@ -150,8 +155,17 @@ class LoaderRows:
                 yield from one_pass.all_from(step)
                 return
             one_pass.agreed()
-            rows, is_own, _, _, batch = read
-            yield WorkerBatch(batch, split_sizes(rows, total)) if is_own else batch
+            yield self._batch(one_pass, read)
+
+    def _batch(self, one_pass: _Pass, read: Any) -> WorkerBatch:
+        indices, is_own, _, _, batch = read
+        counts = self._workers.replica_counts
+
+        def again() -> WorkerBatch:
+            return self._batch(one_pass, one_pass.again(indices))
+
+        every = split_sizes(len(indices), counts.total) if is_own else []
+        return WorkerBatch(batch, every, counts, again)
 
     def _agreed(self, read: Any) -> str:
         """What the read of a batch has changed on one of the workers; "" for nothing.
@@ -162,10 +176,10 @@ class LoaderRows:
         group = self._workers.group
         own: dict[str, Any] = {"rows": 0, "checksum": 0, "change": ""}
         if read is not None:
-            rows, is_own, checksum, change, batch = read
+            indices, is_own, checksum, change, batch = read
             if is_own and not change:
                 change = _problem(batch)
-            own = {"rows": rows, "checksum": checksum, "change": change}
+            own = {"rows": len(indices), "checksum": checksum, "change": change}
         found: list[dict[str, Any]] = group.gather_values("a batch", own)
         for other, each in enumerate(found):
             if (each["rows"], each["checksum"]) != (own["rows"], own["checksum"]):

@@ -38,6 +38,9 @@ from keras_strategies.runtime.worker_batch import WorkerBatch
 class OwnBatchPlacer:
     """Reads own rows where the input allows it, and puts them on their replicas.
 
+    Those of elastic workers stay on the host until their step, which reads them again
+    if the group has changed.
+
     Args:
         placement: the devices of replicas, with several workers.
         caller: the data-parallel calls of the strategy.
@@ -72,10 +75,12 @@ class OwnBatchPlacer:
         """
         separate = own_batches(adapter)
         if separate is not None:
+            # As a pass of Keras begins: by a draw of Torch's.
+            iter(batches)
             return self._moved(separate)
         if is_array_adapter(adapter):
             return self._of_arrays(LoaderRows(batches, self._workers, True), adapter)
-        if can_read_rows(batches):
+        if can_read_rows(batches) and self._workers.actions.is_fixed:
             if batches not in self._loaders:
                 self._loaders[batches] = LoaderRows(batches, self._workers)
             return self._moved(self._loaders[batches].begin())
@@ -100,7 +105,15 @@ class OwnBatchPlacer:
 
         return batches()
 
+    def place(self, batch: Any) -> Any:
+        """A batch with this worker's rows on their replicas; others unchanged."""
+        if isinstance(batch, WorkerBatch):
+            return self._begin(batch.of(self._workers.replica_counts))()
+        return batch
+
     def _moved(self, batches: Iterator[Any]) -> Iterator[Any]:
+        if not self._workers.actions.is_fixed:
+            return batches
         if self._home.type == "cuda":
             return prefetch_one(batches, self._begin)
         return (self._begin(batch)() for batch in batches)
@@ -108,6 +121,8 @@ class OwnBatchPlacer:
     def _begin(self, batch: Any) -> Callable[[], Any]:
         if not isinstance(batch, WorkerBatch):
             return lambda: batch
+        if not batch.every:
+            return lambda: batch.batch
         row_split = RowSplit.over(PRIMITIVES, batch.every, self._workers)
         if row_split is None:
             return lambda: self._joined(batch)

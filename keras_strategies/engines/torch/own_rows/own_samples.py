@@ -76,26 +76,29 @@ class WorkerSampler:
 
     def __init__(self, order: PassOrder, workers: Communicator):
         self._order = order
-        self._counts = workers.replica_counts
+        self._workers = workers
         #: Whether the next batches are read with all rows.
         self.reads_all = False
 
     def __iter__(self) -> Iterator[list[int]]:
-        for indices in self._order.pass_over():
-            found = BatchIndices(indices)
-            found.start, found.stop = self._range(len(indices))
-            yield found
+        yield from map(self.own, self._order.pass_over())
+
+    def own(self, indices: list[int]) -> BatchIndices:
+        """The rows of this worker in the current group."""
+        found = BatchIndices(indices)
+        found.start, found.stop = self._range(len(indices))
+        return found
 
     def _range(self, rows: int) -> tuple[int, int]:
         if self.reads_all:
             return 0, rows
-        sizes = self._counts.split(split_sizes(rows, self._counts.total))
-        own = [sum(each) for each in sizes]
+        counts = self._workers.replica_counts
+        own = [sum(each) for each in counts.split(split_sizes(rows, counts.total))]
         if not all(own):
             # Fewer rows than workers: each computes all of them.
             return 0, rows
-        start = sum(own[: self._counts.worker])
-        return start, start + own[self._counts.worker]
+        start = sum(own[: counts.worker])
+        return start, start + own[counts.worker]
 
 
 class SamplesRead:
@@ -108,12 +111,11 @@ class SamplesRead:
         samples: what the dataset returned.
 
     Attributes:
-        rows: int, those of the global batch.
         is_own: bool, whether `samples` are of this worker.
     """
 
     def __init__(self, indices: BatchIndices, checksum: int, change: str, samples: Any):
-        self.rows = len(indices)
+        self.indices = list(indices)
         self.is_own = indices.stop - indices.start < len(indices)
         self.checksum = checksum
         self.change = change
@@ -177,6 +179,6 @@ class Collated:
     def __init__(self, collate: Any):
         self._collate = collate
 
-    def __call__(self, read: SamplesRead) -> tuple[int, bool, int, str, Any]:
+    def __call__(self, read: SamplesRead) -> tuple[list[int], bool, int, str, Any]:
         batch = self._collate(read.samples)
-        return read.rows, read.is_own, read.checksum, read.change, batch
+        return read.indices, read.is_own, read.checksum, read.change, batch
