@@ -17,7 +17,7 @@ from keras_strategies.input.arrays import Ranges
 from keras_strategies.input.batches import as_numpy
 from keras_strategies.keras_compat.models.row_adapters import own_rows_adapter
 from keras_strategies.runtime.row_splits import replica_ranges
-from keras_strategies.runtime.worker_batch import OwnRows, WorkerBatch
+from keras_strategies.runtime.worker_batch import WorkerBatch, WorkerRows
 
 _streams = itertools.count()
 
@@ -91,7 +91,7 @@ class _OwnRows(keras.utils.PyDataset):
         rows: the rows of this worker.
     """
 
-    def __init__(self, dataset: RowDataset, rows: OwnRows):
+    def __init__(self, dataset: RowDataset, rows: WorkerRows):
         super().__init__(
             dataset.workers, dataset.use_multiprocessing, dataset.max_queue_size
         )
@@ -138,7 +138,7 @@ def batches_of_worker(
         dataset: the dataset.
         counts: the replicas of all workers.
     """
-    own = _OwnRows(dataset, OwnRows(lambda: counts))
+    own = _OwnRows(dataset, WorkerRows(lambda: counts))
     adapter = own_rows_adapter(own, False, None, lambda batches: batches)
     adapter.on_epoch_begin()
     try:
@@ -153,7 +153,7 @@ def batches_of_worker(
 def own_rows(
     dataset: RowDataset,
     workers: Communicator,
-    rows: OwnRows,
+    rows: WorkerRows,
     shuffle: bool,
     class_weight: dict[int, float] | None,
 ) -> Any:

@@ -27,7 +27,7 @@ class WorkerBatch(OwnPart):
         batch: structure of arrays or tensors on the host with these rows.
         every: list of int, the rows of each replica, of all workers in order; empty if
             each worker has all rows.
-        counts: the replicas for which `OwnRows` has read it; None for rows that each
+        counts: the replicas for which `WorkerRows` has read it; None for rows that each
             worker has by itself.
         again: reads this worker's rows in the group of workers at that time; None for
             batches that cannot be read again.
@@ -58,7 +58,7 @@ class WorkerBatch(OwnPart):
         )
 
 
-class OwnRows:
+class WorkerRows:
     """Reads the rows of this worker, in the group of workers at that time.
 
     Args:
@@ -78,7 +78,7 @@ class OwnRows:
         self._needs_few = needs_few
 
     @classmethod
-    def by(cls, driver: FitDriver, workers: Communicator) -> OwnRows:
+    def by(cls, driver: FitDriver, workers: Communicator) -> WorkerRows:
         """The rows that a driver of `fit` needs on this worker."""
         return cls(
             lambda: workers.replica_counts, driver.split_rows, driver.needs_few_rows
@@ -122,10 +122,10 @@ def _same(counts: ReplicaCounts) -> ReplicaCounts:
     return counts
 
 
-def own_rows_of(strategy: StrategyCore | None) -> OwnRows | None:
+def own_rows_of(strategy: StrategyCore | None) -> WorkerRows | None:
     """How each worker of a strategy reads its rows; None where all rows are read."""
     workers = None if strategy is None else strategy.workers
     if workers is None or workers.replica_counts.span > 1:
         return None
     assert strategy is not None
-    return OwnRows.by(strategy.drivers.fit, workers)
+    return WorkerRows.by(strategy.drivers.fit, workers)

@@ -26,7 +26,7 @@ from keras_strategies.engines.tensorflow.compat.datasets import (
 )
 from keras_strategies.keras_compat.models.input_adapters import RowsOfWorker, own_part
 from keras_strategies.runtime.row_splits import split_sizes
-from keras_strategies.runtime.worker_batch import OwnRows, WorkerBatch
+from keras_strategies.runtime.worker_batch import WorkerBatch, WorkerRows
 
 # Batches on the device, or being transferred, besides the one in use.
 _AHEAD = 1
@@ -53,7 +53,7 @@ class EpochDatasets:
         self,
         device: str | None,
         counts: ReplicaCounts | None = None,
-        elastic: OwnRows | None = None,
+        elastic: WorkerRows | None = None,
     ):
         self._device = device
         self._counts = counts
@@ -169,7 +169,7 @@ class OwnBatches:
         return self._begin()
 
 
-def _own_batches(pairs: tf.data.Dataset, rows: OwnRows) -> Iterator[WorkerBatch]:
+def _own_batches(pairs: tf.data.Dataset, rows: WorkerRows) -> Iterator[WorkerBatch]:
     """A pass over arrays.
 
     Args:
@@ -180,7 +180,7 @@ def _own_batches(pairs: tf.data.Dataset, rows: OwnRows) -> Iterator[WorkerBatch]
         yield _own_batch(indices, arrays, rows)
 
 
-def _own_batch(indices: Any, arrays: Any, rows: OwnRows) -> WorkerBatch:
+def _own_batch(indices: Any, arrays: Any, rows: WorkerRows) -> WorkerBatch:
     def read(start: int, stop: int) -> Any:
         with tf.device("/device:CPU:0"):
             return keras.tree.map_structure(

@@ -71,7 +71,7 @@ from keras_strategies.runtime.placement import (
     mirrored_step_cost,
 )
 from keras_strategies.runtime.state.run_state import is_local
-from keras_strategies.runtime.worker_batch import OwnRows
+from keras_strategies.runtime.worker_batch import WorkerRows
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
@@ -110,7 +110,7 @@ class TensorFlowTrainer(FitDriver):
         self.placer = EpochDatasets(
             None if home.kind == "cpu" else tf_device(home),
             self.placement.replica_counts if is_fixed else None,
-            None if workers is None or is_fixed else OwnRows.by(self, workers),
+            None if workers is None or is_fixed else WorkerRows.by(self, workers),
         )
 
     @contextlib.contextmanager

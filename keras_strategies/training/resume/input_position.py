@@ -17,7 +17,7 @@ from keras_strategies.errors import CheckpointError, InputError, InvalidArgument
 from keras_strategies.input.batches import loaded
 from keras_strategies.input.sources import is_tf_data
 from keras_strategies.keras_compat.models import fit_position
-from keras_strategies.runtime.worker_batch import OwnRows, WorkerBatch
+from keras_strategies.runtime.worker_batch import WorkerBatch, WorkerRows
 from keras_strategies.training.random_sync import random_numbers, set_random_numbers
 from keras_strategies.user_warnings import warn_user
 
@@ -80,7 +80,7 @@ class ShuffledBatches:
     """
 
     def __init__(
-        self, arrays: fit_position.ArrayRows, seed: int, own: OwnRows | None = None
+        self, arrays: fit_position.ArrayRows, seed: int, own: WorkerRows | None = None
     ):
         self._arrays = arrays
         self._own = own
@@ -146,7 +146,7 @@ class InputPosition:
         stream: str,
         between_steps: Callable[[int], None],
         reorders: bool = True,
-        own: OwnRows | None = None,
+        own: WorkerRows | None = None,
     ):
         self._epochs = epochs
         self._between_steps = between_steps
