@@ -39,7 +39,7 @@ def prepare_ahead(strategy: Any) -> Callable[[], None]:
         from keras_strategies.engines.tensorflow.epoch_datasets import EpochDatasets
 
         device = "/device:CPU:1"
-        trainer.placer = EpochDatasets(device, placer._counts, placer._elastic)
+        trainer.placer = EpochDatasets(device, placer._counts, placer._changing)
     else:
         trainer.placer._ahead = True
 

@@ -46,18 +46,18 @@ class EpochDatasets:
             the host.
         counts: the replicas of the workers, of which each reads its rows of arrays;
             None to read all rows.
-        elastic: the rows of an elastic worker; None for others.
+        changing: the rows of a worker whose group may change; None for others.
     """
 
     def __init__(
         self,
         device: str | None,
         counts: ReplicaCounts | None = None,
-        elastic: WorkerRows | None = None,
+        changing: WorkerRows | None = None,
     ):
         self._device = device
         self._counts = counts
-        self._elastic = elastic
+        self._changing = changing
 
     def dataset(
         self,
@@ -81,7 +81,7 @@ class EpochDatasets:
         """
         if not isinstance(dataset, tf.data.Dataset):
             return dataset
-        if self._elastic is not None and own is not None:
+        if self._changing is not None and own is not None:
             spec = own_part(dataset.element_spec)
             return Epochs(OwnBatches(own, spec), begin)
         if by_user:
@@ -94,9 +94,9 @@ class EpochDatasets:
 
     def _own_rows(self, dataset: tf.data.Dataset) -> Any:
         """The dataset of own rows of arrays; None to read all rows."""
-        if self._elastic is not None:
+        if self._changing is not None:
             pairs = _without_tuning(indices_and_arrays(dataset))
-            read = functools.partial(_own_batches, pairs, self._elastic)
+            read = functools.partial(_own_batches, pairs, self._changing)
             return OwnBatches(read, dataset.element_spec)
         if self._counts is not None:
             return self._of_keras(rows_of_worker(dataset, self._counts))
