@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 
 if keras.backend.backend() != "torch":
@@ -15,6 +16,8 @@ if keras.backend.backend() != "torch":
 import torch
 from torch.nn import functional
 
+import keras_strategies as ks
+from keras_strategies.engines.torch.data_parallel.call_on_threads import CallOnThreads
 from keras_strategies.engines.torch.replicas import partitioned_draws
 from keras_strategies.engines.torch.replicas.row_numbers import (
     RowNumbers,
@@ -143,3 +146,28 @@ def test_a_replica_draws_its_rows_and_less_than_two_blocks(monkeypatch: Any) -> 
 def test_permutations_have_all_entries() -> None:
     with partitioned_step(only_of_keras=False):
         assert sorted(torch.randperm(100).tolist()) == list(range(100))
+
+
+def test_the_generator_advances_in_a_call_that_raises(monkeypatch: Any) -> None:
+    """Replicas that draw at the same time do so from copies of it."""
+    with ks.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+        layers = [keras.Input((3,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
+        model = keras.Sequential(layers)
+        model.compile("sgd", "mse")
+    x = np.ones((6, 3), "float32")
+    model.train_on_batch(x, x[:, :1])
+    before = torch.get_rng_state()
+    model.train_on_batch(x, x[:, :1])
+    expected = torch.get_rng_state()
+    assert not torch.equal(before, expected)
+    torch.set_rng_state(before)
+    run = CallOnThreads._run
+
+    def raising(call: Any, tasks: Any) -> Any:
+        run(call, tasks)
+        raise KeyError("after the draws")
+
+    monkeypatch.setattr(CallOnThreads, "_run", raising)
+    with pytest.raises(KeyError, match="after the draws"):
+        model.train_on_batch(x, x[:, :1])
+    assert torch.equal(torch.get_rng_state(), expected)

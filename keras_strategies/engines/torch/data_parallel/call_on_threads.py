@@ -114,11 +114,9 @@ class CallOnThreads(ReplicaExecutor):
         with (
             self._collectives.drawing_from(ReplicaGenerators(self._devices))
             if is_shared and self._in_turn
-            else contextlib.nullcontext()
+            else seeds or contextlib.nullcontext()
         ):
             results: list[ReplicaResult] = self._run(tasks)
-        if seeds is not None:
-            seeds.finish()
         if not self._is_recorded:
             return ForwardPass(results, slices, [False] * len(slices), [])
         return ForwardPass(

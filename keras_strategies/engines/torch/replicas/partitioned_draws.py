@@ -77,8 +77,11 @@ class ReplicaSeeds:
         finally:
             _seeds.reset(token)
 
-    def finish(self) -> None:
-        """Leaves the state of the first replica, which is that of one device."""
+    def __enter__(self) -> None:
+        """Entered around the calls of the replicas."""
+
+    def __exit__(self, *error: Any) -> None:
+        # The state of the first replica is that of one device, also after an error.
         torch.default_generator.set_state(self._copies[0].get_state())
 
 
