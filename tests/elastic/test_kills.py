@@ -48,7 +48,16 @@ def assert_like_one_device(cluster: ElasticCluster) -> dict[int, Any]:
 
 
 @pytest.mark.by_day(40)
-@pytest.mark.parametrize("source", ["arrays", "rows"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "arrays",
+        pytest.param(
+            "rows",
+            marks=[pytest.mark.nightly] * (keras.backend.backend() != "torch"),
+        ),
+    ],
+)
 def test_a_killed_worker_a_killed_chief_and_a_new_worker(cluster, source):
     elastic = cluster(
         kills=[Kill(2, 3), Kill(0, 7, "end")], waits={"9": 1}, source=source
