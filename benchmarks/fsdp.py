@@ -6,6 +6,12 @@ cores: in `fit` under the strategy, and the same in `torch.nn` by hand, with
 They take turns in rounds. Numbers are milliseconds per step, and the bytes of a
 process's weights, gradients and slots after a step.
 
+Both begin with the same weights, and their first epoch has to have the same losses.
+
+The peak of a step is measured by itself, with wider blocks: the state of a process, and
+the most that is resident in an epoch above what stays (`VmHWM`). The allocator of the C
+library is told to map all that has 64 KB, so that it keeps no freed memory.
+
 With a model axis (`benchmarks/model_parallel.py`) the layouts are those of Shoeybi et
 al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
 Parallelism" (2019); by hand they are a plan of `parallelize_module`.
@@ -18,18 +24,24 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
-from measuring import Results, epoch_timer, measure, options_parser, ratio
+from measuring import Results, epoch_timer, measure, names, options_parser, ratio
 from page import write_page
 from tables import markdown_table
 
 VOCABULARY, LENGTH, WIDTH, HEADS, BLOCKS = 1000, 64, 128, 4, 4
 BATCH, STEPS = 32, 8
+# Small: differences by rounding do not grow in an epoch.
+LEARNING_RATE = 1e-5
 RANKS = (2, 4)
+#: Of the model whose memory is measured: its weights have 53 MB.
+WIDE = 512
 
 
 # --- In the measuring processes -----------------------------------------------
@@ -43,22 +55,23 @@ def data() -> tuple[Any, Any]:
     return x, random.integers(0, 10, BATCH * STEPS)
 
 
-def keras_model() -> Any:
+def keras_model(width: int) -> Any:
     import keras
     from keras import layers
 
+    keras.utils.set_random_seed(0)
     tokens = keras.Input((LENGTH,), dtype="int32")
-    x = layers.Embedding(VOCABULARY, WIDTH, name="embedding")(tokens)
+    x = layers.Embedding(VOCABULARY, width, name="embedding")(tokens)
     for i in range(BLOCKS):
         y = layers.LayerNormalization()(x)
-        x = x + layers.MultiHeadAttention(HEADS, WIDTH // HEADS)(y, y)
+        x = x + layers.MultiHeadAttention(HEADS, width // HEADS)(y, y)
         y = layers.LayerNormalization()(x)
-        y = layers.Dense(4 * WIDTH, "gelu", name=f"up{i}")(y)
-        x = x + layers.Dense(WIDTH, name=f"down{i}")(y)
+        y = layers.Dense(4 * width, "gelu", name=f"up{i}")(y)
+        x = x + layers.Dense(width, name=f"down{i}")(y)
     scores = layers.Dense(10, name="scores")(layers.GlobalAveragePooling1D()(x))
     model = keras.Model(tokens, scores)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.Adam(1e-3), loss)
+    model.compile(keras.optimizers.Adam(LEARNING_RATE), loss)
     return model
 
 
@@ -82,12 +95,33 @@ def megatron(data_axis: str | None) -> dict[str, tuple[str | None, ...]]:
     }
 
 
-def ours(model_axis: int = 1) -> tuple[Callable[[], float], Callable[[], int]]:
-    """An epoch of `fit`, and the bytes of the state of this process.
+@dataclass
+class Contestant:
+    """Training of one model.
+
+    Args:
+        epoch: returns the milliseconds of a step.
+        state: returns the bytes of the state of this process.
+        losses: of the first batches, all epochs after each other, as means over the
+            batches of an epoch until then.
+        weights: the full values before the first step; without those of its peer.
+    """
+
+    epoch: Callable[[], float]
+    state: Callable[[], int]
+    losses: list[float]
+    weights: Sequence[Any] = ()
+
+
+def ours(model_axis: int = 1, width: int = WIDTH) -> Contestant:
+    """`fit` under the strategy.
 
     Args:
         model_axis: int, the processes along it.
+        width: int, the numbers of a token.
     """
+    import keras
+
     import keras_strategies as ks
 
     count = int(os.environ["WORLD_SIZE"])
@@ -99,12 +133,19 @@ def ours(model_axis: int = 1) -> tuple[Callable[[], float], Callable[[], int]]:
         layouts, ["cpu:0"], model_axis, min_shard_bytes=smallest
     )
     with strategy.scope():
-        model = keras_model()
+        model = keras_model(width)
+    weights = model.get_weights()
     x, y = data()
     timer = epoch_timer()
+    losses: list[float] = []
+    noted = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda _, logs: losses.append(logs["loss"])
+    )
 
     def epoch() -> float:
-        model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[timer])
+        # Only in the first epoch, whose time does not count.
+        callbacks = [timer] if losses else [timer, noted]
+        model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=callbacks)
         return timer.seconds / STEPS * 1000
 
     def state() -> int:
@@ -112,11 +153,19 @@ def ours(model_axis: int = 1) -> tuple[Callable[[], float], Callable[[], int]]:
         slots = [v.value for v in model.optimizer.variables]
         return sum(map(_own_bytes, [*weights, *(w.grad for w in weights), *slots]))
 
-    return epoch, state
+    return Contestant(epoch, state, losses, weights)
 
 
-def by_hand(model_axis: int = 1) -> tuple[Callable[[], float], Callable[[], int]]:
-    """The same with `torch.nn`, `fully_shard` and `parallelize_module`."""
+def by_hand(
+    weights: Sequence[Any], model_axis: int = 1, width: int = WIDTH
+) -> Contestant:
+    """The same with `torch.nn`, `fully_shard` and `parallelize_module`.
+
+    Args:
+        weights: the full values of those of `ours`, in their order.
+        model_axis: int, the processes along it.
+        width: int, the numbers of a token.
+    """
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -132,14 +181,14 @@ def by_hand(model_axis: int = 1) -> tuple[Callable[[], float], Callable[[], int]
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+            # In the order of Keras's weights, with its epsilon.
+            self.first = nn.LayerNorm(width, eps=1e-3)
             self.query, self.key, self.value, self.out = (
-                nn.Linear(WIDTH, WIDTH) for _ in range(4)
+                nn.Linear(width, width) for _ in range(4)
             )
-            self.up, self.down = (
-                nn.Linear(WIDTH, 4 * WIDTH),
-                nn.Linear(4 * WIDTH, WIDTH),
-            )
+            self.second = nn.LayerNorm(width, eps=1e-3)
+            self.up = nn.Linear(width, 4 * width)
+            self.down = nn.Linear(4 * width, width)
 
         def forward(self, x: Any) -> Any:
             y = self.first(x)
@@ -154,9 +203,9 @@ def by_hand(model_axis: int = 1) -> tuple[Callable[[], float], Callable[[], int]
     class Transformer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+            self.embedding = nn.Embedding(VOCABULARY, width)
             self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
-            self.scores = nn.Linear(WIDTH, 10)
+            self.scores = nn.Linear(width, 10)
 
         def forward(self, x: Any) -> Any:
             x = self.embedding(x)
@@ -168,8 +217,15 @@ def by_hand(model_axis: int = 1) -> tuple[Callable[[], float], Callable[[], int]
     mesh = init_device_mesh(
         "cpu", (parts, model_axis), mesh_dim_names=("batch", "model")
     )
-    torch.manual_seed(0)
     model = Transformer()
+    given = iter(map(torch.from_numpy, weights))
+    with torch.no_grad():
+        for module in model.modules():
+            for parameter in module.parameters(recurse=False):
+                value = next(given)
+                if isinstance(module, nn.Linear) and parameter.ndim == 2:
+                    value = value.reshape(module.in_features, module.out_features).T
+                parameter.copy_(value.reshape(parameter.shape))
     if model_axis > 1:
         rows = RowwiseParallel(input_layouts=Replicate())
         parallelize_module(model, mesh["model"], {"embedding": rows})
@@ -184,12 +240,14 @@ def by_hand(model_axis: int = 1) -> tuple[Callable[[], float], Callable[[], int]
             fully_shard(block, mesh=mesh["batch"])
     if parts > 1:
         fully_shard(model, mesh=mesh["batch"])
-    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    optimizer = torch.optim.Adam(model.parameters(), LEARNING_RATE, eps=1e-7)
     place = mesh["batch"].get_local_rank()
     x, y = (torch.from_numpy(part).long() for part in data())
+    losses: list[float] = []
 
     def epoch() -> float:
         start = time.perf_counter()
+        is_first = not losses
         total = 0.0
         for i in range(STEPS):
             rows = slice(i * BATCH + place * BATCH // parts, None)
@@ -201,7 +259,9 @@ def by_hand(model_axis: int = 1) -> tuple[Callable[[], float], Callable[[], int]
             # `fit` shows the loss of all rows after each step.
             shown = loss.detach()
             dist.all_reduce(shown)
-            total += float(shown)
+            total += float(shown) / dist.get_world_size()
+            if is_first:
+                losses.append(total / (i + 1))
         return (time.perf_counter() - start) / STEPS * 1000
 
     def state() -> int:
@@ -214,7 +274,7 @@ def by_hand(model_axis: int = 1) -> tuple[Callable[[], float], Callable[[], int]
         ]
         return sum(map(_own_bytes, [*weights, *(w.grad for w in weights), *slots]))
 
-    return epoch, state
+    return Contestant(epoch, state, losses)
 
 
 def _own_bytes(tensor: Any) -> int:
@@ -225,7 +285,22 @@ def _own_bytes(tensor: Any) -> int:
     return int(own.numel() * own.element_size())
 
 
-def work(rounds: int, model_axis: int) -> None:
+def check_losses(found: Sequence[float], expected: Sequence[float]) -> None:
+    """Raises an error if two contestants have not computed the same.
+
+    Args:
+        found: the losses of the first epoch of one.
+        expected: those of the other.
+    """
+    import numpy as np
+
+    # Of equal weights: rounding. Later ones differ by the epsilon of Adam, too, which
+    # Keras does not divide by the correction of the second moment.
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+    np.testing.assert_allclose(found, expected, rtol=1e-3)
+
+
+def work(rounds: int, model_axis: int, is_memory: bool) -> None:
     """Measures in one of the processes, and prints a line of JSON."""
     import torch
 
@@ -233,11 +308,30 @@ def work(rounds: int, model_axis: int) -> None:
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[index % len(cores)]})
     torch.set_num_threads(1)
-    contestants = {"ours": ours(model_axis), "by hand": by_hand(model_axis)}
-    epochs = {name: epoch for name, (epoch, _) in contestants.items()}
-    found = measure(epochs, rounds)
-    state = {name: size() for name, (_, size) in contestants.items()}
-    print(json.dumps({"ms": found, "state": state}))
+    width = WIDE if is_memory else WIDTH
+    own = ours(model_axis, width)
+    peer = by_hand(own.weights, model_axis, width)
+    own.weights = ()
+    contestants = {"ours": own, "by hand": peer}
+    if is_memory:
+        print(json.dumps({name: step_peak(each) for name, each in contestants.items()}))
+    else:
+        epochs = {name: each.epoch for name, each in contestants.items()}
+        found = measure(epochs, rounds)
+        state = {name: each.state() for name, each in contestants.items()}
+        print(json.dumps({"ms": found, "state": state}))
+    check_losses(own.losses, peer.losses)
+
+
+def step_peak(contestant: Contestant) -> int:
+    """Bytes of the state, and the most of a step above what stays of an epoch."""
+    # Of the tests.
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "multi_worker"))
+    from memory_peaks import above_what_stays
+
+    contestant.epoch()
+    above = above_what_stays(contestant.epoch)
+    return contestant.state() + above
 
 
 # --- In the process that a person starts --------------------------------------
@@ -257,6 +351,20 @@ def measured(rounds: int, count: int, model_axis: int = 1) -> Any:
     command += ["--rounds", str(rounds), "--model-axis", str(model_axis)]
     first, *_ = ranks(command, count)
     return first
+
+
+def peaks(count: int) -> dict[str, int]:
+    """The peak bytes of a step of the process that needs most.
+
+    Args:
+        count: int, the processes.
+    """
+    from two_workers import ranks
+
+    command = [sys.executable, __file__, "--worker", "memory"]
+    with mock.patch.dict(os.environ, {"MALLOC_MMAP_THRESHOLD_": str(2**16)}):
+        every = ranks(command, count)
+    return {name: max(each[name] for each in every) for name in every[0]}
 
 
 def rows_table(results: dict[str, Any], first: str, peer: str) -> str:
@@ -284,17 +392,37 @@ def table(results: dict[str, Any]) -> str:
     return rows_table(results, "processes", "`fully_shard` by hand")
 
 
+def memory_table(results: dict[str, Any]) -> str:
+    """Peak bytes of a step, as a Markdown table."""
+    header = ["processes", "peak of a step, ours", "`fully_shard` by hand"]
+    header += ["ours / by hand"]
+    rows = []
+    for name, found in results.items():
+        own, peer = found["ours"], found["by hand"]
+        sizes = [f"{size / 2**20:.0f} MiB" for size in (own, peer)]
+        rows.append([name, *sizes, f"{own / peer:.2f}"])
+    return markdown_table(header, rows)
+
+
 def main() -> None:
     parser = options_parser(__doc__, has_workers=True)
     parser.add_argument("--model-axis", type=int, default=1, help=argparse.SUPPRESS)
+    parser.add_argument("--parts", type=names, default=["times", "memory"])
     options = parser.parse_args()
     if options.worker:
-        work(options.rounds, options.model_axis)
+        work(options.rounds, options.model_axis, options.worker == "memory")
         return
-    results = Results(Path(options.output) / "fsdp.json")
-    for count in RANKS:
-        results.put(str(count), measured(options.rounds, count))
-    print(table(results.values))
+    output = Path(options.output)
+    if "times" in options.parts:
+        results = Results(output / "fsdp.json")
+        for count in RANKS:
+            results.put(str(count), measured(options.rounds, count))
+        print(table(results.values))
+    if "memory" in options.parts:
+        results = Results(output / "fsdp_memory.json")
+        for count in RANKS:
+            results.put(str(count), peaks(count))
+        print(memory_table(results.values))
     write_page(options.output)
 
 

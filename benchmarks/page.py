@@ -137,6 +137,8 @@ def table(name: str) -> str:
             "torch": model_parallel.torch_table,
         }
         return part("model_parallel", what, tables[what])
+    if file == "fsdp memory":
+        return whole("fsdp_memory", fsdp.memory_table)
     modules = {
         "communication": communication,
         "demo": demo,

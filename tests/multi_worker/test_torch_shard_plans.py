@@ -99,6 +99,31 @@ def test_a_plan_counts_what_a_step_sends(cluster, layout_map, width, layers):
             assert planned[kind][1] == pytest.approx(nbytes, rel=0.01), kind
 
 
+def test_packs_of_full_weights_are_small_parts_of_a_model(cluster):
+    """Two are in memory; those of a small model need not be divided."""
+
+    def program(strategy):
+        found = []
+        for width in (64, 1024):
+
+            def build(width=width):
+                layers = [keras.layers.Dense(width) for _ in range(32)]
+                model = keras.Sequential([keras.Input((width,)), *layers])
+                model.compile("sgd", "mse")
+                return model
+
+            own = cut()
+            plan = own.plan(build, ((8, width), (8, width)))
+            found.append(plan.cost.sent["reduce-scatter of gradients"])
+        return found
+
+    for (few, _), (many, sent) in cluster(program):
+        assert few == 1
+        # 128 MiB of weights, half of them received by each of two processes.
+        assert many == 16
+        assert sent == pytest.approx(2**26, rel=0.01)
+
+
 @pytest.mark.parametrize(("layout_map", "width"), [("fsdp", 1), ("auto", 2)])
 def test_the_peak_of_a_step_is_what_the_plan_says(cluster, layout_map, width):
     """Wide layers: shards, packs of weights and activations all count."""

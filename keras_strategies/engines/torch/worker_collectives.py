@@ -45,6 +45,8 @@ from keras_strategies.types import (
 
 #: Default size of packs in bytes, as in torch's DDP.
 DEFAULT_PACK = 25 * 2**20
+#: Tensors in shards are at least so many packs, if these are not smaller than this.
+PACKS, SMALLEST_PACK = 16, 4 * 2**20
 
 _OPERATIONS: dict[ReduceOp, Any] = {
     ReduceOp.SUM: dist.ReduceOp.SUM,
@@ -282,19 +284,38 @@ class TorchCommunicator(Communicator):
                 results[i] = result
         return results
 
-    def packs(self, tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-        """Indices of the tensors of each pack, in their order."""
-        kinds = [(tensor.dtype, tensor.device) for tensor in tensors]
-        return self._in_packs(kinds, [tensor.nbytes for tensor in tensors])
-
-    def packs_of_sizes(self, sizes: Sequence[int]) -> list[list[int]]:
-        """Indices of the tensors of each pack, from their bytes."""
-        return self._in_packs([None] * len(sizes), sizes)
-
-    def _in_packs(
-        self, kinds: Sequence[Hashable], sizes: Sequence[int]
+    def packs(
+        self, tensors: Sequence[torch.Tensor], are_sharded: bool = False
     ) -> list[list[int]]:
+        """Indices of the tensors of each pack, in their order.
+
+        Args:
+            tensors: the tensors.
+            are_sharded: see `packs_of_sizes`.
+        """
+        kinds = [(tensor.dtype, tensor.device) for tensor in tensors]
+        sizes = [tensor.nbytes for tensor in tensors]
+        return self.packs_of_sizes(sizes, are_sharded, kinds)
+
+    def packs_of_sizes(
+        self,
+        sizes: Sequence[int],
+        are_sharded: bool = False,
+        kinds: Sequence[Hashable] | None = None,
+    ) -> list[list[int]]:
+        """Indices of the tensors of each pack, in their order.
+
+        Args:
+            sizes: their bytes.
+            are_sharded: bool, whether processes have shards of the tensors, and packs
+                of full values are in memory one after the other: these are small parts
+                of the tensors.
+            kinds: what a pack has one of, for each tensor; None for equal ones.
+        """
         limit = self.options.bytes_per_pack or DEFAULT_PACK
+        if are_sharded and not self.options.bytes_per_pack:
+            limit = min(limit, max(SMALLEST_PACK, sum(sizes) // PACKS))
+        kinds = kinds or [None] * len(sizes)
         return pack_indices(kinds, sizes, bytes_per_pack=limit)
 
     def start_all_reduce(self, op: ReduceOp, flat: torch.Tensor) -> Callable[[], None]:

@@ -110,7 +110,8 @@ class WorkerSums:
         return sorted(packs, key=lambda pack: max(places[i] for i in pack.members))
 
     def _packs_of(self, members: list[int], *shards: Any) -> list[GradientPack]:
-        found = self._workers.packs([self._targets[i].tensor for i in members])
+        tensors = [self._targets[i].tensor for i in members]
+        found = self._workers.packs(tensors, are_sharded=bool(shards))
         return [
             GradientPack(
                 [members[place] for place in pack], self._targets, self._ops, *shards

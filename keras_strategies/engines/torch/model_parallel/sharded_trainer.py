@@ -248,7 +248,8 @@ class ShardedTrainer(FitDriver, ShardingDriver):
         packs = []
         for axes, alike in by_axes.items():
             shards = math.prod(self._mesh.sizes[axis] for axis in axes)
-            for places in self._workers.packs_of_sizes(list(map(nbytes_of, alike))):
+            sizes = list(map(nbytes_of, alike))
+            for places in self._workers.packs_of_sizes(sizes, shards > 1):
                 packs.append(_PlannedPack([alike[i] for i in places], shards))
         return packs
 

@@ -151,7 +151,7 @@ class WeightPacks:
             for alike in by_axes.values():
                 raws = [raw_value(v) for v in alike]
                 holders = self._groups.of(raws[0]).holders
-                for places in self._workers.packs(raws):
+                for places in self._workers.packs(raws, are_sharded=True):
                     pack = WeightPack([alike[i] for i in places], holders)
                     packs.update((id(each), pack) for each in pack.variables)
         return packs[id(variable)]
