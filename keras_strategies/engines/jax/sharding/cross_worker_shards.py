@@ -23,6 +23,7 @@ from keras_strategies.engines.jax.array_placement import (
 )
 from keras_strategies.engines.jax.workers.jax_workers import JaxCommunicator
 from keras_strategies.keras_compat.variables.values import raw_value
+from keras_strategies.runtime.state.chief_reads import ChiefReads
 from keras_strategies.runtime.state.cross_worker_values import check_equal_values
 
 
@@ -39,8 +40,8 @@ class CrossWorkerShards:
 
     def __init__(self, workers: JaxCommunicator):
         self._workers = workers
-        # Gathered values by variable, while a model is saved.
-        self._gathered_values: dict[int, Any] = {}
+        # On the chief, while it saves a model.
+        self._reads: ChiefReads | None = None
         CrossWorkerShards.last = weakref.ref(self)
 
     def read(self, variable: Any, array: jax.Array) -> Any:
@@ -53,9 +54,10 @@ class CrossWorkerShards:
         Raises:
             WorkerError: if another worker does not read the variable.
         """
-        known = self._gathered_values.get(id(variable))
-        if known is not None:
-            return known
+        if self._reads is not None:
+            found = self._reads.read(variable)
+            if found is not None:
+                return found
         own = assemble(array)
         return self._gathered(variable.path, array) if own is None else own
 
@@ -73,18 +75,19 @@ class CrossWorkerShards:
 
     @contextlib.contextmanager
     def reading(self, variables: Sequence[Any]) -> Iterator[None]:
-        """Gathers variables on all workers, for reads by the chief in the block."""
+        """Entered on all workers while the chief reads variables in the block."""
         group = self._workers.group
+        reads = ChiefReads(
+            group,
+            [v for v in variables if _is_on_other_workers(raw_value(v))],
+            lambda variable: self._gathered(variable.path, raw_value(variable)),
+        )
         try:
-            for variable in variables:
-                array = raw_value(variable)
-                if is_sharded_over_workers(array) and assemble(array) is None:
-                    found = self._gathered(variable.path, array)
-                    if group.is_chief:
-                        self._gathered_values[id(variable)] = found
-            yield
+            self._reads = reads if group.is_chief else None
+            with reads.open():
+                yield
         finally:
-            self._gathered_values.clear()
+            self._reads = None
 
     def check(self, variables: Sequence[Any]) -> None:
         """Checks that workers assigned equal values to sharded variables."""
@@ -126,6 +129,11 @@ def is_sharded_over_workers(array: Any) -> bool:
     return spans_processes(array) and not array.is_fully_replicated
 
 
+def _is_on_other_workers(array: Any) -> bool:
+    """Whether this worker lacks shards of an array."""
+    return is_sharded_over_workers(array) and _missing(array) > 0
+
+
 def _is_sharded(array: Any) -> bool:
     is_array = isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer)
     return is_array and not array.is_fully_replicated
@@ -133,19 +141,18 @@ def _is_sharded(array: Any) -> bool:
 
 def assemble(array: jax.Array) -> Any:
     """A sharded array's value if this worker has all shards; None otherwise."""
-    found = np.empty(array.shape, array.dtype)
-    missing = found.size
-    seen: set[str] = set()
-    for shard in array.addressable_shards:
-        index = str(shard.index)
-        if index not in seen:
-            seen.add(index)
-            missing -= shard.data.size
-    if missing:
+    if _missing(array):
         return None
+    found = np.empty(array.shape, array.dtype)
     for shard in array.addressable_shards:
         found[shard.index] = np.asarray(shard.data)
     return found
+
+
+def _missing(array: jax.Array) -> int:
+    """The numbers of a sharded array that this worker lacks."""
+    own = {str(shard.index): shard.data.size for shard in array.addressable_shards}
+    return int(array.size - sum(own.values()))
 
 
 def variable_reader(

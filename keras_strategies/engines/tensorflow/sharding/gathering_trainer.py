@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,7 @@ from keras_strategies.runtime.placement import (
     itemsize,
     nbytes_of,
 )
+from keras_strategies.runtime.state.chief_reads import ChiefReads
 from keras_strategies.runtime.state.cross_worker_values import check_equal_values
 from keras_strategies.runtime.state.run_state import is_local
 
@@ -208,20 +210,21 @@ class GatheringTrainer(TensorFlowTrainer, ShardingDriver):
     @contextlib.contextmanager
     def reading(self, model: Any) -> Iterator[None]:
         workers = self.placement.workers
-        found = []
-        try:
-            for variable in all_variables(model):
-                raw = raw_value(variable)
-                if isinstance(raw, VariableOverWorkers):
-                    assert workers is not None
-                    value = raw.read_value()
-                    if workers.group.is_chief:
-                        found.append(raw)
-                        raw.known = value
+        values = map(raw_value, all_variables(model))
+        found = [raw for raw in values if isinstance(raw, VariableOverWorkers)]
+        if workers is None or not found:
             yield
+            return
+        reads = ChiefReads(workers.group, found, lambda raw: raw.gather(raw.home))
+        try:
+            if workers.group.is_chief:
+                for raw in found:
+                    raw.read_by_chief = functools.partial(reads.read, raw)
+            with reads.open():
+                yield
         finally:
             for raw in found:
-                raw.known = None
+                raw.read_by_chief = None
 
     # Models.
 

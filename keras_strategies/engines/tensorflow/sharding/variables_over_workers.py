@@ -6,7 +6,7 @@ A read gathers the shards of all workers: all of them read, in the same order.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -49,8 +49,8 @@ class VariableOverWorkers(VariableInShards):
     ):
         #: The checksum of the assigned value; None of a program's.
         self.checksum: int | None = None
-        #: The gathered value while the chief saves a model; else None.
-        self.known: Any = None
+        #: Gathers the value, on the chief while it saves a model; else None.
+        self.read_by_chief: Callable[[], Any] | None = None
         self.path = path
         self._workers = workers
         counts = workers.replica_counts
@@ -80,8 +80,12 @@ class VariableOverWorkers(VariableInShards):
                 "`train_step`, or a `model_parallel` that divides the devices of each "
                 "worker with a layout along the model axis."
             )
-        if self.known is not None:
-            return self.known
+        if self.read_by_chief is not None:
+            return self.read_by_chief()
+        return self.gather(device)
+
+    def gather(self, device: str) -> Any:
+        """The value; a call of all workers."""
         if tf.executing_eagerly():
             # The barrier names an absent worker; the collective would wait for it.
             self._workers.group.barrier(

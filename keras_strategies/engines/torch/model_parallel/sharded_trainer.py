@@ -60,17 +60,21 @@ from keras_strategies.runtime.placement import (
     check_layouts,
     nbytes_of,
 )
+from keras_strategies.runtime.state.chief_reads import ChiefReads
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
 
 
-# Gathered values, by variable and by tensor, while a model is saved.
-_gathered: dict[int, Any] = {}
+# On the chief, while it saves a model.
+_reads: ChiefReads | None = None
 
 
 def _read(value: Any) -> Any:
-    return _gathered.get(id(value))
+    """The value of a variable, or of its tensor, while the chief saves a model."""
+    if _reads is None:
+        return None
+    return _reads.read(raw_value(value) if isinstance(value, keras.Variable) else value)
 
 
 @dataclass(eq=False)
@@ -157,18 +161,25 @@ class ShardedTrainer(FitDriver, ShardingDriver):
 
     @contextlib.contextmanager
     def reading(self, model: Any) -> Iterator[None]:
+        global _reads
         workers = self.placement.workers
-        try:
-            with self.scope(), torch.no_grad():
-                for variable in all_variables(model):
-                    raw = raw_value(variable)
-                    if isinstance(raw, DTensor):
-                        found = keras.ops.convert_to_numpy(raw)
-                        if workers is None or workers.group.is_chief:
-                            _gathered[id(variable)] = _gathered[id(raw)] = found
+        if workers is None:
             yield
+            return
+        values = map(raw_value, all_variables(model))
+        found = [raw for raw in values if isinstance(raw, DTensor)]
+        reads = ChiefReads(workers.group, found, self._full_value)
+        try:
+            _reads = reads if workers.group.is_chief else None
+            with reads.open():
+                yield
         finally:
-            _gathered.clear()
+            _reads = None
+
+    def _full_value(self, shards: DTensor) -> Any:
+        """The full value of a DTensor, a NumPy array; a call of all processes."""
+        with self.scope(), torch.no_grad():
+            return keras.ops.convert_to_numpy(gather_shards(shards))
 
     def initialized(self, variable: Any) -> None:
         raw = raw_value(variable)
