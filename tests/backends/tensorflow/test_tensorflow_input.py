@@ -131,8 +131,8 @@ def test_only_datasets_of_keras_are_read_without_tuning(make, tuned, ours):
     placer = EpochDatasets(None)
 
     class Recording:
-        def dataset(self, dataset, by_user, begin, of_arrays):
-            seen.append(placer.dataset(dataset, by_user, begin, of_arrays))
+        def dataset(self, dataset, by_user, *of_this_worker):
+            seen.append(placer.dataset(dataset, by_user, *of_this_worker))
             return seen[-1]
 
     strategy = ours("cpu:0" if ours is ks.OneDeviceStrategy else None)
