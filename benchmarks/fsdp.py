@@ -40,7 +40,7 @@ BATCH, STEPS = 32, 8
 # Small: differences by rounding do not grow in an epoch.
 LEARNING_RATE = 1e-5
 RANKS = (2, 4)
-#: Of the model whose memory is measured: its weights have 53 MB.
+#: Of the larger model, whose memory is measured too: its weights have 53 MB.
 WIDE = 512
 
 
@@ -300,7 +300,7 @@ def check_losses(found: Sequence[float], expected: Sequence[float]) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-3)
 
 
-def work(rounds: int, model_axis: int, is_memory: bool) -> None:
+def work(rounds: int, model_axis: int, width: int, is_memory: bool) -> None:
     """Measures in one of the processes, and prints a line of JSON."""
     import torch
 
@@ -308,7 +308,6 @@ def work(rounds: int, model_axis: int, is_memory: bool) -> None:
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[index % len(cores)]})
     torch.set_num_threads(1)
-    width = WIDE if is_memory else WIDTH
     own = ours(model_axis, width)
     peer = by_hand(own.weights, model_axis, width)
     own.weights = ()
@@ -337,18 +336,20 @@ def step_peak(contestant: Contestant) -> int:
 # --- In the process that a person starts --------------------------------------
 
 
-def measured(rounds: int, count: int, model_axis: int = 1) -> Any:
+def measured(rounds: int, count: int, model_axis: int = 1, width: int = WIDTH) -> Any:
     """What some processes measure.
 
     Args:
         rounds: int.
         count: int, the processes.
         model_axis: int, those along the model axis.
+        width: int, of the model's blocks.
     """
     from two_workers import ranks
 
     command = [sys.executable, __file__, "--worker", "rank"]
     command += ["--rounds", str(rounds), "--model-axis", str(model_axis)]
+    command += ["--width", str(width)]
     first, *_ = ranks(command, count)
     return first
 
@@ -361,7 +362,7 @@ def peaks(count: int) -> dict[str, int]:
     """
     from two_workers import ranks
 
-    command = [sys.executable, __file__, "--worker", "memory"]
+    command = [sys.executable, __file__, "--worker", "memory", "--width", str(WIDE)]
     with mock.patch.dict(os.environ, {"MALLOC_MMAP_THRESHOLD_": str(2**16)}):
         every = ranks(command, count)
     return {name: max(each[name] for each in every) for name in every[0]}
@@ -389,7 +390,7 @@ def rows_table(results: dict[str, Any], first: str, peer: str) -> str:
 
 def table(results: dict[str, Any]) -> str:
     """The table of the layout `"fsdp"`."""
-    return rows_table(results, "processes", "`fully_shard` by hand")
+    return rows_table(results, "processes, width", "`fully_shard` by hand")
 
 
 def memory_table(results: dict[str, Any]) -> str:
@@ -407,17 +408,20 @@ def memory_table(results: dict[str, Any]) -> str:
 def main() -> None:
     parser = options_parser(__doc__, has_workers=True)
     parser.add_argument("--model-axis", type=int, default=1, help=argparse.SUPPRESS)
-    parser.add_argument("--parts", type=names, default=["times", "memory"])
+    parser.add_argument("--width", type=int, default=WIDTH, help=argparse.SUPPRESS)
+    parser.add_argument("--parts", type=names, default=["times", "wide", "memory"])
     options = parser.parse_args()
     if options.worker:
-        work(options.rounds, options.model_axis, options.worker == "memory")
+        is_memory = options.worker == "memory"
+        work(options.rounds, options.model_axis, options.width, is_memory)
         return
     output = Path(options.output)
-    if "times" in options.parts:
-        results = Results(output / "fsdp.json")
-        for count in RANKS:
-            results.put(str(count), measured(options.rounds, count))
-        print(table(results.values))
+    results = Results(output / "fsdp.json")
+    for part, width in {"times": WIDTH, "wide": WIDE}.items():
+        for count in RANKS if part in options.parts else ():
+            found = measured(options.rounds, count, width=width)
+            results.put(f"{count}, {width}", found)
+            print(table(results.values))
     if "memory" in options.parts:
         results = Results(output / "fsdp_memory.json")
         for count in RANKS:
