@@ -43,7 +43,7 @@ demo: $(stamp) ## Train the digits example on each backend and print a table
 check: $(stamp) ## Before a commit: lint, types and the quickest tests (2 minutes)
 	$(bin)/python tests/run.py --lint --check
 
-test: $(stamp) ## Lint, types, a test of every promise on each backend (10 to 12 minutes)
+test: $(stamp) ## Lint, types, a test of every promise on each backend (12 to 13 minutes)
 	$(bin)/python tests/run.py --lint $(TESTS)
 
 test-full: $(stamp) ## The same and the cross product (nightly, hours)
