@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
+import time
 
 import keras
 import numpy as np
@@ -347,3 +349,24 @@ def test_a_strategy_of_tf_distribute_at_the_same_time(is_inner: bool):
         mixed()
     assert not tf.distribute.has_strategy() and not ks.has_strategy()
     model.fit(x, x[:, :1], verbose=0)
+
+
+class SlowEnd:
+    """A value of a thread that takes 20 ms to end with it."""
+
+    def __del__(self):
+        time.sleep(0.02)
+
+
+def test_the_end_of_the_last_replica_is_not_waited_for_by_polling():
+    """`tf.distribute` looks once a second whether the threads of replicas live."""
+    of_thread = threading.local()
+
+    def replica():
+        of_thread.value = SlowEnd()
+
+    strategy = two()
+    begin = time.monotonic()
+    for _ in range(4):
+        strategy.run(replica)
+    assert time.monotonic() - begin < 1
