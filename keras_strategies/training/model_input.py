@@ -109,7 +109,7 @@ def model_arguments(
     sharded = strategy is not None and strategy.workers is not None
 
     def is_own(value: Any) -> bool:
-        return isinstance(value, RowDataset) and own_rows_of(strategy) is not None
+        return _row_dataset(value) is not None and own_rows_of(strategy) is not None
 
     def is_ours(value: Any) -> bool:
         if is_distributed_input(value) or (sharded and is_tf_data(value)):
@@ -130,6 +130,13 @@ def model_arguments(
     if is_ours(validation):
         changed["validation_data"] = _model_input(strategy, validation, None)
     return changed
+
+
+def _row_dataset(value: Any) -> RowDataset | None:
+    """The `RowDataset` that input is, or was distributed from; None for other input."""
+    if isinstance(value, DistributedDataset) and value.feed.is_global:
+        value = value.feed.source().given
+    return value if isinstance(value, RowDataset) else None
 
 
 def is_distributed_input(value: Any) -> bool:
@@ -156,10 +163,10 @@ def _model_input(
     shuffle: bool = False,
 ) -> Any:
     workers = None if strategy is None else strategy.workers
-    if isinstance(value, RowDataset):
-        rows = own_rows_of(strategy)
-        assert workers is not None and rows is not None
-        return own_rows(value, workers, rows, shuffle, class_weight)
+    by_rows, rows = _row_dataset(value), own_rows_of(strategy)
+    if by_rows is not None and rows is not None:
+        assert workers is not None
+        return own_rows(by_rows, workers, rows, shuffle, class_weight)
     if not is_fixed(workers):
         return _global_input(value, class_weight)
     if isinstance(value, DistributedDataset):

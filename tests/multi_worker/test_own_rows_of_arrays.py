@@ -268,7 +268,7 @@ def test_shuffled_rows_with_resume_are_read_by_their_worker(
             pool.close()
         read.append([each[2] for each in found])
     for index, (numbers, steps, _) in enumerate(found):
-        assert_same(expected, numbers, 1e-5, f"worker {index}")
+        assert_same(expected, numbers, 5e-5, f"worker {index}")
         assert steps < whole
     # Batches for the variables and the specification, and those of lost steps.
     assert np.sum(read) <= once + 8 * BATCH, (read, once)

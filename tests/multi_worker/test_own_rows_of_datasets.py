@@ -87,9 +87,22 @@ def make_model(strategy: Any, by_class: bool, several: int, **arguments: Any) ->
 
 
 def trained(
-    strategy: Any, batch: int, by_class: bool, several: int, workers: int
+    strategy: Any,
+    batch: int,
+    by_class: bool,
+    several: int,
+    workers: int,
+    distributed: bool,
 ) -> Any:
     """Numbers of `fit`, `evaluate` and `predict`, and rows that were read in each."""
+
+    def given(dataset: Rows) -> Any:
+        return (
+            strategy.experimental_distribute_dataset(dataset)
+            if distributed
+            else (dataset)
+        )
+
     model = make_model(strategy, by_class, several)
     random.seed(6)
     x = {"one": X, "two": 2 * X}
@@ -97,11 +110,15 @@ def trained(
     fitted, validated = Rows(parts, batch, workers=workers), Rows(parts, 8)
     weights = {"class_weight": {0: 0.5, 1: 2.0}} if by_class else {}
     history = model.fit(
-        fitted, epochs=EPOCHS, validation_data=validated, verbose=0, **weights
+        given(fitted),
+        epochs=EPOCHS,
+        validation_data=given(validated),
+        verbose=0,
+        **weights,
     )
     evaluated, predicted = Rows(parts, 7), Rows((x,), 9, workers=workers)
-    values = model.evaluate(evaluated, verbose=0)
-    outputs = model.predict(predicted, verbose=0)
+    values = model.evaluate(given(evaluated), verbose=0)
+    outputs = model.predict(given(predicted), verbose=0)
     numbers = {
         "history": {k: np.asarray(v) for k, v in history.history.items()},
         "weights": {i: np.asarray(w) for i, w in enumerate(model.get_weights())},
@@ -117,15 +134,20 @@ def trained(
 
 @ALL
 @pytest.mark.parametrize(
-    ("batch", "by_class", "several", "workers"),
-    [(5, False, 1, 1), (11, True, 2, 2)],
+    ("batch", "by_class", "several", "workers", "distributed"),
+    [(5, False, 1, 1, False), (11, True, 2, 2, False), (7, True, 1, 1, True)],
 )
 def test_rows_of_datasets_are_read_by_their_worker(
-    cluster: Any, batch: int, by_class: bool, several: int, workers: int
+    cluster: Any,
+    batch: int,
+    by_class: bool,
+    several: int,
+    workers: int,
+    distributed: bool,
 ) -> None:
-    arguments = (batch, by_class, several)
-    alone, once = trained(ks.OneDeviceStrategy("cpu:0"), *arguments, workers)
-    every = cluster(trained, *arguments, workers)
+    arguments = (batch, by_class, several, workers, distributed)
+    alone, once = trained(ks.OneDeviceStrategy("cpu:0"), *arguments)
+    every = cluster(trained, *arguments)
     for index, (found, _) in enumerate(every):
         assert_same(alone, found, 1e-5, f"worker {index}")
     read = np.sum([own for _, own in every], 0)
