@@ -105,6 +105,22 @@ def test_a_truncated_file_that_a_loop_reads(model, tmp_path, length) -> None:
         assert f"{len(data):,} bytes" in str(error.value)
 
 
+def test_a_truncated_index_that_a_loop_reads(tmp_path) -> None:
+    path = tmp_path / "model.safetensors.index.json"
+    files = {str(i): "model-00001-of-00002.safetensors" for i in range(9)}
+    path.write_text(json.dumps({"weight_map": files}))
+    halve(path)
+
+    def load(folder: str) -> Any:
+        config_path = Path(folder) / path.name
+        with open(config_path) as config_file:
+            return json.load(config_file)
+
+    with pytest.raises(DamagedCheckpointError) as error, strategy().scope():
+        load(str(tmp_path))
+    assert str(path) in str(error.value)
+
+
 def test_an_index_loads(model, index) -> None:
     expected = model.get_weights()
     for variable in model.variables:

@@ -38,9 +38,10 @@ def damage_named(path: Any) -> Iterator[None]:
 def safetensors_named() -> Iterator[None]:
     """A context in which `safetensors` are read: an error names the file.
 
-    The error of `safetensors` has neither its name nor its size. Files are read by
-    loops of others, such as the converters of keras-hub: the file is a variable of one
-    of the functions that the error has left.
+    The error of `safetensors` has neither its name nor its size, that of a truncated
+    index of several files no name. Files are read by loops of others, such as the
+    converters of keras-hub: the file is a variable of one of the functions that the
+    error has left.
 
     Raises:
         DamagedCheckpointError: if a file is truncated or modified.
@@ -53,6 +54,10 @@ def safetensors_named() -> Iterator[None]:
                 reason = _truncation(file)
                 if reason is not None:
                     raise _damaged(f"{str(file)!r}", reason) from error
+        elif isinstance(error, json.JSONDecodeError):
+            for file in _files_of(error, ".safetensors.index.json"):
+                if file.read_text() == error.doc:
+                    raise _damaged(f"{str(file)!r}", error) from error
         raise
 
 
