@@ -43,6 +43,8 @@ class Function:
         joined: str, why it needs all rows: a part of the problem of its row proof;
             empty if replicas compute it.
         arguments: its arguments.
+        calls_itself: bool, whether its class has a `__call__` of its own, instead of a
+            `call`: it is given all rows, and no proof is asked for.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Function:
     activation: str = "linear"
     joined: str = ""
     arguments: dict[str, Any] = field(default_factory=dict)
+    calls_itself: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -59,6 +62,12 @@ class Function:
 LABELS = {
     "tensorflow": "All, over the rows",
 }.get(keras.backend.backend(), "Python reads a truth value")
+#: Of Keras 3.16.
+_NEWER_LOSSES = (
+    Function(
+        "SparseCategoricalFocalCrossentropy", "numbers", "softmax", calls_itself=True
+    ),
+)
 LOSSES = (
     Function("BinaryCrossentropy", "flags", "sigmoid"),
     Function("BinaryFocalCrossentropy", "flags", "sigmoid"),
@@ -81,6 +90,7 @@ LOSSES = (
     Function("SparseCategoricalCrossentropy", "numbers", "softmax"),
     Function("SquaredHinge", "flags", joined=LABELS),
     Function("Tversky", "flags", "sigmoid", joined="a sum over rows"),
+    *(loss for loss in _NEWER_LOSSES if hasattr(keras.losses, loss.name)),
 )
 
 _COUNTS = {"num_classes": CLASSES, "sparse_y_pred": False}
