@@ -55,6 +55,8 @@ def test_the_backward_pass_of_torch(mirrored):
 def test_arguments_on_the_device_of_a_replica_are_not_moved(mirrored):
     class Recorded(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func is torch.Tensor.to and args[1:] == (str(args[0].device),):
+                return args[0]  # Keras 3.16 asks for it and moves nothing.
             names = [arg for arg in args if isinstance(arg, str)]
             called.append((func, *names))
             return func(*args, **(kwargs or {}))

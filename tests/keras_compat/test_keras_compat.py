@@ -128,7 +128,8 @@ def test_threads_at_the_same_time_have_scopes_of_their_own() -> None:
         ("two", "one"): "caller",
         ("two", "two"): "caller/of_two",
     }
-    modes = {key: mode.mode for key, (_, mode) in found.items()}
+    # Keras 3.16 has no mode in a scope of None.
+    modes = {key: mode and mode.mode for key, (_, mode) in found.items()}
     assert modes == {key: "full" if len(set(key)) == 1 else None for key in paths}
 
 
