@@ -111,11 +111,16 @@ def read_into_shards(path: str) -> tuple[int, float]:
     """Bytes above what stays of reading tensors, and an entry of a weight."""
     from safetensors import safe_open
 
+    return_large_blocks()
     found: list[Any] = []
 
     def read() -> None:
         with strategy().scope():
             model = network()
+        if keras.backend.backend() == "jax":
+            # Initial values, in the making of which JAX holds more, are there.
+            for variable in model.variables:
+                variable.value.block_until_ready()
         with safe_open(path, "np") as file:
             for i, layer in enumerate(model.layers):
                 # As the converters of keras-hub.
@@ -145,9 +150,9 @@ def test_tensors_are_read_one_by_one(tmp_path) -> None:
     path, expected = tensors_in(tmp_path)
     above, value = read_into_shards(path)
     assert value == expected
-    # JAX has the old value until it has the new one, copies of a shard, and begins to
-    # copy a tensor before it has freed the last one.
-    assert above < (6 if keras.backend.backend() == "jax" else 2) * SIZE / COUNT
+    # The tensor. JAX has the old value, too, until it has the new one, and a copy of a
+    # shard, half of a tensor here.
+    assert above < (2.75 if keras.backend.backend() == "jax" else 2) * SIZE / COUNT
 
 
 @pytest.mark.skipif(not TORCH, reason="a process has all devices")
