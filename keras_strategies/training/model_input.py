@@ -163,7 +163,8 @@ def _model_input(
     shuffle: bool = False,
 ) -> Any:
     workers = None if strategy is None else strategy.workers
-    by_rows, rows = _row_dataset(value), own_rows_of(strategy)
+    by_rows = _row_dataset(value)
+    rows = None if by_rows is None else own_rows_of(strategy)
     if by_rows is not None and rows is not None:
         assert workers is not None
         return own_rows(by_rows, workers, rows, shuffle, class_weight)
