@@ -549,7 +549,7 @@ GROUPS: dict[str, Group] = {
         ),
     ),
     "positions": Group(
-        "From the first `Resume` on.",
+        "From the first `Resume`, or callback of `PreemptionCheckpointHandler`, on.",
         (
             Patch(
                 "keras.src.callbacks.callback_list.CallbackList",

@@ -18,12 +18,14 @@ class Private:
         names: tuple of str.
         why: str, their use.
         backend: str, the backend that has them; empty for all.
+        version: str, the version of Keras that has them, such as "3.16"; empty for all.
     """
 
     owner: str
     names: tuple[str, ...]
     why: str
     backend: str = ""
+    version: str = ""
 
 
 _COMMON = "keras.src.backend.common"
@@ -375,6 +377,12 @@ PRIVATE = (
         f"{_ADAPTERS}.array_data_adapter.ArrayDataAdapter",
         ("_get_iterator", "_inputs", "_num_samples", "_shuffle"),
         "The rows of arrays, shuffled in another order.",
+    ),
+    Private(
+        f"{_ADAPTERS}.array_data_adapter.ArrayDataAdapter",
+        ("_epoch",),
+        "The order of shuffled arrays after a restart.",
+        version="3.16",
     ),
     Private(
         f"{_ADAPTERS}.torch_data_loader_adapter.TorchDataLoaderAdapter",

@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+import keras
+
 from keras_strategies.keras_compat import patching
 
 
@@ -49,6 +51,15 @@ def is_trained_on_several_devices(model: Any) -> bool:
     if not patching.is_installed("tensorflow replicas"):
         return False
     return _Replicas.has_several_devices(model)
+
+
+def step_is_traced_for_batches(steps_per_execution: int) -> bool:
+    """Whether Keras traces a step for each batch's shape, not for its dataset's.
+
+    Keras 3.15 reads batches in its program, and with several steps 3.16 does, too.
+    """
+    version = tuple(map(int, keras.__version__.split(".")[:2]))
+    return steps_per_execution == 1 and version >= (3, 16)
 
 
 def scale_loss(original: Any, value: Any) -> Any:

@@ -71,8 +71,11 @@ class OrderedCallback(keras.callbacks.Callback):
 
 
 class _Thread(threading.local):
-    # The last epoch iterator that was reset, which `fit` does before it begins.
+    # The last epoch iterator that was reset, which `fit` does before it begins; None
+    # when its callbacks have been made.
     epochs: Any = None
+    # The same, of the `fit` that began last.
+    begun: Any = None
 
 
 _thread = _Thread()
@@ -85,7 +88,7 @@ def order_callbacks() -> None:
 
 def reset_epochs(original: Any, self: Any) -> None:
     original(self)
-    _thread.epochs = weakref.ref(self)
+    _thread.epochs = _thread.begun = weakref.ref(self)
 
 
 def epoch_steps(original: Any, self: Any) -> Any:
@@ -107,6 +110,23 @@ def callback_list_init(original: Any, self: Any, *args: Any, **kwargs: Any) -> N
         first.set_params(callback.params)
         self.callbacks = [first, *others, callback]
         callback.joined(others, epochs)
+
+
+def shuffle_from_epoch(epoch: int) -> None:
+    """Makes the `fit` that begins shuffle arrays as in an epoch, and those after it."""
+    epochs = None if _thread.begun is None else _thread.begun()
+    if epochs is not None:
+        _pass_orders(epochs.data_adapter, epoch)
+
+
+def _pass_orders(adapter: Any, count: int) -> None:
+    """Passes the orders of some epochs of shuffled arrays.
+
+    Keras 3.16: `ArrayDataAdapter._epoch`, the seed of the order, grows by one with each
+    epoch. In Keras 3.15 the order is of the state of the process's generators.
+    """
+    if hasattr(adapter, "_epoch"):
+        adapter._epoch += count
 
 
 def set_position(epochs: Any, position: Position) -> None:

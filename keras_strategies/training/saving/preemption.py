@@ -28,6 +28,10 @@ from keras_strategies.errors import (
     InvalidTypeError,
 )
 from keras_strategies.keras_compat.models.fit_loop import set_initial_epoch, skip_steps
+from keras_strategies.keras_compat.models.fit_position import (
+    order_callbacks,
+    shuffle_from_epoch,
+)
 from keras_strategies.training.random_sync import random_numbers, set_random_numbers
 
 #: Exit code after a save, which requests a restart.
@@ -236,6 +240,7 @@ class PreemptionCheckpointHandler:
                 "`callback` needs a handler of a keras.Model, but this one saves "
                 f"{self._saved.checkpoint!r}. Use `run` in a custom loop."
             )
+        order_callbacks()
         return PreemptionCallback(self)
 
     def finished(self) -> None:
@@ -380,6 +385,7 @@ class PreemptionCallback(keras.callbacks.Callback):
         if "epoch" not in self._restored:
             return
         set_initial_epoch(self.model, self._restored["epoch"])
+        shuffle_from_epoch(self._restored["epoch"])
         if self._restored["done"]:
             skip_steps(
                 self.model,

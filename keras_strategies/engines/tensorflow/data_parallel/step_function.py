@@ -26,6 +26,9 @@ from keras_strategies.engines.tensorflow.data_parallel.row_parts import joined_s
 from keras_strategies.engines.tensorflow.data_parallel.step_traces import StepTraces
 from keras_strategies.engines.tensorflow.epoch_datasets import EpochIterator
 from keras_strategies.engines.tensorflow.workers.worker_collectives import workers_of
+from keras_strategies.keras_compat.backends.keras_on_tensorflow import (
+    step_is_traced_for_batches,
+)
 from keras_strategies.keras_compat.models.building import (
     build_optimizer,
     creates_metrics,
@@ -187,8 +190,8 @@ class StepFunction:
     def _one_step(self, batch: Any, spec: Any) -> Any:
         """Runs a step on a batch of a dataset with the `element_spec` `spec`.
 
-        As in Keras, the program is traced for the specification and not for the batch.
-        Keras omits what is unknown there, such as the number of rows by which it
+        As in Keras 3.15, the program is traced for the specification and not for the
+        batch. Keras omits what is unknown there, such as the number of rows by which it
         weights the losses of several outputs.
         """
         if self._rollback is not None:
@@ -242,7 +245,13 @@ class StepFunction:
             return self._run_on(program, batch, spec, is_for_shape)
 
     def _run_on(self, program: Any, batch: Any, spec: Any, is_for_shape: bool) -> Any:
-        if spec is None or self._model.run_eagerly or _has_optionals(spec):
+        if (
+            spec is None
+            or self._model.run_eagerly
+            or _has_optionals(spec)
+            # Workers whose rows differ would trace at different steps.
+            or (self._workers is None and step_is_traced_for_batches(self._steps))
+        ):
             return self._call_uncached(program, batch)
         own = keras.tree.map_structure(_spec_of, batch) if is_for_shape else spec
         concrete = self._traces.of(program, own, own_part(spec))
