@@ -1,4 +1,4 @@
-"""Numbers that a layer draws from Python or NumPy are those of one device."""
+"""Numbers that a layer draws from Python, or counts, are those of one device."""
 
 from __future__ import annotations
 
@@ -22,6 +22,18 @@ class Scaled(keras.layers.Layer):
         return inputs * random.uniform(0.5, 2.0) + np.random.uniform()
 
 
+class Counted(keras.layers.Layer):
+    """Counts its calls, and computes with the number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def call(self, inputs: Any) -> Any:
+        self.calls += 1
+        return inputs * (1 + 0.1 * (self.calls % 3))
+
+
 def strategy_of(name: str) -> ks.Strategy:
     if name == "reduced":
         reduction = ks.ReductionToOneDevice()
@@ -29,13 +41,15 @@ def strategy_of(name: str) -> ks.Strategy:
     return STRATEGIES[name].make()
 
 
-def trained(name: str | None, by: str, metrics: list[str], losses: int = 1) -> Any:
+def trained(
+    name: str | None, by: str, metrics: list[str], losses: int = 1, kind: Any = Scaled
+) -> Any:
     keras.utils.set_random_seed(7)
     random.seed(8)
 
     def model_of() -> keras.Model:
         x = keras.Input((3,))
-        scaled = Scaled()(x)
+        scaled = kind()(x)
         outputs = [keras.layers.Dense(1)(scaled) for _ in range(losses)]
         model = keras.Model(x, outputs if losses > 1 else outputs[0])
         model.compile(keras.optimizers.SGD(0.05), ["mse"] * losses, metrics=metrics)
@@ -51,10 +65,13 @@ def trained(name: str | None, by: str, metrics: list[str], losses: int = 1) -> A
     y = y if losses > 1 else y[0]
     if by == "fit":
         model.fit(x, y, batch_size=5, epochs=2, shuffle=False, verbose=0)
+        model.evaluate(x, y, batch_size=5, verbose=0)
     else:
         for _ in range(3):
             model.train_on_batch(x, y)
-    return [weight.tolist() for weight in model.get_weights()], random.random()
+    counted = getattr(model.layers[1], "calls", None)
+    weights = [weight.tolist() for weight in model.get_weights()]
+    return weights, (random.random(), counted)
 
 
 @pytest.mark.filterwarnings("ignore:Layer .* cannot be split")
@@ -69,11 +86,12 @@ def trained(name: str | None, by: str, metrics: list[str], losses: int = 1) -> A
     ids=str,
 )
 @pytest.mark.parametrize("name", ["mirrored_2", "reduced"])
+@pytest.mark.parametrize("kind", [Scaled, Counted])
 def test_numbers_of_python_are_those_of_one_device(
-    name: str, by: str, metrics: list[str], losses: int
+    name: str, by: str, metrics: list[str], losses: int, kind: Any
 ) -> None:
-    expected, after = trained(None, by, metrics, losses)
-    found, now = trained(name, by, metrics, losses)
+    expected, after = trained(None, by, metrics, losses, kind)
+    found, now = trained(name, by, metrics, losses, kind)
     for one, other in zip(expected, found, strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-6)
     assert now == after

@@ -87,7 +87,7 @@ class StepFunction:
         self._has_begun = False
         # Whether the step computes with all rows, which each worker has of arrays.
         self._joins_rows = model.run_eagerly
-        self._traces = StepTraces()
+        self._traces = StepTraces(model)
         self._make_programs()
 
     def _make_programs(self) -> None:
