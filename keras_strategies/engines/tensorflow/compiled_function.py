@@ -103,8 +103,9 @@ def function(fn: Callable[..., Any], jit_compile: bool | None) -> Callable[..., 
         warn_user(
             "`ks.function(..., jit_compile=True)` was called with a function that "
             "runs several replicas. On TensorFlow, XLA compiles programs for one "
-            "device only, so the function runs without XLA; its results are the same. "
-            "Use ks.OneDeviceStrategy for an XLA program."
+            "device only, so the function runs without XLA; its results are the same "
+            "but for random numbers, which XLA draws otherwise. Use "
+            "ks.OneDeviceStrategy for an XLA program."
         )
         return plain(*args, **kwargs)
 

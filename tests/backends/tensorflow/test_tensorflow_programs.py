@@ -248,6 +248,7 @@ def test_jit_compile_is_said_not_to_apply_and_changes_nothing():
         found = under(two(), lambda: small_model(jit_compile=True), fit(16))
     (said,) = [w for w in warned if "runs without XLA" in str(w.message)]
     assert said.filename == tensorflow_training.__file__
+    assert "but for random numbers" in str(said.message)
     assert_close(expected, found)
 
 

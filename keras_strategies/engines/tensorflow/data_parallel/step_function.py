@@ -316,7 +316,8 @@ def _warn_of_jit_compile(model: Any) -> None:
     warn_user(
         f"Model {model.name!r} was compiled with `jit_compile=True`. On TensorFlow, "
         "XLA compiles programs for one device only, so a step on several replicas "
-        "runs without XLA; results are the same. Use ks.OneDeviceStrategy for XLA."
+        "runs without XLA; results are the same but for random numbers, which XLA "
+        "draws otherwise. Use ks.OneDeviceStrategy for XLA."
     )
 
 
