@@ -52,6 +52,7 @@ class WorkerSteps:
         self._checks = ""
         # Host and process id of workers that have been warned about.
         self._slow: set[tuple[str, int]] = set()
+        self._seen_times: tuple[Any, ...] = ()
 
     @contextlib.contextmanager
     def method(self, name: str) -> Iterator[bool]:
@@ -126,8 +127,9 @@ class WorkerSteps:
 
     def _warn_of_slow_workers(self) -> None:
         """Warns of a worker that the others wait for, once, on the chief."""
-        if not self.group.is_chief:
+        if not self.group.is_chief or self.group.times is self._seen_times:
             return
+        self._seen_times = self.group.times
         for index in self.group.slow_workers():
             member = self.group.members[index]
             place = str(member["host"]), int(member["pid"])

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 
 from keras_strategies.cluster.group import WorkerGroup
-from keras_strategies.cluster.group.step_clock import WINDOW, StepTimes
+from keras_strategies.cluster.group.step_clock import WINDOW
 from keras_strategies.text_tables import Table, counted
 
 _HEADER = ("worker", "address", "process", "state", "steps", "ms", "waits", "late")
@@ -95,7 +95,7 @@ def worker_status(title: str, group: WorkerGroup | None) -> TrainingStatus:
     if group is None:
         alone = WorkerStatus(0, "localhost", os.getpid(), "alive", 0, 0, 0, 0, False)
         return TrainingStatus(title, (alone,))
-    times = group.times or (StepTimes(),) * group.count
+    times = group.times
     fastest = min(each.own for each in times)
     slow, loss = group.slow_workers(), group.loss()
     return TrainingStatus(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ import pytest
 from harness.processes import assert_gone, wait_until
 
 from keras_strategies.cluster.group import WorkerGroup
+from keras_strategies.cluster.group.group_messages import MessageConnection
 from keras_strategies.cluster.group.hub import Hub
 from keras_strategies.cluster.group.hub_connection import listen
 from keras_strategies.cluster.own_address import own_address
@@ -109,6 +111,55 @@ def test_large_payloads_arrive_whole(three):
     found = everywhere(three, lambda g: g.gather("x", bytes([g.index]) * 5_000_000))
     assert all(len(part) == 5_000_000 for parts in found for part in parts)
     assert [part[0] for part in found[1]] == [0, 1, 2]
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """Lengths of messages by kind and connection, while they are sent."""
+    lengths: dict[str, dict[int, list[int]]] = {}
+    send = MessageConnection.send_encoded
+
+    def counted(self, message):
+        kind = json.loads(message.partition(b"\n")[0])["kind"]
+        of_kind = lengths.setdefault(kind, {})
+        of_kind.setdefault(id(self), []).append(len(message))
+        send(self, message)
+
+    monkeypatch.setattr(MessageConnection, "send_encoded", counted)
+    return lengths
+
+
+@pytest.mark.parametrize("ours", [lambda g: 7, lambda g: 7 if g.is_chief else 8])
+def test_the_answer_of_equal_values_does_not_grow_with_the_workers(sent, ours):
+    longest = []
+    for count in (2, 4, 8, 32):
+        groups = join_all(count, timeout=60)
+        sent.clear()
+        found = everywhere(groups, lambda g: g.gather_values("a batch", ours(g)))
+        assert found == [[ours(group) for group in groups]] * count
+        answers = sent["gathered"].values()
+        assert len(answers) == count
+        longest.append(max(sum(each) for each in answers))
+        everywhere(groups, WorkerGroup.leave)
+    # The number of workers has one digit more.
+    assert max(longest) <= min(longest) + 2
+
+
+def test_beats_do_not_grow_with_the_workers_and_bring_the_times_of_all(sent):
+    groups = join_all(40, timeout=60)
+    for group in groups:
+        group.clock.begin()
+        time.sleep(0.001)
+        group.clock.end()
+    sent.clear()
+    wait_until(
+        lambda: all(each.steps for group in groups for each in group.times),
+        "every worker knows the times of all",
+    )
+    lengths = [length for each in sent["beat"].values() for length in each]
+    everywhere(groups, WorkerGroup.leave)
+    # 16 workers' times, of less than 60 bytes each.
+    assert max(lengths) < 16 * 60 + 100
 
 
 def test_the_chief_broadcasts(three):
@@ -308,6 +359,7 @@ def test_workers_stop_after_the_same_step(three):
 WORKER = """
 import sys, time
 from keras_strategies.cluster.group import WorkerGroup
+from keras_strategies.cluster.group.group_messages import MessageConnection
 from keras_strategies.cluster.group.hub import Hub
 from keras_strategies.cluster.group.hub_connection import listen
 from keras_strategies.cluster.own_address import own_address

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import statistics
 import time
 
 import pytest
@@ -11,6 +13,7 @@ from keras_strategies.cluster.group.step_clock import (
     WINDOW,
     StepClock,
     StepTimes,
+    others_median,
     slow_workers,
 )
 
@@ -115,6 +118,16 @@ def test_single_long_steps_do_not_count(now):
 def test_slow_workers_take_twice_the_median_of_the_others(own, slow):
     assert slow_workers([StepTimes(WINDOW, each) for each in own]) == slow
     assert slow_workers([StepTimes(WINDOW - 1, each) for each in own]) == []
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 7, 8])
+def test_the_median_of_the_others_leaves_one_worker_out(count):
+    rng = random.Random(count)
+    own = [float(rng.randrange(4)) for _ in range(count)]
+    times = [StepTimes(WINDOW, each) for each in own]
+    for index in range(count):
+        others = own[:index] + own[index + 1 :]
+        assert others_median(times, index) == statistics.median(others)
 
 
 def test_a_clock_costs_microseconds():

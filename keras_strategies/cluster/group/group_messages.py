@@ -43,6 +43,11 @@ class Silence:
         return self._seconds
 
 
+def encoded(header: dict[str, Any], payload: bytes = b"") -> bytes:
+    """The bytes of a message."""
+    return json.dumps(header).encode() + b"\n" + payload
+
+
 class MessageConnection:
     """One end of a connection; `send` is thread-safe.
 
@@ -63,7 +68,11 @@ class MessageConnection:
         self._sender.start()
 
     def send(self, header: dict[str, Any], payload: bytes = b"") -> None:
-        self._outgoing.put(json.dumps(header).encode() + b"\n" + payload)
+        self.send_encoded(encoded(header, payload))
+
+    def send_encoded(self, message: bytes) -> None:
+        """Sends a message that is `encoded`, as to many receivers."""
+        self._outgoing.put(message)
 
     def _send_all(self) -> None:
         try:

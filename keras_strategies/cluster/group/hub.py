@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import socket
 import threading
 import time
@@ -18,9 +19,13 @@ from keras_strategies.cluster.group.group_messages import (
     MessageConnection,
     Silence,
     accepted,
+    encoded,
     first_message,
 )
 from keras_strategies.cluster.startup_report import Progress
+
+# Number of workers whose times are in one heartbeat.
+_TIMES_OF_BEAT = 16
 
 
 @dataclasses.dataclass
@@ -69,6 +74,10 @@ class Hub:
         self._stops: dict[int, int] | None = None
         self._saves = ChiefSaves()
         self._lost = False
+        # How many members' times have been sent in turn.
+        self._times_sent = 0
+        # Whether one of the members has left.
+        self._has_left = False
         self._closed = threading.Event()
         self._progress = Progress()
         if server is not None:
@@ -215,8 +224,9 @@ class Hub:
             self._send_to_all(self._refusal)
 
     def _send_to_all(self, header: dict[str, Any], payload: bytes = b"") -> None:
+        message = encoded(header, payload)
         for member in self._members.values():
-            member.connection.send(header, payload)
+            member.connection.send_encoded(message)
 
     # Heartbeats and losses.
 
@@ -227,8 +237,7 @@ class Hub:
             with self._lock:
                 chief = self._members.get(0)
                 progress = chief.progress if chief is not None else ""
-                times = [self._members[i].times for i in sorted(self._members)]
-                beat = {"kind": "beat", "progress": progress, "times": times}
+                beat = {"kind": "beat", "progress": progress, **self._next_times()}
                 self._send_to_all(beat)
                 if not self.is_complete:
                     if (why := self._absence()) is not None:
@@ -240,6 +249,13 @@ class Hub:
                     silent = member.silence.count()
                     if silent > self._timeout and not member.has_left:
                         self._mark_lost(index, f"{NO_HEARTBEAT} for {silent:.0f} s")
+
+    def _next_times(self) -> dict[str, Any]:
+        """Times of the next members in turn, so that beats do not grow with them."""
+        first = self._times_sent if self._times_sent < len(self._members) else 0
+        self._times_sent = first + _TIMES_OF_BEAT
+        indices = sorted(self._members)[first : self._times_sent]
+        return {"times": {i: self._members[i].times for i in indices}}
 
     def _missing_workers(self) -> str:
         missing = [i for i in range(len(self._addresses)) if i not in self._members]
@@ -333,7 +349,7 @@ class Hub:
                     self._stops = None
                     self._send_to_all({"kind": "stop_after", "count": last})
             elif kind == "bye":
-                member.has_left = True
+                member.has_left = self._has_left = True
                 self._check_gathers()
                 if index == 0:
                     self._saves.leave()
@@ -350,18 +366,23 @@ class Hub:
         values[index] = (what, payload)
         if len(values) == len(self._addresses):
             del self._gathered[key]
-            whats = [values[i][0] for i in range(len(values))]
-            parts = [values[i][1] for i in range(len(values))]
+            # Most values are equal, so an answer does not grow with the workers.
+            runs = [
+                (*value, len(list(equal)))
+                for value, equal in itertools.groupby(
+                    values[i] for i in range(len(values))
+                )
+            ]
             header = {
                 "kind": "gathered",
                 "key": key,
-                "whats": whats,
-                "sizes": [len(part) for part in parts],
+                "runs": [[what, len(part), count] for what, part, count in runs],
                 # The hub ends with the chief, so this is reported first.
                 "progress": self._members[0].progress,
             }
-            self._send_to_all(header, b"".join(parts))
-        self._check_gathers()
+            self._send_to_all(header, b"".join(part for _, part, _ in runs))
+        elif self._has_left:
+            self._check_gathers()
 
     def _answer_saves(self) -> None:
         """Ends the waits for files that the chief has saved, or will not save."""

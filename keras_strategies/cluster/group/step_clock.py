@@ -9,6 +9,7 @@ step, so short steps are measured together, with one reading for all of them.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import statistics
 import threading
@@ -157,15 +158,23 @@ def slow_workers(times: Sequence[StepTimes]) -> list[int]:
     """Indices of workers that take twice the median of the others over 20 steps."""
     if len(times) < 2 or min(each.steps for each in times) < WINDOW:
         return []
+    ordered = sorted(each.own for each in times)
     return [
         index
         for index, each in enumerate(times)
-        if each.own > _FACTOR * (median := others_median(times, index))
+        if each.own > _FACTOR * (median := _median_without(ordered, each.own))
         and each.own - median > _LEAST
     ]
 
 
 def others_median(times: Sequence[StepTimes], index: int) -> float:
     """Median of the other workers' own times in seconds per step."""
-    others = [each.own for other, each in enumerate(times) if other != index]
-    return statistics.median(others)
+    return _median_without(sorted(each.own for each in times), times[index].own)
+
+
+def _median_without(ordered: Sequence[float], value: float) -> float:
+    """Median of sorted numbers without one that is `value`."""
+    left_out = bisect.bisect_left(ordered, value)
+    others = len(ordered) - 1
+    middle = ((others - 1) // 2, others // 2)
+    return statistics.fmean(ordered[i + (i >= left_out)] for i in middle)

@@ -107,8 +107,8 @@ class WorkerGroup:
         #: Progress of this worker, such as "step 12 of fit", sent to the others.
         self.progress = ""
         self.clock = StepClock()
-        #: Times of all workers' last steps, by index, after the first heartbeats.
-        self.times: tuple[StepTimes, ...] = ()
+        #: Times of all workers' last steps, by index, from their heartbeats.
+        self.times = (StepTimes(),) * self.count
         self._connection = connection
         self._hub = hub
         self._numbers: dict[str, int] = {}
@@ -234,6 +234,13 @@ class WorkerGroup:
         Raises:
             WorkerError: if a worker is lost, or gathers something else.
         """
+        runs = self._gather_runs(what, payload, stream)
+        return [part for part, count in runs for _ in range(count)]
+
+    def _gather_runs(
+        self, what: str, payload: bytes, stream: str
+    ) -> list[tuple[bytes, int]]:
+        """As `gather`: parts, each with the number of workers in a row that have it."""
         number = self._numbers.get(stream, 0)
         self._numbers[stream] = number + 1
         key = (stream, number)
@@ -263,7 +270,8 @@ class WorkerGroup:
                     )
                 self._condition.wait(BEAT)
             answer, joined = self._results.pop(key)
-        for other, other_what in enumerate(answer["whats"]):
+        runs, other, start = [], 0, 0
+        for other_what, size, count in answer["runs"]:
             if other_what != what:
                 raise WorkerError(
                     f"Worker {self.index} is at {what!r} but worker {other} is at "
@@ -271,11 +279,9 @@ class WorkerGroup:
                     "same order; check for branches that depend on the worker's "
                     "index or its data."
                 )
-        parts, start = [], 0
-        for size in answer["sizes"]:
-            parts.append(joined[start : start + size])
-            start += size
-        return parts
+            runs.append((joined[start : start + size], count))
+            other, start = other + count, start + size
+        return runs
 
     def _hint(self) -> str:
         if self._failure is not None:
@@ -284,8 +290,9 @@ class WorkerGroup:
 
     def gather_values(self, what: str, value: Any, stream: str = "") -> list[Any]:
         """Every worker's JSON value, on every worker."""
-        parts = self.gather(what, json.dumps(value).encode(), stream)
-        return [json.loads(part) for part in parts]
+        runs = self._gather_runs(what, json.dumps(value).encode(), stream)
+        values = [(json.loads(part), count) for part, count in runs]
+        return [value for value, count in values for _ in range(count)]
 
     def broadcast(self, what: str, payload: bytes | None) -> bytes:
         """The chief's bytes on every worker."""
@@ -556,8 +563,10 @@ class WorkerGroup:
         kind = header.get("kind")
         if kind == "beat":
             self._chief_progress = header["progress"]
-            if len(header["times"]) == self.count:
-                self.times = tuple(StepTimes(*each) for each in header["times"])
+            times = list(self.times)
+            for index, each in header["times"].items():
+                times[int(index)] = StepTimes(*each)
+            self.times = tuple(times)
         elif kind == "gathered":
             self._chief_progress = header["progress"]
             with self._condition:
