@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import math
@@ -132,8 +133,8 @@ class ArrayDataset:
         return count
 
     def __iter__(self) -> Iterator[Any]:
-        for rows in self._batches():
-            yield self._at(rows if self.batch_size else _first(rows))
+        for rows in self.batch_rows():
+            yield self.at(rows if self.batch_size else rows[0])
 
     def batches_of(self, counts: ReplicaCounts) -> Iterator[tuple[Any, Ranges]]:
         """Own rows of each batch, and those of them that each local replica takes.
@@ -141,18 +142,25 @@ class ArrayDataset:
         Args:
             counts: the replicas of all workers.
         """
-        for rows in self._batches():
-            total = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
-            ranges = replica_ranges(total, counts)
+        for rows in self.batch_rows():
+            ranges = replica_ranges(len(rows), counts)
             first, last = ranges[0][0], ranges[-1][1]
-            if isinstance(rows, slice):
-                own: Any = slice(rows.start + first, rows.start + last)
-            else:
-                own = rows[first:last]
-            yield self._at(own), [(a - first, b - first) for a, b in ranges]
+            yield self.at(rows[first:last]), [(a - first, b - first) for a, b in ranges]
 
-    def _batches(self) -> Iterator[Any]:
-        """The rows of each batch: a slice, or an array of int."""
+    def order(self) -> dict[str, Any]:
+        """What the orders of the next passes follow from, beside NumPy's generator."""
+        return {
+            "rows": self.rows,
+            "batch_size": self.batch_size,
+            "drop_remainder": self.drop_remainder,
+            "shuffled": self.shuffled,
+            "seed": self.seed,
+            "repeats": self.repeats,
+            "passes before": next(copy.copy(self._iterations)),
+        }
+
+    def batch_rows(self) -> Iterator[range | np.ndarray]:
+        """A pass: the rows of each batch, or each single row."""
         seed = np.random.randint(2**31) if self.seed is None else self.seed
         random = np.random.default_rng([seed, next(self._iterations)])
         passes = math.inf if self.repeats is None else self.repeats
@@ -162,20 +170,22 @@ class ArrayDataset:
             yield from self._one_pass(order)
             done += 1
 
-    def _one_pass(self, order: Any) -> Iterator[Any]:
+    def _one_pass(self, order: np.ndarray | None) -> Iterator[range | np.ndarray]:
         size = self.batch_size or 1
         count = self.rows
         last = count - count % size if self.drop_remainder else count
         for start in range(0, last, size):
             stop = min(start + size, count)
-            yield slice(start, stop) if order is None else order[start:stop]
+            yield range(start, stop) if order is None else order[start:stop]
 
-    def _at(self, index: Any) -> Any:
+    def at(self, rows: Any) -> Any:
+        """Rows of the arrays.
+
+        Args:
+            rows: range, or array of int; an int for a single row.
+        """
+        index = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
         return map_structure(lambda a: None if a is None else a[index], self.arrays)
-
-
-def _first(rows: Any) -> Any:
-    return rows.start if isinstance(rows, slice) else rows[0]
 
 
 def from_arrays(arrays: Any) -> ArrayDataset:

@@ -12,6 +12,7 @@ from typing import Any
 from keras_strategies.communication.communicator import is_fixed
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.input import auto_shard
+from keras_strategies.input.array_rows import own_array_rows
 from keras_strategies.input.arrays import ArrayDataset
 from keras_strategies.input.distributed_dataset import DistributedDataset
 from keras_strategies.input.feeds import PerReplicaFeed
@@ -134,9 +135,22 @@ def model_arguments(
 
 def _row_dataset(value: Any) -> RowDataset | None:
     """The `RowDataset` that input is, or was distributed from; None for other input."""
+    given = _given(value)
+    return given if isinstance(given, RowDataset) else None
+
+
+def _batched_arrays(value: Any) -> ArrayDataset | None:
+    """The batches of array rows that input is, or was distributed from."""
+    given = _given(value)
+    is_batched = isinstance(given, ArrayDataset) and given.batch_size is not None
+    return given if is_batched else None
+
+
+def _given(value: Any) -> Any:
+    """What a dataset of global batches was distributed from; other input as it is."""
     if isinstance(value, DistributedDataset) and value.feed.is_global:
-        value = value.feed.source().given
-    return value if isinstance(value, RowDataset) else None
+        return value.feed.source().given
+    return value
 
 
 def is_distributed_input(value: Any) -> bool:
@@ -170,6 +184,10 @@ def _model_input(
         return own_rows(by_rows, workers, rows, shuffle, class_weight)
     if not is_fixed(workers):
         return _global_input(value, class_weight)
+    arrays = _batched_arrays(value)
+    if arrays is not None and (rows := own_rows_of(strategy)) is not None:
+        assert workers is not None
+        return own_array_rows(arrays, workers, rows, class_weight)
     if isinstance(value, DistributedDataset):
         source = value.feed.source()
         if workers is not None and not value.feed.is_global:

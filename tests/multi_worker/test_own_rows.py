@@ -112,11 +112,15 @@ def loader(dataset: Any, **options: Any) -> Any:
     return DataLoader(dataset, **{"batch_size": BATCH, "shuffle": True, **options})
 
 
-def fitted(strategy: Any, kind: str) -> tuple[Any, list[int]]:
+def fitted(
+    strategy: Any, kind: str, distributed: bool = False
+) -> tuple[Any, list[int]]:
     """Numbers of `fit` with a loader, and the rows that were read."""
     model = make_model(strategy)
     dataset: Any = Rows() if kind == "rows" else Noisy(kind)
     batches = loader(dataset)
+    if distributed:
+        batches = strategy.experimental_distribute_dataset(batches)
     history = model.fit(batches, epochs=2, verbose=0)
     read = list(dataset.read)
     evaluated = model.evaluate(batches, verbose=0)
@@ -126,9 +130,12 @@ def fitted(strategy: Any, kind: str) -> tuple[Any, list[int]]:
 
 
 @ALL
-def test_rows_of_a_loader_are_read_by_their_worker(cluster: Any) -> None:
-    expected, read = fitted(ks.OneDeviceStrategy("cpu:0"), "rows")
-    every = cluster(fitted, "rows")
+@pytest.mark.parametrize("distributed", [False, True], ids=["given", "distributed"])
+def test_rows_of_a_loader_are_read_by_their_worker(
+    cluster: Any, distributed: bool
+) -> None:
+    expected, read = fitted(ks.OneDeviceStrategy("cpu:0"), "rows", distributed)
+    every = cluster(fitted, "rows", distributed)
     for index, (found, _) in enumerate(every):
         assert_same(expected, found, 1e-5, f"worker {index}")
     # Each row by one of the workers.

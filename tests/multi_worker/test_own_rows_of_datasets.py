@@ -253,19 +253,22 @@ def test_an_interrupted_fit_resumes(forker: Any, tmp_path: Path, workers: int) -
         assert read < 0.75 * once
 
 
+class Counted(np.ndarray):
+    """An array that counts the rows that are taken from it."""
+
+    taken = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        # Not rows of what was taken.
+        Counted.taken += len(found) if len(self) == ROWS else 0
+        return found.view(np.ndarray)
+
+
 def distributed(strategy: Any, kind: str) -> Any:
     """The rows of this worker in each step of two passes, and how many were read."""
     parts = {"x": np.arange(ROWS), "y": X}
-    taken = 0
-
-    class Counted(np.ndarray):
-        def __getitem__(self, index: Any) -> Any:
-            nonlocal taken
-            found = super().__getitem__(index)
-            # Not slices of what was read.
-            taken += len(found) if len(self) == ROWS else 0
-            return found
-
+    Counted.taken = 0
     given = Rows(parts, 5)
     if kind == "rows":
         dataset = strategy.experimental_distribute_dataset(given)
@@ -283,7 +286,7 @@ def distributed(strategy: Any, kind: str) -> Any:
                     for name in parts
                 }
             )
-    return steps, taken or given.read
+    return steps, Counted.taken or given.read
 
 
 @pytest.mark.parametrize("kind", ["rows", "arrays", "shuffled arrays"])
@@ -297,6 +300,71 @@ def test_distributed_datasets_read_own_rows(cluster: Any, kind: str) -> None:
             np.testing.assert_array_equal(np.concatenate(parts), expected)
     assert sum(read for _, read in every) <= once + 10
     assert all(read < 0.65 * once for _, read in every)
+
+
+def trained_on_arrays(strategy: Any, shuffled: bool, by_class: bool) -> Any:
+    """Numbers of training on distributed arrays, and how many rows it took."""
+    model = make_model(strategy, by_class, 1)
+    x = {"one": X.view(Counted), "two": 2 * X}
+    parts = (x, CLASSES) if by_class else (x, Y, WEIGHTS)
+
+    def given(parts: Any, batch: int) -> Any:
+        rows = ArrayDataset(parts).batch(batch)
+        rows = rows.shuffle() if shuffled else rows
+        return strategy.experimental_distribute_dataset(rows)
+
+    Counted.taken = 0
+    weights = {"class_weight": {0: 0.5, 1: 2.0}} if by_class else {}
+    history = model.fit(
+        given(parts, 5),
+        epochs=EPOCHS,
+        validation_data=given(parts, 8),
+        verbose=0,
+        **weights,
+    )
+    values = model.evaluate(given(parts, 7), verbose=0)
+    outputs = model.predict(given((x,), 9), verbose=0)
+    numbers = {
+        "history": {k: np.asarray(v) for k, v in history.history.items()},
+        "weights": {i: np.asarray(w) for i, w in enumerate(model.get_weights())},
+        "others": {"evaluate": np.asarray(values), "predict": np.asarray(outputs)},
+    }
+    return numbers, Counted.taken
+
+
+@ALL
+@pytest.mark.parametrize(
+    ("shuffled", "by_class"), [(False, True), (True, False)], ids=["order", "shuffled"]
+)
+def test_distributed_arrays_are_read_by_own_rows_in_fit(
+    cluster: Any, shuffled: bool, by_class: bool
+) -> None:
+    alone, once = trained_on_arrays(ks.OneDeviceStrategy("cpu:0"), shuffled, by_class)
+    every = cluster(trained_on_arrays, shuffled, by_class)
+    for index, (found, _) in enumerate(every):
+        assert_same(alone, found, 1e-5, f"worker {index}")
+    assert max(taken for _, taken in every) < 0.85 * once, (every, once)
+
+
+def trained_after_another_pass(strategy: Any) -> None:
+    rows = ArrayDataset((X, Y)).batch(5).shuffle(seed=3)
+    if strategy.workers.group.is_chief:
+        next(iter(rows))
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    model.fit(strategy.experimental_distribute_dataset(rows), verbose=0)
+
+
+def test_arrays_in_another_order_are_an_error(forker: Any) -> None:
+    pool = WorkerPool(forker, 2)
+    try:
+        outcomes = pool.cluster(1).outcomes(trained_after_another_pass)
+    finally:
+        pool.close()
+    errors = [error for error, _ in outcomes]
+    assert all("passes before 0" in error for error in errors), errors
+    assert all("iterate over them equally often" in error for error in errors), errors
 
 
 class FewerRows(OrderedRows):
