@@ -8,6 +8,8 @@ import copy
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
+
 from keras_strategies.communication.group_actions import (
     CustomLoop,
     FixedActions,
@@ -20,6 +22,9 @@ from keras_strategies.errors import (
     WorkerError,
 )
 from keras_strategies.types import CommunicationOptions, ReduceOp
+
+# Bytes of one tensor of `broadcast_bytes`.
+_PIECE_BYTES = 16 << 20
 
 if TYPE_CHECKING:
     from keras_strategies.cluster.group import WorkerGroup
@@ -105,8 +110,32 @@ class Communicator(abc.ABC):
         """
 
     @abc.abstractmethod
-    def broadcast(self, tensors: Sequence[Any]) -> list[Any]:
-        """The chief's tensors; all workers pass tensors of these shapes and dtypes."""
+    def broadcast(self, tensors: Sequence[Any], source: int = 0) -> list[Any]:
+        """A worker's tensors; all workers pass tensors of these shapes and dtypes.
+
+        Args:
+            tensors: tensors or NumPy arrays.
+            source: int, the worker; 0 is the chief.
+        """
+
+    def broadcast_bytes(self, what: str, data: bytes | None, source: int = 0) -> bytes:
+        """A worker's bytes on every worker; they do not go through the chief.
+
+        Args:
+            what: str, name of the bytes; the same on all workers.
+            data: the bytes, on the worker that sends them.
+            source: int, the worker.
+        """
+        is_source = self.group.index == source
+        own = len(data or b"") if is_source else 0
+        size = int(self.group.gather_values(f"the size of {what}", own)[source])
+        given = np.frombuffer((data or b"") if is_source else bytes(size), np.uint8)
+        pieces = [
+            given[start : start + _PIECE_BYTES].copy()
+            for start in range(0, size, _PIECE_BYTES)
+        ]
+        found = self.broadcast(pieces, source)
+        return b"".join(np.asarray(each).tobytes() for each in found)
 
     def confirm(self) -> None:  # noqa: B027
         """Checks that the collectives before have succeeded; may wait for them.

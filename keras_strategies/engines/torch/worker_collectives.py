@@ -392,12 +392,15 @@ class TorchCommunicator(Communicator):
             joined = torch.cat([part[:count] for part, count in pairs])
         return in_format_of(joined.to(kind), tensor)
 
-    def broadcast(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def broadcast(
+        self, tensors: Sequence[torch.Tensor], source: int = 0
+    ) -> list[torch.Tensor]:
+        tensors = [torch.as_tensor(tensor) for tensor in tensors]
         results: list[Any] = [None] * len(tensors)
         for indices in self.packs(tensors):
             pack = Pack([tensors[i] for i in indices])
             options = dist.BroadcastOptions()
-            options.rootRank = 0
+            options.rootRank = source
             engine = self._engine(pack.flat.device)
             begin = functools.partial(engine.broadcast, [pack.flat], options)
             self._wait(pack.flat.device, begin)

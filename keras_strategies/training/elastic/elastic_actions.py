@@ -35,6 +35,8 @@ from keras_strategies.training.saving.preemption import PreemptionCallback
 T = TypeVar("T")
 
 _logger = logging.getLogger("keras_strategies.elastic")
+# Name of what a new worker receives.
+_STATE = "the state of training"
 
 
 class ElasticActions(GroupActions):
@@ -342,7 +344,7 @@ class ElasticActions(GroupActions):
         finished = None if self.loop.is_active or not self._model else self._model()
         if generation.rank == source:
             own = packed(self._state(model if finished is None else finished))
-        found = self._membership.group.gather("the state of training", own)[source]
+        found = self._workers[0].broadcast_bytes(_STATE, own, source)
         if generation.rank in generation.behind:
             state = parsed(found)
             state["random"] = state["finished"]
@@ -431,8 +433,7 @@ class ElasticActions(GroupActions):
     def _joined(self, generation: Generation) -> dict[str, Any]:
         self._replace()
         assert generation.source is not None
-        group = self._membership.group
-        found = group.gather("the state of training", b"")[generation.source]
+        found = self._workers[0].broadcast_bytes(_STATE, None, generation.source)
         state: dict[str, Any] = parsed(found)
         self._receive(None, state)
         # It may have taken a step alone, which is not one of the group's.

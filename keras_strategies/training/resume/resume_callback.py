@@ -287,8 +287,7 @@ class Resume(fit_position.OrderedCallback):
         """The chief's snapshot, on all workers; empty without one."""
         data = self._files.read() if self._is_chief else None
         if self._workers is not None:
-            group = self._workers.group
-            data = group.broadcast("the snapshot to resume from", data)
+            return self._workers.broadcast_bytes("the snapshot to resume from", data)
         return data or b""
 
     def save(self, epoch: int, done: int) -> Path | None:

@@ -308,13 +308,13 @@ class JaxCommunicator(Communicator):
         gathered = [part[:count] for part, count in zip(parts, rows, strict=True)]
         return np.concatenate(gathered)
 
-    def broadcast(self, tensors: Sequence[Any]) -> list[Any]:
+    def broadcast(self, tensors: Sequence[Any], source: int = 0) -> list[Any]:
         arrays = [np.asarray(tensor) for tensor in tensors]
         results: list[Any] = [None] * len(arrays)
         for indices in self._packs(arrays, ["bytes"] * len(arrays)):
             # Bytes, so that values of any dtype arrive bit by bit.
             flat = np.concatenate([_as_bytes(arrays[i]) for i in indices])
-            found = self._exchanged(flat, _from_chief(self._mesh)).tobytes()
+            found = self._exchanged(flat, _from(source, self._mesh)).tobytes()
             start = 0
             for i in indices:
                 own = arrays[i]
@@ -357,9 +357,9 @@ def _gathering(mesh: jax.sharding.Mesh) -> Callable[[Any], Any]:
 
 
 @functools.cache
-def _from_chief(mesh: jax.sharding.Mesh) -> Callable[[Any], Any]:
+def _from(source: int, mesh: jax.sharding.Mesh) -> Callable[[Any], Any]:
     replicated = jax.NamedSharding(mesh, jax.P())
-    return jax.jit(lambda rows: rows[0], out_shardings=replicated)
+    return jax.jit(lambda rows: rows[source], out_shardings=replicated)
 
 
 def _as_bytes(array: Any) -> Any:

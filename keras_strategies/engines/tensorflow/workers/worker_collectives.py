@@ -231,13 +231,13 @@ class TensorFlowCommunicator(Communicator):
         tasks = [task_name(self.group, rank) for rank in range(self.group.count)]
         return [sorted(tasks).index(task) for task in tasks]
 
-    def broadcast(self, tensors: Sequence[Any]) -> list[Any]:
+    def broadcast(self, tensors: Sequence[Any], source: int = 0) -> list[Any]:
         given = [tf.convert_to_tensor(tensor) for tensor in tensors]
         results: list[Any] = list(given)
         with self.watched(), tf.device(self._device):
             for indices in self._packs(given):
                 parts = [to_carrier(given[i], MOVED_AS) for i in indices]
-                sent = self._send(flat(parts))
+                sent = self._send(flat(parts), source)
                 for i, part in zip(indices, like(sent, parts), strict=True):
                     results[i] = from_carrier(part, given[i].dtype, MOVED_AS)
         return results
@@ -277,10 +277,10 @@ class TensorFlowCommunicator(Communicator):
 
         return self._timeouts.within(tensor, gather)
 
-    def _send(self, tensor: Any) -> Any:
-        call = self._call("broadcast", tensor)
+    def _send(self, tensor: Any, source: int) -> Any:
+        call = self._call(f"broadcast from {source}", tensor)
         del call["ordering_token"]
-        if self.group.is_chief:
+        if self.group.index == source:
             return self._timeouts.within(
                 tensor, lambda: tf.raw_ops.CollectiveBcastSendV2(input=tensor, **call)
             )

@@ -1,0 +1,56 @@
+"""Bytes that a worker sends to all: by the collectives of the engine, not the chief."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from keras_strategies.cluster.group.group_messages import MessageConnection
+
+# Bytes of messages to the group of workers, which say how many bytes follow.
+FEW = 20_000
+# More than two tensors of a message.
+SIZES = (0, 5, 40_000_001)
+
+
+def exchanged(strategy: Any, source: int) -> tuple[list[bytes], int]:
+    """What this worker receives of another one, and bytes of its messages."""
+    workers = strategy.workers
+    sent = 0
+    send = MessageConnection.send_encoded
+
+    def counted(self: MessageConnection, message: bytes) -> None:
+        nonlocal sent
+        sent += len(message)
+        send(self, message)
+
+    with mock.patch.object(MessageConnection, "send_encoded", counted):
+        found = [
+            workers.broadcast_bytes(
+                "a test",
+                data_of(size) if workers.group.index == source else None,
+                source,
+            )
+            for size in SIZES
+        ]
+    ends = [each[:7] + each[-7:] + len(each).to_bytes(8) for each in found]
+    return ends, sent
+
+
+def data_of(size: int) -> bytes:
+    return (b"0123456" * (size // 7 + 1))[:size]
+
+
+@pytest.mark.parametrize("source", [0, 1, 2])
+@pytest.mark.parametrize("cluster", ["three"], indirect=True, scope="session")
+def test_bytes_of_a_worker_arrive_and_do_not_pass_the_chief(
+    cluster: Any, source: int
+) -> None:
+    expected = [
+        data[:7] + data[-7:] + len(data).to_bytes(8) for data in map(data_of, SIZES)
+    ]
+    for ends, sent in cluster(exchanged, source):
+        assert ends == expected
+        assert sent < FEW
