@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 
@@ -394,6 +395,22 @@ def test_random_layers_repeat_with_the_seed_and_differ_between_replicas(
     np.testing.assert_array_equal(first, second)
     # Rows 0 and 1 are the first replica's, 2 and 3 the second's.
     assert not np.array_equal(first[:2], first[2:])
+
+
+def test_paths_of_the_optimizers_variables_are_those_of_keras(mirrored) -> None:
+    def paths(scope) -> list[str]:
+        with scope:
+            model = keras.Sequential([keras.Input((6,)), layers.Dense(3, name="last")])
+            inner = keras.optimizers.Adam(0.1, gradient_accumulation_steps=2)
+            model.compile(
+                keras.optimizers.LossScaleOptimizer(inner, name="scaled"),
+                keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            )
+        model.fit(X, Y, verbose=0)
+        # Models and optimizers are numbered.
+        return [re.sub(r"_\d+", "", each.path) for each in model.optimizer.variables]
+
+    assert paths(mirrored.scope()) == paths(contextlib.nullcontext())
 
 
 def test_variables_say_what_they_are_and_where(mirrored) -> None:

@@ -189,9 +189,18 @@ def compiled_variables(model: Any) -> list[Any]:
 
 
 def build_optimizer(model: Any) -> None:
-    """Makes the optimizer's variables of a built model."""
+    """Makes the optimizer's variables of a built model, with the paths of `fit`.
+
+    Keras 3.15: on TensorFlow the first `Optimizer.apply` of `fit` makes them, in a
+    scope of its name, which paths of an inner optimizer begin with.
+    """
     optimizer = getattr(model, "optimizer", None)
-    if optimizer is not None and not optimizer.built and is_built(model):
+    if optimizer is None or optimizer.built or not is_built(model):
+        return
+    if keras.backend.backend() != "tensorflow":
+        optimizer.build(model.trainable_variables)
+        return
+    with keras.name_scope(optimizer.name, caller=optimizer):
         optimizer.build(model.trainable_variables)
 
 
