@@ -40,6 +40,11 @@ def convolutions_by_rows(sharding: jax.NamedSharding | None) -> Iterator[None]:
         _rows.reset(token)
 
 
+def rows_of_program() -> jax.NamedSharding | None:
+    """The sharding of rows in the trace under way; None without one."""
+    return _rows.get()
+
+
 def _by_rows(convolve: Callable[..., Any], inputs: Any, kernel: Any) -> Any:
     """A grouped convolution.
 

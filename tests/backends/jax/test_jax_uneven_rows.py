@@ -334,15 +334,27 @@ class Sorted(layers.Layer):
         return ranked + ops.sort(x, axis=0) * ops.quantile(x, 0.3, axis=0)
 
 
-def test_gradients_of_what_is_sorted() -> None:
+class Pooled(layers.Layer):
+    """Extremes of windows of rows, and of windows within rows."""
+
+    def call(self, x: Any) -> Any:
+        rows = ops.max_pool(x[None], 2, 1, "same")[0]
+        least = -ops.max_pool(-x[None], 3, 2, "same")[0]
+        inside = ops.max_pool(x[..., None], 2, 1, "same")[..., 0]
+        return rows * inside + ops.sum(least, axis=0)
+
+
+@pytest.mark.parametrize("layer", [Sorted, Pooled])
+@pytest.mark.parametrize("rows", [7, 8])
+def test_gradients_of_what_is_ordered_along_the_rows(layer: Any, rows: int) -> None:
     def results(strategy: Any) -> Any:
         keras.utils.set_random_seed(3)
         with strategy.scope():
             model = keras.Sequential(
-                [layers.Input((6,)), layers.Dense(8), Sorted(), layers.Dense(1)]
+                [layers.Input((6,)), layers.Dense(8), layer(), layers.Dense(1)]
             )
             model.compile(keras.optimizers.SGD(0.1), "mse")
-        x, y = dense_data(7), dense_data(7)[:, :1]
+        x, y = dense_data(rows), dense_data(rows)[:, :1]
         return {"loss": [model.train_on_batch(x, y)], "weights": model.get_weights()}
 
     found = results(STRATEGIES["mirrored_4"]())
