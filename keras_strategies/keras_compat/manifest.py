@@ -223,6 +223,15 @@ GROUPS: dict[str, Group] = {
                 "Replicas compute the losses of outputs that they have.",
             ),
             Patch(
+                f"{_TORCH}.nn | {_TORCH}.ops.nn",
+                "sparse_categorical_crossentropy",
+                "(target, output, from_logits=False, axis=-1)",
+                "backends.keras_on_torch.sparse_categorical_crossentropy",
+                "It moves the axis of classes before those of tokens or pixels, which "
+                "copies all logits: with 32,768 words it takes three times as long.",
+                backend="torch",
+            ),
+            Patch(
                 _LOSSES,
                 "apply_mask",
                 "(sample_weight, mask, dtype, reduction)",

@@ -30,10 +30,12 @@ BOUNDS = {
     "members of engine interfaces": 114,
     # Those of `Engine`, `FitDriver`, `RunDriver` and `ReplicaCollectives`.
     "required members of an engine": 19,
-    "attributes replaced for the process": 28,
+    # One is the gradient of max pooling, which XLA partitions wrong along the rows.
+    "attributes replaced for the process": 29,
     # While a step, a scope or a save is open. One is `repeat` on Torch's device "meta",
-    # without which each worker calls models with `UpSampling2D` on all rows.
-    "attributes replaced for a time": 31,
+    # without which each worker calls models with `UpSampling2D` on all rows, one a loss
+    # that copies all logits.
+    "attributes replaced for a time": 32,
     "StatelessScope subclasses": 1,
     "communicators": 2,
     # Defaults of optional methods are none.

@@ -161,6 +161,9 @@ CALLED = {
     "keras.src.backend.torch.numpy | keras.src.backend.torch.ops.numpy": (
         "keras.src.ops.numpy.backend.ops.numpy | keras.src.ops.numpy.backend.numpy"
     ),
+    "keras.src.backend.torch.nn | keras.src.backend.torch.ops.nn": (
+        "keras.src.ops.nn.backend.ops.nn | keras.src.ops.nn.backend.nn"
+    ),
     "keras.src.backend.torch.core | keras.src.backend.torch.ops.core": (
         "keras.src.ops.core.backend.ops.core | keras.Variable"
     ),

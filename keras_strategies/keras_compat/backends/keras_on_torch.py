@@ -46,6 +46,29 @@ def repeat(original: Any, x: Any, repeats: Any, axis: int | None = None) -> Any:
     return torch.repeat_interleave(x, repeats, dim=axis)
 
 
+def sparse_categorical_crossentropy(
+    original: Any, target: Any, output: Any, from_logits: bool = False, axis: int = -1
+) -> Any:
+    import torch
+
+    def is_plain(value: Any) -> bool:
+        return type(value) is torch.Tensor
+
+    if not (
+        from_logits
+        and is_plain(target)
+        and is_plain(output)
+        and output.ndim > 2
+        and axis in (-1, output.ndim - 1)
+        and target.shape in (output.shape[:-1], (*output.shape[:-1], 1))
+    ):
+        return original(target, output, from_logits=from_logits, axis=axis)
+    labels = target.to(device=output.device, dtype=torch.long).reshape(-1)
+    logits = output.reshape(-1, output.shape[-1])
+    losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    return losses.reshape(output.shape[:-1])
+
+
 class _Tensors:
     full_tensor: Callable[[Any], Any]
     read: Callable[[Any], Any]

@@ -1,0 +1,128 @@
+"""Losses of tokens and pixels on replicas: those of Keras, without copies of logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import torch
+from harness.training import assert_same
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import keras_strategies as ks
+from keras_strategies.keras_compat.backends import keras_on_torch
+
+WORDS = 11
+
+
+def keras_loss(target: Any, output: Any, **options: Any) -> Any:
+    from keras.src.backend.torch import nn
+
+    return nn.sparse_categorical_crossentropy(target, output, **options)
+
+
+def own_loss(target: Any, output: Any, **options: Any) -> Any:
+    return keras_on_torch.sparse_categorical_crossentropy(
+        keras_loss, target, output, **options
+    )
+
+
+def data(shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    return torch.randint(0, WORDS, shape), torch.randn(*shape, WORDS)
+
+
+@pytest.mark.parametrize(
+    ("shape", "from_logits"),
+    [((4,), True), ((4, 5), True), ((2, 3, 4), True), ((0, 5), True), ((4, 5), False)],
+)
+@pytest.mark.parametrize("has_axis", [False, True], ids=["labels", "labels with axis"])
+def test_losses_are_those_of_keras(
+    shape: Any, has_axis: bool, from_logits: bool
+) -> None:
+    target, output = data(shape)
+    if target.numel():
+        # Left out by Torch.
+        target.view(-1)[0] = -100
+    if has_axis:
+        target = target[..., None]
+    if not from_logits:
+        output = output.softmax(-1)
+    found = []
+    for loss in (keras_loss, own_loss):
+        leaf = output.clone().requires_grad_()
+        values = loss(target, leaf, from_logits=from_logits)
+        values.square().sum().backward()
+        found.append((values.detach(), leaf.grad))
+    for expected, own in zip(*found, strict=True):
+        assert own.shape == expected.shape
+        torch.testing.assert_close(own, expected)
+
+
+def test_other_shapes_are_the_error_of_keras() -> None:
+    target, output = data((4, 5))
+    with pytest.raises(ValueError, match="must have the same shape up until"):
+        own_loss(target[:, 1:], output, from_logits=True)
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies of tensors of a size."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.size = size
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        found = function(*args, **(kwargs or {}))
+        if function in (torch.ops.aten.clone.default, torch.ops.aten.copy_.default):
+            self.count += found.numel() == self.size
+        return found
+
+
+def copies(loss: Any) -> int:
+    target, output = data((4, 5))
+    output.requires_grad_()
+    with Copies(output.numel()) as mode:
+        loss(target, output, from_logits=True).sum().backward()
+    return mode.count
+
+
+def test_logits_are_not_copied() -> None:
+    assert copies(own_loss) == 0
+    # What it is for.
+    assert copies(keras_loss) > 0
+
+
+def trained(strategy: Any) -> Any:
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((5,), dtype="int32"),
+                keras.layers.Embedding(WORDS, 4, mask_zero=True),
+                keras.layers.Dense(WORDS),
+            ]
+        )
+        model.compile(
+            keras.optimizers.SGD(0.5),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            weighted_metrics=["sparse_categorical_crossentropy"],
+        )
+    tokens = np.random.default_rng(1).integers(0, WORDS, (7, 5))
+    weights = np.linspace(0.5, 2, 35).reshape(7, 5)
+    history = model.fit(tokens, tokens, 4, 2, sample_weight=weights, verbose=0)
+    return {
+        "history": {k: np.asarray(v) for k, v in history.history.items()},
+        "weights": dict(enumerate(model.get_weights())),
+    }
+
+
+def test_fit_is_that_of_keras() -> None:
+    expected = trained(ks.OneDeviceStrategy("cpu:0"))
+    found = trained(ks.MirroredStrategy(["cpu:0", "cpu:1"]))
+    assert_same(expected, found, 1e-5, "two replicas")
