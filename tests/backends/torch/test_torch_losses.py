@@ -84,8 +84,10 @@ class Copies(TorchDispatchMode):
         return found
 
 
-def copies(loss: Any) -> int:
+def copies(loss: Any, classes_first: bool = False) -> int:
     target, output = data((4, 5))
+    if classes_first:
+        output = output.movedim(-1, 1).contiguous().movedim(1, -1)
     output.requires_grad_()
     with Copies(output.numel()) as mode:
         loss(target, output, from_logits=True).sum().backward()
@@ -94,6 +96,7 @@ def copies(loss: Any) -> int:
 
 def test_logits_are_not_copied() -> None:
     assert copies(own_loss) == 0
+    assert copies(own_loss, classes_first=True) == copies(keras_loss, True) == 0
     # What it is for.
     assert copies(keras_loss) > 0
 
