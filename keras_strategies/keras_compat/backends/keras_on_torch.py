@@ -58,7 +58,7 @@ def sparse_categorical_crossentropy(
         from_logits
         and is_plain(target)
         and is_plain(output)
-        # Convolutions have the classes before the pixels in memory, as Keras moves them.
+        # Convolutions have classes before pixels in memory, as Keras moves them.
         and output.ndim > 2
         and output.is_contiguous()
         and axis in (-1, output.ndim - 1)
