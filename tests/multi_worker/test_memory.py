@@ -21,8 +21,9 @@ ROWS, SIZE, CLASSES = 48, 32, 19
 def peak_of(epoch: Callable[[], None]) -> int:
     """The bytes of tensors that an epoch makes and are alive at once.
 
-    On TensorFlow the least of eight epochs: its threads take the operations of a step in
-    an order that differs, and some orders keep a third more alive, on one device too.
+    On TensorFlow the least of eight epochs: its threads take the operations of a step
+    in an order that differs, and some orders keep a third more alive, on one device
+    too.
     """
     if keras.backend.backend() == "torch":
         from keras_strategies.engines.torch.counted_memory import MemoryCounter
