@@ -148,14 +148,17 @@ class ArrayDataset:
             yield self.at(rows[first:last]), [(a - first, b - first) for a, b in ranges]
 
     def order(self) -> dict[str, Any]:
-        """What the orders of the next passes follow from, beside NumPy's generator."""
+        """What the orders of the next passes follow from, beside NumPy's generator.
+
+        Its values are those of JSON, also where NumPy's integers were given.
+        """
         return {
             "rows": self.rows,
             "batch_size": self.batch_size,
             "drop_remainder": self.drop_remainder,
             "shuffled": self.shuffled,
-            "seed": self.seed,
-            "repeats": self.repeats,
+            "seed": None if self.seed is None else int(self.seed),
+            "repeats": None if self.repeats is None else int(self.repeats),
             "passes before": next(copy.copy(self._iterations)),
         }
 

@@ -347,7 +347,7 @@ def test_distributed_arrays_are_read_by_own_rows_in_fit(
 
 
 def trained_after_another_pass(strategy: Any) -> None:
-    rows = ArrayDataset((X, Y)).batch(5).shuffle(seed=3)
+    rows = ArrayDataset((X, Y)).batch(5).shuffle(seed=np.int64(3)).repeat(np.int64(1))
     if strategy.workers.group.is_chief:
         next(iter(rows))
     with strategy.scope():
