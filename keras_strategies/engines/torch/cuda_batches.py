@@ -11,6 +11,7 @@ import keras
 import torch
 
 from keras_strategies.engines.torch.devices import moved
+from keras_strategies.keras_compat.structures import leaves_of, with_leaves
 from keras_strategies.runtime.batch_prefetch import prefetch_one
 
 # Starts the transfer of a batch; returns a callable that waits for it and returns the
@@ -33,7 +34,7 @@ class CudaMover:
         self._stream = torch.cuda.Stream(device)
 
     def __call__(self, batch: Any) -> Callable[[], Any]:
-        leaves = keras.tree.flatten(batch)
+        leaves = leaves_of(batch)
         with torch.cuda.stream(self._stream):
             moved = [self._begin(leaf) for leaf in leaves]
             arrived = self._stream.record_event()
@@ -45,7 +46,7 @@ class CudaMover:
                 if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
                     # Allocated on the transfer stream, which could reuse its memory.
                     leaf.record_stream(computing)
-            return keras.tree.pack_sequence_as(batch, moved)
+            return with_leaves(batch, moved)
 
         return arrive
 

@@ -21,6 +21,7 @@ from keras_strategies.keras_compat.models.layers import (
     set_logits,
     set_mask,
 )
+from keras_strategies.keras_compat.structures import with_leaves
 from keras_strategies.keras_compat.variables.generator_seeds import is_seed_state
 from keras_strategies.runtime.data_parallel.added_sums import AddedSums
 from keras_strategies.runtime.data_parallel.gradient_boundary import (
@@ -230,7 +231,7 @@ def _global_outputs(
             of_mask = replace(output.channels[-1], parts=masks)
             set_mask(value, combined(plan, of_mask))
         leaves.append(value)
-    return keras.tree.pack_sequence_as(results[0].outputs, leaves)
+    return with_leaves(results[0].outputs, leaves)
 
 
 # State that layers update.

@@ -71,7 +71,9 @@ class GradientTarget:
         """A sum of gradients in the dtype that it has on one device."""
         if total is None:
             return None
-        [read, *_] = [local for local in self.locals if local is not None]
+        read = next(local for local in self.locals if local is not None)
+        if total.dtype == read.dtype == self.tensor.dtype:
+            return total
         return ops.cast(ops.cast(total, read.dtype), self.tensor.dtype)
 
 
@@ -245,6 +247,8 @@ class GradientBoundary:
         Args:
             gradients: for each replica those of the sources of its backward pass.
         """
+        if len(gradients) == 1:
+            return [[gradient] for gradient in gradients[0]]
         found = list(map(iter, gradients))
         return [
             [

@@ -20,6 +20,7 @@ import keras
 
 from keras_strategies.keras_compat.models.building import has_variables
 from keras_strategies.keras_compat.models.row_wise_layers import METRICS_OF_SUMS
+from keras_strategies.keras_compat.structures import leaves_of
 from keras_strategies.runtime import context
 from keras_strategies.runtime.data_parallel.row_parts import RowParts
 from keras_strategies.runtime.row_proofs.row_placements import SAME, SUM, RowProof
@@ -80,7 +81,7 @@ def _caller_of(values: Any) -> Any:
         return values.caller
     if not isinstance(values, (list, tuple, dict)):
         return None
-    for leaf in keras.tree.flatten(values):
+    for leaf in leaves_of(values):
         if isinstance(leaf, RowParts):
             return leaf.caller
     return None

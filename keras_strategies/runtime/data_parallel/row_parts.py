@@ -14,8 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-import keras
-
+from keras_strategies.keras_compat.structures import leaves_of
 from keras_strategies.runtime.replicas.replica_set import RowSplit
 from keras_strategies.runtime.row_proofs.row_placements import RowProof
 from keras_strategies.user_warnings import user_line
@@ -137,4 +136,4 @@ def parts_of(tensor: Any, row_split: RowSplit) -> list[Any] | None:
 
 def has_row_parts(values: Any) -> bool:
     """Whether a structure has row parts among its leaves."""
-    return any(isinstance(leaf, RowParts) for leaf in keras.tree.flatten(values))
+    return any(isinstance(leaf, RowParts) for leaf in leaves_of(values))

@@ -9,6 +9,8 @@ from typing import Any
 
 import keras
 
+from keras_strategies.keras_compat.structures import leaves_of
+
 # Kinds of arguments that are not containers.
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -78,11 +80,7 @@ class UnsplitCall:
 
 def argument_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The leaves of a call's arguments, in the order of `keras.tree`."""
-    given = [*args, *map(kwargs.__getitem__, sorted(kwargs))]
-    if all(isinstance(v, _PLAIN) or keras.ops.is_tensor(v) for v in given):
-        return given
-    found: list[Any] = keras.tree.flatten((args, kwargs))
-    return found
+    return leaves_of((args, kwargs))
 
 
 def flags(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:

@@ -11,6 +11,7 @@ import keras
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.keras_compat.models.layers import get_mask
 from keras_strategies.keras_compat.state_scope import StatePolicy
+from keras_strategies.keras_compat.structures import leaves_of
 from keras_strategies.keras_compat.variables.values import autocast_dtype
 
 # Sums of these over replicas are taken in float32, and rounded once.
@@ -151,7 +152,7 @@ class ReplicaResult:
     masks: list[Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.leaves = keras.tree.flatten(self.outputs)
+        self.leaves = leaves_of(self.outputs)
         self.masks = [get_mask(leaf) for leaf in self.leaves]
 
 

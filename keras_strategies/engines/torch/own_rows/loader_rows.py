@@ -14,7 +14,6 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-import keras
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
@@ -27,6 +26,7 @@ from keras_strategies.engines.torch.own_rows.own_samples import (
     WorkerSampler,
 )
 from keras_strategies.errors import InputError, WorkerError
+from keras_strategies.keras_compat.structures import leaves_of
 from keras_strategies.runtime.row_splits import split_sizes
 from keras_strategies.runtime.worker_batch import WorkerBatch
 
@@ -260,7 +260,7 @@ def _changed_later(change: str) -> InputError:
 
 def _problem(batch: Any) -> str:
     """Why a batch of own rows cannot be used, like a change; "" if it can."""
-    leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
+    leaves = [leaf for leaf in leaves_of(batch) if leaf is not None]
     if all(isinstance(leaf, torch.Tensor) and leaf.ndim for leaf in leaves):
         return ""
     return "its batches have values that are not tensors"

@@ -28,6 +28,7 @@ from keras_strategies.keras_compat.models.input_adapters import (
     is_array_adapter,
     own_batches,
 )
+from keras_strategies.keras_compat.structures import leaves_of, with_leaves
 from keras_strategies.runtime.batch_prefetch import prefetch_one
 from keras_strategies.runtime.data_parallel.row_parts import RowPartsCaller
 from keras_strategies.runtime.placement import Placement
@@ -98,7 +99,7 @@ class OwnBatchPlacer:
             for batch in found:
                 yield batch
                 if adapter not in self._joined_adapters and any(
-                    map(_is_joined, keras.tree.flatten(batch))
+                    map(_is_joined, leaves_of(batch))
                 ):
                     self._joined_adapters.add(adapter)
                     rows.read_all()
@@ -126,7 +127,7 @@ class OwnBatchPlacer:
         row_split = RowSplit.over(PRIMITIVES, batch.every, self._workers)
         if row_split is None:
             return lambda: self._joined(batch)
-        leaves = [_on_host(leaf) for leaf in keras.tree.flatten(batch.batch)]
+        leaves = [_on_host(leaf) for leaf in leaves_of(batch.batch)]
         columns = [_split(leaf, row_split.sizes) for leaf in leaves]
         arrivals = [
             move([column[i] for column in columns])
@@ -139,7 +140,7 @@ class OwnBatchPlacer:
                 None if parts[0] is None else self._row_parts(parts, row_split)
                 for parts in zip(*arrived, strict=True)
             ]
-            return keras.tree.pack_sequence_as(batch.batch, found)
+            return with_leaves(batch.batch, found)
 
         return arrive
 
