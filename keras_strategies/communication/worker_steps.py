@@ -37,6 +37,37 @@ def compare_rows(rows: int, found: list[int]) -> None:
         )
 
 
+def compare_orders(
+    group: WorkerGroup, rows: int, order: int, change: str = ""
+) -> list[str]:
+    """Compares the rows of a global batch of a `DataLoader` with those of others.
+
+    Args:
+        group: the connected workers.
+        rows: int, those of all workers.
+        order: int, a checksum of their numbers in the dataset.
+        change: str, what is told to the other workers.
+
+    Returns:
+        list of str, what each worker tells.
+
+    Raises:
+        WorkerError: if workers have others, or one has no more batches.
+    """
+    found = group.gather_values("a batch", [rows, order, change])
+    for other, each in enumerate(found):
+        if each[:2] != [rows, order]:
+            raise WorkerError(
+                f"Workers {group.index} and {other} have different batches at "
+                f"{group.progress}, of {rows} and {each[0]} rows of "
+                "their DataLoaders. All workers must read the same global batches "
+                "in the same order: seed the loader's `generator`, and remove a "
+                "`DistributedSampler`; for separate data per worker, use "
+                "ks.DatasetCreator or `strategy.distribute_datasets_from_function`."
+            )
+    return [str(each[2]) for each in found]
+
+
 class WorkerSteps:
     """The steps of a method on one worker.
 
@@ -150,13 +181,19 @@ class WorkerSteps:
         """
         self._checks = what
 
-    def check_rows(self, rows: int) -> None:
+    def check_rows(self, rows: int, order: tuple[int, int] | None = None) -> None:
         """Compares the rows of a global batch of which each worker has its own.
+
+        Args:
+            rows: int, those of all workers.
+            order: pair of int, see `WorkerBatch`; None to compare the rows alone.
 
         Raises:
             WorkerError: if they differ, or a worker has no more batches.
         """
-        if self._checks == "rows":
+        if order is not None:
+            compare_orders(self.group, *order)
+        elif self._checks == "rows":
             compare_rows(rows, self.group.gather_values("a batch", rows))
 
     def check_batch(self, batch: Any) -> None:

@@ -189,6 +189,14 @@ class TfDataSource(Source):
 class LoaderSource(Source):
     """A `torch.utils.data.DataLoader`, with its workers."""
 
+    def __init__(self, given: Any):
+        super().__init__(given)
+        from keras_strategies.engines.torch.own_rows import loader_rows
+
+        # Where reads may change something, those of two workers would have to agree.
+        if loader_rows.can_read_rows(given) and loader_rows.reads_alike(given.dataset):
+            self.own_batches = functools.partial(loader_rows.batches_of_worker, given)
+
     def read(self) -> Iterator[Any]:
         return iter(self.given)
 

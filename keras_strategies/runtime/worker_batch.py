@@ -31,12 +31,16 @@ class WorkerBatch(OwnPart):
             worker has by itself.
         again: reads this worker's rows in the group of workers at that time; None for
             batches that cannot be read again.
+        order: pair of int, the rows of the global batch, and a checksum of their
+            numbers in the dataset, which steps compare; None where the reads of workers
+            were compared, or rows have no numbers.
     """
 
     batch: Any
     every: list[int]
     counts: ReplicaCounts | None = None
     again: Callable[[], WorkerBatch] | None = None
+    order: tuple[int, int] | None = None
 
     def of(self, counts: ReplicaCounts) -> WorkerBatch:
         """The batch with this worker's rows in a group of workers.

@@ -69,8 +69,8 @@ class Settings:
         kills: workers that kill themselves; those that are started later do not.
         waits: steps at which workers wait until a new one is about to join.
         min_workers: int.
-        source: str, the kind of input: "arrays", "generator", or "rows", a
-            `ks.RowDataset`.
+        source: str, the kind of input: "arrays", "generator", "rows", a
+            `ks.RowDataset`, or "loader", a shuffled `DataLoader` of tensors.
         fails: int, seconds to wait for `min_workers`.
         every_steps: int, steps between two snapshots of `Resume`; 0 without.
         per_execution: int, `steps_per_execution` of the workers.
@@ -237,6 +237,21 @@ class Reads:
             return step_on(step, batch, spec)
 
         step_function.StepFunction._step_on = counted  # type: ignore[method-assign]
+
+    def loader(self, arrays: Any) -> Any:
+        """A `DataLoader` of tensors."""
+        import torch
+        from torch.utils.data import DataLoader, TensorDataset
+
+        original = TensorDataset.__getitem__
+
+        def counted(dataset: Any, index: Any) -> Any:
+            self.count += 1
+            return original(dataset, index)
+
+        TensorDataset.__getitem__ = counted  # type: ignore[method-assign]
+        tensors = TensorDataset(*map(torch.tensor, arrays))
+        return DataLoader(tensors, BATCH_SIZE, shuffle=True)
 
     def dataset(self, arrays: Any) -> Any:
         """A `ks.RowDataset` with another order in each epoch."""
@@ -472,6 +487,8 @@ def train() -> None:
             "x": _generator((x, y, weights)),
             "steps_per_epoch": STEPS_PER_EPOCH,
         }
+    elif settings.source == "loader":
+        arguments = {"x": reads.loader((x, y, weights))}
     elif settings.source == "rows":
         arguments = {"x": reads.dataset((x, y, weights))}
     elif keras.backend.backend() == "tensorflow" and index >= 0:

@@ -302,6 +302,58 @@ def test_distributed_datasets_read_own_rows(cluster: Any, kind: str) -> None:
     assert all(read < 0.65 * once for _, read in every)
 
 
+def of_loader(strategy: Any, processes: int) -> Any:
+    """The rows of this worker in each step of a loader, and how many were read."""
+    import torch
+    from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
+
+    x, y = torch.arange(ROWS), torch.tensor(X)
+    halves = [TensorDataset(x[:9], y[:9]), TensorDataset(x[9:], y[9:])]
+    loader = DataLoader(
+        Subset(ConcatDataset(halves), range(ROWS - 1, -1, -1)),
+        batch_size=11,
+        shuffle=True,
+        generator=torch.Generator().manual_seed(3),
+        num_workers=processes,
+        multiprocessing_context="fork" if processes else None,
+    )
+    dataset = strategy.experimental_distribute_dataset(loader)
+    steps, read = [], []
+    original = TensorDataset.__getitem__
+
+    def counted(dataset: Any, index: Any) -> Any:
+        read.append(index)
+        return original(dataset, index)
+
+    with mock.patch.object(TensorDataset, "__getitem__", counted):
+        for _ in range(2):
+            for batch in dataset:
+                local = strategy.experimental_local_results(batch)
+                steps.append(
+                    [
+                        np.concatenate([np.asarray(each[i]) for each in local])
+                        for i in (0, 1)
+                    ]
+                )
+    return steps, len(read)
+
+
+@ALL
+@pytest.mark.parametrize("processes", [0, 2])
+def test_a_distributed_loader_of_tensors_reads_own_rows(
+    cluster: Any, processes: int
+) -> None:
+    alone, once = of_loader(ks.OneDeviceStrategy("cpu:0"), processes)
+    every = cluster(of_loader, processes)
+    assert len(alone) == 6
+    for step, whole in enumerate(alone):
+        for i, expected in enumerate(whole):
+            parts = [found[step][i] for found, _ in every]
+            np.testing.assert_array_equal(np.concatenate(parts), expected)
+    # In the last batch, of one row, a worker without rows reads one.
+    assert all(read <= 0.65 * once for _, read in every)
+
+
 def trained_on_arrays(strategy: Any, shuffled: bool, by_class: bool) -> Any:
     """Numbers of training on distributed arrays, and how many rows it took."""
     model = make_model(strategy, by_class, 1)

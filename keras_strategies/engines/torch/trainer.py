@@ -284,7 +284,7 @@ def check_steps(data: Any, workers: Communicator | None) -> None:
         if workers is None:
             continue
         if isinstance(batch, WorkerBatch):
-            workers.steps.check_rows(sum(batch.every))
+            workers.steps.check_rows(sum(batch.every), batch.order)
         elif not has_row_parts(batch):
             # Own rows have been compared when they were read.
             workers.steps.check_batch(batch)

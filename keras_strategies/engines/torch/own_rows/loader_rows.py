@@ -9,25 +9,36 @@ restore the state before it, and read all rows of this batch and of those that f
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 
 from keras_strategies.communication.communicator import Communicator
+from keras_strategies.communication.replica_counts import ReplicaCounts
+from keras_strategies.communication.worker_steps import compare_orders
 from keras_strategies.engines.torch.own_rows.own_samples import (
     Collated,
     GlobalSampler,
     OwnSamples,
     PassOrder,
     WorkerSampler,
+    worker_range,
 )
-from keras_strategies.errors import InputError, WorkerError
+from keras_strategies.errors import InputError
 from keras_strategies.keras_compat.structures import leaves_of
-from keras_strategies.runtime.row_splits import split_sizes
+from keras_strategies.runtime.row_splits import replica_ranges, split_sizes
 from keras_strategies.runtime.worker_batch import WorkerBatch
 
 _logger = logging.getLogger("keras_strategies.own_rows")
@@ -49,7 +60,8 @@ class _Pass:
         self._loader = loader
         self._order = PassOrder(loader.batch_sampler)
         self._samples = OwnSamples(loader.dataset, is_checked, is_compared)
-        self.sampler = WorkerSampler(self._order, workers)
+        own_range = functools.partial(worker_range, workers)
+        self.sampler = WorkerSampler(self._order, own_range)
         self._own = _loader_like(
             loader, self._samples, self.sampler, Collated(loader.collate_fn)
         )
@@ -110,7 +122,9 @@ class LoaderRows:
         self._loader = loader
         self._workers = workers
         self._is_of_arrays = is_of_arrays
-        self._is_known = is_of_arrays or type(loader.dataset) is TensorDataset
+        self._is_known = is_of_arrays or reads_alike(loader.dataset)
+        # Workers that join read by themselves: the steps of the others compare.
+        self._agrees = not is_of_arrays and workers.actions.is_fixed
         self._reads_all = False
         self._under_way: _Pass | None = None
         # With processes that stay for the next pass.
@@ -140,7 +154,7 @@ class LoaderRows:
     def _batches(self, one_pass: _Pass, reads: Any) -> Iterator[Any]:
         for step in itertools.count():
             read = next(reads, None)
-            change = "" if self._is_of_arrays else self._agreed(read)
+            change = self._agreed(read) if self._agrees else ""
             if read is None:
                 return
             if change:
@@ -158,14 +172,16 @@ class LoaderRows:
             yield self._batch(one_pass, read)
 
     def _batch(self, one_pass: _Pass, read: Any) -> WorkerBatch:
-        indices, is_own, _, _, batch = read
+        indices, is_own, order, _, batch = read
         counts = self._workers.replica_counts
 
         def again() -> WorkerBatch:
             return self._batch(one_pass, one_pass.again(indices))
 
         every = split_sizes(len(indices), counts.total) if is_own else []
-        return WorkerBatch(batch, every, counts, again)
+        is_compared = self._agrees or self._is_of_arrays
+        found = None if is_compared else (len(indices), order)
+        return WorkerBatch(batch, every, counts, again, found)
 
     def _agreed(self, read: Any) -> str:
         """What the read of a batch has changed on one of the workers; "" for nothing.
@@ -173,25 +189,41 @@ class LoaderRows:
         Raises:
             WorkerError: if these are not reads of the same batch.
         """
-        group = self._workers.group
-        own: dict[str, Any] = {"rows": 0, "checksum": 0, "change": ""}
+        rows, order, change = 0, 0, ""
         if read is not None:
-            indices, is_own, checksum, change, batch = read
+            indices, is_own, order, change, batch = read
+            rows = len(indices)
             if is_own and not change:
                 change = _problem(batch)
-            own = {"rows": len(indices), "checksum": checksum, "change": change}
-        found: list[dict[str, Any]] = group.gather_values("a batch", own)
-        for other, each in enumerate(found):
-            if (each["rows"], each["checksum"]) != (own["rows"], own["checksum"]):
-                raise WorkerError(
-                    f"Workers {group.index} and {other} have different batches at "
-                    f"{group.progress}, of {own['rows']} and {each['rows']} rows of "
-                    "their DataLoaders. All workers must read the same global batches "
-                    "in the same order: seed the loader's `generator`, and remove a "
-                    "`DistributedSampler`; for separate data per worker, use "
-                    "ks.DatasetCreator or `strategy.distribute_datasets_from_function`."
-                )
-        return next((str(each["change"]) for each in found if each["change"]), "")
+        found = compare_orders(self._workers.group, rows, order, change)
+        return next(filter(None, found), "")
+
+
+def batches_of_worker(
+    loader: Any, counts: ReplicaCounts
+) -> Iterator[tuple[Any, list[tuple[int, int]]]]:
+    """Own rows of each batch, and those of them that each local replica takes.
+
+    Args:
+        loader: a loader that `can_read_rows`, of a dataset that `reads_alike`.
+        counts: the replicas of all workers.
+    """
+
+    def own_range(rows: int) -> tuple[int, int]:
+        ranges = replica_ranges(rows, counts)
+        first = min(ranges[0][0], rows - 1)
+        # A row of a batch of which it has none, for the structure.
+        return first, max(ranges[-1][1], first + 1)
+
+    order = PassOrder(loader.batch_sampler)
+    samples = OwnSamples(loader.dataset, False, False)
+    sampler = WorkerSampler(order, own_range)
+    own = _loader_like(loader, samples, sampler, Collated(loader.collate_fn))
+    for indices, _, _, _, batch in own:
+        order.forget()
+        ranges = replica_ranges(len(indices), counts)
+        first, _ = own_range(len(indices))
+        yield batch, [(a - first, b - first) for a, b in ranges]
 
 
 class _LoaderGenerators:
@@ -247,6 +279,15 @@ def can_read_rows(loader: Any) -> bool:
         and loader.worker_init_fn is None
         and getattr(loader, "in_order", True)
     )
+
+
+def reads_alike(dataset: Any) -> bool:
+    """Whether reads of a dataset change nothing, whichever rows they read."""
+    if type(dataset) is Subset:
+        return reads_alike(dataset.dataset)
+    if type(dataset) is ConcatDataset:
+        return all(map(reads_alike, dataset.datasets))
+    return type(dataset) is TensorDataset
 
 
 def _changed_later(change: str) -> InputError:

@@ -22,6 +22,7 @@ from keras_strategies.engines.torch.devices import moved, torch_device
 from keras_strategies.engines.torch.own_rows.loader_rows import (
     LoaderRows,
     can_read_rows,
+    reads_alike,
 )
 from keras_strategies.engines.torch.tensor_primitives import PRIMITIVES
 from keras_strategies.keras_compat.models.input_adapters import (
@@ -81,7 +82,9 @@ class OwnBatchPlacer:
             return self._moved(separate)
         if is_array_adapter(adapter):
             return self._of_arrays(LoaderRows(batches, self._workers, True), adapter)
-        if can_read_rows(batches) and self._workers.actions.is_fixed:
+        is_fixed = self._workers.actions.is_fixed
+        # A worker that joins could not agree on what a read has changed.
+        if can_read_rows(batches) and (is_fixed or reads_alike(batches.dataset)):
             if batches not in self._loaders:
                 self._loaders[batches] = LoaderRows(batches, self._workers)
             return self._moved(self._loaders[batches].begin())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from keras_strategies.communication.communicator import Communicator
@@ -71,12 +71,13 @@ class WorkerSampler:
 
     Args:
         order: the order of the global batches.
-        workers: the workers.
+        own_range: callable of the rows of a global batch, which returns the first row
+            of this worker, and the one after its last.
     """
 
-    def __init__(self, order: PassOrder, workers: Communicator):
+    def __init__(self, order: PassOrder, own_range: Callable[[int], tuple[int, int]]):
         self._order = order
-        self._workers = workers
+        self._own_range = own_range
         #: Whether the next batches are read with all rows.
         self.reads_all = False
 
@@ -85,20 +86,20 @@ class WorkerSampler:
 
     def own(self, indices: list[int]) -> BatchIndices:
         """The rows of this worker in the current group."""
-        found = BatchIndices(indices)
-        found.start, found.stop = self._range(len(indices))
+        found, rows = BatchIndices(indices), len(indices)
+        found.start, found.stop = (0, rows) if self.reads_all else self._own_range(rows)
         return found
 
-    def _range(self, rows: int) -> tuple[int, int]:
-        if self.reads_all:
-            return 0, rows
-        counts = self._workers.replica_counts
-        own = [sum(each) for each in counts.split(split_sizes(rows, counts.total))]
-        if not all(own):
-            # Fewer rows than workers: each computes all of them.
-            return 0, rows
-        start = sum(own[: counts.worker])
-        return start, start + own[counts.worker]
+
+def worker_range(workers: Communicator, rows: int) -> tuple[int, int]:
+    """The rows of a batch of `fit` that this worker reads in the current group."""
+    counts = workers.replica_counts
+    own = [sum(each) for each in counts.split(split_sizes(rows, counts.total))]
+    if not all(own):
+        # Fewer rows than workers: each computes all of them.
+        return 0, rows
+    start = sum(own[: counts.worker])
+    return start, start + own[counts.worker]
 
 
 class SamplesRead:
