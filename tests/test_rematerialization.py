@@ -185,3 +185,71 @@ def test_functions_that_assign_variables_in_the_backward_pass_too(
         found = weights_of(model_on(mirrored, make))
     for value, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-6)
+
+
+class CheckpointedBlock(keras.layers.Layer):
+    """Calls a layer in Torch's own checkpoint."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.dense = keras.layers.Dense(3)
+
+    def build(self, shape: Any) -> None:
+        self.dense.build(shape)
+
+    def call(self, x: Any) -> Any:
+        from torch.utils.checkpoint import checkpoint
+
+        return checkpoint(
+            lambda x: keras.ops.tanh(self.dense(x)), x, use_reentrant=False
+        )
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="a function of Torch")
+@pytest.mark.parametrize("name", ["mirrored_2", "central"])
+def test_checkpoints_of_torch_in_a_layer(name) -> None:
+    assert_trains_as_on_one_device(
+        STRATEGIES[name].make(), CheckpointedBlock, lambda: keras.layers.Dense(3)
+    )
+
+
+class CheckpointingStep(keras.Sequential):
+    """Calls one of its layers in Torch's checkpoint, in a custom step."""
+
+    def train_step(self, data: Any) -> Any:
+        import torch
+        from torch.utils.checkpoint import checkpoint
+
+        x, y = data
+        first, second = self.layers
+        outputs = checkpoint(
+            lambda h: keras.ops.tanh(second(h)), first(x), use_reentrant=False
+        )
+        loss = keras.ops.mean((outputs - y) ** 2)
+        self.zero_grad()
+        loss.backward()
+        variables = self.trainable_variables
+        with torch.no_grad():
+            self.optimizer.apply([v.value.grad for v in variables], variables)
+        return {"loss": loss.detach()}
+
+
+@pytest.mark.skipif(BACKEND != "torch", reason="a function of Torch")
+def test_checkpoints_of_torch_in_a_step(mirrored) -> None:
+    found = []
+    for strategy in (ks.OneDeviceStrategy("cpu:0"), mirrored):
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            layers = [keras.layers.Dense(4), keras.layers.Dense(3)]
+            model = CheckpointingStep([keras.Input((3,)), *layers])
+            model.compile(keras.optimizers.SGD(0.1))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            history = model.fit(X, Y, batch_size=5, epochs=2, shuffle=False, verbose=0)
+        texts = [str(each.message) for each in caught]
+        found.append((weights_of(model), history.history["loss"], texts))
+    (expected, losses, _), (weights, others, texts) = found
+    np.testing.assert_allclose(others, losses, 1e-5)
+    for one, other in zip(expected, weights, strict=True):
+        np.testing.assert_allclose(other, one, 1e-5, 1e-6)
+    assert sum("exact but not parallel" in text for text in texts) == 1, texts

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 from unittest import mock
 
+import keras
+import numpy as np
 import pytest
 
 from keras_strategies.cluster.group.group_messages import MessageConnection
@@ -54,3 +57,21 @@ def test_bytes_of_a_worker_arrive_and_do_not_pass_the_chief(
     for ends, sent in cluster(exchanged, source):
         assert ends == expected
         assert sent < FEW
+
+
+@pytest.mark.skipif(keras.backend.backend() != "jax", reason="programs of XLA")
+def test_the_program_of_a_broadcast_gathers_nothing() -> None:
+    import jax
+
+    from keras_strategies.engines.jax.workers import jax_workers
+
+    axis = jax_workers._WORKER_AXIS
+    mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:4]), (axis,))
+    split = jax.NamedSharding(mesh, jax.P(axis))
+    stacked = jax.ShapeDtypeStruct((mesh.size, 1 << 16), np.uint8, sharding=split)
+    program = jax_workers._from(1, mesh).lower(stacked).compile().as_text()
+    # What a worker sends and receives does not depend on the number of workers.
+    assert "all-gather" not in program
+    results = re.findall(r"= u8\[([\d,]+)\].* (?:all-reduce|\S*permute)\(", program)
+    assert mesh.size == 4 and results
+    assert all(each == f"1,{1 << 16}" for each in results), results

@@ -293,6 +293,18 @@ def saved_tensors_hooks_of_thread() -> tuple[Any, Any] | None:
     return found
 
 
+def is_in_checkpoint() -> bool:
+    """Whether this thread is in `torch.utils.checkpoint`, or in its second call.
+
+    Only where it is not reentrant, as it is by default. The hooks are its functions,
+    which count the tensors that are saved.
+    """
+    hooks = saved_tensors_hooks_of_thread()
+    if hooks is None:
+        return False
+    return getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
 def why_saved_tensors_hooks_are_disabled() -> str | None:
     """The message of `disable_saved_tensors_hooks` in this thread."""
     found: str | None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from keras_strategies.engines.torch.compat import (
+    is_in_checkpoint,
     is_transformed,
     saved_tensors_hooks_of_thread,
 )
@@ -19,6 +20,7 @@ from keras_strategies.engines.torch.row_proofs.torch_row_prover import TorchRowP
 from keras_strategies.keras_compat.models.layers import wraps_torch_modules
 from keras_strategies.runtime.data_parallel.replica_executor import LayerCallDriver
 from keras_strategies.runtime.data_parallel.split_plan import SplitPlan
+from keras_strategies.user_warnings import warn_user
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
@@ -42,10 +44,26 @@ class TorchLayerCalls(LayerCallDriver):
         self.prover = TorchRowProver(strategy)
         self._threads = threads
         self._variables = variables
+        self._has_warned = False
 
     def can_split(self, tensors: Sequence[Any]) -> bool:
+        if is_in_checkpoint():
+            self._warn_of_checkpoint()
+            return False
         # In transforms of `torch.func`, derivatives have levels of their thread.
         return not is_transformed()
+
+    def _warn_of_checkpoint(self) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        warn_user(
+            "A layer is called in `torch.utils.checkpoint.checkpoint` by a step. Its "
+            "backward pass calls the layer again, which replicas cannot do each by "
+            "itself, so the layer runs on one device with the unsplit batch, which is "
+            "exact but not parallel. Call the checkpoint inside the layer's `call`, or "
+            "use `keras.RematScope`, to run it on all replicas."
+        )
 
     def foreign_variables(self, layer: Any) -> str | None:
         return "torch modules" if wraps_torch_modules(layer) else None
