@@ -215,15 +215,11 @@ class JaxTrainer(FitDriver, CheckpointDriver):
                 self.place(variable)
             else:
                 raise ModelScopeError(
-                    f"Variable {variable.path!r} of model {model.name!r} is on "
-                    f"{_device_names(variable)}, but {self.strategy!r} places "
-                    f"variables on {self._variable_devices()}: its layer was made "
-                    "outside of the strategy's scope. Move the lines that make it into "
-                    "`with strategy.scope():`."
+                    f"Variable {variable.path!r} of model {model.name!r} is placed on "
+                    f"{_device_names(variable)} by JAX, and not by {self.strategy!r}: "
+                    "its layer was made outside of the strategy's scope. Move the "
+                    "lines that make it into `with strategy.scope():`."
                 )
-
-    def _variable_devices(self) -> str:
-        return ", ".join(str(device) for device in self.placement.variable_devices)
 
     def save_sharded(self, model: Any, directory: Path, keep: int) -> int:
         sync_jax_state(model)
