@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import keras
@@ -15,7 +16,7 @@ WIDTH = 8
 
 
 def train(strategy: Any, policy: str) -> dict[str, Any]:
-    """A step, with the memory of the gradients at its end."""
+    """A step with several messages, with the memory of the gradients at its end."""
     from keras_strategies.engines.torch.data_parallel import worker_sums
 
     found: list[dict[str, Any]] = []
@@ -23,17 +24,24 @@ def train(strategy: Any, policy: str) -> dict[str, Any]:
     class Watched(worker_sums.WorkerSums):
         def gradients(self, columns: Any) -> Any:
             if self._packs:
-                found.append(self._facts([each for part in columns for each in part]))
+                found.append(self._facts(columns))
             return super().gradients(columns)
 
-        def _facts(self, computed: list[Any]) -> dict[str, Any]:
+        def _facts(self, columns: Any) -> dict[str, Any]:
+            computed = [each for part in columns for each in part]
             packs = [pack.flat for pack in self._packs]
             flags = packs[-1].itemsize * len(self._order)
             memory = {pack.untyped_storage().data_ptr() for pack in packs}
             return {
                 "inside": [
-                    each.untyped_storage().data_ptr() in memory for each in computed
+                    all(each.untyped_storage().data_ptr() in memory for each in part)
+                    for part in columns
                 ],
+                "early": [
+                    any(i in pack.members for pack in self._packs[:-1])
+                    for i, _ in enumerate(columns)
+                ],
+                "computed": len(computed),
                 "gradients": sum(each.nbytes for each in computed),
                 "packs": sum(pack.nbytes for pack in packs) - flags,
             }
@@ -41,6 +49,9 @@ def train(strategy: Any, policy: str) -> dict[str, Any]:
     from keras_strategies.engines.torch.data_parallel import call_on_threads
 
     call_on_threads.WorkerSums, original = Watched, call_on_threads.WorkerSums
+    workers = strategy.workers
+    options = workers.options
+    workers.options = dataclasses.replace(options, bytes_per_pack=256)
     try:
         with strategy.scope():
             model = keras.Sequential(
@@ -57,6 +68,7 @@ def train(strategy: Any, policy: str) -> dict[str, Any]:
         model.fit(x.astype("float32"), np.ones((7, 1)), verbose=0)
     finally:
         call_on_threads.WorkerSums = original
+        workers.options = options
     [step] = found
     return step
 
@@ -64,19 +76,21 @@ def train(strategy: Any, policy: str) -> dict[str, Any]:
 @pytest.mark.parametrize("cluster", ["two"], indirect=True)
 def test_gradients_of_one_replica_are_views_of_their_messages(cluster) -> None:
     for found in cluster(train, "float32"):
-        assert len(found["inside"]) == 6 and all(found["inside"])
+        # Those of the last message are moved to it at once, when all have arrived.
+        assert found["inside"] == found["early"]
+        assert found["computed"] == 6 and 3 <= sum(found["early"]) < 6
         assert found["packs"] == found["gradients"]
 
 
 @pytest.mark.parametrize("cluster", ["two"], indirect=True)
 def test_gradients_of_half_precision_are_sent_in_float32(cluster) -> None:
     for found in cluster(train, "float16"):
-        assert len(found["inside"]) == 6 and not any(found["inside"])
+        assert found["computed"] == 6 and not any(found["inside"])
         assert found["packs"] == 2 * found["gradients"]
 
 
 @pytest.mark.parametrize("cluster", ["two_by_two"], indirect=True)
 def test_gradients_of_several_replicas_are_summed_into_messages(cluster) -> None:
     for found in cluster(train, "float32"):
-        assert len(found["inside"]) == 12 and not any(found["inside"])
+        assert found["computed"] == 12 and not any(found["inside"])
         assert 2 * found["packs"] == found["gradients"]

@@ -38,7 +38,8 @@ class WorkerSums:
     pack is sent when the local replicas have all of its gradients. All workers send
     packs in the same order, in whatever order gradients are computed. The gradients of
     a single replica are moved to their pack when they are computed, so that both are
-    never in memory, as with DDP's `gradient_as_bucket_view`.
+    never in memory, as with DDP's `gradient_as_bucket_view`. The last pack is sent
+    after the backward pass, with all of its gradients moved at once.
 
     A context manager around the backward pass.
 
@@ -79,9 +80,15 @@ class WorkerSums:
             # is sent after the backward pass, all others in it.
             self._packs[-1].flags = len(self._order)
         self._pack_of = {i: pack for pack in self._packs for i in pack.members}
-        self._missing = {i: len(_present(self._targets[i].locals)) for i in self._order}
+        # Those that are looked at when they arrive: of packs that are sent in the
+        # backward pass, or of which this worker keeps its part only.
+        packs = self._packs if shards is not None else self._packs[:-1]
+        self._watched = [i for pack in packs for i in pack.members]
+        self._missing = {
+            i: len(_present(self._targets[i].locals)) for i in self._watched
+        }
         self._found: dict[int, list[torch.Tensor | None]] = {
-            i: [None] * len(row_split.sizes) for i in self._order
+            i: [None] * len(row_split.sizes) for i in self._watched
         }
         self._is_alone = len(row_split.sizes) == 1 and reduction is None
         self._lock = threading.Lock()
@@ -120,7 +127,7 @@ class WorkerSums:
         ]
 
     def __enter__(self) -> WorkerSums:
-        for i in self._order:
+        for i in self._watched:
             for replica_id, local in enumerate(self._targets[i].locals):
                 if local is not None:
                     hook = self._hook(i, replica_id)
@@ -155,14 +162,16 @@ class WorkerSums:
     def _send(self) -> None:
         pack = self._packs[self._count]
         left = [i for i in pack.members if not pack.has(i)]
-        own = sums_on_worker(
-            self._ops,
-            [self._targets[i] for i in left],
-            [self._found[i] for i in left],
-            self._reduction,
-        )
-        for i, total in zip(left, own, strict=True):
-            pack.put(i, total)
+        if self._is_alone:
+            own = [self._found[i][0] for i in left]
+        else:
+            own = sums_on_worker(
+                self._ops,
+                [self._targets[i] for i in left],
+                [self._found[i] for i in left],
+                self._reduction,
+            )
+        pack.put_all(left, own)
         if pack.flags:
             pack.put_flags([float(bool(_present(self._found[i]))) for i in self._order])
         pack.begin(self._workers)
@@ -320,6 +329,21 @@ class GradientPack:
             return None
         self.put(i, gradient)
         return self._view(i)
+
+    def put_all(
+        self, members: Sequence[int], totals: Sequence[torch.Tensor | None]
+    ) -> None:
+        """Writes gradients as `put` does, those of dense tensors in one operation."""
+        views, dense = [], []
+        for i, total in zip(members, totals, strict=True):
+            if total is None or self._shards is not None or total.is_sparse:
+                self.put(i, total)
+            else:
+                views.append(self._view(i))
+                dense.append(total)
+                self._orders[i] = axis_order(total)
+        if dense:
+            torch._foreach_copy_(views, dense)
 
     def put(self, i: int, total: torch.Tensor | None) -> None:
         """Writes a gradient of this worker, None for zeros, into the pack."""
