@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from keras_strategies.engines.torch.compat import copy_each
 from keras_strategies.engines.torch.memory_formats import axis_order, in_axis_order
 from keras_strategies.engines.torch.worker_collectives import TorchCommunicator
 from keras_strategies.runtime.data_parallel.gradient_boundary import (
@@ -343,7 +344,7 @@ class GradientPack:
                 dense.append(total)
                 self._orders[i] = axis_order(total)
         if dense:
-            torch._foreach_copy_(views, dense)
+            copy_each(views, dense)
 
     def put(self, i: int, total: torch.Tensor | None) -> None:
         """Writes a gradient of this worker, None for zeros, into the pack."""
