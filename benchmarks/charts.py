@@ -46,7 +46,8 @@ def speed_chart(speeds: Speeds, unit: str, path: Path) -> None:
         )
         axis.set_title(backend)
         axis.legend(fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1.08), ncols=2)
-        axis.set_ylim(bottom=0)
+    # When all bars are there: panels share the axis, and this ends its scaling.
+    axes[0][0].set_ylim(bottom=0)
     axes[0][0].set_ylabel(f"speed, {unit} = 1", fontsize=9)
     figure.savefig(path, dpi=120)
     plt.close(figure)
