@@ -191,10 +191,16 @@ class LoaderSource(Source):
 
     def __init__(self, given: Any):
         super().__init__(given)
+        # It imports Torch, which a loader has imported.
         from keras_strategies.engines.torch.own_rows import loader_rows
 
         # Where reads may change something, those of two workers would have to agree.
-        if loader_rows.can_read_rows(given) and loader_rows.reads_alike(given.dataset):
+        # Processes that stay are those of the loader itself.
+        if (
+            loader_rows.can_read_rows(given)
+            and loader_rows.reads_alike(given.dataset)
+            and not given.persistent_workers
+        ):
             self.own_batches = functools.partial(loader_rows.batches_of_worker, given)
 
     def read(self) -> Iterator[Any]:

@@ -257,3 +257,20 @@ def of_other_orders(strategy: Any) -> str:
 def test_orders_that_differ_are_an_error(cluster: Any) -> None:
     for text in cluster(of_other_orders):
         assert "have different batches" in text and "`generator`" in text
+
+
+def steps_of_other_orders(strategy: Any) -> list[str]:
+    """What steps say of equal rows in equal, and in other orders."""
+    found = []
+    for order in (7, strategy.workers.group.index):
+        try:
+            strategy.workers.steps.check_rows(4, (4, order))
+            found.append("")
+        except ks.errors.WorkerError as error:
+            found.append(str(error))
+    return found
+
+
+def test_steps_compare_orders(cluster: Any) -> None:
+    for equal, other in cluster(steps_of_other_orders):
+        assert equal == "" and "have different batches" in other
