@@ -12,7 +12,9 @@ process of its own that is pinned to one core:
   `chrt --batch 0 python ...`: what our workers do for Gloo's threads only, which on a
   core that is shared with them costs a scheduler's tick for most messages
   (`keras_strategies/runtime/thread_scheduling.py`);
-- on Torch the same loop by hand with Keras's loss, which ours has, in place of Torch's.
+- on Torch the same loop by hand with Keras's loss, which ours has, in place of Torch's;
+- two processes that exchange nothing, each with plain Keras's `fit` of its own rows:
+  what a step of `fit` takes where communication and the library cost nothing.
 
 Every number is the median over rounds of the milliseconds per step of worker 0, after
 one epoch that warms up; ratios have the range of the rounds. Above 1 ours is faster.
@@ -60,6 +62,7 @@ WITH_GLOO = ("jax", "torch")
 # Seconds in which a cluster has to come through its first epoch.
 START_SECONDS = 60
 KERAS_LOSS = "peer_keras_loss"
+NO_EXCHANGE = "no_exchange"
 # Seconds for all that a command of `ranks` does, with 8 workers on two cores.
 RANKS_SECONDS = 600
 
@@ -222,6 +225,8 @@ def serve(kind: str, workload: Workload) -> None:
             return ours(workload)
         if kind == KERAS_LOSS:
             return torch_peer(workload, index, count, has_keras_loss=True)
+        if kind == NO_EXCHANGE:
+            return fit_of_own_rows(workload, index, count)
         return PEERS_OF[backend](workload, index, count)
 
     answer(make)
@@ -278,11 +283,15 @@ def jax_peer(workload: Workload, index: int, count: int) -> Callable[[], float]:
     jax.distributed.initialize(address, count, index)
     import keras
 
-    x, y = own_rows(workload, index, count)
-    x, y = (part.reshape(-1, *part.shape[2:]) for part in (x, y))
     keras.distribution.set_distribution(
         keras.distribution.DataParallel(auto_shard_dataset=False)
     )
+    return fit_of_own_rows(workload, index, count)
+
+
+def fit_of_own_rows(workload: Workload, index: int, count: int) -> Callable[[], float]:
+    x, y = own_rows(workload, index, count)
+    x, y = (part.reshape(-1, *part.shape[2:]) for part in (x, y))
     return keras_contestant(workload, no_scope, (x, y))
 
 
@@ -400,10 +409,17 @@ def table(results: dict[str, Any]) -> str:
                     cells += ["did not start" if kind in rounds else "not measured", ""]
             cells[5] = f"{PEERS[backend]}, {cells[5]}"
             rows.append(cells)
-            if KERAS_LOSS in ms:
-                peer = f"{PEERS[backend]} with Keras's loss, {ms[KERAS_LOSS]:.1f} ms"
-                part = ratio(rounds[KERAS_LOSS], rounds["two"])
-                rows.append([backend, name, "", "", "", peer, part, "", ""])
+            further = {
+                KERAS_LOSS: f"{PEERS[backend]} with Keras's loss",
+                NO_EXCHANGE: "`fit` of own rows without exchange",
+            }
+            for kind, peer in further.items():
+                if kind in ms:
+                    peer, part = (
+                        f"{peer}, {ms[kind]:.1f} ms",
+                        ratio(rounds[kind], rounds["two"]),
+                    )
+                    rows.append([backend, name, "", "", "", peer, part, "", ""])
     return markdown_table(header, rows)
 
 
@@ -414,9 +430,13 @@ def compare(backend: str, workload: Workload, rounds: int) -> dict[str, Rounds |
         kinds["peer_batch"] = ("peer_batch", 2)
     if backend == "torch":
         kinds[KERAS_LOSS] = (KERAS_LOSS, 2)
+    kinds[NO_EXCHANGE] = (NO_EXCHANGE, 2)
     contestants = {}
     # A peer that spins is not to hold up the start of ours.
-    for names in (["one", "two"], [name for name in kinds if name.startswith("peer")]):
+    for names in (
+        ["one", "two"],
+        [name for name in kinds if name not in ("one", "two")],
+    ):
         started = {name: Cluster(backend, *kinds[name], workload) for name in names}
         for name, cluster in started.items():
             try:

@@ -88,6 +88,26 @@ class WorkerRows:
             lambda: workers.replica_counts, driver.split_rows, driver.needs_few_rows
         )
 
+    def sizes(self, rows: int) -> list[int]:
+        """The rows of each replica, of all workers, of a global batch."""
+        return self._split(rows, self._counts().total)
+
+    def range_of(self, rows: int) -> tuple[int, int]:
+        """The first row of this worker, and the one after its last.
+
+        All rows of a batch of which a worker has none, or a replica that needs one.
+
+        Args:
+            rows: int, those of the global batch.
+        """
+        counts = self._counts()
+        every = self._split(rows, counts.total)
+        own = [sum(each) for each in counts.split(every)]
+        if not all(every if self._needs_few else own):
+            return 0, rows
+        start = sum(own[: counts.worker])
+        return start, start + own[counts.worker]
+
     def read(self, rows: int, read: Callable[[int, int], Any]) -> WorkerBatch:
         """The rows of this worker.
 

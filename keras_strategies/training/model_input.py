@@ -17,6 +17,10 @@ from keras_strategies.input.arrays import ArrayDataset
 from keras_strategies.input.distributed_dataset import DistributedDataset
 from keras_strategies.input.feeds import PerReplicaFeed
 from keras_strategies.input.joined_batches import WorkersSource, over_workers
+from keras_strategies.input.loader_batches import (
+    has_rows_of_workers,
+    own_loader_rows,
+)
 from keras_strategies.input.row_dataset import RowDataset, own_rows
 from keras_strategies.input.sources import Source, is_tf_data, source_of
 from keras_strategies.keras_compat.models.first_batches import is_read_for_shapes
@@ -107,10 +111,20 @@ def model_arguments(
     changed = {}
     class_weight = arguments.get("class_weight")
     x = arguments.get("x")
+    has_others = any(
+        arguments.get(other) is not None
+        for other in ("y", "sample_weight", "class_weight")
+    )
     sharded = strategy is not None and strategy.workers is not None
 
     def is_own(value: Any) -> bool:
         return _row_dataset(value) is not None and own_rows_of(strategy) is not None
+
+    def with_own_rows(value: Any) -> Any:
+        """A loader's adapter with own rows; other input as it is."""
+        if not has_rows_of_workers(value, strategy):
+            return value
+        return own_loader_rows(value, strategy.workers, own_rows_of(strategy))
 
     def is_ours(value: Any) -> bool:
         if is_distributed_input(value) or (sharded and is_tf_data(value)):
@@ -127,9 +141,17 @@ def model_arguments(
     if is_ours(x):
         shuffle = name == "fit" and arguments.get("shuffle", True)
         changed["x"] = _model_input(strategy, x, class_weight, bool(shuffle))
+    if not has_others:
+        found = changed.get("x", x)
+        # Keras refuses the others with a loader.
+        if (own := with_own_rows(found)) is not found:
+            changed["x"] = own
     validation = arguments.get("validation_data")
     if is_ours(validation):
         changed["validation_data"] = _model_input(strategy, validation, None)
+    found = changed.get("validation_data", validation)
+    if (own := with_own_rows(found)) is not found:
+        changed["validation_data"] = own
     return changed
 
 

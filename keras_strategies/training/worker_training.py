@@ -23,7 +23,10 @@ from keras_strategies.keras_compat.models.fit_loop import (
     set_initial_epoch,
 )
 from keras_strategies.keras_compat.models.input_adapters import is_adapter
-from keras_strategies.keras_compat.models.row_adapters import has_own_rows
+from keras_strategies.keras_compat.models.row_adapters import (
+    has_own_rows,
+    is_loader_adapter,
+)
 from keras_strategies.keras_compat.optimizers.optimizer_parts import variable_rate
 from keras_strategies.runtime.state.variable_sync import sync_model
 from keras_strategies.training.progress_bar import WorkerProgress, with_progress
@@ -90,7 +93,7 @@ def arguments(
     agree(workers, model, name, given)
     # Arrays have been compared above; joined batches are equal by construction.
     x = given.get("x")
-    is_compared = _is_arrays(x) or is_adapter(x)
+    is_compared = _is_arrays(x) or (is_adapter(x) and not is_loader_adapter(x))
     workers.steps.check("rows" if has_own_rows(x) else "" if is_compared else "batches")
     callbacks = given.get("callbacks")
     _check_backups(strategy, callbacks)

@@ -10,9 +10,6 @@ import keras
 import numpy as np
 import pytest
 
-if keras.backend.backend() != "torch":
-    pytest.skip("reads of own rows are Torch's", allow_module_level=True)
-
 import torch
 from harness.training import assert_same
 from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
@@ -21,6 +18,9 @@ import keras_strategies as ks
 
 ALL = pytest.mark.parametrize(
     "cluster", ["two", "three", "two_by_two"], indirect=True, scope="session"
+)
+OF_TORCH = pytest.mark.skipif(
+    keras.backend.backend() != "torch", reason="the reads of arrays are Torch's"
 )
 ROWS, WIDTH, BATCH = 23, 3, 5
 _random = np.random.default_rng(4)
@@ -224,6 +224,7 @@ def of_arrays(strategy: Any, is_custom: bool) -> Any:
 
 
 @ALL
+@OF_TORCH
 def test_rows_of_arrays(cluster: Any) -> None:
     expected, sizes = of_arrays(ks.OneDeviceStrategy("cpu:0"), False)
     every = cluster(of_arrays, False)
@@ -232,6 +233,7 @@ def test_rows_of_arrays(cluster: Any) -> None:
     assert np.sum([own for _, own in every], 0).tolist() == sizes
 
 
+@OF_TORCH
 def test_arrays_of_a_step_that_joins_them_are_read_in_full(cluster: Any) -> None:
     expected, sizes = of_arrays(ks.OneDeviceStrategy("cpu:0"), True)
     for index, (found, own) in enumerate(cluster(of_arrays, True)):

@@ -66,6 +66,7 @@ class EpochDatasets:
         begin: Callable[[], None] | None = None,
         of_arrays: bool = False,
         own: Callable[[], Iterator[Any]] | None = None,
+        is_read_by_steps: bool = False,
     ) -> Any:
         """The dataset to iterate over, in the order that it has without a strategy.
 
@@ -78,10 +79,12 @@ class EpochDatasets:
             begin: called when Keras makes an iterator; None for nothing.
             of_arrays: bool, whether Keras made it from arrays.
             own: starts a pass of `WorkerBatch` in its place; None for other input.
+            is_read_by_steps: bool, whether steps read `own`, also where the group of
+                workers does not change.
         """
         if not isinstance(dataset, tf.data.Dataset):
             return dataset
-        if self._changing is not None and own is not None:
+        if own is not None and (is_read_by_steps or self._changing is not None):
             spec = own_part(dataset.element_spec)
             return Epochs(OwnBatches(own, spec), begin)
         if by_user:
@@ -154,7 +157,7 @@ class Epochs:
 
 
 class OwnBatches:
-    """Batches of an elastic worker, which reads them again if its group changes.
+    """Batches that steps read: an elastic worker again, if its group changes.
 
     Args:
         begin: starts a pass of `WorkerBatch`.

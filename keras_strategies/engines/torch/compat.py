@@ -38,7 +38,6 @@ __all__ = [
     "TorchDispatchMode",
     "all_gather_into",
     "compile_graph",
-    "copy_each",
     "create_gloo_group",
     "decomposition_of",
     "default_mps_generator",
@@ -95,7 +94,6 @@ PRIVATE_NAMES = (
         ("_sample_dirichlet", "_standard_gamma"),
         "Random numbers of replicas.",
     ),
-    Private("torch", ("_foreach_copy_",), "Gradients are moved to a pack at once."),
     Private("torch.Tensor", ("_version",), "Whether a tensor has changed in place."),
     Private("torch._C", ("_is_fwd_grad_enabled",), "State of the caller's thread."),
     Private(
@@ -457,11 +455,6 @@ def all_gather_into(group: Any, joined: torch.Tensor, own: torch.Tensor) -> Any:
 def reduce_scatter_into(group: Any, own: torch.Tensor, parts: torch.Tensor) -> Any:
     """Begins to sum equal parts over processes, each of which gets its own."""
     return group._reduce_scatter_base(own, parts)
-
-
-def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copies tensors into others of their shapes, in one operation."""
-    torch._foreach_copy_(list(targets), list(sources))
 
 
 def compile_graph(graph: Any, inputs: list[Any]) -> Callable[..., Any]:

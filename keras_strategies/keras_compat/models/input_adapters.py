@@ -339,6 +339,7 @@ class DatasetPlacer(Protocol):
         begin: Callable[[], None] | None,
         of_arrays: bool,
         own: Callable[[], Iterator[Any]] | None,
+        is_read_by_steps: bool,
     ) -> Any:
         """The dataset to iterate over.
 
@@ -348,6 +349,7 @@ class DatasetPlacer(Protocol):
             begin: called when Keras makes an iterator; None for nothing.
             of_arrays: whether Keras has made it from arrays.
             own: starts a pass with this worker's rows; None for global batches.
+            is_read_by_steps: whether steps read `own`, and no thread may.
         """
 
 
@@ -395,4 +397,5 @@ def tensorflow_epochs(original: Any, self: Any, *args: Any, **kwargs: Any) -> No
             getattr(self.data_adapter, "begin", None),
             is_array_adapter(self.data_adapter),
             getattr(self.data_adapter, "own_batches", None),
+            hasattr(self.data_adapter, "is_read_by_steps"),
         )

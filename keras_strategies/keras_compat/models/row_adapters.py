@@ -1,4 +1,4 @@
-"""Keras's adapter of a `PyDataset` with own rows of its batches."""
+"""Keras's adapters with own rows of the batches of their input."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+import numpy as np
 
-from keras_strategies.keras_compat.models.input_adapters import as_element
+from keras_strategies.keras_compat.models.input_adapters import OwnPart, as_element
 
 
 def own_rows_adapter(
@@ -56,3 +57,45 @@ def own_rows_adapter(
 def has_own_rows(value: Any) -> bool:
     """Whether a value is of `own_rows_adapter`."""
     return hasattr(value, "worker_batches")
+
+
+def loader_adapter(
+    loader: Any, begin: Callable[[], Iterator[Any]], as_own: Callable[[Any], Any]
+) -> Any:
+    """An `x` for `fit`, `evaluate` and `predict`, with own rows of a loader's batches.
+
+    Keras 3.15: `TorchDataLoaderAdapter` reads a pass when its first batch is requested,
+    and makes NumPy arrays of tensors. On TensorFlow it reads two batches in full, for
+    their shapes.
+
+    Args:
+        loader: `torch.utils.data.DataLoader`.
+        begin: starts a pass of `WorkerBatch` and of batches with all rows.
+        as_own: callable of a batch with all rows, which makes a `WorkerBatch` of it.
+    """
+    from keras.src.trainers.data_adapters.torch_data_loader_adapter import (
+        TorchDataLoaderAdapter,
+    )
+
+    def array(leaf: Any) -> Any:
+        return np.asarray(leaf.cpu())
+
+    def arrays(batch: Any) -> Any:
+        return tuple(keras.tree.map_structure(array, batch, none_is_leaf=False))
+
+    class LoaderAdapter(TorchDataLoaderAdapter):
+        # Workers compare what they read: no thread may read ahead.
+        is_read_by_steps = True
+
+        # Read by engines that keep rows on their workers.
+        def own_batches(self) -> Iterator[Any]:
+            for batch in begin():
+                own = batch if isinstance(batch, OwnPart) else as_own(batch)
+                yield own.changed(arrays)
+
+    return LoaderAdapter(loader)
+
+
+def is_loader_adapter(value: Any) -> bool:
+    """Whether a value is of `loader_adapter`."""
+    return hasattr(value, "is_read_by_steps")

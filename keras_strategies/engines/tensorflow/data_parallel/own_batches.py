@@ -52,7 +52,7 @@ def in_parts(data: RowsOfWorker, placement: Placement, caller: RowPartsCaller) -
 
 
 def as_tensors(data: Any, spec: Any, counts: ReplicaCounts) -> tuple[Any, Any]:
-    """A batch of an elastic worker in its current group, and its specification.
+    """A batch that a step has read, for the current group, and its specification.
 
     Args:
         data: a `WorkerBatch`; others are returned unchanged.
@@ -62,7 +62,7 @@ def as_tensors(data: Any, spec: Any, counts: ReplicaCounts) -> tuple[Any, Any]:
     if not isinstance(data, WorkerBatch):
         return data, spec
     data = data.of(counts)
-    total = sum(data.every)
+    total = sum(data.every) or _rows(data.batch)
     with tf.device("/device:CPU:0"):
         every = tf.zeros([total, 0], tf.bool)
         if spec is None:
@@ -80,6 +80,12 @@ def as_tensors(data: Any, spec: Any, counts: ReplicaCounts) -> tuple[Any, Any]:
     own_spec = keras.tree.map_structure(own, batch, spec)
     rows = tf.TensorSpec([total if is_fixed else None, 0], tf.bool)
     return RowsOfWorker(batch, every), RowsOfWorker(own_spec, rows)
+
+
+def _rows(batch: Any) -> int:
+    return next(
+        len(leaf) for leaf in keras.tree.flatten(batch) if leaf is not None
+    )
 
 
 def _tensor(leaf: Any, spec: Any = None) -> Any:

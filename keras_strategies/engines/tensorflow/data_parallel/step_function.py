@@ -38,6 +38,7 @@ from keras_strategies.keras_compat.models.building import (
 from keras_strategies.keras_compat.models.input_adapters import RowsOfWorker, own_part
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.runtime.row_splits import check_batch
+from keras_strategies.runtime.worker_batch import WorkerBatch
 from keras_strategies.user_warnings import warn_user
 
 if TYPE_CHECKING:
@@ -194,17 +195,18 @@ class StepFunction:
         batch. Keras omits what is unknown there, such as the number of rows by which it
         weights the losses of several outputs.
         """
-        if self._rollback is not None:
-            batch, spec = as_tensors(batch, spec, self._call.placement.replica_counts)
+        order = batch.order if isinstance(batch, WorkerBatch) else None
+        batch, spec = as_tensors(batch, spec, self._call.placement.replica_counts)
         batch = keras.tree.map_structure(_none_if_optional, batch)
         check_batch(own_part(batch))
         if self._workers is None:
             return self._step_on(batch, spec)
         self._workers.steps.begin_steps()
         if isinstance(batch, RowsOfWorker):
-            self._workers.steps.check_rows(int(batch.every.shape[0]))
+            self._workers.steps.check_rows(int(batch.every.shape[0]), order)
             if has_all_rows(batch):
                 batch, spec = own_part(batch), own_part(spec)
+                self._workers.steps.check_batch(batch)
         else:
             self._workers.steps.check_batch(batch)
         with self._workers.watched():

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from keras_strategies.engines.torch.compat import copy_each
 from keras_strategies.engines.torch.memory_formats import axis_order, in_axis_order
 from keras_strategies.engines.torch.worker_collectives import TorchCommunicator
 from keras_strategies.runtime.data_parallel.gradient_boundary import (
@@ -172,9 +171,10 @@ class WorkerSums:
                 [self._found[i] for i in left],
                 self._reduction,
             )
-        pack.put_all(left, own)
+        flags: list[float] = []
         if pack.flags:
-            pack.put_flags([float(bool(_present(self._found[i]))) for i in self._order])
+            flags = [float(bool(_present(self._found[i]))) for i in self._order]
+        pack.put_all(left, own, flags)
         pack.begin(self._workers)
         if self._shards is not None and self._count:
             # The gradients of one pack are in memory while another one is sent.
@@ -265,6 +265,7 @@ class GradientPack:
         if shards is not None:
             self._parts = layouts[self.members[0]].count
             self._shapes = {i: torch.Size(layouts[i].own_shape) for i in members}
+        self._sizes = [shape.numel() for shape in self._shapes.values()]
         # The zeros that stand for gradients that have been moved to the pack.
         self._zero: torch.Tensor | None = None
         # The message, of shape `(parts, numbers)`.
@@ -283,14 +284,12 @@ class GradientPack:
             first = self._tensors[self.members[0]]
             # Half precision is summed in float32.
             like = torch.empty(0, dtype=first.dtype, device=first.device)
-            sizes = [shape.numel() for shape in self._shapes.values()]
-            count = sum(sizes) + self.flags
             self._flat = torch.empty(
-                (self._parts, count),
+                (self._parts, sum(self._sizes) + self.flags),
                 dtype=self._ops.widened(like).dtype,
                 device=like.device,
             )
-            parts = self._flat[:, : sum(sizes)].split(sizes, 1)
+            parts = self._flat[:, : sum(self._sizes)].split(self._sizes, 1)
             for (i, shape), part in zip(self._shapes.items(), parts, strict=True):
                 layout = self._layouts.get(i)
                 self._views[i] = (
@@ -332,19 +331,47 @@ class GradientPack:
         return self._view(i)
 
     def put_all(
-        self, members: Sequence[int], totals: Sequence[torch.Tensor | None]
+        self,
+        members: Sequence[int],
+        totals: Sequence[torch.Tensor | None],
+        flags: Sequence[float],
     ) -> None:
-        """Writes gradients as `put` does, those of dense tensors in one operation."""
-        views, dense = [], []
+        """Writes gradients as `put` does, and the flags of this worker.
+
+        Those of a whole pack are joined in one operation.
+        """
+        if len(members) == len(self.members) and self._join(totals, flags):
+            return
         for i, total in zip(members, totals, strict=True):
-            if total is None or self._shards is not None or total.is_sparse:
-                self.put(i, total)
-            else:
-                views.append(self._view(i))
-                dense.append(total)
-                self._orders[i] = axis_order(total)
-        if dense:
-            copy_each(views, dense)
+            self.put(i, total)
+        if self.flags:
+            flat = self.flat
+            flat[:, -self.flags :] = torch.tensor(flags, dtype=flat.dtype)
+
+    def _join(
+        self, totals: Sequence[torch.Tensor | None], flags: Sequence[float]
+    ) -> bool:
+        """Makes the message of all gradients, if these are as it needs them."""
+        first = self._tensors[self.members[0]]
+        kind, device = self._ops.widened(first.detach()[:0]).dtype, first.device
+        parts = []
+        for total in totals:
+            if (
+                self._shards is not None
+                or total is None
+                or total.layout is not torch.strided
+                or total.dtype != kind
+                or total.device != device
+            ):
+                return False
+            parts.append(total.reshape(-1))
+        if flags:
+            parts.append(torch.tensor(flags, dtype=kind, device=device))
+        self._flat = torch.cat(parts).unsqueeze(0)
+        for i, total in zip(self.members, totals, strict=True):
+            assert total is not None
+            self._orders[i] = axis_order(total)
+        return True
 
     def put(self, i: int, total: torch.Tensor | None) -> None:
         """Writes a gradient of this worker, None for zeros, into the pack."""
@@ -357,11 +384,6 @@ class GradientPack:
             self._orders[i] = axis_order(total)
         else:
             place.copy_(total.to_dense().view(place.shape))
-
-    def put_flags(self, flags: Sequence[float]) -> None:
-        """Writes the flags of this worker."""
-        flat = self.flat
-        flat[:, -self.flags :] = torch.tensor(flags, dtype=flat.dtype)
 
     def begin(self, workers: TorchCommunicator) -> None:
         """Begins to send the pack."""
@@ -393,8 +415,7 @@ class GradientPack:
         Of variables in shards those of this worker's shards.
         """
         assert self._own is not None
-        sizes = [shape.numel() for shape in self._shapes.values()]
-        parts = self._own[: sum(sizes)].split(sizes)
+        parts = self._own[: sum(self._sizes)].split(self._sizes)
         return {
             i: in_axis_order(part.view(shape), self._orders[i])
             for (i, shape), part in zip(self._shapes.items(), parts, strict=True)

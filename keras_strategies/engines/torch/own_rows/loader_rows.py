@@ -9,7 +9,6 @@ restore the state before it, and read all rows of this batch and of those that f
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 from collections.abc import Iterator
@@ -34,12 +33,11 @@ from keras_strategies.engines.torch.own_rows.own_samples import (
     OwnSamples,
     PassOrder,
     WorkerSampler,
-    worker_range,
 )
 from keras_strategies.errors import InputError
 from keras_strategies.keras_compat.structures import leaves_of
-from keras_strategies.runtime.row_splits import replica_ranges, split_sizes
-from keras_strategies.runtime.worker_batch import WorkerBatch
+from keras_strategies.runtime.row_splits import replica_ranges
+from keras_strategies.runtime.worker_batch import WorkerBatch, WorkerRows
 
 _logger = logging.getLogger("keras_strategies.own_rows")
 
@@ -49,19 +47,18 @@ class _Pass:
 
     Args:
         loader: the user's loader.
-        workers: the workers.
+        rows: those of this worker.
         is_checked: bool, whether the state that reads change is compared.
         is_compared: bool, whether workers compare the order of their batches.
     """
 
     def __init__(
-        self, loader: Any, workers: Communicator, is_checked: bool, is_compared: bool
+        self, loader: Any, rows: WorkerRows, is_checked: bool, is_compared: bool
     ):
         self._loader = loader
         self._order = PassOrder(loader.batch_sampler)
         self._samples = OwnSamples(loader.dataset, is_checked, is_compared)
-        own_range = functools.partial(worker_range, workers)
-        self.sampler = WorkerSampler(self._order, own_range)
+        self.sampler = WorkerSampler(self._order, rows.range_of)
         self._own = _loader_like(
             loader, self._samples, self.sampler, Collated(loader.collate_fn)
         )
@@ -114,13 +111,21 @@ class LoaderRows:
         loader: a `torch.utils.data.DataLoader` that `can_read_rows`, or one of Keras
             for arrays.
         workers: the workers.
+        rows: those of this worker.
         is_of_arrays: bool, whether it is one of Keras, with the order of the random
             numbers of the process.
     """
 
-    def __init__(self, loader: Any, workers: Communicator, is_of_arrays: bool = False):
+    def __init__(
+        self,
+        loader: Any,
+        workers: Communicator,
+        rows: WorkerRows,
+        is_of_arrays: bool = False,
+    ):
         self._loader = loader
         self._workers = workers
+        self._rows = rows
         self._is_of_arrays = is_of_arrays
         self._is_known = is_of_arrays or reads_alike(loader.dataset)
         # Workers that join read by themselves: the steps of the others compare.
@@ -132,7 +137,7 @@ class LoaderRows:
 
     def _new_pass(self) -> _Pass:
         is_compared = not self._is_of_arrays
-        return _Pass(self._loader, self._workers, not self._is_known, is_compared)
+        return _Pass(self._loader, self._rows, not self._is_known, is_compared)
 
     def begin(self) -> Iterator[Any]:
         """A pass over the global batches: `WorkerBatch`, or all batches in full.
@@ -178,7 +183,7 @@ class LoaderRows:
         def again() -> WorkerBatch:
             return self._batch(one_pass, one_pass.again(indices))
 
-        every = split_sizes(len(indices), counts.total) if is_own else []
+        every = self._rows.sizes(len(indices)) if is_own else []
         is_compared = self._agrees or self._is_of_arrays
         found = None if is_compared else (len(indices), order)
         return WorkerBatch(batch, every, counts, again, found)

@@ -34,7 +34,7 @@ from keras_strategies.runtime.batch_prefetch import prefetch_one
 from keras_strategies.runtime.data_parallel.row_parts import RowPartsCaller
 from keras_strategies.runtime.placement import Placement
 from keras_strategies.runtime.replicas.replica_set import RowSplit
-from keras_strategies.runtime.worker_batch import WorkerBatch
+from keras_strategies.runtime.worker_batch import WorkerBatch, WorkerRows
 
 
 class OwnBatchPlacer:
@@ -57,6 +57,8 @@ class OwnBatchPlacer:
     ):
         assert placement.workers is not None
         self._workers = placement.workers
+        workers = placement.workers
+        self._rows = WorkerRows(lambda: workers.replica_counts)
         self._caller = caller
         self._others = others
         self._home = torch_device(placement.variables)
@@ -81,12 +83,14 @@ class OwnBatchPlacer:
             iter(batches)
             return self._moved(separate)
         if is_array_adapter(adapter):
-            return self._of_arrays(LoaderRows(batches, self._workers, True), adapter)
+            rows = LoaderRows(batches, self._workers, self._rows, True)
+            return self._of_arrays(rows, adapter)
         is_fixed = self._workers.actions.is_fixed
         # A worker that joins could not agree on what a read has changed.
         if can_read_rows(batches) and (is_fixed or reads_alike(batches.dataset)):
             if batches not in self._loaders:
-                self._loaders[batches] = LoaderRows(batches, self._workers)
+                rows = LoaderRows(batches, self._workers, self._rows)
+                self._loaders[batches] = rows
             return self._moved(self._loaders[batches].begin())
         if self._others is None:
             return iter(batches)

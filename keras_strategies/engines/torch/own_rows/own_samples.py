@@ -6,9 +6,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from keras_strategies.communication.communicator import Communicator
 from keras_strategies.engines.torch.own_rows.dataset_state import DatasetState
-from keras_strategies.runtime.row_splits import split_sizes
 
 
 class BatchIndices(list[int]):
@@ -89,17 +87,6 @@ class WorkerSampler:
         found, rows = BatchIndices(indices), len(indices)
         found.start, found.stop = (0, rows) if self.reads_all else self._own_range(rows)
         return found
-
-
-def worker_range(workers: Communicator, rows: int) -> tuple[int, int]:
-    """The rows of a batch of `fit` that this worker reads in the current group."""
-    counts = workers.replica_counts
-    own = [sum(each) for each in counts.split(split_sizes(rows, counts.total))]
-    if not all(own):
-        # Fewer rows than workers: each computes all of them.
-        return 0, rows
-    start = sum(own[: counts.worker])
-    return start, start + own[counts.worker]
 
 
 class SamplesRead:
