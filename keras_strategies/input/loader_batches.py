@@ -26,48 +26,48 @@ if TYPE_CHECKING:
 _READER = "__keras_strategies_reader__"
 
 
-def has_rows_of_workers(value: Any, strategy: StrategyCore | None) -> bool:
-    """Whether a value is a loader of which each worker can read its rows.
-
-    Args:
-        value: the input of `fit`, `evaluate` or `predict`.
-        strategy: the model's strategy; None for the default one.
-    """
-    torch = loaded("torch")
-    if torch is None or keras.backend.backend() == "torch":
-        return False
-    if not isinstance(value, torch.utils.data.DataLoader):
-        return False
-    if strategy is None or strategy.workers is None or own_rows_of(strategy) is None:
-        return False
-    from keras_strategies.engines.torch.own_rows import loader_rows
-
-    # A worker that joins could not agree on what a read has changed.
-    return loader_rows.can_read_rows(value) and (
-        strategy.workers.actions.is_fixed or loader_rows.reads_alike(value.dataset)
-    )
-
-
-def own_loader_rows(loader: Any, workers: Communicator, rows: WorkerRows) -> Any:
+def with_own_rows(value: Any, strategy: StrategyCore | None) -> Any:
     """The input of Keras's `fit`, `evaluate` and `predict`, with this worker's rows.
 
     Args:
-        loader: a `torch.utils.data.DataLoader` that `has_rows_of_workers`.
-        workers: the workers.
-        rows: the rows of each worker.
+        value: the input that was given.
+        strategy: the model's strategy; None for the default one.
+
+    Returns:
+        An adapter for a loader of which each worker can read its rows; other input
+        unchanged.
     """
+    torch = loaded("torch")
+    if torch is None or keras.backend.backend() == "torch":
+        return value
+    rows = own_rows_of(strategy)
+    if rows is None or not isinstance(value, torch.utils.data.DataLoader):
+        return value
+    from keras_strategies.engines.torch.own_rows import loader_rows
+
+    assert strategy is not None and strategy.workers is not None
+    # A worker that joins could not agree on what a read has changed.
+    is_fixed = strategy.workers.actions.is_fixed
+    if loader_rows.can_read_rows(value) and (
+        is_fixed or loader_rows.reads_alike(value.dataset)
+    ):
+        return _adapter(value, strategy.workers, rows)
+    return value
+
+
+def _adapter(loader: Any, workers: Communicator, rows: WorkerRows) -> Any:
     from keras_strategies.engines.torch.own_rows.loader_rows import LoaderRows
 
-    of_workers, reader = getattr(loader, _READER, (None, None))
-    if of_workers is not workers:
+    known = getattr(loader, _READER, None)
+    if known is None or known[0] is not workers:
         # It knows what reads have changed, and has processes that stay.
-        reader = LoaderRows(loader, workers, rows)
-        object.__setattr__(loader, _READER, (workers, reader))
+        known = workers, LoaderRows(loader, workers, rows)
+        object.__setattr__(loader, _READER, known)
+    reader: LoaderRows = known[1]
 
-    def begin() -> Iterator[Any]:
-        yield from reader.begin()
+    def begin() -> Iterator[WorkerBatch]:
+        for batch in reader.begin():
+            own = isinstance(batch, WorkerBatch)
+            yield batch if own else WorkerBatch(batch, [])
 
-    def as_own(batch: Any) -> WorkerBatch:
-        return WorkerBatch(batch, [])
-
-    return loader_adapter(loader, begin, as_own)
+    return loader_adapter(loader, begin)

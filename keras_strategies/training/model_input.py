@@ -17,10 +17,7 @@ from keras_strategies.input.arrays import ArrayDataset
 from keras_strategies.input.distributed_dataset import DistributedDataset
 from keras_strategies.input.feeds import PerReplicaFeed
 from keras_strategies.input.joined_batches import WorkersSource, over_workers
-from keras_strategies.input.loader_batches import (
-    has_rows_of_workers,
-    own_loader_rows,
-)
+from keras_strategies.input.loader_batches import with_own_rows
 from keras_strategies.input.row_dataset import RowDataset, own_rows
 from keras_strategies.input.sources import Source, is_tf_data, source_of
 from keras_strategies.keras_compat.models.first_batches import is_read_for_shapes
@@ -120,12 +117,6 @@ def model_arguments(
     def is_own(value: Any) -> bool:
         return _row_dataset(value) is not None and own_rows_of(strategy) is not None
 
-    def with_own_rows(value: Any) -> Any:
-        """A loader's adapter with own rows; other input as it is."""
-        if not has_rows_of_workers(value, strategy):
-            return value
-        return own_loader_rows(value, strategy.workers, own_rows_of(strategy))
-
     def is_ours(value: Any) -> bool:
         if is_distributed_input(value) or (sharded and is_tf_data(value)):
             return True
@@ -142,17 +133,23 @@ def model_arguments(
         shuffle = name == "fit" and arguments.get("shuffle", True)
         changed["x"] = _model_input(strategy, x, class_weight, bool(shuffle))
     if not has_others:
-        found = changed.get("x", x)
         # Keras refuses the others with a loader.
-        if (own := with_own_rows(found)) is not found:
-            changed["x"] = own
+        _read_own_rows(strategy, changed, "x", x)
     validation = arguments.get("validation_data")
     if is_ours(validation):
         changed["validation_data"] = _model_input(strategy, validation, None)
-    found = changed.get("validation_data", validation)
-    if (own := with_own_rows(found)) is not found:
-        changed["validation_data"] = own
+    _read_own_rows(strategy, changed, "validation_data", validation)
     return changed
+
+
+def _read_own_rows(
+    strategy: Any, changed: dict[str, Any], name: str, given: Any
+) -> None:
+    """Changes an argument that is a loader of which each worker can read its rows."""
+    value = changed.get(name, given)
+    own = with_own_rows(value, strategy)
+    if own is not value:
+        changed[name] = own
 
 
 def _row_dataset(value: Any) -> RowDataset | None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from keras_strategies.cluster.group import WorkerGroup
+from keras_strategies.input.batches import loaded
 from keras_strategies.runtime.engine import Engine
 
 
@@ -18,7 +19,8 @@ def sync_random_numbers(engine: Engine, group: WorkerGroup) -> None:
 
     Keras draws seeds of layers and initializers from Python's generator, and shuffles
     with NumPy's or the framework's, so workers with the same states create the same
-    weights and the same batches.
+    weights and the same batches. A `torch.utils.data.DataLoader` shuffles with Torch's
+    on every backend.
     """
     own = json.dumps(random_numbers(engine)).encode() if group.is_chief else None
     found = json.loads(group.broadcast("random numbers", own))
@@ -26,17 +28,22 @@ def sync_random_numbers(engine: Engine, group: WorkerGroup) -> None:
 
 
 def random_numbers(engine: Engine) -> dict[str, Any]:
-    """The states of all three generators, as JSON."""
+    """The states of all generators, as JSON; Torch's where it has been imported."""
     found: Any = np.random.get_state(legacy=False)
     state = {
         **found,
         "state": {**found["state"], "key": found["state"]["key"].tolist()},
     }
-    return {
+    found = {
         "python": random.getstate(),
         "numpy": state,
         "backend": base64.b64encode(engine.random_state).decode(),
     }
+    torch = loaded("torch")
+    if torch is not None:
+        own = torch.get_rng_state().numpy().tobytes()
+        found["torch"] = base64.b64encode(own).decode()
+    return found
 
 
 def set_random_numbers(engine: Engine, state: dict[str, Any]) -> None:
@@ -46,5 +53,9 @@ def set_random_numbers(engine: Engine, state: dict[str, Any]) -> None:
     numpy = state["numpy"]
     key = np.asarray(numpy["state"]["key"], np.uint32)
     np.random.set_state({**numpy, "state": {**numpy["state"], "key": key}})
+    torch = loaded("torch")
+    if torch is not None and "torch" in state:
+        own = np.frombuffer(base64.b64decode(state["torch"]), np.uint8)
+        torch.set_rng_state(torch.from_numpy(own.copy()))
     if state["backend"]:
         engine.random_state = base64.b64decode(state["backend"])

@@ -56,7 +56,10 @@ def assert_like_one_device(cluster: ElasticCluster) -> dict[int, Any]:
             "rows",
             marks=[pytest.mark.nightly] * (keras.backend.backend() != "torch"),
         ),
-        *["loader"] * (keras.backend.backend() == "torch"),
+        pytest.param(
+            "loader",
+            marks=[pytest.mark.nightly] * (keras.backend.backend() != "torch"),
+        ),
     ],
 )
 def test_a_killed_worker_a_killed_chief_and_a_new_worker(cluster, source):

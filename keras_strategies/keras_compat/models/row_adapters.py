@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import numpy as np
 
-from keras_strategies.keras_compat.models.input_adapters import OwnPart, as_element
+from keras_strategies.keras_compat.models.input_adapters import as_element
 
 
 def own_rows_adapter(
@@ -59,20 +60,18 @@ def has_own_rows(value: Any) -> bool:
     return hasattr(value, "worker_batches")
 
 
-def loader_adapter(
-    loader: Any, begin: Callable[[], Iterator[Any]], as_own: Callable[[Any], Any]
-) -> Any:
+def loader_adapter(loader: Any, begin: Callable[[], Iterator[Any]]) -> Any:
     """An `x` for `fit`, `evaluate` and `predict`, with own rows of a loader's batches.
 
     Keras 3.15: `TorchDataLoaderAdapter` reads a pass when its first batch is requested,
-    and makes NumPy arrays of tensors. On TensorFlow it reads two batches in full, for
-    their shapes.
+    and makes NumPy arrays of tensors. On TensorFlow it reads some batches before, for
+    their shapes (`_output_signature`).
 
     Args:
         loader: `torch.utils.data.DataLoader`.
-        begin: starts a pass of `WorkerBatch` and of batches with all rows.
-        as_own: callable of a batch with all rows, which makes a `WorkerBatch` of it.
+        begin: starts a pass of `WorkerBatch`.
     """
+    from keras.src.trainers.data_adapters import data_adapter_utils
     from keras.src.trainers.data_adapters.torch_data_loader_adapter import (
         TorchDataLoaderAdapter,
     )
@@ -86,12 +85,21 @@ def loader_adapter(
     class LoaderAdapter(TorchDataLoaderAdapter):
         # Workers compare what they read: no thread may read ahead.
         is_read_by_steps = True
+        _output_signature: Any
 
         # Read by engines that keep rows on their workers.
         def own_batches(self) -> Iterator[Any]:
             for batch in begin():
-                own = batch if isinstance(batch, OwnPart) else as_own(batch)
-                yield own.changed(arrays)
+                yield batch.changed(arrays)
+
+        def get_tf_dataset(self) -> Any:
+            if self._output_signature is None:
+                count = data_adapter_utils.NUM_BATCHES_FOR_TENSOR_SPEC
+                read = [
+                    own.batch for own in itertools.islice(self.own_batches(), count)
+                ]
+                self._output_signature = tuple(data_adapter_utils.get_tensor_spec(read))
+            return super().get_tf_dataset()
 
     return LoaderAdapter(loader)
 

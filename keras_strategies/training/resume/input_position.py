@@ -14,7 +14,6 @@ import numpy as np
 
 from keras_strategies.engines import get_engine, tf_data_pipelines
 from keras_strategies.errors import CheckpointError, InputError, InvalidArgumentError
-from keras_strategies.input.batches import loaded
 from keras_strategies.input.sources import is_tf_data
 from keras_strategies.keras_compat.models import fit_position
 from keras_strategies.runtime.worker_batch import WorkerBatch, WorkerRows
@@ -24,23 +23,14 @@ from keras_strategies.user_warnings import warn_user
 
 def random_state() -> dict[str, Any]:
     """The random numbers of Python, NumPy, the backend, and Torch where it is used."""
-    engine = get_engine()
-    state = {**random_numbers(engine), "of": keras.backend.backend()}
-    torch = loaded("torch")
-    if torch is not None:
-        state["torch"] = torch.get_rng_state().numpy().copy()
-    return state
+    return {**random_numbers(get_engine()), "of": keras.backend.backend()}
 
 
 def set_random_state(state: dict[str, Any]) -> None:
     """Restores a `random_state`; of another backend, all but the backend's state."""
-    engine = get_engine()
     if state["of"] != keras.backend.backend():
         state = {**state, "backend": ""}
-    set_random_numbers(engine, state)
-    torch = loaded("torch")
-    if torch is not None and "torch" in state:
-        torch.set_rng_state(torch.from_numpy(state["torch"].copy()))
+    set_random_numbers(get_engine(), state)
 
 
 @dataclass

@@ -83,9 +83,7 @@ def as_tensors(data: Any, spec: Any, counts: ReplicaCounts) -> tuple[Any, Any]:
 
 
 def _rows(batch: Any) -> int:
-    return next(
-        len(leaf) for leaf in keras.tree.flatten(batch) if leaf is not None
-    )
+    return next(len(leaf) for leaf in keras.tree.flatten(batch) if leaf is not None)
 
 
 def _tensor(leaf: Any, spec: Any = None) -> Any:
