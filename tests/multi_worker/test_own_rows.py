@@ -22,6 +22,10 @@ ALL = pytest.mark.parametrize(
 OF_TORCH = pytest.mark.skipif(
     keras.backend.backend() != "torch", reason="the reads of arrays are Torch's"
 )
+# A loader forks its processes. In one with the threads of JAX or TensorFlow that can
+# hang, with and without a strategy.
+FORKS = [pytest.mark.nightly] * (keras.backend.backend() != "torch")
+forks = FORKS[0] if FORKS else lambda test: test
 ROWS, WIDTH, BATCH = 23, 3, 5
 _random = np.random.default_rng(4)
 X = _random.normal(size=(ROWS, WIDTH)).astype("float32")
@@ -184,10 +188,10 @@ def with_processes(strategy: Any, kind: str, persistent: bool) -> Any:
     ("kind", "persistent"),
     [
         pytest.param("rows", False, marks=pytest.mark.nightly),
-        ("rows", True),
+        pytest.param("rows", True, marks=FORKS),
         pytest.param("torch", False, marks=pytest.mark.nightly),
         pytest.param("torch", True, marks=pytest.mark.nightly),
-        ("of one row", False),
+        pytest.param("of one row", False, marks=FORKS),
     ],
 )
 def test_processes_of_a_loader(cluster: Any, kind: str, persistent: bool) -> None:
@@ -204,6 +208,7 @@ def with_late_draws(strategy: Any) -> str:
     return ""
 
 
+@forks
 def test_processes_that_stay_and_draw_later_are_an_error(cluster: Any) -> None:
     for text in cluster(with_late_draws):
         assert "persistent_workers=False" in text
