@@ -91,10 +91,10 @@ def check_batch(batch: Any) -> None:
     # Some loaders return a list of the parts, which Keras treats as a tuple.
     parts = batch if isinstance(batch, (tuple, list)) else (batch,)
     shapes = {
-        f"{name}[{i}]" if i else name: tuple(leaf.shape)
+        f"{name}[{i}]" if i else name: shape
         for name, part in zip(_PARTS, parts, strict=False)
         for i, leaf in enumerate(flatten(part))
-        if getattr(leaf, "shape", None) is not None
+        if (shape := _known_shape(leaf)) is not None
     }
     found = ", ".join(f"{name} of shape {shape}" for name, shape in shapes.items())
     if any(len(shape) == 0 for shape in shapes.values()):
@@ -115,3 +115,12 @@ def check_batch(batch: Any) -> None:
             f"yields {found}. If these are single samples, batch them first, for "
             "example with `dataset.batch(batch_size)`."
         )
+
+
+def _known_shape(leaf: Any) -> tuple[int | None, ...] | None:
+    """The shape of a part of a batch; None without one, and for an unknown rank."""
+    shape = getattr(leaf, "shape", None)
+    # Specifications of `tf.data` may have an unknown rank.
+    if shape is None or getattr(shape, "rank", 0) is None:
+        return None
+    return tuple(shape)

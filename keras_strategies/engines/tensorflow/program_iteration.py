@@ -21,7 +21,7 @@ from keras_strategies.engines.tensorflow.compat.programs import (
     python_for_loop,
     register_for_loop,
 )
-from keras_strategies.errors import ContextError
+from keras_strategies.errors import BatchError, ContextError
 from keras_strategies.values import PerReplica, flatten, map_structure
 
 # Passes that a program may have open: several threads may call one function, and a loop
@@ -59,7 +59,7 @@ class _Passes:
     def next(self, number: Any) -> list[Any]:
         """The tensors of the next batch; TensorFlow converts `StopIteration`."""
         with self._lock:
-            return _tensors(next(self._passes[int(number)]), len(self._empty))
+            return self._tensors(next(self._passes[int(number)]))
 
     def next_if_any(self, number: Any) -> list[Any]:
         """Whether there is a batch, and its tensors."""
@@ -68,28 +68,36 @@ class _Passes:
             batch = None if iterator is None else next(iterator, None)
         if batch is None:
             return [False, *self._empty]
-        return [True, *_tensors(batch, len(self._empty))]
+        return [True, *self._tensors(batch)]
 
     def end(self, number: Any) -> None:
         """Closes a pass, also one that a `break` has left."""
         with self._lock:
             _close(self._passes.pop(int(number), None))
 
+    def _tensors(self, batch: Any) -> list[Any]:
+        """The tensors of all replicas, leaf by leaf."""
+        found: list[Any] = []
+        for leaf in flatten(batch):
+            if leaf is not None:
+                found.extend(leaf.values if isinstance(leaf, PerReplica) else [leaf])
+        # TensorFlow relies on the rank of the specification, and does not compare it.
+        for tensor, empty in zip(found, self._empty, strict=True):
+            if np.ndim(tensor) != empty.ndim:
+                raise BatchError(
+                    f"A distributed dataset yielded an array with {np.ndim(tensor)} "
+                    f"axes, and {empty.ndim} axes in its specification, for which a "
+                    "program was traced. In a program, all batches must have the rank "
+                    "of `dataset.element_spec`; otherwise iterate outside of the "
+                    "function and call it with each batch."
+                )
+        return found
+
 
 def _close(iterator: Any) -> None:
     close = getattr(iterator, "close", None)
     if close is not None:
         close()
-
-
-def _tensors(batch: Any, count: int) -> list[Any]:
-    """The tensors of all replicas, leaf by leaf."""
-    found: list[Any] = []
-    for leaf in flatten(batch):
-        if leaf is not None:
-            found.extend(leaf.values if isinstance(leaf, PerReplica) else [leaf])
-    assert len(found) == count
-    return found
 
 
 class ProgramIterator:

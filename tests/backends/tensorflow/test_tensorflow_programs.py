@@ -161,6 +161,129 @@ def test_the_first_step_is_traced_once():
     assert traces == [True]
 
 
+class AnyRank(keras.Model):
+    """A prediction for each row, of inputs with any number of axes.
+
+    Args:
+        noted: called with the replica of each traced call.
+    """
+
+    def __init__(self, noted=lambda x: x):
+        super().__init__()
+        self.noted = noted
+        self.dense = layers.Dense(6)
+
+    def build(self, shape):
+        self.dense.build(shape)
+
+    def call(self, x):
+        hidden = ops.tanh(self.dense(self.noted(x)))
+        return ops.mean(hidden, axis=tuple(range(1, len(x.shape))))[:, None]
+
+
+def of_rank(rank, count=11):
+    random = np.random.default_rng(rank)
+    x = random.normal(size=(count, *range(2, rank), 6)).astype("float32")
+    return x, x.sum(axis=tuple(range(1, rank)))[:, None]
+
+
+def compiled(model, **options):
+    model.compile(keras.optimizers.SGD(0.05), "mse", metrics=["mae"], **options)
+    return model
+
+
+# The last batches have fewer rows, and fewer than there are replicas.
+@pytest.mark.parametrize(
+    ("options", "by_batch"),
+    [
+        ({}, False),
+        pytest.param({}, True, marks=pytest.mark.nightly),
+        pytest.param({"steps_per_execution": 2}, False, marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
+def test_inputs_of_other_ranks_are_exact(options, by_batch):
+    def train(model):
+        found = []
+        for rank in (2, 3, 2, 4, 3):
+            x, y = of_rank(rank)
+            if by_batch:
+                for count in (11, 8, 3):
+                    found += [
+                        model.train_on_batch(x[:count], y[:count]),
+                        model.test_on_batch(x[:count], y[:count]),
+                        model.predict_on_batch(x[:count]),
+                    ]
+                continue
+            fitted = {"epochs": 2, "batch_size": 4, "shuffle": False, "verbose": 0}
+            found += [
+                model.fit(x, y, **fitted).history,
+                model.evaluate(x, y, batch_size=5, verbose=0),
+                model.predict(x, batch_size=4, verbose=0),
+                model.predict(x[:2], verbose=0),
+            ]
+        return found
+
+    assert_same(four(), lambda: compiled(AnyRank(), **options), train)
+
+
+@pytest.mark.parametrize("steps", [pytest.param(1, marks=pytest.mark.nightly), 2])
+def test_a_dataset_of_batches_of_several_ranks_is_exact(steps):
+    batches = [of_rank(*given) for given in ((2, 4), (3, 4), (4, 3), (3, 1))]
+
+    def train(model):
+        dataset = tf.data.Dataset.from_generator(
+            lambda: iter(batches), output_signature=(tf.TensorSpec(None),) * 2
+        )
+        return [
+            model.fit(dataset, epochs=2, verbose=0).history,
+            model.evaluate(dataset, verbose=0),
+            model.predict(dataset, verbose=0),
+        ]
+
+    def make():
+        return compiled(AnyRank(), steps_per_execution=steps)
+
+    assert_same(two(), make, train)
+
+
+def test_each_rank_has_programs_of_its_own():
+    keras.utils.set_random_seed(7)
+    with two().scope():
+        counting = Rows()
+        model = compiled(AnyRank(counting))
+    counting.seen.clear()
+    for _ in range(2):
+        for rank in (2, 3):
+            x, y = of_rank(rank, 10)
+            model.fit(x, y, batch_size=4, epochs=2, verbose=0)
+    # The first step builds the model; a program has one call per replica.
+    assert [replica for _, replica in counting.seen] == [None, 0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("make", [tf.function, ks.function], ids=["tf", "ks"])
+def test_a_function_that_replicas_run_takes_inputs_of_other_ranks(mirrored, make):
+    with mirrored.scope():
+        dense = layers.Dense(3)
+        dense.build((None, 6))
+    traces = []
+
+    def replica_step(x):
+        traces.append(x.shape)
+        assert x.shape.rank is not None
+        return dense(x)
+
+    step = make(replica_step)
+    for rank in (2, 3, 2, 4, 3):
+        x = of_rank(rank)[0]
+        parts = mirrored.experimental_distribute_values_from_function(
+            lambda context, x=x: tf.constant(x[context.replica_id_in_sync_group :: 2])
+        )
+        found = mirrored.experimental_local_results(mirrored.run(step, args=(parts,)))
+        for index, output in enumerate(found):
+            assert_close(dense(x[index::2]), output)
+
+
 @pytest.fixture
 def retracing():
     """What TensorFlow says of functions that are traced again and again."""

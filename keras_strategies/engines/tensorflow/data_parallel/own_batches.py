@@ -13,6 +13,7 @@ from keras_strategies.engines.tensorflow.data_parallel.row_parts import (
     row_parts,
 )
 from keras_strategies.engines.tensorflow.devices import tf_device
+from keras_strategies.engines.tensorflow.functions_by_rank import with_ranks_of
 from keras_strategies.engines.tensorflow.tensor_primitives import PRIMITIVES
 from keras_strategies.keras_compat.models.input_adapters import RowsOfWorker
 from keras_strategies.runtime.data_parallel.row_parts import RowPartsCaller
@@ -69,6 +70,7 @@ def as_tensors(data: Any, spec: Any, counts: ReplicaCounts) -> tuple[Any, Any]:
             batch = keras.tree.map_structure(_tensor, data.batch)
             return RowsOfWorker(batch, every), None
         batch = keras.tree.map_structure(_tensor, data.batch, spec)
+    spec = with_ranks_of(batch, spec)
     is_fixed = next(iter(keras.tree.flatten(spec))).shape[0] is not None
 
     def own(leaf: Any, spec: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -25,6 +24,10 @@ from keras_strategies.engines.tensorflow.data_parallel.own_batches import (
 from keras_strategies.engines.tensorflow.data_parallel.row_parts import joined_silently
 from keras_strategies.engines.tensorflow.data_parallel.step_traces import StepTraces
 from keras_strategies.engines.tensorflow.epoch_datasets import EpochIterator
+from keras_strategies.engines.tensorflow.functions_by_rank import (
+    FunctionsByRank,
+    with_ranks_of,
+)
 from keras_strategies.engines.tensorflow.workers.worker_collectives import workers_of
 from keras_strategies.keras_compat.backends.keras_on_tensorflow import (
     step_is_traced_for_batches,
@@ -56,7 +59,7 @@ class StepFunction:
 
     - as many rows as replicas, or more: layers are called on all replicas. The program
       is traced for the first batch's shape, and a second time for any number of rows
-      when a batch of another size is read;
+      when a batch of another size is read, both for each combination of ranks;
     - fewer rows, as in a last batch: Keras's step on one device, since a replica
       without rows would compute means of zero elements. With `cross_device_ops` the
       rows are split in a program for their shape, in which gradients are reduced as in
@@ -133,10 +136,8 @@ class StepFunction:
             with collection_paused():
                 return step(data)
 
-        # TensorFlow warns of retracing by code object, which the programs of all models
-        # share; a partial function has none and is counted separately.
-        own = functools.partial(tf.autograph.experimental.do_not_convert(traced))
-        return tf.function(own, reduce_retracing=reduce_retracing)
+        own = tf.autograph.experimental.do_not_convert(traced)
+        return FunctionsByRank(own, reduce_retracing=reduce_retracing)
 
     def __call__(self, batches: Iterable[Any]) -> Any:
         """Runs `steps_per_execution` steps.
@@ -170,7 +171,7 @@ class StepFunction:
         Args:
             spec: structure of `tf.TensorSpec`, as many rows as replicas or more.
         """
-        return self._parallel.get_concrete_function(spec).graph
+        return self._parallel.of(spec).get_concrete_function(spec).graph
 
     def _run_repeatable_steps(self, batches: list[Any], spec: Any) -> Any:
         assert self._rollback is not None
@@ -193,7 +194,7 @@ class StepFunction:
 
         As in Keras 3.15, the program is traced for the specification and not for the
         batch. Keras omits what is unknown there, such as the number of rows by which it
-        weights the losses of several outputs.
+        weights the losses of several outputs. The rank is the batch's if it is unknown.
         """
         order = batch.order if isinstance(batch, WorkerBatch) else None
         batch, spec = as_tensors(batch, spec, self._call.placement.replica_counts)
@@ -255,7 +256,10 @@ class StepFunction:
             or (self._workers is None and step_is_traced_for_batches(self._steps))
         ):
             return self._call_uncached(program, batch)
-        own = keras.tree.map_structure(_spec_of, batch) if is_for_shape else spec
+        if is_for_shape:
+            own = keras.tree.map_structure(_spec_of, batch)
+        else:
+            own = with_ranks_of(batch, spec)
         concrete = self._traces.of(program, own, own_part(spec))
         if self._rollback is not None:
             self._rollback.begin_program(concrete)

@@ -42,26 +42,27 @@ class StepTraces:
         """The concrete function of a program.
 
         Args:
-            program: a `tf.function` of a batch.
+            program: `FunctionsByRank` of a batch.
             spec: structure of `tf.TypeSpec`, the program's argument.
             step_spec: that of the program of one device, if another.
         """
         key = (program, _key(spec))
         if key not in self._traces:
             step = _key(spec if step_spec is None else step_spec)
-            self._traces[key] = self._trace(program, spec, step)
+            self._traces[key] = self._trace(program.of(spec), spec, step)
         return self._traces[key]
 
     def call(self, program: Any, batch: Any) -> Any:
         """Calls a program that is traced for the shapes of a batch."""
+        function = program.of(batch)
         if self.is_twice:
-            self._trace(program, batch, None)
-        return self._second.get(program, program)(batch)
+            self._trace(function, batch, None)
+        return self._second.get(function, function)(batch)
 
-    def _trace(self, program: Any, spec: Any, step: Any) -> Any:
+    def _trace(self, function: Any, spec: Any, step: Any) -> Any:
         is_twice, self.is_twice = self.is_twice, False
         before = _State(self._model)
-        found = program.get_concrete_function(spec)
+        found = function.get_concrete_function(spec)
         if before.are_unchanged():
             return found
         begin = self._begins.get(step)
@@ -70,16 +71,16 @@ class StepTraces:
             if not is_twice:
                 return found
             self._begins[step] = _State(self._model)
-            return self._again(program, spec)
+            return self._again(function, spec)
         begin.restore()
         try:
-            return self._again(program, spec)
+            return self._again(function, spec)
         finally:
             before.restore()
 
-    def _again(self, program: Any, spec: Any) -> Any:
-        self._second[program] = tf.function(program.python_function)
-        return self._second[program].get_concrete_function(spec)
+    def _again(self, function: Any, spec: Any) -> Any:
+        self._second[function] = tf.function(function.python_function)
+        return self._second[function].get_concrete_function(spec)
 
 
 class _State:

@@ -12,7 +12,6 @@ reads variables as follows, mirrored ones from its own copy:
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +32,7 @@ from keras_strategies.engines.tensorflow.data_parallel.assigned_values import (
     assigned_value,
 )
 from keras_strategies.engines.tensorflow.devices import tf_device
+from keras_strategies.engines.tensorflow.functions_by_rank import FunctionsByRank
 from keras_strategies.engines.tensorflow.intercepted_draws import (
     seeing_draws,
 )
@@ -126,10 +126,10 @@ class TensorFlowRun(ReplicaRun):
     def __init__(self, strategy: StrategyCore, engine: ReplicaEngine):
         exclude_from_autograph("keras_strategies")
         _suppress_eager_warning()
-        # By `tf.function` passed to `run`, a program of all replicas, and their set.
-        self._programs: weakref.WeakKeyDictionary[Any, tuple[ReplicaSet, Any]] = (
-            weakref.WeakKeyDictionary()
-        )
+        # By `tf.function` passed to `run`, programs of all replicas, and their set.
+        self._programs: weakref.WeakKeyDictionary[
+            Any, tuple[ReplicaSet, FunctionsByRank]
+        ] = weakref.WeakKeyDictionary()
         self._devices = [tf_device(device) for device in strategy.placement.replicas]
         super().__init__(strategy, PRIMITIVES, VariableStorage(self._devices))
         self._engine = engine
@@ -143,9 +143,10 @@ class TensorFlowRun(ReplicaRun):
     ) -> list[Any]:
         fn = program_of(fn)
         if isinstance(fn, tf.types.experimental.PolymorphicFunction):
-            program = self._program(fn)
+            given = list(args), list(kwargs)
+            program = self._programs_of(fn).of(given)
             with self._watched():
-                return program(list(args), list(kwargs))  # type: ignore[no-any-return]
+                return program(*given)  # type: ignore[no-any-return]
         with self._watched():
             draws = self._draws_of(fn, args, kwargs)
         if not tf.executing_eagerly():
@@ -161,22 +162,20 @@ class TensorFlowRun(ReplicaRun):
         workers = workers_of(self.placement)
         return contextlib.nullcontext() if workers is None else workers.watched()
 
-    def _program(self, fn: Any) -> Any:
-        """One program of all replicas, in which they can call collectives.
+    def _programs_of(self, fn: Any) -> FunctionsByRank:
+        """The programs of all replicas, in which they can call collectives.
 
         `tf.distribute` also traces a `tf.function` on its replicas this way.
         """
         replica_set, found = self._programs.get(fn, (None, None))
-        if replica_set is not self.replica_set:
+        if found is None or replica_set is not self.replica_set:
             python_function = fn.python_function
 
             def program(args: list[Any], kwargs: list[Any]) -> list[Any]:
                 return self.run(python_function, args, kwargs)
 
-            # TensorFlow warns of retracing by code object; a partial function has none.
-            own = functools.partial(program)
-            found = tf.function(
-                own,
+            found = FunctionsByRank(
+                program,
                 reduce_retracing=True,
                 # XLA compiles programs for one device.
                 jit_compile=is_for_xla(fn)
