@@ -240,6 +240,7 @@ class Reads:
 
     def loader(self, arrays: Any) -> Any:
         """A `DataLoader` of tensors."""
+        import keras
         import torch
         from torch.utils.data import DataLoader, TensorDataset
 
@@ -251,6 +252,9 @@ class Reads:
 
         TensorDataset.__getitem__ = counted  # type: ignore[method-assign]
         tensors = TensorDataset(*map(torch.tensor, arrays))
+        if keras.backend.backend() != "torch":
+            # Keras seeds it on Torch only.
+            torch.manual_seed(1)
         return DataLoader(tensors, BATCH_SIZE, shuffle=True)
 
     def dataset(self, arrays: Any) -> Any:
