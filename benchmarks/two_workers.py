@@ -413,12 +413,10 @@ def table(results: dict[str, Any]) -> str:
                 KERAS_LOSS: f"{PEERS[backend]} with Keras's loss",
                 NO_EXCHANGE: "`fit` of own rows without exchange",
             }
-            for kind, peer in further.items():
+            for kind, label in further.items():
                 if kind in ms:
-                    peer, part = (
-                        f"{peer}, {ms[kind]:.1f} ms",
-                        ratio(rounds[kind], rounds["two"]),
-                    )
+                    peer = f"{label}, {ms[kind]:.1f} ms"
+                    part = ratio(rounds[kind], rounds["two"])
                     rows.append([backend, name, "", "", "", peer, part, "", ""])
     return markdown_table(header, rows)
 

@@ -22,8 +22,36 @@ from keras_strategies.runtime.worker_batch import (
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
 
-# An attribute of a loader: the workers, and what reads its batches on one of them.
+# The attribute of a loader for what reads its batches on one of the workers.
 _READER = "__keras_strategies_reader__"
+
+
+class _Reader:
+    """Reads own rows of a loader in all methods, which copies of the loader have not.
+
+    It knows what reads have changed, and has processes that stay.
+
+    Args:
+        loader: a `torch.utils.data.DataLoader`.
+        workers: the workers.
+        rows: those of this worker.
+    """
+
+    def __init__(self, loader: Any, workers: Communicator, rows: WorkerRows):
+        from keras_strategies.engines.torch.own_rows.loader_rows import LoaderRows
+
+        self.workers = workers
+        self._rows = LoaderRows(loader, workers, rows)
+
+    def begin(self) -> Iterator[WorkerBatch]:
+        """A pass; every worker has all rows of a batch that it does not share."""
+        for batch in self._rows.begin():
+            is_own = isinstance(batch, WorkerBatch)
+            yield batch if is_own else WorkerBatch(batch, [])
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Pickled loaders have none: it holds connections.
+        return type(None), ()
 
 
 def with_own_rows(value: Any, strategy: StrategyCore | None) -> Any:
@@ -56,18 +84,8 @@ def with_own_rows(value: Any, strategy: StrategyCore | None) -> Any:
 
 
 def _adapter(loader: Any, workers: Communicator, rows: WorkerRows) -> Any:
-    from keras_strategies.engines.torch.own_rows.loader_rows import LoaderRows
-
-    known = getattr(loader, _READER, None)
-    if known is None or known[0] is not workers:
-        # It knows what reads have changed, and has processes that stay.
-        known = workers, LoaderRows(loader, workers, rows)
-        object.__setattr__(loader, _READER, known)
-    reader: LoaderRows = known[1]
-
-    def begin() -> Iterator[WorkerBatch]:
-        for batch in reader.begin():
-            own = isinstance(batch, WorkerBatch)
-            yield batch if own else WorkerBatch(batch, [])
-
-    return loader_adapter(loader, begin)
+    reader: _Reader | None = getattr(loader, _READER, None)
+    if reader is None or reader.workers is not workers:
+        reader = _Reader(loader, workers, rows)
+        object.__setattr__(loader, _READER, reader)
+    return loader_adapter(loader, reader.begin)

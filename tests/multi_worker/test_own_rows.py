@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import pickle
 import random
 from typing import Any
 
@@ -131,6 +132,10 @@ def fitted(
         batches = strategy.experimental_distribute_dataset(batches)
     history = model.fit(batches, epochs=2, verbose=0)
     read = list(dataset.read)
+    if kind == "rows" and not distributed:
+        # It is the user's still: a copy has the rows, and connects nobody.
+        copied = pickle.loads(pickle.dumps(batches))
+        assert len(copied.dataset) == ROWS and len(copied) == len(batches)
     evaluated = model.evaluate(batches, verbose=0)
     # Equal draws after it: the generators of the process have moved alike.
     draws = [random.random(), np.random.rand(), float(torch.rand(()))]

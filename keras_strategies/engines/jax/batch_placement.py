@@ -105,9 +105,10 @@ class MeshPlacer(JaxBatchPlacer):
         self._ahead = mesh.devices.flat[0].platform != "cpu"
 
     def place(self, batch: Any) -> Any:
-        if isinstance(batch, WorkerBatch) and batch.every:
-            return self._of_workers(batch)
-        batch = own_part(batch)
+        if isinstance(batch, WorkerBatch):
+            if batch.every:
+                return self._of_workers(batch)
+            batch = batch.batch
         check_batch(batch)
         if not any(map(spans_processes, jax.tree.leaves(batch))):
             self._compare(batch)

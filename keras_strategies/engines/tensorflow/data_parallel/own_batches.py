@@ -85,7 +85,10 @@ def as_tensors(data: Any, spec: Any, counts: ReplicaCounts) -> tuple[Any, Any]:
 
 
 def _rows(batch: Any) -> int:
-    return next(len(leaf) for leaf in keras.tree.flatten(batch) if leaf is not None)
+    """The rows of the first leaf."""
+    return next(
+        int(leaf.shape[0]) for leaf in keras.tree.flatten(batch) if leaf is not None
+    )
 
 
 def _tensor(leaf: Any, spec: Any = None) -> Any:
@@ -121,8 +124,7 @@ def _every(data: RowsOfWorker, replicas: int) -> list[Any]:
 def has_all_rows(data: RowsOfWorker) -> bool:
     """Whether each worker has read all rows of a global batch."""
     every = data.every
-    leaf = next(leaf for leaf in keras.tree.flatten(data.batch) if leaf is not None)
-    return len(every.shape) > 1 and int(every.shape[0]) == int(leaf.shape[0])
+    return len(every.shape) > 1 and int(every.shape[0]) == _rows(data.batch)
 
 
 def are_joined(batch: Any) -> bool:
