@@ -65,7 +65,7 @@ SHARED_CODE: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "multi_worker/test_hosts.py": {
         # Addresses are given to each engine alike; what TensorFlow's does when a
-        # worker falls silent: `backends/tensorflow/test_tensorflow_workers.py`.
+        # worker falls silent: `backends/tensorflow/test_tensorflow_lost_workers.py`.
         "test_workers_on_two_hosts_train_and_see_that_the_cable_is_cut": _TENSORFLOW,
     },
     "multi_worker/test_preemption.py": {

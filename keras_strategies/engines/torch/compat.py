@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import (
     tree_flatten,
     tree_map,
-    tree_map_only,
     tree_unflatten,
 )
 
@@ -65,7 +64,6 @@ __all__ = [
     "tensor_without_memory",
     "tree_flatten",
     "tree_map",
-    "tree_map_only",
     "tree_unflatten",
     "version_of",
     "why_saved_tensors_hooks_are_disabled",
@@ -207,7 +205,7 @@ PRIVATE_NAMES = (
     ),
     Private(
         "torch.utils._pytree",
-        ("tree_flatten", "tree_map", "tree_map_only", "tree_unflatten"),
+        ("tree_flatten", "tree_map", "tree_unflatten"),
         "Arguments of operations.",
     ),
 )

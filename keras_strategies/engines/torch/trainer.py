@@ -15,11 +15,13 @@ from keras_strategies.communication.communicator import Communicator
 from keras_strategies.devices import Device
 from keras_strategies.engines.torch.counted_memory import step_peak
 from keras_strategies.engines.torch.cuda_batches import batch_prefetcher
+from keras_strategies.engines.torch.data_parallel.later_sums import LaterSums
 from keras_strategies.engines.torch.data_parallel.layer_call import (
     TorchLayerCalls,
-    with_joined_outputs,
+    with_plain_outputs,
 )
-from keras_strategies.engines.torch.data_parallel.row_parts import joined, on_host
+from keras_strategies.engines.torch.data_parallel.row_parts import on_host
+from keras_strategies.engines.torch.data_parallel.tensor_on_demand import plain
 from keras_strategies.engines.torch.devices import (
     device_of,
     memories,
@@ -30,6 +32,7 @@ from keras_strategies.engines.torch.replicas.replica_threads import ReplicaThrea
 from keras_strategies.engines.torch.replicas.replica_variables import ReplicaVariables
 from keras_strategies.engines.torch.replicas.row_numbers import partitioned_step
 from keras_strategies.engines.torch.rollback import TorchRollback
+from keras_strategies.engines.torch.row_proofs.call_recording import error_text
 from keras_strategies.engines.torch.tensor_primitives import PRIMITIVES
 from keras_strategies.engines.torch.worker_collectives import TorchCommunicator
 from keras_strategies.keras_compat.models.building import compiled_variables
@@ -161,16 +164,17 @@ class TorchTrainer(FitDriver):
         # Dynamo cannot follow threads; it traces the rest of a compiled step, with
         # plain tensors.
         is_compiled = model.jit_compile
-        outputs = with_joined_outputs(call) if is_compiled else call.__call__
+        outputs = with_plain_outputs(call) if is_compiled else call.__call__
         route = torch.compiler.disable(outputs)
+        in_step = contextlib.nullcontext if is_compiled else LaterSums().in_step
 
         def step(data: Any) -> Any:
             check_steps(data, workers)
             if isinstance(self.placer, OwnBatchPlacer):
                 data = list(map(self.placer.place, data))
             if is_compiled:
-                data = keras.tree.map_structure(joined, data)
-            with layer_calls_through(route), self.variables.in_step():
+                data = keras.tree.map_structure(plain, data)
+            with layer_calls_through(route), self.variables.in_step(), in_step():
                 found = function(data)
             if kind == "predict":
                 found = keras.tree.map_structure(on_host, found)
@@ -225,7 +229,7 @@ def counted(
         peak = step_peak(model, batch, share, device, own_shape, reads)
     except RuntimeError as error:
         # An operation without a result, where values are not known.
-        [reason, *_] = str(error).splitlines() or [type(error).__name__]
+        reason = error_text(error) or type(error).__name__
         source = f"{cost.source}; the peak cannot be counted: {reason}"
         return replace(cost, source=source)
     source = f"{cost.source}; the peak is counted by the operations of a step"

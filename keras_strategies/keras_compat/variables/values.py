@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -62,6 +62,12 @@ class IdSet:
 
     def discard(self, value: Any) -> None:
         self._references.pop(id(value), None)
+
+    def __iter__(self) -> Iterator[Any]:
+        for reference in list(self._references.values()):
+            value = reference()
+            if value is not None:
+                yield value
 
     def __contains__(self, value: Any) -> bool:
         reference = self._references.get(id(value))

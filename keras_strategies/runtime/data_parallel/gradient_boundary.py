@@ -140,8 +140,12 @@ def combined(plan: SplitPlan, channel: Channel) -> Any:
             parts = [plan.to_lead(part) for part in channel.parts]
             own = plan.ops.concatenate(parts)
             return plan.row_split.joined(own, channel.multiple)
-        [total] = plan.row_split.summed([sum_on_worker(plan, channel)])
-        return plan.ops.cast(total, channel.parts[0].dtype)
+        own, dtype = sum_on_worker(plan, channel), channel.parts[0].dtype
+        workers, later_sum = plan.row_split.workers, plan.ops.later_sum
+        if later_sum is not None and workers is not None:
+            return later_sum(own, workers, dtype)
+        [total] = plan.row_split.summed([own])
+        return plan.ops.cast(total, dtype)
 
 
 def sum_on_worker(plan: SplitPlan, channel: Channel) -> Any:

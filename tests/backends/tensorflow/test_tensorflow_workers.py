@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import json
-import re
 import socket
-import textwrap
-import time
 from pathlib import Path
 
 import keras
@@ -17,22 +12,11 @@ from harness.forker import Forker
 from harness.worker_pool import WorkerPool
 
 import keras_strategies as ks
-from keras_strategies.cluster.resolvers.local_processes import free_addresses
 
 if keras.backend.backend() != "tensorflow":
     pytest.skip("tests of the TensorFlow backend", allow_module_level=True)
 
 import tensorflow as tf
-
-from keras_strategies.engines.tensorflow.workers import (
-    worker_collectives,
-    worker_server,
-)
-from keras_strategies.engines.tensorflow.workers.collective_timeouts import (
-    CollectiveTimeouts,
-)
-
-LIMIT = 80.0
 
 
 @pytest.fixture(scope="module")
@@ -346,7 +330,6 @@ def test_random_numbers_go_on_as_the_chiefs(pool):
 def test_the_servers_of_one_machine_accept_nobody_elses_connections(pool):
     def program(strategy):
         import os
-        import socket
 
         found = []
         for name in os.listdir("/proc/self/fd"):
@@ -366,239 +349,6 @@ def test_the_servers_of_one_machine_accept_nobody_elses_connections(pool):
         assert servers
         for host, device in servers:
             assert host == "127.0.0.1" or device == b"lo", servers
-
-
-# Failures.
-
-BEGINNING = """\
-import os, signal, sys, time
-import numpy as np
-import tensorflow as tf
-import keras
-import keras_strategies as ks
-"""
-
-
-@pytest.fixture
-def run_two(forker, tmp_path):
-    """Runs a script on two workers, until the first has ended; what they print."""
-
-    def run(body: str) -> list[str]:
-        path = tmp_path / "script.py"
-        path.write_text(BEGINNING + textwrap.dedent(body))
-        addresses = free_addresses(2)
-        processes = []
-        for index in range(2):
-            task = {"type": "worker", "index": index}
-            config = json.dumps({"cluster": {"worker": addresses}, "task": task})
-            log = tmp_path / f"log{index}"
-            processes.append(forker.start(log, str(path), TF_CONFIG=config))
-        try:
-            processes[0].wait(LIMIT)
-            if "lost:" not in processes[0].text():
-                processes[1].wait(LIMIT)
-        finally:
-            for process in processes:
-                process.kill()
-        return [process.text() for process in processes]
-
-    return run
-
-
-def test_a_runtime_that_is_in_use_is_refused(run_two):
-    found = run_two(
-        """
-        tf.constant(1.0)
-        try:
-            ks.MultiWorkerMirroredStrategy()
-        except ks.errors.BackendInUseError as error:
-            print("refused:", error, flush=True)
-        """,
-    )
-    for text in found:
-        assert "refused:" in text and "right after the imports" in text, text
-
-
-# The loss is noticed in the middle of a program, in which Python can do nothing.
-LOST = """
-strategy = ks.MultiWorkerMirroredStrategy(
-    communication_options=ks.CommunicationOptions(timeout_seconds={timeout})
-)
-index = strategy.workers.group.index
-with strategy.scope():
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
-    model.compile("sgd", "mse")
-
-class Fault(keras.callbacks.Callback):
-    def on_train_batch_end(self, batch, logs=None):
-        if index == 1 and batch == 3:
-            print("time", time.time(), flush=True)
-            {fault}
-
-x, y = np.ones((64, 4), "float32"), np.ones((64, 2), "float32")
-try:
-    {train}
-except ks.errors.WorkerError as error:
-    print("time", time.time(), flush=True)
-    print("lost:", error, flush=True)
-"""
-FIT = "model.fit(x, y, batch_size=8, epochs=2, verbose=0, callbacks=[Fault()])"
-LOOP = """
-    @ks.function
-    def step(x):
-        def fn(x):
-            return ks.get_replica_context().all_reduce("SUM", x)
-
-        return strategy.run(fn, (x,))
-
-    for i in range(100):
-        Fault().on_train_batch_end(i)
-        step(tf.ones([3]))
-"""
-
-
-@pytest.mark.parametrize(
-    ("fault", "timeout", "train", "how"),
-    [
-        ("os.kill(os.getpid(), signal.SIGKILL)", 60, LOOP, "connection ended"),
-        ("os.kill(os.getpid(), signal.SIGSTOP)", 5, FIT, "no heartbeat for"),
-    ],
-    ids=["killed-in-a-loop", "stopped-in-fit"],
-)
-def test_a_lost_worker_is_named(run_two, fault, timeout, train, how):
-    body = LOST.format(fault=fault, timeout=timeout, train=train.strip())
-    found = run_two(body)
-    lines = "".join(found).splitlines()
-    [message] = [line for line in lines if line.startswith("lost:")]
-    assert "Worker 1" in message and how in message
-    if train is FIT:
-        # As far as it has told.
-        assert re.search(r"Worker 1 .* at step [1-4] of fit", message)
-    begin, end = (float(line.split()[1]) for line in lines if line.startswith("time"))
-    assert end - begin < (10 if "KILL" in fault else timeout + 10)
-
-
-def test_other_shapes_of_another_worker_are_an_error_of_the_exchange():
-    """Which worker hears of it, and when, depends on the order of messages."""
-    text = (
-        "Shape mismatch in the collective instance 1. Op at device /device:CPU:0 "
-        "expected shape [2] but another member in the group expected shape [3]."
-    )
-    error = tf.errors.InvalidArgumentError(None, None, text)
-    assert worker_collectives._of_collective(error) == text
-    other = tf.errors.InvalidArgumentError(
-        None, None, "indices[0] = 12 is not in [0, 3)"
-    )
-    assert worker_collectives._of_collective(other) is None
-
-
-@pytest.mark.by_day
-def test_workers_that_do_not_do_the_same_are_told(run_two):
-    # One may notice at once, and the other after the timeout. Both wait for the other:
-    # a process that has ended is another error.
-    found = run_two(
-        """
-        from pathlib import Path
-
-        strategy = ks.MultiWorkerMirroredStrategy(
-            communication_options=ks.CommunicationOptions(timeout_seconds=5)
-        )
-        workers = strategy.workers
-        begin = time.time()
-        try:
-            workers.all_reduce(ks.ReduceOp.SUM, [tf.ones([2 + workers.group.index])])
-        except ks.errors.WorkerError as error:
-            print("told:", time.time() - begin, error, flush=True)
-        folder = Path(__file__).parent
-        (folder / f"told{workers.group.index}").touch()
-        while len(list(folder.glob("told*"))) < 2 and time.time() < begin + 60:
-            time.sleep(0.1)
-        """,
-    )
-    for text in found:
-        [line] = [line for line in text.splitlines() if "told:" in line]
-        assert "Check that all workers make the same calls" in line, "\n\n".join(found)
-        assert float(line.split()[1]) < 5 + 25
-
-
-LEAVES = {
-    "fit": """
-        class Leaves(keras.callbacks.Callback):
-            def on_train_batch_end(self, batch, logs=None):
-                if batch == 2:
-                    leave()
-
-        model.compile("sgd", "mse")
-        model.fit(x, y, batch_size=8, verbose=0, callbacks=[Leaves()])
-    """,
-    "run_eagerly": """
-        model.compile("sgd", "mse", run_eagerly=True)
-        for batch in range(4):
-            if batch == 2:
-                leave()
-            model.train_on_batch(x, y)
-    """,
-    "function": """
-        @ks.function
-        def step(x):
-            return strategy.reduce("sum", strategy.run(model, (x,)), axis=0)
-
-        for batch in range(4):
-            if batch == 2:
-                leave()
-            step(x)
-    """,
-}
-
-
-@pytest.mark.by_day
-@pytest.mark.parametrize("way", LEAVES)
-def test_a_step_without_another_worker_is_an_error(way, run_two):
-    """The other one is alive, and does something else."""
-    body = """
-        from pathlib import Path
-
-        strategy = ks.MultiWorkerMirroredStrategy(
-            communication_options=ks.CommunicationOptions(timeout_seconds=5)
-        )
-        index = strategy.workers.group.index
-        with strategy.scope():
-            model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
-        x, y = np.ones((400, 4), "float32"), np.ones((400, 2), "float32")
-        folder = Path(__file__).parent
-        begin = time.time()
-
-        def leave():
-            global begin
-            begin = time.time()
-            while index == 1 and not (folder / "told").exists():
-                time.sleep(0.1)
-
-        def train():
-{train}
-
-        try:
-            train()
-        except ks.errors.WorkerError as error:
-            print("told:", time.time() - begin, error, flush=True)
-            (folder / "told").touch()
-    """
-    found = run_two(body.format(train=textwrap.indent(LEAVES[way], " " * 4)))
-    [line] = [line for line in found[0].splitlines() if "told:" in line]
-    assert float(line.split()[1]) < 5 + 25, "\n\n".join(found)
-
-
-def test_a_server_gets_the_port_that_was_chosen_for_it() -> None:
-    """Other sockets cannot take it while workers wait for each other."""
-    with worker_server._reserved_port("127.0.0.1") as port:
-        with socket.socket() as other, pytest.raises(OSError, match="in use"):
-            other.bind(("127.0.0.1", port))
-        with worker_server._shared_ports():
-            tf.distribute.Server(
-                {"worker": [f"127.0.0.1:{port}"]}, job_name="worker", task_index=0
-            )
-    with socket.create_connection(("127.0.0.1", port), timeout=10):
-        pass
 
 
 # Threads.
@@ -712,54 +462,3 @@ def test_steps_leave_no_threads(pool, way):
 
     for more in pool(program):
         assert more < 30
-
-
-@pytest.fixture
-def timeouts():
-    """Timeouts of 1 second, and when they ended collectives."""
-    ended: list[float] = []
-    made = CollectiveTimeouts(lambda: 1.0, lambda: ended.append(time.monotonic()))
-    made.start()
-    yield made, ended
-    made.close()
-
-
-@pytest.mark.parametrize("compiled", [lambda fn: fn, tf.function])
-def test_a_collective_that_does_not_end_is_ended_after_its_timeout(timeouts, compiled):
-    made, ended = timeouts
-    begin = time.monotonic()
-
-    @compiled
-    def collectives(value):
-        for seconds in (0.6, 0.6, 0.6, 1.8):
-            value = made.within(value, functools.partial(pause, value, seconds))
-        return value
-
-    def pause(value, seconds):
-        return tf.py_function(lambda v: time.sleep(seconds) or v, [value], tf.float32)
-
-    assert float(collectives(tf.constant(2.0))) == 2
-    # Not by the three before.
-    assert ended and ended[0] - begin > 3 * 0.6 + 1
-
-
-def test_a_collective_of_a_failed_program_does_not_count_as_under_way(timeouts):
-    made, ended = timeouts
-
-    def fails():
-        raise ValueError("failed")
-
-    with pytest.raises(ValueError, match="failed"):
-        made.within(tf.constant(2.0), fails)
-    made.forget()
-    time.sleep(1.6)
-    assert not ended
-
-
-def test_the_thread_of_timeouts_ends_when_they_are_closed():
-    made = CollectiveTimeouts(lambda: 1.0, lambda: None)
-    made.start()
-    thread = made._thread
-    assert thread.is_alive()
-    made.close()
-    assert not thread.is_alive()

@@ -13,7 +13,7 @@ from keras_strategies.engines.torch.compat import (
     saved_tensors_hooks_of_thread,
 )
 from keras_strategies.engines.torch.data_parallel.call_on_threads import CallOnThreads
-from keras_strategies.engines.torch.data_parallel.row_parts import joined
+from keras_strategies.engines.torch.data_parallel.tensor_on_demand import plain
 from keras_strategies.engines.torch.replicas.replica_threads import ReplicaThreads
 from keras_strategies.engines.torch.replicas.replica_variables import ReplicaVariables
 from keras_strategies.engines.torch.row_proofs.torch_row_prover import TorchRowProver
@@ -88,7 +88,7 @@ class TorchLayerCalls(LayerCallDriver):
         return hooks is not None and (shards is None or not shards.saves(hooks))
 
 
-def with_joined_outputs(call: Callable[..., Any]) -> Callable[..., Any]:
+def with_plain_outputs(call: Callable[..., Any]) -> Callable[..., Any]:
     """Calls of layers of which no output stays on its replicas.
 
     Args:
@@ -96,6 +96,6 @@ def with_joined_outputs(call: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def outputs(*arguments: Any) -> Any:
-        return keras.tree.map_structure(joined, call(*arguments))
+        return keras.tree.map_structure(plain, call(*arguments))
 
     return outputs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +9,11 @@ from typing import Any
 import torch
 
 from keras_strategies.engines.torch.compat import (
-    disabled_torch_function,
     tensor_without_memory,
-    tree_map_only,
+)
+from keras_strategies.engines.torch.data_parallel.tensor_on_demand import (
+    TensorOnDemand,
+    on_values,
 )
 from keras_strategies.engines.torch.devices import moved
 from keras_strategies.runtime.data_parallel.row_parts import (
@@ -34,7 +35,7 @@ class _Rows:
     joined: torch.Tensor | None = None
 
 
-class TorchRowParts(torch.Tensor, RowParts):
+class TorchRowParts(TensorOnDemand, RowParts):
     """A tensor of the global batch whose rows are on the devices of replicas.
 
     Autograd sees one tensor. Below it, the first operation on it joins the rows.
@@ -45,8 +46,6 @@ class TorchRowParts(torch.Tensor, RowParts):
         caller: the data-parallel calls of the strategy.
         device: the device of the global batch.
     """
-
-    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     _rows: _Rows
 
@@ -103,50 +102,10 @@ class TorchRowParts(torch.Tensor, RowParts):
             alias = cls(tensor._rows, tensor.row_split, tensor.caller, tensor.device)
             alias.layer = tensor.layer
             return alias
-        args, kwargs = tree_map_only(cls, cls.joined, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        return on_values(cls, func, args, kwargs)
 
-    # Methods that read memory or its layout, which Torch refuses without memory.
-
-    def _with_memory(self) -> torch.Tensor:
-        return self.joined().detach().requires_grad_(self.requires_grad)
-
-    def numpy(self, *, force: bool = False) -> Any:
-        return self._with_memory().numpy(force=force)
-
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._with_memory().__array__(*args, **kwargs)
-
-    def tolist(self) -> Any:
-        return self.joined().tolist()
-
-    def data_ptr(self) -> int:
-        return self.joined().data_ptr()
-
-    def untyped_storage(self) -> Any:
-        return self.joined().untyped_storage()
-
-    def stride(self, *args: Any, **kwargs: Any) -> Any:
-        return self.joined().stride(*args, **kwargs)
-
-    def is_contiguous(self, *args: Any, **kwargs: Any) -> bool:
-        return self.joined().is_contiguous(*args, **kwargs)
-
-    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._with_memory().__dlpack__(*args, **kwargs)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._with_memory().__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        if not self.is_leaf:
-            # Raises Torch's error.
-            return torch.Tensor.__deepcopy__(self, memo)
-        return copy.deepcopy(self._with_memory(), memo)
-
-    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
-        # An operation on it: text of a tensor with a gradient has its function.
-        return repr(self.view_as(self))
+    def demanded(self) -> torch.Tensor:
+        return self.joined()
 
 
 def row_parts(
@@ -165,11 +124,6 @@ def row_parts(
     """
     rows = _Rows([part.detach() for part in parts])
     return TorchRowParts(rows, row_split, caller, device)
-
-
-def joined(value: Any) -> Any:
-    """A plain tensor for row parts, with their gradient; other values unchanged."""
-    return value.view_as(value) if isinstance(value, TorchRowParts) else value
 
 
 def on_host(value: Any) -> Any:
