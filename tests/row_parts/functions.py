@@ -63,7 +63,8 @@ LABELS = {
     "tensorflow": "All, over the rows",
 }.get(keras.backend.backend(), "Python reads a truth value")
 #: Of Keras 3.16.
-_NEWER_LOSSES = (
+#: Those that the lowest release of Keras has not; they are not on the page.
+NEWER_LOSSES = (
     Function(
         "SparseCategoricalFocalCrossentropy", "numbers", "softmax", calls_itself=True
     ),
@@ -90,7 +91,7 @@ LOSSES = (
     Function("SparseCategoricalCrossentropy", "numbers", "softmax"),
     Function("SquaredHinge", "flags", joined=LABELS),
     Function("Tversky", "flags", "sigmoid", joined="a sum over rows"),
-    *(loss for loss in _NEWER_LOSSES if hasattr(keras.losses, loss.name)),
+    *(loss for loss in NEWER_LOSSES if hasattr(keras.losses, loss.name)),
 )
 
 _COUNTS = {"num_classes": CLASSES, "sparse_y_pred": False}
