@@ -163,7 +163,7 @@ def of_numbers(model: Any, loss: Any) -> Any:
     plain = loss.detach()
     text = f"{plain:.3f}"
     return loss, [
-        float(loss),
+        float(loss.detach()),
         plain.item(),
         plain.tolist(),
         plain.numpy(),

@@ -13,13 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import keras_strategies as ks
 from keras_strategies.keras_compat.backends import keras_on_torch
+from keras_strategies.keras_compat.patching import resolved
 
 WORDS = 11
+_TORCH = "keras.src.backend.torch"
 
 
 def keras_loss(target: Any, output: Any, **options: Any) -> Any:
-    from keras.src.backend.torch import nn
-
+    nn = resolved(f"{_TORCH}.nn") or resolved(f"{_TORCH}.ops.nn")
     return nn.sparse_categorical_crossentropy(target, output, **options)
 
 
