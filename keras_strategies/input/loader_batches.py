@@ -68,8 +68,10 @@ def with_own_rows(value: Any, strategy: StrategyCore | None) -> Any:
     torch = loaded("torch")
     if torch is None or keras.backend.backend() == "torch":
         return value
+    if not isinstance(value, torch.utils.data.DataLoader):
+        return value
     rows = own_rows_of(strategy)
-    if rows is None or not isinstance(value, torch.utils.data.DataLoader):
+    if rows is None:
         return value
     from keras_strategies.engines.torch.own_rows import loader_rows
 

@@ -166,7 +166,8 @@ class TorchTrainer(FitDriver):
         is_compiled = model.jit_compile
         outputs = with_plain_outputs(call) if is_compiled else call.__call__
         route = torch.compiler.disable(outputs)
-        in_step = contextlib.nullcontext if is_compiled else LaterSums().in_step
+        is_later = workers is not None and not is_compiled
+        in_step = LaterSums().in_step if is_later else contextlib.nullcontext
 
         def step(data: Any) -> Any:
             check_steps(data, workers)
