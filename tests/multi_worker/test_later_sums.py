@@ -122,7 +122,7 @@ def in_metrics_of_a_call(model: Any, loss: Any) -> Any:
     return loss, []
 
 
-def in_metrics_whose_values_are_kept(model: Any, loss: Any) -> Any:
+def in_metrics_with_kept_values(model: Any, loss: Any) -> Any:
     before = [each.clone() for each in model.kept]
     value = model.mean.total.value
     model.kept = [value, value.detach()]
@@ -198,7 +198,7 @@ USES = (
     in_metrics,
     in_metrics_that_are_read,
     in_metrics_of_a_call,
-    in_metrics_whose_values_are_kept,
+    in_metrics_with_kept_values,
     of_factors,
     of_functions,
     of_stacks,

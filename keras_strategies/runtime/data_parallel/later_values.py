@@ -1,4 +1,4 @@
-"""Tensors whose values come later in a step."""
+"""Tensors with values that come later in a step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class LaterValue:
-    """A tensor whose value comes later; an engine's class is a tensor as well."""
+    """A tensor with a value that comes later; an engine's class is a tensor as well."""
 
     def put_off(self, variables: Iterable[Any]) -> None:
         """Lets variables that are updated with it have later values in the next steps.

@@ -56,7 +56,7 @@ class TensorPrimitives(abc.ABC):
     row_parts: Callable[..., Any] | None = None
 
     #: `later_sum(own, workers, dtype)` is the sum of tensors without gradient over
-    #: workers, whose value may arrive later in a step. None where the operations of a
+    #: workers, with a value that may arrive later. None where the operations of a
     #: program are in no order but that of their values.
     later_sum: Callable[..., Any] | None = None
 

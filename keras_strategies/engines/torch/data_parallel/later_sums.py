@@ -2,7 +2,7 @@
 
 The value of a loss is a sum over workers, but its gradient is not: a backward pass that
 waited for the value would make every worker wait for the slowest one twice in a step.
-In a step such a sum is a tensor whose value arrives when an operation needs it. What
+In a step such a sum is a tensor with a value that arrives when it is needed. What
 Keras computes from it before the backward pass (factors, regularizers, the average in a
 metric) is put off with it.
 """

@@ -1,4 +1,4 @@
-"""Tensors whose values are computed when an operation needs them."""
+"""Tensors with values that are computed when an operation needs them."""
 
 from __future__ import annotations
 
