@@ -53,7 +53,10 @@ WITH_KERAS_LOSS = "DDP with Keras's loss"
 
 
 def keras_contestant(
-    workload: Workload, scope: Any, data: tuple[Any, Any] | None = None
+    workload: Workload,
+    scope: Any,
+    data: tuple[Any, Any] | None = None,
+    change: Callable[[Any], None] | None = None,
 ) -> Callable[[], float]:
     """Milliseconds per step of one epoch of `fit`, each time that it is called.
 
@@ -61,10 +64,13 @@ def keras_contestant(
         workload: what is trained.
         scope: function that returns a context.
         data: rows and labels that this process reads, if not those of the workload.
+        change: function that is called with the compiled model.
     """
     x, y = data or workload.data()
     with scope() as _:
         model = workload.compiled()
+    if change is not None:
+        change(model)
     timer = epoch_timer()
 
     def epoch() -> float:

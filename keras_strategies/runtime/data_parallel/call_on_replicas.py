@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ from keras_strategies.keras_compat.models.layers import (
 )
 from keras_strategies.keras_compat.structures import with_leaves
 from keras_strategies.keras_compat.variables.generator_seeds import is_seed_state
+from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.data_parallel.added_sums import AddedSums
 from keras_strategies.runtime.data_parallel.gradient_boundary import (
     GradientBoundary,
@@ -59,6 +61,8 @@ from keras_strategies.user_warnings import warn_user
 
 # Layers for which second-order gradients have been warned about.
 _twice_differentiated: weakref.WeakSet[Any] = weakref.WeakSet()
+#: The variables of Keras's batch normalization, by their names.
+_BATCH_STATISTICS = ("moving_mean", "moving_variance")
 #: A tensor of the global batch, and its slices on the replicas.
 _SplitTensor = tuple[Any, list[Any]]
 #: Sets the mask or the logits of a tensor.
@@ -96,7 +100,7 @@ def call_on_replicas(plan: SplitPlan, driver: LayerCallDriver) -> Any:
     losses = losses_of(plan, results)
     channels = [channel for each in outputs for channel in each.channels] + losses
     targets = _targets(plan, inputs, forward.reads)
-    connected = _connected(executor, targets, channels)
+    connected = _connected(executor, targets, channels, results)
     found = _global_outputs(plan, results, outputs, connected)
     if plan.layer_call.adds:
         _add_updates(plan, results)
@@ -157,6 +161,7 @@ def _connected(
     executor: ReplicaExecutor,
     targets: list[GradientTarget],
     channels: Sequence[Channel],
+    results: Sequence[ReplicaResult],
 ) -> list[Any]:
     """Global tensors for the channels, with gradients through the replicas."""
     plan = executor.plan
@@ -164,7 +169,7 @@ def _connected(
     if not targets or not any(floats):
         return [combined(plan, channel) for channel in channels]
     own = list(itertools.compress(channels, floats))
-    boundary = GradientBoundary(plan, own, targets)
+    boundary = GradientBoundary(plan, own, targets, _before(plan, results[0]))
     found = iter(executor.connect(boundary))
     return [
         next(found) if is_float else combined(plan, channel)
@@ -286,30 +291,60 @@ def _add_updates(plan: SplitPlan, results: Sequence[ReplicaResult]) -> None:
 # Gradients of gradients.
 
 
-def recomputed(plan: SplitPlan, value_of: Callable[[Any], Any]) -> list[Any]:
+def _before(plan: SplitPlan, result: ReplicaResult) -> list[tuple[Any, Any]]:
+    """The variables that a call assigns, with copies of their values before it."""
+    if plan.layer_call.adds:
+        return []
+    with plan.on_lead():
+        return [
+            (variable, keras.ops.copy(keras.ops.stop_gradient(raw_value(variable))))
+            for variable, _ in result.state.updates.values()
+            # Keras's own batch normalization assigns them, or reads them.
+            if not (plan.proof.is_by_type and variable.name in _BATCH_STATISTICS)
+        ]
+
+
+def recomputed(
+    boundary: GradientBoundary,
+    value_of: Callable[[Any], Any],
+    assigned: Callable[[Any, Callable[[], Any], Any], Any],
+) -> list[Any]:
     """The output tensors and added losses of the unsplit call.
 
     Second-order gradients are computed by this call, with operations that the
-    framework can differentiate twice. Its assignments are dropped: the call on the
-    replicas has made them already.
+    framework can differentiate twice. It reads the state before the call on the
+    replicas, so that it draws the same random numbers, and its assignments are dropped:
+    that call has made them already.
 
     Args:
-        plan: the plan of the call.
+        boundary: the boundary of the call.
         value_of: returns the tensor to use as a variable's value.
+        assigned: see `ReplicaState`.
     """
-    call, layer = plan.layer_call, plan.layer_call.layer
+    call, layer = boundary.plan.layer_call, boundary.plan.layer_call.layer
+
+    # Here, and not in a branch of the layer's code that reads them first.
+    state = {
+        id(variable): assigned(variable, functools.partial(value_of, variable), before)
+        for variable, before in boundary.before
+    }
+
+    def value(variable: Any) -> Any:
+        found = state.get(id(variable))
+        return value_of(variable) if found is None else found
+
     if layer not in _twice_differentiated:
         _twice_differentiated.add(layer)
         warn_user(
             f"A gradient through layer {layer.name!r} ({type(layer).__name__}) is "
             "differentiated itself. Second-order gradients across replicas are "
             "not supported, so for these the layer is called once more, on one "
-            "device with the unsplit batch, which is exact but not parallel; its "
-            "random layers draw other numbers there. Compute the penalty inside a "
-            "layer's `call` to compute it on all replicas."
+            "device with the unsplit batch, which is exact but not parallel. What it "
+            "draws without a `keras.random.SeedGenerator` is drawn anew. Compute the "
+            "penalty inside a layer's `call` to compute it on all replicas."
         )
     args, kwargs = call.arguments(call.leaves)
-    scope = ReplicaState(value_of).scope()
+    scope = ReplicaState(value, assigned=assigned).scope()
     with layer_calls_through(None), scope:
         outputs = call.call(*args, **kwargs)
     found = keras.tree.flatten(outputs)

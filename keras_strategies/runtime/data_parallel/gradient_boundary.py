@@ -186,11 +186,13 @@ class GradientBoundary:
         plan: the plan of the call.
         channels: the tensors that the call computes.
         targets: the variables and inputs that receive gradients.
+        before: the variables that the call assigns, with their values before it.
     """
 
     plan: SplitPlan
     channels: list[Channel]
     targets: list[GradientTarget]
+    before: list[tuple[Any, Any]]
 
     def combined(self) -> list[Any]:
         """The global tensors of the channels, without gradient."""

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import tensorflow as tf
@@ -27,7 +26,10 @@ from keras_strategies.engines.tensorflow.data_parallel.custom_gradient import (
     custom_gradient,
 )
 from keras_strategies.engines.tensorflow.data_parallel.graph_copies import ReplicaTraces
-from keras_strategies.engines.tensorflow.data_parallel.row_parts import for_tapes
+from keras_strategies.engines.tensorflow.data_parallel.row_parts import (
+    for_tapes,
+    own_rows,
+)
 from keras_strategies.engines.tensorflow.devices import tf_device
 from keras_strategies.engines.tensorflow.intercepted_draws import seeing_draws
 from keras_strategies.engines.tensorflow.replicas.captured_variables import (
@@ -46,7 +48,6 @@ from keras_strategies.engines.tensorflow.sharding.shard_gradients import (
 from keras_strategies.engines.tensorflow.sharding.variables_in_shards import (
     VariableInShards,
 )
-from keras_strategies.errors import ContextError
 from keras_strategies.keras_compat.models.layers import get_logits
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime import context
@@ -420,27 +421,22 @@ class CallInLockstep(ReplicaExecutor):
 
     # The boundary.
 
-    def _own_rows(self, target: GradientTarget) -> GradientTarget:
-        """This worker's rows; their gradients are gathered to the global batch."""
+    def _of_worker(self, target: GradientTarget) -> Any:
+        """The tensor of a target with this worker's rows.
+
+        Their gradients are gathered to the global batch where a tape needs them.
+        """
         if not target.by_rows or target.apart is not None:
-            return target
-
-        # The gradient is gathered from workers only where an outer tape needs it.
-        @custom_gradient
-        def own(tensor: Any) -> tuple[Any, Callable[[Any], Any]]:
-            return self._row_split.own(tensor), self._row_split.joined
-
+            return target.tensor
         with self.plan.on_lead():
-            return replace(target, tensor=own(target.tensor))
+            return own_rows(self._row_split, target.tensor)
 
     def connect(self, boundary: GradientBoundary) -> list[Any]:
-        if self._row_split.workers is not None:
-            targets = list(map(self._own_rows, boundary.targets))
-            boundary = replace(boundary, targets=targets)
+        tensors = list(map(self._of_worker, boundary.targets))
         if any(channel.is_apart for channel in boundary.channels) or any(
             target.apart is not None for target in boundary.targets
         ):
-            return self._connect_parts(boundary)
+            return self._connect_parts(boundary, tensors)
 
         @custom_gradient
         def connected(*tensors: Any) -> Any:
@@ -449,11 +445,13 @@ class CallInLockstep(ReplicaExecutor):
 
             return boundary.combined(), grad
 
-        found = list(connected(*(target.tensor for target in boundary.targets)))
+        found = list(connected(*tensors))
         self._close_tapes()
         return found
 
-    def _connect_parts(self, boundary: GradientBoundary) -> list[Any]:
+    def _connect_parts(
+        self, boundary: GradientBoundary, targets: Sequence[Any]
+    ) -> list[Any]:
         """The same, where outputs or inputs stay on their replicas."""
         channels = boundary.channels
         with without_recording():
@@ -470,7 +468,7 @@ class CallInLockstep(ReplicaExecutor):
             return self._gradients(boundary, self._of_columns(channels, given))
 
         tensors = [tensor for column in columns for tensor in column]
-        record_gradient(tensors, [t.tensor for t in boundary.targets], grad)
+        record_gradient(tensors, targets, grad)
         self._close_tapes()
         return self._of_columns(channels, columns)
 
@@ -489,7 +487,7 @@ class CallInLockstep(ReplicaExecutor):
         """Gradients of the targets of a boundary, from those of its channels."""
         targets = boundary.targets
         if is_recorded([*gradients, *(target.tensor for target in targets)]):
-            return self._differentiable_gradients(targets, gradients)
+            return self._differentiable_gradients(boundary, gradients)
         shares = boundary.shares(gradients)
         present = [share for share in shares if share is not None]
         start, is_in_program = 0, self._is_current_graph and not self._is_eager
@@ -581,17 +579,10 @@ class CallInLockstep(ReplicaExecutor):
         return tf.raw_ops.SelectV2(condition=has_rows, t=gradient, e=zero)
 
     def _differentiable_gradients(
-        self, targets: Sequence[GradientTarget], gradients: Sequence[Any]
+        self, boundary: GradientBoundary, gradients: Sequence[Any]
     ) -> list[Any]:
         """The same gradients, of operations that an outer tape can record."""
-        if self._row_split.workers is not None:
-            raise ContextError(
-                "A gradient through a layer call on several workers was computed while "
-                "an outer `tf.GradientTape` was recording; second-order gradients "
-                "across workers are not supported. Compute the gradient outside of "
-                "that tape, compute the penalty inside a layer's `call`, or use "
-                "ks.MirroredStrategy."
-            )
+        targets = boundary.targets
         values: dict[int, Any] = {}
         inputs = [target.tensor for target in targets if target.by_rows]
         trained = {id(s.variable) for s in targets if s.variable is not None}
@@ -609,7 +600,7 @@ class CallInLockstep(ReplicaExecutor):
                 tape.watch(values[id(variable)])
                 return values[id(variable)]
 
-            found = recomputed(self.plan, value_of)
+            found = recomputed(boundary, value_of, self._assigned_value)
             outputs = [output for output in found if is_float(output)]
         with self.plan.on_lead():
             wanted = [*values.values(), *inputs]
@@ -625,6 +616,8 @@ class CallInLockstep(ReplicaExecutor):
                     gradient = of_variables.pop(id(target.variable), None)
                 if gradient is not None and gradient.dtype != target.tensor.dtype:
                     gradient = tf.cast(gradient, target.tensor.dtype)
+                if gradient is not None and target.by_rows and target.apart is None:
+                    gradient = own_rows(self._row_split, gradient)
                 returned.append(gradient)
             return returned
 

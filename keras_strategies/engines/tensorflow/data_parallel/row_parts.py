@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -15,6 +16,9 @@ from keras_strategies.engines.tensorflow.compat.gradients import (
     without_recording,
 )
 from keras_strategies.engines.tensorflow.compat.operations import is_read_for_shape
+from keras_strategies.engines.tensorflow.data_parallel.custom_gradient import (
+    custom_gradient,
+)
 from keras_strategies.engines.tensorflow.devices import tf_device
 from keras_strategies.errors import ContextError
 from keras_strategies.keras_compat.models.layers import get_logits, set_logits
@@ -66,7 +70,7 @@ class TensorFlowRowParts(tf.Tensor, RowParts):  # type: ignore[misc]
         if parts is not None:
             return parts
         with tf.device(self._lead):
-            own = self.row_split.own(tf.convert_to_tensor(gradient))
+            own = own_rows(self.row_split, tf.convert_to_tensor(gradient))
             if len(self._parts) == 1:
                 return [own]
             return list(tf.split(own, self.row_split.sizes))
@@ -163,6 +167,34 @@ class TensorFlowRowParts(tf.Tensor, RowParts):  # type: ignore[misc]
     def _id(self) -> Any:
         # Tapes know tensors by it.
         return tape_id(self._of_tapes)
+
+
+def own_rows(row_split: RowSplit, tensor: Any) -> Any:
+    """This worker's rows of a tensor that all workers have.
+
+    Tapes can differentiate it any number of times: its gradient is `all_rows`, of which
+    the gradient is this.
+    """
+    if row_split.workers is None:
+        return tensor
+
+    @custom_gradient
+    def own(tensor: Any) -> tuple[Any, Callable[[Any], Any]]:
+        return row_split.own(tensor), functools.partial(all_rows, row_split)
+
+    return own(tensor)
+
+
+def all_rows(row_split: RowSplit, tensor: Any) -> Any:
+    """The rows of all workers, from those of this one; see `own_rows`."""
+    if row_split.workers is None:
+        return tensor
+
+    @custom_gradient
+    def joined(tensor: Any) -> tuple[Any, Callable[[Any], Any]]:
+        return row_split.joined(tensor), functools.partial(own_rows, row_split)
+
+    return joined(tensor)
 
 
 def row_parts(

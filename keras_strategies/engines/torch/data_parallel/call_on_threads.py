@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,10 +17,14 @@ from keras_strategies.engines.torch.devices import moved, torch_device
 from keras_strategies.engines.torch.replicas.partitioned_draws import ReplicaSeeds
 from keras_strategies.engines.torch.replicas.replica_generators import (
     ReplicaGenerators,
+    generator_of,
 )
 from keras_strategies.engines.torch.replicas.replica_threads import ReplicaThreads
 from keras_strategies.engines.torch.replicas.replica_variables import ReplicaVariables
-from keras_strategies.engines.torch.replicas.row_numbers import seeing_draws
+from keras_strategies.engines.torch.replicas.row_numbers import (
+    partitioned_step,
+    seeing_draws,
+)
 from keras_strategies.engines.torch.replicas.thread_collectives import (
     ThreadCollectives,
 )
@@ -94,6 +98,13 @@ class CallOnThreads(ReplicaExecutor):
         # the stream of one device current.
         self._streams = Streams(self._devices)
         self._is_recorded = torch.is_grad_enabled()
+        # The states of the process's generators before the call, which a call for
+        # second-order gradients draws from again.
+        self._generators: list[tuple[torch.Generator, torch.Tensor]] = []
+        if self._draws and self._is_recorded:
+            lead = torch_device(plan.lead)
+            generators = {generator_of(torch.device("cpu")), generator_of(lead)}
+            self._generators = _with_states(generators)
 
     # Forward.
 
@@ -287,14 +298,18 @@ class CallOnThreads(ReplicaExecutor):
     ) -> list[Any]:
         """The gradients with a graph, for `create_graph=True`."""
         targets = [target.tensor for target in boundary.targets]
-        if list(map(version_of, targets)) != versions:
+        assigned = {id(variable) for variable, _ in boundary.before}
+        if any(
+            version_of(target.tensor) != version and id(target.variable) not in assigned
+            for target, version in zip(boundary.targets, versions, strict=True)
+        ):
             raise ContextError(
                 "A backward pass with `create_graph=True` came after an update "
                 "of a variable of the layer. Compute second-order gradients "
                 "before the optimizer's step."
             )
-        with with_thread_state(self._state):
-            outputs = recomputed(self.plan, self._variables.value)
+        with with_thread_state(self._state), self._same_draws():
+            outputs = recomputed(boundary, self._variables.value, _assigned_value)
         found = [output for output in outputs if is_float(output)]
         pairs = [
             (output, gradient)
@@ -312,6 +327,30 @@ class CallOnThreads(ReplicaExecutor):
         )
         remaining = dict(zip(wanted, results, strict=True))
         return [remaining.pop(id(target), None) for target in targets]
+
+    @contextlib.contextmanager
+    def _same_draws(self) -> Iterator[None]:
+        """Context in which the unsplit call draws the numbers of the replicas."""
+        by_type, current = self.plan.proof.is_by_type, contextlib.nullcontext()
+        partitioned = partitioned_step(only_of_keras=by_type)
+        later = _with_states(generator for generator, _ in self._generators)
+        _restore(self._generators)
+        try:
+            with partitioned if self.plan.strategy.partitions_draws else current:
+                yield
+        finally:
+            _restore(later)
+
+
+def _with_states(
+    generators: Iterable[torch.Generator],
+) -> list[tuple[torch.Generator, torch.Tensor]]:
+    return [(each, each.get_state()) for each in generators]
+
+
+def _restore(states: Iterable[tuple[torch.Generator, torch.Tensor]]) -> None:
+    for generator, state in states:
+        generator.set_state(state)
 
 
 def _zeros(variable: Any, device: torch.device) -> torch.Tensor:

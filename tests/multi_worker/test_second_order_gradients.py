@@ -1,0 +1,249 @@
+"""Torch and TensorFlow: gradients of gradients through calls of layers, as penalties.
+
+The second gradient comes from an unsplit call of the layer, which has to compute what
+the replicas did: with their random numbers, and the state before they changed it. Where
+it meets what all workers have, such as a factor outside of the layers, it has to be
+that of all rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from harness.training import assert_same
+from keras import layers, ops
+
+import keras_strategies as ks
+
+BACKEND = keras.backend.backend()
+if BACKEND == "jax":
+    pytest.skip("JAX differentiates one program of all rows", allow_module_level=True)
+pytestmark = pytest.mark.filterwarnings("ignore:A gradient through layer")
+
+ROWS, WIDTH, BATCH, CLASSES = 23, 6, 9, 4
+_random = np.random.default_rng(4)
+X = _random.normal(size=(ROWS, WIDTH)).astype("float32")
+Y = _random.integers(0, CLASSES, ROWS)
+
+
+class Follower(layers.Layer):
+    """Reads a state, and then assigns it."""
+
+    def build(self, shape: Any) -> None:
+        self.mean = self.add_weight(
+            shape=(shape[-1],), initializer="ones", trainable=False
+        )
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        # Torch refuses to differentiate what reads the variable itself.
+        found = x * (1.0 * self.mean) + x * x
+        if training:
+            self.mean.assign(0.5 * self.mean + 0.5 * ops.mean(x, axis=0))
+        return found
+
+
+class Centered(layers.Layer):
+    """Mixes rows, and so is never split."""
+
+    def call(self, x: Any) -> Any:
+        return ops.tanh(x - ops.mean(x, axis=0, keepdims=True))
+
+
+def input_gradient(function: Callable[[Any], Any], x: Any) -> Any:
+    """The gradient of the sum of a function of `x`, to be differentiated again."""
+    if BACKEND == "torch":
+        import torch
+
+        x = x.detach().clone().requires_grad_()
+        total = function(x).sum()
+        return torch.autograd.grad(total, x, create_graph=True)[0]
+    import tensorflow as tf
+
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        total = tf.reduce_sum(function(x))
+    return tape.gradient(total, x)
+
+
+def gradients(loss_of: Callable[[], Any], variables: Any) -> tuple[Any, list[Any]]:
+    """A loss and its gradients; zeros where there is none."""
+    if BACKEND == "torch":
+        import torch
+
+        loss = loss_of()
+        values = [variable.value for variable in variables]
+        found = torch.autograd.grad(loss, values, allow_unused=True)
+    else:
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            loss = loss_of()
+        found = tape.gradient(loss, [variable.value for variable in variables])
+    return ops.stop_gradient(loss), [
+        ops.zeros_like(variable) if each is None else ops.convert_to_tensor(each)
+        for variable, each in zip(variables, found, strict=True)
+    ]
+
+
+class Critic(keras.Model):
+    """A model that is trained with a penalty on the gradient of a function of it.
+
+    Args:
+        name: a case of `layers_of` or `FUNCTIONS`.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.inner = keras.Sequential([keras.Input((WIDTH,)), *layers_of(name)])
+        self.last = keras.Sequential(
+            [keras.Input((2 * CLASSES,)), layers.Dense(CLASSES, activation="tanh")]
+        )
+        self.factor = self.add_weight(shape=(CLASSES,), initializer="ones")
+        self.loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        self.mean = keras.metrics.Mean(name="mean")
+        self.function = FUNCTIONS.get(name, plain)
+        self.built = True
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        return self.inner(x, training=training)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data[:2]
+        outputs = []
+
+        def function(x: Any) -> Any:
+            outputs.append(self.inner(x, training=True))
+            return self.function(self, outputs[0], y)
+
+        def loss_of() -> Any:
+            slope = input_gradient(function, 1.5 * x)
+            norm = ops.sqrt(ops.sum(slope * slope, axis=-1) + 1e-6)
+            return ops.mean(ops.square(norm - 1)) + 0.1 * ops.mean(outputs[0])
+
+        variables = self.trainable_variables
+        loss, found = gradients(loss_of, variables)
+        if BACKEND == "torch":
+            import torch
+
+            with torch.no_grad():
+                self.optimizer.apply(found, variables)
+        else:
+            self.optimizer.apply(found, variables)
+        self.mean.update_state(loss)
+        return {"mean": self.mean.result()}
+
+
+def plain(model: Critic, outputs: Any, y: Any) -> Any:
+    return outputs
+
+
+def with_factor(model: Critic, outputs: Any, y: Any) -> Any:
+    """Has a variable that no layer has."""
+    return outputs * model.factor
+
+
+def with_rows(model: Critic, outputs: Any, y: Any) -> Any:
+    """Differs from row to row, and is not linear."""
+    rows = ops.arange(ops.shape(outputs)[0], dtype="float32")
+    return ops.square(outputs) * rows[:, None] * 0.1
+
+
+def of_all_rows(model: Critic, outputs: Any, y: Any) -> Any:
+    return outputs * ops.sum(outputs) * 0.02
+
+
+def of_two_calls(model: Critic, outputs: Any, y: Any) -> Any:
+    """A second call of layers, of what mixes the rows of the first."""
+    scaled = outputs * model.factor
+    both = [scaled - ops.mean(scaled, axis=0), scaled]
+    return model.last(ops.concatenate(both, axis=-1), training=True)
+
+
+def of_loss(model: Critic, outputs: Any, y: Any) -> Any:
+    return 6.0 * model.loss_of(y, outputs)
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "factor": with_factor,
+    "rows": with_rows,
+    "all rows": of_all_rows,
+    "two calls": of_two_calls,
+    "loss": of_loss,
+    # A sum of its outputs over rows has no gradient.
+    "batch statistics": with_rows,
+}
+
+
+def layers_of(name: str) -> list[Any]:
+    first, last = layers.Dense(5, activation="tanh"), layers.Dense(CLASSES)
+    between: dict[str, list[Any]] = {
+        "dropout": [layers.Dropout(0.4)],
+        "noise": [layers.GaussianNoise(0.3, seed=5)],
+        "batch statistics": [layers.BatchNormalization(momentum=0.6)],
+        "state": [Follower(), layers.Dropout(0.2)],
+        "unsplit": [Centered()],
+    }
+    if name == "assigned kernels":
+        return [
+            layers.SpectralNormalization(first),
+            layers.Dropout(0.2),
+            layers.SpectralNormalization(last),
+        ]
+    return [first, *between.get(name, []), last]
+
+
+CASES = [
+    "plain",
+    *FUNCTIONS,
+    "dropout",
+    "noise",
+    "state",
+    "assigned kernels",
+    "unsplit",
+]
+
+
+def trained(strategy: Any, name: str) -> dict[str, Any]:
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = Critic(name)
+        model.compile(keras.optimizers.SGD(0.05, momentum=0.5))
+    history = model.fit(X, Y, BATCH, epochs=2, shuffle=False, verbose=0)
+    found = {f"weight {i}": value for i, value in enumerate(model.get_weights())}
+    return {"loss": np.asarray(history.history["mean"]), **found}
+
+
+def is_equal_to_one_device(expected: dict[str, Any], found: Any, who: str) -> None:
+    assert_same(expected, found, 1e-4, who)
+    # A penalty that has no effect would hide a wrong one.
+    assert np.ptp(expected["loss"]) > 1e-3
+
+
+@functools.cache
+def on_one_device(name: str) -> dict[str, Any]:
+    return trained(ks.OneDeviceStrategy("cpu:0"), name)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_replicas_train_to_the_numbers_of_one_device(name: str) -> None:
+    expected = on_one_device(name)
+    found = trained(ks.MirroredStrategy(["cpu:0", "cpu:1"]), name)
+    is_equal_to_one_device(expected, found, "two replicas")
+
+
+@pytest.mark.parametrize(
+    "cluster",
+    ["two", pytest.param("two_by_two", marks=pytest.mark.nightly)],
+    indirect=True,
+    scope="session",
+)
+@pytest.mark.parametrize("name", CASES)
+def test_workers_train_to_the_numbers_of_one_device(cluster: Any, name: str) -> None:
+    expected = on_one_device(name)
+    for index, found in enumerate(cluster(trained, name)):
+        is_equal_to_one_device(expected, found, f"worker {index}")
