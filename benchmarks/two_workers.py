@@ -342,7 +342,7 @@ def torch_peer(
 
 
 def ddp_in_fit(workload: Workload, index: int, count: int) -> Callable[[], float]:
-    """Keras's `fit` of own rows, whose `train_step` calls the model through DDP."""
+    """Keras's `fit` of own rows, with a `train_step` that goes through DDP."""
     import keras
     import torch
 

@@ -299,7 +299,7 @@ def _before(plan: SplitPlan, result: ReplicaResult) -> list[tuple[Any, Any]]:
         return [
             (variable, keras.ops.copy(keras.ops.stop_gradient(raw_value(variable))))
             for variable, _ in result.state.updates.values()
-            # Keras's own batch normalization assigns them, or reads them.
+            # A call of Keras's own batch normalization assigns or reads them, not both.
             if not (plan.proof.is_by_type and variable.name in _BATCH_STATISTICS)
         ]
 
@@ -339,9 +339,9 @@ def recomputed(
             f"A gradient through layer {layer.name!r} ({type(layer).__name__}) is "
             "differentiated itself. Second-order gradients across replicas are "
             "not supported, so for these the layer is called once more, on one "
-            "device with the unsplit batch, which is exact but not parallel. What it "
-            "draws without a `keras.random.SeedGenerator` is drawn anew. Compute the "
-            "penalty inside a layer's `call` to compute it on all replicas."
+            "device with the unsplit batch, which is exact but not parallel. Draws "
+            "without a `keras.random.SeedGenerator` can give other numbers there. "
+            "Compute the penalty inside a layer's `call` to compute it on all replicas."
         )
     args, kwargs = call.arguments(call.leaves)
     scope = ReplicaState(value, assigned=assigned).scope()

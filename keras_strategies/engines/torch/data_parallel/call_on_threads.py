@@ -331,12 +331,13 @@ class CallOnThreads(ReplicaExecutor):
     @contextlib.contextmanager
     def _same_draws(self) -> Iterator[None]:
         """Context in which the unsplit call draws the numbers of the replicas."""
-        by_type, current = self.plan.proof.is_by_type, contextlib.nullcontext()
-        partitioned = partitioned_step(only_of_keras=by_type)
+        by_rows: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self.plan.strategy.partitions_draws:
+            by_rows = partitioned_step(only_of_keras=self.plan.proof.is_by_type)
         later = _with_states(generator for generator, _ in self._generators)
         _restore(self._generators)
         try:
-            with partitioned if self.plan.strategy.partitions_draws else current:
+            with by_rows:
                 yield
         finally:
             _restore(later)
