@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -28,8 +29,7 @@ def outside_stateless_scopes() -> Iterator[None]:
 
     Keras 3.15: the global attribute "stateless_scope".
     """
-    from keras.src.backend.common import global_state
-
+    global_state = _global_state()
     scope = global_state.get_global_attribute("stateless_scope")
     global_state.set_global_attribute("stateless_scope", None)
     try:
@@ -39,34 +39,50 @@ def outside_stateless_scopes() -> Iterator[None]:
 
 
 def thread_state() -> dict[str, Any]:
-    """Keras's state of this thread: autocast and name scopes, device, and so on.
+    """A copy of Keras's state of this thread: scopes of names, device, and so on."""
+    return dict(_own_state())
+
+
+def _own_state() -> dict[str, Any]:
+    """Keras's state of this thread.
 
     Keras 3.15: `keras.src.backend.common.global_state.GLOBAL_STATE_TRACKER`, a
     `threading.local` that `clear_session` replaces.
     """
+    return vars(_global_state().GLOBAL_STATE_TRACKER)
+
+
+@functools.cache
+def _global_state() -> Any:
     from keras.src.backend.common import global_state
 
-    return dict(vars(global_state.GLOBAL_STATE_TRACKER))
+    return global_state
 
 
-@contextlib.contextmanager
-def with_thread_state(state: dict[str, Any]) -> Iterator[None]:
-    """A context with another thread's Keras state in this thread."""
-    from keras.src.backend.common import global_state
+class with_thread_state:
+    """A context with another thread's Keras state in this thread.
 
-    own = vars(global_state.GLOBAL_STATE_TRACKER)
-    saved = dict(own)
-    own.clear()
-    own.update(state)
-    # Threads at the same time open scopes of their own.
-    own.update({name: list(state.get(name) or ()) for name in _STACKS})
-    # The call context is that of the thread that calls layers.
-    own.pop("current_call_ctx", None)
-    try:
-        yield
-    finally:
+    Args:
+        state: what `thread_state` has returned there.
+    """
+
+    def __init__(self, state: dict[str, Any]):
+        self._state = state
+
+    def __enter__(self) -> None:
+        self._own = own = _own_state()
+        self._saved = dict(own)
         own.clear()
-        own.update(saved)
+        own.update(self._state)
+        # Threads at the same time open scopes of their own.
+        for name in _STACKS:
+            own[name] = list(self._state.get(name) or ())
+        # The call context is that of the thread that calls layers.
+        own.pop("current_call_ctx", None)
+
+    def __exit__(self, *exception: Any) -> None:
+        self._own.clear()
+        self._own.update(self._saved)
 
 
 @dataclass
@@ -89,9 +105,7 @@ def kept_scope_state() -> Iterator[None]:
 
     Entered by the scope of a strategy, after it has set that state.
     """
-    from keras.src.backend.common import global_state
-
-    tracker = global_state.GLOBAL_STATE_TRACKER
+    tracker = _global_state().GLOBAL_STATE_TRACKER
     found = {name: getattr(tracker, name, None) for name in _OF_SCOPES}
     states = _scopes.states
     depth = len(states)
@@ -110,9 +124,7 @@ def restore_scope_state() -> None:
     """
     if not _scopes.states:
         return
-    from keras.src.backend.common import global_state
-
-    state, tracker = _scopes.states[-1], global_state.GLOBAL_STATE_TRACKER
+    state, tracker = _scopes.states[-1], _global_state().GLOBAL_STATE_TRACKER
     if state.tracker is not tracker:
         state.tracker = tracker
         for name, value in state.values.items():

@@ -415,7 +415,7 @@ def cross_replica(strategy: StrategyCore) -> Iterator[StrategyCore]:
             f"The scope of {strategy!r} was opened inside `run`, where code runs on "
             "each replica. Open it outside, or use `merge_call`."
         )
-    with _pushed(_Frame(strategy, None)):
+    with _Pushed(_Frame(strategy, None)):
         yield strategy
 
 
@@ -439,31 +439,37 @@ def opened(
         yield
 
 
-@contextlib.contextmanager
-def merged_replicas(strategy: StrategyCore) -> Iterator[StrategyCore]:
+def merged_replicas(
+    strategy: StrategyCore,
+) -> contextlib.AbstractContextManager[None]:
     """Cross-replica context inside replicas, for the function of a `merge_call`."""
-    with _pushed(_Frame(strategy, None)):
-        yield strategy
+    return _Pushed(_Frame(strategy, None))
 
 
-@contextlib.contextmanager
-def on_replica(replica: ReplicaContext) -> Iterator[ReplicaContext]:
-    """Puts this thread into a replica's context."""
-    with _pushed(_Frame(replica.strategy, replica)):
-        yield replica
+def on_replica(
+    replica: ReplicaContext,
+) -> contextlib.AbstractContextManager[None]:
+    """A context in which this thread is in a replica's context."""
+    return _Pushed(_Frame(replica.strategy, replica))
 
 
-@contextlib.contextmanager
-def _pushed(frame: _Frame) -> Iterator[None]:
-    # Restored by depth, so that a generator that exits out of order cannot remove
-    # another frame.
-    frames = _thread.frames
-    depth = len(frames)
-    frames.append(frame)
-    try:
-        yield
-    finally:
-        del frames[depth:]
+class _Pushed:
+    """A context with one more frame in this thread.
+
+    The frames are restored by depth, so that a generator that exits out of order cannot
+    remove another frame.
+    """
+
+    def __init__(self, frame: _Frame):
+        self._frame = frame
+
+    def __enter__(self) -> None:
+        self._frames = _thread.frames
+        self._depth = len(self._frames)
+        self._frames.append(self._frame)
+
+    def __exit__(self, *exception: Any) -> None:
+        del self._frames[self._depth :]
 
 
 def set_strategy(strategy: StrategyCore | None) -> None:

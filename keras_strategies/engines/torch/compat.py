@@ -335,14 +335,10 @@ def default_mps_generator() -> torch.Generator:
     return torch.mps._get_default_mps_generator()
 
 
-def module_hooks(module: torch.nn.Module) -> tuple[Any, ...]:
-    """The dicts of the hooks of a module's calls."""
-    return (
-        module._forward_pre_hooks,
-        module._forward_hooks,
-        module._backward_pre_hooks,
-        module._backward_hooks,
-    )
+#: Returns the dicts of the hooks of a module's calls.
+module_hooks = operator.attrgetter(
+    "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+)
 
 
 def has_global_hooks() -> bool:

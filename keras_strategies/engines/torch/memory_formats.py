@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 
@@ -27,6 +29,11 @@ def axis_order(tensor: torch.Tensor) -> list[int] | None:
     if tensor.is_contiguous():
         return None
     return sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+
+
+def axis_orders(tensors: Iterable[torch.Tensor]) -> list[list[int] | None]:
+    """That of each tensor; see `axis_order`."""
+    return [None if each.is_contiguous() else axis_order(each) for each in tensors]
 
 
 def in_axis_order(tensor: torch.Tensor, order: list[int] | None) -> torch.Tensor:

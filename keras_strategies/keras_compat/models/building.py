@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from typing import Any
 
 import keras
@@ -23,7 +24,7 @@ def is_built(layer: Any) -> bool:
 
     Keras 3.15: `Layer._flatten_layers`, as `Trainer._symbolic_build` uses it.
     """
-    return all(sublayer.built for sublayer in layer._flatten_layers())
+    return all(map(operator.attrgetter("built"), layer._flatten_layers()))
 
 
 def compiled_parts(model: Any) -> tuple[Any, Any]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from keras_strategies.keras_compat import patching
@@ -23,21 +22,25 @@ class _Route(threading.local):
 thread_route = _Route()
 
 
-@contextlib.contextmanager
-def layer_calls_through(
-    route: CallRoute | None,
-) -> Iterator[None]:
-    """Sends this thread's outermost layer calls to `route`; None calls layers again."""
-    if route is not None:
-        patching.install("routes")
-        patching.install("replicas")
-        patching.install("row parts")
-    previous = thread_route.call
-    thread_route.call = route
-    try:
-        yield
-    finally:
-        thread_route.call = previous
+class layer_calls_through:
+    """Sends this thread's outermost layer calls to `route`; None calls layers again.
+
+    A context manager.
+    """
+
+    def __init__(self, route: CallRoute | None):
+        self._route = route
+
+    def __enter__(self) -> None:
+        if self._route is not None:
+            patching.install("routes")
+            patching.install("replicas")
+            patching.install("row parts")
+        self._previous = thread_route.call
+        thread_route.call = self._route
+
+    def __exit__(self, *exception: Any) -> None:
+        thread_route.call = self._previous
 
 
 def routed_call(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

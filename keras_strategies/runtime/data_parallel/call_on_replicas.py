@@ -22,6 +22,7 @@ from keras_strategies.keras_compat.models.layers import (
     set_logits,
     set_mask,
 )
+from keras_strategies.keras_compat.optimizers.optimizer_parts import is_overwritten
 from keras_strategies.keras_compat.structures import with_leaves
 from keras_strategies.keras_compat.variables.generator_seeds import is_seed_state
 from keras_strategies.keras_compat.variables.values import raw_value
@@ -106,8 +107,8 @@ def call_on_replicas(plan: SplitPlan, driver: LayerCallDriver) -> Any:
         _add_updates(plan, results)
     else:
         _merge_updates(plan, results)
-    clear_losses(layer)
     if losses:
+        clear_losses(layer)
         # Functional models refuse `add_loss` on themselves; their base does not.
         keras.layers.Layer.add_loss(layer, connected[-len(losses) :])
     return found
@@ -190,14 +191,20 @@ def _targets(
         reads: see `ForwardPass`.
     """
     found: dict[Any, GradientTarget] = {}
+    ops = plan.ops
     with plan.on_lead():
         for i, of_replica in enumerate(reads):
             for key, (variable, local) in of_replica.items():
-                if key not in found:
-                    tensor = plan.ops.read_with_gradient(variable, local)
-                    none = [None] * len(reads)
-                    found[key] = GradientTarget(tensor, none, False, variable)
-                found[key].locals[i] = local
+                target = found.get(key)
+                if target is None:
+                    target = found[key] = GradientTarget(
+                        ops.read_with_gradient(variable, local),
+                        [None] * len(reads),
+                        False,
+                        variable,
+                        is_overwritten=is_overwritten(variable),
+                    )
+                target.locals[i] = local
     of_inputs = [
         GradientTarget(
             tensor,

@@ -14,7 +14,6 @@ from typing import Any
 import keras
 
 from keras_strategies.communication.communicator import Communicator
-from keras_strategies.keras_compat.optimizers.optimizer_parts import is_overwritten
 from keras_strategies.runtime.data_parallel.row_parts import parts_of
 from keras_strategies.runtime.data_parallel.split_plan import Channel, SplitPlan
 from keras_strategies.runtime.replicas.gradient_sums import (
@@ -41,6 +40,8 @@ class GradientTarget:
         apart: callable of the gradients of the slices, which makes one tensor of them
             whose rows stay on their replicas, as those of the input do; None for other
             inputs.
+        is_overwritten: bool, whether gradients are new values of the variable, of which
+            the largest counts.
     """
 
     tensor: Any
@@ -48,12 +49,7 @@ class GradientTarget:
     by_rows: bool
     variable: Any = None
     apart: Callable[[Sequence[Any]], Any] | None = None
-
-    def __post_init__(self) -> None:
-        #: bool, whether gradients are new values, of which the largest counts.
-        self.is_overwritten = self.variable is not None and is_overwritten(
-            self.variable
-        )
+    is_overwritten: bool = False
 
     def joined_rows(self, ops: TensorPrimitives, parts: Sequence[Any]) -> Any:
         """The gradient of an input, from those of its slices; None without any."""
@@ -71,7 +67,9 @@ class GradientTarget:
         """A sum of gradients in the dtype that it has on one device."""
         if total is None:
             return None
-        read = next(local for local in self.locals if local is not None)
+        read = self.locals[0]
+        if read is None:
+            read = next(local for local in self.locals if local is not None)
         if total.dtype == read.dtype == self.tensor.dtype:
             return total
         return ops.cast(ops.cast(total, read.dtype), self.tensor.dtype)

@@ -12,10 +12,9 @@ by chance. It is a part of the call's proof: its draws in their order.
 from __future__ import annotations
 
 import abc
-import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -226,11 +225,14 @@ def row_draws() -> RowDraws | None:
     return _current.get()
 
 
-@contextlib.contextmanager
-def drawing(draws: RowDraws | None) -> Iterator[None]:
+class drawing:
     """Context in which a replica draws; with None, draws are the framework's own."""
-    token = _current.set(draws)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+
+    def __init__(self, draws: RowDraws | None):
+        self._draws = draws
+
+    def __enter__(self) -> None:
+        self._token = _current.set(self._draws)
+
+    def __exit__(self, *exception: Any) -> None:
+        _current.reset(self._token)

@@ -40,6 +40,8 @@ OF_FRAMEWORKS = ("_keras_strategies", "__keras_strategies", "_self_", "_abc_")
 _MOST_ENTRIES = 1 << 18
 #: Bytes of an array that is compared in each call. Larger ones are data.
 _LARGEST_ARRAY = 1 << 20
+#: Returns what a value holds.
+_Reader = Callable[[Any], tuple[Any, ...]]
 _LRU_CACHE = type(functools.lru_cache(lambda: None))
 _METHODS = (
     types.FunctionType,
@@ -101,13 +103,13 @@ class HeldValues:
         self.problem = ""
         self._numbers = {id(layer): i for i, layer in enumerate(self.layers)}
         self._seen: dict[int, int] = {}
-        self._held: list[tuple[Any, tuple[Any, ...]]] = []
+        self._held: list[tuple[_Reader, Any, tuple[Any, ...]]] = []
         self._count = 0
 
     def is_same(self) -> bool:
         """Whether containers and objects hold what they held."""
-        for value, before in self._held:
-            entries = entries_of(value)
+        for read, value, before in self._held:
+            entries = read(value)
             if len(entries) != len(before) or not (
                 all(map(operator.is_, entries, before))
                 or all(map(_is_same_entry, entries, before))
@@ -189,8 +191,9 @@ class HeldValues:
         return type(value), own, in_order(tokens)
 
     def _hold(self, value: Any) -> tuple[Any, ...]:
-        entries = entries_of(value)
-        self._held.append((value, entries))
+        read = _reader_of(value)
+        entries = read(value)
+        self._held.append((read, value, entries))
         self._count += len(entries)
         if self._count > _MOST_ENTRIES:
             self._reject(
@@ -234,14 +237,25 @@ def holds_values(value: Any) -> bool:
 
 def entries_of(value: Any) -> tuple[Any, ...]:
     """What a container or an object holds, in an order of its own."""
+    return _reader_of(value)(value)
+
+
+def _reader_of(value: Any) -> _Reader:
+    """What reads the entries of a value; always the same for its type."""
     kind = type(value)
     # Without attributes, as most values.
     if kind is list or kind is tuple:
-        return tuple(value)
+        return tuple
     if kind is dict:
-        return _of_mapping(value)
-    if isinstance(value, type):
-        return _of_mapping(vars(value))
+        return _of_mapping
+    return _of_class if isinstance(value, type) else _of_object
+
+
+def _of_class(value: type) -> tuple[Any, ...]:
+    return _of_mapping(vars(value))
+
+
+def _of_object(value: Any) -> tuple[Any, ...]:
     return (*_contents(value), *_attributes(value))
 
 

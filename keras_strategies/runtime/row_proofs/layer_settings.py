@@ -5,8 +5,7 @@ from __future__ import annotations
 import operator
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 
@@ -66,31 +65,34 @@ _OF_TRAINING = frozenset(
 )
 
 
-@dataclass
-class _Attributes:
+class _Attributes(NamedTuple):
     """The attributes of a layer, as they were.
 
     Args:
         space: its `vars`.
-        count: how many attributes it has.
+        length: how many attributes it has.
         values_of: the values of those that may be settings.
         values: what they were.
     """
 
     space: dict[str, Any]
-    count: int
+    length: int
     values_of: Callable[[Any], tuple[Any, ...]]
     values: tuple[Any, ...]
 
-    @property
-    def are_same(self) -> bool:
-        if len(self.space) != self.count:
+
+def _are_same(attributes: Iterable[_Attributes]) -> bool:
+    """Whether layers have the attributes that they had."""
+    for space, length, values_of, before in attributes:
+        if len(space) != length:
             return False
         try:
-            values = self.values_of(self.space)
+            values = values_of(space)
         except KeyError:
             return False
-        return all(map(operator.is_, values, self.values))
+        if not all(map(operator.is_, values, before)):
+            return False
+    return True
 
 
 class LayerSettings:
@@ -137,7 +139,7 @@ class LayerSettings:
 
     def _is_same(self) -> bool:
         return (
-            all(each.are_same for each in self._attributes)
+            _are_same(self._attributes)
             and all(each.are_same for each in self._names.reads)
             and self._values.is_same()
         )

@@ -203,11 +203,8 @@ class CallOnThreads(ReplicaExecutor):
             return ReplicaState(lambda variable: _zeros(variable, device))
         variables, weights = self._variables, self._weights
         if weights is None:
-            return ReplicaState(
-                lambda variable: variables.copy(replica_id, variable),
-                _cast_copy,
-                _assigned_value,
-            )
+            read = functools.partial(variables.copy, replica_id)
+            return ReplicaState(read, _cast_copy, _assigned_value)
 
         def copy(variable: Any) -> torch.Tensor | None:
             found = weights.copy(variable)

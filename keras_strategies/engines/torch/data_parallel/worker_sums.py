@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from keras_strategies.engines.torch.memory_formats import axis_order, in_axis_order
+from keras_strategies.engines.torch.memory_formats import (
+    axis_order,
+    axis_orders,
+    in_axis_order,
+)
 from keras_strategies.engines.torch.worker_collectives import TorchCommunicator
 from keras_strategies.runtime.data_parallel.gradient_boundary import (
     GradientTarget,
@@ -84,9 +88,8 @@ class WorkerSums:
         # backward pass, or of which this worker keeps its part only.
         packs = self._packs if shards is not None else self._packs[:-1]
         self._watched = [i for pack in packs for i in pack.members]
-        self._missing = {
-            i: len(_present(self._targets[i].locals)) for i in self._watched
-        }
+        for i in self._watched:
+            self._pack_of[i].awaited += len(_present(self._targets[i].locals))
         self._found: dict[int, list[torch.Tensor | None]] = {
             i: [None] * len(row_split.sizes) for i in self._watched
         }
@@ -146,13 +149,13 @@ class WorkerSums:
     def _hook(self, i: int, replica_id: int) -> Callable[[torch.Tensor], Any]:
         def arrived(gradient: torch.Tensor) -> torch.Tensor | None:
             with self._lock:
-                placed = None
-                if self._is_alone:
-                    placed = self._pack_of[i].place(i, gradient)
+                pack = self._pack_of[i]
+                placed = pack.place(i, gradient) if self._is_alone else None
                 self._found[i][replica_id] = gradient if placed is None else placed
-                self._missing[i] -= 1
-                while self._count < len(self._packs) - 1 and not any(
-                    self._missing[j] for j in self._packs[self._count].members
+                pack.awaited -= 1
+                while (
+                    self._count < len(self._packs) - 1
+                    and not self._packs[self._count].awaited
                 ):
                     self._send()
                 return placed
@@ -161,7 +164,7 @@ class WorkerSums:
 
     def _send(self) -> None:
         pack = self._packs[self._count]
-        left = [i for i in pack.members if not pack.has(i)]
+        left = pack.missing()
         if self._is_alone:
             own = [self._found[i][0] for i in left]
         else:
@@ -173,7 +176,10 @@ class WorkerSums:
             )
         flags: list[float] = []
         if pack.flags:
-            flags = [float(bool(_present(self._found[i]))) for i in self._order]
+            flags = [
+                float(first is not None or bool(_present(others)))
+                for first, *others in map(self._found.__getitem__, self._order)
+            ]
         pack.put_all(left, own, flags)
         pack.begin(self._workers)
         if self._shards is not None and self._count:
@@ -222,8 +228,10 @@ class WorkerSums:
             counts = self._packs[-1].found_flags()
             for i, count in zip(self._order, counts, strict=True):
                 if count:
-                    found = self._targets[i].rounded(self._ops, totals[i])
-                    results[i] = self._pack_of[i].gradient(i, found)
+                    total = self._targets[i].rounded(self._ops, totals[i])
+                    if self._shards is not None:
+                        total = self._pack_of[i].gradient(i, total)
+                    results[i] = total
         return results
 
 
@@ -256,6 +264,8 @@ class GradientPack:
         self.members = list(members)
         #: int, the number of flags behind the gradients.
         self.flags = 0
+        #: int, how many gradients of local replicas have not arrived.
+        self.awaited = 0
         self._tensors = {i: targets[i].tensor for i in members}
         self._ops = ops
         self._shards = shards
@@ -303,9 +313,9 @@ class GradientPack:
             assert self.flat is not None
         return self._views[i]
 
-    def has(self, i: int) -> bool:
-        """Whether the gradient of a variable is in the pack."""
-        return i in self._orders
+    def missing(self) -> list[int]:
+        """The places of the variables whose gradient is not in the pack."""
+        return [i for i in self.members if i not in self._orders]
 
     def place(self, i: int, gradient: torch.Tensor) -> torch.Tensor | None:
         """Moves a gradient to the pack.
@@ -354,7 +364,7 @@ class GradientPack:
         """Makes the message of all gradients, if these are as it needs them."""
         first = self._tensors[self.members[0]]
         kind, device = self._ops.widened(first.detach()[:0]).dtype, first.device
-        parts = []
+        found: list[torch.Tensor] = []
         for total in totals:
             if (
                 self._shards is not None
@@ -364,13 +374,12 @@ class GradientPack:
                 or total.device != device
             ):
                 return False
-            parts.append(total.reshape(-1))
+            found.append(total)
+        parts = [total.reshape(-1) for total in found]
         if flags:
             parts.append(torch.tensor(flags, dtype=kind, device=device))
         self._flat = torch.cat(parts).unsqueeze(0)
-        for i, total in zip(self.members, totals, strict=True):
-            assert total is not None
-            self._orders[i] = axis_order(total)
+        self._orders = dict(zip(self.members, axis_orders(found), strict=True))
         return True
 
     def put(self, i: int, total: torch.Tensor | None) -> None:
@@ -416,10 +425,14 @@ class GradientPack:
         """
         assert self._own is not None
         parts = self._own[: sum(self._sizes)].split(self._sizes)
-        return {
-            i: in_axis_order(part.view(shape), self._orders[i])
+        found = {
+            i: part.view(shape)
             for (i, shape), part in zip(self._shapes.items(), parts, strict=True)
         }
+        for i, order in self._orders.items():
+            if order is not None:
+                found[i] = in_axis_order(found[i], order)
+        return found
 
     def gradient(self, i: int, own: torch.Tensor) -> Any:
         """The gradient of a variable from what this worker has of it."""

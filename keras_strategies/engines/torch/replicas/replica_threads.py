@@ -113,6 +113,14 @@ class ReplicaThreads:
         raised when all have ended. An interrupt of this thread is handled likewise.
         """
         state = thread_state()
+        if len(self._devices) == 1:
+            # The caller would only wait for a separate thread, and there are no turns.
+            try:
+                with with_thread_state({**state, "torch_device": self._names[0]}):
+                    return [task() for task in tasks]
+            except BaseException as error:
+                collectives.fail(error)
+                raise
 
         def replica(task: Callable[[], Any], replica_id: int) -> Any:
             own = {**state, "torch_device": self._names[replica_id]}
@@ -126,9 +134,6 @@ class ReplicaThreads:
             finally:
                 collectives.finish(replica_id)
 
-        if len(self._devices) == 1:
-            # The caller would only wait for a separate thread.
-            return [replica(task, i) for i, task in enumerate(tasks)]
         caller = CallerState(self._torch_devices)
         kernels = self._kernels
         if kernels and collectives.is_sequential:

@@ -105,13 +105,14 @@ class Streams:
         #: Context managers that make them current.
         self.contexts = [stream for stream in streams if stream.stream_id]
 
-    @contextlib.contextmanager
-    def current(self) -> Iterator[None]:
-        """Makes them current in this thread."""
+    def current(self) -> contextlib.AbstractContextManager[Any]:
+        """A context in which they are current in this thread."""
+        if not self.contexts:
+            return contextlib.nullcontext()
         with contextlib.ExitStack() as stack:
             for stream in self.contexts:
                 stack.enter_context(stream)
-            yield
+            return stack.pop_all()
 
 
 class CallerState:
