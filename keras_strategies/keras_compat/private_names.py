@@ -125,12 +125,6 @@ PRIVATE = (
         "tensorflow",
     ),
     Private(
-        "keras.src.backend.torch.core",
-        ("get_device",),
-        "The device of new tensors.",
-        "torch",
-    ),
-    Private(
         "keras.src.backend.torch.layer.TorchLayer",
         ("_torch_params", "_track_variables"),
         "Parameters of hosted variables.",

@@ -43,6 +43,15 @@ def thread_state() -> dict[str, Any]:
     return dict(_own_state())
 
 
+def current_torch_device() -> str | None:
+    """The device of the innermost `keras.device` in this thread, such as "cuda:0".
+
+    Keras 3.15: the global attribute "torch_device".
+    """
+    device: str | None = _own_state().get("torch_device")
+    return device
+
+
 def _own_state() -> dict[str, Any]:
     """Keras's state of this thread.
 

@@ -25,7 +25,7 @@ from keras_strategies.engines.torch.sharded_checkpoints import TorchCheckpoints
 from keras_strategies.engines.torch.tensor_primitives import PRIMITIVES
 from keras_strategies.engines.torch.trainer import TorchTrainer
 from keras_strategies.engines.torch.worker_collectives import TorchCommunicator
-from keras_strategies.keras_compat.backends.keras_on_torch import current_device
+from keras_strategies.keras_compat.thread_state import current_torch_device
 from keras_strategies.runtime.drivers import Drivers
 from keras_strategies.runtime.engine import (
     Engine,
@@ -75,7 +75,7 @@ class TorchEngine(Engine):
 
     def on_device(self, device: Device) -> contextlib.AbstractContextManager[Any]:
         name = str(torch_device(device))
-        if current_device() == name:
+        if current_torch_device() == name:
             return contextlib.nullcontext()
         context: contextlib.AbstractContextManager[Any] = keras.device(name)
         return context

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -36,21 +35,6 @@ def draws_through(draw: Callable[..., Any]) -> contextlib.AbstractContextManager
 
 def drawn(original: Any, *args: Any, **kwargs: Any) -> Any:
     return _Draws.draw(original, *args, **kwargs)
-
-
-def current_device() -> str:
-    """The device of new tensors in this thread, such as "cuda:0".
-
-    Keras 3.15: `keras.src.backend.torch.core.get_device`.
-    """
-    return _device_getter()()
-
-
-@functools.cache
-def _device_getter() -> Callable[[], str]:
-    from keras.src.backend.torch.core import get_device
-
-    return get_device  # type: ignore[no-any-return]
 
 
 def repeat(original: Any, x: Any, repeats: Any, axis: int | None = None) -> Any:
