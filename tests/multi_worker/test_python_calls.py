@@ -52,7 +52,12 @@ def calls_of_a_step(strategy: Any, depth: int) -> int:
         counter = CountsCalls()
         # What other tests have left may be collected in a step, with its finalizers.
         gc.collect()
-        model.fit(x, x, batch_size=BATCH, verbose=0, callbacks=[counter])
+        try:
+            model.fit(x, x, batch_size=BATCH, verbose=0, callbacks=[counter])
+        finally:
+            # Other tests follow in this process.
+            sys.setprofile(None)
+            gc.enable()
     return counter.count
 
 

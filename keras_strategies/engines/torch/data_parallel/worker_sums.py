@@ -314,7 +314,7 @@ class GradientPack:
         return self._views[i]
 
     def missing(self) -> list[int]:
-        """The places of the variables whose gradient is not in the pack."""
+        """The places of the variables without a gradient in the pack."""
         return [i for i in self.members if i not in self._orders]
 
     def place(self, i: int, gradient: torch.Tensor) -> torch.Tensor | None:
