@@ -45,6 +45,39 @@ def join_all(count, timeout=10.0, indices=None, same=None):
         return [future.exception(60) or future.result() for future in futures]
 
 
+def test_a_receiver_that_reads_nothing_does_not_delay_the_sender():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sender = MessageConnection(socket.create_connection(server.getsockname()))
+        receiver = MessageConnection(server.accept()[0])
+    # More than the buffers of a connection take, in small messages and large ones.
+    sizes = [10, 5000, 2_000_000] * 20 + [10]
+    begin = time.monotonic()
+    for number, size in enumerate(sizes):
+        sender.send({"number": number}, b"x" * size)
+    assert time.monotonic() - begin < 5
+    found = [receiver.receive(timeout=10) for _ in sizes]
+    assert [header["number"] for header, _ in found] == list(range(len(sizes)))
+    assert [len(payload) for _, payload in found] == sizes
+    sender.close()
+    with pytest.raises(EOFError):
+        receiver.receive(timeout=10)
+    receiver.close()
+
+
+def test_an_exchange_of_small_messages_needs_no_thread_that_sends():
+    before = set(threading.enumerate())
+    groups = join_all(3)
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            for _ in range(5):
+                list(pool.map(lambda group: group.gather_values("x", 1), groups))
+        started = set(threading.enumerate()) - before
+        assert "group-sender" not in {thread.name for thread in started}
+    finally:
+        for group in reversed(groups):
+            group.leave()
+
+
 def test_a_probe_of_the_port_leaves_nothing_behind():
     # As a readiness probe: a connection that says nothing.
     before = set(threading.enumerate())

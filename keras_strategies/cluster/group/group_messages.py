@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
+import select
 import socket
 import threading
 import time
@@ -16,6 +18,9 @@ Message = tuple[dict[str, Any], bytes]
 
 # Interval of heartbeats in seconds.
 BEAT = 0.25
+# Bytes of a message that a connection takes at once where it takes any: less than the
+# free part of the smallest buffer of a writable socket.
+_SMALL = 4096
 # Reason for the loss of a worker with an open connection.
 NO_HEARTBEAT = "no heartbeat"
 
@@ -51,8 +56,8 @@ def encoded(header: dict[str, Any], payload: bytes = b"") -> bytes:
 class MessageConnection:
     """One end of a connection; `send` is thread-safe.
 
-    Messages are sent by a separate thread, so that a stopped receiver cannot block the
-    caller.
+    A stopped receiver cannot block the caller: what the connection does not take at
+    once is sent by a separate thread.
     """
 
     def __init__(self, connected: socket.socket):
@@ -61,25 +66,41 @@ class MessageConnection:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.settimeout(None)
         self._connection = Connection(connected.detach())
+        self._writable = select.poll()
+        self._writable.register(self._connection.fileno(), select.POLLOUT)
+        self._lock = threading.Lock()
+        # The messages that the thread has not sent yet.
+        self._pending = 0
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._sender = threading.Thread(
-            target=self._send_all, name="group-sender", daemon=True
-        )
-        self._sender.start()
+        self._sender: threading.Thread | None = None
 
     def send(self, header: dict[str, Any], payload: bytes = b"") -> None:
         self.send_encoded(encoded(header, payload))
 
     def send_encoded(self, message: bytes) -> None:
         """Sends a message that is `encoded`, as to many receivers."""
-        self._outgoing.put(message)
+        with self._lock:
+            if not self._pending and len(message) <= _SMALL and self._writable.poll(0):
+                self._send(message)
+                return
+            self._pending += 1
+            self._outgoing.put(message)
+            if self._sender is None:
+                self._sender = threading.Thread(
+                    target=self._send_all, name="group-sender", daemon=True
+                )
+                self._sender.start()
+
+    def _send(self, message: bytes) -> None:
+        # The reader detects the end of the connection.
+        with contextlib.suppress(OSError):
+            self._connection.send_bytes(message)
 
     def _send_all(self) -> None:
-        try:
-            while (message := self._outgoing.get()) is not None:
-                self._connection.send_bytes(message)
-        except OSError:
-            pass  # The reader detects the end of the connection.
+        while (message := self._outgoing.get()) is not None:
+            self._send(message)
+            with self._lock:
+                self._pending -= 1
 
     def wait(self, timeout: float) -> bool:
         """Waits for a message or the end of the connection; False after the timeout.
@@ -99,7 +120,7 @@ class MessageConnection:
             EOFError: if the connection has ended, or the other end is not a worker.
         """
         try:
-            if not self._connection.poll(timeout):
+            if timeout is not None and not self._connection.poll(timeout):
                 return None
             header, _, payload = self._connection.recv_bytes().partition(b"\n")
             found = json.loads(header)
@@ -112,7 +133,8 @@ class MessageConnection:
     def close(self, wait: float = 1.0) -> None:
         """Closes the connection after the pending messages."""
         self._outgoing.put(None)
-        self._sender.join(wait)
+        if (sender := self._sender) is not None:
+            sender.join(wait)
         self.abort()
 
     def abort(self) -> None:
