@@ -98,6 +98,7 @@ def summary() -> str:
 
 def table(name: str) -> str:
     """The Markdown of one block."""
+    import batch_comparison
     import communication
     import demo
     import elasticity
@@ -140,6 +141,7 @@ def table(name: str) -> str:
     if file == "fsdp memory":
         return whole("fsdp_memory", fsdp.memory_table)
     modules = {
+        "batch comparison": batch_comparison,
         "communication": communication,
         "demo": demo,
         "elasticity": elasticity,

@@ -96,6 +96,7 @@ def test_tables_of_benchmarks_are_those_of_the_results() -> None:
         *("parameter servers", "model parallelism", "steps per execution"),
         *("demo", "without strategy", "first step large"),
         *("communication", "python time", "slow input", "random numbers"),
+        "batch comparison",
         *("fsdp", "fsdp memory", "mixing rows", "presets", "uneven rows"),
     }
 
