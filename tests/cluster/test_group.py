@@ -64,6 +64,29 @@ def test_a_receiver_that_reads_nothing_does_not_delay_the_sender():
     receiver.close()
 
 
+def test_a_handler_of_a_signal_may_send_while_it_interrupts_a_message(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sender = MessageConnection(socket.create_connection(server.getsockname()))
+        receiver = MessageConnection(server.accept()[0])
+    send_bytes = sender._connection.send_bytes
+
+    def interrupted(message):
+        monkeypatch.setattr(sender._connection, "send_bytes", send_bytes)
+        sender.send({"number": 1})
+        send_bytes(message)
+
+    monkeypatch.setattr(sender._connection, "send_bytes", interrupted)
+    thread = threading.Thread(target=sender.send, args=[{"number": 0}], daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    sender.send({"number": 2})
+    found = [receiver.receive(timeout=10)[0]["number"] for _ in range(3)]
+    assert found == [0, 1, 2]
+    sender.close()
+    receiver.close()
+
+
 def test_an_exchange_of_small_messages_needs_no_thread_that_sends():
     before = set(threading.enumerate())
     groups = join_all(3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import json
 import os
@@ -68,39 +69,48 @@ class MessageConnection:
         self._connection = Connection(connected.detach())
         self._writable = select.poll()
         self._writable.register(self._connection.fileno(), select.POLLOUT)
-        self._lock = threading.Lock()
-        # The messages that the thread has not sent yet.
-        self._pending = 0
-        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        # Held while a message is sent, or taken from those that wait.
+        self._turn = threading.Lock()
+        self._waiting: collections.deque[bytes] = collections.deque()
+        # An item for each message that waits; None ends the thread.
+        self._wakes: queue.SimpleQueue[bool | None] = queue.SimpleQueue()
+        # Held from when the thread is started.
+        self._has_sender = threading.Lock()
         self._sender: threading.Thread | None = None
 
     def send(self, header: dict[str, Any], payload: bytes = b"") -> None:
         self.send_encoded(encoded(header, payload))
 
     def send_encoded(self, message: bytes) -> None:
-        """Sends a message that is `encoded`, as to many receivers."""
-        with self._lock:
-            if not self._pending and len(message) <= _SMALL and self._writable.poll(0):
-                self._send(message)
-                return
-            self._pending += 1
-            self._outgoing.put(message)
-            if self._sender is None:
-                self._sender = threading.Thread(
-                    target=self._send_all, name="group-sender", daemon=True
-                )
-                self._sender.start()
+        """Sends a message that is `encoded`, as to many receivers.
+
+        It waits for no lock: a handler of a signal, or a finalizer, may send while it
+        interrupts a call of the same thread.
+        """
+        if len(message) <= _SMALL and self._turn.acquire(blocking=False):
+            try:
+                if not self._waiting and self._writable.poll(0):
+                    self._send(message)
+                    return
+            finally:
+                self._turn.release()
+        self._waiting.append(message)
+        self._wakes.put(True)
+        if self._has_sender.acquire(blocking=False):
+            self._sender = threading.Thread(
+                target=self._send_waiting, name="group-sender", daemon=True
+            )
+            self._sender.start()
 
     def _send(self, message: bytes) -> None:
         # The reader detects the end of the connection.
         with contextlib.suppress(OSError):
             self._connection.send_bytes(message)
 
-    def _send_all(self) -> None:
-        while (message := self._outgoing.get()) is not None:
-            self._send(message)
-            with self._lock:
-                self._pending -= 1
+    def _send_waiting(self) -> None:
+        while self._wakes.get() is not None:
+            with self._turn:
+                self._send(self._waiting.popleft())
 
     def wait(self, timeout: float) -> bool:
         """Waits for a message or the end of the connection; False after the timeout.
@@ -132,14 +142,14 @@ class MessageConnection:
 
     def close(self, wait: float = 1.0) -> None:
         """Closes the connection after the pending messages."""
-        self._outgoing.put(None)
+        self._wakes.put(None)
         if (sender := self._sender) is not None:
             sender.join(wait)
         self.abort()
 
     def abort(self) -> None:
         """Ends the connection at once; the readers at both ends get an error."""
-        self._outgoing.put(None)
+        self._wakes.put(None)
         # The last reference closes the descriptor. Closed here, its number could be
         # reused while a reader of this process waits on it.
         try:
