@@ -200,9 +200,28 @@ def run_worker(
     passive = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
     arguments += ["--rounds", str(rounds)]
     found: dict[str, Rounds] = run_script(
-        script, *arguments, backend=backend, environment=passive
+        script,
+        *arguments,
+        backend=backend,
+        environment={**passive, **allocator(backend)},
     )
     return found
+
+
+def allocator(backend: str) -> dict[str, str]:
+    """Environment variables with which Torch keeps the memory of a step for the next.
+
+    On accelerators it has an allocator that does. On CPUs glibc's returns large arrays
+    to the system, and what is measured is how fast that clears pages: a third of a step
+    with large outputs, and whether a step meets it depends on the order in which its
+    arrays are freed. Of arenas other than the first, which threads have, it always
+    returns arrays above 64 MB.
+    """
+    if backend != "torch":
+        return {}
+    from keras_strategies.cluster.environment import KEPT_MEMORY
+
+    return {**KEPT_MEMORY, "MALLOC_ARENA_MAX": "1"}
 
 
 class Results:

@@ -47,6 +47,16 @@ SECRET_CHARACTERS = 16
 #: and errors only.
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "1"}
 
+#: Defaults of glibc's allocator in processes that this package starts: they keep memory
+#: that was freed, as the allocators of GPUs do, for the next step. By its own defaults
+#: large arrays of each step are returned to the system, and come back as pages that
+#: the system has to clear: a third of a step of Torch on CPUs with large outputs.
+KEPT_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+    "MALLOC_TOP_PAD_": str(16 << 20),
+}
+
 
 #: Variables with the number of a process. A launcher removes them from the environment
 #: of its processes, which have others.

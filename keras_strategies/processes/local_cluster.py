@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from keras_strategies.cluster.environment import (
     DEVICES_PER_WORKER,
+    KEPT_MEMORY,
     QUIET,
     RANK_VARIABLES,
     SECRET,
@@ -133,6 +134,7 @@ class LocalCluster:
             task: {
                 THREADS: str(threads),
                 **QUIET,
+                **KEPT_MEMORY,
                 **secret,
                 **outer,
                 "PYTHONUNBUFFERED": "1",

@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import json
 import os
+import platform
+import subprocess
+import sys
 
 import pytest
 
@@ -62,6 +65,32 @@ def test_engines_are_quiet_unless_the_user_says_how_loud() -> None:
     for outer, level in (({}, "1"), ({"TF_CPP_MIN_LOG_LEVEL": "0"}, "0")):
         (found,) = cluster.environments(outer).values()
         assert found["TF_CPP_MIN_LOG_LEVEL"] == level
+
+
+def page_faults(environment: dict[str, str]) -> int:
+    """Pages that the system gives a process for arrays as large as those before."""
+    program = """
+import resource
+def step():
+    large = [b"1" * (48 << 20) for _ in range(3)]
+step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(4):
+    step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    command = [sys.executable, "-c", program]
+    return int(subprocess.check_output(command, env=environment, timeout=60))
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="is about glibc")
+def test_processes_keep_the_memory_of_a_step_for_the_next() -> None:
+    outer = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
+    (kept,) = LocalCluster(1).environments(outer).values()
+    assert page_faults(kept) < 50 < page_faults(outer)
+    asked = {**outer, "MALLOC_TRIM_THRESHOLD_": "0"}
+    (found,) = LocalCluster(1).environments(asked).values()
+    assert found["MALLOC_TRIM_THRESHOLD_"] == "0"
 
 
 @pytest.mark.parametrize(

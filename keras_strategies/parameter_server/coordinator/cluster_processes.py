@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from keras_strategies.cluster.environment import QUIET
+from keras_strategies.cluster.environment import KEPT_MEMORY, QUIET
 from keras_strategies.processes.function_command import function_command
 from keras_strategies.processes.launcher import Ended, Events, ProcessLauncher
 from keras_strategies.processes.local_cluster import GPUS, LocalTask
@@ -128,12 +128,9 @@ def environment(threads: int, outer: Mapping[str, str]) -> dict[str, str]:
 
     found = {
         **QUIET,
+        **KEPT_MEMORY,
         **outer,
         "KERAS_BACKEND": keras.backend.backend(),
-        # The large arrays of each step are allocated without `mmap`.
-        "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
-        "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
-        "MALLOC_TOP_PAD_": str(16 << 20),
         "PYTHONUNBUFFERED": "1",
     }
     found.setdefault("OMP_NUM_THREADS", str(threads))
