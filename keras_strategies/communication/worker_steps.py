@@ -38,15 +38,21 @@ def compare_rows(rows: int, found: list[int]) -> None:
 
 
 def compare_orders(
-    group: WorkerGroup, rows: int, order: int, change: str = ""
+    group: WorkerGroup,
+    rows: int,
+    order: int | None,
+    change: str = "",
+    stream: str = "",
 ) -> list[str]:
     """Compares the rows of a global batch of a `DataLoader` with those of others.
 
     Args:
         group: the connected workers.
         rows: int, those of all workers.
-        order: int, a checksum of their numbers in the dataset.
+        order: int, a checksum of their numbers in the dataset; None, which agrees with
+            any, if that is not known any more.
         change: str, what is told to the other workers.
+        stream: str, see `WorkerGroup.gather`.
 
     Returns:
         list of str, what each worker tells.
@@ -54,9 +60,9 @@ def compare_orders(
     Raises:
         WorkerError: if workers have others, or one has no more batches.
     """
-    found = group.gather_values("a batch", [rows, order, change])
+    found = group.gather_values("a batch", [rows, order, change], stream)
     for other, each in enumerate(found):
-        if each[:2] != [rows, order]:
+        if None not in (order, each[1]) and each[:2] != [rows, order]:
             raise WorkerError(
                 f"Workers {group.index} and {other} have different batches at "
                 f"{group.progress}, of {rows} and {each[0]} rows of "

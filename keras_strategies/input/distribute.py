@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from keras_strategies.communication.communicator import is_fixed
+from keras_strategies.communication.communicator import Communicator, is_fixed
 from keras_strategies.communication.replica_counts import ReplicaCounts
 from keras_strategies.errors import InvalidArgumentError, InvalidTypeError
 from keras_strategies.input import auto_shard
@@ -16,12 +16,14 @@ from keras_strategies.input.arrays import ArrayDataset, are_arrays
 from keras_strategies.input.distributed_dataset import DistributedDataset
 from keras_strategies.input.feeds import EqualStepsFeed, Feed, PerReplicaFeed, SplitFeed
 from keras_strategies.input.sources import (
+    LoaderSource,
     PlacedSource,
     Source,
     is_tf_data,
     source_of,
     source_of_elements,
 )
+from keras_strategies.input.workers_loader import WorkersLoaderSource
 from keras_strategies.types import InputContext, InputOptions, InputReplicationMode
 
 if TYPE_CHECKING:
@@ -44,6 +46,9 @@ def dataset(
         )
     if isinstance(given, DistributedDataset):
         given = given.feed.source()
+        if isinstance(given, WorkersLoaderSource):
+            # Its workers are those of another strategy.
+            given = given.loader
     workers = strategy.workers
     if not is_fixed(workers) and is_tf_data(given):
         auto_shard.check_global(given)
@@ -55,8 +60,21 @@ def dataset(
             feed = SplitFeed(source_of(part), lambda: counts, is_global=False)
             return _distributed(strategy, feed, options)
     source = source_of(given, batch_size)
+    if workers is not None and workers.group.count > 1 and is_fixed(workers):
+        source = _compared(source, workers)
     feed = SplitFeed(source, lambda: strategy.placement.replica_counts)
     return _distributed(strategy, feed, options)
+
+
+def _compared(source: Source, workers: Communicator) -> Source:
+    """A source that compares the reads of workers, where that saves them reads."""
+    if not isinstance(source, LoaderSource) or source.own_batches is not None:
+        return source
+    from keras_strategies.engines.torch.own_rows.loader_rows import can_read_rows
+
+    if not can_read_rows(source.given):
+        return source
+    return WorkersLoaderSource(source, workers)
 
 
 def from_function(

@@ -140,6 +140,8 @@ class DistributedDataset(ProgramIterable):
         if self._feed.is_in_memory and all(device.kind == "cpu" for device in where):
             # Batches are ready in memory: a prefetch thread would only add overhead.
             size = 0
+        if self._feed.is_read_in_turn:
+            size = 0
         begin = _PrefetchedIteration(self._engine, self._feed, where, bool(size))
         return Prefetcher(begin, size) if size else begin()
 

@@ -45,6 +45,11 @@ class Feed(abc.ABC):
         return False
 
     @property
+    def is_read_in_turn(self) -> bool:
+        """bool, whether the thread that uses a batch has to read it."""
+        return False
+
+    @property
     @abc.abstractmethod
     def cardinality(self) -> int | None:
         """The number of steps; None where it is unknown or without end."""
@@ -79,6 +84,10 @@ class SplitFeed(Feed):
     @property
     def is_in_memory(self) -> bool:
         return self._source.is_in_memory
+
+    @property
+    def is_read_in_turn(self) -> bool:
+        return self._source.is_read_in_turn
 
     def steps(self, keep: Callable[[Any], bool], copy: bool) -> Iterator[list[Any]]:
         copy = copy and self._source.may_reuse_memory

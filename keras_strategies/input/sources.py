@@ -50,6 +50,8 @@ class Source(abc.ABC):
     may_reuse_memory = False
     #: Whether batches are slices of arrays in memory, for which prefetch gains nothing.
     is_in_memory = False
+    #: Whether a batch is read by the thread that uses it, when it is used.
+    is_read_in_turn = False
     #: Whether elements may be values without rows, each for one replica.
     may_be_values = False
     #: `batches_of` that reads this worker's rows; None where all rows are read.

@@ -40,6 +40,8 @@ from keras_strategies.runtime.row_splits import replica_ranges
 from keras_strategies.runtime.worker_batch import WorkerBatch, WorkerRows
 
 _logger = logging.getLogger("keras_strategies.own_rows")
+# What a worker tells the others, that will share the rows of the next pass again.
+_READ_BEFORE = "a worker has read the first batch of this pass for its `element_spec`"
 
 
 class _Pass:
@@ -139,16 +141,27 @@ class LoaderRows:
         is_compared = not self._is_of_arrays
         return _Pass(self._loader, self._rows, not self._is_known, is_compared)
 
-    def begin(self) -> Iterator[Any]:
+    def begin(self, stream: str = "") -> Iterator[Any]:
         """A pass over the global batches: `WorkerBatch`, or all batches in full.
 
         Iterators of loaders draw from Torch's random numbers when they are made, so
         this one is made now.
+
+        Args:
+            stream: str, that in which workers compare reads; see `WorkerGroup.gather`.
         """
         if self._reads_all:
             return iter(self._loader) if self._kept is None else self._kept.all()
         one_pass = self._under_way = self._kept or self._new_pass()
-        return self._batches(one_pass, one_pass.own())
+        return self._batches(one_pass, one_pass.own(), stream)
+
+    def read_before(self, stream: str) -> None:
+        """Tells the other workers of a pass that this one reads all of its rows.
+
+        Args:
+            stream: str, see `begin`.
+        """
+        compare_orders(self._workers.group, 0, None, _READ_BEFORE, stream)
 
     def read_all(self) -> None:
         """Reads all rows of the batches that follow, also in the pass under way."""
@@ -156,20 +169,20 @@ class LoaderRows:
         if self._under_way is not None:
             self._under_way.sampler.reads_all = True
 
-    def _batches(self, one_pass: _Pass, reads: Any) -> Iterator[Any]:
+    def _batches(self, one_pass: _Pass, reads: Any, stream: str) -> Iterator[Any]:
         for step in itertools.count():
             read = next(reads, None)
-            change = self._agreed(read) if self._agrees else ""
+            change = self._agreed(read, stream) if self._agrees else ""
             if read is None:
                 return
             if change:
-                if one_pass.count > 1:
+                if one_pass.count > 1 and change != _READ_BEFORE:
                     raise _changed_later(change)
                 _logger.info(
                     "Each worker reads all rows of a DataLoader, which is exact: %s.",
                     change,
                 )
-                self._reads_all = True
+                self._reads_all = change != _READ_BEFORE
                 del reads
                 yield from one_pass.all_from(step)
                 return
@@ -188,7 +201,7 @@ class LoaderRows:
         found = None if is_compared else (len(indices), order)
         return WorkerBatch(batch, every, counts, again, found)
 
-    def _agreed(self, read: Any) -> str:
+    def _agreed(self, read: Any, stream: str) -> str:
         """What the read of a batch has changed on one of the workers; "" for nothing.
 
         Raises:
@@ -200,7 +213,7 @@ class LoaderRows:
             rows = len(indices)
             if is_own and not change:
                 change = _problem(batch)
-        found = compare_orders(self._workers.group, rows, order, change)
+        found = compare_orders(self._workers.group, rows, order, change, stream)
         return next(filter(None, found), "")
 
 
