@@ -26,14 +26,16 @@ def looped(
     kind: str,
     spec_by: tuple[int, ...] = (),
     options: dict[str, Any] | None = None,
+    spec_in: int = 1,
 ) -> tuple[list[Any], int, list[float]]:
     """The rows of this worker in each step, how many were read, and draws after it.
 
     Args:
         strategy: the strategy.
         kind: of `Noisy`, or "rows".
-        spec_by: the workers that read the specification before the second pass.
+        spec_by: the workers that read the specification.
         options: those of the loader.
+        spec_in: the pass before which they do.
     """
     keras.utils.set_random_seed(5)
     torch.manual_seed(5)
@@ -44,7 +46,7 @@ def looped(
     index = 0 if strategy.workers is None else strategy.workers.group.index
     steps = []
     for i in range(PASSES):
-        if i == 1 and index in spec_by:
+        if i == spec_in and index in spec_by:
             assert keras.tree.flatten(batches.element_spec)
         for batch in batches:
             local = strategy.experimental_local_results(batch)
@@ -112,6 +114,15 @@ def test_a_pass_of_which_a_batch_was_read_for_its_specification(
     # to read all rows has read its own of the first batch before.
     for _, read, _ in every:
         assert ROWS < read <= ROWS + 2 * 0.65 * ROWS + BATCH
+
+
+@pytest.mark.parametrize("spec_by", [(0,), (1,)])
+@pytest.mark.parametrize("spec_in", [0, 1])
+def test_a_batch_that_was_read_for_a_specification_and_draws(
+    cluster: Any, spec_by: tuple[int, ...], spec_in: int
+) -> None:
+    alone = looped(ks.OneDeviceStrategy("cpu:0"), "torch", (0,), None, spec_in)
+    check(alone, cluster(looped, "torch", spec_by, None, spec_in))
 
 
 def ended_early(strategy: Any) -> list[np.ndarray]:

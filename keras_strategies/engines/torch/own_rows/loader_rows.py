@@ -161,7 +161,10 @@ class LoaderRows:
         Args:
             stream: str, see `begin`.
         """
-        compare_orders(self._workers.group, 0, None, _READ_BEFORE, stream)
+        if not self._reads_all:
+            group = self._workers.group
+            found = compare_orders(group, 0, None, _READ_BEFORE, stream)
+            self._follow(_first_of(found))
 
     def read_all(self) -> None:
         """Reads all rows of the batches that follow, also in the pass under way."""
@@ -182,7 +185,7 @@ class LoaderRows:
                     "Each worker reads all rows of a DataLoader, which is exact: %s.",
                     change,
                 )
-                self._reads_all = change != _READ_BEFORE
+                self._follow(change)
                 del reads
                 yield from one_pass.all_from(step)
                 return
@@ -214,7 +217,17 @@ class LoaderRows:
             if is_own and not change:
                 change = _problem(batch)
         found = compare_orders(self._workers.group, rows, order, change, stream)
-        return next(filter(None, found), "")
+        return _first_of(found)
+
+    def _follow(self, change: str) -> None:
+        """After a change, all workers read all rows in later passes, too."""
+        if change != _READ_BEFORE:
+            self._reads_all = True
+
+
+def _first_of(changes: list[str]) -> str:
+    """What the first worker tells that has found a change; "" if none has."""
+    return next(filter(None, changes), "")
 
 
 def batches_of_worker(
