@@ -109,6 +109,7 @@ def test_backends_agree_without_interruption(matrix) -> None:
         assert close(saved[f"{backend} uninterrupted"]["losses"], expected["losses"])
 
 
+@pytest.mark.by_day
 def test_every_strategy_was_saved_and_every_one_has_gone_on(matrix) -> None:
     _, continued, pairs = matrix
     expected = {f"{a} > {b}: weights" for a in pairs for b in pairs}

@@ -112,6 +112,7 @@ facts = [list(kernel.value.to_local().shape), repr(kernel)]
 """
 
 
+@pytest.mark.by_day
 @needs_torch
 def test_a_script_shards_variables_over_processes(tmp_path) -> None:
     import pickle

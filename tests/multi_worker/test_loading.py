@@ -74,6 +74,7 @@ def saved(folder: Any, name: str) -> tuple[str, float]:
 
 
 @pytest.mark.skipif(TORCH, reason="a process has one device")
+@pytest.mark.by_day(5)
 @pytest.mark.parametrize(
     "name",
     [

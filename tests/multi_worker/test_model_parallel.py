@@ -131,6 +131,7 @@ def fit(model, callbacks=None):
     return values([*model.weights, *model.optimizer.variables])
 
 
+@pytest.mark.by_day(5)
 @pytest.mark.parametrize(
     "builds", [False, pytest.param(True, marks=pytest.mark.nightly)]
 )
