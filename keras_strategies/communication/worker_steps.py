@@ -63,9 +63,11 @@ def compare_orders(
     found = group.gather_values("a batch", [rows, order, change], stream)
     for other, each in enumerate(found):
         if None not in (order, each[1]) and each[:2] != [rows, order]:
+            # A loop of the user has no steps that are counted.
+            place = f" at {group.progress}" if group.progress else ""
             raise WorkerError(
-                f"Workers {group.index} and {other} have different batches at "
-                f"{group.progress}, of {rows} and {each[0]} rows of "
+                f"Workers {group.index} and {other} have different batches{place}, "
+                f"of {rows} and {each[0]} rows of "
                 "their DataLoaders. All workers must read the same global batches "
                 "in the same order: seed the loader's `generator`, and remove a "
                 "`DistributedSampler`; for separate data per worker, use "

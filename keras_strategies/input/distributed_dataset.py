@@ -141,7 +141,7 @@ class DistributedDataset(ProgramIterable):
             # Batches are ready in memory: a prefetch thread would only add overhead.
             size = 0
         if self._feed.is_read_in_turn:
-            size = 0
+            size = 0  # The prefetch thread would read before its turn.
         begin = _PrefetchedIteration(self._engine, self._feed, where, bool(size))
         return Prefetcher(begin, size) if size else begin()
 

@@ -1,4 +1,4 @@
-"""A `DataLoader` whose reads the workers of a cluster compare."""
+"""A distributed `DataLoader`: workers compare what its reads change."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 import torch
+from harness.worker_pool import WorkerPool
 from multi_worker.loaders import BATCH, ROWS, Noisy, Rows, X, forks, loader
 
 import keras_strategies as ks
@@ -197,3 +198,20 @@ def distributed_again(strategy: Any) -> int:
 
 def test_a_distributed_dataset_is_distributed_again(cluster: Any) -> None:
     assert max(cluster(distributed_again)) < 0.65 * ROWS
+
+
+def in_another_order(strategy: Any) -> None:
+    """A loop over a loader that each worker shuffles by itself."""
+    torch.manual_seed(strategy.workers.group.index)
+    list(strategy.experimental_distribute_dataset(loader(Rows())))
+
+
+def test_other_orders_are_an_error_in_a_loop(forker: Any) -> None:
+    pool = WorkerPool(forker, 2)
+    try:
+        outcomes = pool.cluster(1).outcomes(in_another_order)
+    finally:
+        pool.close()
+    errors = [error for error, _ in outcomes]
+    assert all("different batches, of 5 and 5 rows" in each for each in errors), errors
+    assert all("seed the loader's `generator`" in each for each in errors), errors
