@@ -36,6 +36,7 @@ EVERYWHERE = {
         "test_methods_of_models_say_where_to_call_them[fit]",
         "test_methods_of_models_say_where_to_call_them[predict]",
     ),
+    "test_jax_programs": ("test_batches_of_dtypes_that_jax_converts_alike",),
     "test_keras_rs": (),
     "test_loss_scale": (
         "test_without_staleness_it_equals_one_device[two servers-clipped]",
@@ -79,6 +80,7 @@ EVERYWHERE = {
         "test_every_kind_of_input[tf_data]",
         "test_every_kind_of_input[distributed]",
         "test_methods_on_batches_and_weights_of_rows",
+        "test_arrays_of_64_bits_in_batches_and_in_fit[int64]",
         "test_several_steps_in_one_message",
         "test_schedules_count_all_workers_steps",
         "test_compiled_steps[True]",

@@ -143,6 +143,39 @@ def test_methods_on_batches_and_weights_of_rows(pair) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
 
 
+# Keras on Torch has no uint64.
+WIDE = ["int64", "float64", *["uint64"][: keras.backend.backend() != "torch"]]
+
+
+@pytest.mark.parametrize("dtype", WIDE)
+def test_arrays_of_64_bits_in_batches_and_in_fit(synchronous, dtype) -> None:
+    """`fit` converts arrays as the backend does, a batch arrives as it is."""
+    random = np.random.default_rng(3)
+    x = random.integers(0, 9, (ROWS, 2)).astype(dtype)
+    y = x.sum(1, keepdims=True)
+
+    def numbers():
+        keras.utils.set_random_seed(1)
+        layers = [keras.Input((2,)), keras.layers.Embedding(9, 3)]
+        layers += [keras.layers.Flatten(), keras.layers.Dense(1)]
+        model = keras.Sequential(layers)
+        model.compile(keras.optimizers.SGD(0.01), "mse", metrics=["mae"])
+        found = []
+        for _ in range(2):
+            found += model.train_on_batch(x[:8], y[:8])
+            found += model.test_on_batch(x[:8], y[:8])
+            found += list(np.ravel(model.predict_on_batch(x[:8])))
+            history = model.fit(x, y, batch_size=8, shuffle=False, verbose=0).history
+            found += [history["loss"], history["mae"]]
+            found += model.evaluate(x, y, batch_size=8, verbose=0)
+            found += list(np.ravel(model.predict(x, batch_size=8, verbose=0)))
+        return np.hstack(found)
+
+    expected = numbers()
+    with synchronous.scope():
+        np.testing.assert_allclose(numbers(), expected, rtol=1e-4)
+
+
 def test_validation_class_weights_and_epochs(synchronous, pair, capsys) -> None:
     ours, theirs, weights = pair
     x, y = data()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -36,18 +37,49 @@ from keras_strategies.parameter_server.engines.engine_interface import (
 _WITH_BUFFER = "biufc"
 
 
+@dataclass(frozen=True, eq=False)
+class _Trace:
+    """What a trace of a step has besides arrays: the arguments `gradients` belong to.
+
+    Args:
+        calls: list of `OptimizerCall`.
+        changed: list of variables with new values.
+        outputs: the step's return value.
+    """
+
+    calls: list[OptimizerCall]
+    changed: list[Any]
+    outputs: TracedOutputs
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclass(frozen=True)
+class _Traced:
+    """Arrays of a step and the trace that they come from.
+
+    `jax.jit` stores the structure of the results with each program. The trace is part
+    of it, so each call returns the trace of the program that ran, whatever decides
+    between programs: shapes, dtypes as JAX converts them, weak types, settings.
+    """
+
+    arrays: Any
+    trace: _Trace
+
+    def tree_flatten(self) -> tuple[tuple[Any], _Trace]:
+        return (self.arrays,), self.trace
+
+    @classmethod
+    def tree_unflatten(cls, trace: _Trace, children: tuple[Any]) -> _Traced:
+        return cls(children[0], trace)
+
+
 class JaxStepProgram(StepProgram):
     """A jitted function of variables' values, positions and batch."""
 
     def __init__(self, body: Body, variables: StepVariables, gradients: bool):
         super().__init__(body, variables, gradients)
         self._ids: dict[Any, Any] = {}
-        self._traced: list[Any] = []
         self._step = jax.jit(self._pure)
-        # Results of traces, by the shapes of the arguments.
-        self._traces: dict[
-            Any, tuple[list[OptimizerCall], list[Any], TracedOutputs]
-        ] = {}
 
     # Lookups
 
@@ -148,9 +180,11 @@ class JaxStepProgram(StepProgram):
             if after is not before:
                 changed.append((variable, after))
         split = TracedOutputs(outputs, _is_computed)
-        self._traced = [recorder.calls, [variable for variable, _ in changed], split]
         gradients = [call.gradients for call in recorder.calls]
-        return split.tensors, gradients, [value for _, value in changed]
+        return _Traced(
+            (split.tensors, gradients, [value for _, value in changed]),
+            _Trace(recorder.calls, [variable for variable, _ in changed], split),
+        )
 
     def run(
         self,
@@ -160,21 +194,16 @@ class JaxStepProgram(StepProgram):
     ) -> StepResult:
         variables = [*self.variables.tables, *self.variables.others]
         values = [raw_value(variable) for variable in variables]
-        self._traced = []
-        outputs, gradients, changed = self._step(values, list(positions), batch)
-        leaves, structure = jax.tree.flatten((values, positions, batch))
-        key = (structure, tuple((np.shape(x), x.dtype) for x in leaves))
-        if self._traced:
-            self._traces[key] = tuple(self._traced)  # type: ignore[assignment]
-        calls, changed_variables, split = self._traces[key]
-        outputs, gradients, changed = _arrays((outputs, gradients, changed))
+        found = self._step(values, list(positions), batch)
+        outputs, gradients, changed = _arrays(found.arrays)
+        trace = found.trace
         return StepResult(
-            split.filled(outputs),
+            trace.outputs.filled(outputs),
             [
                 OptimizerCall(call.optimizer, call.variables, g)
-                for call, g in zip(calls, gradients, strict=True)
+                for call, g in zip(trace.calls, gradients, strict=True)
             ],
-            list(zip(changed_variables, changed, strict=True)),
+            list(zip(trace.changed, changed, strict=True)),
         )
 
 
