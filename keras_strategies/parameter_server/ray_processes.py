@@ -9,6 +9,7 @@ from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.parameter_server.coordinator.cluster_options import ClusterOptions
 from keras_strategies.parameter_server.coordinator.cluster_processes import (
     SHARED_GPU,
+    EndCause,
     ProcessCall,
     TaskProcesses,
     environment,
@@ -90,9 +91,11 @@ class RayProcesses(TaskProcesses):
     def kill(self, task: LocalTask) -> None:
         self._actors.kill(task)
 
-    def ended(self) -> Iterator[tuple[LocalTask, str]]:
+    def ended(self) -> Iterator[tuple[LocalTask, EndCause]]:
         while (reply := self._actors.next_reply(0.0)) is not None:
-            yield reply.task, reply.lost or "it ended"
+            # Ray has no exit codes: the node may have been taken away.
+            cause = EndCause(reply.lost or "it ended", bool(reply.lost))
+            yield reply.task, cause
 
     def close(self) -> None:
         self._open.close()

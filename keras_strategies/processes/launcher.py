@@ -24,6 +24,16 @@ from keras_strategies.processes.process_group import (
     ProcessGroup,
 )
 
+# Signals by which a process ends through a fault of its own code.
+_FAULTS = (
+    signal.SIGABRT,
+    signal.SIGBUS,
+    signal.SIGFPE,
+    signal.SIGILL,
+    signal.SIGSEGV,
+    signal.SIGSYS,
+    signal.SIGTRAP,
+)
 # Seconds to wait for the rest of an ended task's output: a child process may still hold
 # the pipe.
 _PIPE_SECONDS = 1.0
@@ -47,6 +57,14 @@ class Ended:
     def exit_code(self) -> int:
         """int, as a shell gives it: 128 + the signal for a task that was killed."""
         return self.code if self.code >= 0 else 128 - self.code
+
+    @property
+    def is_from_outside(self) -> bool:
+        """Whether it was ended by a signal that others send: SIGTERM, SIGKILL, ...
+
+        The system sends SIGKILL when memory runs out, whoever uses it.
+        """
+        return self.code < 0 and -self.code not in _FAULTS
 
     @property
     def how(self) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 import keras_strategies as ks
 from keras_strategies.experimental import partitioners
 from keras_strategies.parameter_server.coordinator.cluster_options import ClusterOptions
+from keras_strategies.parameter_server.coordinator.cluster_processes import EndCause
 from keras_strategies.parameter_server.coordinator.cluster_state import WorkerState
 from keras_strategies.parameter_server.coordinator.process_supervisor import (
     ProcessSupervisor,
@@ -55,7 +56,7 @@ class RecordedProcesses:
     def __init__(self) -> None:
         self.started: list[LocalTask] = []
         self.killed: list[LocalTask] = []
-        self.ends: list[tuple[LocalTask, str]] = []
+        self.ends: list[tuple[LocalTask, EndCause]] = []
 
     def start(self, task: LocalTask) -> None:
         self.started.append(task)
@@ -63,7 +64,7 @@ class RecordedProcesses:
     def kill(self, task: LocalTask) -> None:
         self.killed.append(task)
 
-    def ended(self) -> list[tuple[LocalTask, str]]:
+    def ended(self) -> list[tuple[LocalTask, EndCause]]:
         found, self.ends = self.ends, []
         return found
 
@@ -101,8 +102,8 @@ class RecordedSupervisor(ProcessSupervisor):
     def process_registered(self) -> None:
         pass
 
-    def worker_lost(self, worker: WorkerState, reason: str) -> None:
-        self.lost.append((worker.index, reason))
+    def worker_lost(self, worker: WorkerState, cause: EndCause) -> None:
+        self.lost.append((worker.index, cause.reason))
 
     def server_damaged(self, damage: str) -> None:
         self.damage.append(damage)

@@ -16,7 +16,11 @@ from pathlib import Path
 
 from harness.forker import Forked, Forker
 
-from keras_strategies.parameter_server.coordinator.cluster_processes import ProcessCall
+from keras_strategies.parameter_server.coordinator.cluster_processes import (
+    EndCause,
+    ProcessCall,
+)
+from keras_strategies.processes.launcher import Ended
 from keras_strategies.processes.local_cluster import LocalTask
 
 
@@ -55,11 +59,11 @@ class ForkedProcesses:
         if task in self._running:
             self._running[task].send_kill()
 
-    def ended(self) -> Iterator[tuple[LocalTask, str]]:
+    def ended(self) -> Iterator[tuple[LocalTask, EndCause]]:
         for task, process in list(self._running.items()):
             if process.ended() is not None:
                 del self._running[task]
-                yield task, _reason(process)
+                yield task, _cause(task, process)
 
     def close(self) -> None:
         """Ends all processes; returns when they are gone."""
@@ -68,12 +72,11 @@ class ForkedProcesses:
         self._folder.cleanup()
 
 
-def _reason(process: Forked) -> str:
+def _cause(task: LocalTask, process: Forked) -> EndCause:
     code, _ = process.ended() or (0, 0.0)
-    if code < 0:
-        return f"it was ended by signal {-code}"
-    lines = process.text().strip().splitlines()
-    return lines[-1] if code and lines else "it ended"
+    end = Ended(task, code)
+    lines = process.text().strip().splitlines() if code > 0 else []
+    return EndCause([f"it {end.how}", *lines][-1], end.is_from_outside)
 
 
 def _run(entry: str, arguments: str) -> None:

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import keras
@@ -16,7 +17,11 @@ import psutil
 import pytest
 
 import keras_strategies as ks
+from keras_strategies.parameter_server.coordinator.cluster_processes import EndCause
+from keras_strategies.parameter_server.coordinator.cluster_state import QueuedTask
+from keras_strategies.processes.local_cluster import LocalTask
 from parameter_server import clusters
+from parameter_server.scheduler_in_process import Messages, scheduler_of
 
 pytestmark = pytest.mark.multiprocess
 
@@ -142,17 +147,100 @@ def test_fit_goes_on_while_a_worker_stands_still(recovered) -> None:
     assert int(model.optimizer.iterations.numpy()) == 300
 
 
-def test_a_function_that_kills_its_workers_is_given_up(coordinator) -> None:
+# By a fault of its own, or by the kernel when memory runs out.
+DEADLY = {
+    signal.SIGSEGV: "3 workers in turn died .* was ended by SIGSEGV",
+    signal.SIGKILL: "10 workers in turn were lost .* SIGKILL.* memory",
+}
+
+
+@pytest.mark.parametrize("number", DEADLY)
+def test_a_function_that_ends_its_workers_is_given_up(coordinator, number) -> None:
     def deadly():
         import os
-        import signal
 
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), number)
 
     coordinator.schedule(deadly)
-    with pytest.raises(ks.errors.WorkerError, match="3 workers in turn died"):
-        coordinator.join(clusters.SECONDS)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(ks.errors.WorkerError, match=DEADLY[number]):
+            coordinator.join(clusters.SECONDS)
+    found = [str(w.message) for w in caught if "in turn were lost" in str(w.message)]
+    assert len(found) == (number == signal.SIGKILL)
     assert coordinator.schedule(lambda: 5).fetch(clusters.SECONDS) == 5
+
+
+def test_preempted_workers_do_not_count_against_the_step_that_they_run() -> None:
+    """Workers are killed four times each while their steps wait for a server."""
+    x, y = clusters.clicks(rows=160)
+    with clusters.start(workers=2, ps=1, silence_seconds=120.0) as strategy:
+        with strategy.scope():
+            model = clusters.two_inputs("sgd")
+        scheduler = strategy.cluster.scheduler
+
+        def are_waiting() -> bool:
+            with scheduler.condition:
+                return all(w.in_flight for w in scheduler.workers.values())
+
+        def kill_both() -> None:
+            clusters.wait_until(are_waiting, "workers have steps")
+            killed = {clusters.kill(strategy, "worker", i) for i in range(2)}
+            clusters.wait_until(
+                lambda: all(w.pid not in killed for w in scheduler.workers.values()),
+                "others are there",
+            )
+
+        def storm(batch, logs) -> None:
+            if batch != 3:
+                return
+            server = clusters.kill(strategy, "ps", 0, signal.SIGSTOP)
+            try:
+                for _ in range(4):
+                    kill_both()
+            finally:
+                os.kill(server, signal.SIGCONT)
+
+        watch = keras.callbacks.LambdaCallback(on_train_batch_end=storm)
+        with pytest.warns(UserWarning, match="3 workers in turn were lost"):
+            model.fit(x, y, batch_size=8, verbose=0, callbacks=[watch])
+        assert [w.deaths for w in scheduler.workers.values()] == [4, 4]
+        assert int(model.optimizer.iterations.numpy()) == 20
+
+
+def test_ends_from_outside_count_while_servers_answer() -> None:
+    messages, processes = Messages(), clusters.RecordedProcesses()
+    scheduler = scheduler_of(messages, processes, can_restore=True)
+    cause = EndCause("it was ended by SIGTERM", is_from_outside=True)
+    worker, results = scheduler.workers[0], []
+
+    def end_worker(life: int) -> None:
+        clusters.wait_until(lambda: worker.in_flight, "it has the task")
+        processes.ends.append((LocalTask("worker", 0, life), cause))
+        clusters.wait_until(lambda: worker.incarnation > life, "it has ended")
+        if not results:
+            started = (0, life + 1, 51 + life, "cpu:0")
+            messages.put(b"w%d" % (life + 1), "worker", started)
+
+    try:
+        task = QueuedTask(0, b"", 0, lambda *found: results.append(found), (), None)
+        scheduler.schedule(task)
+        processes.ends.append((LocalTask("ps", 0, 0), cause))
+        clusters.wait_until(lambda: not scheduler.servers[0].is_ready, "it has ended")
+        for life in range(12):
+            end_worker(life)
+        messages.put(b"ps", "server", (0, 1, 61, True, "", "ipc://ps"))
+        clusters.wait_until(lambda: scheduler.servers[0].is_ready, "it is restarted")
+        assert task.deaths.total == 0 and not worker.is_abandoned
+        # The worker finishes other tasks.
+        worker.steps += 1
+        for life in range(12, 21):
+            end_worker(life)
+        assert task.deaths.outside == 9 and not results
+        end_worker(21)
+        assert "10 workers in turn were lost" in str(results[0][1])
+    finally:
+        scheduler.close()
 
 
 def test_a_server_loses_at_most_what_came_after_its_snapshot(

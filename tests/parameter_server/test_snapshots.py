@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
+from keras_strategies.parameter_server.coordinator.cluster_processes import EndCause
 from keras_strategies.parameter_server.server.request_handler import ParameterServer
 from keras_strategies.parameter_server.server.snapshots import check_folder
 from keras_strategies.processes.local_cluster import LocalTask
@@ -219,8 +220,9 @@ def test_what_a_coordinator_makes_of_a_servers_files() -> None:
     supervisor = clusters.RecordedSupervisor(0, 1, can_restore=True)
     broken = supervisor.failures
 
-    def end(incarnation: int, reason: str) -> None:
-        supervisor.processes.ends.append((LocalTask("ps", 0, incarnation), reason))
+    def end(incarnation: int, reason: str, is_from_outside: bool = True) -> None:
+        cause = EndCause(reason, is_from_outside)
+        supervisor.processes.ends.append((LocalTask("ps", 0, incarnation), cause))
         supervisor.update_processes()
 
     supervisor.handle("server", b"s", (0, 0, 50, False, "", "ipc://s"))
@@ -236,8 +238,20 @@ def test_what_a_coordinator_makes_of_a_servers_files() -> None:
     supervisor.handle("snapshots", b"s", (0, None, True))
     # One that cannot start is abandoned, instead of being waited for.
     for incarnation in (1, 2, 3, 4):
-        end(incarnation, "no memory")
+        end(incarnation, "no memory", is_from_outside=False)
     assert "before it was ready: no memory" in str(broken.pop())
+
+
+def test_preempted_servers_are_restarted_more_often() -> None:
+    supervisor = clusters.RecordedSupervisor(0, 1, can_restore=True)
+    cause = EndCause("it was ended by SIGTERM", is_from_outside=True)
+    for incarnation in range(10):
+        assert not supervisor.failures
+        task = LocalTask("ps", 0, incarnation)
+        supervisor.processes.ends.append((task, cause))
+        supervisor.update_processes()
+    (error,) = supervisor.failures
+    assert "exited 10 times before it was ready: it was ended by SIGTERM" in str(error)
 
 
 def test_what_a_server_has_acknowledged_is_on_disk(tmp_path, monkeypatch) -> None:

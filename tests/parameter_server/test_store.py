@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
+from keras_strategies.parameter_server.coordinator.cluster_processes import EndCause
 from keras_strategies.parameter_server.server import request_handler
 from keras_strategies.parameter_server.server.request_handler import ParameterServer
 from keras_strategies.parameter_server.wire.step_messages import StepRequest
@@ -154,7 +155,7 @@ def test_who_is_silent_is_killed_but_not_when_this_process_stood_still(
     # An old process's sign is not the new one's.
     supervisor.handle("worker", b"old", (1, 0, 51, "cpu:0"))
     assert not supervisor.workers[1].is_alive
-    processes.ends.append((LocalTask("ps", 0), "it was killed"))
+    processes.ends.append((LocalTask("ps", 0), EndCause("it was killed", True)))
     supervisor.update_processes()
     (error,) = supervisor.failures
     assert isinstance(error, ks.errors.ServerLostError)

@@ -39,6 +39,21 @@ class ProcessCall:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class EndCause:
+    """Why a process has ended.
+
+    Args:
+        reason: str, for messages.
+        is_from_outside: bool, whether it may have been ended from outside: by a signal,
+            or with its machine. Otherwise by its code: an exit code, or a fault such as
+            SIGSEGV.
+    """
+
+    reason: str
+    is_from_outside: bool
+
+
 class TaskProcesses(abc.ABC):
     """Processes of workers and parameter servers, ended by `close`.
 
@@ -54,8 +69,8 @@ class TaskProcesses(abc.ABC):
         """Kills a process, also if it is stopped."""
 
     @abc.abstractmethod
-    def ended(self) -> Iterator[tuple[LocalTask, str]]:
-        """The processes that have ended since the last call, and the reasons."""
+    def ended(self) -> Iterator[tuple[LocalTask, EndCause]]:
+        """The processes that have ended since the last call, and the causes."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -94,12 +109,12 @@ class ClusterProcesses(TaskProcesses):
     def kill(self, task: LocalTask) -> None:
         self._launcher.kill(task)
 
-    def ended(self) -> Iterator[tuple[LocalTask, str]]:
+    def ended(self) -> Iterator[tuple[LocalTask, EndCause]]:
         while (event := self._launcher.next_event(0.0)) is not None:
             if isinstance(event, Ended):
                 is_error = event.code > 0 and event.last_error
                 reason = event.last_error if is_error else f"it {event.how}"
-                yield event.task, reason
+                yield event.task, EndCause(reason, event.is_from_outside)
 
     def close(self) -> None:
         self._open.close()

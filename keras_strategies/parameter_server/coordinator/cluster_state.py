@@ -7,6 +7,34 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from keras_strategies.parameter_server.coordinator.cluster_processes import EndCause
+
+#: Number of processes that may have been ended from outside, as by preemption, until
+#: the task that they ran, or their start, is taken for the cause.
+MAX_OUTSIDE_ENDS = 10
+
+
+@dataclass
+class EndCount:
+    """Number of ends of processes, by cause (see `EndCause`)."""
+
+    own: int = 0
+    outside: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.own + self.outside
+
+    def add(self, cause: EndCause) -> None:
+        if cause.is_from_outside:
+            self.outside += 1
+        else:
+            self.own += 1
+
+    def is_final(self, max_own: int) -> bool:
+        """Whether nothing is tried again after `max_own` ends by the code itself."""
+        return self.own >= max_own or self.outside >= MAX_OUTSIDE_ENDS
+
 
 @dataclass
 class QueuedTask:
@@ -20,7 +48,7 @@ class QueuedTask:
         local: numbers of variables on no server.
         uses: objects that exist until it is finished.
         number: int, its number in the queue.
-        deaths: int, number of workers that died while they ran it.
+        deaths: `EndCount` of the workers that died while they ran it.
         is_started: bool, whether a worker has received it.
         timeouts: int, number of these deaths that `step_timeout_seconds` caused.
         variables: see `ScheduledTask`.
@@ -35,7 +63,7 @@ class QueuedTask:
     uses: Any
     number: int = -1
     is_started: bool = False
-    deaths: int = 0
+    deaths: EndCount = field(default_factory=EndCount)
     timeouts: int = 0
     variables: tuple[int, ...] = ()
     worker_values: tuple[int, ...] = ()
@@ -66,7 +94,8 @@ class WorkerState:
     sent_bytes: int = 0
     received_bytes: int = 0
     deaths: int = 0
-    failed_starts: int = 0
+    #: Ends of its processes before the first step.
+    failed_starts: EndCount = field(default_factory=EndCount)
     is_abandoned: bool = False
 
     @property
@@ -84,7 +113,8 @@ class ServerState:
     pid: int = 0
     last_heartbeat: float = 0.0
     deaths: int = 0
-    failed_starts: int = 0
+    #: Ends of its processes before they were ready.
+    failed_starts: EndCount = field(default_factory=EndCount)
     #: Whether it has variables: its first process has none until a transfer ends.
     is_used: bool = True
     #: Bytes of its process in memory, as it reported.

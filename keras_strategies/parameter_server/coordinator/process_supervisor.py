@@ -10,9 +10,11 @@ from keras_strategies.cluster.startup_report import Progress
 from keras_strategies.errors import ServerLostError, WorkerError
 from keras_strategies.parameter_server.coordinator.cluster_options import ClusterOptions
 from keras_strategies.parameter_server.coordinator.cluster_processes import (
+    EndCause,
     TaskProcesses,
 )
 from keras_strategies.parameter_server.coordinator.cluster_state import (
+    EndCount,
     ServerState,
     WorkerState,
 )
@@ -33,7 +35,7 @@ class SupervisorObserver(Protocol):
     def process_registered(self) -> None:
         """A process is ready."""
 
-    def worker_lost(self, worker: WorkerState, reason: str) -> None:
+    def worker_lost(self, worker: WorkerState, cause: EndCause) -> None:
         """A worker has ended or is silent."""
 
     def server_damaged(self, damage: str) -> None:
@@ -136,11 +138,25 @@ class ProcessSupervisor:
             missing += [f"worker {i}" for i in self.workers]
         return missing
 
-    def _lost(self, worker: WorkerState, reason: str) -> None:
+    def are_servers_ready(self) -> bool:
+        """Whether no server is being restarted, for which steps wait."""
+        return all(server.is_ready for server in self.servers.values())
+
+    def is_evidence(self, cause: EndCause) -> bool:
+        """Whether a worker's end may be the fault of what it ran.
+
+        Workers that are ended from outside while they wait for a server ran nothing.
+        """
+        return not cause.is_from_outside or self.are_servers_ready()
+
+    def _lost(self, worker: WorkerState, cause: EndCause) -> None:
         worker.deaths += 1
-        worker.failed_starts = 0 if worker.steps else worker.failed_starts + 1
+        if worker.steps:
+            worker.failed_starts = EndCount()
+        elif self.is_evidence(cause):
+            worker.failed_starts.add(cause)
         worker.sender = None
-        self._observer.worker_lost(worker, reason)
+        self._observer.worker_lost(worker, cause)
 
     def _start(self, kind: str, index: int, incarnation: int) -> None:
         if self._processes is not None:
@@ -165,15 +181,15 @@ class ProcessSupervisor:
                 self._observer.failed(
                     WorkerError(f"The process of {task} cannot be started: {error}")
                 )
-        for task, reason in self._processes.ended():
-            self._on_end(task, reason)
+        for task, cause in self._processes.ended():
+            self._on_end(task, cause)
 
     def _on_worker(self, sender: bytes, value: tuple[int, int, int, str]) -> None:
         index, incarnation, pid, device = value
         worker = self.workers.setdefault(index, WorkerState(index))
         if self._processes is None and worker.is_alive:
             # A process that was started elsewhere has restarted.
-            self._lost(worker, "it was restarted")
+            self._lost(worker, EndCause("it was restarted", is_from_outside=True))
             worker.incarnation = incarnation
         if incarnation < worker.incarnation and self._processes is not None:
             return
@@ -205,7 +221,7 @@ class ProcessSupervisor:
             self._progress.report(
                 f"parameter server {index} is ready, {ready} of {len(self.servers)}"
             )
-        server.failed_starts = 0
+        server.failed_starts = EndCount()
         server.last_heartbeat = time.monotonic()
         if is_restart and not is_restored and server.is_used:
             reason = damage or "There was no snapshot to restore."
@@ -239,44 +255,46 @@ class ProcessSupervisor:
         if state is not None and state.incarnation == incarnation:
             state.last_heartbeat = time.monotonic()
 
-    def _on_end(self, task: LocalTask, reason: str) -> None:
+    def _on_end(self, task: LocalTask, cause: EndCause) -> None:
         if task.job == "worker":
             worker = self.workers[task.index]
             if worker.incarnation == task.incarnation:
-                self._lost(worker, reason)
-                self._restart(worker, reason)
+                self._lost(worker, cause)
+                self._restart(worker, cause.reason)
         elif task.index in self.servers:
             server = self.servers[task.index]
             if server.incarnation == task.incarnation:
-                self._server_died(server, reason)
+                self._server_died(server, cause)
 
-    def end_worker(self, worker: WorkerState, reason: str) -> None:
+    def end_worker(self, worker: WorkerState, cause: EndCause) -> None:
         """Ends a worker's process and starts another one."""
         if self._processes is not None:
             self._kill("worker", worker.index, worker.incarnation)
         elif worker.heartbeat_sender is not None:
-            self._observer.send(worker.heartbeat_sender, ("end", reason))
-        self._lost(worker, reason)
-        self._restart(worker, reason)
+            self._observer.send(worker.heartbeat_sender, ("end", cause.reason))
+        self._lost(worker, cause)
+        self._restart(worker, cause.reason)
 
     def _restart(self, worker: WorkerState, reason: str) -> None:
-        if worker.failed_starts >= _MAX_FAILED_STARTS:
+        if worker.failed_starts.is_final(_MAX_FAILED_STARTS):
             worker.is_abandoned = True
             if all(w.is_abandoned for w in self.workers.values()):
                 self._observer.failed(
                     WorkerError(
                         f"No worker could be started: worker {worker.index} exited "
-                        f"{worker.failed_starts} times before its first step, last "
-                        f"with: {reason}"
+                        f"{worker.failed_starts.total} times before its first step, "
+                        f"last with: {reason}"
                     )
                 )
             return
         worker.incarnation += 1
         self._start("worker", worker.index, worker.incarnation)
 
-    def _server_died(self, server: ServerState, reason: str) -> None:
+    def _server_died(self, server: ServerState, cause: EndCause) -> None:
+        reason = cause.reason
         server.deaths += 1
-        server.failed_starts += not server.is_ready
+        if not server.is_ready:
+            server.failed_starts.add(cause)
         server.is_ready = False
         if not self._can_restore and server.is_used:
             self._fail(f"Parameter server {server.index} died: {reason}.")
@@ -287,13 +305,13 @@ class ProcessSupervisor:
                 f"incomplete: {server.unsaved}"
             )
             return
-        if server.failed_starts >= _MAX_FAILED_STARTS:
+        if server.failed_starts.is_final(_MAX_FAILED_STARTS):
             if not server.is_used:
                 # `Scheduler.add_servers`, which waits for it, has a timeout.
                 return
             self._fail(
-                f"Parameter server {server.index} exited {server.failed_starts} times "
-                f"before it was ready: {reason}."
+                f"Parameter server {server.index} exited {server.failed_starts.total} "
+                f"times before it was ready: {reason}."
             )
             return
         server.incarnation += 1
@@ -313,6 +331,8 @@ class ProcessSupervisor:
     def check_heartbeats(self) -> None:
         """Kills and restarts processes without recent heartbeats."""
         now = time.monotonic()
+        silent = f"no heartbeat for {self._silence:g} seconds"
+        cause = EndCause(silent, is_from_outside=True)
         previous, self._checked_at = self._checked_at, now
         if now - previous > self._silence / 4:
             # This process was suspended: received heartbeats may be unread.
@@ -323,10 +343,8 @@ class ProcessSupervisor:
                 worker.last_progress = now
         for worker in self.workers.values():
             if worker.is_alive and now - worker.last_heartbeat > self._silence:
-                reason = f"no heartbeat for {self._silence:g} seconds"
-                self.end_worker(worker, reason)
+                self.end_worker(worker, cause)
         for server in self.servers.values():
             if server.is_ready and now - server.last_heartbeat > self._silence:
                 self._kill("ps", server.index, server.incarnation)
-                reason = f"no heartbeat for {self._silence:g} seconds"
-                self._server_died(server, reason)
+                self._server_died(server, cause)

@@ -18,9 +18,11 @@ from keras_strategies.errors import (
 )
 from keras_strategies.parameter_server.coordinator.cluster_options import ClusterOptions
 from keras_strategies.parameter_server.coordinator.cluster_processes import (
+    EndCause,
     TaskProcesses,
 )
 from keras_strategies.parameter_server.coordinator.cluster_state import (
+    MAX_OUTSIDE_ENDS,
     QueuedTask,
     WorkerState,
 )
@@ -50,7 +52,8 @@ from keras_strategies.parameter_server.worker.pull_ahead import PULL_AHEAD_STEPS
 #: awaits the servers' replies, one is computed, and the later ones are prefetched.
 _TASKS_IN_FLIGHT = 2
 _STEPS_IN_FLIGHT = 2 + PULL_AHEAD_STEPS
-#: Number of workers that die during a task until it fails.
+#: Number of workers that end by themselves during a task until it fails; of those that
+#: may have been ended from outside `MAX_OUTSIDE_ENDS`, which this number warns of.
 _FATAL_DEATHS = 3
 
 
@@ -312,35 +315,56 @@ class Scheduler:
     def server_damaged(self, damage: str) -> None:
         self.tasks.warnings.append(damage)
 
-    def worker_lost(self, worker: WorkerState, reason: str) -> None:
+    def worker_lost(self, worker: WorkerState, cause: EndCause) -> None:
         again = list(worker.in_flight)
         worker.in_flight.clear()
-        for i, pending in enumerate(again):
-            # Only the first one was running.
-            pending.deaths += i == 0
-            if pending.deaths >= _FATAL_DEATHS:
-                self.tasks.fail(pending, self._repeated(pending, worker, reason))
-        alive = [p for p in again if p.deaths < _FATAL_DEATHS]
-        self.tasks.waiting.extendleft(reversed(alive))
+        # Only the first one was running.
+        if again and self.supervisor.is_evidence(cause):
+            self._count_death(again[0], worker, cause)
+            if again[0].deaths.is_final(_FATAL_DEATHS):
+                failed = again.pop(0)
+                self.tasks.fail(failed, self._repeated(failed, worker, cause))
+        self.tasks.waiting.extendleft(reversed(again))
         self.condition.notify_all()
 
+    def _count_death(
+        self, pending: QueuedTask, worker: WorkerState, cause: EndCause
+    ) -> None:
+        pending.deaths.add(cause)
+        if cause.is_from_outside and pending.deaths.outside == _FATAL_DEATHS:
+            self.tasks.warnings.append(
+                f"{_FATAL_DEATHS} workers in turn were lost while they ran "
+                f"{self._name(pending)}, worker {worker.index} last: {cause.reason}. "
+                "It runs again on the next free worker; its updates count once. After "
+                f"{MAX_OUTSIDE_ENDS} workers it is an error."
+            )
+
     def _repeated(
-        self, pending: QueuedTask, worker: WorkerState, reason: str
+        self, pending: QueuedTask, worker: WorkerState, cause: EndCause
     ) -> BaseException:
         """The error of a task during which several workers died."""
         name = self._name(pending)
+        reason, deaths = cause.reason, pending.deaths
+        if deaths.own < _FATAL_DEATHS:
+            return WorkerError(
+                f"{deaths.total} workers in turn were lost while they ran one "
+                f"scheduled function, {name}, worker {worker.index} last: {reason}. "
+                "Either the function ends them, as by using more memory than the "
+                "machine has (which SIGKILL often means): see their output, and use "
+                "smaller batches or fewer workers for each machine. Or workers are "
+                "preempted sooner than it finishes: schedule shorter functions."
+            )
         if pending.timeouts:
             return ClusterTimeoutError(
-                f"{pending.deaths} workers in turn were ended because {name} did not "
+                f"{deaths.own} workers in turn were ended because {name} did not "
                 f"finish within {self._options.step_timeout_seconds:g} seconds, "
                 f"worker {worker.index} last. If it needs longer, raise "
                 "`step_timeout_seconds` of the strategy."
             )
         return WorkerError(
-            f"{pending.deaths} workers in turn died while they ran one scheduled "
+            f"{deaths.total} workers in turn died while they ran one scheduled "
             f"function, {name}, worker {worker.index} last: {reason}. See their "
-            "output. A process without an error there may have been killed because "
-            "the machine ran out of memory."
+            "output."
         )
 
     def _name(self, pending: QueuedTask) -> str:
@@ -352,7 +376,7 @@ class Scheduler:
         if limit is None:
             return
         now = time.monotonic()
-        if not all(server.is_ready for server in self.servers.values()):
+        if not self.supervisor.are_servers_ready():
             # Steps wait for a server that is restarted.
             for worker in self.workers.values():
                 worker.last_progress = now
@@ -362,13 +386,15 @@ class Scheduler:
                 late = worker.in_flight[0]
                 late.timeouts += 1
                 reason = f"{self._name(late)} did not finish within {limit:g} seconds"
-                if late.deaths + 1 < _FATAL_DEATHS:
+                if late.deaths.own + 1 < _FATAL_DEATHS:
                     self.tasks.warnings.append(
                         f"Worker {worker.index} was ended and is replaced: {reason}, "
                         "the `step_timeout_seconds` of the strategy. It runs again on "
                         "the next free worker; its updates count once."
                     )
-                self.supervisor.end_worker(worker, reason)
+                self.supervisor.end_worker(
+                    worker, EndCause(reason, is_from_outside=False)
+                )
 
     def _is_running(self) -> bool:
         """Whether a worker runs a task."""
