@@ -116,7 +116,7 @@ def _run(cluster: LocalCluster, directory: Path, timeout: float | None) -> None:
                     "output, or raise `timeout_seconds`."
                 )
             if isinstance(event, Ended):
-                _check(event, directory)
+                _check(processes.first_failure(event), directory)
                 waiting.discard(event.task)
 
 

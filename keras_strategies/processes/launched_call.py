@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from keras_strategies.cluster.group import uncaught_errors
+from keras_strategies.cluster.group.worker_group import current_group
 from keras_strategies.errors import WorkerError
 from keras_strategies.processes.portable_exceptions import (
     pickle_exception,
@@ -91,6 +93,8 @@ def outcome_of(pickled: bytes) -> tuple[bytes, bool]:
             ) from error
     except BaseException as error:
         traceback.print_exc()
+        if (group := current_group()) is not None:
+            uncaught_errors.record(group, error)
         return cloudpickle.dumps(CallOutcome.of_error(error)), False
 
 

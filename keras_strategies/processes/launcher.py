@@ -8,14 +8,18 @@ import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
+from keras_strategies.cluster import first_causes
+from keras_strategies.cluster.first_causes import Failure
 from keras_strategies.processes import engine_messages, task_output
 from keras_strategies.processes.local_cluster import LocalTask
 from keras_strategies.processes.process_group import (
@@ -37,6 +41,8 @@ _FAULTS = (
 # Seconds to wait for the rest of an ended task's output: a child process may still hold
 # the pipe.
 _PIPE_SECONDS = 1.0
+# Seconds to wait for the end of the task that has caused the end of another.
+_CAUSE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -47,11 +53,18 @@ class Ended:
         task: the task.
         code: int.
         last_error: str, the last line of its standard error.
+        failure: `Failure` that it has recorded, or None.
     """
 
     task: LocalTask
     code: int
     last_error: str = ""
+    failure: Failure | None = None
+
+    @property
+    def is_caused(self) -> bool:
+        """bool, whether the failure of another task has caused this one."""
+        return self.failure is not None and self.failure.is_caused
 
     @property
     def exit_code(self) -> int:
@@ -87,6 +100,11 @@ class Signalled:
 
 
 Events = queue.SimpleQueue[Ended | Signalled]
+
+
+def _is_cause(ended: Ended) -> bool:
+    # Also with exit code 0, as by `sys.exit()` in a callback.
+    return not ended.is_caused and bool(ended.code or ended.failure)
 
 
 @contextmanager
@@ -131,11 +149,14 @@ class ProcessLauncher:
         self._groups: set[ProcessGroup] = set()
         self._threads: dict[LocalTask, list[threading.Thread]] = {}
         self._last_errors: dict[LocalTask, str] = {}
+        self._ended: list[Ended] = []
         self._guard: ProcessGroup
+        self._folder: tempfile.TemporaryDirectory[str]
         # The last signal that was received, also while processes were being ended.
         self.signalled: Signalled | None = None
 
     def __enter__(self) -> ProcessLauncher:
+        self._folder = tempfile.TemporaryDirectory(prefix="keras-strategies-errors-")
         self._guard = ProcessGroup(
             [*GUARD, "watch"],
             stdin=subprocess.PIPE,
@@ -150,6 +171,7 @@ class ProcessLauncher:
             self.end()
         finally:
             self._guard.close(KILL_SECONDS)
+            self._folder.cleanup()
 
     def start(
         self,
@@ -161,9 +183,11 @@ class ProcessLauncher:
 
         The task ends with the calling thread.
         """
+        file = self._error_file(task)
+        file.unlink(missing_ok=True)
         process = ProcessGroup(
             command,
-            environment,
+            {**environment, first_causes.VARIABLE: str(file)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
@@ -193,6 +217,9 @@ class ProcessLauncher:
         for thread in self._threads[task]:
             thread.start()
 
+    def _error_file(self, task: LocalTask) -> Path:
+        return Path(self._folder.name) / f"{task}.json".replace(" ", "-")
+
     def _thread(
         self, task: LocalTask, run: Callable[..., None], *args: object
     ) -> threading.Thread:
@@ -205,7 +232,8 @@ class ProcessLauncher:
         for thread in self._threads[task]:
             if thread is not threading.current_thread():
                 thread.join(_PIPE_SECONDS)
-        self._events.put(Ended(task, code, self._last_errors.pop(task, "")))
+        failure = Failure.read(self._error_file(task))
+        self._events.put(Ended(task, code, self._last_errors.pop(task, ""), failure))
 
     def next_event(self, timeout: float | None = None) -> Ended | Signalled | None:
         """Waits for the next event; None after `timeout` seconds without one."""
@@ -222,9 +250,28 @@ class ProcessLauncher:
                 self._notify_guard(f"-{process.pid}")
             else:
                 self._left[event.task] = process
+            self._ended.append(event)
         else:
             self.signalled = event
         return event
+
+    def first_failure(self, ended: Ended) -> Ended:
+        """The end of the task that has failed by itself, before the others.
+
+        Args:
+            ended: the first failure that was seen; the one that has caused it may end
+                later.
+        """
+        until = time.monotonic() + _CAUSE_SECONDS
+        while ended.is_caused and self.signalled is None:
+            causes = [each for each in self._ended if _is_cause(each)]
+            if causes:
+                return causes[0]
+            left = until - time.monotonic()
+            if left <= 0 or not self._running:
+                break
+            self.next_event(left)
+        return ended
 
     def kill(self, task: LocalTask) -> None:
         """Kills a task and its child processes, if any of them runs."""

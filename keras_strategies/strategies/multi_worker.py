@@ -15,7 +15,7 @@ from keras_strategies.cluster import (
     SimpleClusterResolver,
 )
 from keras_strategies.cluster.environment import ELASTIC, is_port_shared, run_identifier
-from keras_strategies.cluster.group import WorkerGroup
+from keras_strategies.cluster.group import WorkerGroup, uncaught_errors
 from keras_strategies.cluster.group.group_settings import GroupSettings, Limits
 from keras_strategies.cluster.group.membership import Membership
 from keras_strategies.cluster.resolver import as_resolver
@@ -292,6 +292,8 @@ def leave_cluster() -> None:
 def _end_process() -> None:
     workers = joined_workers()
     is_lost = workers is not None and workers.group.loss() is not None
+    if workers is not None:
+        uncaught_errors.at_exit(workers.group)
     leave_cluster()
     if is_lost:
         # Skips the interpreter's last garbage collection, which takes seconds on a busy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import queue
 import signal
@@ -74,12 +75,26 @@ def _run(
             if isinstance(event, Ended):
                 waiting.discard(event.task)
                 if event.code:
-                    print_line(f"{event}; ending the others.")
-                    failed = event
+                    failed = _first_failure(processes, event)
+    if failed is not None and failed.failure is not None and len(cluster.tasks) > 1:
+        # Last, since the others' tracebacks follow from it.
+        print_line(f"{failed.task} failed first:\n{failed.failure.traceback}")
     # A signal while the others are ended also prevents a restart.
     return processes.signalled or failed
 
 
-def print_line(line: str) -> None:
-    """Prints a line of the launcher."""
-    task_output.write(sys.stderr, "launch", line)
+def _first_failure(processes: ProcessLauncher, ended: Ended) -> Ended:
+    """The failure that has caused that of a task, or this one; prints both."""
+    first = processes.first_failure(ended)
+    if first is ended or first.code:
+        print_line(f"{first}; ending the others.")
+        return first
+    # It has exited with 0 in the middle of training, as by `sys.exit()`.
+    print_line(f"{first} before the others, and {ended}; ending the others.")
+    return dataclasses.replace(first, code=ended.code)
+
+
+def print_line(text: str) -> None:
+    """Prints lines of the launcher."""
+    for line in text.splitlines():
+        task_output.write(sys.stderr, "launch", line)

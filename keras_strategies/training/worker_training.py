@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
+from keras_strategies.cluster import first_causes
+from keras_strategies.cluster.group import uncaught_errors
 from keras_strategies.communication.communicator import Communicator
 from keras_strategies.errors import (
     ClusterError,
@@ -52,6 +54,9 @@ def method(strategy: StrategyCore, model: Any, name: str) -> Iterator[None]:
         return
     workers.actions.begin_method(name)
     with workers.method(name) as is_outermost:
+        if is_outermost:
+            # The script has handled an error of an earlier method.
+            first_causes.forget()
         try:
             workers.actions.call(
                 f"the beginning of {name}",
@@ -66,7 +71,7 @@ def method(strategy: StrategyCore, model: Any, name: str) -> Iterator[None]:
             if cause is not error:
                 raise cause from error
             if is_outermost:
-                workers.group.report(error)
+                uncaught_errors.report(workers.group, error)
             raise
 
 

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from keras_strategies.cluster import first_causes
 from keras_strategies.cluster.group.worker_group import LostWorker, WorkerGroup
 from keras_strategies.errors import WorkerError
 
@@ -93,11 +94,12 @@ class ExitWatchdog:
             f"{self._group.describe(loss)}\nThis process still waits for it after "
             f"{self.grace:g} s and exits."
         )
+        first_causes.record(error := WorkerError(text), is_caused=True)
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
         with contextlib.suppress(OSError, ValueError):
             print(
-                f"keras_strategies.errors.WorkerError: {WorkerError(text)}",
+                f"keras_strategies.errors.WorkerError: {error}",
                 file=sys.stderr,
                 flush=True,
             )
