@@ -290,6 +290,11 @@ PRIVATE = (
     ),
     Private(_SAVING, ("safe_get_h5_dataset",), "Arrays of files, in pieces."),
     Private(
+        "keras.src.utils.io_utils",
+        ("ask_to_proceed_with_overwrite",),
+        "`save(overwrite=False)` names the path of the user.",
+    ),
+    Private(
         f"{_SAVING}.H5IOStore",
         (
             "_create_h5_group",

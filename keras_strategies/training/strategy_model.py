@@ -20,6 +20,7 @@ from keras_strategies.keras_compat.models.strategy_trainer import (
 from keras_strategies.keras_compat.optimizers.optimizer_classes import (
     portable_optimizer,
 )
+from keras_strategies.keras_compat.saving.overwriting import may_replace
 from keras_strategies.keras_compat.saving.state_trees import tree_of_model
 from keras_strategies.keras_compat.saving.streaming import streamed_files
 from keras_strategies.keras_compat.strategy_attribute import STRATEGY_ATTRIBUTE
@@ -93,11 +94,14 @@ def _write(model: Any, name: str, filepath: Any, *args: Any, **kwargs: Any) -> A
     """Writes a file with a method of Keras, in the process that saves."""
     if not model_methods.saves(model, filepath):
         return None
+    overwrites = args[0] if args else kwargs.get("overwrite", True)
     with (
         model_methods.writing(model, filepath) as path,
         portable_optimizer(model),
         streamed_files(),
     ):
+        if not overwrites and not may_replace(filepath):
+            return None
         return getattr(super(StrategyModel, model), name)(path, *args, **kwargs)
 
 

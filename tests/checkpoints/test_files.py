@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import functools
+import os
+import stat
 import time
 import zipfile
 
@@ -12,6 +17,7 @@ from harness.forker import Forker, run_code
 from keras import layers
 
 import keras_strategies as ks
+from keras_strategies.training.saving.atomic_files import atomic_file
 
 TIMEOUT = 60.0
 
@@ -50,7 +56,7 @@ def test_a_process_killed_while_it_saves_leaves_the_last_file(way, name, tmp_pat
             assert process.ended() is None and time.monotonic() < until, process.text()
             time.sleep(0.01)
         # In the middle of a later one: a part has begun and is not finished.
-        while not any(p.stat().st_size > 2**20 for p in tmp_path.glob(".part-*")):
+        while not any(p.stat().st_size > 2**20 for p in tmp_path.glob(".part-*/*")):
             assert time.monotonic() < until
             time.sleep(0.001)
         process.kill()
@@ -114,17 +120,174 @@ def test_files_are_ordinary_ones(tmp_path):
     assert printed.splitlines()[-1] == "10"
 
 
-def test_an_error_while_saving_leaves_the_old_file(tmp_path, monkeypatch):
-    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
-    model = dropout_model(strategy)
-    model.save(tmp_path / "m.keras")
-    before = (tmp_path / "m.keras").read_bytes()
+def cannot_write(model, monkeypatch, path="m.keras"):
+    """Makes the next save of a model fail in the middle."""
 
     def broken(store):
-        raise OSError("no space left")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(model.layers[-1], "save_own_variables", broken)
-    with pytest.raises(OSError, match="no space left"):
-        model.save(tmp_path / "m.keras")
-    assert (tmp_path / "m.keras").read_bytes() == before
-    assert len(list(tmp_path.iterdir())) == 1
+
+
+def small_model(units=2, scope=True):
+    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope() if scope else contextlib.nullcontext():
+        model = keras.Sequential([keras.Input((4,)), layers.Dense(units)])
+        model.compile("sgd", "mse")
+    return model
+
+
+WAYS = [("save", "m.keras"), ("save_weights", "m.weights.h5"), ("save", "m.h5")]
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "link to a link"])
+@pytest.mark.parametrize(("way", "name"), WAYS)
+def test_an_error_while_saving_leaves_the_old_file(
+    way, name, kind, tmp_path, monkeypatch
+):
+    real = tmp_path / name
+    if kind != "file":
+        (tmp_path / "real").mkdir()
+        real = tmp_path / "real" / f"x{name}"
+        (tmp_path / name).symlink_to("second" if "to" in kind[5:] else real)
+        (tmp_path / "second").symlink_to(real)
+    model = small_model()
+    getattr(model, way)(tmp_path / name)
+    before = real.read_bytes()
+    assert before and (tmp_path / name).is_symlink() == (kind != "file")
+
+    if name == "m.h5":
+        # Keras's older format has a writer of its own.
+        monkeypatch.setattr(model, "get_config", _no_space)
+    else:
+        cannot_write(model, monkeypatch)
+    with pytest.raises(OSError, match="No space left"):
+        getattr(model, way)(tmp_path / name)
+    assert real.read_bytes() == before
+    assert not list(tmp_path.rglob(".part-*"))
+    monkeypatch.undo()
+    model.set_weights([w + 1 for w in model.get_weights()])
+    getattr(model, way)(tmp_path / name)
+    assert real.read_bytes() != before
+    assert (tmp_path / name).is_symlink() == (kind != "file")
+    assert not list(tmp_path.rglob(".part-*"))
+
+
+def test_a_checkpoint_that_fails_leaves_what_a_link_names(tmp_path, monkeypatch):
+    model, path = small_model(), tmp_path / "a.ckpt"
+    path.symlink_to(tmp_path / "real.ckpt")
+    checkpoint = ks.Checkpoint(model=model)
+    checkpoint.save(path)
+    before = (tmp_path / "real.ckpt").read_bytes()
+    monkeypatch.setattr(zipfile.ZipFile, "writestr", lambda *args: _no_space())
+    with pytest.raises(OSError, match="No space left"):
+        checkpoint.save(path)
+    monkeypatch.undo()
+    assert (tmp_path / "real.ckpt").read_bytes() == before
+    checkpoint.save(path)
+    assert path.is_symlink() and len(list(tmp_path.iterdir())) == 2
+
+
+def _no_space():
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_link_to_nothing_makes_the_file_that_it_names(tmp_path):
+    (tmp_path / "m.keras").symlink_to(tmp_path / "later.keras")
+    small_model().save(tmp_path / "m.keras")
+    assert (tmp_path / "m.keras").is_symlink()
+    keras.models.load_model(tmp_path / "later.keras")
+
+
+def test_links_in_a_circle_are_an_error_that_names_the_path(tmp_path):
+    (tmp_path / "m.keras").symlink_to(tmp_path / "n.keras")
+    (tmp_path / "n.keras").symlink_to(tmp_path / "m.keras")
+    with pytest.raises(OSError, match=r"symbolic links: .*m\.keras'$"):
+        small_model().save(tmp_path / "m.keras")
+
+
+@pytest.mark.parametrize("way", ["keras", "checkpoint"])
+def test_permissions_are_those_of_the_old_file_or_of_the_umask(way, tmp_path):
+    model, path = small_model(), tmp_path / "m.keras"
+    save = model.save if way == "keras" else ks.Checkpoint(model=model).save
+    before = os.umask(0o027)
+    try:
+        save(path)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o640
+        path.chmod(0o604)
+        save(path)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o604
+
+
+def test_an_error_names_the_path_of_the_user(tmp_path):
+    model = small_model()
+    for path in (
+        tmp_path / "missing" / "m.keras",
+        tmp_path / "no.txt" / "m.weights.h5",
+    ):
+        (tmp_path / "no.txt").write_text("no folder")
+        save = model.save if path.suffix == ".keras" else model.save_weights
+        with pytest.raises(OSError) as raised:
+            save(path)
+        assert str(path) in str(raised.value) and ".part" not in str(raised.value)
+        assert raised.value.filename == str(path)
+
+
+def test_a_writer_that_names_its_file_names_that_of_the_user(tmp_path):
+    """As h5py does: `unable to open file: name = '...'`."""
+    path = tmp_path / "m.weights.h5"
+    with pytest.raises(ValueError) as raised, atomic_file(path) as part:
+        raise ValueError(f"unable to open {part}, a file of {part.parent}")
+    assert raised.value.args == (f"unable to open {path}, a file of {tmp_path}",)
+
+
+def test_names_of_parts_cannot_be_predicted(tmp_path):
+    names = set()
+    for _ in range(3):
+        with atomic_file(tmp_path / "m.keras") as part:
+            part.write_bytes(b"new")
+            names.add(part.parent.name)
+            assert stat.S_IMODE(part.parent.stat().st_mode) == 0o700
+            assert str(os.getpid()) not in part.parent.name
+    assert len(names) == 3 and [p.name for p in tmp_path.iterdir()] == ["m.keras"]
+
+
+@pytest.mark.parametrize("name", ["m.weights.json", "m.weights.h5"])
+def test_sharded_weights_are_replaced_when_all_are_written(name, tmp_path, monkeypatch):
+    model = dropout_model(ks.MirroredStrategy(["cpu:0", "cpu:1"]))
+    save = functools.partial(model.save_weights, tmp_path / name, max_shard_size=3.1e-8)
+    save()
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    shards = {f"m_0000{i}.weights.h5" for i in range(2)}
+    assert before.keys() == {"m.weights.json", *shards}
+    model.set_weights([w + 1 for w in model.get_weights()])
+    cannot_write(model, monkeypatch)
+    with pytest.raises(OSError, match="No space left"):
+        save()
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+    monkeypatch.undo()
+    save()
+    other = dropout_model(ks.MirroredStrategy(["cpu:0", "cpu:1"]))
+    other.load_weights(tmp_path / "m.weights.json")
+    for mine, its in zip(model.get_weights(), other.get_weights(), strict=True):
+        np.testing.assert_array_equal(mine, its)
+
+
+@pytest.mark.parametrize("answer", ["n", "y"])
+@pytest.mark.parametrize(("way", "name"), WAYS[:2])
+def test_a_file_is_not_replaced_without_a_question(
+    way, name, answer, tmp_path, monkeypatch
+):
+    model = small_model()
+    save = functools.partial(getattr(model, way), tmp_path / name, overwrite=False)
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda text: (asked.append(text), answer)[1])
+    save()
+    before = (tmp_path / name).read_bytes()
+    assert not asked
+    model.set_weights([w + 1 for w in model.get_weights()])
+    save()
+    assert len(asked) == 1 and str(tmp_path / name) in asked[0]
+    assert ((tmp_path / name).read_bytes() == before) == (answer == "n")

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import resource
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 
 @contextlib.contextmanager
-def full_disk(folder: Path, files: list[str]) -> Iterator[str]:
+def full_disk(folder: Path) -> Iterator[tuple[str, int]]:
     """Fills the filesystem of a folder while the block runs.
 
     Where this process may mount, an empty filesystem of 1 MB covers the folder, and is
-    filled. Elsewhere, as in most containers, the named files are links to `/dev/full`,
-    for which the kernel reports the same error; a file that is removed in the block can
-    be written after that.
+    filled. Elsewhere, as in most containers, no file of this process can have more
+    than 100 bytes, for which the kernel reports another error.
 
     Args:
-        folder: which folder.
-        files: names of files that will be written there.
+        folder: the folder.
 
     Yields:
-        str, where the full filesystem is mounted.
+        pair of a str, where the full filesystem is mounted, and of the error's number.
     """
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
     try:
@@ -33,14 +33,13 @@ def full_disk(folder: Path, files: list[str]) -> Iterator[str]:
         try:
             with contextlib.suppress(OSError), (folder / "ballast").open("wb") as file:
                 file.write(bytes(2 << 20))
-            yield str(folder)
+            yield str(folder), errno.ENOSPC
         finally:
             subprocess.run(["umount", "--lazy", str(folder)], check=True)
         return
-    for name in files:
-        (folder / name).symlink_to("/dev/full")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:
-        yield "/"
+        yield "/", errno.EFBIG
     finally:
-        for name in files:
-            (folder / name).unlink(missing_ok=True)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

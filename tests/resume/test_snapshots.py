@@ -112,7 +112,8 @@ def test_a_damaged_snapshot_is_not_used(kind: str, tmp_path: Path) -> None:
 
 
 def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
-    part = tmp_path / ".part-123-snapshot-00000001.zip"
+    part = tmp_path / ".part-a1b2c3d4" / "snapshot-00000001.zip"
+    part.parent.mkdir()
     part.write_bytes(b"part")
     SnapshotDirectory(tmp_path).check_writable()
     assert not list(tmp_path.iterdir())

@@ -34,7 +34,11 @@ from keras_strategies.training.saving.archives import (
     with_arrays,
     write_archive,
 )
-from keras_strategies.training.saving.atomic_files import atomic_file, flush_folder
+from keras_strategies.training.saving.atomic_files import (
+    atomic_file,
+    flush_folder,
+    remove_parts,
+)
 
 #: Header of each record: mark, length and CRC-32 of the payload; then the CRC-32 of
 #: these three.
@@ -169,7 +173,8 @@ class SnapshotFiles:
             RuntimeError: `SnapshotError` if one cannot be removed: it would be restored
                 later.
         """
-        for path in self._files():
+        remove_parts(self._folder, f"{self._name}.*")
+        for path in self._folder.glob(f"{self._name}.*"):
             try:
                 path.unlink(missing_ok=True)
             except OSError as error:
@@ -179,11 +184,6 @@ class SnapshotFiles:
                     "another `snapshot_folder`."
                 ) from error
         self._generation, self._complete = 0, [0]
-
-    def _files(self) -> list[Path]:
-        """All files of the server, those of interrupted writes too."""
-        parts = self._folder.glob(f".part-*-{self._name}.*")
-        return [*self._folder.glob(f"{self._name}.*"), *parts]
 
     def _remove_older(self, first: int) -> None:
         """Removes the generations before `first`."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import secrets
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from keras_strategies.communication.communicator import Communicator
+from keras_strategies.errors import DamagedCheckpointError
 from keras_strategies.runtime.state.checkpointed_variables import (
     check_directory,
     check_same_variables,
@@ -22,6 +24,7 @@ _VARIABLES = "variables.json"
 #: The end of the name of a folder that is being written.
 _PART = ".part"
 
+_Value = TypeVar("_Value", int, str)
 #: Writes or reads variables, by group, in a folder.
 OfVariables = Callable[[Path, dict[str, list[Any]]], None]
 
@@ -51,7 +54,11 @@ def save_numbered(
         for rest in directory.glob(f"*{_PART}"):
             shutil.rmtree(rest)
     number = _of_chief(workers, what, max(_finished(directory), default=0) + 1)
-    part = directory / f"{number}{_PART}"
+    # A name that cannot be predicted, so that no link can be planted there.
+    name = _of_chief(workers, what, f"{number}-{secrets.token_hex(8)}{_PART}")
+    part = directory / name
+    if is_chief:
+        part.mkdir()
     groups = checkpointed_variables(model)
     write(part, groups)
     if is_chief:
@@ -82,17 +89,27 @@ def load_numbered(
         raise no_checkpoint(directory)
     folder = directory / str(number)
     groups = checkpointed_variables(model)
-    saved = json.loads((folder / _VARIABLES).read_text())
+    saved = _described_in(folder / _VARIABLES)
     check_same_variables(groups, saved, directory)
     read(folder, groups)
     return number
 
 
-def _of_chief(workers: Communicator | None, what: str, number: int) -> int:
-    """The chief's number, on all workers."""
+def _described_in(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text())
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpointError(
+            f"Checkpoint {str(file.parent)!r} is damaged: {file.name}: {error}. Remove "
+            "its folder to read the checkpoint before it."
+        ) from error
+
+
+def _of_chief(workers: Communicator | None, what: str, value: _Value) -> _Value:
+    """The chief's number or string, on all workers."""
     if workers is None:
-        return number
-    return int(workers.group.gather_values(what, number)[0])
+        return value
+    return workers.group.gather_values(what, value)[0]  # type: ignore[no-any-return]
 
 
 def _finished(directory: Path) -> list[int]:

@@ -17,7 +17,7 @@ from keras_strategies.training.saving.archives import (
     with_arrays,
     write_archive,
 )
-from keras_strategies.training.saving.atomic_files import atomic_file
+from keras_strategies.training.saving.atomic_files import atomic_file, remove_parts
 from keras_strategies.user_warnings import warn_user
 
 #: Number of snapshots in the directory.
@@ -43,8 +43,7 @@ class SnapshotDirectory:
             OSError: if nothing can be written there.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
-        for part in self.directory.glob(".part-*-snapshot-*.zip"):
-            part.unlink(missing_ok=True)
+        remove_parts(self.directory, "snapshot-*.zip")
         with atomic_file(self.directory / "snapshot-probe.zip") as part:
             part.write_bytes(b"probe")
         (self.directory / "snapshot-probe.zip").unlink()

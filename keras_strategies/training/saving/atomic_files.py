@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import shutil
+import stat
+import tempfile
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,17 +23,18 @@ from keras_strategies.user_warnings import warn_user
 _SEEDS = "keras_strategies_seeds"
 _SEEDS_FILE = f"{_SEEDS}.json"
 
-# Single-file formats of Keras: models and unsharded weights.
-_SINGLE_FILES = (".keras", ".h5", ".hdf5")
+# Files of Keras: models, weights, and the index of sharded weights.
+_SUFFIXES = (".keras", ".h5", ".hdf5", ".json")
+_PART = ".part-"
 
 
 @contextlib.contextmanager
 def atomic_save(path: Any, seeds: Sequence[Any] = ()) -> Iterator[Any]:
-    """Context manager: a temporary path; its file replaces `path` at the end.
+    """Context manager: a temporary path; its files replace those of `path` at the end.
 
     Keras 3.15 truncates an existing file before it writes, so a process that is killed
     meanwhile would leave neither the old nor the new one. Here an interrupted process
-    leaves a file `.part-NUMBER-NAME` in the same folder.
+    leaves a folder `.part-XXXXXXXX` beside the file.
 
     Args:
         path: the argument of `save`. Directories, addresses and other paths that are
@@ -37,34 +42,100 @@ def atomic_save(path: Any, seeds: Sequence[Any] = ()) -> Iterator[Any]:
         seeds: the variables of seed generators, which Keras does not save. They are
             added in an entry that Keras ignores, so it can load the file.
     """
-    if not isinstance(path, (str, os.PathLike)):
+    if not isinstance(path, (str, os.PathLike)) or not _is_file(Path(path)):
         yield path
         return
-    target = Path(path)
-    if target.suffix not in _SINGLE_FILES or "://" in str(path) or target.is_symlink():
-        yield path
-        return
-    with atomic_file(target) as part:
+    with atomic_file(Path(path)) as part:
         yield str(part)
-        _add_seeds(part, seeds)
+        # Sharded weights have other names, and an index without an entry for them.
+        if part.exists() and part.suffix != ".json":
+            _add_seeds(part, seeds)
+
+
+def _is_file(path: Path) -> bool:
+    """Whether a path is a local file in a format of Keras, or will be one."""
+    if path.suffix not in _SUFFIXES or "://" in str(path):
+        return False
+    return path.is_file() or not path.exists()
 
 
 @contextlib.contextmanager
 def atomic_file(target: Path) -> Iterator[Path]:
     """Context manager: a temporary path; its file replaces `target` at the end.
 
-    The file and its name in the folder are on disk then.
+    All files that are written beside the temporary path are moved, such as those of
+    sharded weights, and that with the suffix `.json`, their index, last. They and their
+    names are on disk then. A link is followed: the file that it names is replaced, and
+    keeps its permissions. After an error the earlier file is as it was.
+
+    The path is in a folder that nobody else can write to, with a name that cannot be
+    predicted, so that no link can be planted there.
+
+    Raises:
+        OSError: as the writer raised it, with `target` in place of the temporary path.
     """
-    # The suffix stays, since it determines the format.
-    part = target.with_name(f".part-{os.getpid()}-{target.name}")
+    real = Path(os.path.realpath(target))
+    folder = _part_folder(target, real)
+    part = folder / target.name
     try:
         yield part
-        _flush(part)
-        part.replace(target)
-        flush_folder(target.parent)
-    except BaseException:
-        part.unlink(missing_ok=True)
+        for written in sorted(
+            folder.iterdir(), key=lambda file: file.suffix == ".json"
+        ):
+            goal = real if written == part else target.with_name(written.name)
+            _move(written, goal)
+        flush_folder(real.parent)
+    except BaseException as error:
+        _rename_in(error, {str(part): str(target), str(folder): str(target.parent)})
         raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_parts(folder: Path, pattern: str) -> None:
+    """Removes what interrupted processes have left of files with such names."""
+    for part in folder.glob(f"{_PART}*/{pattern}"):
+        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part.parent.rmdir()
+
+
+def _part_folder(target: Path, real: Path) -> Path:
+    try:
+        if real.is_symlink():
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+        # Mode 0700; the name is new and random.
+        return Path(tempfile.mkdtemp(prefix=_PART, dir=real.parent))
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(target)) from error
+
+
+def _move(written: Path, goal: Path) -> None:
+    """Gives a file its name when it is on disk."""
+    if goal.is_file():
+        written.chmod(stat.S_IMODE(goal.stat().st_mode) & 0o777)
+    if written.is_file():
+        with written.open("rb") as file:
+            os.fsync(file.fileno())
+    written.replace(goal)
+
+
+def _rename_in(error: BaseException, names: dict[str, str]) -> None:
+    """Replaces paths in an error."""
+
+    def renamed(value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        for old, new in names.items():
+            value = value.replace(old, new)
+        return value
+
+    error.args = tuple(map(renamed, error.args))
+    if isinstance(error, OSError) and error.filename is not None:
+        error.filename = renamed(error.filename)
+        if error.filename2 is not None:
+            # A move has two names, which are one to the user.
+            del error.filename2
 
 
 def _add_seeds(part: Path, seeds: Sequence[Any]) -> None:
@@ -112,12 +183,6 @@ def _seeds_in(source: Any) -> Any:
         if _SEEDS_FILE not in archive.namelist():
             return None
         return json.loads(archive.read(_SEEDS_FILE))
-
-
-def _flush(path: Path) -> None:
-    """Flushes a file to disk before it is renamed."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 def flush_folder(folder: Path) -> None:
