@@ -9,14 +9,12 @@ import torch
 
 from keras_strategies.communication.communicator import Communicator
 from keras_strategies.devices import Device
-from keras_strategies.engines.torch.data_parallel.later_sums import later_sum
 from keras_strategies.engines.torch.data_parallel.row_parts import (
     TorchRowParts,
     row_parts,
 )
 from keras_strategies.engines.torch.devices import torch_device
 from keras_strategies.engines.torch.memory_formats import in_format_of
-from keras_strategies.engines.torch.worker_collectives import TorchCommunicator
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.data_parallel.row_parts import RowPartsCaller
 from keras_strategies.runtime.replicas.replica_set import RowSplit
@@ -42,13 +40,6 @@ class TorchPrimitives(TensorPrimitives):
         device: Device,
     ) -> TorchRowParts:
         return row_parts(parts, row_split, caller, torch_device(device))
-
-    @staticmethod
-    def later_sum(  # type: ignore[override]
-        own: torch.Tensor, workers: Communicator, dtype: torch.dtype
-    ) -> torch.Tensor:
-        assert isinstance(workers, TorchCommunicator)
-        return later_sum(own, workers, dtype)
 
     def may_have_gradient(self, tensor: torch.Tensor) -> bool:
         return tensor.requires_grad

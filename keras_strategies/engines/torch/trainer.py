@@ -15,7 +15,6 @@ from keras_strategies.communication.communicator import Communicator
 from keras_strategies.devices import Device
 from keras_strategies.engines.torch.counted_memory import step_peak
 from keras_strategies.engines.torch.cuda_batches import batch_prefetcher
-from keras_strategies.engines.torch.data_parallel.later_sums import LaterSums
 from keras_strategies.engines.torch.data_parallel.layer_call import (
     TorchLayerCalls,
     with_plain_outputs,
@@ -166,8 +165,6 @@ class TorchTrainer(FitDriver):
         is_compiled = model.jit_compile
         outputs = with_plain_outputs(call) if is_compiled else call.__call__
         route = torch.compiler.disable(outputs)
-        is_later = workers is not None and not is_compiled
-        in_step = LaterSums().in_step if is_later else contextlib.nullcontext
 
         def step(data: Any) -> Any:
             check_steps(data, workers)
@@ -175,7 +172,7 @@ class TorchTrainer(FitDriver):
                 data = list(map(self.placer.place, data))
             if is_compiled:
                 data = keras.tree.map_structure(plain, data)
-            with layer_calls_through(route), self.variables.in_step(), in_step():
+            with layer_calls_through(route), self.variables.in_step():
                 found = function(data)
             if kind == "predict":
                 found = keras.tree.map_structure(on_host, found)

@@ -139,9 +139,6 @@ def combined(plan: SplitPlan, channel: Channel) -> Any:
             own = plan.ops.concatenate(parts)
             return plan.row_split.joined(own, channel.multiple)
         own, dtype = sum_on_worker(plan, channel), channel.parts[0].dtype
-        workers, later_sum = plan.row_split.workers, plan.ops.later_sum
-        if later_sum is not None and workers is not None:
-            return later_sum(own, workers, dtype)
         [total] = plan.row_split.summed([own])
         return plan.ops.cast(total, dtype)
 

@@ -22,7 +22,6 @@ from keras_strategies.keras_compat.models.building import has_variables
 from keras_strategies.keras_compat.models.row_wise_layers import METRICS_OF_SUMS
 from keras_strategies.keras_compat.structures import leaves_of
 from keras_strategies.runtime import context
-from keras_strategies.runtime.data_parallel.later_values import LaterValue
 from keras_strategies.runtime.data_parallel.row_parts import RowParts
 from keras_strategies.runtime.row_proofs.row_placements import SAME, SUM, RowProof
 
@@ -153,9 +152,6 @@ def update_of_rows(
         )
         if is_split:
             return None
-    for each in (*args, *kwargs.values()):
-        if isinstance(each, LaterValue):
-            each.put_off(metric.variables)
     return original(metric, *args, **kwargs)
 
 

@@ -55,11 +55,6 @@ class TensorPrimitives(abc.ABC):
     #: tensors of the global batch are always joined.
     row_parts: Callable[..., Any] | None = None
 
-    #: `later_sum(own, workers, dtype)` is the sum of tensors without gradient over
-    #: workers, with a value that may arrive later. None where the operations of a
-    #: program are in no order but that of their values.
-    later_sum: Callable[..., Any] | None = None
-
     def may_have_gradient(self, tensor: Any) -> bool:
         """Whether a gradient of a tensor may be computed."""
         return True

@@ -391,7 +391,9 @@ class _Boundary(torch.autograd.Function):
         ctx.executor, ctx.boundary = executor, boundary
         ctx.versions = list(map(version_of, targets))
         ctx.set_materialize_grads(False)
-        return tuple(boundary.combined())
+        # A sum over workers is a view of a message; a view that a function returns
+        # must not be changed in place.
+        return tuple(x.clone() if x.dim() == 0 else x for x in boundary.combined())
 
     @staticmethod
     def backward(ctx, *gradients):  # type: ignore[no-untyped-def]
