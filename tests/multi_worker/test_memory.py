@@ -26,11 +26,11 @@ def peak_of(epoch: Callable[[], None]) -> int:
     too.
     """
     if keras.backend.backend() == "torch":
-        from keras_strategies.engines.torch.counted_memory import MemoryCounter
+        from keras_strategies.engines.torch.compat import memory_tracker, tracked_bytes
 
-        with MemoryCounter() as counter:
+        with memory_tracker() as tracker:
             epoch()
-        return counter.peak
+        return tracked_bytes(tracker, "peak")
     import tensorflow as tf
 
     gc.collect()

@@ -129,7 +129,7 @@ def test_the_peak_of_a_step_is_what_the_plan_says(cluster, layout_map, width):
     """Wide layers: shards, packs of weights and activations all count."""
 
     def program(strategy):
-        from keras_strategies.engines.torch.counted_memory import MemoryCounter
+        from keras_strategies.engines.torch.compat import memory_tracker, tracked_bytes
 
         options = ks.CommunicationOptions(bytes_per_pack=2**18)
         own = ks.ModelParallelStrategy(
@@ -152,10 +152,10 @@ def test_the_peak_of_a_step_is_what_the_plan_says(cluster, layout_map, width):
             model = build()
         x = np.zeros((512, 256), "float32")
         model.fit(x, x, batch_size=512, verbose=0)
-        counter = MemoryCounter()
-        with counter:
+        with memory_tracker() as tracker:
             model.fit(x, x, batch_size=512, verbose=0)
-        return plan.peak, counter.peak + own.describe(model).totals["cpu:0"]
+        state = own.describe(model).totals["cpu:0"]
+        return plan.peak, tracked_bytes(tracker, "peak") + state
 
     for planned, found in cluster(program):
         assert planned == pytest.approx(found, rel=0.15)

@@ -50,6 +50,7 @@ __all__ = [
     "is_graph_retained",
     "is_transformed",
     "local_shard",
+    "memory_tracker",
     "module_hooks",
     "pushed_dispatch_mode",
     "pushed_function_mode",
@@ -62,6 +63,7 @@ __all__ = [
     "spec_of",
     "storage_key",
     "tensor_without_memory",
+    "tracked_bytes",
     "tree_flatten",
     "tree_map",
     "tree_unflatten",
@@ -161,6 +163,16 @@ PRIVATE_NAMES = (
         "torch.distributed.ProcessGroupGloo._Options",
         ("_devices", "_threads", "_timeout"),
         "Collectives on one network interface.",
+    ),
+    Private(
+        "torch.distributed._tools.mem_tracker",
+        ("MemTracker", "_TOTAL_KEY"),
+        "The memory of a planned step.",
+    ),
+    Private(
+        "torch.distributed._tools.mem_tracker.MemTracker",
+        ("_mod_tracker",),
+        "It registers no hooks on modules.",
     ),
     Private(
         "torch.distributed.tensor.DTensor",
@@ -370,6 +382,45 @@ def silent_fake_tensors() -> Iterator[None]:
         yield
     finally:
         log.disabled = was_disabled
+
+
+def memory_tracker() -> Any:
+    """A mode that tracks the memory of the tensors that operations make."""
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    tracker = MemTracker()
+    tracker._mod_tracker = _NoModules()
+    return tracker
+
+
+class _NoModules(contextlib.nullcontext):  # type: ignore[type-arg]
+    """The modules of a memory tracker: none.
+
+    It would register hooks on the parameters of modules, which fails for the seeds of
+    Keras's layers, and count their variables, which have no values.
+    """
+
+    parents = ()
+    is_bw = False
+
+    def register_user_hooks(self, *hooks: Any) -> None:
+        """Does nothing."""
+
+    def clear_user_hooks(self) -> None:
+        """Does nothing."""
+
+
+def tracked_bytes(tracker: Any, kind: str) -> int:
+    """Bytes that a tracker has found on all devices.
+
+    Args:
+        tracker: a `memory_tracker`.
+        kind: str, `"current"`, or `"peak"`.
+    """
+    from torch.distributed._tools.mem_tracker import _TOTAL_KEY
+
+    found = tracker.get_tracker_snapshot(kind)
+    return sum(int(each[_TOTAL_KEY]) for each in found.values())
 
 
 def decomposition_of(operation: Any) -> Callable[..., Any] | None:

@@ -13,7 +13,6 @@ import torch
 
 from keras_strategies.communication.communicator import Communicator
 from keras_strategies.devices import Device
-from keras_strategies.engines.torch.counted_memory import step_peak
 from keras_strategies.engines.torch.cuda_batches import batch_prefetcher
 from keras_strategies.engines.torch.data_parallel.layer_call import (
     TorchLayerCalls,
@@ -32,6 +31,7 @@ from keras_strategies.engines.torch.replicas.replica_variables import ReplicaVar
 from keras_strategies.engines.torch.replicas.row_numbers import partitioned_step
 from keras_strategies.engines.torch.rollback import TorchRollback
 from keras_strategies.engines.torch.row_proofs.call_recording import error_text
+from keras_strategies.engines.torch.step_memory import step_peak
 from keras_strategies.engines.torch.tensor_primitives import PRIMITIVES
 from keras_strategies.engines.torch.worker_collectives import TorchCommunicator
 from keras_strategies.keras_compat.models.building import compiled_variables
@@ -210,7 +210,7 @@ def counted(
     others: int = 0,
     reads: CountedReads | None = None,
 ) -> StepCost:
-    """The cost with the peak memory of a step, counted on tensors without values.
+    """The cost with the peak memory of a step, tracked on tensors without values.
 
     Args:
         cost: the cost without it.
@@ -230,7 +230,7 @@ def counted(
         reason = error_text(error) or type(error).__name__
         source = f"{cost.source}; the peak cannot be counted: {reason}"
         return replace(cost, source=source)
-    source = f"{cost.source}; the peak is counted by the operations of a step"
+    source = f"{cost.source}; the peak is what Torch tracks without values"
     return replace(cost, peak=peak + others, source=source)
 
 

@@ -1,0 +1,141 @@
+"""Memory of a training step, by Torch's tracker, without running it.
+
+The step is computed on tensors without values ("fake tensors"), with the kernels of the
+device, while `MemTracker` counts the memory that is alive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import keras
+import numpy as np
+import torch
+
+from keras_strategies.engines.torch.compat import (
+    fake_tensor_mode,
+    memory_tracker,
+    tracked_bytes,
+)
+from keras_strategies.keras_compat.variables.generator_seeds import is_seed_state
+from keras_strategies.runtime.state.replica_state import ReplicaState
+
+if TYPE_CHECKING:
+    from keras_strategies.engines.torch.model_parallel.counted_reads import (
+        CountedReads,
+    )
+
+
+def step_peak(
+    model: Any,
+    batch: Any,
+    share: int,
+    device: torch.device,
+    own_shape: Callable[[Any], Sequence[int]],
+    reads: CountedReads | None = None,
+) -> int:
+    """Bytes that a device needs while a training step runs.
+
+    Args:
+        model: a compiled and built model with variables without values.
+        batch: structure of `keras.KerasTensor`, `(x, y)` or `(x, y, weights)`.
+        share: int, the parts that the rows of the batch are divided into; the largest
+            one is counted.
+        device: the device that computes.
+        own_shape: returns the shape of a variable, or of its shard, on the device. What
+            is gathered of a variable in shards is not counted.
+        reads: receives the reads of variables in shards; None without any.
+
+    Raises:
+        RuntimeError: if an operation has no result without values.
+    """
+    variables = [*model.variables, *model.optimizer.variables]
+    variables += model.metrics_variables
+    with keras.device(str(device)), fake_tensor_mode():
+        with memory_tracker() as passes:
+            own = _values(variables, own_shape, device)
+            state = tracked_bytes(passes, "current")
+            full = {**own, **_values(_sharded(model, own_shape), _shape, device)}
+            gathered = tracked_bytes(passes, "current") - state
+            _compute_passes(model, _rows(batch, share, device), full, reads)
+            kept = tracked_bytes(passes, "current") - state - gathered
+        with memory_tracker() as update:
+            own = _values(variables, own_shape, device)
+            trained = model.trainable_variables
+            gradients = [torch.empty_like(own[id(v)]) for v in trained]
+            with ReplicaState(lambda v: own[id(v)]).scope(), torch.no_grad():
+                model.optimizer.apply(gradients, trained)
+    return max(
+        tracked_bytes(passes, "peak") - gathered, kept + tracked_bytes(update, "peak")
+    )
+
+
+def _compute_passes(
+    model: Any,
+    batch: Any,
+    values: dict[int, torch.Tensor],
+    reads: CountedReads | None,
+) -> None:
+    """Computes outputs, loss and gradients, which are forgotten.
+
+    Args:
+        model: the model.
+        batch: the rows of a replica.
+        values: by the id of a variable, its value.
+        reads: see `step_peak`.
+    """
+    for variable in model.trainable_variables:
+        value = values[id(variable)]
+        if value.is_floating_point():
+            value.requires_grad_()
+    x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
+    used = None if reads is None else reads.used
+    saved = contextlib.nullcontext() if reads is None else reads.saved()
+    with ReplicaState(lambda v: values[id(v)], used=used).scope(), saved:
+        with torch.enable_grad():
+            outputs = model(x, training=True)
+            loss = model.compute_loss(x, y, outputs, weights, training=True)
+            if loss.requires_grad:
+                loss.backward()
+    for value in values.values():
+        value.grad = None
+
+
+def _rows(batch: Any, share: int, device: torch.device) -> Any:
+    def rows(leaf: Any) -> torch.Tensor:
+        shape = list(leaf.shape)
+        if shape:
+            shape[0] = math.ceil(shape[0] / share)
+        return torch.empty(shape, dtype=getattr(torch, leaf.dtype), device=device)
+
+    return keras.tree.map_structure(rows, batch)
+
+
+def _shape(variable: Any) -> tuple[int, ...]:
+    return tuple(variable.shape)
+
+
+def _sharded(model: Any, own_shape: Callable[[Any], Sequence[int]]) -> list[Any]:
+    return [v for v in model.variables if tuple(own_shape(v)) != _shape(v)]
+
+
+def _values(
+    variables: Iterable[Any],
+    shape_of: Callable[[Any], Sequence[int]],
+    device: torch.device,
+) -> dict[int, torch.Tensor]:
+    """By the ids of variables, tensors without values."""
+    found = {}
+    for variable in {id(v): v for v in variables}.values():
+        shape, dtype = tuple(shape_of(variable)), getattr(torch, variable.dtype)
+        if is_seed_state(variable) or not shape:
+            # Seeds and learning rates are read as numbers of Python.
+            zeros = np.zeros(shape).tolist()
+            value = torch.tensor(zeros, dtype=dtype, device=device)
+        else:
+            value = torch.empty(shape, dtype=dtype, device=device)
+        found[id(variable)] = value
+    return found
