@@ -9,9 +9,9 @@ Memory is the peak of a step on each of four devices, from the analysis of the c
 program, for a model axis of 1, 2 and 4 devices, and for FSDP.
 
 On TensorFlow it stands beside `MirroredStrategy`, on four devices with two cores:
-bytes of variables and slots on the device that has the most, the peak of a step by
-`plan`, what TensorFlow allocates for a step of all devices together, which have one
-memory here, gathers and other transfers of a step, and its time.
+bytes of variables and slots on the device that has the most, what TensorFlow allocates
+for a step of all devices together, which have one memory here, gathers and other
+transfers of a step, and its time.
 
 On Torch it stands beside `parallelize_module` and `fully_shard` by hand, on processes
 that share two cores; see `fsdp.py`.
@@ -247,7 +247,6 @@ def beside_mirrored(rounds: int) -> None:
                 "variables": max(
                     sum(each.get(device, 0) for each in kinds) for device in devices
                 ),
-                "peak": plan.peak,
                 "allocated": allocated(name, own),
                 "sent": {key: count for key, (count, _) in plan.cost.sent.items()},
                 "times": times[kind],
@@ -297,7 +296,7 @@ def memory_table(peaks: dict[str, Any]) -> str:
 
 def tensorflow_table(found: dict[str, Any]) -> str:
     """Memory, gathers and time beside `MirroredStrategy`, as a Markdown table."""
-    header = ["model, strategy", "variables, slots", "peak of a device"]
+    header = ["model, strategy", "variables, slots"]
     header += [
         "all devices",
         "gathers",
@@ -308,7 +307,7 @@ def tensorflow_table(found: dict[str, Any]) -> str:
     rows = []
     for name, own in found.items():
         mirrored = found[f"{name.partition(', ')[0]}, MirroredStrategy"]["times"]
-        sizes = [own[key] / 2**20 for key in ("variables", "peak", "allocated")]
+        sizes = [own[key] / 2**20 for key in ("variables", "allocated")]
         gathers = own["sent"].get("all-gather of weights", 0)
         rows.append(
             [

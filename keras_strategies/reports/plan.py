@@ -117,6 +117,9 @@ class Plan:
             most = max(totals.values(), default=0)
             where = "" if len(set(totals.values())) < 2 else f" on {_largest(totals)}"
             lines.append((f"{name} per device", readable_bytes(most) + where))
+        if self.cost.activation is not None:
+            size = readable_bytes(self.cost.activation)
+            lines.append(("largest activation per device", size))
         if self.cost.peak is not None:
             lines.append(("peak of a step per device", readable_bytes(self.cost.peak)))
         for kind, (count, nbytes) in self.cost.sent.items():

@@ -85,11 +85,13 @@ class StepCost:
         sent: dict from the name of a collective, such as `"all-reduce"`, to the number
             of such collectives and the bytes that a device sends in them.
         source: str, the method of the estimate.
+        activation: int, bytes of the largest activation of a replica; None if unknown.
     """
 
     peak: int | None
     sent: dict[str, tuple[int, int]]
     source: str
+    activation: int | None = None
 
 
 def mirrored_step_cost(placement: Placement, model: Any) -> StepCost:

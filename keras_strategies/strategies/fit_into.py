@@ -333,7 +333,10 @@ def _too_little(
     if not known:
         return InvalidArgumentError(
             "`fit_into` needs the peak memory of a step, which no plan of this model "
-            "has. `print(strategy.plan(...))` says why."
+            "has. `print(strategy.plan(...))` says why. On TensorFlow none has one: "
+            "use KERAS_BACKEND=jax or torch, or train one step with "
+            "`ks.ModelParallelStrategy` and read "
+            "`tf.config.experimental.get_memory_info(device)`."
         )
     best = min(known, key=lambda each: each.peak or 0)
     assert best.peak is not None

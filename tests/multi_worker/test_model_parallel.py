@@ -178,18 +178,21 @@ def test_a_worker_saves_only_its_own_parts(cluster, tmp_path, builds):
         np.testing.assert_array_equal(a, b)
 
 
-def test_a_plan_has_a_peak_on_every_worker(cluster):
+def test_a_plan_has_the_memory_of_a_step_on_every_worker(cluster):
     def program(strategy):
         shapes = (64, 8), (64, 4)
         own = cut(strategy, "fsdp", 1)
         plan = own.plan(lambda: network(own, 512), shapes)
         model = network(own, 512)
         fit(model)
-        return plan.peak, plan.cost.source, own.describe(model).totals
+        return plan.peak, plan.cost.activation, own.describe(model).totals
 
-    for peak, source, totals in cluster(program):
-        assert peak is not None, source
-        assert max(totals.values()) < peak
+    for peak, activation, totals in cluster(program):
+        if keras.backend.backend() == "tensorflow":
+            # That of the hidden layer for half of the rows.
+            assert (peak, activation) == (None, 32 * 512 * 4)
+        else:
+            assert max(totals.values()) < peak
 
 
 def test_the_ordinary_file_is_the_chiefs(cluster, tmp_path):

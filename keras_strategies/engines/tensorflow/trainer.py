@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -12,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import keras
 import tensorflow as tf
 
+from keras_strategies.engines.tensorflow.activations import largest_activation
 from keras_strategies.engines.tensorflow.compat.programs import default_strategy
 from keras_strategies.engines.tensorflow.compat.variables import (
     is_resource_variable,
     new_variable,
 )
-from keras_strategies.engines.tensorflow.counted_memory import peaks_of
 from keras_strategies.engines.tensorflow.data_parallel.layer_call import (
     TensorFlowLayerCalls,
 )
@@ -52,9 +51,7 @@ from keras_strategies.keras_compat.backends.keras_on_tensorflow import (
 )
 from keras_strategies.keras_compat.models.building import build_optimizer, is_built
 from keras_strategies.keras_compat.models.input_adapters import batches_placed_by
-from keras_strategies.keras_compat.models.running_methods import running_methods
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
-from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
 from keras_strategies.keras_compat.variables.values import (
     declared_shape,
     raw_value,
@@ -154,44 +151,17 @@ class TensorFlowTrainer(FitDriver):
 
     def step_cost(self, model: Any, batch: Any) -> StepCost:
         cost = mirrored_step_cost(self.placement, model)
-        return self._with_peak(cost, model, batch)
+        return self._with_activation(cost, model, batch)
 
-    def _with_peak(self, cost: StepCost, model: Any, batch: Any) -> StepCost:
-        """The cost with the peak memory, counted on the graph of a step."""
-        try:
-            peak = self._peak_of_step(model, batch)
-        except Exception as error:
-            [reason, *_] = str(error).splitlines() or [type(error).__name__]
-            source = f"{cost.source}; the peak cannot be counted: {reason}"
-            return replace(cost, source=source)
-        source = f"{cost.source}; the peak is counted on the program of a step"
-        return replace(cost, peak=peak, source=source)
-
-    def _peak_of_step(self, model: Any, batch: Any) -> int:
-        own = [*model.optimizer.variables, *model.metrics_variables]
-        self.plan_variables([v for v in own if raw_value(v) is None])
-        self.adopt(model.optimizer.variables)
-        spec = keras.tree.map_structure(
-            lambda leaf: tf.TensorSpec(leaf.shape, leaf.dtype), batch
+    def _with_activation(self, cost: StepCost, model: Any, batch: Any) -> StepCost:
+        """The cost with the largest activation of a replica."""
+        x, *_ = keras.utils.unpack_x_y_sample_weight(batch)
+        share = self.placement.replica_counts.total
+        return replace(
+            cost,
+            activation=largest_activation(model, x, share),
+            source=f"{cost.source}; TensorFlow knows no peak before a step has run",
         )
-        with (
-            running_methods.one(is_long=True),
-            outside_stateless_scopes(),
-            self.method(model, "fit"),
-        ):
-            if self._call is None:
-                step = tf.autograph.experimental.do_not_convert(model.train_step)
-                graph = tf.function(step).get_concrete_function(spec).graph
-            else:
-                graph = StepFunction(model, "train", self._call, None).traced(spec)
-        totals = peaks_of(graph, tf_device(self.placement.variables))
-        devices = {tf_device(d): str(d) for d in self.placement.variable_devices}
-        found = Counter({devices.get(name, name): n for name, n in totals.items()})
-        every = {id(v): v for v in [*model.variables, *own]}
-        for variable in every.values():
-            for copy in self.copies(variable):
-                found[copy.device] += copy.nbytes
-        return max(found.values())
 
     def copies(self, variable: Any) -> list[VariableCopy]:
         raw = raw_value(variable)

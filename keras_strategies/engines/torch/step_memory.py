@@ -94,12 +94,12 @@ def _compute_passes(
     x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
     used = None if reads is None else reads.used
     saved = contextlib.nullcontext() if reads is None else reads.saved()
-    with ReplicaState(lambda v: values[id(v)], used=used).scope(), saved:
-        with torch.enable_grad():
-            outputs = model(x, training=True)
-            loss = model.compute_loss(x, y, outputs, weights, training=True)
-            if loss.requires_grad:
-                loss.backward()
+    scope = ReplicaState(lambda v: values[id(v)], used=used).scope()
+    with scope, saved, torch.enable_grad():
+        outputs = model(x, training=True)
+        loss = model.compute_loss(x, y, outputs, weights, training=True)
+        if loss.requires_grad:
+            loss.backward()
     for value in values.values():
         value.grad = None
 

@@ -165,14 +165,6 @@ class StepFunction:
             self._model, self._kind, lambda: self._run_repeatable_steps(read, spec)
         )
 
-    def traced(self, spec: Any) -> Any:
-        """The graph of a step on batches of a specification.
-
-        Args:
-            spec: structure of `tf.TensorSpec`, as many rows as replicas or more.
-        """
-        return self._parallel.of(spec).get_concrete_function(spec).graph
-
     def _run_repeatable_steps(self, batches: list[Any], spec: Any) -> Any:
         assert self._rollback is not None
         self._rollback.begin_step()

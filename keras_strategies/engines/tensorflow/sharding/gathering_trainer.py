@@ -191,7 +191,7 @@ class GatheringTrainer(TensorFlowTrainer, ShardingDriver):
             {name: cost for name, cost in sent.items() if cost[0]},
             "sent bytes are estimated from the sizes of the variables",
         )
-        return self._with_peak(cost, model, batch)
+        return self._with_activation(cost, model, batch)
 
     # Workers.
 
