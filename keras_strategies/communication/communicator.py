@@ -218,6 +218,8 @@ def lost_worker(group: WorkerGroup, error: BaseException) -> WorkerError:
     loss = group.loss(wait=min(group.timeout, 5.0))
     if loss is not None:
         return WorkerError(group.describe(loss))
+    if group.left is not None:
+        return WorkerError(group.describe(group.left))
     progress = group.progress or "a collective"
     return WorkerError(
         f"Workers could not exchange values at {progress}, although none is "

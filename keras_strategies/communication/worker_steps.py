@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,27 @@ if TYPE_CHECKING:
 
 # Number of first batches of a loop that workers compare by content.
 _COMPARED_BATCHES = 2
+
+# The end of errors about different data.
+SAME_DATA = (
+    "All workers must read the same global batches. Check first that there is a seed: "
+    "call `keras.utils.set_random_seed(0)` on all workers before data is made, "
+    "shuffled or augmented at random. For separate data per worker, use "
+    "ks.DatasetCreator or `strategy.distribute_datasets_from_function`."
+)
+_ARGUMENTS = ("x", "y", "sample_weight")
+
+
+def _names(batch: Any) -> list[str]:
+    """The leaves of a batch that are not None, as `x['left']`, in their order."""
+    names = []
+    for path, leaf in keras.tree.flatten_with_path(batch):
+        if leaf is not None:
+            first, *rest = (0, *path) if not isinstance(batch, (tuple, list)) else path
+            names.append(
+                _ARGUMENTS[min(first, 2)] + "".join(f"[{key!r}]" for key in rest)
+            )
+    return names
 
 
 def _checksum(leaf: Any) -> int:
@@ -231,12 +253,12 @@ class WorkerSteps:
                     "or `strategy.distribute_datasets_from_function`."
                 )
             if each != facts:
+                differ = [a != b for a, b in zip(each[-1], facts[-1], strict=True)]
+                name = next(itertools.compress(_names(batch), differ))
                 raise WorkerError(
                     f"Workers {self.group.index} and {other} have batches of the "
-                    f"same shapes but different contents at {self.group.progress}. "
-                    "All workers must read the same global batches: seed shuffling "
-                    "and augmentation, or use ks.DatasetCreator for separate data "
-                    "per worker."
+                    f"same shapes but different contents at {self.group.progress}, "
+                    f"first in `{name}`. {SAME_DATA}"
                 )
 
     def _progress(self) -> str:

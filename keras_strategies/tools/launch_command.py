@@ -76,9 +76,10 @@ def _run(
                 waiting.discard(event.task)
                 if event.code:
                     failed = _first_failure(processes, event)
-    if failed is not None and failed.failure is not None and len(cluster.tasks) > 1:
+    own = None if failed is None or failed.is_caused else failed.failure
+    if failed is not None and own is not None and len(cluster.tasks) > 1:
         # Last, since the others' tracebacks follow from it.
-        print_line(f"{failed.task} failed first:\n{failed.failure.traceback}")
+        print_line(f"{failed.task} failed first:\n{own.traceback}")
     # A signal while the others are ended also prevents a restart.
     return processes.signalled or failed
 

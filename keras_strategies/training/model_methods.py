@@ -59,7 +59,10 @@ def arguments(model: Any, name: str, given: dict[str, Any]) -> dict[str, Any]:
     """Inside of `method`: the arguments to change, by name."""
     strategy = strategy_of(model)
     changed = model_arguments(strategy, name, given)
-    return changed | worker_training.arguments(strategy, model, name, given | changed)
+    all_of_them = given | changed
+    return changed | worker_training.arguments(
+        strategy, model, name, all_of_them, given
+    )
 
 
 def call(model: Any, name: str, original: Any, bound: Any) -> Any:

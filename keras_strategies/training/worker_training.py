@@ -13,12 +13,14 @@ import keras
 from keras_strategies.cluster import first_causes
 from keras_strategies.cluster.group import uncaught_errors
 from keras_strategies.communication.communicator import Communicator
+from keras_strategies.communication.worker_steps import SAME_DATA
 from keras_strategies.errors import (
     ClusterError,
     InvalidArgumentError,
     WorkerError,
     WorkersChanged,
 )
+from keras_strategies.input.sampled_checksums import sampled_checksums
 from keras_strategies.keras_compat.hooks import MethodRestart
 from keras_strategies.keras_compat.models.fit_loop import (
     resumed_epoch,
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
 
 _LOOPS = ("fit", "evaluate", "predict")
+# Name of an array's values in comparisons.
+_VALUES = "the values of `{}`"
 
 
 @contextlib.contextmanager
@@ -85,17 +89,28 @@ def _begin(strategy: StrategyCore, model: Any, name: str) -> None:
 
 
 def arguments(
-    strategy: StrategyCore, model: Any, name: str, given: dict[str, Any]
+    strategy: StrategyCore,
+    model: Any,
+    name: str,
+    given: dict[str, Any],
+    data: dict[str, Any],
 ) -> dict[str, Any]:
     """Changes of a method's arguments, after checking that workers agree on them.
 
+    Args:
+        strategy: the strategy.
+        model: the model.
+        name: str, the method.
+        given: dict of the arguments, with distributed input.
+        data: dict of the arguments as the user has given them.
+
     Raises:
-        ValueError: if batches, epochs or models differ between workers.
+        ValueError: if data, batches, epochs or models differ between workers.
     """
     workers = strategy.workers
     if workers is None or name not in _LOOPS:
         return {}
-    agree(workers, model, name, given)
+    _agree(workers, model, name, given, data)
     # Arrays have been compared above; joined batches are equal by construction.
     x = given.get("x")
     is_compared = _is_arrays(x) or (is_adapter(x) and not is_loader_adapter(x))
@@ -127,7 +142,13 @@ def arguments(
     return changed
 
 
-def agree(workers: Communicator, model: Any, name: str, given: dict[str, Any]) -> None:
+def _agree(
+    workers: Communicator,
+    model: Any,
+    name: str,
+    given: dict[str, Any],
+    data: dict[str, Any],
+) -> None:
     """Checks that arguments agree on all workers."""
     facts: dict[str, Any] = {"the method": name}
     for argument in ("batch_size", "epochs", "initial_epoch", "steps_per_epoch"):
@@ -143,11 +164,19 @@ def agree(workers: Communicator, model: Any, name: str, given: dict[str, Any]) -
     optimizer = getattr(model, "optimizer", None)
     facts["the optimizer"] = type(optimizer).__name__
     facts["`steps_per_execution`"] = model.steps_per_execution
+    for argument in ("x", "y", "sample_weight"):
+        sampled = sampled_checksums(data.get(argument), argument)
+        facts.update({_VALUES.format(leaf): sampled[leaf] for leaf in sampled})
     found = workers.gather_values(f"the arguments of {name}", facts)
     for what in facts:
         values = [each.get(what) for each in found]
         for other, value in enumerate(values):
             if value != values[0]:
+                if what.startswith("the values of "):
+                    raise ClusterError(
+                        f"Workers have different data for `{name}`: {what} differ "
+                        f"between worker 0 and worker {other}. {SAME_DATA}"
+                    )
                 raise ClusterError(
                     f"Workers disagree on {what}: worker 0 has {_short(values[0])}, "
                     f"worker {other} has {_short(value)}. Run the same script on the "

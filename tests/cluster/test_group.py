@@ -522,3 +522,32 @@ def test_a_name_that_is_not_in_dns_yet_is_listened_at(monkeypatch):
     with listen(f"{name}.not-in-dns.invalid", [int(port)]) as server:
         expected = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]
         assert server.getsockname()[:2] == (expected, int(port))
+
+
+@pytest.mark.parametrize("leaver", [0, 1], ids=["chief", "worker"])
+def test_a_worker_that_ends_its_script_early_is_told_from_one_that_failed(leaver):
+    groups = join_all(2)
+    other = groups[1 - leaver]
+    other.progress = "the beginning of evaluate"
+    with ThreadPoolExecutor(1) as pool:
+        # As `if task_id == 0: model.evaluate(...)`.
+        waiting = pool.submit(other.gather, "random numbers", b"")
+        groups[leaver].leave()
+        error = waiting.exception(20)
+    assert isinstance(error, WorkerError)
+    text = str(error)
+    assert f"Worker {leaver} (127.0.0.1, process {os.getpid()}) was lost" in text
+    assert "it exited" in text
+    assert f"This is worker {1 - leaver}, at the beginning of evaluate." in text
+    assert "Every worker has to call `fit`, `evaluate`" in text
+    assert "Resume" not in text
+    other.leave()
+
+
+def test_calls_after_the_end_of_the_chiefs_script_say_so():
+    chief, other = join_all(2)
+    chief.leave()
+    wait_until(lambda: other.loss() is not None, "the chief's end was seen")
+    with pytest.raises(WorkerError, match="Every worker has to call"):
+        other.gather("random numbers", b"")
+    other.leave()

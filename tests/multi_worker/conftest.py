@@ -49,6 +49,7 @@ EVERYWHERE = {
         "test_batches_that_differ_are_an_error_at_once[two-contents-different"
         " contents]",
         "test_another_number_of_rows_is_an_error_before_the_first_step",
+        "test_other_values_of_arrays_are_an_error_that_names_them[two-fit-y]",
         "test_shuffled_batches_are_the_same_without_a_seed",
     ),
 }

@@ -329,6 +329,8 @@ def test_batches_that_differ_are_an_error_at_once(cluster, problem, message):
     first, second = cluster(program, problem)
     assert message in first + second
     assert "no error" not in (first, second)
+    if problem == "contents":
+        assert "first in `x`. All workers must read the same global batches" in first
 
 
 def test_another_number_of_rows_is_an_error_before_the_first_step(cluster):
@@ -342,6 +344,69 @@ def test_another_number_of_rows_is_an_error_before_the_first_step(cluster):
 
     for text in cluster(program):
         assert "the rows of `x`: worker 0 has 8, worker 1 has 9" in text
+
+
+@pytest.mark.parametrize("place", ["x", "y", "sample_weight"])
+@pytest.mark.parametrize("method", ["fit", "evaluate"])
+def test_other_values_of_arrays_are_an_error_that_names_them(cluster, method, place):
+    def program(strategy, method, place):
+        index = strategy.workers.group.index
+        x, y = rows(40)
+        given = {"x": x, "y": y, "sample_weight": np.ones(40, "float32")}
+        # Only the last row.
+        given[place][-1:] += index
+        model = make_model(strategy)
+        try:
+            getattr(model, method)(**given, batch_size=8, verbose=0)
+        except ks.errors.ClusterError as error:
+            return str(error), int(model.optimizer.iterations)
+        return "no error", -1
+
+    for text, steps in cluster(program, method, place):
+        assert f"Workers have different data for `{method}`" in text
+        assert f"values of `{place}` differ between worker 0 and worker 1" in text
+        # The first thing to check.
+        assert "Check first that there is a seed: call `keras.utils.set_random" in text
+        assert steps == 0
+
+
+def test_other_values_in_dicts_frames_and_loaders_are_named(cluster):
+    def program(strategy):
+        pandas = pytest.importorskip("pandas")
+        torch = pytest.importorskip("torch")
+        index = strategy.workers.group.index
+        inputs = {"a": keras.Input((2,), name="a"), "b": keras.Input((2,), name="b")}
+        with strategy.scope():
+            output = keras.layers.Dense(1)(keras.layers.Add()([*inputs.values()]))
+            model = keras.Model(inputs, output)
+            model.compile("sgd", "mse")
+        x, y = rows(24)
+
+        def error(model, *given, **more):
+            try:
+                model.predict(*given, verbose=0, **more)
+            except ks.errors.ClusterError as error:
+                return str(error)
+            return "no error"
+
+        plain = make_model(strategy)
+        tensors = torch.from_numpy(x + index).to(torch.bfloat16), torch.from_numpy(y)
+        loader = torch.utils.data.DataLoader(
+            torch.utils.data.TensorDataset(*tensors), batch_size=8
+        )
+        return [
+            error(model, {"a": x, "b": x + index}, batch_size=8),
+            error(plain, pandas.DataFrame(x + index), batch_size=8),
+            error(plain, loader),
+            # Equal data, of a type that NumPy lacks.
+            error(plain, torch.from_numpy(x).to(torch.bfloat16).float()),
+        ]
+
+    for named, frame, loader, equal in cluster(program):
+        assert "the values of `x['b']` differ between worker 0 and worker 1" in named
+        assert "the values of `x` differ" in frame
+        assert "the values of `x[0]` differ" in loader
+        assert equal == "no error"
 
 
 def test_another_model_is_an_error_before_the_first_step(cluster):

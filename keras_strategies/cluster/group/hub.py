@@ -14,6 +14,7 @@ from typing import Any
 from keras_strategies.cluster.group.chief_saves import ChiefSaves, SavedFile, SaveWait
 from keras_strategies.cluster.group.group_messages import (
     BEAT,
+    EXITED,
     NO_HEARTBEAT,
     Message,
     MessageConnection,
@@ -283,18 +284,15 @@ class Hub:
         if self._lost:
             return
         self._lost = True
+        # Its own failure report has more details than the lost connection.
+        how = self._members[index].failure or how
+        self._send_to_all({"kind": "lost", **self._about(index, how)})
+
+    def _about(self, index: int, how: str) -> dict[str, Any]:
+        """The values of a `LostWorker`."""
         member = self._members[index]
-        self._send_to_all(
-            {
-                "kind": "lost",
-                "index": index,
-                # Its own failure report has more details than the lost connection.
-                "how": member.failure or how,
-                "progress": member.progress,
-                "host": member.info["host"],
-                "pid": member.info["pid"],
-            }
-        )
+        info = {name: member.info[name] for name in ("host", "pid")}
+        return {"index": index, "how": how, "progress": member.progress, **info}
 
     # Messages.
 
@@ -324,18 +322,11 @@ class Hub:
             elif kind == "failed":
                 member.progress = header["progress"]
                 member.failure = header["how"]
+                about = self._about(index, member.failure)
                 for other, each in self._members.items():
                     if other != index:
                         each.connection.send(
-                            {
-                                "kind": "failed",
-                                "index": index,
-                                "how": header["how"],
-                                "progress": member.progress,
-                                "call": header["call"],
-                                "host": member.info["host"],
-                                "pid": member.info["pid"],
-                            }
+                            {"kind": "failed", "call": header["call"], **about}
                         )
             elif kind == "stop":
                 if self._stops is None:
@@ -351,6 +342,8 @@ class Hub:
             elif kind == "bye":
                 member.has_left = self._has_left = True
                 self._check_gathers()
+                how = member.failure or EXITED
+                self._send_to_all({"kind": "left", **self._about(index, how)})
                 if index == 0:
                     self._saves.leave()
                     self._answer_saves()
@@ -402,5 +395,5 @@ class Hub:
             for index, member in self._members.items():
                 if member.has_left and index not in values:
                     what = next(iter(values.values()))[0]
-                    self._mark_lost(index, f"it exited while others wait in {what!r}")
+                    self._mark_lost(index, f"{EXITED} while others wait in {what!r}")
                     return

@@ -16,6 +16,7 @@ from typing import Any
 from keras_strategies.cluster.group.chief_saves import SaveWait
 from keras_strategies.cluster.group.group_messages import (
     BEAT,
+    EXITED,
     NO_HEARTBEAT,
     MessageConnection,
     Silence,
@@ -36,6 +37,11 @@ _MORE_PORTS = 16
 # Seconds after the report of a failure in which a wait for other workers may end: the
 # worker may have taken part in what is waited for.
 FAILURE_GRACE = 2.0
+_SAME_CALLS = (
+    "Every worker has to call `fit`, `evaluate`, `predict`, `save` and the functions of "
+    "the strategy: all run the same script. Move them out of conditions such as "
+    "`if task_id == 0:`, and out of loops of different lengths."
+)
 # The groups of this process; one, outside of tests.
 _joined: list[WorkerGroup] = []
 
@@ -67,6 +73,11 @@ class LostWorker:
     def is_silent(self) -> bool:
         """Whether it was lost without the end of its connection."""
         return self.how.startswith(NO_HEARTBEAT)
+
+    @property
+    def has_exited(self) -> bool:
+        """Whether its script ended, without an error, while others wait."""
+        return self.how.startswith(EXITED)
 
     def __str__(self) -> str:
         at = f" at {self.progress}" if self.progress else ""
@@ -118,6 +129,8 @@ class WorkerGroup:
         self._saves: tuple[int, list[str]] = (0, [])
         self._saved: dict[tuple[int, int], str | None] = {}
         self._loss: LostWorker | None = None
+        #: The last worker that has come to the end of its script.
+        self.left: LostWorker | None = None
         self._failure: LostWorker | None = None
         # When it was reported, and the call that the worker has left by it.
         self._failed_at = 0.0
@@ -418,6 +431,8 @@ class WorkerGroup:
         """Message about a loss."""
         own = f" This is worker {self.index}"
         own += f", at {self.progress}." if self.progress else "."
+        if loss.has_exited:
+            return f"{loss}{own} {_SAME_CALLS}"
         late = self.lateness(loss.index)
         return (
             f"{loss}{late}{own} Training cannot continue without it. Restart all "
@@ -537,6 +552,8 @@ class WorkerGroup:
         if self._failure is not None and self._failure.index == 0:
             # Its own failure report has more details than the lost connection.
             how, progress = self._failure.how, self._failure.progress
+        elif self.left is not None and self.left.index == 0:
+            how, progress = self.left.how, self.left.progress
         self._lost(LostWorker(0, how, progress, *place))
 
     def _lost(self, loss: LostWorker) -> None:
@@ -589,9 +606,13 @@ class WorkerGroup:
             with self._condition:
                 self._last_step = int(header["count"])
                 self._condition.notify_all()
-        elif kind in ("lost", "failed"):
+        elif kind in ("lost", "failed", "left"):
             names = ("index", "how", "progress", "host", "pid")
             loss = LostWorker(**{name: header[name] for name in names})
+            if kind == "left":
+                if loss.index != self.index:
+                    self.left = loss
+                return
             if kind == "lost":
                 if loss.index != self.index:
                     self._lost(loss)
