@@ -153,6 +153,7 @@ class WorkerSteps:
             WorkerError: if a worker is lost.
         """
         self._steps += count
+        self.group.count_steps(count)
         self.group.progress = self._progress()
         self.group.check()
         self._warn_of_slow_workers()
@@ -171,6 +172,7 @@ class WorkerSteps:
                 return next(batches)
         except StopIteration:
             self._steps -= 1
+            self.group.count_steps(-1)
             self.group.progress = self._progress()
             self.group.clock.cancel()
             raise

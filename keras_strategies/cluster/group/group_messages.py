@@ -24,6 +24,8 @@ BEAT = 0.25
 _SMALL = 2000
 # Reason for the loss of a worker with an open connection.
 NO_HEARTBEAT = "no heartbeat"
+# Reason for the loss of a worker that is alive, and does not arrive where others wait.
+NO_ARRIVAL = "the others have waited for it"
 # Reason for the loss of a worker that has come to the end of its script.
 EXITED = "it exited"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import logging
 import socket
 import threading
 import time
@@ -15,6 +16,7 @@ from keras_strategies.cluster.group.chief_saves import ChiefSaves, SavedFile, Sa
 from keras_strategies.cluster.group.group_messages import (
     BEAT,
     EXITED,
+    NO_ARRIVAL,
     NO_HEARTBEAT,
     Message,
     MessageConnection,
@@ -23,7 +25,10 @@ from keras_strategies.cluster.group.group_messages import (
     encoded,
     first_message,
 )
+from keras_strategies.cluster.group.stalls import STALL_SECONDS, StallWatch
 from keras_strategies.cluster.startup_report import Progress
+
+_logger = logging.getLogger("keras_strategies.cluster")
 
 # Number of workers whose times are in one heartbeat.
 _TIMES_OF_BEAT = 16
@@ -81,6 +86,9 @@ class Hub:
         self._has_left = False
         self._closed = threading.Event()
         self._progress = Progress()
+        self._stalls = StallWatch(
+            min(STALL_SECONDS, timeout / 2), self._ask, lambda i: self._about(i, "")
+        )
         if server is not None:
             self._progress.report(
                 f"waiting for {len(addresses)} workers at {addresses[0]}"
@@ -234,7 +242,7 @@ class Hub:
     def _watch(self) -> None:
         deadline = time.monotonic() + self._timeout
         while not self._closed.wait(BEAT):
-            now = time.monotonic()
+            now, stall = time.monotonic(), None
             with self._lock:
                 chief = self._members.get(0)
                 progress = chief.progress if chief is not None else ""
@@ -250,6 +258,36 @@ class Hub:
                     silent = member.silence.count()
                     if silent > self._timeout and not member.has_left:
                         self._mark_lost(index, f"{NO_HEARTBEAT} for {silent:.0f} s")
+                stall = self._stall(now)
+            if stall is not None:
+                # Not with the lock: a full pipe delays it.
+                _logger.warning("%s", stall)
+
+    def _stall(self, now: float) -> str | None:
+        """A report about workers that others wait for, if one is due; to all workers.
+
+        The lock is held.
+        """
+        if self._lost or self._has_left:
+            return None
+        collectives = {
+            key: (next(iter(values.values()))[0], values)
+            for key, values in self._gathered.items()
+            # Other threads may be ahead of the steps.
+            if not key[0]
+        }
+        text = self._stalls.tick(collectives, now)
+        overdue = self._stalls.overdue(self._timeout, now)
+        if overdue is not None and self._server is not None:
+            # Elastic workers have more patience with one that is busy.
+            index, where = overdue
+            self._mark_lost(index, f"{NO_ARRIVAL} for {self._timeout:g} s. {where}")
+        if text is not None:
+            self._send_to_all({"kind": "stall", "text": text})
+        return text
+
+    def _ask(self, index: int) -> None:
+        self._members[index].connection.send({"kind": "where"})
 
     def _next_times(self) -> dict[str, Any]:
         """Times of the next members in turn, so that beats do not grow with them."""
@@ -306,6 +344,10 @@ class Hub:
                 # The progress of a failed worker is reported.
                 if not member.failure:
                     member.progress = header["progress"]
+                self._stalls.beat(index, *header["position"], time.monotonic())
+            elif kind == "where":
+                member.progress = header["progress"]
+                self._stalls.answered(index, header["where"])
             elif kind == "gather":
                 member.failure = ""
                 member.progress = header["progress"]

@@ -17,12 +17,14 @@ from keras_strategies.cluster.group.chief_saves import SaveWait
 from keras_strategies.cluster.group.group_messages import (
     BEAT,
     EXITED,
+    NO_ARRIVAL,
     NO_HEARTBEAT,
     MessageConnection,
     Silence,
 )
 from keras_strategies.cluster.group.hub import Hub
 from keras_strategies.cluster.group.hub_connection import connect, listen
+from keras_strategies.cluster.group.stalls import main_thread_place
 from keras_strategies.cluster.group.step_clock import (
     StepClock,
     StepTimes,
@@ -38,8 +40,8 @@ _MORE_PORTS = 16
 # worker may have taken part in what is waited for.
 FAILURE_GRACE = 2.0
 _SAME_CALLS = (
-    "Every worker has to call `fit`, `evaluate`, `predict`, `save` and the functions of "
-    "the strategy: all run the same script. Move them out of conditions such as "
+    "Every worker has to call `fit`, `evaluate`, `predict`, `save` and the functions "
+    "of the strategy: all run the same script. Move them out of conditions such as "
     "`if task_id == 0:`, and out of loops of different lengths."
 )
 # The groups of this process; one, outside of tests.
@@ -72,7 +74,7 @@ class LostWorker:
     @property
     def is_silent(self) -> bool:
         """Whether it was lost without the end of its connection."""
-        return self.how.startswith(NO_HEARTBEAT)
+        return self.how.startswith((NO_HEARTBEAT, NO_ARRIVAL))
 
     @property
     def has_exited(self) -> bool:
@@ -83,7 +85,7 @@ class LostWorker:
         at = f" at {self.progress}" if self.progress else ""
         return (
             f"Worker {self.index} ({self.host}, process {self.pid}) was lost{at}: "
-            f"{self.how}."
+            f"{self.how.removesuffix('.')}."
         )
 
 
@@ -117,6 +119,10 @@ class WorkerGroup:
         self.patience = timeout if patience is None else max(timeout, patience)
         #: Progress of this worker, such as "step 12 of fit", sent to the others.
         self.progress = ""
+        # The steps that have begun since the last collective of the group.
+        self._steps_since = 0
+        # The last report about awaited workers, and this worker's position then.
+        self._stall: tuple[str, list[int]] = ("", [])
         self.clock = StepClock()
         #: Times of all workers' last steps, by index, from their heartbeats.
         self.times = (StepTimes(),) * self.count
@@ -256,6 +262,8 @@ class WorkerGroup:
         """As `gather`: parts, each with the number of workers in a row that have it."""
         number = self._numbers.get(stream, 0)
         self._numbers[stream] = number + 1
+        if not stream:
+            self._steps_since = 0
         key = (stream, number)
         header = {
             "kind": "gather",
@@ -299,7 +307,23 @@ class WorkerGroup:
     def _hint(self) -> str:
         if self._failure is not None:
             return str(self._failure)
-        return "CommunicationOptions(timeout_seconds=...) sets this timeout."
+        hint = "CommunicationOptions(timeout_seconds=...) sets this timeout."
+        return f"{self.stall} {hint}".lstrip()
+
+    @property
+    def position(self) -> list[int]:
+        """list of int that grows; equal where workers have made the same calls."""
+        return [self._numbers.get("", 0), self._steps_since]
+
+    def count_steps(self, count: int) -> None:
+        """Counts steps that have begun, or with a negative number have not."""
+        self._steps_since += count
+
+    @property
+    def stall(self) -> str:
+        """str, the report about workers that this one waits for; empty without one."""
+        text, position = self._stall
+        return text if position == self.position else ""
 
     def gather_values(self, what: str, value: Any, stream: str = "") -> list[Any]:
         """Every worker's JSON value, on every worker."""
@@ -539,7 +563,12 @@ class WorkerGroup:
     def _beat(self) -> None:
         while not self._closed.wait(BEAT):
             times = dataclasses.astuple(self.clock.times)
-            beat = {"kind": "beat", "progress": self.progress, "times": times}
+            beat = {
+                "kind": "beat",
+                "progress": self.progress,
+                "times": times,
+                "position": [self.position, self.clock.wait_seconds],
+            }
             self._connection.send(beat)
             silent = self._silence.count()
             if silent > self.timeout:
@@ -591,8 +620,15 @@ class WorkerGroup:
                 self._results[stream, number] = (header, payload)
                 # All workers arrived, so a failure that was reported before has been
                 # handled. The next one may come before the answer is read.
-                self._failure = None
+                self._failure, self._stall = None, ("", [])
                 self._condition.notify_all()
+        elif kind == "where":
+            # Its own thread: the main thread may never return.
+            where = main_thread_place()
+            answer = {"kind": "where", "progress": self.progress, "where": where}
+            self._connection.send(answer)
+        elif kind == "stall":
+            self._stall = (header["text"], self.position)
         elif kind == "chief_saved":
             with self._condition:
                 key = (header["position"], header["calls"])

@@ -1,0 +1,235 @@
+"""Stalls: which workers the others wait for, since when, and where they are.
+
+Each worker counts the group's collectives and the steps since the last one, which are
+the same on all, and sends these numbers, its position, with its heartbeats, and for how
+long it waits for other workers, as far as it can tell. Workers are awaited if they are
+missing in a collective of the group, or have the lowest position while nothing moves,
+or do not wait while others do.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+#: Seconds of a wait after which the awaited workers are named.
+STALL_SECONDS = 30.0
+# Seconds to wait for the answer of an awaited worker.
+_ANSWER_SECONDS = 2.0
+# Number of awaited workers that are named.
+_NAMED = 4
+_NO_ANSWER = "It does not answer: it is stopped, or busy in one call outside of Python"
+_INSTALLED = {"site-packages", "dist-packages"}
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+
+
+@dataclass
+class _Position:
+    """How far a worker has come.
+
+    Args:
+        numbers: its collectives, and the steps since.
+        since: float, the time of the last change of `numbers`.
+        waits: float, seconds for which it has waited for others; 0 if not known.
+    """
+
+    numbers: tuple[int, ...] = ()
+    since: float = 0.0
+    waits: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Stall:
+    """A wait of some workers for others."""
+
+    key: Hashable
+    what: str
+    since: float
+    awaited: tuple[int, ...]
+
+
+class StallWatch:
+    """Finds the workers that the others wait for; the caller has a lock.
+
+    Args:
+        after: float, seconds of a wait after which they are named; again after twice
+            the time, and so on.
+        ask: callable with a worker's index, asks it where it is; see `answered`.
+        about: callable with a worker's index; returns its `"host"`, `"pid"` and
+            `"progress"`.
+    """
+
+    def __init__(
+        self,
+        after: float,
+        ask: Callable[[int], None],
+        about: Callable[[int], Mapping[str, Any]],
+    ):
+        self._after = after
+        self._ask = ask
+        self._about = about
+        self._positions: dict[int, _Position] = {}
+        # Collectives that some workers have reached, and since when.
+        self._pending: dict[Hashable, float] = {}
+        self._stall: _Stall | None = None
+        # Seconds of the wait at which it is reported next.
+        self._due = after
+        self._asked: float | None = None
+        self._answers: dict[int, str] = {}
+        self._text = ""
+
+    def beat(
+        self, index: int, numbers: Sequence[int], waits: float, now: float
+    ) -> None:
+        """Receives a worker's position with its heartbeat.
+
+        Args:
+            index: int, the worker.
+            numbers: its position: its collectives, and the steps since.
+            waits: float, seconds for which it waits for others; 0 if not known.
+            now: float, the time in seconds.
+        """
+        position = self._positions.setdefault(index, _Position())
+        position.waits = waits
+        if position.numbers != tuple(numbers):
+            position.numbers, position.since = tuple(numbers), now
+
+    def answered(self, index: int, where: str) -> None:
+        """Receives where a worker is."""
+        self._answers[index] = where
+
+    def tick(
+        self,
+        collectives: Mapping[Hashable, tuple[str, Collection[int]]],
+        now: float,
+    ) -> str | None:
+        """Called with each heartbeat.
+
+        Args:
+            collectives: dict with the name of each collective that some workers have
+                reached, and these.
+            now: float, the time in seconds.
+
+        Returns:
+            str, a report about the awaited workers when it is due, or None.
+        """
+        begun = {key: self._pending.get(key, now) for key in collectives}
+        self._pending = begun
+        stall = self._of_collectives(collectives, now) or self._of_positions(now)
+        last = self._stall
+        if stall is None or last is None or stall.key != last.key:
+            self._due, self._asked = self._after, None
+        self._stall = stall
+        if stall is None or now - stall.since < self._due:
+            return None
+        named = stall.awaited[:_NAMED]
+        if self._asked is None:
+            self._asked, self._answers = now, {}
+            for index in named:
+                self._ask(index)
+        is_late = now - self._asked >= _ANSWER_SECONDS
+        if not is_late and not self._answers.keys() >= {*named}:
+            return None
+        self._asked, self._due = None, 2 * (now - stall.since)
+        self._text = self._report(stall, named, now)
+        return self._text
+
+    def overdue(self, seconds: float, now: float) -> tuple[int, str] | None:
+        """A worker that others wait for in an engine, which may wait without end.
+
+        Args:
+            seconds: float, the time after which it is overdue.
+            now: float, the time in seconds.
+
+        Returns:
+            Its index, and the last report about it; None without one.
+        """
+        stall = self._stall
+        if stall is None or stall.what or now - stall.since < seconds:
+            return None
+        return stall.awaited[0], self._text
+
+    def _of_collectives(
+        self,
+        collectives: Mapping[Hashable, tuple[str, Collection[int]]],
+        now: float,
+    ) -> _Stall | None:
+        for key, since in self._pending.items():
+            if now - since >= self._after:
+                what, arrived = collectives[key]
+                awaited = tuple(i for i in sorted(self._positions) if i not in arrived)
+                return _Stall(key, f"in {what!r}", since, awaited)
+        return None
+
+    def _of_positions(self, now: float) -> _Stall | None:
+        """Workers that the others wait for in an engine's collectives."""
+        positions = self._positions
+        if len(positions) < 2:
+            return None
+        since = max(each.since for each in positions.values())
+        found = {index: each.numbers for index, each in sorted(positions.items())}
+        first, last = min(found.values()), max(found.values())
+        waits = max(each.waits for each in positions.values())
+        if first != last and now - since >= self._after:
+            awaited = tuple(i for i, numbers in found.items() if numbers == first)
+        elif first == last and waits >= self._after:
+            since = now - waits
+            awaited = tuple(i for i, p in sorted(positions.items()) if not p.waits)
+        else:
+            return None
+        return _Stall(tuple(found.items()), "", since, awaited) if awaited else None
+
+    def _report(self, stall: _Stall, named: tuple[int, ...], now: float) -> str:
+        seconds = now - stall.since
+        texts = []
+        for index in named:
+            about = self._about(index)
+            at = f" It is at {about['progress']}" if about["progress"] else ""
+            where = self._answers.get(index)
+            if where is None:
+                place = f"{at}. {_NO_ANSWER}"
+            else:
+                place = f"{at}, in {where}" if at else f" It is in {where}"
+            what = f" {stall.what}" if stall.what else ""
+            texts.append(
+                f"Worker {index} ({about['host']}, process {about['pid']}) has been "
+                f"awaited{what} for {seconds:.0f} s.{place}."
+            )
+        more = len(stall.awaited) - len(named)
+        return " ".join([*texts, *([f"{more} more are awaited."] if more else [])])
+
+
+def main_thread_place() -> str:
+    """The line of the user's code that the main thread of this process runs.
+
+    Returns:
+        str, file, line, function and source; of the innermost line if all of them are
+        in libraries.
+    """
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    innermost = frame
+    while frame is not None and _is_library(frame):
+        frame = frame.f_back
+    found = frame or innermost
+    if found is None:
+        return "no line of Python"
+    code = found.f_code
+    source = linecache.getline(code.co_filename, found.f_lineno).strip()
+    text = f"{code.co_filename}, line {found.f_lineno}, in {code.co_name}"
+    return f"{text}: `{source}`" if source else text
+
+
+def _is_library(frame: FrameType) -> bool:
+    name = frame.f_code.co_filename
+    if name.startswith("<frozen") or not _INSTALLED.isdisjoint(name.split(os.sep)):
+        return True
+    return name.startswith(
+        (_PACKAGE + os.sep, sysconfig.get_paths()["stdlib"] + os.sep)
+    )

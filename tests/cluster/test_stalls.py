@@ -1,0 +1,155 @@
+"""Stalls: the awaited workers, since when, and the line where they are."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from keras_strategies.cluster.group import WorkerGroup
+from keras_strategies.cluster.group.stalls import StallWatch
+from keras_strategies.cluster.resolvers.local_processes import free_addresses
+from keras_strategies.errors import WorkerError
+
+ABOUT = {"host": "10.0.0.7", "pid": 42, "progress": "step 4 of fit"}
+
+
+class Watched:
+    """A `StallWatch` of workers whose answers arrive at once, or never."""
+
+    def __init__(self, after=30.0, answers=True):
+        self.asked = []
+        self._answers = answers
+        self.watch = StallWatch(after, self._ask, lambda index: ABOUT)
+
+    def _ask(self, index):
+        self.asked.append(index)
+        if self._answers:
+            self.watch.answered(index, f"train.py, line {index}")
+
+    def reports(self, beats, collectives=None, until=400):
+        """The reports by the second, with a heartbeat of each worker in each."""
+        found = {}
+        for now in range(until):
+            for index, (count, waits) in enumerate(beats(now)):
+                self.watch.beat(index, count, waits, now)
+            text = self.watch.tick(collectives(now) if collectives else {}, now)
+            if text is not None:
+                found[now] = text
+        return found
+
+
+def test_a_collective_names_those_that_have_not_arrived_and_their_lines():
+    watched = Watched()
+    found = watched.reports(
+        lambda now: [((7, 0), 0.0)] * 3,
+        lambda now: {("", 5): ("the end of batch 3", {0, 2})} if now >= 10 else {},
+    )
+    # At 30 s, and after twice the time each.
+    assert list(found) == [40, 70, 130, 250]
+    assert found[40] == (
+        "Worker 1 (10.0.0.7, process 42) has been awaited in 'the end of batch 3' for "
+        "30 s. It is at step 4 of fit, in train.py, line 1."
+    )
+    assert watched.asked == [1, 1, 1, 1]
+
+
+def test_a_wait_in_an_engine_names_those_with_the_lowest_count():
+    found = Watched().reports(
+        lambda now: [((5, 0), 0.0), ((4, 9), 0.0), ((5, 0), 0.0)], until=60
+    )
+    assert [found[30][:8], len(found)] == ["Worker 1", 1]
+
+
+def test_equal_counts_name_those_that_do_not_wait():
+    def beats(now):
+        return [((5, 1), float(now)), ((5, 1), 0.0), ((5, 1), float(now))]
+
+    found = Watched().reports(beats, until=60)
+    assert [found[30][:8], len(found)] == ["Worker 1", 1]
+
+
+@pytest.mark.parametrize(
+    "beats",
+    [
+        # Long steps, compilation, a pause between methods.
+        lambda now: [((5, 1), 0.0), ((5, 1), 0.0)],
+        # Slow, and not stalled.
+        lambda now: [((5, now // 20 + 1), 0.0), ((5, now // 20), 0.0)],
+        lambda now: [((5, now // 20), now % 20), ((5, now // 20), 0.0)],
+    ],
+)
+def test_without_a_wait_for_others_nothing_is_said(beats):
+    watched = Watched()
+    assert watched.reports(beats) == {}
+    assert watched.asked == []
+
+
+def test_a_wait_that_ends_begins_again():
+    found = Watched().reports(
+        lambda now: [((7, 0), 0.0)] * 2,
+        lambda now: {("", now // 25): ("a batch", {0})},
+    )
+    assert found == {}
+
+
+def test_one_that_does_not_answer_is_named():
+    found = Watched(answers=False).reports(
+        lambda now: [((1, 0), 0.0)] * 2, lambda now: {("", 0): ("a batch", {0})}, 40
+    )
+    assert list(found) == [32]
+    assert "Worker 1" in found[32] and "It does not answer" in found[32]
+
+
+def test_many_awaited_workers_are_counted():
+    watched = Watched()
+    found = watched.reports(
+        lambda now: [((1, 0), 0.0)] * 100, lambda now: {("", 0): ("a batch", {7})}, 40
+    )
+    assert watched.asked == [0, 1, 2, 3]
+    assert found[30].endswith("95 more are awaited.")
+
+
+HANGS = """\
+import sys, threading
+from keras_strategies.cluster.group import WorkerGroup
+
+group = WorkerGroup.join(sys.argv[1:], 1, {}, timeout=6.0)
+group.progress = "step 4 of fit"
+group.gather("the first", b"")
+def load_batch():
+    threading.Event().wait(60)  # never set
+load_batch()
+"""
+
+
+def test_a_real_worker_that_hangs_is_named_with_its_line(tmp_path, caplog):
+    script = tmp_path / "train.py"
+    script.write_text(HANGS)
+    addresses = free_addresses(2)
+    process = subprocess.Popen([sys.executable, str(script), *addresses])
+    try:
+        group = WorkerGroup.join(addresses, 0, {}, timeout=6.0)
+        group.gather("the first", b"")
+        with (
+            caplog.at_level(logging.WARNING, "keras_strategies"),
+            pytest.raises(WorkerError) as caught,
+        ):
+            group.gather("the end of batch 3", b"")
+        where = (
+            f"Worker 1 (127.0.0.1, process {process.pid}) has been awaited in 'the end "
+            "of batch 3' for 3 s. It is at step 4 of fit, in "
+            f"{script}, line 8, in load_batch: "
+            "`threading.Event().wait(60)  # never set`."
+        )
+        # Half of the timeout is before 30 s.
+        assert caplog.records[0].getMessage() == where
+        text = str(caught.value)
+        assert "Not all workers reached 'the end of batch 3' within 6 s." in text
+        assert "line 8, in load_batch" in text
+    finally:
+        process.kill()
+        process.wait()
+        group.leave()
