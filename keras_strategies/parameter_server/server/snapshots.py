@@ -30,6 +30,7 @@ from keras_strategies.parameter_server.server.variable_store import (
     VariableStore,
 )
 from keras_strategies.training.saving.archives import (
+    naming_damage,
     open_archive,
     with_arrays,
     write_archive,
@@ -247,7 +248,8 @@ class SnapshotFiles:
         if generation == 0:
             return store, None
         path = self._snapshot(generation)
-        with open_archive(path, _KIND, f"The snapshot {path}") as state:
+        name = f"The snapshot {path}"
+        with open_archive(path, _KIND, name) as state, naming_damage(name):
             store.version = state["version"]
             store.applied = AppliedUpdates(*state["applied"])
             for key, array in state["arrays"]:
@@ -262,8 +264,12 @@ class SnapshotFiles:
         with path.open("rb") as file:
             while (payload := _read_record(file, path)) is not None:
                 name = f"A record of {path}"
-                with open_archive(io.BytesIO(payload), _EVENT, name) as event:
-                    yield with_arrays(event)
+                with (
+                    open_archive(io.BytesIO(payload), _EVENT, name) as event,
+                    naming_damage(name),
+                ):
+                    kind, value = with_arrays(event)
+                yield kind, value
 
 
 def describe_disk(folder: str | os.PathLike[str]) -> str:

@@ -38,6 +38,7 @@ from keras_strategies.training.resume.input_position import (
 from keras_strategies.training.resume.snapshot_clock import SnapshotClock
 from keras_strategies.training.resume.snapshot_files import SnapshotDirectory, parsed
 from keras_strategies.training.resume.snapshot_writer import SnapshotWriter
+from keras_strategies.training.saving.archives import check_stored
 from keras_strategies.training.saving.preemption import PreemptionCallback
 
 #: Directories of the trainings that have ended in this process.
@@ -285,7 +286,7 @@ class Resume(fit_position.OrderedCallback):
 
     def _shared_snapshot(self) -> bytes:
         """The chief's snapshot, on all workers; empty without one."""
-        data = self._files.read() if self._is_chief else None
+        data = self._files.read(_check_state) if self._is_chief else None
         if self._workers is not None:
             return self._workers.broadcast_bytes("the snapshot to resume from", data)
         return data or b""
@@ -342,6 +343,20 @@ class Resume(fit_position.OrderedCallback):
         captured, self._captured = self._captured, None
         if captured is not None:
             self._writer.write(captured)
+
+
+def _check_state(state: Any) -> None:
+    """Raises unless the contents of a snapshot are as `Resume` writes them."""
+    model, point = state["model"], Point(**state["point"])
+    for described, value in zip(model["variables"], model["values"], strict=True):
+        check_stored(value, described)
+    for each in state["callbacks"]:
+        each["key"], each["state"]
+    numbers = (point.epoch, point.done, point.passes, point.before, point.seed)
+    if not all(isinstance(number, int) and number >= 0 for number in numbers):
+        raise ValueError(f"its position is {str(numbers)[:200]}")
+    state["backend"], state["stopped"], model["optimizer"]
+    point.random["beginning"], point.random["now"]
 
 
 class _First(keras.callbacks.Callback):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 from keras_strategies.errors import DamagedCheckpointError
 from keras_strategies.training.saving.archives import (
     in_float32,
+    naming_damage,
     open_archive,
     with_arrays,
     write_archive,
@@ -70,8 +72,12 @@ class SnapshotDirectory:
             old.unlink(missing_ok=True)
         return target
 
-    def read(self) -> bytes | None:
+    def read(self, check: Callable[[Any], None] = lambda state: None) -> bytes | None:
         """The bytes of the last snapshot that is complete; None without snapshots.
+
+        Args:
+            check: callable of the state, with arrays as `StoredArray`; an error means
+                that the snapshot is damaged.
 
         Raises:
             ValueError: if all snapshots are damaged.
@@ -80,9 +86,13 @@ class SnapshotDirectory:
         error: DamagedCheckpointError | None = None
         for _, path in reversed(self._found()):
             data = path.read_bytes()
+            name = f"Snapshot {str(path)!r}"
             try:
-                with open_archive(io.BytesIO(data), _KIND, f"Snapshot {str(path)!r}"):
-                    pass
+                with (
+                    open_archive(io.BytesIO(data), _KIND, name) as state,
+                    naming_damage(name),
+                ):
+                    check(state)
             except DamagedCheckpointError as damaged:
                 if error is not None:
                     raise DamagedCheckpointError(

@@ -7,12 +7,21 @@ the format and a structure, in which an array is `{"array": N}`, a tuple
 `{"tuple": [...]}`, and a dict `{"dict": [[key, value], ...]}`; all else is JSON as it
 is. Of an array with a dtype that NumPy's files do not have, such as bfloat16, the bits
 are stored, as unsigned integers: `{"array": N, "dtype": "bfloat16"}`.
+
+A file may come from anywhere, so its sizes are compared before memory is taken: members
+are not compressed and together not larger than the file, an array is as large as its
+member, and each array is used once. What is read is never larger than the file.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import math
+import os
+import struct
+import tokenize
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -29,8 +38,23 @@ from keras_strategies.errors import (
 
 _VERSION = 2
 _CONTENTS = "contents.json"
-# What reading a damaged archive raises.
-_ERRORS = (zipfile.BadZipFile, KeyError, EOFError, ValueError, NotImplementedError)
+#: Bytes of an array that are read at a time.
+_PIECE_BYTES = 16 << 20
+#: The largest number, or string, of an array.
+_MOST_ITEM_BYTES = 1 << 20
+# What reading a damaged archive raises: `RecursionError`, of brackets in brackets, is a
+# `RuntimeError`.
+_ERRORS = (
+    zipfile.BadZipFile,
+    EOFError,
+    LookupError,
+    OverflowError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    struct.error,
+)
 
 
 @dataclass(frozen=True)
@@ -50,9 +74,13 @@ class StoredArray:
 
     Args:
         read: reads the array.
+        shape: tuple of int.
+        dtype: its dtype.
     """
 
     read: Callable[[], np.ndarray]
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
 
 
 def write_archive(file: Path | IO[bytes], kind: str, state: Any) -> None:
@@ -83,7 +111,7 @@ def write_archive(file: Path | IO[bytes], kind: str, state: Any) -> None:
 def open_archive(file: Path | IO[bytes], kind: str, name: str) -> Iterator[Any]:
     """Context manager: the structure in an archive, its arrays as `StoredArray`.
 
-    All checksums are compared before.
+    All sizes and checksums are compared before.
 
     Args:
         file: a path, or a file that is open for reading.
@@ -95,25 +123,37 @@ def open_archive(file: Path | IO[bytes], kind: str, name: str) -> Iterator[Any]:
         CheckpointError: if it is of another kind or format.
     """
     with contextlib.ExitStack() as stack:
-        with _naming(name):
+        with naming_damage(name):
             archive = stack.enter_context(zipfile.ZipFile(file))
-            archive.getinfo(_CONTENTS)
+            _check_sizes(archive)
             wrong = archive.testzip()
             if wrong is not None:
                 raise zipfile.BadZipFile(f"{wrong} has a wrong checksum")
-            contents = json.loads(archive.read(_CONTENTS))
-        found = contents.get("kind"), contents.get("version")
+            with _in_member(_CONTENTS):
+                contents = json.loads(archive.read(_CONTENTS))
+                found = contents.get("kind"), contents.get("version")
         if found != (kind, _VERSION):
             raise CheckpointError(
                 f"{name} is of kind {found[0]!r} and format {found[1]!r}; this version "
                 f"of keras_strategies reads kind {kind!r} of format {_VERSION} there. "
                 "Use the version that has written it, or another path."
             )
+        with naming_damage(name), _in_member(_CONTENTS):
+            state = _decoded(contents["state"], _StoredArrays(archive, name))
+        yield state
 
-        def stored(reference: dict[str, Any]) -> StoredArray:
-            return StoredArray(lambda: _read_array(archive, reference, name))
 
-        yield _decoded(contents["state"], stored)
+def check_stored(value: Any, described: Any) -> None:
+    """Raises unless a value of an open archive is the numbers of a variable.
+
+    Args:
+        value: the value.
+        described: dict of the variable, with its "path" and "shape".
+    """
+    path, shape = str(described["path"]), tuple(described["shape"])
+    is_array = isinstance(value, StoredArray) and value.dtype.names is None
+    if not is_array or value.shape != shape or value.dtype.kind in "USMm":
+        raise ValueError(f"{path[:80]!r} of shape {str(shape)[:80]} has other values")
 
 
 def check_value(value: Any, name: str) -> None:
@@ -122,13 +162,59 @@ def check_value(value: Any, name: str) -> None:
 
 
 @contextlib.contextmanager
-def _naming(name: str) -> Iterator[None]:
+def naming_damage(name: str) -> Iterator[None]:
+    """Context manager: errors of damaged contents become `DamagedCheckpointError`.
+
+    Args:
+        name: str, how errors name the archive.
+    """
     try:
         yield
-    except _ERRORS as error:
+    except CheckpointError:
+        raise
+    except (*_ERRORS, OSError) as error:
+        # Places outside of the file; other errors are those of the disk.
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:
+            raise
         raise DamagedCheckpointError(
-            f"{name} is damaged or not an archive of keras_strategies: {error}."
+            f"{name} is damaged or not an archive of keras_strategies: "
+            f"{_reason(error)}."
         ) from error
+
+
+@contextlib.contextmanager
+def _in_member(member: str) -> Iterator[None]:
+    """Names a member in errors."""
+    try:
+        yield
+    except (CheckpointError, zipfile.BadZipFile):
+        raise
+    except _ERRORS as error:
+        raise zipfile.BadZipFile(f"{member}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    return f"{error} is missing" if isinstance(error, KeyError) else str(error)
+
+
+def _check_sizes(archive: zipfile.ZipFile) -> None:
+    """Raises if reading members takes more memory than the file has bytes."""
+    file = archive.fp
+    assert file is not None
+    size = file.seek(0, os.SEEK_END)
+    left = size
+    for member in archive.infolist():
+        if member.compress_type != zipfile.ZIP_STORED:
+            raise zipfile.BadZipFile(
+                f"{member.filename} is compressed, to {member.compress_size:,} bytes "
+                f"of {member.file_size:,}, which no archive of keras_strategies is"
+            )
+        left -= member.file_size
+        if member.file_size != member.compress_size or left < 0:
+            raise zipfile.BadZipFile(
+                f"{member.filename} has {member.file_size:,} bytes, the file {size:,}"
+            )
+    archive.getinfo(_CONTENTS)
 
 
 def _encoded(
@@ -171,32 +257,112 @@ def _in_numpy(value: Any, reference: dict[str, Any]) -> np.ndarray:
     return np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}")
 
 
-def _read_array(
-    archive: zipfile.ZipFile, reference: dict[str, Any], name: str
-) -> np.ndarray:
-    number = reference["array"] if "array" in reference else reference["bytes"]
-    with _naming(name), archive.open(f"arrays/{number}.npy") as file:
-        array: np.ndarray = np.lib.format.read_array(file, allow_pickle=False)
-    if "dtype" not in reference:
-        return array
+class _StoredArrays:
+    """The arrays of an open archive, by their references in its contents.
+
+    Args:
+        archive: the open file.
+        name: str, how errors name it.
+    """
+
+    def __init__(self, archive: zipfile.ZipFile, name: str):
+        self._archive = archive
+        self._name = name
+        self._found: set[int] = set()
+
+    def at(self, reference: dict[str, Any], key: str) -> StoredArray:
+        """An array, whose header is compared with the size of its member."""
+        number = reference[key]
+        if not isinstance(number, int) or number in self._found:
+            raise ValueError(f"array {str(number)[:20]} is not a number, or used twice")
+        self._found.add(number)
+        member = f"arrays/{number}.npy"
+        with _in_member(member), self._archive.open(member) as file:
+            shape, is_fortran, dtype = _header(file)
+            found = self._archive.getinfo(member).file_size - file.tell()
+            nbytes = math.prod(shape) * dtype.itemsize
+            if nbytes != found:
+                raise ValueError(
+                    f"its header says {nbytes:,} bytes, of shape {shape} and dtype "
+                    f"{dtype}, and there are {found:,}"
+                )
+            own_dtype = _own_dtype(reference.get("dtype"), dtype)
+        order: Any = "F" if is_fortran else "C"
+
+        def read() -> np.ndarray:
+            with (
+                naming_damage(self._name),
+                _in_member(member),
+                self._archive.open(member) as file,
+            ):
+                _header(file)
+                buffer = _bytes_of(file, nbytes)
+                return np.ndarray(shape, dtype, buffer, order=order).view(own_dtype)
+
+        return StoredArray(read, shape, own_dtype)
+
+
+def _bytes_of(file: IO[bytes], count: int) -> np.ndarray:
+    buffer = np.empty(count, np.uint8)
+    for start in range(0, count, _PIECE_BYTES):
+        piece = file.read(min(_PIECE_BYTES, count - start))
+        buffer[start : start + len(piece)] = np.frombuffer(piece, np.uint8)
+    return buffer
+
+
+def _header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Reads the header of a NumPy file: shape, whether in Fortran's order, dtype."""
+    version = np.lib.format.read_magic(file)
+    readers = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }
+    try:
+        shape, is_fortran, dtype = readers[version](file)
+    except (MemoryError, SyntaxError, tokenize.TokenError) as error:
+        # A header is Python, of which the parser refuses brackets in brackets.
+        raise ValueError(f"its header cannot be read ({error})") from error
+    if (
+        dtype.hasobject
+        or dtype.itemsize > _MOST_ITEM_BYTES
+        or min(shape, default=0) < 0
+    ):
+        raise ValueError(f"its header has shape {shape} and dtype {dtype}")
+    # Raises for shapes that no array can have, such as of 100 dimensions.
+    np.broadcast_to(np.empty((), dtype), shape)
+    return shape, is_fortran, dtype
+
+
+def _own_dtype(name: Any, stored: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype of an array, of which NumPy's file has the bits."""
+    if name is None:
+        return stored
     import ml_dtypes
 
-    return array.view(getattr(ml_dtypes, reference["dtype"]))
+    kind = getattr(ml_dtypes, name, None) if isinstance(name, str) else None
+    if not isinstance(kind, type) or not issubclass(kind, np.generic):
+        raise ValueError(f"there is no dtype {str(name)[:40]!r}")
+    own: np.dtype[Any] = np.dtype(kind)
+    if stored != np.dtype(f"u{own.itemsize}"):
+        raise ValueError(f"its bits are of dtype {stored}, not of {own}")
+    return own
 
 
-def _decoded(value: Any, stored: Callable[[dict[str, Any]], StoredArray]) -> Any:
+def _decoded(value: Any, arrays: _StoredArrays) -> Any:
     if isinstance(value, list):
-        return [_decoded(each, stored) for each in value]
+        return [_decoded(each, arrays) for each in value]
     if not isinstance(value, dict):
         return value
     if "array" in value:
-        return stored(value)
+        return arrays.at(value, "array")
     if "bytes" in value:
-        return stored(value).read().tobytes()
+        return arrays.at(value, "bytes").read().tobytes()
     ((kind, found),) = value.items()
     if kind == "tuple":
-        return tuple(_decoded(each, stored) for each in found)
-    return {key: _decoded(each, stored) for key, each in found}
+        return tuple(_decoded(each, arrays) for each in found)
+    if kind != "dict":
+        raise ValueError(f"there is no structure {kind[:40]!r}")
+    return {key: _decoded(each, arrays) for key, each in found}
 
 
 def with_arrays(state: Any) -> Any:

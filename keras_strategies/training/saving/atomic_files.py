@@ -18,10 +18,13 @@ import h5py
 import keras
 import numpy as np
 
+from keras_strategies.errors import DamagedCheckpointError
 from keras_strategies.user_warnings import warn_user
 
 _SEEDS = "keras_strategies_seeds"
 _SEEDS_FILE = f"{_SEEDS}.json"
+# 100,000 generators.
+_MOST_SEED_BYTES = 4 << 20
 
 # Files of Keras: models, weights, and the index of sharded weights.
 _SUFFIXES = (".keras", ".h5", ".hdf5", ".json")
@@ -157,17 +160,24 @@ def read_seeds(source: Any, seeds: Sequence[Any]) -> None:
         source: a path to weights, or an open `.keras` file.
         seeds: the variables of seed generators.
     """
-    states = _seeds_in(source) if seeds else None
-    if states is None:
-        return
+    try:
+        states = _seeds_in(source) if seeds else None
+        if states is None:
+            return
+        values = [np.asarray(state, "int64").reshape(2) for state in states]
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise DamagedCheckpointError(
+            f"The states of seed generators in {str(source)!r} are damaged: {error}. "
+            "Save the model again."
+        ) from error
     if len(states) != len(seeds):
         warn_user(
             f"The file has the states of {len(states)} seed generators and the model "
             f"has {len(seeds)}; they restart from their seeds."
         )
         return
-    for seed, state in zip(seeds, states, strict=True):
-        seed.assign(np.asarray(state, seed.dtype))
+    for seed, value in zip(seeds, values, strict=True):
+        seed.assign(value.astype(seed.dtype))
 
 
 def _seeds_in(source: Any) -> Any:
@@ -182,6 +192,9 @@ def _seeds_in(source: Any) -> Any:
     with zipfile.ZipFile(source, "r") as archive:
         if _SEEDS_FILE not in archive.namelist():
             return None
+        size = archive.getinfo(_SEEDS_FILE).file_size
+        if size > _MOST_SEED_BYTES:
+            raise ValueError(f"{_SEEDS_FILE} has {size:,} bytes")
         return json.loads(archive.read(_SEEDS_FILE))
 
 

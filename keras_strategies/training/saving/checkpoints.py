@@ -7,6 +7,7 @@ format does not depend on backend, strategy or number of replicas and shards.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -30,7 +31,9 @@ from keras_strategies.runtime import context
 from keras_strategies.training.random_sync import random_numbers, set_random_numbers
 from keras_strategies.training.saving.archives import (
     LazyArray,
+    check_stored,
     in_float32,
+    naming_damage,
     open_archive,
     with_arrays,
     write_archive,
@@ -134,11 +137,15 @@ class Checkpoint:
             _scope_of(self._strategy()),
             open_archive(file, "checkpoint", name) as contents,
         ):
+            with naming_damage(name):
+                for entry in itertools.chain(*contents["objects"].values()):
+                    check_stored(entry["value"], entry)
+                random = with_arrays(contents["random"])
+                backend = random.pop("of")
             self._prepare(contents["objects"])
             for variable, entry in self._matched(contents["objects"], str(path)):
                 variable.assign(in_float32(entry["value"].read()))
-            random = with_arrays(contents["random"])
-            if random.pop("of") != keras.backend.backend():
+            if backend != keras.backend.backend():
                 random["backend"] = ""
             set_random_numbers(get_engine(), random)
 

@@ -1,0 +1,161 @@
+"""Hostile archives end in an error, before memory is taken; the one before is used."""
+
+from __future__ import annotations
+
+import re
+import tracemalloc
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from checkpoints.hostile_archives import ATTACKS, BOMB_BYTES
+
+import keras_strategies as ks
+from keras_strategies.errors import DamagedCheckpointError
+from keras_strategies.parameter_server.server.request_handler import ParameterServer
+from keras_strategies.training.resume import resume_callback
+
+X = np.arange(24, dtype="float32").reshape(12, 2)
+
+
+def model_of() -> Any:
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)])
+    model.compile("sgd", "mse")
+    return model
+
+
+@pytest.fixture
+def _bounded() -> Iterator[None]:
+    """Fails if the test takes as much memory as a member expands to."""
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < BOMB_BYTES // 2
+    finally:
+        tracemalloc.stop()
+
+
+def attacked(path: Path, attack: str) -> str:
+    """Changes an archive; returns what the error names."""
+    change, named = ATTACKS[attack]
+    before = path.read_bytes()
+    # Not a part of what is measured.
+    tracemalloc.stop()
+    change(path)
+    tracemalloc.start()
+    assert path.read_bytes() != before
+    return named
+
+
+@pytest.mark.usefixtures("_bounded")
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_checkpoint(attack: str, tmp_path: Path) -> None:
+    model = model_of()
+    manager = ks.CheckpointManager(ks.Checkpoint(model=model), tmp_path)
+    manager.save()
+    first = model.get_weights()
+    model.set_weights([value + 1 for value in first])
+    manager.save()
+    model.set_weights([value + 2 for value in first])
+    path = tmp_path / "ckpt-2.ckpt"
+    named = attacked(path, attack)
+    with pytest.raises(DamagedCheckpointError, match=named) as raised:
+        manager.checkpoint.restore(path)
+    assert str(path) in str(raised.value)
+    for value, was in zip(model.get_weights(), first, strict=True):
+        np.testing.assert_array_equal(value, was + 2)
+    with pytest.warns(UserWarning, match=r"(?s)ckpt-2\.ckpt.* Using the previous"):
+        assert manager.restore_or_initialize() == str(tmp_path / "ckpt-1.ckpt")
+    for value, was in zip(model.get_weights(), first, strict=True):
+        np.testing.assert_array_equal(value, was)
+
+
+@pytest.mark.usefixtures("_bounded")
+@pytest.mark.parametrize(
+    "attack",
+    ["a member that expands", "4 TB", "another attribute", "brackets", "no state"],
+)
+def test_a_snapshot_of_fit(attack: str, tmp_path: Path) -> None:
+    def fit(epochs: int) -> Any:
+        resume_callback.finished_directories.clear()
+        model = model_of()
+        resume = ks.callbacks.Resume(tmp_path)
+        arguments = {"batch_size": 4, "verbose": 0, "callbacks": [resume]}
+        history = model.fit(X, X[:, :1], epochs=epochs, **arguments)
+        return model, history.history["loss"]
+
+    fit(1)
+    expected, losses = fit(2)
+    _, newest = sorted(tmp_path.glob("*.zip"))
+    named = attacked(newest, attack)
+    with pytest.warns(UserWarning, match=rf"(?s){newest.name}.*{named}.*before it"):
+        found, again = fit(2)
+    assert again == pytest.approx(losses)
+    for value, was in zip(found.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_allclose(value, was, rtol=1e-6)
+    attacked(max(tmp_path.glob("*.zip")), attack)
+    with pytest.raises(DamagedCheckpointError, match=named):
+        fit(2)
+
+
+@pytest.mark.usefixtures("_bounded")
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_snapshot_of_a_parameter_server(attack: str, tmp_path: Path) -> None:
+    server = ParameterServer(0, str(tmp_path))
+    server.handle(("begin", "me"))
+    server.handle(("create", [((i, 0), np.zeros(5, "float32")) for i in range(2)]))
+    for number in (1, 2):
+        server.handle(("snapshot", None))
+        values = np.full(5, number, "float32")
+        server.handle(("add", ((0, 0), values, str(number), number - 1)))
+    path = tmp_path / "ps-0.2.snapshot"
+    named = attacked(path, attack)
+    again = ParameterServer(0, str(tmp_path))
+    assert again.is_restored and "restored the previous snapshot" in again.damage
+    assert str(path) in again.damage
+    assert re.search(named, again.damage)
+
+
+def test_a_checkpoint_with_values_of_another_shape(tmp_path: Path) -> None:
+    """Two arrays of a checkpoint are exchanged."""
+    model, path = model_of(), tmp_path / "a.ckpt"
+    ks.Checkpoint(model=model).save(path)
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    members["arrays/0.npy"], members["arrays/1.npy"] = (
+        members["arrays/1.npy"],
+        members["arrays/0.npy"],
+    )
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    before = model.get_weights()
+    with pytest.raises(DamagedCheckpointError, match="has other values"):
+        ks.Checkpoint(model=model).restore(path)
+    for value, was in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(value, was)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "[[1, 2], [3]]", "7", '[["a", 1]]'])
+def test_states_of_seed_generators(text: str, tmp_path: Path) -> None:
+    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dropout(0.5, seed=1)])
+    path = tmp_path / "m.keras"
+    model.save(path)
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    members["keras_strategies_seeds.json"] = text.encode()
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    with (
+        strategy.scope(),
+        pytest.raises(DamagedCheckpointError, match="seed generators"),
+    ):
+        keras.models.load_model(path)
