@@ -29,6 +29,16 @@ def user_line() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
+def line_of_error(error: BaseException) -> str | None:
+    """The innermost such line in the traceback of an error; None without one."""
+    found, trace = None, error.__traceback__
+    while trace is not None:
+        if not _is_of_library(trace.tb_frame.f_globals):
+            found = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
+
+
 def _user_frame() -> tuple[FrameType, int]:
     """The innermost frame outside of libraries, and its number from here."""
     frame, level = inspect.currentframe(), 1

@@ -86,6 +86,11 @@ INTRUSIONS = (
         "The error of `safetensors` does not name the file.",
     ),
     Intrusion(
+        "engines.jax.run.refused_functions",
+        "text",
+        "JAX's and Python's errors for a tensor as a shape or a key are `TypeError`s.",
+    ),
+    Intrusion(
         "engines.jax.workers.jax_workers",
         "text",
         "JAX raises one class of error for collectives and for programs.",

@@ -166,7 +166,8 @@ class StrategyHooks:
         replica.strategy.drivers.run.apply_gradients(
             original, grads, variables, aggregate=not _are_aggregated()
         )
-        return optimizer.iterations
+        # As Keras; `optimizer.iterations` may compute with it, after the update.
+        return step_variable(optimizer)
 
     def initialized(self, variable: Any) -> None:
         sharding = strategy_of(variable).drivers.sharding

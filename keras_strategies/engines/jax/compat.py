@@ -7,8 +7,7 @@ one is missing in the installed version.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from keras_strategies.keras_compat.private_names import Private
@@ -21,14 +20,9 @@ PRIVATE_NAMES = (
         "Reduced values may be used with variables on several devices.",
     ),
     Private(
-        "jax._src.config",
-        ("config_ext", "config_states"),
-        "Threads of replicas have the options of the caller's contexts.",
-    ),
-    Private(
         "jax._src.core",
-        ("set_current_trace", "trace_ctx", "trace_state_clean"),
-        "Threads of replicas continue one trace.",
+        ("trace_ctx", "trace_state_clean"),
+        "Whether this thread is in a trace, or differentiates.",
     ),
     Private(
         "jax._src.distributed",
@@ -101,47 +95,13 @@ def is_tracing() -> bool:
 def is_differentiating() -> bool:
     """Whether this thread is in a function that is differentiated.
 
-    JAX 0.10: traces of `interpreters.ad`. False in a program within such a function.
+    JAX 0.10: traces of `interpreters.ad`, in `core.trace_ctx`. False in a program
+    within such a function.
     """
+    from jax._src import core
     from jax._src.interpreters import ad
 
-    return isinstance(current_trace(), (ad.JVPTrace, ad.LinearizeTrace))
-
-
-def current_trace() -> Any:
-    """The trace of this thread, which another thread can continue.
-
-    JAX 0.10: `core.trace_ctx`, which is thread-local. The public
-    `jax.core.eval_context` leaves a trace; no public function enters one.
-    """
-    from jax._src import core
-
-    return core.trace_ctx.trace
-
-
-def with_trace(trace: Any) -> contextlib.AbstractContextManager[Any]:
-    """Context with another trace as this thread's (`core.set_current_trace`)."""
-    from jax._src import core
-
-    context: contextlib.AbstractContextManager[Any] = core.set_current_trace(trace)
-    return context
-
-
-def options_of_thread() -> list[tuple[Any, Any]]:
-    """JAX's options that contexts of this thread have set, with their values."""
-    from jax._src import config
-
-    states = [(state, state.get_local()) for state in config.config_states.values()]
-    return [pair for pair in states if pair[1] is not config.config_ext.unset]
-
-
-@contextlib.contextmanager
-def with_options(options: list[tuple[Any, Any]]) -> Iterator[None]:
-    """Sets options of `options_of_thread` in this thread."""
-    with contextlib.ExitStack() as stack:
-        for state, value in options:
-            stack.enter_context(state(value))
-        yield
+    return isinstance(core.trace_ctx.trace, (ad.JVPTrace, ad.LinearizeTrace))
 
 
 def transposed(traced: Any) -> tuple[Any, tuple[int, ...]] | None:

@@ -1,9 +1,8 @@
-"""JAX: `run` with replicas of different numbers of rows, each on its device."""
+"""JAX: `run` with replicas of different numbers of rows, and what is refused."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -19,26 +18,11 @@ from keras import layers, ops
 import keras_strategies as ks
 from keras_strategies.engines.jax.fit.hlo_collectives import sent_bytes
 from keras_strategies.engines.jax.function.program_sharding import ProgramSharding
-from keras_strategies.engines.jax.run.unrolled_replicas import UnrolledReplicas
 
 ks.set_virtual_cpu_devices(4)
 X = np.random.default_rng(3).normal(size=(13, 4)).astype("float32")
 Y = X.sum(1, keepdims=True)
 CPUS = [f"cpu:{i}" for i in range(4)]
-
-
-@pytest.fixture
-def unrolled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """The functions that every device computes for all replicas."""
-    found: list[Any] = []
-    call = UnrolledReplicas.__call__
-
-    def recording(self: Any, arguments: Any) -> Any:
-        found.append(self._fn)
-        return call(self, arguments)
-
-    monkeypatch.setattr(UnrolledReplicas, "__call__", recording)
-    yield found
 
 
 def trained(strategy: Any, compiled: bool, batch: int = 5) -> dict[str, Any]:
@@ -100,13 +84,8 @@ def trained(strategy: Any, compiled: bool, batch: int = 5) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("count", "compiled"), [(2, True), (4, False)])
-def test_a_loop_on_uneven_rows_is_sharded(
-    unrolled: list[Any], count: int, compiled: bool
-) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "The replicas of")
-        found = trained(ks.MirroredStrategy(CPUS[:count]), compiled)
-    assert unrolled == []
+def test_a_loop_on_uneven_rows_equals_one_device(count: int, compiled: bool) -> None:
+    found = trained(ks.MirroredStrategy(CPUS[:count]), compiled)
     expected = trained(ks.OneDeviceStrategy("cpu:0"), compiled)
     assert found["rows"][0] == 5  # Of replicas with 3 and 2 rows, as Python numbers.
     for name in ("losses", "outputs", "metric", "iterations"):
@@ -117,46 +96,142 @@ def test_a_loop_on_uneven_rows_is_sharded(
         np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["all_reduce", "merge_call", "read", "assign", "two"])
-def test_code_that_needs_other_replicas_is_unrolled_with_a_warning(
-    unrolled: list[Any], kind: str
-) -> None:
-    def looped(strategy: Any) -> Any:
-        with strategy.scope():
-            weight = keras.Variable(np.ones(4, "float32"))
-            optimizer = keras.optimizers.SGD(0.125)
-            optimizer.build([weight])
+REFUSED = {
+    "all_reduce": "the function calls `all_reduce`",
+    "merge_call": "the function calls `merge_call`",
+    "normalized": "the function calls `all_gather`, or a layer in it does",
+    "read": "the function uses variables after their update",
+    "assign": "the function assigns variables after an update",
+    "two": "the function applies gradients more than once",
+}
 
-        def replica_step(x: Any) -> Any:
-            def loss_fn() -> Any:
-                return ops.sum(ops.square(x @ ops.reshape(weight, (4, 1))))
 
-            replica = ks.get_replica_context()
-            loss, gradients = ks.value_and_grad(loss_fn, [weight])()
-            if kind == "all_reduce":
-                loss = loss + 0 * replica.all_reduce("SUM", loss)
-            if kind == "merge_call":
-                replica.merge_call(lambda strategy: None)
-            optimizer.apply([g / 100 for g in gradients], [weight])
-            if kind == "two":
-                _, gradients = ks.value_and_grad(loss_fn, [weight])()
-                optimizer.apply([g / 100 for g in gradients], [weight])
-            if kind == "assign":
-                weight.assign(weight * 2)
-            if kind == "read":
-                loss = loss + 0 * ops.sum(weight)
-            return loss
+@pytest.mark.parametrize("kind", REFUSED)
+def test_uneven_replicas_that_need_each_other_are_refused(kind: str) -> None:
+    strategy = ks.MirroredStrategy(CPUS[:2])
+    with strategy.scope():
+        weight = keras.Variable(np.ones(4, "float32"))
+        normalization = layers.BatchNormalization()
+        normalization.build((None, 4))
+        optimizer = keras.optimizers.SGD(0.125)
+        optimizer.build([weight])
 
-        dataset = strategy.experimental_distribute_dataset([X[:5]])
-        losses = [strategy.run(replica_step, args=(b,)) for b in dataset]
-        return float(strategy.reduce("SUM", losses[0])), np.asarray(weight)
+    def replica_step(x: Any) -> Any:
+        def loss_fn() -> Any:
+            y = normalization(x, training=True) if kind == "normalized" else x
+            return ops.sum(ops.square(y @ ops.reshape(weight, (4, 1))))
 
-    expected = looped(ks.OneDeviceStrategy("cpu:0"))
-    with pytest.warns(UserWarning, match="The replicas of .*replica_step"):
-        found = looped(ks.MirroredStrategy(CPUS[:2]))
-    assert unrolled
-    for own, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(own, other, rtol=1e-5)
+        replica = ks.get_replica_context()
+        loss, gradients = ks.value_and_grad(loss_fn, [weight])()
+        if kind == "all_reduce":
+            loss = loss + 0 * replica.all_reduce("SUM", loss)
+        if kind == "merge_call":
+            replica.merge_call(lambda strategy: None)
+        optimizer.apply(gradients, [weight])
+        if kind == "two":
+            optimizer.apply(gradients, [weight])
+        if kind == "assign":
+            weight.assign(weight * 2)
+        if kind == "read":
+            loss = loss + 0 * ops.sum(weight)
+        return loss
+
+    dataset = strategy.experimental_distribute_dataset([X[:5], X[:4]])
+    uneven, even = dataset
+    with pytest.raises(ks.errors.ReplicaMismatchError) as caught:
+        strategy.run(replica_step, args=(uneven,))
+    text = str(caught.value)
+    assert f"have 3, 2 rows, and {REFUSED[kind]}" in text
+    assert "replica_step' (" in text
+    assert Path(__file__).name in text
+    assert "that 2 replicas divide" in text
+    np.testing.assert_array_equal(np.asarray(weight), np.ones(4))
+    # And the strategy can be used again.
+    assert np.isfinite(
+        float(strategy.reduce("SUM", strategy.run(replica_step, (even,))))
+    )
+
+
+def branching(number: Any) -> Any:
+    if number == 1:
+        return ops.ones(())
+    return ops.zeros(())
+
+
+def indexing(number: Any) -> Any:
+    return [ops.ones(()), ops.zeros(())][number]
+
+
+def shaping(number: Any) -> Any:
+    return ops.ones((number + 1,))
+
+
+def hashing(number: Any) -> Any:
+    return {0: ops.ones(()), 1: ops.zeros(())}[number]
+
+
+@pytest.mark.parametrize("rows", [4, 5])
+@pytest.mark.parametrize("use", [branching, indexing, shaping, hashing])
+def test_python_that_depends_on_the_replica_is_refused(use: Any, rows: int) -> None:
+    strategy = ks.MirroredStrategy(CPUS[:2])
+
+    def replica_step(x: Any) -> Any:
+        return use(ks.get_replica_context().replica_id_in_sync_group)
+
+    [batch] = strategy.experimental_distribute_dataset([X[:rows]])
+    with pytest.raises(ks.errors.ReplicaMismatchError) as caught:
+        strategy.run(replica_step, args=(batch,))
+    text = str(caught.value)
+    line = use.__code__.co_firstlineno + 1
+    assert f"replica_step' ({__file__}:{line}) depends on the replica" in text
+    assert "`keras.ops.where`" in text
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_an_error_of_the_function_is_raised_as_it_is_and_once(compiled: bool) -> None:
+    strategy = ks.MirroredStrategy(CPUS[:2])
+    calls = []
+
+    def replica_step(x: Any) -> Any:
+        calls.append(ks.get_replica_context().replica_id_in_sync_group)
+        raise KeyError("boom")
+
+    def step(x: Any) -> Any:
+        return strategy.run(replica_step, args=(x,))
+
+    step = ks.function(step) if compiled else step
+    with pytest.raises(KeyError, match="boom"):
+        step(ks.PerReplica([X[:2], X[2:4]]))
+    assert len(calls) == 1
+    with pytest.raises(jax.errors.TracerBoolConversionError):
+        strategy.run(lambda x: 1 if x[0, 0] > 0 else 2, (ks.PerReplica([X, X]),))
+
+
+@pytest.mark.parametrize(
+    ("parts", "reason"),
+    [
+        ((X[:2], X[:2, :3]), "the arrays float32[2, 4], float32[2, 3]"),
+        ((X[:2], X[:2].astype("int32")), "the arrays float32[2, 4], int32[2, 4]"),
+        (("a", "b"), "the values 'a', 'b'"),
+    ],
+)
+def test_arguments_that_differ_otherwise_are_refused(parts: Any, reason: str) -> None:
+    strategy = ks.MirroredStrategy(CPUS[:2])
+    with pytest.raises(ks.errors.ReplicaMismatchError) as caught:
+        strategy.run(lambda x: x, args=(ks.PerReplica(parts),))
+    assert f"differ in more than their number of rows: {reason}" in str(caught.value)
+
+
+def test_devices_of_a_replica_are_refused() -> None:
+    strategy = ks.MirroredStrategy(CPUS[:2])
+    with pytest.raises(ks.errors.ReplicaMismatchError, match="devices` differs"):
+        strategy.run(lambda: len(ks.get_replica_context().devices))
+
+
+def test_uneven_rows_of_replicas_with_several_devices_are_refused() -> None:
+    strategy = ks.ModelParallelStrategy("auto", CPUS, 2)
+    with pytest.raises(ks.errors.ReplicaMismatchError, match="has several devices"):
+        strategy.run(lambda x: x, args=(ks.PerReplica([X[:2], X[:1]]),))
 
 
 @pytest.mark.parametrize("compiled", [True, False])

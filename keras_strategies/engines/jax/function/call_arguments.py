@@ -163,7 +163,8 @@ class ReplicaArguments:
     Attributes:
         is_uniform: bool, whether one trace fits all replicas: equal structures,
             shapes, dtypes and constants.
-        differs_in_rows: bool, whether one does but for the lengths of axis 0.
+        differs_otherwise: bool, whether they differ in more than the lengths of axis 0.
+        difference: str, in what.
         shared: arrays that are one object on all replicas.
         parts: for each other array, the replicas' components.
         signature: a key of structures, shapes, dtypes and constants.
@@ -172,22 +173,22 @@ class ReplicaArguments:
     def __init__(self, calls: list[tuple[Any, Any]]):
         self.calls = calls
         self.is_uniform = True
-        self._differs_otherwise = False
+        self.difference = ""
         self.shared: list[Any] = []
         self.parts: list[Sequence[Any]] = []
         self._slots: list[tuple[str, Any]] = []
         keys: list[Any] = [structure_key(calls[0])]
         leaves = [flatten(call) for call in calls]
         if len({structure_key(call) for call in calls}) > 1:
-            self.is_uniform, self._differs_otherwise = False, True
+            self.is_uniform, self.difference = False, "their structures"
             keys += [structure_key(call) for call in calls]
         else:
             keys += [self._take(column) for column in zip(*leaves, strict=True)]
         self.signature = tuple(keys)
 
     @property
-    def differs_in_rows(self) -> bool:
-        return not self.is_uniform and not self._differs_otherwise
+    def differs_otherwise(self) -> bool:
+        return bool(self.difference)
 
     @classmethod
     def of(cls, args: list[Any], kwargs: list[Any]) -> ReplicaArguments:
@@ -206,7 +207,8 @@ class ReplicaArguments:
         if not all(is_array(leaf) or isinstance(leaf, numbers) for leaf in column):
             keys = [static_key(leaf) for leaf in column]
             if len(set(keys)) > 1:
-                self.is_uniform, self._differs_otherwise = False, True
+                self.is_uniform = False
+                self.difference = f"the values {', '.join(map(repr, column))}"
             self._slots.append(("static", first))
             return tuple(keys)
         parts = [number_or_array(leaf) for leaf in column]
@@ -214,7 +216,8 @@ class ReplicaArguments:
             self.is_uniform and len({(p.shape, p.dtype) for p in parts}) == 1
         )
         if len({(p.shape[1:], len(p.shape), p.dtype) for p in parts}) > 1:
-            self._differs_otherwise = True
+            kinds = (f"{p.dtype}{list(p.shape)}" for p in parts)
+            self.difference = f"the arrays {', '.join(kinds)}"
         self._slots.append(("parts", len(self.parts)))
         self.parts.append(parts)
         return tuple(map(array_key, parts))

@@ -22,6 +22,11 @@ from keras_strategies.engines.jax.function.trace_state import (
     ProgramState,
     TraceState,
 )
+from keras_strategies.engines.jax.run.refused_functions import (
+    NotUniformError,
+    NumberNeededError,
+    needs_a_value,
+)
 from keras_strategies.engines.jax.run.replica_mesh import ReplicaMesh
 from keras_strategies.engines.jax.run.traced_reductions import sums_over
 from keras_strategies.engines.jax.run.traced_replica_state import (
@@ -32,33 +37,7 @@ from keras_strategies.engines.jax.run.traced_replica_state import (
 )
 from keras_strategies.runtime import context
 from keras_strategies.runtime.data_parallel.draw_lengths import EarlierDraws
-from keras_strategies.runtime.engine import StrategyCore
 from keras_strategies.runtime.state import run_state
-
-
-class NotUniformError(Exception):
-    """The function cannot be one program with its replicas on their own devices."""
-
-
-def sharded_context(
-    strategy: StrategyCore, replica_id: Any, collectives: TracedReplicas
-) -> context.ReplicaContext:
-    """The replica context of a trace for several replicas.
-
-    Args:
-        strategy: the strategy.
-        replica_id: tensor, the number of the replica.
-        collectives: the collectives of the replicas.
-    """
-    return context.ReplicaContext(
-        strategy, replica_id, collectives, on_read=_refuse_devices
-    )
-
-
-def _refuse_devices(name: str) -> None:
-    """Ends a trace when a property is read that differs between its replicas."""
-    if name == "devices":
-        raise NotUniformError("`ReplicaContext.devices` differs between replicas")
 
 
 class MappedReplicas(TracedReplicas):
@@ -88,6 +67,8 @@ class MappedReplicas(TracedReplicas):
         self._earlier = earlier
         self._blocks: dict[Any, Any] = {}
         self.missing: dict[Any, StateRef] = {}
+        # Whether the trace has read the number of the replica.
+        self._has_read_number = False
         #: The state that the trace has read.
         self.used: dict[Any, StateRef] = {}
         self._written: list[StateRef] = []
@@ -146,6 +127,35 @@ class MappedReplicas(TracedReplicas):
         parts: list[Any],
     ) -> tuple[list[Any], ...]:
         """The program on a device."""
+
+    def _replica(self, replica_id: Any) -> context.ReplicaContext:
+        """The replica context of the trace.
+
+        Args:
+            replica_id: the number of the replica, a tensor if there are several.
+        """
+        is_only = self._mesh.count == 1
+        return context.ReplicaContext(
+            self._mesh.strategy,
+            replica_id,
+            self,
+            on_read=None if is_only else self._note_read,
+        )
+
+    def _call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The result of the function."""
+        try:
+            return self._fn(*args, **kwargs)
+        except Exception as error:
+            if self._has_read_number and needs_a_value(error):
+                raise NumberNeededError(error) from error
+            raise
+
+    def _note_read(self, name: str) -> None:
+        """Notes that a property is read that differs between the replicas."""
+        if name == "devices":
+            raise NotUniformError("`ReplicaContext.devices` differs between them")
+        self._has_read_number = True
 
     def _take_state(self, state: list[Any], stacks: list[Any]) -> None:
         refs: list[StateRef] = [c for c in self._refs if isinstance(c, VariableRef)]

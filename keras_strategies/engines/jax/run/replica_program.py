@@ -1,6 +1,6 @@
 """`Strategy.run` in a trace: all replicas become one program over a mesh.
 
-# Three ways to trace replicas
+# Two ways to trace replicas
 
 *`shard_map`*. The function is traced once over the replicas' devices, and each device
 computes its shard. The replica's number is a traced scalar.
@@ -9,16 +9,13 @@ computes its shard. The replica's number is a traced scalar.
 uneven last batch, the function is traced once for each number. Each device computes the
 branch of its rows (`switched_replicas.py`).
 
-*Unrolled*. Where replicas with different rows exchange something, or where Python
-branches on the replica's number, the function is traced once for each replica, all into
-one program. Every device computes all replicas: correct in every case, but no faster
-than one device.
+What is neither is an error (`refused_functions.py`): replicas with different rows that
+exchange something, and Python that branches on the replica's number.
 """
 
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +38,13 @@ from keras_strategies.engines.jax.function.trace_state import (
     check_sees_all,
     current_program,
 )
-from keras_strategies.engines.jax.run.mapped_replicas import NotUniformError
+from keras_strategies.engines.jax.run.refused_functions import (
+    NotUniformError,
+    NumberNeededError,
+    of_arguments,
+    of_replica_number,
+    of_replicas,
+)
 from keras_strategies.engines.jax.run.replica_mesh import ReplicaMesh
 from keras_strategies.engines.jax.run.row_numbers import drawn
 from keras_strategies.engines.jax.run.shard_map_replicas import ShardMapReplicas
@@ -50,7 +53,6 @@ from keras_strategies.engines.jax.run.switched_replicas import (
     SwitchedReplicas,
 )
 from keras_strategies.engines.jax.run.traced_replica_state import MergedState
-from keras_strategies.engines.jax.run.unrolled_replicas import UnrolledReplicas
 from keras_strategies.errors import ContextError
 from keras_strategies.keras_compat.backends.keras_on_jax import hook_draws
 from keras_strategies.keras_compat.state_scope import current_policy
@@ -106,15 +108,12 @@ class ReplicaProgram:
         )
         self.on_read_values = OnReadValues(len(devices), split)
         self._mesh = ReplicaMesh(strategy, mesh, self.on_read_values)
-        # By code and shapes, the state that functions under `shard_map` have read, and
-        # functions that are unrolled: what a trace begins with. Either is right for
-        # every function, also for one that closes over other values.
+        # By code and shapes, the state that functions under `shard_map` have read: what
+        # a trace begins with. It is right for every function, also for one that closes
+        # over other values.
         self._known: dict[Any, dict[Any, StateRef]] = {}
         self._branches: dict[Any, Branches] = {}
-        self._unrolled: set[Any] = set()
         self._draws = DrawHistory()
-        # The code of functions with replicas of different numbers of rows.
-        self._uneven: set[Any] = set()
 
     def __call__(
         self,
@@ -147,50 +146,16 @@ class ReplicaProgram:
         key = (code_of(fn), arguments.signature)
         earlier = self._draws.of(fn, (args, kwargs))
         on_parts = with_composite_values(fn)
-        is_one_trace = arguments.is_uniform or (
-            arguments.differs_in_rows and len(self._mesh.mesh.axis_names) == 1
-        )
-        if self._mesh.count == 1 or not is_one_trace or key in self._unrolled:
-            results = UnrolledReplicas(self._mesh, state, on_parts, earlier)(arguments)
-            if self._mesh.count > 1 and not arguments.is_uniform:
-                self._warn_of_uneven_rows(fn, None)
-            return list(put_together(results))
+        if arguments.differs_otherwise:
+            raise of_arguments(fn, arguments)
         trace = self._sharded if arguments.is_uniform else self._switched
         try:
             results = trace(key, state, program, on_parts, arguments, earlier)
-        except Exception as error:
-            # Python that depends on the traced replica number, in a branch, shape or
-            # index, can raise any error, and so can what `shard_map` does not support.
-            # An error with another cause is raised again by the unrolled replicas.
-            results = UnrolledReplicas(self._mesh, state, on_parts, earlier)(arguments)
-            if len(self._unrolled) < 1000:
-                self._unrolled.add(key)
-            if arguments.is_uniform:
-                _warn_of_unrolling(fn, error)
-            else:
-                self._warn_of_uneven_rows(fn, error)
+        except NumberNeededError as error:
+            raise of_replica_number(fn, error.error) from error.error
+        except NotUniformError as error:
+            raise of_replicas(fn, arguments, error) from error
         return list(put_together(results))
-
-    def _warn_of_uneven_rows(
-        self, fn: Callable[..., Any], error: Exception | None
-    ) -> None:
-        """Warns, once for a function."""
-        code = getattr(fn, "__code__", None)
-        if code is None or code in self._uneven or len(self._uneven) >= 1000:
-            return
-        self._uneven.add(code)
-        reason = "" if error is None else str(error).split("\n")[0]
-        warnings.warn_explicit(
-            f"The replicas of {fn.__qualname__!r} have different numbers of rows, so "
-            "on JAX every device computes all replicas, one after the other"
-            f"{reason and ': '}{reason}. Choose a batch size that {self._mesh.count} "
-            "replicas divide, and drop or pad a last batch that they do not; `fit` "
-            "shards batches of any size, and `run` those of functions that exchange "
-            "nothing but the gradients of one `optimizer.apply`.",
-            UserWarning,
-            code.co_filename,
-            code.co_firstlineno,
-        )
 
     def _sharded(
         self,
@@ -234,6 +199,8 @@ class ReplicaProgram:
         arguments: ReplicaArguments,
         earlier: EarlierDraws,
     ) -> list[Any]:
+        if len(self._mesh.mesh.axis_names) > 1:
+            raise NotUniformError("each replica has several devices, along a mesh axis")
         known = self._branches.get(key, Branches())
         for _ in range(MAX_TRACES):
             replicas = SwitchedReplicas(self._mesh, fn, arguments, earlier, known)
@@ -247,7 +214,7 @@ class ReplicaProgram:
                 break
             known = learned
         else:
-            raise NotUniformError(f"{MAX_TRACES} traces of it were different")
+            raise NotUniformError(f"{MAX_TRACES} traces of them were different")
         if len(self._branches) < 1000:
             self._branches[key] = known
         return replicas.finish(state, program, results)
@@ -277,20 +244,3 @@ def run_single_replica(
 
 def _shape_inference(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *inputs: jax.eval_shape(function, *inputs)
-
-
-def _warn_of_unrolling(fn: Callable[..., Any], error: Exception) -> None:
-    code = getattr(fn, "__code__", None)
-    if code is None:
-        return
-    reason = f"{type(error).__name__}: {error}".split("\n")[0]
-    warnings.warn_explicit(
-        f"Python in {fn.__qualname__!r} depends on the replica, so its replicas cannot "
-        "be one sharded program. On JAX every device then computes all replicas, one "
-        "after the other. With `keras.ops.where` or `keras.ops.cond` in place of "
-        "Python's `if`, each device computes its own replica only. Tracing failed "
-        f"with: {reason}",
-        UserWarning,
-        code.co_filename,
-        code.co_firstlineno,
-    )

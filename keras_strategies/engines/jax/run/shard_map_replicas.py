@@ -18,11 +18,8 @@ from keras_strategies.engines.jax.function.trace_state import (
     TraceState,
     is_stacked,
 )
-from keras_strategies.engines.jax.run.mapped_replicas import (
-    MappedReplicas,
-    NotUniformError,
-    sharded_context,
-)
+from keras_strategies.engines.jax.run.mapped_replicas import MappedReplicas
+from keras_strategies.engines.jax.run.refused_functions import NotUniformError
 from keras_strategies.engines.jax.run.row_numbers import draws_of
 from keras_strategies.engines.jax.run.traced_reductions import (
     all_reduce_over,
@@ -92,12 +89,8 @@ class ShardMapReplicas(MappedReplicas):
         self._take_state(state, stacks)
         self._shared_inputs = {id(value): i for i, value in enumerate(replicated)}
         self._replicated = {id(value): value for value in replicated}
-        self._replica_id = lax.axis_index(self._axis)
-        replica = sharded_context(
-            self._mesh.strategy,
-            self._replica_id,  # type: ignore[arg-type]
-            self,
-        )
+        self._replica_id = 0 if self._mesh.count == 1 else lax.axis_index(self._axis)
+        replica = self._replica(self._replica_id)
         own = TracedReplicaState(replica, self._copy, self._local, self)
         components = [
             part[0] if is_stacked(every[0]) else part
@@ -107,7 +100,7 @@ class ShardMapReplicas(MappedReplicas):
         lengths = DrawLengths(self._earlier)
         draws = draws_of(self._arguments.parts, self._replica_id, True, lengths)
         with context.on_replica(replica), own.scope(), drawing(draws):
-            result = self._fn(*args, **kwargs)
+            result = self._call(args, kwargs)
             outputs = self._sorted_outputs(result)
         return (*outputs, *self._new_state(own))
 
@@ -175,7 +168,10 @@ class ShardMapReplicas(MappedReplicas):
             if not all(isinstance(part, jax.Array) for part in parts) or (
                 len({(part.shape, part.dtype) for part in parts}) > 1
             ):
-                raise NotUniformError
+                raise NotUniformError(
+                    "a `merge_call` returns values for them that are no tensors of one "
+                    "shape and dtype"
+                )
             return jnp.stack(parts)[self._replica_id]
         if isinstance(leaf, jax.core.Tracer):
             self._replicated[id(leaf)] = leaf

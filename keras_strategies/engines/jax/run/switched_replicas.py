@@ -30,11 +30,8 @@ from keras_strategies.engines.jax.function.trace_state import (
     TraceState,
     is_stacked,
 )
-from keras_strategies.engines.jax.run.mapped_replicas import (
-    MappedReplicas,
-    NotUniformError,
-    sharded_context,
-)
+from keras_strategies.engines.jax.run.mapped_replicas import MappedReplicas
+from keras_strategies.engines.jax.run.refused_functions import NotUniformError
 from keras_strategies.engines.jax.run.replica_mesh import ReplicaMesh
 from keras_strategies.engines.jax.run.shard_map_replicas import Leaf
 from keras_strategies.engines.jax.run.traced_replica_state import (
@@ -216,7 +213,7 @@ class SwitchedReplicas(MappedReplicas):
         own = self._state_of(replica_id)
         for branch in self._branches:
             if [id(v) for v in branch.assigned] != [id(v) for v in first.assigned]:
-                raise NotUniformError("its replicas assign different variables")
+                raise NotUniformError("they assign different variables")
         for variable, value in zip(first.assigned, values, strict=True):
             own.set(variable, value)
         self._apply_updates(own, gradients)
@@ -242,7 +239,7 @@ class SwitchedReplicas(MappedReplicas):
         draws = DrawsByLength(lambda: self._rows_of(branch, replica_id), lengths)
         try:
             with context.on_replica(own.replica), own.scope(), drawing(draws):
-                result = self._fn(*args, **kwargs)
+                result = self._call(args, kwargs)
         finally:
             self._branch = None
         outputs: list[Any] = []
@@ -264,12 +261,12 @@ class SwitchedReplicas(MappedReplicas):
                 for leaf, shape in zip(outputs, self._most(), strict=True)
             ]
         if branch.updates and _values(own) != branch.before:
-            raise NotUniformError("it assigns variables after an update")
+            raise NotUniformError("the function assigns variables after an update")
         branch.assigned = [variable for variable, _ in own.updates.values()]
         return outputs, self._gradients, own.updated_values()
 
     def _state_of(self, replica_id: Any) -> TracedReplicaState:
-        replica = sharded_context(self._mesh.strategy, replica_id, self)
+        replica = self._replica(replica_id)
         return TracedReplicaState(replica, self._copied, self._local, self)
 
     def _copied(self, variable: Any) -> Any:
@@ -290,9 +287,9 @@ class SwitchedReplicas(MappedReplicas):
         """Updates variables by the sums of the replicas' gradients."""
         first, *others = self._branches
         if any(len(each.updates) != len(first.updates) for each in others):
-            raise NotUniformError("its replicas apply different gradients")
+            raise NotUniformError("they apply gradients differently often")
         if len(first.updates) > 1:
-            raise NotUniformError("it applies gradients more than once")
+            raise NotUniformError("the function applies gradients more than once")
         before = set(state.updates)
         for (sums, update), own in zip(first.updates, gradients, strict=True):
             replica = state.replica
@@ -301,7 +298,7 @@ class SwitchedReplicas(MappedReplicas):
         touched = {id(v) for key, (v, _) in state.updates.items() if key not in before}
         read_after = set().union(*(each.read_after for each in self._branches))
         if touched & read_after or self._has_reassigned(state, before):
-            raise NotUniformError("it uses variables after their update")
+            raise NotUniformError("the function uses variables after their update")
 
     def _has_reassigned(self, state: TracedReplicaState, before: set[Any]) -> bool:
         """Whether an update has assigned what the function has assigned too."""
@@ -361,12 +358,12 @@ def _values(state: TracedReplicaState) -> dict[int, int]:
 
 
 def _refuse(name: str) -> NoReturn:
-    raise NotUniformError(f"it calls `{name}`, or a layer in it does")
+    raise NotUniformError(f"the function calls `{name}`, or a layer in it does")
 
 
 def _padded_to(array: Any, shape: tuple[int, ...]) -> Any:
     """An array with zeros at the end of each axis, up to a shape."""
     if array.ndim != len(shape):
-        raise NotUniformError("its replicas return values of different ranks")
+        raise NotUniformError("they return values of different ranks")
     missing = [(0, most - size) for size, most in zip(array.shape, shape, strict=True)]
     return jnp.pad(array, missing) if any(n for _, n in missing) else array

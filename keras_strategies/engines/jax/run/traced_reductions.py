@@ -1,4 +1,4 @@
-"""Reductions over replicas, along an axis of a mesh or of a list."""
+"""Reductions over replicas, along an axis of a mesh."""
 
 from __future__ import annotations
 
@@ -31,14 +31,6 @@ _SHARDED = {
     ReduceOp.MEAN: lax.pmean,
     ReduceOp.MIN: lax.pmin,
     ReduceOp.MAX: lax.pmax,
-}
-
-
-_STACKED: dict[ReduceOp, Callable[..., Any]] = {
-    ReduceOp.SUM: jnp.sum,
-    ReduceOp.MEAN: jnp.mean,
-    ReduceOp.MIN: jnp.min,
-    ReduceOp.MAX: jnp.max,
 }
 
 
@@ -77,21 +69,6 @@ def _widened(tensor: Any) -> Any:
 def _rounded(total: Any, term: Any) -> Any:
     """A float32 sum or mean, rounded to half precision if its terms were."""
     return total.astype(term.dtype) if term.dtype in _HALF else total
-
-
-def reduce_parts(op: ReduceOp, parts: list[Any]) -> Any:
-    """Reduces the values of unrolled replicas."""
-    if len({part.shape for part in parts}) > 1:
-        raise GatherError(
-            "`all_reduce` combines values of one shape. Found shapes "
-            f"{[tuple(part.shape) for part in parts]}."
-        )
-    if op in (ReduceOp.SUM, ReduceOp.MEAN):
-        return _STACKED[op](jnp.stack(parts), axis=0).astype(
-            parts[0].dtype if op is ReduceOp.SUM else None
-        )
-    reduce = _without_gradient(op, lambda x: _STACKED[op](x, axis=0))
-    return reduce(jnp.stack(parts))
 
 
 def _without_gradient(
