@@ -224,8 +224,9 @@ def lost_worker(group: WorkerGroup, error: BaseException) -> WorkerError:
     return WorkerError(
         f"Workers could not exchange values at {progress}, although none is "
         f"known to be lost: {type(error).__name__}: "
-        f"{str(error).splitlines()[0]}. {group.stall} Check that all workers make the "
-        "same calls and that the network connects them. "
+        f"{str(error).splitlines()[0]}. {group.stall}".rstrip()
+        + " Check that all workers make the same calls and that the network connects "
+        "them. "
         "`CommunicationOptions(timeout_seconds=...)` sets this timeout."
     )
 

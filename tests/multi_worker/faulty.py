@@ -6,6 +6,7 @@ FAULT is what worker VICTIM does, in epoch 2:
 
     kill    it is killed (SIGKILL)
     stop    it is stopped (SIGSTOP)
+    hang    it waits in a call of Python, and its connections live on
     raise   it raises a `ValueError`
     exit    it ends with exit code 0
     batch   it trains with another batch size
@@ -50,6 +51,8 @@ class Fault:
             os.kill(os.getpid(), signal.SIGKILL)
         if self.kind == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
+        if self.kind == "hang":
+            time.sleep(600)
         if self.kind == "raise":
             raise ValueError("bad rows in file 3")
         if self.kind == "exit":

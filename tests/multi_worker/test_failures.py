@@ -19,6 +19,7 @@ LOST = [
     FaultCase("kill", "data", victim=0),
     FaultCase("kill", "saving", victim=0),
     FaultCase("stop", "callback", victim=0),
+    FaultCase("hang", "callback", victim=1),
     FaultCase("stop", "data", victim=1),
     FaultCase("raise", "data", victim=1),
     FaultCase("exit", "callback", victim=0),
@@ -32,6 +33,7 @@ MORE = [
 HOW = {
     "kill": "its process or its connection ended.",
     "stop": "no heartbeat for",
+    "hang": "in happen: `time.sleep(600)`",
     "raise": "ValueError: bad rows in file 3.",
     "exit": "SystemExit: 0.",
 }
@@ -74,7 +76,7 @@ def test_the_others_name_the_lost_worker_and_its_step(case, forker, tmp_path):
         assert least <= int(found[1]) <= last
     # At once, where something tells; a worker that is stopped is silent.
     fast = [outcomes[n].seconds for n in case.others if outcomes[n].error]
-    limit = TIMEOUT + 3 if case.kind == "stop" else TIMEOUT
+    limit = TIMEOUT + 3 if case.kind in ("stop", "hang") else TIMEOUT
     assert max(fast, default=0) < limit
     files = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     hidden = [name for name in files if name.startswith(".part-")]

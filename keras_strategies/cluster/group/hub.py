@@ -9,7 +9,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Hashable
 from typing import Any
 
 from keras_strategies.cluster.group.chief_saves import ChiefSaves, SavedFile, SaveWait
@@ -270,7 +270,7 @@ class Hub:
         """
         if self._lost or self._has_left:
             return None
-        collectives = {
+        collectives: dict[Hashable, tuple[str, Collection[int]]] = {
             key: (next(iter(values.values()))[0], values)
             for key, values in self._gathered.items()
             # Other threads may be ahead of the steps.
@@ -344,7 +344,8 @@ class Hub:
                 # The progress of a failed worker is reported.
                 if not member.failure:
                     member.progress = header["progress"]
-                self._stalls.beat(index, *header["position"], time.monotonic())
+                numbers, waits = header["position"]
+                self._stalls.beat(index, numbers, waits, time.monotonic())
             elif kind == "where":
                 member.progress = header["progress"]
                 self._stalls.answered(index, header["where"])
