@@ -122,6 +122,13 @@ GROUPS: dict[str, Group] = {
                 "`load_model` restores the states of seed generators.",
             ),
             Patch(
+                _SAVING,
+                "_model_from_config",
+                "(config_json, custom_objects, compile, safe_mode)",
+                "optimizers.optimizer_classes.model_from_config",
+                "A file of Keras on Torch names Torch's class of an optimizer.",
+            ),
+            Patch(
                 "keras.src.saving.saving_api",
                 "load_weights",
                 "(model, filepath, skip_mismatch=False, **kwargs)",

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 
 from keras_strategies.keras_compat.optimizers.optimizer_parts import optimizers_of
+
+#: Modules with an optimizer's classes of a backend.
+_OF_BACKEND = re.compile(r"keras\.src\.backend\.\w+\.optimizers\.")
 
 
 def plain_optimizer(optimizer: Any) -> None:
@@ -87,3 +92,28 @@ def portable_optimizer(model: Any) -> Iterator[None]:
     finally:
         for optimizer, kind in changed:
             object.__setattr__(optimizer, "__class__", kind)
+
+
+def model_from_config(
+    original: Any, config_json: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Loads a model whose file names an optimizer's class of one backend.
+
+    Keras 3.15 on Torch writes its class in `keras.src.backend.torch`, which needs
+    Torch tensors on any backend. The class in `keras.optimizers` makes that of the
+    backend in use.
+    """
+    return original(json.dumps(_with_public(json.loads(config_json))), *args, **kwargs)
+
+
+def _with_public(config: Any) -> Any:
+    if isinstance(config, list):
+        return [_with_public(each) for each in config]
+    if not isinstance(config, dict):
+        return config
+    found = {key: _with_public(value) for key, value in config.items()}
+    module = config.get("module")
+    is_of_backend = isinstance(module, str) and _OF_BACKEND.match(module)
+    if is_of_backend and hasattr(keras.optimizers, str(config.get("class_name"))):
+        found["module"] = "keras.optimizers"
+    return found
