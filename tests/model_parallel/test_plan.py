@@ -188,19 +188,6 @@ def test_fsdp_sends_at_most_two_gathers_and_a_reduction(build, shapes) -> None:
 
 
 @only_jax
-def test_fsdp_with_a_model_axis_gathers_if_that_sends_less(monkeypatch) -> None:
-    from keras_strategies.engines.jax.sharding.model_parallel_trainer import (
-        ModelParallelTrainer,
-    )
-
-    shapes = ((64, 64), (64, 64))
-    chosen = model_parallel("fsdp", 2).plan(language, shapes)
-    monkeypatch.setattr(ModelParallelTrainer, "alternative_step", lambda *_: None)
-    plain = model_parallel("fsdp", 2).plan(language, shapes)
-    assert chosen.sent < 0.8 * plain.sent
-
-
-@only_jax
 def test_peak_memory_falls_with_the_model_axis() -> None:
     peaks = [
         model_parallel("auto", size)

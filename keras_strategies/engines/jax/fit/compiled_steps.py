@@ -21,7 +21,6 @@ import numpy as np
 
 from keras_strategies.communication.worker_steps import WorkerSteps
 from keras_strategies.engines.jax.batch_placement import HostBatches, JaxBatchPlacer
-from keras_strategies.engines.jax.fit.hlo_collectives import sent_bytes
 from keras_strategies.engines.jax.grouped_convolutions import convolutions_by_rows
 from keras_strategies.engines.jax.padded_rows import (
     GatherRows,
@@ -109,8 +108,6 @@ class CompiledStep:
         state_sharding: returns the shardings of a donated group of arrays, equal to
             those that the next step is compiled for; None leaves them to JAX.
         outputs: the sharding of the outputs; None leaves it to JAX.
-        alternative: an equivalent step with other collectives. The first batch
-            determines which of the two sends fewer bytes, and is used.
         donates: bool, whether a step overwrites its state, which then cannot be
             repeated.
     """
@@ -122,13 +119,12 @@ class CompiledStep:
         step: Step,
         state_sharding: Callable[[Sequence[jax.Array]], Any] | None = None,
         outputs: jax.sharding.Sharding | None = None,
-        alternative: Step | None = None,
         *,
         donates: bool = True,
     ):
         self._model = model
         self._kind = kind
-        self._candidates = [step] if alternative is None else [step, alternative]
+        self._step = step
         self._state_sharding = state_sharding
         self._outputs = outputs
         self._donates = donates
@@ -152,16 +148,19 @@ class CompiledStep:
         """
         return self._run(state, batches, count)
 
-    def _program_of(self, state: Any, batch: Any, count: int | None) -> Any:
+    def _program_of(self, state: Any, count: int | None) -> Any:
         key = (count, *map(len, state))
         program = self._programs.get(key)
         if program is None:
-            program = self._programs[key] = self._program(state, batch, count)
+            step = self._step
+            if count is not None:
+                step = _scanned(step, self._kind == "predict")
+            program = self._programs[key] = self._jitted(state, step)
         return program
 
     def _run(self, state: Any, batch: Any, count: int | None) -> tuple[Any, Any]:
         results: list[Any] = []
-        program = self._program_of(state, batch, count)
+        program = self._program_of(state, count)
         try:
             # `extend` and `map` run in C, and so does a compiled program: an
             # interrupt is raised before the call or when its result is in the list.
@@ -170,19 +169,6 @@ class CompiledStep:
             if results:
                 record_jax_state(self._model, self._kind, results[0][1])
         return results[0]
-
-    def _program(self, state: Any, batch: Any, count: int | None) -> Callable[..., Any]:
-        if len(self._candidates) > 1:
-            one = batch if count is None else jax.tree.map(_abstract_row, batch)
-            sent = [
-                _sent(self._jitted(state, each).lower(*state, one))
-                for each in self._candidates
-            ]
-            self._candidates = [self._candidates[sent.index(min(sent))]]
-        step = self._candidates[0]
-        if count is not None:
-            step = _scanned(step, self._kind == "predict")
-        return self._jitted(state, step)
 
     def _jitted(self, state: Any, step: Step) -> Any:
         changed = DONATED[self._kind]
@@ -217,14 +203,6 @@ def _scanned(step: Step, concatenates: bool) -> Step:
     return steps
 
 
-def _abstract_row(stacked: jax.Array) -> jax.ShapeDtypeStruct:
-    """The shape, dtype and sharding of one of several batches on a mesh."""
-    sharding = stacked.sharding
-    assert isinstance(sharding, jax.NamedSharding)
-    one = jax.NamedSharding(sharding.mesh, jax.P(*sharding.spec[1:]))
-    return jax.ShapeDtypeStruct(stacked.shape[1:], stacked.dtype, sharding=one)
-
-
 def _lists(state: Any) -> tuple[list[Any], ...]:
     return tuple(map(list, state))
 
@@ -241,23 +219,6 @@ def _merged_rows(stacked: Any) -> Any:
 
 def _last(stacked: Any) -> Any:
     return stacked[-1]
-
-
-# Options to compile a program that is read and never run. Its collectives are
-# those of the full compilation, at a third of the time. Names are those of XLA in
-# JAX 0.10 and 0.12.
-_ANALYSIS = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-    "xla_cpu_parallel_codegen_split_count": 1,
-    "xla_gpu_autotune_level": 0,
-}
-
-
-def _sent(lowered: Any) -> int:
-    """The bytes that a device sends in a run of a program."""
-    found = sent_bytes(lowered.compile(_ANALYSIS).as_text() or "")
-    return sum(nbytes for _, nbytes in found.values())
 
 
 def with_outputs(step: Step, sharding: jax.sharding.Sharding) -> Step:

@@ -134,10 +134,8 @@ class MeshTrainer(DistributionTrainer):
             if outputs is None:
                 return step
             return compiled_steps.with_outputs(step, outputs)
-        other = self.alternative_step(model, kind)
         if kind == "predict":
             step = self.with_sharded_outputs(step)
-            other = None if other is None else self.with_sharded_outputs(other)
             outputs = None  # The step constrains them.
         return CompiledStep(
             model,
@@ -145,29 +143,17 @@ class MeshTrainer(DistributionTrainer):
             step,
             self.state_sharding,
             outputs,
-            other,
             donates=self.rollback is None,
         )
 
     def step_cost(self, model: Any, batch: Any) -> StepCost:
         self.set_layouts([*model.variables, *model.optimizer.variables])
         self.set_layouts(model.metrics_variables)
-        found = (self.plain_step(model, "train"), self.alternative_step(model, "train"))
-        abstract = self.placer.abstract
-        costs = [
-            step_cost(model, step, batch, abstract)
-            for step in found
-            if step is not None
-        ]
-        # `CompiledStep` chooses by the same rule.
-        return min(costs, key=lambda cost: sum(n for _, n in cost.sent.values()))
+        step = self.plain_step(model, "train")
+        return step_cost(model, step, batch, self.placer.abstract)
 
     def plain_step(self, model: Any, kind: str) -> compiled_steps.Step:
         return self.keras_step(model, kind)
-
-    def alternative_step(self, model: Any, kind: str) -> compiled_steps.Step | None:
-        """An equivalent step with other collectives; None without one."""
-        return None
 
     def state_sharding(self, group: Sequence[Any]) -> Any:
         return self.replicated

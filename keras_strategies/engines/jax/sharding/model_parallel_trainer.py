@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -165,31 +163,10 @@ class ModelParallelTrainer(MeshTrainer):
             # The gradient of a replicated variable is gathered once. Otherwise XLA may
             # keep it sharded, and gather the updated variable and each slot instead.
             own = [self.sharding_of(v) for v in model.trainable_variables]
-            placed = [_Gather(sharding, sharding) for sharding in own]
-            fixed = [None] * len(model.non_trainable_variables)
-            with _gathering(model, placed, fixed):
+            with _with_placed_gradients(model, own):
                 return step(state, batch)
 
         return self._traced(constrained_step)
-
-    def alternative_step(self, model: Any, kind: str) -> compiled_steps.Step | None:
-        """The step that gathers variables sharded along the data axis (FSDP).
-
-        Without these constraints XLA gathers them by itself, or moves activations where
-        that sends fewer bytes. Only with a model axis does it move activations also
-        where a gather is less; see decision 016.
-        """
-        is_gathered = any(map(any, self._gathers_of(model)))
-        if math.prod(self._mesh.shape[1:]) == 1 or not is_gathered:
-            return None
-        step = super().plain_step(model, kind)
-
-        def gathering_step(state: Any, batch: Any) -> tuple[Any, Any]:
-            # In the trace: `trainable` may have changed the groups.
-            with _gathering(model, *self._gathers_of(model)):
-                return step(state, batch)
-
-        return self._traced(gathering_step)
 
     def _traced(self, step: compiled_steps.Step) -> compiled_steps.Step:
         distribution = self.distribution
@@ -208,21 +185,6 @@ class ModelParallelTrainer(MeshTrainer):
 
         return sharded_step
 
-    def _gathers_of(self, model: Any) -> tuple[list[Any], list[Any]]:
-        """Gathers of trainable and of other variables, as of `_gather_of`."""
-        groups = (model.trainable_variables, model.non_trainable_variables)
-        trainable, fixed = ([self._gather_of(v) for v in vs] for vs in groups)
-        return trainable, fixed
-
-    def _gather_of(self, variable: Any) -> _Gather | None:
-        """The gather along the data axis; None if the variable is not sharded so."""
-        own = self.sharding_of(variable)
-        batch = self._mesh.batch_axis
-        if batch not in own.spec:
-            return None
-        spec = jax.P(*(None if axis == batch else axis for axis in own.spec))
-        return _Gather(own, jax.NamedSharding(own.mesh, spec))
-
     def sharding_of(self, variable: Any) -> jax.NamedSharding:
         """The sharding of a variable's value."""
         layout = layout_of(variable)
@@ -232,35 +194,15 @@ class ModelParallelTrainer(MeshTrainer):
         return sharding
 
 
-@dataclass(frozen=True)
-class _Gather:
-    """A variable's sharding between steps, and the one in a layer call."""
-
-    kept: jax.NamedSharding
-    used: jax.NamedSharding
-
-
 @contextlib.contextmanager
-def _gathering(
-    model: Any,
-    trainable: Sequence[_Gather | None],
-    fixed: Sequence[_Gather | None],
+def _with_placed_gradients(
+    model: Any, shardings: Sequence[jax.NamedSharding]
 ) -> Iterator[None]:
-    """Gathers variables sharded along the data axis in a model's layer calls."""
+    """Computes the gradients of trainable variables with these shardings."""
     original = model.stateless_call
 
-    def stateless_call(
-        trainable_variables: Sequence[Any],
-        non_trainable_variables: Sequence[Any],
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        return original(
-            _gathered(trainable_variables, trainable),
-            _gathered(non_trainable_variables, fixed),
-            *args,
-            **kwargs,
-        )
+    def stateless_call(variables: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        return original(list(map(_placed, shardings, variables)), *args, **kwargs)
 
     # Bypasses Keras's tracking of attributes.
     object.__setattr__(model, "stateless_call", stateless_call)
@@ -270,28 +212,18 @@ def _gathering(
         object.__delattr__(model, "stateless_call")
 
 
-def _gathered(values: Sequence[Any], gathers: Sequence[_Gather | None]) -> list[Any]:
-    return [
-        value if each is None else _gather(each, value)
-        for value, each in zip(values, gathers, strict=True)
-    ]
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gather(gather: _Gather, value: Any) -> Any:
-    """All-gathers a variable; its gradient is reduce-scattered.
-
-    The optimizer therefore updates slots with the sharding of their variables.
-    """
-    return jax.lax.with_sharding_constraint(value, gather.used)
+def _placed(sharding: jax.NamedSharding, value: Any) -> Any:
+    """A variable with a sharding, which its gradient has as well."""
+    return jax.lax.with_sharding_constraint(value, sharding)
 
 
-def _gather_forward(gather: _Gather, value: Any) -> tuple[Any, None]:
-    return _gather(gather, value), None
+def _placed_forward(sharding: jax.NamedSharding, value: Any) -> tuple[Any, None]:
+    return _placed(sharding, value), None
 
 
-def _gather_backward(gather: _Gather, _: None, gradient: Any) -> tuple[Any]:
-    return (jax.lax.with_sharding_constraint(gradient, gather.kept),)
+def _placed_backward(sharding: jax.NamedSharding, _: None, gradient: Any) -> tuple[Any]:
+    return (jax.lax.with_sharding_constraint(gradient, sharding),)
 
 
-_gather.defvjp(_gather_forward, _gather_backward)
+_placed.defvjp(_placed_forward, _placed_backward)
