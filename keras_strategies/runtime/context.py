@@ -125,31 +125,15 @@ class ReplicaContext:
     def devices(self) -> tuple[str, ...]:
         """tuple of str, the device of this replica.
 
-        On JAX one program is traced for all replicas. A function that reads this
-        property is traced for each replica instead, with a warning; with several
-        workers that is an error, since each worker traces the replicas of all.
-
         Raises:
-            ContextError: if the replica is on another worker.
+            ReplicaMismatchError: on JAX, where one program is traced for several
+                replicas.
         """
         if self._on_read is not None:
             self._on_read("devices")
-        device = self._device()
-        if device is not None:
-            return (device,)
-        raise ContextError(
-            f"'ReplicaContext.devices' of replica {self._replica_id} was read, which "
-            "is on another worker. On JAX each worker traces one program for the "
-            "replicas of all workers, and it has to be the same on all. Use "
-            "`replica_id_in_sync_group` instead."
-        )
-
-    def _device(self) -> str | None:
-        """The device; None if it is that of another worker."""
         placement = self._strategy.placement
         local = self._replica_id - placement.replica_counts.first
-        is_own = 0 <= local < len(placement.replicas)
-        return str(placement.replicas[local]) if is_own else None
+        return (str(placement.replicas[local]),)
 
     @property
     def synchronizes_batch_norm(self) -> bool:
@@ -319,7 +303,7 @@ class ReplicaContext:
             return f"<ReplicaContext of each replica of {self._strategy!r}>"
         return (
             f"<ReplicaContext {self._replica_id} of {self.num_replicas_in_sync} "
-            f"on {self._device() or 'another worker'}>"
+            f"on {self.devices[0]}>"
         )
 
 

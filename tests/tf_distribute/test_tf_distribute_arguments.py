@@ -103,8 +103,9 @@ def test_variables_take_the_enumerations(mirrored) -> None:
 
     def fn() -> None:
         replica = ks.get_replica_context().replica_id_in_sync_group
-        summed.assign(float(replica + 1))
-        local.assign(float(replica + 1))
+        value = keras.ops.cast(replica + 1, "float32")
+        summed.assign(value)
+        local.assign(value)
 
     mirrored.run(fn)
     assert float(keras.ops.convert_to_numpy(summed.value)) == 3.0

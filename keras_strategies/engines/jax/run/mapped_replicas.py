@@ -132,14 +132,10 @@ class MappedReplicas(TracedReplicas):
         """The replica context of the trace.
 
         Args:
-            replica_id: the number of the replica, a tensor if there are several.
+            replica_id: the number of the replica, a tensor.
         """
-        is_only = self._mesh.count == 1
         return context.ReplicaContext(
-            self._mesh.strategy,
-            replica_id,
-            self,
-            on_read=None if is_only else self._note_read,
+            self._mesh.strategy, replica_id, self, on_read=self._note_read
         )
 
     def _call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -141,6 +141,8 @@ class ReplicaProgram:
         strategy = self._mesh.strategy
         check_sees_all(program, strategy)
         program.strategies[id(strategy)] = strategy
+        if self._mesh.count == 1:
+            return [run_single_replica(strategy, fn, args[0], kwargs[0])]
         own = taken_apart([[list(own) for own in args], list(kwargs)])
         arguments = ReplicaArguments.of(*own)
         key = (code_of(fn), arguments.signature)

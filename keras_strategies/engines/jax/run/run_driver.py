@@ -75,7 +75,9 @@ class JaxRun(RunDriver, StoresOnRead, ShardsPrograms):
     def on_read_values(self) -> OnReadValues | None:
         """The replica values of on-read variables; None with one replica."""
         program = self._replica_program
-        return None if program is None else program.on_read_values
+        if program is None or program.on_read_values.count == 1:
+            return None
+        return program.on_read_values
 
     def workers_changed(self) -> None:
         self.__dict__.pop("_replica_program", None)

@@ -89,7 +89,7 @@ class ShardMapReplicas(MappedReplicas):
         self._take_state(state, stacks)
         self._shared_inputs = {id(value): i for i, value in enumerate(replicated)}
         self._replicated = {id(value): value for value in replicated}
-        self._replica_id = 0 if self._mesh.count == 1 else lax.axis_index(self._axis)
+        self._replica_id = lax.axis_index(self._axis)
         replica = self._replica(self._replica_id)
         own = TracedReplicaState(replica, self._copy, self._local, self)
         components = [
