@@ -16,7 +16,7 @@ from architecture.package_source import (
 
 FRAMEWORKS = ("keras", "jax", "torch", "tensorflow")
 #: Underscored names that are documented.
-DOCUMENTED = {"_fields", "_asdict", "_replace", "_make", "_exit"}
+DOCUMENTED = {"_fields", "_asdict", "_replace", "_make", "_exit", "_current_frames"}
 
 
 def private_names(source: Source) -> list[str]:
