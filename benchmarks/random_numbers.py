@@ -29,7 +29,7 @@ def train(replicas: int, rounds: int) -> dict[str, Rounds]:
     import torch
 
     import keras_strategies as ks
-    from keras_strategies.engines.torch.replicas import row_numbers
+    from keras_strategies.engines.torch.random_numbers import row_numbers
 
     torch.set_num_threads(1)
     workload = WORKLOADS["transformer with dropout"]
@@ -42,14 +42,13 @@ def train(replicas: int, rounds: int) -> dict[str, Rounds]:
     with strategy.scope():
         model = workload.compiled()
     x, y = workload.data()
-    of_rows = row_numbers.partitioned_draw
     draws = {
-        "of rows": of_rows,
-        "of replicas": lambda func, args, kwargs, draws: func(*args, **kwargs),
+        "of rows": row_numbers.block_draw,
+        "of replicas": lambda draw, draws: draw.call(),
     }
 
     def epoch(kind: str) -> float:
-        row_numbers.partitioned_draw = draws[kind]
+        row_numbers.block_draw = draws[kind]
         began = time.perf_counter()
         model.fit(x, y, batch_size=workload.batch, verbose=0)
         return (time.perf_counter() - began) / workload.steps * 1000

@@ -234,17 +234,24 @@ MUTANTS = [
     ),
     Mutant(
         "random_numbers_of_the_first_rows",
-        "runtime/data_parallel/row_draws.py",
+        "runtime/random_numbers/row_draws.py",
         "        before: Any = sum(every[:replica])",
         "        before: Any = 0 * sum(every[:replica])",
         _everywhere("tests/random_numbers/test_run.py -k 'normal and sizes1'"),
     ),
     Mutant(
         "random_numbers_without_rows",
-        "runtime/data_parallel/row_draws.py",
+        "runtime/random_numbers/row_draws.py",
         "        return self._rows.times(multiple) if multiple else None",
         "        return None",
         {"torch": "tests/random_numbers/test_rows.py -k Dropout-3"},
+    ),
+    Mutant(
+        "random_numbers_of_other_lengths_have_rows",
+        "runtime/random_numbers/row_draws.py",
+        "        return rows if rows is not None and length == rows.own else None",
+        "        return rows if rows is not None and length else None",
+        {"torch": "tests/random_numbers/test_run.py -k 'other_lengths and fixed'"},
     ),
     # Parameter servers.
     Mutant(

@@ -74,7 +74,11 @@ _APPLY = "(self, grads, trainable_variables=None)"
 _DRAWS = (
     ("normal", "(shape, mean=0.0, stddev=1.0, dtype=None, seed=None)"),
     ("uniform", "(shape, minval=0.0, maxval=1.0, dtype=None, seed=None)"),
-    ("categorical", "(logits, num_samples, dtype='int32', seed=None)"),
+    (
+        "categorical",
+        "(logits, num_samples, dtype='int32', seed=None) | "
+        "(logits, num_samples, dtype='int64', seed=None)",
+    ),
     ("randint", "(shape, minval, maxval, dtype='int32', seed=None)"),
     ("truncated_normal", "(shape, mean=0.0, stddev=1.0, dtype=None, seed=None)"),
     ("dropout", "(inputs, rate, noise_shape=None, seed=None)"),
@@ -419,35 +423,18 @@ GROUPS: dict[str, Group] = {
             )
         ),
     ),
-    "jax replicas": Group(
-        "From the first `run` of several replicas on JAX on.",
+    "draws": Group(
+        "While a replica computes, and on Torch while a step runs.",
         tuple(
             Patch(
-                f"{_JAX}.random",
+                f"{_BACKEND}.random",
                 name,
                 signature,
-                "backends.keras_on_jax.draw",
+                "random_draws.drawn",
                 "A replica draws the random numbers of its rows.",
-                backend="jax",
+                backend="jax | tensorflow | torch",
             )
             for name, signature in _DRAWS
-        ),
-    ),
-    "torch draws": Group(
-        "While a step, or a replica's call of Keras's own layers, runs on Torch.",
-        tuple(
-            Patch(
-                f"{_TORCH}.random",
-                name,
-                signature,
-                "backends.keras_on_torch.drawn",
-                "A replica draws the random numbers of its rows.",
-                backend="torch",
-            )
-            for name, signature in (
-                *_DRAWS,
-                ("shuffle", "(x, axis=0, seed=None)"),
-            )
         ),
         is_temporary=True,
     ),

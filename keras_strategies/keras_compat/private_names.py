@@ -236,8 +236,9 @@ PRIVATE = (
     ),
     Private(
         "keras.src.random.seed_generator",
-        ("global_seed_generator",),
-        "Draws without a seed begin with it, outside of proofs.",
+        ("draw_seed", "global_seed_generator"),
+        "Draws of rows have the seeds of Keras; those without one begin outside of "
+        "proofs.",
     ),
     Private(
         "keras.src.backend | keras.src.backend.ops",

@@ -30,13 +30,13 @@ from keras_strategies.keras_compat.variables.strategy_variables import (
 from keras_strategies.keras_compat.variables.values import guard_value, raw_value
 from keras_strategies.runtime import context
 from keras_strategies.runtime.data_parallel.added_sums import sent_together
-from keras_strategies.runtime.data_parallel.row_draws import drawing
 from keras_strategies.runtime.data_parallel.row_functions import (
     loss_of_rows,
     mask_weights,
     reduced_values,
     update_of_rows,
 )
+from keras_strategies.runtime.random_numbers.row_draws import drawing
 from keras_strategies.runtime.row_splits import check_batch
 from keras_strategies.runtime.state import run_state
 from keras_strategies.runtime.state.replica_state import AddedState

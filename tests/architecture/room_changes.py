@@ -35,7 +35,6 @@ OF_TENSORS = (
     "engines/torch/data_parallel/row_parts:",
     "engines/torch/devices:",
     "engines/torch/engine:",
-    "engines/torch/replicas/row_numbers:RowNumbers.",
     "engines/torch/tensor_primitives:",
     "runtime/context:",
     "runtime/data_parallel/row_parts:",

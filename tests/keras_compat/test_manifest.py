@@ -148,8 +148,7 @@ CALLED = {
     "keras.src.backend.jax.nn | keras.src.backend.jax.ops.nn": (
         "keras.src.ops.nn.backend.ops.nn | keras.src.ops.nn.backend.nn"
     ),
-    "keras.src.backend.jax.random": "keras.src.random.random.backend.random",
-    "keras.src.backend.torch.random": "keras.src.random.random.backend.random",
+    "keras.src.backend.{backend}.random": "keras.src.random.random.backend.random",
     "keras.src.backend.tensorflow.optimizer.TFOptimizer": "keras.optimizers.Adam",
     "keras.src.backend.tensorflow.trainer.TFEpochIterator": (
         "keras.src.models.model.Trainer"

@@ -37,10 +37,9 @@ class Case:
     make: Callable[[], layers.Layer]
     rank: int = 2
 
-    def splits(self, random_numbers: str) -> bool:
+    @property
+    def is_split(self) -> bool:
         """Whether replicas call it, without a warning."""
-        if self.name in OF_PARAMETERS and random_numbers == "partitioned":
-            return True
         return self.name.partition("-none")[0] not in UNSPLIT[BACKEND]
 
     def model(self) -> keras.Model:
@@ -198,6 +197,21 @@ def _two_draws(inputs: Any, seed: Any) -> Any:
     return first + ops.mean(shared, 0) + ops.mean(many, 1)
 
 
+def of_the_framework(x: Any) -> Any:
+    """A draw that is not one of `keras.random`, as long as the rows."""
+    if BACKEND == "torch":
+        import torch
+
+        return torch.rand(len(x), 4)
+    if BACKEND == "jax":
+        import jax
+
+        return jax.random.uniform(jax.random.key(3), (rows_of(x), 4))
+    import tensorflow as tf
+
+    return tf.random.stateless_uniform((rows_of(x), 4), (3, 4))
+
+
 FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
     "normal": lambda x, seed: keras.random.normal(ops.shape(x), 1.0, 2.0, seed=seed),
     "uniform": lambda x, seed: keras.random.uniform(ops.shape(x), -1, 2, seed=seed),
@@ -229,24 +243,23 @@ FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
     ),
     "several": _two_draws,
     "python": lambda x, seed: random.random(),
+    "framework": lambda x, seed: of_the_framework(x),
 }
 #: Not split: rows are mixed, how many numbers are drawn depends on parameters of each
-#: row, Python draws, or operations have no rule.
+#: row, Python or the framework draws, or operations have no rule.
 _MIXING = (
-    *(f"{name}-generator" for name in ("shuffle", "mixup", "python")),
+    *(f"{name}-generator" for name in ("shuffle", "mixup", "python", "framework")),
     *("MixUp", "CutMix", "RandAugment", "AugMix", "RandomElasticTransform"),
 )
 #: Keras raises for them in a compiled step, with a strategy and without one.
 REFUSED = {"jax": ("RandomElasticTransform",)}
 UNSPLIT: dict[str, tuple[str, ...]] = {
     "jax": (),
-    "tensorflow": _MIXING,
+    # A draw of two operations.
+    "tensorflow": (*_MIXING, "beta-generator"),
     "torch": (
         *_MIXING,
         "gamma-of-rows-generator",
-        "gamma-generator",
-        "binomial-generator",
-        "beta-generator",
         # Keras changes its input in place.
         "RandomBrightness",
         "RandomColorJitter",
@@ -254,8 +267,6 @@ UNSPLIT: dict[str, tuple[str, ...]] = {
         "RandomPerspective",
     ),
 }
-#: Split where rows have generators of their own.
-OF_PARAMETERS = ("gamma-generator", "binomial-generator", "beta-generator")
 SEEDS: dict[str, Callable[[], Any]] = {
     "generator": lambda: keras.random.SeedGenerator(5),
     "int": lambda: 3,

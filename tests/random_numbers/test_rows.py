@@ -76,9 +76,9 @@ def with_numbers(case: Case) -> list[Any]:
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that end within the rows of a replica, and at their ends."""
     if BACKEND == "torch":
-        from keras_strategies.engines.torch.replicas import partitioned_draws
+        from keras_strategies.engines.torch.random_numbers import block_draws
 
-        monkeypatch.setattr(partitioned_draws, "_CPU_BLOCK", 24)
+        monkeypatch.setattr(block_draws, "_CPU_BLOCK", 24)
 
 
 def reference(random_numbers: str) -> Any:
@@ -110,7 +110,7 @@ def test_training_is_that_of_one_device(
     assert_same(expected, found, 1e-5, case.name)
     texts = [str(each.message) for each in caught]
     unsplit = [text for text in texts if "cannot be split by rows" in text]
-    assert bool(unsplit) == (not case.splits(random_numbers)), unsplit
+    assert bool(unsplit) == (not case.is_split), unsplit
 
 
 def test_other_numbers_are_refused() -> None:

@@ -12,6 +12,7 @@ import pytest
 from keras import layers, ops
 
 import keras_strategies as ks
+from random_numbers.cases import of_the_framework
 
 X = np.random.default_rng(5).normal(size=(12, 4)).astype("float32")
 
@@ -26,7 +27,20 @@ DRAWS: dict[str, Callable[[Any, Any], Any]] = {
     "categorical": lambda x, seed: keras.random.categorical(x, 3, seed=seed),
     "dropout": lambda x, seed: keras.random.dropout(x, 0.5, seed=seed),
     "several": lambda x, seed: ops.sum(
-        ops.reshape(keras.random.normal((len(x) * 3, 4), seed=seed), (-1, 3, 4)), 1
+        keras.random.normal((len(x), 3, 4), seed=seed), 1
+    ),
+    "beta": lambda x, seed: keras.random.beta(ops.shape(x), 0.5, 2.0, seed=seed),
+    "gamma-of-rows": lambda x, seed: keras.random.gamma(
+        ops.shape(x), ops.abs(x) + 0.1, seed=seed
+    ),
+    "binomial": lambda x, seed: keras.random.binomial(
+        ops.shape(x), 9.0, 0.3, seed=seed
+    ),
+    "spatial": lambda x, seed: ops.sum(
+        keras.random.dropout(
+            ops.ones((len(x), 3, 4)), 0.5, noise_shape=(len(x), 1, 4), seed=seed
+        ),
+        1,
     ),
     "dropout-shared": lambda x, seed: keras.random.dropout(
         x, 0.5, noise_shape=(1, 4), seed=seed
@@ -34,7 +48,12 @@ DRAWS: dict[str, Callable[[Any, Any], Any]] = {
     "shared": lambda x, seed: x + ops.sum(keras.random.normal((7, 4), seed=seed), 0),
 }
 #: One for each way in which a draw has its shape.
-BY_DAY = ("normal", "categorical", "dropout", "shared", "several")
+BY_DAY = (
+    *("normal", "categorical", "dropout", "shared", "several"),
+    *("beta", "gamma-of-rows", "spatial"),
+)
+#: How many numbers a row takes depends on its parameters.
+REFUSED = [("gamma-of-rows", "keras")] * (keras.backend.backend() == "torch")
 
 
 def rows_of_replicas(sizes: tuple[int, ...]) -> Any:
@@ -55,6 +74,8 @@ def rows_of_replicas(sizes: tuple[int, ...]) -> Any:
 def test_draws_are_those_of_one_device(
     name: str, sizes: tuple[int, ...], random_numbers: str
 ) -> None:
+    if (name, random_numbers) in REFUSED:
+        pytest.skip("see `test_numbers_of_keras_that_depend_on_other_rows_are_refused`")
     draw = DRAWS[name]
     rows = ops.convert_to_tensor(X[: sum(sizes)])
     seed = keras.random.SeedGenerator(3)
@@ -98,53 +119,9 @@ def test_layers_draw_for_their_rows() -> None:
     np.testing.assert_allclose(joined, ops.convert_to_numpy(expected), atol=1e-6)
 
 
-def drawn_in_uneven_replicas(draw: Any, sizes: tuple[int, ...]) -> Any:
-    """What replicas draw, joined, and what one device draws."""
-    rows = ops.convert_to_tensor(X[: sum(sizes)])
-    seed = keras.random.SeedGenerator(3)
-    expected = ks.OneDeviceStrategy("cpu:0").run(lambda: draw(rows, seed))
-    strategy = ks.MirroredStrategy([f"cpu:{i}" for i in range(len(sizes))])
-    with strategy.scope():
-        own = keras.random.SeedGenerator(3)
-    found = strategy.run(lambda x: draw(x, own), args=(rows_of_replicas(sizes),))
-    parts = map(ops.convert_to_numpy, strategy.experimental_local_results(found))
-    return np.concatenate(list(parts)), ops.convert_to_numpy(expected)
-
-
-def shared(x: Any, seed: Any) -> Any:
-    return x + ops.sum(keras.random.normal((3, 4), seed=seed), 0)
-
-
-def doubled(x: Any, seed: Any) -> Any:
-    drawn = keras.random.normal((2 * ops.shape(x)[0], 4), seed=seed)
-    return ops.sum(ops.reshape(drawn, (-1, 2, 4)), 1)
-
-
-@pytest.mark.parametrize(
-    ("draw", "sizes"), [(shared, (4, 3)), (doubled, (2, 1)), (doubled, (2, 2, 1))]
-)
-def test_uneven_rows_show_which_draws_have_rows(
-    draw: Any, sizes: tuple[int, ...]
-) -> None:
-    """Not the length on one replica alone: 3 of 3 rows, 2 for one row."""
-    found, expected = drawn_in_uneven_replicas(draw, sizes)
-    np.testing.assert_allclose(found, expected, atol=1e-6)
-
-
-@pytest.mark.parametrize(("draw", "sizes"), [(shared, (3, 2)), (doubled, (1, 2))])
-def test_draws_that_may_have_rows_or_not_are_refused(
-    draw: Any, sizes: tuple[int, ...]
-) -> None:
-    with pytest.raises(ks.errors.ContextError, match="does not follow from the leng"):
-        drawn_in_uneven_replicas(draw, sizes)
-
-
-def fixed(x: Any, seed: Any) -> Any:
-    """Entries as many as rows of a run, by chance."""
-    return x + ops.sum(keras.random.normal((3, 4), seed=seed), 0)
-
-
-def drawn_in_runs(strategy: Any, draw: Any, runs: list[tuple[int, ...]]) -> list[Any]:
+def joined_runs(
+    strategy: Any, draw: Any, runs: list[tuple[int, ...]]
+) -> list[np.ndarray]:
     """What replicas draw in several runs of a function, each joined."""
     with strategy.scope():
         seed = keras.random.SeedGenerator(3)
@@ -160,37 +137,61 @@ def drawn_in_runs(strategy: Any, draw: Any, runs: list[tuple[int, ...]]) -> list
     return found
 
 
+def of_length(count: Any) -> Callable[[Any, Any], Any]:
+    def draw(x: Any, seed: Any) -> Any:
+        length = count(len(x)) if callable(count) else count
+        drawn = keras.random.normal((length, 4), seed=seed)
+        return ops.sum(drawn, 0) + ops.zeros_like(x)
+
+    return draw
+
+
 @pytest.mark.parametrize(
-    ("draw", "runs"),
-    [(fixed, [(4, 2), (3, 3), (3, 2), (3, 3)]), (doubled, [(2, 2), (1, 2), (1, 1)])],
+    ("count", "runs"),
+    [
+        (3, [(4, 2), (5, 4), (6, 6), (5, 0)]),
+        (lambda rows: rows + 1, [(2, 2)]),
+        (lambda rows: 2 * rows, [(3, 3)]),
+    ],
+    ids=["fixed", "more", "twice"],
 )
-def test_earlier_runs_show_which_draws_have_rows(draw: Any, runs: Any) -> None:
+def test_draws_of_other_lengths_are_those_of_one_replica(
+    count: Any, runs: list[tuple[int, ...]]
+) -> None:
+    """The same on all replicas, whatever earlier runs have drawn."""
     one_device = ks.OneDeviceStrategy("cpu:0")
-    expected = drawn_in_runs(one_device, draw, [(sum(sizes),) for sizes in runs])
+    draw = of_length(count)
+    alone = [(sizes[0],) for sizes in runs]
+    expected = joined_runs(one_device, draw, alone)
+    found = joined_runs(ks.MirroredStrategy(["cpu:0", "cpu:1"]), draw, runs)
+    for one, every in zip(expected, found, strict=True):
+        np.testing.assert_allclose(every, np.broadcast_to(one[:1], every.shape), 1e-5)
+
+
+def test_a_fixed_length_that_is_that_of_the_rows_has_rows() -> None:
+    """The rule that the guide states: a replica's entries of a draw for all rows."""
+    one_device, sizes = ks.OneDeviceStrategy("cpu:0"), (3, 3)
+
+    def whole(x: Any, seed: Any) -> Any:
+        return keras.random.normal((6, 4), seed=seed)
+
+    def fixed(x: Any, seed: Any) -> Any:
+        return keras.random.normal((3, 4), seed=seed)
+
+    (expected,) = joined_runs(one_device, whole, [(6,)])
+    (found,) = joined_runs(ks.MirroredStrategy(["cpu:0", "cpu:1"]), fixed, [sizes])
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_draws_of_the_framework_are_equal_on_replicas() -> None:
+    """They have the same seed, key or state of the process's generator."""
+    keras.utils.set_random_seed(5)
+    alone = ops.convert_to_numpy(of_the_framework(ops.ones((3, 4))))
+    keras.utils.set_random_seed(5)
     strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
-    for one, other in zip(expected, drawn_in_runs(strategy, draw, runs), strict=True):
-        np.testing.assert_allclose(other, one, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "runs", [[(3, 3), (4, 2)], [(3, 3), (2, 2)], [(3, 3), (3, 3), (5, 4)]]
-)
-def test_later_runs_do_not_change_which_draws_have_rows(runs: Any) -> None:
-    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
-    with pytest.raises(ks.errors.ContextError, match="in an earlier run"):
-        drawn_in_runs(strategy, fixed, runs)
-
-
-def test_functions_with_the_same_code_draw_apart() -> None:
-    """What one has drawn says nothing of another that it is called with."""
-    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
-    for draw, runs in [(fixed, [(4, 2)]), (DRAWS["normal"], [(3, 3), (2, 1)])]:
-        totals = [(sum(sizes),) for sizes in runs]
-        one_device = ks.OneDeviceStrategy("cpu:0")
-        expected = drawn_in_runs(one_device, draw, totals)
-        found = drawn_in_runs(strategy, draw, runs)
-        for one, other in zip(expected, found, strict=True):
-            np.testing.assert_allclose(other, one, atol=1e-6)
+    found = strategy.run(of_the_framework, args=(rows_of_replicas((3, 3)),))
+    for each in strategy.experimental_local_results(found):
+        np.testing.assert_allclose(ops.convert_to_numpy(each), alone, 1e-6)
 
 
 def test_a_draw_without_rows_is_the_same_on_all_replicas() -> None:
@@ -204,36 +205,12 @@ def test_a_draw_without_rows_is_the_same_on_all_replicas() -> None:
     np.testing.assert_array_equal(first, second)
 
 
-@pytest.mark.skipif(keras.backend.backend() != "torch", reason="functions of torch")
+@pytest.mark.skipif(keras.backend.backend() != "torch", reason="a sequence of numbers")
 def test_numbers_of_keras_that_depend_on_other_rows_are_refused() -> None:
-    """With rows of their own they are drawn, see `test_partitioned_draws`."""
+    """With rows of their own they are drawn, see above."""
     strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"], random_numbers="keras")
     with pytest.raises(ks.errors.ContextError, match="random_numbers='partitioned'"):
         strategy.run(
-            lambda x: keras.random.gamma(ops.shape(x), 0.5),
+            lambda x: keras.random.gamma(ops.shape(x), ops.abs(x) + 0.1),
             args=(rows_of_replicas((6, 6)),),
         )
-
-
-@pytest.mark.skipif(keras.backend.backend() != "torch", reason="functions of torch")
-def test_functions_that_mix_axis_0_get_no_rows_of_others() -> None:
-    """As long as the replica's rows, but an axis of time or of categories."""
-    import torch
-    from torch.nn import functional
-
-    values = torch.ones(4, 3)
-    weights = torch.tensor([0.0, 0.0, 0.0, 1.0])
-
-    def draw(x: Any) -> Any:
-        attended = functional.scaled_dot_product_attention(
-            values, values, 2 * values, dropout_p=1e-9
-        )
-        chosen = torch.multinomial(weights, 5, replacement=True)
-        soft = functional.gumbel_softmax(20 * weights, tau=1e-3)
-        dropped = functional.alpha_dropout(input=x, p=0.5, training=True)
-        return attended.mean() + chosen.sum() + soft.sum() + 0 * dropped.sum()
-
-    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
-    found = strategy.run(draw, args=(rows_of_replicas((4, 4)),))
-    for each in strategy.experimental_local_results(found):
-        assert float(each) == pytest.approx(2 + 15 + 1)

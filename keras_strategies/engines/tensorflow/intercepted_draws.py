@@ -1,10 +1,13 @@
-"""Random numbers that code draws by `tf.random.stateless_*`, and through it by Keras.
+"""Random numbers that code draws by `keras.random`.
 
 On a replica these are numbers of its rows; in the trace of a proof they are recorded.
 Python's order of draws numbers them, and it is the same in each trace of the code. A
 draw in a loop or a branch of a graph is one draw. Functions that are traced once and
 called again have no such order: in a `tf.function` within the call, numbers are drawn
 as they are.
+
+Keras draws by `tf.random.stateless_*`. In its functions, those that make the operations
+draw own entries (`own_entries.py`); called by other code, they are TensorFlow's own.
 """
 
 from __future__ import annotations
@@ -21,16 +24,25 @@ import tensorflow as tf
 from keras_strategies.engines.tensorflow.compat.graphs import is_in_control_flow_of
 from keras_strategies.engines.tensorflow.compat.operations import replace_draws
 from keras_strategies.engines.tensorflow.own_entries import (
-    length_of,
     own_entries,
+    rows_of_length,
 )
-from keras_strategies.engines.tensorflow.replicas.program_draws import next_in_program
 from keras_strategies.errors import ContextError
-from keras_strategies.runtime.data_parallel.row_draws import DrawsByLength, row_draws
 from keras_strategies.runtime.once import once
+from keras_strategies.runtime.random_numbers.keras_draws import (
+    KerasDraw,
+    RecordedDraws,
+    seeing_draws,
+)
+from keras_strategies.runtime.random_numbers.row_draws import (
+    DrawsOfRun,
+    OwnRows,
+    RowDraws,
+    drawing,
+)
 
 
-class TracedDraws:
+class TracedDraws(RecordedDraws):
     """The draws of a traced call, in order.
 
     Args:
@@ -39,6 +51,8 @@ class TracedDraws:
     """
 
     def __init__(self, graph: Any, is_eager: bool):
+        super().__init__()
+        #: The first operation of each.
         self.results: list[Any] = []
         #: Why these are not the draws of the call, as the end of a sentence.
         self.problem = ""
@@ -47,7 +61,21 @@ class TracedDraws:
         self._graph = graph
         self._is_eager = is_eager
 
-    def add(self, result: Any) -> None:
+    def recorded(self, draw: KerasDraw) -> Any:
+        is_first = True
+
+        def make(name: str, original: Any, given: dict[str, Any]) -> Any:
+            nonlocal is_first
+            result = original(**given)
+            if is_first:
+                self._add(result)
+            is_first = False
+            return result
+
+        with _set(_making, make):
+            return draw.call()
+
+    def _add(self, result: Any) -> None:
         """Records a draw, if replicas will find it."""
         current = tf.compat.v1.get_default_graph()
         is_own = not tf.executing_eagerly() and current is self._graph
@@ -63,8 +91,11 @@ class TracedDraws:
             )
 
 
-_recorder: contextvars.ContextVar[TracedDraws | None] = contextvars.ContextVar(
-    "draw_recorder", default=None
+#: Called with the function that makes an operation, its name and its arguments.
+_Make = Callable[[str, Callable[..., Any], dict[str, Any]], Any]
+# Within a function of `keras.random`; None elsewhere.
+_making: contextvars.ContextVar[_Make | None] = contextvars.ContextVar(
+    "making_draws", default=None
 )
 # The graph of the replica's call; None in eager mode.
 _graph_of_call: contextvars.ContextVar[Any] = contextvars.ContextVar(
@@ -75,22 +106,25 @@ _graph_of_call: contextvars.ContextVar[Any] = contextvars.ContextVar(
 @contextlib.contextmanager
 def recording(recorder: TracedDraws) -> Iterator[None]:
     """Context in which the draws of a traced call are recorded."""
-    token = _recorder.set(recorder)
-    try:
+    with drawing(recorder), seeing_draws(_drawn):
         yield
-    finally:
-        _recorder.reset(token)
 
 
 @contextlib.contextmanager
-def seeing_draws() -> Iterator[None]:
+def replica_draws() -> Iterator[None]:
     """Context of a replica's call, in which its draws are those of its rows."""
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-    token = _graph_of_call.set(graph)
+    with seeing_draws(_drawn), _set(_graph_of_call, graph):
+        yield
+
+
+@contextlib.contextmanager
+def _set(variable: contextvars.ContextVar[Any], value: Any) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        _graph_of_call.reset(token)
+        variable.reset(token)
 
 
 @once
@@ -104,48 +138,79 @@ def _intercepted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def draw(*args: Any, **kwargs: Any) -> Any:
-        recorder = _recorder.get()
-        if recorder is not None:
-            result = original(*args, **kwargs)
-            recorder.add(result)
-            return result
-        draws = row_draws()
-        if draws is None:
+        make = _making.get()
+        if make is None:
             return original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        given = bound.arguments
-        length = length_of(given)
-        if not _is_in(_graph_of_call.get()):
-            if isinstance(draws, DrawsByLength):
-                _refuse_rows(name, draws, length)
-            return original(*args, **kwargs)
-        if isinstance(draws, DrawsByLength) and not draws.is_static(length):
-            rows = next_in_program(draws, length, given)
-        else:
-            rows = draws.next_draw(length)
-        if rows is None:
-            return original(*args, **kwargs)
-        return own_entries(name, original, given, rows)
+        return make(name, original, bound.arguments)
 
     return draw
 
 
-def _refuse_rows(name: str, draws: DrawsByLength, length: int | None) -> None:
+def _drawn(draw: KerasDraw, draws: RowDraws) -> Any:
+    """A draw on a replica."""
+    if not _is_in(_graph_of_call.get()):
+        if isinstance(draws, DrawsOfRun):
+            _refuse_rows(draw, draws)
+        return draw.call()
+    rows = _rows_of(draw, draws)
+    if rows is None:
+        return draw.call()
+    with drawing_entries(rows):
+        return draw.call()
+
+
+def drawing_entries(rows: OwnRows) -> contextlib.AbstractContextManager[None]:
+    """Context in which `tf.random.stateless_*` draw these entries of axis 0."""
+
+    def make(name: str, original: Any, given: dict[str, Any]) -> Any:
+        return own_entries(name, original, given, rows)
+
+    return _set(_making, make)
+
+
+def _rows_of(draw: KerasDraw, draws: RowDraws) -> OwnRows | None:
+    """The entries of a draw; None if all rows share it."""
+    length = _length_of(draw)
+    if not isinstance(draws, DrawsOfRun) or draws.rows is None:
+        return draws.next_draw(length if isinstance(length, int) else None)
+    if length is None or (isinstance(length, int) and isinstance(draws.rows.own, int)):
+        return draws.next_draw(length)
+    return rows_of_length(draws.rows, length)
+
+
+def _length_of(draw: KerasDraw) -> Any:
+    """The entries of axis 0: int, or a scalar of a program; None without axes."""
+    shape = draw.shape
+    rank = shape.shape[0] if tf.is_tensor(shape) else len(shape)
+    if not rank:
+        return None
+    size = shape[0]
+    if size is None:
+        given = draw.given.get("logits", draw.given.get("inputs"))
+        return tf.shape(given)[0]
+    static = tf.get_static_value(size) if tf.is_tensor(size) else size
+    return size if static is None else int(static)
+
+
+def _refuse_rows(draw: KerasDraw, draws: DrawsOfRun) -> None:
     """Raises an error for a draw with rows in a `tf.function` within `run`.
 
     Its trace is called by all replicas, and with other rows.
     """
-    if draws.rows is None:
+    length = _length_of(draw)
+    if draws.rows is None or length is None:
         return
-    if length is not None and draws.is_static(length) and not draws.next_draw(length):
+    is_known = isinstance(length, int) and isinstance(draws.rows.own, int)
+    if is_known and length != draws.rows.own:
         return
     raise ContextError(
-        f"`{name}` draws {'rows' if length is None else f'{length} rows'} of random "
-        "numbers in a `tf.function` that is called in `run`, which would be the same "
-        "on all replicas. Omit the inner `tf.function`, since a `ks.function` around "
-        "`run` compiles what it calls, or draw outside of it and pass the numbers as "
-        "an argument."
+        f"`keras.random.{draw.name}` draws {length if is_known else 'the'} rows of "
+        "random numbers in a `tf.function` that is called in `run`, which would be the "
+        "same on all replicas. Omit the inner `tf.function`, since a `ks.function` "
+        "around `run` compiles what it calls, or draw outside of it and pass the "
+        "numbers as an argument."
     )
 
 

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from keras_strategies.engines.tensorflow.compat.programs import is_compiled_by_xla
 from keras_strategies.errors import BatchError
-from keras_strategies.runtime.data_parallel.row_draws import OwnRows
+from keras_strategies.runtime.random_numbers.row_draws import OwnRows
 
 #: A function that makes a random operation, and its arguments by name.
 Draw = Callable[..., Any]
@@ -69,37 +69,21 @@ def length_of(given: Arguments) -> int | None:
     return int(sizes[0])
 
 
-def rows_of_length(rows: OwnRows | None, given: Arguments) -> OwnRows | None:
-    """The entries of a draw of which the length is known in a step only."""
-    is_choice = "logits" in given
-    if rows is None or not (is_choice or _rank(given["shape"])):
-        return None
-    shape = tf.shape(given["logits"]) if is_choice else given["shape"]
-    with _scalars():
-        length = tf.cast(tf.convert_to_tensor(shape)[0], tf.int64)
-        before, own, total = (
-            tf.cast(each, tf.int64) for each in (rows.before, rows.own, rows.total)
-        )
-        multiple = tf.where(own > 1, length // tf.maximum(own, 1), 1)
-        are_rows = (own > 0) & (multiple > 0) & (length == multiple * own)
-        return entries_in_program(
-            OwnRows(before, own, total), tf.where(are_rows, multiple, 0), length
-        )
-
-
-def entries_in_program(rows: OwnRows, multiple: Any, length: Any) -> OwnRows:
-    """The entries of a draw of which a step knows whether it has rows.
+def rows_of_length(rows: OwnRows, length: Any) -> OwnRows:
+    """The entries of a draw of which a step knows whether it is as long as the rows.
 
     Args:
         rows: the replica's rows.
-        multiple: int64 scalar, the entries of axis 0 for each row; 0 without rows.
-        length: int, or int64 scalar, what the replica draws.
+        length: int, or integer scalar, what the replica draws.
     """
     with _scalars():
-        before, total = (tf.cast(n, tf.int64) for n in (rows.before, rows.total))
-        length = tf.cast(length, tf.int64)
+        before, own, total, length = (
+            tf.cast(each, tf.int64)
+            for each in (rows.before, rows.own, rows.total, length)
+        )
+        has_rows = length == own
         return OwnRows(
-            before * multiple, length, tf.where(multiple > 0, total * multiple, length)
+            tf.where(has_rows, before, 0), length, tf.where(has_rows, total, length)
         )
 
 
@@ -269,11 +253,7 @@ _OWN_ENTRIES: dict[str, Callable[[Draw, Arguments, OwnRows], Any]] = {
     "stateless_random_normal_v2": _by_counter(is_other_in_xla=True),
     "stateless_truncated_normal_v2": _by_counter(_RESERVED, is_other_in_xla=True),
     "stateless_random_uniform_int_v2": _by_counter(),
-    "stateless_random_uniform_full_int_v2": _by_counter(),
     "stateless_random_gamma_v3": _gamma,
     "stateless_random_binomial": _of_all_rows({"counts": 0.0, "probs": 0.0}),
-    "stateless_random_poisson": _of_all_rows({"lam": 1.0}),
-    # Its numbers depend on the parameters of other rows, which proofs refuse.
-    "stateless_parameterized_truncated_normal": _of_all_rows({}),
     "stateless_multinomial": _choices,
 }

@@ -26,9 +26,9 @@ from keras_strategies.engines.torch.devices import (
     torch_device,
 )
 from keras_strategies.engines.torch.own_rows.own_batches import OwnBatchPlacer
+from keras_strategies.engines.torch.random_numbers.row_numbers import partitioned_step
 from keras_strategies.engines.torch.replicas.replica_threads import ReplicaThreads
 from keras_strategies.engines.torch.replicas.replica_variables import ReplicaVariables
-from keras_strategies.engines.torch.replicas.row_numbers import partitioned_step
 from keras_strategies.engines.torch.rollback import TorchRollback
 from keras_strategies.engines.torch.row_proofs.call_recording import error_text
 from keras_strategies.engines.torch.step_memory import step_peak
@@ -40,7 +40,6 @@ from keras_strategies.keras_compat.models.input_adapters import (
     own_part,
 )
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
-from keras_strategies.keras_compat.models.row_wise_layers import only_keras_draws
 from keras_strategies.keras_compat.variables.values import raw_value, set_raw_value
 from keras_strategies.runtime.data_parallel.layer_call import DataParallelCall
 from keras_strategies.runtime.data_parallel.row_parts import has_row_parts
@@ -156,7 +155,7 @@ class TorchTrainer(FitDriver):
         workers = self.placement.workers
         call = self._call
         if self._partitions_draws and not model.jit_compile:
-            function = _partitioned(function, only_keras_draws(model))
+            function = _partitioned(function)
         if call is None:
             return function
 
@@ -234,13 +233,11 @@ def counted(
     return replace(cost, peak=peak + others, source=source)
 
 
-def _partitioned(
-    function: Callable[..., Any], only_of_keras: bool
-) -> Callable[..., Any]:
+def _partitioned(function: Callable[..., Any]) -> Callable[..., Any]:
     """A step in which random numbers are drawn in blocks of rows."""
 
     def step(data: Any) -> Any:
-        with partitioned_step(only_of_keras):
+        with partitioned_step():
             return function(data)
 
     return step

@@ -76,25 +76,6 @@ def hook_jax_placement(
     patching.install("jax workers")
 
 
-class _Draws:
-    draw: Callable[..., Any]
-
-
-def hook_draws(draw: Callable[..., Any]) -> None:
-    """Installs a hook for draws of `keras.random`.
-
-    Args:
-        draw: called as `draw(original, *args, **kwargs)` in place of a function that
-            draws.
-    """
-    _Draws.draw = draw
-    patching.install("jax replicas")
-
-
-def draw(original: Any, *args: Any, **kwargs: Any) -> Any:
-    return _Draws.draw(original, *args, **kwargs)
-
-
 class _Convolutions:
     grouped: Callable[..., Any]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -16,25 +15,6 @@ def distribution_class() -> Any:
     from keras.src.distribution.distribution_lib import Distribution
 
     return Distribution
-
-
-class _Draws:
-    draw: Callable[..., Any]
-
-
-def draws_through(draw: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
-    """Context in which functions of `keras.random` are called through another one.
-
-    Args:
-        draw: called as `draw(original, *args, **kwargs)`; always the same function,
-            since the context holds for all threads.
-    """
-    _Draws.draw = draw
-    return patching.installed_while("torch draws")
-
-
-def drawn(original: Any, *args: Any, **kwargs: Any) -> Any:
-    return _Draws.draw(original, *args, **kwargs)
 
 
 def repeat(original: Any, x: Any, repeats: Any, axis: int | None = None) -> Any:

@@ -13,10 +13,8 @@ from typing import Any
 
 import keras
 
-from keras_strategies.keras_compat.models.building import given_metrics
 from keras_strategies.keras_compat.models.layers import (
     rematerializes,
-    sublayers,
     wraps_activation,
 )
 from keras_strategies.keras_compat.strategy_attribute import STRATEGY_ATTRIBUTE
@@ -243,45 +241,6 @@ def is_row_wise(layer: Any, ranks: Sequence[int]) -> bool:
     inner, fewer = _inner_layers(layer)
     below = [rank - fewer for rank in ranks]
     return all(is_row_wise(each, below) for each in inner)
-
-
-def only_keras_draws(model: Any) -> bool:
-    """Whether no code of the user's runs in the steps of a model.
-
-    Only functions of `keras.random` draw random numbers then. False for models that
-    cannot be followed.
-    """
-    # A model that was not compiled has no loss and no optimizer.
-    compiled = [getattr(model, name, None) for name in ("loss", "optimizer")]
-    parts = [*compiled, model.metrics, given_metrics(model)]
-    for part in keras.tree.flatten(parts):
-        if part is None or isinstance(part, (str, int, float)):
-            continue
-        # Functions in `LossFunctionWrapper` and `MeanMetricWrapper`.
-        inner = getattr(part, "_fn", getattr(part, "fn", part))
-        if not (_is_of_keras(part) and _is_of_keras(inner)):
-            return False
-    return all(map(_only_keras_calls, sublayers(model)))
-
-
-def _only_keras_calls(layer: Any) -> bool:
-    classes = [
-        kind
-        for kind in type(layer).__mro__
-        if "_keras_strategies_kind" not in vars(kind)
-    ]
-    packages = ("keras", "keras_strategies", "torch", "builtins", "abc")
-    if any(kind.__module__.partition(".")[0] not in packages for kind in classes):
-        return False
-    if "call" in vars(layer) or not _has_known_functions(layer):
-        return False
-    return not _is_container(layer) or all(map(_is_of_keras, _operations(layer)))
-
-
-def _is_of_keras(value: Any) -> bool:
-    """Whether a function, or the class of an object, is Keras's or of this package."""
-    module = getattr(value, "__module__", None) or type(value).__module__
-    return module.partition(".")[0] in ("keras", "keras_strategies")
 
 
 def _is_container(layer: Any) -> bool:

@@ -38,7 +38,6 @@ from keras_strategies.runtime.data_parallel.replica_executor import (
     LayerCallDriver,
     ReplicaExecutor,
 )
-from keras_strategies.runtime.data_parallel.row_draws import OwnRows, drawing
 from keras_strategies.runtime.data_parallel.row_parts import parts_of
 from keras_strategies.runtime.data_parallel.split_plan import (
     Channel,
@@ -48,6 +47,7 @@ from keras_strategies.runtime.data_parallel.split_plan import (
     losses_of,
     outputs_of,
 )
+from keras_strategies.runtime.random_numbers.row_draws import OwnRows, drawing
 from keras_strategies.runtime.replicas.tensor_primitives import is_float
 from keras_strategies.runtime.row_proofs.layer_calls import LayerCall
 from keras_strategies.runtime.row_proofs.row_placements import SAME, RowKind

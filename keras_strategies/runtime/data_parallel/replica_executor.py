@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from keras_strategies.runtime.data_parallel.gradient_boundary import GradientBoundary
-from keras_strategies.runtime.data_parallel.row_draws import OwnRows
 from keras_strategies.runtime.data_parallel.split_plan import (
     OutputActivation,
     SplitPlan,
 )
+from keras_strategies.runtime.random_numbers.row_draws import OwnRows
 from keras_strategies.runtime.replicas.replica_set import RowSplit
 from keras_strategies.runtime.row_proofs.layer_calls import LayerCall
 from keras_strategies.runtime.row_proofs.row_prover import RowProver

@@ -16,8 +16,8 @@ import keras
 
 from keras_strategies.devices import Device
 from keras_strategies.errors import BatchError
-from keras_strategies.runtime.data_parallel.row_draws import OwnRows, ProvedDraws
 from keras_strategies.runtime.data_parallel.row_parts import RowPartsCaller
+from keras_strategies.runtime.random_numbers.row_draws import OwnRows, ProvedDraws
 from keras_strategies.runtime.replicas.local_reduction import LocalReduction
 from keras_strategies.runtime.replicas.replica_set import RowSplit
 from keras_strategies.runtime.replicas.tensor_primitives import (

@@ -10,16 +10,14 @@ from typing import TYPE_CHECKING, Any
 from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime import context
-from keras_strategies.runtime.data_parallel.draw_lengths import (
-    DrawHistory,
-    EarlierDraws,
-)
-from keras_strategies.runtime.data_parallel.row_draws import (
+from keras_strategies.runtime.drivers import RunDriver
+from keras_strategies.runtime.random_numbers.row_draws import (
+    DrawsOfRun,
+    OwnRows,
     RowDraws,
     drawing,
     rows_of_arguments,
 )
-from keras_strategies.runtime.drivers import RunDriver
 from keras_strategies.runtime.replicas.collectives import ReplicaCollectives
 from keras_strategies.runtime.replicas.gradient_sums import (
     rounded,
@@ -28,7 +26,6 @@ from keras_strategies.runtime.replicas.gradient_sums import (
 )
 from keras_strategies.runtime.replicas.local_reduction import LocalReduction
 from keras_strategies.runtime.replicas.replica_set import ReplicaSet
-from keras_strategies.runtime.replicas.run_draws import RunDraws
 from keras_strategies.runtime.replicas.tensor_primitives import TensorPrimitives
 from keras_strategies.runtime.state import run_state
 from keras_strategies.runtime.state.local_values import LocalValues, ValueStorage
@@ -39,7 +36,9 @@ if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
 
 #: Sent by a worker where no argument of a replica has rows.
-NO_ROWS = -1
+_NO_ROWS = -1
+#: Returns the rows of all replicas of a run, an empty list without any.
+RowsOfRun = Callable[[], Sequence[Any]]
 
 
 class ReplicaRun(RunDriver):
@@ -71,8 +70,6 @@ class ReplicaRun(RunDriver):
         self.on_read_values = LocalValues(
             self.replica_set, self.placement, self._storage
         )
-        # A new worker has none of the earlier runs.
-        self._draws = DrawHistory()
 
     # Implemented by engines.
 
@@ -110,38 +107,26 @@ class ReplicaRun(RunDriver):
 
     # Runs.
 
-    def rows_and_earlier_draws(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[tuple[Any, ...]],
-        kwargs: Sequence[dict[str, Any]],
-    ) -> tuple[list[Any], EarlierDraws]:
-        """The rows of each local replica, and the draws of earlier runs."""
-        calls = list(zip(args, kwargs, strict=True))
-        return rows_of_arguments(calls), self._draws.of(fn, calls)
-
-    def draws_of(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[tuple[Any, ...]],
-        kwargs: Sequence[dict[str, Any]],
-    ) -> RunDraws:
-        """The draws of the local replicas in a run. Workers call it equally often."""
-        own, earlier = self.rows_and_earlier_draws(fn, args, kwargs)
+    def rows_of(
+        self, args: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]]
+    ) -> RowsOfRun:
+        """The rows of all replicas in a run. Workers call it equally often."""
+        own = rows_of_arguments(list(zip(args, kwargs, strict=True)))
         workers = self.replica_set.workers
         if workers is None:
-            return RunDraws(lambda: own, earlier)
+            return lambda: own
         counts = self.replica_set.counts.by_worker
-        sent = own or [NO_ROWS] * len(self.placement.replicas)
+        sent = own or [_NO_ROWS] * len(self.placement.replicas)
         every = self.replica_set.primitives.all_lengths(sent, workers, counts)
-        found = [] if NO_ROWS in every else list(map(int, every))
-        return RunDraws(lambda: found, earlier, workers)
+        found = [] if _NO_ROWS in every else list(map(int, every))
+        return lambda: found
 
     def tasks(
         self,
         fn: Callable[..., Any],
         args: Sequence[tuple[Any, ...]],
         kwargs: Sequence[dict[str, Any]],
+        rows: RowsOfRun,
         collectives: ReplicaCollectives,
         merging: MergeContext,
         made: CreatedVariables,
@@ -153,12 +138,17 @@ class ReplicaRun(RunDriver):
             replica = context.ReplicaContext(self.strategy, replica_id, collectives)
             state = self._state(i, replica, made)
             merging.states.append(state)
-            draws = merging.draws.of_replica(
-                replica_id, i, self.strategy.partitions_draws
-            )
+            draws = self._draws(replica_id, rows)
             task = self._task(i, fn, own_args, own_kwargs, replica, state, draws)
             found.append(task)
         return found
+
+    def _draws(self, replica_id: int, rows: RowsOfRun) -> DrawsOfRun:
+        def own() -> OwnRows | None:
+            every = rows()
+            return OwnRows.of(every, replica_id) if every else None
+
+        return DrawsOfRun(own, self.strategy.partitions_draws)
 
     def _state(
         self, i: int, replica: context.ReplicaContext, made: CreatedVariables
@@ -195,7 +185,6 @@ class ReplicaRun(RunDriver):
 
     def commit(self, merging: MergeContext) -> None:
         """Assigns the replicas' values to variables."""
-        merging.draws.compare()
         workers, states = self.replica_set.workers, merging.states
         updated = {k: v for state in states for k, (v, _) in state.updates.items()}
         variables = list(updated.values())
@@ -296,12 +285,10 @@ class MergeContext:
 
     Args:
         run: the run of the replicas.
-        draws: their draws.
     """
 
-    def __init__(self, run: ReplicaRun, draws: RunDraws):
+    def __init__(self, run: ReplicaRun):
         self._run = run
-        self.draws = draws
         #: The states of the local replicas.
         self.states: list[RunState] = []
 

@@ -15,15 +15,11 @@ if keras.backend.backend() != "tensorflow":
 
 from keras_strategies.engines.tensorflow.compat import operations  # noqa: E402
 from keras_strategies.engines.tensorflow.intercepted_draws import (  # noqa: E402
+    drawing_entries,
     intercept_draws,
-    seeing_draws,
 )
 from keras_strategies.errors import BatchError  # noqa: E402
-from keras_strategies.runtime.data_parallel.row_draws import (  # noqa: E402
-    OwnRows,
-    ProvedDraws,
-    drawing,
-)
+from keras_strategies.runtime.random_numbers.row_draws import OwnRows  # noqa: E402
 
 SEED = (7, -9)
 ROWS = 13
@@ -78,11 +74,6 @@ DRAWS: dict[str, Draw] = {
     },
     "int32": uniform("int32", minval=-5, maxval=900),
     "int64": uniform("int64", minval=-5, maxval=900),
-    **{
-        f"bits-{dtype}": uniform(dtype, minval=None, maxval=None)
-        for dtype in ("int32", "int64", "uint32", "uint64")
-    },
-    "philox": uniform("float32", alg="philox"),
     "threefry": uniform("float32", alg="threefry"),
     "gamma": lambda shape, rows: random.stateless_gamma(shape, SEED, 0.3),
     "gamma-tail": lambda shape, rows: random.stateless_gamma(
@@ -91,13 +82,6 @@ DRAWS: dict[str, Draw] = {
     "gamma-rows": of_rows(lambda s, p: random.stateless_gamma(s, SEED, p)),
     "binomial": lambda shape, rows: random.stateless_binomial(shape, SEED, 40.0, 0.3),
     "binomial-rows": of_rows(lambda s, p: random.stateless_binomial(s, SEED, 40.0, p)),
-    "poisson": lambda shape, rows: random.stateless_poisson(shape, SEED, 9.0),
-    "poisson-rows": of_rows(lambda s, p: random.stateless_poisson(s, SEED, p * 20)),
-    "parameterized": lambda shape, rows: (
-        random.stateless_parameterized_truncated_normal(
-            [shape[0], 5], SEED, 0.0, [0.5, 1.0, 2.0, 1.0, 1.0], -1.0, 2.0
-        )
-    ),
     "categorical": of_rows(lambda s, p: random.stateless_categorical(p, 3, SEED)),
     "dropout": lambda shape, rows: tf.nn.experimental.stateless_dropout(
         tf.ones(shape), 0.4, SEED
@@ -107,13 +91,10 @@ DRAWS: dict[str, Draw] = {
 
 #: ThreeFry has a kernel in XLA only.
 ON_CPU = [name for name in DRAWS if name != "threefry"]
-#: Entries of axis 0 for each row, where there are several draws: of a key, here.
-MULTIPLES = {"philox": [0, 1]}
 
 
 def own(name: str, width: tuple[int, ...], rows: OwnRows, part: slice) -> Any:
-    draws = ProvedDraws(MULTIPLES.get(name, [1]), rows, "layer")
-    with drawing(draws), seeing_draws():
+    with drawing_entries(rows):
         return DRAWS[name]([rows.own, *width], part)
 
 
@@ -206,17 +187,15 @@ def test_counter_carries() -> None:
         "dtype": tf.float32,
     }
     every = tf.raw_ops.StatelessRandomUniformV2(shape=[8, 4], **options)
-    with drawing(ProvedDraws([1], OwnRows(5, 3, 8), "layer")), seeing_draws():
+    with drawing_entries(OwnRows(5, 3, 8)):
         draw = operations.DRAWS[0][0].stateless_random_uniform_v2
         found = draw(shape=[3, 4], **options)
     assert bits(found) == bits(every[5:])
 
 
 def test_other_number_of_rows() -> None:
-    draws = ProvedDraws([1], OwnRows(0, 4, 8), "layer")
     with (
-        drawing(draws),
-        seeing_draws(),
+        drawing_entries(OwnRows(0, 4, 8)),
         pytest.raises(BatchError, match="placements has 4"),
     ):
         tf.random.stateless_uniform([5, 2], SEED)

@@ -46,11 +46,11 @@ def uniform(x, seed):
 
 
 def in_a_loop(x, seed):
-    state = ops.cast(seed.next(), "int32")
+    state = ops.cast(seed.next(), "float32")
 
     def body(i, total):
-        drawn = tf.random.stateless_normal(tf.shape(x), state + i)
-        return i + 1, total + drawn
+        drawn = random.normal(ops.shape(x), seed=7)
+        return i + 1, total + drawn * (state[1] + tf.cast(i, "float32"))
 
     zeros = tf.zeros_like(x)
     return tf.while_loop(lambda i, total: i < 3, body, (0, zeros))[1]
@@ -58,10 +58,10 @@ def in_a_loop(x, seed):
 
 def in_a_map(x, seed):
     """Noise of all rows for each element, by a loop of TensorFlow."""
-    state = ops.cast(seed.next(), "int32")
+    state = ops.cast(seed.next(), "float32")
     drawn = tf.map_fn(
-        lambda i: tf.random.stateless_uniform(tf.shape(x), state + i),
-        tf.constant([1, 2]),
+        lambda i: random.uniform(ops.shape(x), seed=7) * (state[1] + i),
+        tf.constant([1.0, 2.0]),
         fn_output_signature=tf.float32,
     )
     return tf.reduce_sum(drawn, 0)
@@ -87,16 +87,6 @@ def behind_others(x, seed):
     return many + ops.sum(shared, 0) + random.uniform(ops.shape(x), seed=seed)
 
 
-def of_tf(x, seed):
-    return tf.random.stateless_normal(tf.shape(x), seed.next()) + tf.cast(
-        tf.random.stateless_uniform(
-            tf.shape(x), [1, 2], minval=None, maxval=None, dtype=tf.int32, alg="philox"
-        )
-        // 2**20,
-        tf.float32,
-    )
-
-
 NOISES = {
     "uniform": uniform,
     "dropout": lambda x, seed: random.dropout(x, 0.5, seed=seed),
@@ -108,7 +98,6 @@ NOISES = {
     "map": in_a_map,
     "branch": in_a_branch,
     "others": behind_others,
-    "tf": of_tf,
 }
 
 
@@ -157,7 +146,7 @@ def traces(monkeypatch):
 
 #: In eager mode a loop draws in each iteration, in Python's order.
 NOT_EAGER = ("loop", "map", "branch")
-SUMS = (*NOT_EAGER, "others", "tf")
+SUMS = (*NOT_EAGER, "others")
 
 
 @pytest.mark.parametrize("name", NOISES)
@@ -205,7 +194,7 @@ def test_layers_with_collectives_are_copied(traces):
 
 @tf.function
 def _drawn_in_a_program(x, state):
-    return tf.random.stateless_normal(tf.shape(x), state)
+    return random.normal(ops.shape(x), seed=3) * tf.cast(state[1], "float32")
 
 
 def other_axis(x, seed):
@@ -221,18 +210,16 @@ def other_axis(x, seed):
         (lambda x, seed: tf.nn.dropout(x, 0.5), "stateful generators"),
         (lambda x, seed: _drawn_in_a_program(x, seed.next()), "in a `tf.function`"),
         (
+            lambda x, seed: tf.random.stateless_normal(tf.shape(x), seed.next()),
+            "not by `keras.random`",
+        ),
+        (
             lambda x, seed: tf.raw_ops.StatelessRandomNormal(
                 shape=tf.shape(x), seed=seed.next()
             ),
             "in a `tf.function`",
         ),
         (other_axis, "rows along axis 1"),
-        (
-            lambda x, seed: tf.random.stateless_parameterized_truncated_normal(
-                tf.shape(x), [1, 2], x, 1.0, x - 1.0, x + 2.0
-            ),
-            "parameters of other rows",
-        ),
     ],
 )
 def test_other_numbers_are_drawn_unsplit(draw, reason):
@@ -323,11 +310,11 @@ def test_rows_in_a_function_within_run_are_refused(signature) -> None:
 
     @tf.function(input_signature=signature)
     def noisy(x):
-        return x + tf.random.stateless_normal(tf.shape(x), (1, 2))
+        return x + random.normal(ops.shape(x), seed=1)
 
     @tf.function(input_signature=signature)
     def shifted(x):
-        return x + tf.random.stateless_normal((1, 4), (1, 2))
+        return x + random.normal((1, 4), seed=1) + random.normal((), seed=2)
 
     rows = ks.PerReplica([tf.zeros((3, 4)), tf.zeros((3, 4))])
     with pytest.raises(ks.errors.ContextError, match="Omit the inner"):
@@ -337,17 +324,15 @@ def test_rows_in_a_function_within_run_are_refused(signature) -> None:
     np.testing.assert_array_equal(first, second)
 
 
-def drawn_in_function(strategy, runs, signature):
+def drawn_in_function(strategy, runs, signature, length):
     """What replicas draw in runs of a `tf.function`, each joined."""
     with strategy.scope():
         seed = random.SeedGenerator(3)
 
     def fn(x):
-        return (
-            x
-            + random.uniform(ops.shape(x), seed=seed)
-            + random.normal((3, 1), seed=seed)[0]
-        )
+        shared = ops.sum(random.normal((length, 1), seed=seed), 0)
+        rows = random.uniform(ops.shape(x), seed=seed)
+        return x + rows + random.dropout(ops.ones_like(x), 0.5, seed=seed) + shared
 
     count = strategy.num_replicas_in_sync
     specs = [tf.TensorSpec((None, 4))] * count if signature else None
@@ -361,19 +346,33 @@ def drawn_in_function(strategy, runs, signature):
 
 
 @pytest.mark.parametrize("signature", [False, True])
-@pytest.mark.parametrize("runs", [[(4, 3), (4, 2), (3, 3), (3, 4)]])
-def test_fixed_lengths_in_programs_are_not_rows(signature, runs) -> None:
+def test_draws_in_programs_are_those_of_one_device(signature) -> None:
     """Of programs for any number of rows, and for that of some replicas."""
+    runs = [(4, 3), (4, 2), (3, 3), (3, 0), (1, 4)]
     totals = [(sum(sizes),) for sizes in runs]
-    expected = drawn_in_function(ks.OneDeviceStrategy("cpu:0"), totals, signature)
+    expected = drawn_in_function(ks.OneDeviceStrategy("cpu:0"), totals, signature, 9)
     strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
-    found = drawn_in_function(strategy, runs, signature)
+    found = drawn_in_function(strategy, runs, signature, 9)
     for one, other in zip(expected, found, strict=True):
         np.testing.assert_allclose(other, one, atol=1e-6)
 
 
-@pytest.mark.parametrize("runs", [[(3, 3), (4, 3)], [(3, 3), (4, 4), (5, 5)]])
-def test_programs_for_any_rows_do_not_change_which_lengths_are_fixed(runs) -> None:
+@pytest.mark.parametrize("signature", [None, [tf.TensorSpec((None, 4))] * 2])
+def test_a_fixed_length_in_a_program_may_be_that_of_the_rows(signature) -> None:
+    """One rule, whether the trace knows the number of rows or a step: 3 of 3."""
     strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
-    with pytest.raises(ks.errors.ContextError, match="in an earlier run"):
-        drawn_in_function(strategy, runs, False)
+
+    @tf.function(input_signature=signature)
+    def step(*rows):
+        results = strategy.run(
+            lambda x: random.normal((3, 4), seed=5),
+            args=(ks.PerReplica(list(rows)),),
+        )
+        return tf.stack(strategy.experimental_local_results(results))
+
+    shared = step(tf.zeros((4, 4)), tf.zeros((4, 4)))
+    expected = random.normal((3, 4), seed=5)
+    np.testing.assert_allclose(shared, tf.stack([expected, expected]), atol=1e-6)
+    of_rows = step(tf.zeros((3, 4)), tf.zeros((3, 4)))
+    expected = random.normal((6, 4), seed=5)
+    np.testing.assert_allclose(of_rows, tf.reshape(expected, (2, 3, 4)), atol=1e-6)

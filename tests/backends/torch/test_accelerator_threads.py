@@ -139,9 +139,9 @@ def weights_of_noisy(strategy: Any) -> Any:
 
 
 def test_partitioned_numbers_of_an_accelerator(monkeypatch: Any) -> None:
-    from keras_strategies.engines.torch.replicas import partitioned_draws
+    from keras_strategies.engines.torch.random_numbers import block_draws
 
-    monkeypatch.setattr(partitioned_draws, "_ACCELERATOR_BLOCK", 12)
+    monkeypatch.setattr(block_draws, "_ACCELERATOR_BLOCK", 12)
     expected = weights_of_noisy(ks.OneDeviceStrategy("gpu:0"))
     found = weights_of_noisy(ks.MirroredStrategy(["gpu:0", "gpu:1"]))
     assert_same(expected, found, 1e-5, "two accelerators")

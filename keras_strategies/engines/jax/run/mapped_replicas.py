@@ -36,7 +36,6 @@ from keras_strategies.engines.jax.run.traced_replica_state import (
     merged_value,
 )
 from keras_strategies.runtime import context
-from keras_strategies.runtime.data_parallel.draw_lengths import EarlierDraws
 from keras_strategies.runtime.state import run_state
 
 
@@ -48,7 +47,6 @@ class MappedReplicas(TracedReplicas):
         fn: the function.
         arguments: those of all replicas.
         refs: the state that the function reads, as far as known.
-        earlier: its draws in earlier runs.
     """
 
     def __init__(
@@ -57,14 +55,12 @@ class MappedReplicas(TracedReplicas):
         fn: Callable[..., Any],
         arguments: ReplicaArguments,
         refs: list[StateRef],
-        earlier: EarlierDraws,
     ):
         self._mesh = mesh
         self._axis = mesh.axis
         self._fn = fn
         self._arguments = arguments
         self._refs = refs
-        self._earlier = earlier
         self._blocks: dict[Any, Any] = {}
         self.missing: dict[Any, StateRef] = {}
         # Whether the trace has read the number of the replica.

@@ -54,13 +54,9 @@ from keras_strategies.engines.jax.run.switched_replicas import (
 )
 from keras_strategies.engines.jax.run.traced_replica_state import MergedState
 from keras_strategies.errors import ContextError
-from keras_strategies.keras_compat.backends.keras_on_jax import hook_draws
 from keras_strategies.keras_compat.state_scope import current_policy
 from keras_strategies.runtime import context
-from keras_strategies.runtime.data_parallel.draw_lengths import (
-    DrawHistory,
-    EarlierDraws,
-)
+from keras_strategies.runtime.random_numbers.keras_draws import seeing_draws
 from keras_strategies.runtime.replicas.collectives import SingleReplica
 from keras_strategies.runtime.state.run_state import CREATE_ONCE
 
@@ -113,7 +109,6 @@ class ReplicaProgram:
         # over other values.
         self._known: dict[Any, dict[Any, StateRef]] = {}
         self._branches: dict[Any, Branches] = {}
-        self._draws = DrawHistory()
 
     def __call__(
         self,
@@ -122,7 +117,15 @@ class ReplicaProgram:
         kwargs: Sequence[dict[str, Any]],
     ) -> list[Any]:
         """The replicas' results, in a trace."""
-        hook_draws(drawn)
+        with seeing_draws(drawn):
+            return self._results(fn, args, kwargs)
+
+    def _results(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[tuple[Any, ...]],
+        kwargs: Sequence[dict[str, Any]],
+    ) -> list[Any]:
         state = current_policy()
         program = current_program()
         if isinstance(state, MergedState):
@@ -146,13 +149,12 @@ class ReplicaProgram:
         own = taken_apart([[list(own) for own in args], list(kwargs)])
         arguments = ReplicaArguments.of(*own)
         key = (code_of(fn), arguments.signature)
-        earlier = self._draws.of(fn, (args, kwargs))
         on_parts = with_composite_values(fn)
         if arguments.differs_otherwise:
             raise of_arguments(fn, arguments)
         trace = self._sharded if arguments.is_uniform else self._switched
         try:
-            results = trace(key, state, program, on_parts, arguments, earlier)
+            results = trace(key, state, program, on_parts, arguments)
         except NumberNeededError as error:
             raise of_replica_number(fn, error.error) from error.error
         except NotUniformError as error:
@@ -166,14 +168,11 @@ class ReplicaProgram:
         program: ProgramState,
         fn: Callable[..., Any],
         arguments: ReplicaArguments,
-        earlier: EarlierDraws,
     ) -> list[Any]:
         known = self._known.get(key)
         refs = known or {}
         for _ in range(MAX_TRACES):
-            replicas = ShardMapReplicas(
-                self._mesh, fn, arguments, list(refs.values()), earlier
-            )
+            replicas = ShardMapReplicas(self._mesh, fn, arguments, list(refs.values()))
             mapped = replicas.mapped()
             inputs = replicas.inputs(state, program)
             is_first = known is None and not refs
@@ -199,13 +198,12 @@ class ReplicaProgram:
         program: ProgramState,
         fn: Callable[..., Any],
         arguments: ReplicaArguments,
-        earlier: EarlierDraws,
     ) -> list[Any]:
         if len(self._mesh.mesh.axis_names) > 1:
             raise NotUniformError("each replica has several devices, along a mesh axis")
         known = self._branches.get(key, Branches())
         for _ in range(MAX_TRACES):
-            replicas = SwitchedReplicas(self._mesh, fn, arguments, earlier, known)
+            replicas = SwitchedReplicas(self._mesh, fn, arguments, known)
             mapped, inputs = replicas.mapped(), replicas.inputs(state, program)
             if replicas.is_first:
                 _shape_inference(mapped)(*inputs)

@@ -8,79 +8,41 @@ fuses the two, so that what others draw costs arithmetic and no memory. Function
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax import lax
 from jax import numpy as jnp
 
-from keras_strategies.runtime.data_parallel.draw_lengths import DrawLengths
-from keras_strategies.runtime.data_parallel.row_draws import (
-    DrawsByLength,
+from keras_strategies.runtime.random_numbers.keras_draws import KerasDraw, own_of_all
+from keras_strategies.runtime.random_numbers.row_draws import (
+    DrawsOfRun,
     OwnRows,
-    row_draws,
+    RowDraws,
 )
 
 
-def draws_of(
-    parts: Sequence[Sequence[Any]],
-    replica: Any,
-    is_uniform: bool,
-    lengths: DrawLengths,
-) -> DrawsByLength:
-    """The draws of a replica.
+def draws_of(parts: Sequence[Sequence[Any]], replica: Any) -> DrawsOfRun:
+    """The draws of a replica in the trace of all, which have equal shapes.
 
     Args:
         parts: for each array argument that replicas do not share, those of all.
-        replica: int, the replica; a traced scalar in one trace of all.
-        is_uniform: bool, whether all replicas have the same shapes.
-        lengths: those of all replicas of the run.
+        replica: scalar of the trace, the replica.
     """
-    columns = (part for part in parts if all(each.ndim for each in part))
-    rows = next(([each.shape[0] for each in column] for column in columns), None)
-    own = None
-    if rows is not None and is_uniform:
-        own = OwnRows(replica * rows[0], rows[0], sum(rows))
-    elif rows is not None:
-        own = OwnRows.of(rows, replica)
-    return DrawsByLength(lambda: own, lengths)
+    rows = next((part[0].shape[0] for part in parts if part[0].ndim), None)
+    own = None if rows is None else OwnRows(replica * rows, rows, rows * len(parts[0]))
+    return DrawsOfRun(lambda: own)
 
 
-def drawn(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A function of `keras.random` on the replica that this thread traces."""
-    draws = row_draws()
-    if draws is None:
-        return original(*args, **kwargs)
-    bound = inspect.signature(original).bind(*args, **kwargs)
-    rows = draws.next_draw(_length(bound.arguments))
-    if rows is None:
-        return original(*args, **kwargs)
-    given = {
-        name: (rows.total, *value[1:])
-        if name == "shape"
-        else value
-        if name == "noise_shape"
-        else _padded(value, rows)
-        for name, value in bound.arguments.items()
-    }
-    whole = original(**given)
-    return lax.dynamic_slice_in_dim(whole, rows.before, rows.own)
+def drawn(draw: KerasDraw, draws: RowDraws) -> Any:
+    """A draw on the replica that this thread traces."""
+    rows = draws.next_draw(draw.length)
+    return draw.call() if rows is None else own_of_all(draw, rows, _padded, _own)
 
 
-def _length(arguments: dict[str, Any]) -> int | None:
-    """The length of axis 0 of what a function draws; None without axes."""
-    if "shape" in arguments:
-        shape = tuple(arguments["shape"])
-    elif "logits" in arguments:
-        shape = arguments["logits"].shape
-    else:
-        shape = arguments["inputs"].shape
-        noise = arguments.get("noise_shape")
-        if noise is not None and noise[0] is not None:
-            return None  # All rows share the noise.
-    return int(shape[0]) if shape else None
+def _own(value: Any, rows: OwnRows) -> Any:
+    return lax.dynamic_slice_in_dim(value, rows.before, rows.own)
 
 
 def _padded(value: Any, rows: OwnRows) -> Any:

@@ -30,8 +30,7 @@ from keras_strategies.engines.jax.run.traced_replica_state import (
     current_replica_state,
 )
 from keras_strategies.runtime import context
-from keras_strategies.runtime.data_parallel.draw_lengths import DrawLengths
-from keras_strategies.runtime.data_parallel.row_draws import drawing
+from keras_strategies.runtime.random_numbers.row_draws import drawing
 from keras_strategies.runtime.replicas.collectives import MergeArguments
 from keras_strategies.types import ReduceOp
 from keras_strategies.values import DistributedValues, PerReplica, map_structure
@@ -97,8 +96,7 @@ class ShardMapReplicas(MappedReplicas):
             for part, every in zip(parts, self._arguments.parts, strict=True)
         ]
         args, kwargs = self._arguments.build(replicated, components)
-        lengths = DrawLengths(self._earlier)
-        draws = draws_of(self._arguments.parts, self._replica_id, True, lengths)
+        draws = draws_of(self._arguments.parts, self._replica_id)
         with context.on_replica(replica), own.scope(), drawing(draws):
             result = self._call(args, kwargs)
             outputs = self._sorted_outputs(result)

@@ -39,12 +39,8 @@ from keras_strategies.engines.jax.run.traced_replica_state import (
     current_replica_state,
 )
 from keras_strategies.runtime import context
-from keras_strategies.runtime.data_parallel.draw_lengths import (
-    DrawLengths,
-    EarlierDraws,
-)
-from keras_strategies.runtime.data_parallel.row_draws import (
-    DrawsByLength,
+from keras_strategies.runtime.random_numbers.row_draws import (
+    DrawsOfRun,
     OwnRows,
     drawing,
 )
@@ -94,7 +90,7 @@ class SwitchedReplicas(MappedReplicas):
     """A function on replicas whose arguments differ in their numbers of rows.
 
     Args:
-        mesh, fn, arguments, earlier: see `MappedReplicas`.
+        mesh, fn, arguments: see `MappedReplicas`.
         known: what is known of its branches.
     """
 
@@ -103,10 +99,9 @@ class SwitchedReplicas(MappedReplicas):
         mesh: ReplicaMesh,
         fn: Callable[..., Any],
         arguments: ReplicaArguments,
-        earlier: EarlierDraws,
         known: Branches,
     ):
-        super().__init__(mesh, fn, arguments, list(known.refs.values()), earlier)
+        super().__init__(mesh, fn, arguments, list(known.refs.values()))
         self._known = known
         shapes = [tuple(part.shape for part in own) for own in self._columns()]
         self._kinds = list(dict.fromkeys(shapes))
@@ -194,14 +189,11 @@ class SwitchedReplicas(MappedReplicas):
         parts: list[Any],
     ) -> tuple[list[Any], ...]:
         self._take_state(state, stacks)
-        lengths = DrawLengths(self._earlier)
         replica_id = lax.axis_index(self._axis)
         self._branches = [_Branch(i) for i in range(len(self._kinds))]
 
         def on(branch: _Branch) -> Callable[[], Any]:
-            return lambda: self._on_branch(
-                branch, replica_id, replicated, parts, lengths
-            )
+            return lambda: self._on_branch(branch, replica_id, replicated, parts)
 
         if self.is_first:
             for branch in self._branches:
@@ -226,7 +218,6 @@ class SwitchedReplicas(MappedReplicas):
         replica_id: Any,
         shared: list[Any],
         parts: list[Any],
-        lengths: DrawLengths,
     ) -> tuple[list[Any], list[list[Any]], list[Any]]:
         """Results, gradients and assigned values of a replica in a branch."""
         components = [
@@ -236,7 +227,7 @@ class SwitchedReplicas(MappedReplicas):
         args, kwargs = self._arguments.build(shared, components)
         own = self._state_of(replica_id)
         self._branch, self._gradients = branch, []
-        draws = DrawsByLength(lambda: self._rows_of(branch, replica_id), lengths)
+        draws = DrawsOfRun(lambda: self._rows_of(branch, replica_id))
         try:
             with context.on_replica(own.replica), own.scope(), drawing(draws):
                 result = self._call(args, kwargs)

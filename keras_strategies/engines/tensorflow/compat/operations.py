@@ -63,9 +63,7 @@ PRIVATE_NAMES = (
         f"{_PYTHON}.ops.gen_stateless_random_ops",
         (
             "stateless_multinomial",
-            "stateless_parameterized_truncated_normal",
             "stateless_random_binomial",
-            "stateless_random_poisson",
         ),
         "Random numbers of a replica's rows.",
     ),
@@ -74,7 +72,6 @@ PRIVATE_NAMES = (
         (
             "stateless_random_gamma_v3",
             "stateless_random_normal_v2",
-            "stateless_random_uniform_full_int_v2",
             "stateless_random_uniform_int_v2",
             "stateless_random_uniform_v2",
             "stateless_truncated_normal_v2",
@@ -115,7 +112,7 @@ def replace_failing_kernels(
         setattr(gen_nn_ops, name, replacement(getattr(gen_nn_ops, name)))
 
 
-#: Functions that make stateless random operations, by the module where
+#: Functions that make the random operations of `keras.random`, by the module where
 #: `tf.random.stateless_*` look them up in each call.
 DRAWS = (
     (
@@ -125,7 +122,6 @@ DRAWS = (
             "stateless_random_normal_v2",
             "stateless_truncated_normal_v2",
             "stateless_random_uniform_int_v2",
-            "stateless_random_uniform_full_int_v2",
             "stateless_random_gamma_v3",
         ),
     ),
@@ -133,8 +129,6 @@ DRAWS = (
         gen_stateless_random_ops,
         (
             "stateless_random_binomial",
-            "stateless_random_poisson",
-            "stateless_parameterized_truncated_normal",
             "stateless_multinomial",
         ),
     ),

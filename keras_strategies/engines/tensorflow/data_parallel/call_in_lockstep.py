@@ -31,7 +31,7 @@ from keras_strategies.engines.tensorflow.data_parallel.row_parts import (
     own_rows,
 )
 from keras_strategies.engines.tensorflow.devices import tf_device
-from keras_strategies.engines.tensorflow.intercepted_draws import seeing_draws
+from keras_strategies.engines.tensorflow.intercepted_draws import replica_draws
 from keras_strategies.engines.tensorflow.replicas.captured_variables import (
     CapturedVariable,
 )
@@ -64,13 +64,13 @@ from keras_strategies.runtime.data_parallel.replica_executor import (
     NotOnReplicasError,
     ReplicaExecutor,
 )
-from keras_strategies.runtime.data_parallel.row_draws import OwnRows
 from keras_strategies.runtime.data_parallel.row_parts import parts_of
 from keras_strategies.runtime.data_parallel.split_plan import (
     Channel,
     OutputActivation,
     SplitPlan,
 )
+from keras_strategies.runtime.random_numbers.row_draws import OwnRows
 from keras_strategies.runtime.replicas.tensor_primitives import is_float
 from keras_strategies.runtime.row_proofs.row_placements import SAME, RowKind
 from keras_strategies.runtime.state.replica_state import (
@@ -190,7 +190,7 @@ class CallInLockstep(ReplicaExecutor):
         rows = self._rows(replica_id) if self.plan.proof.draws else None
 
         def run() -> ReplicaResult:
-            with seeing_draws():
+            with replica_draws():
                 return call(slices, self._replica_state(replica_id), rows)
 
         return run

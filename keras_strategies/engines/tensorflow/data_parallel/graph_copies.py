@@ -28,7 +28,7 @@ from keras_strategies.keras_compat.models.layers import (
     set_logits,
     set_mask,
 )
-from keras_strategies.runtime.data_parallel.row_draws import OwnRows
+from keras_strategies.runtime.random_numbers.row_draws import OwnRows
 from keras_strategies.runtime.state.replica_state import ReplicaResult, ReplicaState
 
 

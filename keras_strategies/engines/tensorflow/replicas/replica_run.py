@@ -12,6 +12,7 @@ reads variables as follows, mirrored ones from its own copy:
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +35,7 @@ from keras_strategies.engines.tensorflow.data_parallel.assigned_values import (
 from keras_strategies.engines.tensorflow.devices import tf_device
 from keras_strategies.engines.tensorflow.functions_by_rank import FunctionsByRank
 from keras_strategies.engines.tensorflow.intercepted_draws import (
-    seeing_draws,
+    replica_draws,
 )
 from keras_strategies.engines.tensorflow.replicas.empty_replicas import (
     padding_empty_replicas,
@@ -43,22 +44,18 @@ from keras_strategies.engines.tensorflow.replicas.lockstep_replicas import (
     LockstepCollectives,
     ReplicaEngine,
 )
-from keras_strategies.engines.tensorflow.replicas.program_draws import (
-    Exchange,
-    ProgramDraws,
-)
 from keras_strategies.engines.tensorflow.replicas.replica_reads import reading_on
 from keras_strategies.engines.tensorflow.tensor_primitives import PRIMITIVES
 from keras_strategies.engines.tensorflow.workers.worker_collectives import workers_of
 from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
 from keras_strategies.keras_compat.variables.values import raw_value
+from keras_strategies.runtime.random_numbers.row_draws import rows_of_arguments
 from keras_strategies.runtime.replicas.replica_run import (
-    NO_ROWS,
     MergeContext,
     ReplicaRun,
+    RowsOfRun,
 )
 from keras_strategies.runtime.replicas.replica_set import ReplicaSet
-from keras_strategies.runtime.replicas.run_draws import RunDraws
 from keras_strategies.runtime.state.local_values import ValueStorage
 from keras_strategies.runtime.state.run_state import (
     CreatedVariables,
@@ -73,11 +70,6 @@ def creating_variables(device: str) -> Iterator[None]:
     """Context for new variables that are plain and outlive the current trace."""
     with tf.init_scope(), default_strategy(), tf.device(device):
         yield
-
-
-def _on_cpu(value: Any) -> tf.Variable:
-    with creating_variables("CPU:0"):
-        return tf.Variable(value, trainable=False, name="draws")
 
 
 def _suppress_eager_warning() -> None:
@@ -148,14 +140,14 @@ class TensorFlowRun(ReplicaRun):
             with self._watched():
                 return program(*given)  # type: ignore[no-any-return]
         with self._watched():
-            draws = self._draws_of(fn, args, kwargs)
+            rows = self._rows_of(args, kwargs)
         if not tf.executing_eagerly():
             # AutoGraph converts `if` and `for` on tensors, as in the code around `run`.
             fn = tf.__internal__.autograph.tf_convert(
                 fn, tf.__internal__.autograph.control_status_ctx()
             )
         with self._watched():
-            return self._run(fn, args, kwargs, draws)
+            return self._run(fn, args, kwargs, rows)
 
     def _watched(self) -> contextlib.AbstractContextManager[None]:
         """Raises `WorkerError` if a collective fails because a worker was lost."""
@@ -190,9 +182,9 @@ class TensorFlowRun(ReplicaRun):
         fn: Callable[..., Any],
         args: Sequence[tuple[Any, ...]],
         kwargs: Sequence[dict[str, Any]],
-        draws: RunDraws,
+        rows: RowsOfRun,
     ) -> list[Any]:
-        merging = MergeContext(self, draws)
+        merging = MergeContext(self)
         collectives = LockstepCollectives(
             self.placement.replicas,
             self.placement.variables,
@@ -201,7 +193,7 @@ class TensorFlowRun(ReplicaRun):
             merging,
         )
         made = CreatedVariables()
-        tasks = self.tasks(fn, args, kwargs, collectives, merging, made)
+        tasks = self.tasks(fn, args, kwargs, rows, collectives, merging, made)
         if self.replica_set.counts.total > 1:
             refuse_xla()
         if len(tasks) == 1:
@@ -211,8 +203,6 @@ class TensorFlowRun(ReplicaRun):
         else:
             results = self._engine.run(tasks, collectives)
         self.commit(merging)
-        if isinstance(draws, ProgramDraws):
-            draws.finish()
         return results
 
     @contextlib.contextmanager
@@ -250,27 +240,39 @@ class TensorFlowRun(ReplicaRun):
         with reading_on(device), padding_empty_replicas("CPU" in device):
             yield
 
-    def _draws_of(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[tuple[Any, ...]],
-        kwargs: Sequence[dict[str, Any]],
-    ) -> RunDraws:
-        """The draws of the local replicas in a run, or in a program that is traced."""
+    def _rows_of(
+        self, args: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]]
+    ) -> RowsOfRun:
+        """The rows of all replicas, in a run or in a program that is traced.
+
+        Workers trace programs of their own, at other times, so they exchange rows in
+        each run of the program, if it draws. All rows are those that were exchanged: a
+        worker whose trace knew that it needs none would leave the others waiting.
+        """
         if tf.executing_eagerly():
-            return self.draws_of(fn, args, kwargs)
-        own, earlier = self.rows_and_earlier_draws(fn, args, kwargs)
+            return self.rows_of(args, kwargs)
+        own = rows_of_arguments(list(zip(args, kwargs, strict=True)))
         workers = self.replica_set.workers
-        if workers is None:
-            # One replica has all rows.
-            own = own if len(own) > 1 else []
-            return ProgramDraws(own, earlier, _on_cpu)
-        sent = own or [NO_ROWS] * len(self._devices)
-        exchange = Exchange(workers, self.replica_set.counts.by_worker)
-        return ProgramDraws(sent, earlier, _on_cpu, exchange)
+        if workers is None or not own:
+            return lambda: own
+        graph, counts = tf.compat.v1.get_default_graph(), self.replica_set.counts
+
+        @functools.cache
+        def rows() -> list[Any]:
+            # Draws in a loop need them before the loop.
+            with (
+                graph.as_default(),
+                tf.control_dependencies(None),
+                tf.device("CPU:0"),
+            ):
+                sent = tf.stack([tf.cast(count, tf.int64) for count in own])
+                every = workers.gather_rows(sent, counts.by_worker)
+                return list(tf.unstack(every, counts.total))
+
+        return rows
 
     def seeing_draws(self) -> contextlib.AbstractContextManager[None]:
-        return seeing_draws()
+        return replica_draws()
 
     def merged(self) -> contextlib.AbstractContextManager[Any]:
         return default_strategy()

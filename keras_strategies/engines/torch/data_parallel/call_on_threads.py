@@ -14,17 +14,17 @@ from keras_strategies.engines.torch.cuda_batches import device_rows
 from keras_strategies.engines.torch.data_parallel.assigned_values import assigned_value
 from keras_strategies.engines.torch.data_parallel.worker_sums import WorkerSums
 from keras_strategies.engines.torch.devices import moved, torch_device
-from keras_strategies.engines.torch.replicas.partitioned_draws import ReplicaSeeds
-from keras_strategies.engines.torch.replicas.replica_generators import (
+from keras_strategies.engines.torch.random_numbers.block_draws import ReplicaSeeds
+from keras_strategies.engines.torch.random_numbers.replica_generators import (
     ReplicaGenerators,
     generator_of,
 )
-from keras_strategies.engines.torch.replicas.replica_threads import ReplicaThreads
-from keras_strategies.engines.torch.replicas.replica_variables import ReplicaVariables
-from keras_strategies.engines.torch.replicas.row_numbers import (
+from keras_strategies.engines.torch.random_numbers.row_numbers import (
     partitioned_step,
     seeing_draws,
 )
+from keras_strategies.engines.torch.replicas.replica_threads import ReplicaThreads
+from keras_strategies.engines.torch.replicas.replica_variables import ReplicaVariables
 from keras_strategies.engines.torch.replicas.thread_collectives import (
     ThreadCollectives,
 )
@@ -163,8 +163,7 @@ class CallOnThreads(ReplicaExecutor):
         def run() -> ReplicaResult:
             with contextlib.ExitStack() as stack:
                 if self._draws:
-                    by_type = self.plan.proof.is_by_type
-                    stack.enter_context(seeing_draws(only_of_keras=by_type))
+                    stack.enter_context(seeing_draws())
                 if seeds is not None:
                     stack.enter_context(seeds.of_replica(replica_id))
                 if self._weights is not None:
@@ -330,7 +329,7 @@ class CallOnThreads(ReplicaExecutor):
         """Context in which the unsplit call draws the numbers of the replicas."""
         by_rows: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self.plan.strategy.partitions_draws:
-            by_rows = partitioned_step(only_of_keras=self.plan.proof.is_by_type)
+            by_rows = partitioned_step()
         later = _with_states(generator for generator, _ in self._generators)
         _restore(self._generators)
         try:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch.overrides import TorchFunctionMode
-
-from keras_strategies.engines.torch.replicas.draw_functions import (
-    OF_PARAMETERS,
-    is_draw,
+from keras_strategies.engines.torch.random_numbers.row_numbers import seeing_draws
+from keras_strategies.runtime.random_numbers.keras_draws import (
+    KerasDraw,
+    RecordedDraws,
 )
+from keras_strategies.runtime.random_numbers.row_draws import drawing
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class RecordedDraw:
 
     Args:
         name: str, the function.
-        shape: of the result.
-        has_parameters: whether the number of numbers depends on parameters.
+        shape: of what is drawn.
+        has_parameters: whether the number of numbers depends on parameters of rows.
     """
 
     name: str
@@ -30,8 +30,8 @@ class RecordedDraw:
     has_parameters: bool
 
 
-class DrawRecorder(TorchFunctionMode):
-    """Function mode that records the draws of a call.
+class DrawRecorder(RecordedDraws):
+    """Context that records the draws of a call.
 
     Args:
         observer: its attribute `is_drawing` is True during a draw; None without one.
@@ -43,31 +43,28 @@ class DrawRecorder(TorchFunctionMode):
     def __init__(self, observer: Any = None) -> None:
         super().__init__()
         self._observer = observer
+        self._stack = contextlib.ExitStack()
         self.draws: list[RecordedDraw] = []
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if not is_draw(func, args, kwargs):
-            return func(*args, **kwargs)
-        with self._observed():
-            found = func(*args, **kwargs)
-        first = found[0] if isinstance(found, tuple) else found
-        shape = tuple(map(int, first.shape))
-        self.draws.append(RecordedDraw(func.__name__, shape, func in OF_PARAMETERS))
-        return found
+    def __enter__(self) -> DrawRecorder:
+        self._stack.enter_context(drawing(self))
+        self._stack.enter_context(seeing_draws())
+        return self
 
-    @contextlib.contextmanager
-    def _observed(self) -> Iterator[None]:
-        if self._observer is None:
-            yield
-            return
-        self._observer.is_drawing = True
+    def __exit__(self, *exception: Any) -> None:
+        self._stack.close()
+
+    def recorded(self, draw: KerasDraw) -> Any:
+        if self._observer is not None:
+            self._observer.is_drawing = True
         try:
-            yield
+            found = draw.call()
         finally:
-            self._observer.is_drawing = False
+            if self._observer is not None:
+                self._observer.is_drawing = False
+        shape = tuple(map(int, draw.shape))
+        self.draws.append(RecordedDraw(draw.name, shape, draw.has_parameters_of_rows))
+        return found
 
 
 class DrawsDiffer(Exception):

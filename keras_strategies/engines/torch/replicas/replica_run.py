@@ -5,18 +5,18 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from keras_strategies.engines.torch.compat import is_transformed, version_of
 from keras_strategies.engines.torch.devices import moved, torch_device
-from keras_strategies.engines.torch.replicas.replica_generators import (
+from keras_strategies.engines.torch.random_numbers.replica_generators import (
     ReplicaGenerators,
 )
+from keras_strategies.engines.torch.random_numbers.row_numbers import seeing_draws
 from keras_strategies.engines.torch.replicas.replica_threads import ReplicaThreads
 from keras_strategies.engines.torch.replicas.replica_variables import ReplicaVariables
-from keras_strategies.engines.torch.replicas.row_numbers import RowNumbers
 from keras_strategies.engines.torch.replicas.thread_collectives import (
     ThreadCollectives,
 )
@@ -75,10 +75,13 @@ class TorchRun(ReplicaRun):
                 "derivatives do not pass through replicas. Call the transform inside "
                 "of the function."
             )
-        draws = self.draws_of(fn, args, kwargs)
+        rows = self.rows_of(args, kwargs)
+        kinds = sorted({device.type for device in self._devices})
+        if len(kinds) > 1:
+            rows = functools.partial(_refuse_draws, kinds)
         args = self._on_replicas(args)
         kwargs = self._on_replicas(kwargs)
-        merging = MergeContext(self, draws)
+        merging = MergeContext(self)
         # Replicas share the objects that a function changes, so they take turns.
         collectives = ThreadCollectives(
             self.placement.replicas,
@@ -88,7 +91,7 @@ class TorchRun(ReplicaRun):
             merging,
         )
         made = CreatedVariables()
-        tasks = self.tasks(fn, args, kwargs, collectives, merging, made)
+        tasks = self.tasks(fn, args, kwargs, rows, collectives, merging, made)
         with patching.installed_while(*RunState.patches):
             if len(tasks) == 1:
                 # It runs on this thread, which may be in a step of `fit`.
@@ -122,7 +125,7 @@ class TorchRun(ReplicaRun):
             yield
 
     def seeing_draws(self) -> contextlib.AbstractContextManager[Any]:
-        return RowNumbers({device.type for device in self._devices})
+        return seeing_draws()
 
     def copier(self, replica_id: int) -> Callable[[Any], Any]:
         return functools.partial(self._variables.copy, replica_id)
@@ -146,3 +149,12 @@ class TorchRun(ReplicaRun):
     def version(self, variable: Any) -> tuple[int, int]:
         raw = raw_value(variable)
         return id(raw), version_of(raw)
+
+
+def _refuse_draws(kinds: Sequence[str]) -> NoReturn:
+    """In place of the rows of a run, which its first draw asks for."""
+    raise ContextError(
+        "Random numbers are drawn on replicas with devices of different kinds "
+        f"({', '.join(kinds)}), which have other generators. Give the strategy devices "
+        "of one kind, or draw outside of `run` and pass the numbers as an argument."
+    )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from keras_strategies.devices import Device
-from keras_strategies.engines.torch.replicas.replica_generators import (
+from keras_strategies.engines.torch.random_numbers.replica_generators import (
     ReplicaGenerators,
 )
 from keras_strategies.engines.torch.tensor_primitives import PRIMITIVES

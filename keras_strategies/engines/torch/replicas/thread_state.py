@@ -36,7 +36,7 @@ has that of the call of `backward`.
   replica's device.
 - Random numbers: those of own rows (`row_numbers.py`). Replicas that draw take turns,
   each with its own states of the process's generators (`replica_generators.py`); in
-  calls of Keras's own layers each takes its seeds from a copy (`partitioned_draws.py`).
+  calls of Keras's own layers each takes its seeds from a copy (`block_draws.py`).
 - Profiler (`ThreadLocalDebugInfo`, `RecordFunction`): not carried; a profile needs
   `profile_all_threads`; no number depends on it.
 - `view_replay`, Python dispatcher, functionalization: not carried; only used while a

@@ -45,7 +45,7 @@ from keras_strategies.keras_compat.variables.generator_seeds import (
     is_seed_state,
     substitute_global_generator,
 )
-from keras_strategies.runtime.data_parallel.row_draws import drawing
+from keras_strategies.runtime.random_numbers.row_draws import drawing
 from keras_strategies.runtime.row_proofs.known_calls import (
     KnownCalls,
     UnknownUse,

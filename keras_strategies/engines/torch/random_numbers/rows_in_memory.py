@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from keras_strategies.runtime.data_parallel.row_draws import OwnRows
+from keras_strategies.runtime.random_numbers.row_draws import OwnRows
 
 
 def padded_rows(value: torch.Tensor, rows: OwnRows) -> torch.Tensor:

@@ -14,16 +14,15 @@ if keras.backend.backend() != "torch":
     pytest.skip("tests of the Torch backend", allow_module_level=True)
 
 import torch
-from torch.nn import functional
 
 import keras_strategies as ks
 from keras_strategies.engines.torch.data_parallel.call_on_threads import CallOnThreads
-from keras_strategies.engines.torch.replicas import partitioned_draws
-from keras_strategies.engines.torch.replicas.row_numbers import (
-    RowNumbers,
+from keras_strategies.engines.torch.random_numbers import block_draws
+from keras_strategies.engines.torch.random_numbers.row_numbers import (
     partitioned_step,
+    seeing_draws,
 )
-from keras_strategies.runtime.data_parallel.row_draws import (
+from keras_strategies.runtime.random_numbers.row_draws import (
     OwnRows,
     ProvedDraws,
     drawing,
@@ -31,121 +30,119 @@ from keras_strategies.runtime.data_parallel.row_draws import (
 
 X = torch.rand(13, 4) + 0.5
 IMAGES = torch.rand(13, 3, 4, 4).to(memory_format=torch.channels_last)
-
-
-def generator() -> torch.Generator:
-    return torch.Generator().manual_seed(5)
-
+random = keras.random
 
 DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "rand": lambda x: torch.rand(len(x), 4),
-    "rand-size": lambda x: torch.rand(size=(len(x), 4), generator=generator()),
-    "rand-one-axis": lambda x: torch.rand(len(x)),
-    "rand-out": lambda x: torch.rand((len(x), 4), out=torch.empty(0)),
-    "randn": lambda x: torch.randn((len(x), 4), dtype=torch.float64),
-    "randint": lambda x: torch.randint(9, (len(x), 4)),
-    "randint-low": lambda x: torch.randint(3, 9, (len(x), 4), generator=generator()),
-    "normal": lambda x: torch.normal(1.0, 2.0, (len(x), 4)),
-    "normal-of-tensors": lambda x: torch.normal(x, torch.ones(4)),
-    "bernoulli": lambda x: torch.bernoulli(x / 2, generator=generator()),
-    "multinomial": lambda x: torch.multinomial(x, 5, replacement=True).float(),
-    "rand_like": torch.rand_like,
-    "normal_": lambda x: torch.empty_like(x).normal_(),
-    "uniform_-of-images": lambda x: torch.empty_like(x).uniform_(),
-    "dropout": lambda x: functional.dropout(x, 0.4, True),
-    "dropout-of-images": lambda x: functional.dropout(x, 0.4, True),
-    "dropout2d-of-images": lambda x: functional.dropout2d(x, 0.4, True),
-    "dropout-all": lambda x: functional.dropout(x, 1.0, True),
-    "alpha_dropout": lambda x: functional.alpha_dropout(x, 0.4, True),
-    "rrelu": lambda x: functional.rrelu(x - 1, training=True),
-    "gumbel_softmax": functional.gumbel_softmax,
-    "poisson": lambda x: torch.poisson(5 * x, generator()),
-    "binomial": lambda x: torch.binomial(torch.tensor(9.0), x / 2),
-    "gamma": lambda x: torch.distributions.Gamma(x, torch.ones(())).sample(),
-    "dirichlet": lambda x: torch.distributions.Dirichlet(
-        x, validate_args=False
-    ).sample(),
-    "attention-of-images": lambda x: functional.scaled_dot_product_attention(
-        x, x, x, dropout_p=0.3
-    ),
+    "normal": lambda x: random.normal((len(x), 4), seed=5),
+    "normal-one-axis": lambda x: random.normal((len(x),), 1.0, 2.0),
+    "uniform": lambda x: random.uniform((len(x), 4), 2.0, 3.0, seed=5),
+    "uniform-of-rows": lambda x: random.uniform((len(x), 4), 0.0, x, seed=5),
+    "truncated_normal": lambda x: random.truncated_normal((len(x), 4), seed=5),
+    "randint": lambda x: random.randint((len(x), 4), 3, 9, seed=5),
+    "categorical": lambda x: random.categorical(torch.log(x), 5, seed=5),
+    "categorical-of-array": lambda x: random.categorical(x.numpy(), 5, seed=5),
+    "dropout": lambda x: random.dropout(x, 0.4, seed=5),
+    "dropout-no-seed": lambda x: random.dropout(x, 0.4),
+    "dropout-of-images": lambda x: random.dropout(x, 0.4),
+    "dropout-noise-of-images": lambda x: random.dropout(x, 0.4, (None, 1, 4, 4)),
+    "dropout-none": lambda x: random.dropout(x, 0.0),
+    "dropout-all": lambda x: random.dropout(x, 1.0),
+    "gamma": lambda x: random.gamma((len(x), 4), 0.5, seed=5),
+    "gamma-of-rows": lambda x: random.gamma((len(x), 4), x, seed=5),
+    "binomial-of-rows": lambda x: random.binomial((len(x), 4), 9.0, x / 2, seed=5),
+    "beta-of-rows": lambda x: random.beta((len(x), 4), x, 2.0, seed=5),
 }
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partitioned_draws, "_CPU_BLOCK", 16)
+    monkeypatch.setattr(block_draws, "_CPU_BLOCK", 16)
+
+
+def following() -> tuple[float, float]:
+    """The next numbers of Torch's and of Keras's generator."""
+    return float(torch.rand(())), float(random.uniform(()))
 
 
 def drawn(
     name: str, sizes: Sequence[int], replica: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a replica draws, and the next number of the process's generator."""
+) -> tuple[torch.Tensor, tuple[float, float]]:
+    """What a replica draws, and the numbers that follow."""
     x = IMAGES if name.endswith("-of-images") else X
     bounds = [0, *itertools.accumulate(sizes)]
     own = x[bounds[replica] : bounds[replica + 1]]
-    torch.manual_seed(3)
+    keras.utils.set_random_seed(3)
     draws = ProvedDraws((1,), OwnRows.of(sizes, replica), name, is_partitioned=True)
-    with drawing(draws), RowNumbers():
+    with drawing(draws), seeing_draws():
         found = DRAWS[name](own)
-    return found, torch.rand(())
+    return found, following()
 
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_replicas_draw_parts_of_the_draw_of_one_device(name: str) -> None:
-    torch.manual_seed(3)
-    with partitioned_step(only_of_keras=False):
+    keras.utils.set_random_seed(3)
+    with partitioned_step():
         expected = DRAWS[name](IMAGES if name.endswith("-of-images") else X)
-    following = torch.rand(())
+    after = following()
     for sizes in ((13,), (7, 6), (5, 4, 4), (1, 0, 11, 1)):
         parts = [drawn(name, sizes, i) for i in range(len(sizes))]
         torch.testing.assert_close(torch.cat([p for p, _ in parts]), expected)
-        assert all(after == following for _, after in parts)
+        assert all(each == after for _, each in parts)
+
+
+def test_blocks_of_a_draw_differ() -> None:
+    with partitioned_step():
+        found = random.uniform((64, 4), seed=5)
+    assert len(found.unique()) == found.numel()
 
 
 def test_gradients_are_those_of_one_device() -> None:
     def gradient(x: torch.Tensor) -> Any:
         x = x.detach().requires_grad_()
-        loss = functional.dropout(x, 0.5, True) + functional.alpha_dropout(x, 0.5, True)
-        return torch.autograd.grad(loss.sum(), x)[0]
+        noisy = random.dropout(x, 0.5) + random.uniform((len(x), 4), 0.0, x, seed=2)
+        return torch.autograd.grad(noisy.sum(), x)[0]
 
-    torch.manual_seed(3)
-    with partitioned_step(only_of_keras=False):
+    keras.utils.set_random_seed(3)
+    with partitioned_step():
         expected = gradient(X)
     found = []
     for replica, own in enumerate(X.split([5, 8])):
-        torch.manual_seed(3)
+        keras.utils.set_random_seed(3)
         rows = OwnRows.of((5, 8), replica)
         draws = ProvedDraws((1, 1), rows, "layer", is_partitioned=True)
-        with drawing(draws), RowNumbers():
+        with drawing(draws), seeing_draws():
             found.append(gradient(own))
     torch.testing.assert_close(torch.cat(found), expected)
 
 
 def test_a_replica_draws_its_rows_and_less_than_two_blocks(monkeypatch: Any) -> None:
     counts: list[int] = []
-    original = partitioned_draws.uninitialized_rows
+    original = block_draws.uninitialized_rows
 
     def noted(like: torch.Tensor, count: int) -> torch.Tensor:
         counts.append(count * like[0].numel())
         return original(like, count)
 
-    monkeypatch.setattr(partitioned_draws, "uninitialized_rows", noted)
+    monkeypatch.setattr(block_draws, "uninitialized_rows", noted)
     block = 2**15
-    monkeypatch.setattr(partitioned_draws, "_CPU_BLOCK", block)
+    monkeypatch.setattr(block_draws, "_CPU_BLOCK", block)
     rows = OwnRows(before=7 * 150, own=150, total=8 * 150)
-    with (
-        drawing(ProvedDraws((1,), rows, "layer", is_partitioned=True)),
-        RowNumbers(),
-    ):
-        found = functional.dropout(torch.ones(150, 1024), 0.5, True)
+    draws = ProvedDraws((1,), rows, "layer", is_partitioned=True)
+    with drawing(draws), seeing_draws():
+        found = random.dropout(torch.ones(150, 1024), 0.5)
     factors, *blocks = counts
     assert factors == found.numel()
     assert sum(blocks) < 2 * block, "blocks of own rows are drawn in place"
 
 
-def test_permutations_have_all_entries() -> None:
-    with partitioned_step(only_of_keras=False):
-        assert sorted(torch.randperm(100).tolist()) == list(range(100))
+def test_draws_of_torch_are_its_own() -> None:
+    """Also as long as the rows: what a step draws from Torch follows its generator."""
+    torch.manual_seed(3)
+    expected = torch.rand(13, 4)
+    torch.manual_seed(3)
+    draws = ProvedDraws((), OwnRows(0, 13, 26), "layer", is_partitioned=True)
+    with drawing(draws), seeing_draws():
+        assert torch.equal(torch.rand(13, 4), expected)
 
 
 def test_the_generator_advances_in_a_call_that_raises(monkeypatch: Any) -> None:

@@ -2,11 +2,12 @@
 
 One device draws for all rows of a call: a tensor with entries of each row along axis 0,
 or one that all rows share. A replica's code asks for the same draws with its own number
-of rows. Its framework draws what one device draws, from the same seed, and takes the
+of rows. The engine draws what one device draws, from the same seed, and takes the
 entries of the replica's rows.
 
-Whether a draw has rows does not follow from its length, which can be that of the rows
-by chance. It is a part of the call's proof: its draws in their order.
+A draw is a call of a function of `keras.random`; what code draws from the framework or
+from Python is its own. Which draws of a layer call have rows is a part of its proof. In
+`run` there is one rule: those that are as long as the replica's rows.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from typing import Any
 import keras
 
 from keras_strategies.errors import BatchError
-from keras_strategies.runtime.data_parallel.draw_lengths import DrawLengths
 
 
 @dataclass(frozen=True)
@@ -87,59 +87,31 @@ class AllRows(RowDraws):
         return None
 
 
-class DrawsByLength(RowDraws):
-    """Draws of a function of `run`, of which nothing is proved.
+class DrawsOfRun(RowDraws):
+    """The draws of one replica in a function of `run`, of which nothing is proved.
 
-    Those have rows that are as long as the replica's rows, or several times as long
-    (steps that are merged with rows). A fixed length can be that by chance, see
-    `DrawLengths`.
+    Those that are as long as the replica's rows have rows. All others have the same
+    seed on all replicas, so they are equal.
 
     Args:
         rows: returns the replica's rows, None without any; called for the first draw.
-        lengths: those of all replicas of the run.
         is_partitioned: bool, see `RowDraws`.
-        multiple_in_program: in a program in which rows are known in a step only:
-            returns the entries for each row, as a value of a step, of a draw with a
-            number and a length.
     """
 
     def __init__(
-        self,
-        rows: Callable[[], OwnRows | None],
-        lengths: DrawLengths,
-        is_partitioned: bool = False,
-        multiple_in_program: Callable[[int, int], Any] | None = None,
+        self, rows: Callable[[], OwnRows | None], is_partitioned: bool = False
     ):
         super().__init__(is_partitioned)
         self._rows = rows
-        self._lengths = lengths
-        self._count = 0
-        self.multiple_in_program = multiple_in_program
 
     @functools.cached_property
     def rows(self) -> OwnRows | None:
         """The replica's rows; None without any."""
         return self._rows()
 
-    def is_static(self, length: int | None) -> bool:
-        """Whether the numbers of rows, and a length, are known outside of a step."""
-        rows = self.rows
-        if rows is None:
-            return True
-        counts = (rows.before, rows.own, rows.total, length)
-        return all(isinstance(each, int) for each in counts)
-
-    def next_number(self) -> int:
-        """The number of the next draw."""
-        number, self._count = self._count, self._count + 1
-        return number
-
     def next_draw(self, length: int | None) -> OwnRows | None:
-        rows, number = self.rows, self.next_number()
-        if rows is None or not rows.own or not length or rows.own == rows.total:
-            return None  # Also where the replica has all rows, of whatever draw.
-        multiple = self._lengths.multiple(number, rows.own, length)
-        return rows.times(multiple) if multiple else None
+        rows = self.rows  # For each draw: workers exchange them at the first one.
+        return rows if rows is not None and length == rows.own else None
 
 
 def rows_of_arguments(calls: Sequence[Any]) -> list[Any]:

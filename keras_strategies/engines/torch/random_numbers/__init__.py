@@ -1,0 +1,1 @@
+"""Random numbers of a replica's rows, and the generators of replicas."""

@@ -1,0 +1,1 @@
+"""Random numbers of rows: which draws have rows, and those of a replica."""
