@@ -335,6 +335,132 @@ def test_gradients_that_are_summed_already_are_not_summed_again(mirrored):
     assert float(variable.numpy()) == -3
 
 
+def replicas(count):
+    """A strategy of so many replicas, one for one device."""
+    if count == 1:
+        return ks.get_strategy()
+    return ks.MirroredStrategy([f"cpu:{i}" for i in range(count)])
+
+
+@pytest.mark.parametrize("stops", ["argument", "result"])
+@pytest.mark.parametrize("count, compiled", [(2, False), (3, True)])
+def test_the_largest_value_of_the_batch_is_a_constant_of_the_loss(
+    count, compiled, stops
+):
+    """A softmax over the batch is computed from differences to its largest logit."""
+
+    def largest(logits):
+        context = ks.get_replica_context()
+        if stops == "argument":
+            return context.all_reduce("MAX", ops.stop_gradient(ops.max(logits)))
+        return ops.stop_gradient(context.all_reduce("MAX", ops.max(logits)))
+
+    def train(strategy):
+        with strategy.scope():
+            weights = keras.Variable(np.ones((6, 1), "float32"))
+            optimizer = keras.optimizers.SGD(0.5)
+            optimizer.build([weights])
+
+        def step(x, y):
+            def loss_fn():
+                logits = ops.matmul(x, weights)[:, 0]
+                chosen = ops.sum(ops.where(y == 1, logits, ops.zeros_like(logits)))
+                shifted = logits - largest(logits)
+                total = ops.sum(ops.exp(shifted))
+                total = ks.get_replica_context().all_reduce("SUM", total)
+                # Not a softmax: the difference has a gradient of its own.
+                return ops.sum(shifted**2) - chosen / ops.stop_gradient(total)
+
+            loss, gradients = ks.value_and_grad(loss_fn, [weights])()
+            optimizer.apply(gradients, [weights])
+            return loss
+
+        def run(x, y):
+            return strategy.reduce("SUM", strategy.run(step, args=(x, y)), axis=None)
+
+        run = ks.function(run) if compiled else run
+        losses = [float(run(*batch)) for batch in batches(strategy, data(36), 12)]
+        return [np.array(losses), ops.convert_to_numpy(weights)]
+
+    assert_alike(train(replicas(count)), train(replicas(1)))
+
+
+def test_a_largest_value_without_a_stop_is_refused(mirrored):
+    with mirrored.scope():
+        variable = keras.Variable(2.0)
+
+    def step(x):
+        def loss_fn():
+            return ks.get_replica_context().all_reduce("MAX", x * variable)
+
+        return ks.value_and_grad(loss_fn, [variable])()[0]
+
+    x = ks.PerReplica([ops.ones(()), ops.ones(()) * 2])
+    with pytest.raises(ks.errors.GatherError, match="MAX has no gradient"):
+        mirrored.run(step, args=(x,))
+
+
+@pytest.mark.parametrize("count, compiled", [(2, False), (3, True)])
+def test_updates_in_merge_calls_equal_one_device(count, compiled):
+    """An optimizer by hand, and a moving average that the loss function updates."""
+    rows = np.random.default_rng(0).normal(size=(12, 4)).astype("float32")
+
+    def train(strategy):
+        with strategy.scope():
+            weights = keras.Variable(np.ones(4, "float32"))
+            moment, average = (
+                keras.Variable(np.zeros(4, "float32"), trainable=False)
+                for _ in range(2)
+            )
+
+        def follow(strategy, sums):
+            total = strategy.extended.reduce_to("SUM", sums, average)
+            strategy.extended.update(
+                average, lambda v, d: v.assign(v * 0.9 + d), args=(total,)
+            )
+
+        def descend(strategy, gradient):
+            both = [(gradient, moment), (gradient, weights)]
+            first, second = strategy.extended.batch_reduce_to("SUM", both)
+            update = strategy.extended.update
+            update(moment, lambda v, d: v.assign(v * 0.5 + d), args=(first,))
+            return update(
+                weights, lambda v, d: v.assign_sub(0.01 * (d + moment)), args=(second,)
+            )
+
+        def step(x):
+            context = ks.get_replica_context()
+
+            def loss_fn():
+                found = x * weights
+                context.merge_call(follow, args=(ops.sum(found, 0),))
+                return ops.sum(found**2)
+
+            _, (gradient,) = ks.value_and_grad(loss_fn, [weights])()
+            after = context.merge_call(descend, args=(gradient,))
+            # What is read on a replica afterwards is new.
+            return ops.sum(after - weights)
+
+        def run(x):
+            return strategy.run(step, args=(x,))
+
+        run = ks.function(run) if compiled else run
+        for scale in (1.0, 2.0, 3.0):
+            found = run(
+                strategy.experimental_distribute_values_from_function(
+                    lambda c: ops.convert_to_tensor(
+                        rows[c.replica_id_in_sync_group :: c.num_replicas_in_sync]
+                        * np.float32(scale)  # noqa: B023
+                    )
+                )
+            )
+            local = strategy.experimental_local_results(found)
+            assert not np.any([ops.convert_to_numpy(own) for own in local])
+        return [ops.convert_to_numpy(v) for v in (weights, moment, average)]
+
+    assert_alike(train(replicas(count)), train(replicas(1)), 1e-5)
+
+
 def test_an_unbuilt_model_has_no_gradients():
     """Its first step would otherwise update nothing, in silence."""
     model = keras.Sequential([layers.Dense(1)])

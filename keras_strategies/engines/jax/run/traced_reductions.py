@@ -74,15 +74,20 @@ def _rounded(total: Any, term: Any) -> Any:
 def _without_gradient(
     op: ReduceOp, reduce: Callable[[Any], Any]
 ) -> Callable[[Any], Any]:
-    """A reduction with a gradient that raises an error, as on the other backends."""
-    function = jax.custom_jvp(reduce)
+    """A reduction with a gradient that raises an error, as on the other backends.
 
-    def jvp(primals: Any, tangents: Any) -> Any:
-        if isinstance(tangents[0], jax.custom_derivatives.SymbolicZero):
-            return function(*primals), tangents[0]
+    It is raised by the backward pass, which omits what `stop_gradient` has stopped: of
+    the argument, or of the result.
+    """
+    function = jax.custom_vjp(reduce)
+
+    def forward(value: Any) -> tuple[Any, None]:
+        return reduce(value), None
+
+    def backward(residuals: None, cotangent: Any) -> NoReturn:
         _refuse_gradient(op)
 
-    function.defjvp(jvp, symbolic_zeros=True)
+    function.defvjp(forward, backward)
     return function
 
 
