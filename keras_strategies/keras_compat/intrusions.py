@@ -13,8 +13,8 @@ class Intrusion:
         module: str, the module of this package.
         kind: str, `"class"` for objects that get another class, `"function"` for
             functions of modules that are replaced, `"sockets"` for those that the
-            system lists, `"frames"` for variables of functions that an error has left,
-            `"text"` for messages of errors and warnings that are searched.
+            system lists, `"text"` for messages of errors and warnings that are
+            searched.
         why: str, the reason.
     """
 
@@ -79,11 +79,6 @@ INTRUSIONS = (
         "engines.tensorflow.workers.worker_server",
         "sockets",
         "The server of a worker listens on the address of the cluster only.",
-    ),
-    Intrusion(
-        "keras_compat.saving.weights_files",
-        "frames",
-        "The error of `safetensors` does not name the file.",
     ),
     Intrusion(
         "engines.jax.run.refused_functions",

@@ -27,10 +27,9 @@ _LAUNCH = (
 )
 _DOCTOR = (
     "Report what this process would train on: versions, devices, the cluster's "
-    "variables,\nwhether the other tasks can be reached, and the time of an "
-    "all-reduce between workers.\nRun it in all tasks at once, in place of the "
-    "script: each doctor answers on the port of\nits task:\n\n    keras-strategies "
-    "launch --workers 2 -m keras_strategies doctor\n"
+    "variables,\nand whether the other tasks can be reached. Run it in all tasks at "
+    "once, in place of\nthe script: each doctor answers on the port of its task:\n\n"
+    "    keras-strategies launch --workers 2 -m keras_strategies doctor\n"
 )
 
 

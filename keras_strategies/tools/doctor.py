@@ -17,8 +17,7 @@ from keras_strategies.cluster.environment import (
     cluster_variables,
 )
 from keras_strategies.errors import EXPLAIN, KerasStrategiesError
-from keras_strategies.text_tables import counted, fact_lines, readable_bytes, rule
-from keras_strategies.tools.all_reduce_timing import timed_all_reduce
+from keras_strategies.text_tables import counted, fact_lines, rule
 from keras_strategies.tools.open_ports import open_ports
 from keras_strategies.tools.reachability import find_peers, listening
 
@@ -57,7 +56,6 @@ class CheckContext:
         installed: list of str, the frameworks that are installed.
         devices: list of str, what `MirroredStrategy()` uses; empty if the backend
             cannot be imported.
-        doctors: set of str, the other tasks where a doctor answers.
     """
 
     timeout: float
@@ -65,7 +63,6 @@ class CheckContext:
     resolver: ClusterResolver | None = None
     installed: list[str] = field(default_factory=list)
     devices: list[str] = field(default_factory=list)
-    doctors: set[str] = field(default_factory=set)
 
 
 Check = Callable[[CheckContext], Iterable[Finding]]
@@ -259,7 +256,6 @@ def _peers(context: CheckContext) -> Iterator[Finding]:
         for peer in peers:
             yield Finding(peer.task, f"{peer.address}  {peer.found}", not peer.answers)
         doctors = {peer.task for peer in peers if peer.is_doctor and peer.answers}
-        context.doctors = doctors
         if not listener.problem:
             left = max(0.0, deadline - time.monotonic())
             if not listener.wait_for(doctors, left):
@@ -269,36 +265,6 @@ def _peers(context: CheckContext) -> Iterator[Finding]:
                 )
 
 
-def _all_reduce(context: CheckContext) -> Iterator[Finding]:
-    resolver = context.resolver
-    if resolver is None or resolver.num_workers == 1:
-        yield Finding("all-reduce", "none: this is the only worker")
-        return
-    own = f"{resolver.task_type} {resolver.task_id}"
-    spec = resolver.cluster_spec()
-    workers = {
-        f"{job} {index}"
-        for job in ("chief", "worker")
-        if job in spec.jobs
-        for index in spec.task_indices(job)
-    }
-    missing = sorted(workers - context.doctors - {own})
-    # The other tasks are listed under "peers".
-    if "ps" in spec.jobs or own not in workers:
-        yield Finding("all-reduce", "none: it needs workers without parameter servers")
-    elif missing:
-        found = f"not measured: no doctor answers as {', '.join(missing)}"
-        yield Finding("all-reduce", found)
-    else:
-        try:
-            timings = timed_all_reduce(context.timeout)
-        except RuntimeError as error:
-            yield Finding("all-reduce", str(error), True)
-            return
-        for timing in timings:
-            yield Finding(readable_bytes(timing.nbytes), str(timing))
-
-
 # The checks, in their order.
 CHECKS: tuple[tuple[str, Check], ...] = (
     ("versions", _versions),
@@ -306,5 +272,4 @@ CHECKS: tuple[tuple[str, Check], ...] = (
     ("cluster", _cluster),
     ("ports", _ports),
     ("peers", _peers),
-    ("all-reduce", _all_reduce),
 )

@@ -344,8 +344,6 @@ def intrusions(module: Module) -> Iterator[str]:
                 "open",
             ) and "/proc/" in ast.unparse(path):
                 yield "sockets"
-            case ast.Attribute(attr="f_locals"):
-                yield "frames"
             case ast.FunctionDef() if searches_text(node):
                 yield "text"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -80,45 +79,6 @@ def test_a_missing_file_of_an_index(model, index) -> None:
     with pytest.raises(FileNotFoundError) as error:
         model.load_weights(index)
     assert str(file) in str(error.value)
-
-
-@pytest.mark.parametrize("length", [1000, 30, 0])
-def test_a_truncated_file_that_a_loop_reads(model, tmp_path, length) -> None:
-    """As the converters of keras-hub, which open it in a function of their own."""
-    safetensors = pytest.importorskip("safetensors", reason="not installed")
-    path = tmp_path / "model-00002.safetensors"
-    kernel = np.zeros((WIDTH, WIDTH), "float32")
-    importlib.import_module("safetensors.numpy").save_file({"0": kernel}, path)
-    data = path.read_bytes()
-    path.write_bytes(data[:length])
-
-    def kernel_in(folder: Path, name: str) -> Any:
-        file = str(folder / name)
-        with safetensors.safe_open(file, "np") as tensors:
-            return tensors.get_tensor("0")
-
-    with pytest.raises(DamagedCheckpointError) as error, strategy().scope():
-        model.layers[0].kernel.assign(kernel_in(tmp_path, path.name))
-    assert str(path) in str(error.value)
-    assert f"it has {length:,} bytes" in str(error.value)
-    if length == 1000:
-        assert f"{len(data):,} bytes" in str(error.value)
-
-
-def test_a_truncated_index_that_a_loop_reads(tmp_path) -> None:
-    path = tmp_path / "model.safetensors.index.json"
-    files = {str(i): "model-00001-of-00002.safetensors" for i in range(9)}
-    path.write_text(json.dumps({"weight_map": files}))
-    halve(path)
-
-    def load(folder: str) -> Any:
-        config_path = Path(folder) / path.name
-        with open(config_path) as config_file:
-            return json.load(config_file)
-
-    with pytest.raises(DamagedCheckpointError) as error, strategy().scope():
-        load(str(tmp_path))
-    assert str(path) in str(error.value)
 
 
 def test_an_index_loads(model, index) -> None:

@@ -49,7 +49,7 @@ def test_alone_it_says_versions_and_devices(start_doctor) -> None:
     assert facts["KS_DEVICES_PER_WORKER"] == "'2'"
     assert facts["MirroredStrategy()"] == "2 replicas: cpu:0, cpu:1"
     assert os.environ["KERAS_BACKEND"] in printed
-    assert printed.count("none: this is the only worker") == 2
+    assert printed.count("none: this is the only worker") == 1
     assert printed.splitlines()[-3:] == [
         "next (0 problems)",
         "-" * 72,
@@ -185,8 +185,6 @@ def test_who_answers_and_who_does_not(capsys, monkeypatch) -> None:
     assert problems >= 3 and f"next ({problems} problems)" in printed
     assert "the machine's name cannot be resolved" in printed
     assert "rank-3  the address is unknown on this machine" in printed
-    missing = "worker 0, worker 1, worker 2, worker 3"
-    assert f"not measured: no doctor answers as {missing}" in printed
 
 
 def test_what_cannot_be_is_shown(capsys, monkeypatch) -> None:
@@ -208,12 +206,6 @@ def test_doctors_on_all_tasks_find_each_other(start_doctor) -> None:
     printed = "".join(process.text() for process in processes)
     assert printed.count("0 problems") == 2, printed
     assert printed.count("  answers\n") == 2
-    rates = re.findall(r"\n +(1|25)\.0 MiB +([\d.]+) ms +([\d.]+) ([MG])iB/s", printed)
-    assert sorted(size for size, *_ in rates) == ["1"] * 2 + ["25"] * 2
-    for size, milliseconds, rate, unit in rates:
-        expected = int(size) / float(milliseconds) * 1000
-        found = float(rate) * (1024 if unit == "G" else 1)
-        assert found == pytest.approx(expected, rel=0.1)
 
 
 def test_a_doctor_that_is_another_task_is_a_problem() -> None:

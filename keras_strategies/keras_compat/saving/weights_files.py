@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import struct
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,68 +30,6 @@ def damage_named(path: Any) -> Iterator[None]:
         if isinstance(path, str | os.PathLike):
             _check(Path(path), error)
         raise
-
-
-@contextlib.contextmanager
-def safetensors_named() -> Iterator[None]:
-    """A context in which `safetensors` are read: an error names the file.
-
-    The error of `safetensors` has neither its name nor its size, that of a truncated
-    index of several files no name. Files are read by loops of others, such as the
-    converters of keras-hub: the file is a variable of one of the functions that the
-    error has left.
-
-    Raises:
-        DamagedCheckpointError: if a file is truncated or modified.
-    """
-    try:
-        yield
-    except Exception as error:
-        if type(error).__name__ == "SafetensorError":
-            for file in _files_of(error, ".safetensors"):
-                reason = _truncation(file)
-                if reason is not None:
-                    raise _damaged(f"{str(file)!r}", reason) from error
-        elif isinstance(error, json.JSONDecodeError):
-            for file in _files_of(error, ".safetensors.index.json"):
-                if file.read_text() == error.doc:
-                    raise _damaged(f"{str(file)!r}", error) from error
-        raise
-
-
-def _files_of(error: Exception, ending: str) -> Iterator[Path]:
-    """Files that are variables of the functions that an error has left."""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        for value in list(frame.f_locals.values()):
-            if isinstance(value, str | os.PathLike):
-                path = Path(os.fspath(value))
-                if path.name.endswith(ending) and path.is_file():
-                    yield path
-
-
-def _truncation(file: Path) -> str | None:
-    """Why a file of `safetensors` cannot be read; None if it is complete.
-
-    Its first 8 bytes are the length of a header in JSON, which has the places of all
-    tensors behind it.
-    """
-    has = f"it has {file.stat().st_size:,} bytes"
-    with open(file, "rb") as stream:
-        first = stream.read(8)
-        length = struct.unpack("<Q", first)[0] if len(first) == 8 else 0
-        header = stream.read(min(length, file.stat().st_size))
-    if not length or len(header) < length:
-        return f"{has}, fewer than its header"
-    try:
-        tensors = json.loads(header)
-        tensors.pop("__metadata__", None)
-        ends = [each["data_offsets"][1] for each in tensors.values()]
-    except (ValueError, KeyError, AttributeError) as damage:
-        return f"{has}, and its header is not readable ({damage})"
-    needed = 8 + length + max(ends, default=0)
-    if needed != file.stat().st_size:
-        return f"{has}, and its header says {needed:,} bytes"
-    return None
 
 
 def _check(path: Path, error: Exception) -> None:

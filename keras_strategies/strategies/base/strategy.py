@@ -17,7 +17,6 @@ from keras_strategies.communication.communicator import loop_of
 from keras_strategies.engines import get_engine
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.keras_compat import patching
-from keras_strategies.keras_compat.saving.weights_files import safetensors_named
 from keras_strategies.runtime import context
 from keras_strategies.runtime.context import check_results, check_returns
 from keras_strategies.runtime.engine import Feature, StrategyCore, require
@@ -129,10 +128,7 @@ class Strategy(StrategyInput, StrategyReports, StrategyCheckpoints):
         ...     model.compile("sgd", "mse")
         """
         install_hooks()
-        with (
-            safetensors_named(),
-            context.opened(self, patching.installed_while("scope")),
-        ):
+        with context.opened(self, patching.installed_while("scope")):
             yield self
 
     def run(
