@@ -26,6 +26,7 @@ LAYERS = (
     ("runtime",),
     ("processes", "communication"),
     ("cluster", "keras_compat"),
+    ("lead",),
     ("vocabulary",),
 )
 GROUPS = {

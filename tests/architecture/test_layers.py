@@ -122,7 +122,7 @@ def test_resolvers_and_launcher_need_the_standard_library_only() -> None:
         [
             f"{module.name} imports {imported} at module level"
             for module in package_source().modules
-            if module.name.startswith(("cluster", "processes", "tools"))
+            if module.name.startswith(("cluster", "lead", "processes", "tools"))
             for imported in imports(module)
             if imported.split(".")[0] not in allowed
         ]

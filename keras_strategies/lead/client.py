@@ -1,0 +1,259 @@
+"""A worker of a group that a lead decides about, as seen by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from keras_strategies.errors import WorkerError
+from keras_strategies.lead.client_state import ClientState, JoinedGeneration
+from keras_strategies.lead.script_line import script_line
+
+
+class LeadClient(ClientState):
+    """A worker, as seen by itself: one connection, one thread.
+
+    Args:
+        addresses: hosts and ports, at one of which the lead listens.
+        secret: bytes, the same in the lead.
+        index: int, the number of this worker in the cluster.
+        same: dict of values that must agree on all workers, by name.
+        job: str, identifies the cluster among others at the same addresses.
+        timeout: float, seconds to wait for the lead at the start.
+        on_end: called on the thread when the generation ends, with the reason and the
+            `Loss`, to end the waits of the engine.
+        on_failure: called on the thread with the report of a worker's failure.
+        tls: a context with which the connection is encrypted; None without.
+
+    Raises:
+        ClusterError: if workers disagree, or two have one index.
+        WorkerError: if there is no lead.
+
+    Example:
+
+    >>> client = LeadClient([address], secret, index)
+    >>> while step < steps:
+    ...     generation = client.next_generation(step if has_state else None)
+    ...     try:
+    ...         synchronize(generation)
+    ...         client.confirm(generation.step)
+    ...         while step < steps and client.begin_step():
+    ...             step = train()
+    ...     except GroupChanged:
+    ...         continue
+    >>> client.leave()
+    """
+
+    # Generations
+
+    def next_generation(
+        self, step: int | None, *, admits: bool = True
+    ) -> JoinedGeneration:
+        """Waits for the next generation.
+
+        Args:
+            step: int, the last step that this worker has finished, with the state after
+                it, which it keeps until `confirm`; None without a state.
+            admits: bool, whether new workers can begin after `step`.
+
+        Returns:
+            The generation; get the state of its chief if `is_behind`, then `confirm`.
+
+        Raises:
+            WorkerError: if training cannot continue.
+            TrainingEnded: if the others have finished.
+        """
+        with self._changed:
+            before = self._generation
+            self.step = step = step if self._has_state else None
+            body = {"step": step, "is_planned": self._is_planned, "admits": admits}
+            self._is_going, self._is_planned = False, False
+            self._how, self._loss = "this worker has left it", None
+            self._call = ("ready", body)
+            self._connection.send(*self._call)
+            self._wait(lambda: self._generation is not before)
+            self._call = None
+            return self.generation
+
+    def confirm(self, step: int | None) -> None:
+        """Tells that this worker has the state after `step`; waits for the others.
+
+        Raises:
+            GroupChanged: if a worker was lost meanwhile.
+        """
+        with self._changed:
+            self._send_in_generation("holds", {"step": step or 0})
+            self._wait(lambda: self._is_going, in_generation=True)
+            self.step = step or 0
+
+    def begin_step(self) -> bool:
+        """Requests permission for another step.
+
+        Returns:
+            False, after the same step on all workers, to call `next_generation`.
+
+        Raises:
+            GroupChanged: if a worker is lost.
+        """
+        with self._changed:
+            self._wait(self._may_decide, in_generation=True)
+            if self._last_step is not None and self._begun >= self._last_step:
+                self._is_planned = True
+                return False
+            self._begun += 1
+            return True
+
+    def _may_decide(self) -> bool:
+        is_deciding = self._is_pausing and self._last_step is None
+        return self._connection.has_lease() and not is_deciding
+
+    def resume_steps(self) -> None:
+        """Clears the request to stop, and counts steps from 0 again."""
+        with self._changed:
+            self._is_pausing, self._last_step, self._begun = False, None, 0
+            self._is_planned = False
+
+    def check(self) -> None:
+        """Raises `GroupChanged` if the generation has ended."""
+        with self._changed:
+            self._check(in_generation=True)
+
+    def is_broken(self, seconds: float = 2.0) -> bool:
+        """Whether the generation has ended, or ends soon, after a failed collective."""
+        self._connection.send("broken", {})
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: bool(self._how or self._error), seconds
+            )
+
+    def request_stop(self) -> None:
+        """Asks all workers to stop after the same step; from any thread."""
+        self._connection.send("stop", {})
+
+    def report_failure(self, how: str, call: int, line: str = "") -> None:
+        """Reports the error by which this worker leaves a call to the others."""
+        body = {"how": how, "progress": self.progress, "call": call}
+        self._connection.send("failed", {**body, "line": line or script_line()})
+
+    def report_absence(self, why: str) -> None:
+        """Ends the wait for a worker that cannot come."""
+        self._connection.send("absent", {"why": why})
+
+    def report_snapshot(self, step: int, path: str) -> None:
+        """Tells of a snapshot of the state after `step`."""
+        self._connection.send("snapshot", {"step": step, "path": path})
+
+    def status(self) -> dict[str, Any]:
+        """The table of all workers: steps, progress, times, seconds of silence."""
+        with self._changed:
+            self._status = None
+            self._connection.send("askstatus", {})
+            self._wait(lambda: self._status is not None)
+            assert self._status is not None
+            return self._status
+
+    def leave(self, *, is_complete: bool = True, how: str = "") -> None:
+        """Leaves the group; `is_complete` unless the script has failed."""
+        with self._changed:
+            if self._has_left:
+                return
+            self._call = ("bye", {"is_complete": is_complete, "how": how})
+            self._connection.send(*self._call)
+            limit = min(self.timeout, 5.0)
+            self._changed.wait_for(lambda: self._has_left or self._error, limit)
+            self._has_left = True
+        self._connection.close()
+
+    def abandon(self) -> None:
+        """Ends the connection at once, as the end of this process does."""
+        self._has_left = True
+        self._connection.close()
+
+    # Comparisons and files
+
+    def offer(self, what: str, value: str, stream: str = "") -> tuple[str, int]:
+        """Sends a value to the others without waiting; the result is for `compared`."""
+        with self._changed:
+            self._check(in_generation=True)
+            number = self._numbers.get(stream, 0)
+            self._numbers[stream] = number + 1
+            body = {"stream": stream, "number": number, "what": what, "value": value}
+            self._send_in_generation("arrived", body | {"progress": self.progress})
+            return stream, number
+
+    def compared(self, key: tuple[str, int]) -> list[tuple[str, tuple[int, ...]]]:
+        """The different values of an `offer`, with the ranks that have them.
+
+        Raises:
+            GroupChanged: if a worker is lost.
+            WorkerError: if workers compare different things, or some do not arrive.
+        """
+        with self._changed:
+            self._wait(lambda: key in self._results, in_generation=True)
+            answer = self._results.pop(key)
+            rank, members = self.generation.rank, self.generation.members
+        if "error" in answer:
+            raise WorkerError(answer["error"])
+        count = len(members)
+        found = [(w, v, _ranks(r, count)) for w, v, r in answer["values"]]
+        own = next(what for what, _, ranks in found if rank in ranks)
+        for what, _, ranks in found:
+            if what != own:
+                raise WorkerError(
+                    f"Worker {self.index} is at {own!r} but worker {members[ranks[0]]} "
+                    f"is at {what!r}. All workers must make the same calls in the same "
+                    "order; check for branches that depend on the worker's index or "
+                    "its data."
+                )
+        return [(value, ranks) for _, value, ranks in found]
+
+    def compare(
+        self, what: str, value: str, stream: str = ""
+    ) -> list[tuple[str, tuple[int, ...]]]:
+        """As `offer` and `compared`."""
+        return self.compared(self.offer(what, value, stream))
+
+    def barrier(self, what: str) -> None:
+        """Waits until all workers have arrived."""
+        self.compare(what, "")
+
+    def broadcast(self, what: str, value: str = "") -> str:
+        """The chief's value on every worker."""
+        chief = self.generation.rank == 0
+        found = self.compare(what, value if chief else "")
+        return next(value for value, ranks in found if 0 in ranks)
+
+    def saved(self, name: str, error: str = "") -> None:
+        """Ends the waits for a file; called by the chief."""
+        with self._changed:
+            body = {"position": self._numbers.get("", 0), "name": name}
+            self._send_in_generation("saved", {**body, "error": error})
+
+    def wait_saved(self, name: str) -> None:
+        """Waits until the chief has saved a file.
+
+        Raises:
+            GroupChanged: if a worker is lost.
+            WorkerError: if the chief fails, or does not make the call.
+        """
+        with self._changed:
+            position = self._numbers.get("", 0)
+            if self._saves[0] != position:
+                self._saves = (position, [])
+            names = self._saves[1]
+            names.append(name)
+            key = (position, len(names))
+            body = {"position": position, "name": name, "calls": len(names)}
+            self._send_in_generation("awaitsfile", {**body, "same": names.count(name)})
+            self._wait(lambda: key in self._files, in_generation=True)
+            error = self._files.pop(key)
+        if error:
+            raise WorkerError(
+                f"Worker {self.index} waited for the chief, which saves {name!r} for "
+                f"all workers: {error}."
+            )
+
+
+def _ranks(bits: str, count: int) -> tuple[int, ...]:
+    """Ranks from the bits of a number; all of them if it is empty."""
+    number = int(bits, 16) if bits else -1
+    return tuple(rank for rank in range(count) if number >> rank & 1)

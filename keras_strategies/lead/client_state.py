@@ -1,0 +1,310 @@
+"""What a worker knows of its group, and how the lead's messages change it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import ssl
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from keras_strategies.errors import ClusterError, WorkerError
+from keras_strategies.lead.connection import BEAT, LeadConnection
+from keras_strategies.lead.script_line import main_thread_stack
+from keras_strategies.lead.state import Loss
+
+
+class TrainingEnded(Exception):
+    """The other workers have finished training."""
+
+
+class GroupChanged(Exception):
+    """The generation has ended: leave it, and call `next_generation`.
+
+    Args:
+        how: str, the reason.
+        loss: `Loss`; None without a lost worker.
+    """
+
+    def __init__(self, how: str, loss: Loss | None = None):
+        super().__init__(how)
+        self.loss = loss
+
+
+@dataclass(frozen=True)
+class JoinedGeneration:
+    """The workers between two changes.
+
+    Args:
+        number: int, counted from 1.
+        step: int, the finished steps at its begin; None before the first.
+        rank: int, this worker's; 0 is the chief, which has the state.
+        members: the workers' numbers in the cluster, by rank.
+        hosts: their addresses, by rank.
+        behind: ranks of the workers that need the state of the chief.
+        lost: numbers of the previous generation's workers that are not members.
+        joined: numbers of the members that were not in the previous generation.
+        how: str, why the generation before has ended.
+    """
+
+    number: int
+    step: int | None
+    rank: int
+    members: tuple[int, ...]
+    hosts: tuple[str, ...]
+    behind: tuple[int, ...]
+    lost: tuple[int, ...]
+    joined: tuple[int, ...]
+    how: str
+
+    @property
+    def is_behind(self) -> bool:
+        """bool, whether this worker needs the state of the chief."""
+        return self.rank in self.behind
+
+
+class ClientState:
+    """State of a worker; its arguments are those of `LeadClient`."""
+
+    def __init__(
+        self,
+        addresses: list[tuple[str, int]],
+        secret: bytes,
+        index: int,
+        same: dict[str, Any] | None = None,
+        *,
+        job: str = "",
+        timeout: float = 60.0,
+        on_end: Callable[[str, Loss | None], None] = lambda how, loss: None,
+        on_failure: Callable[[dict[str, Any]], None] = lambda report: None,
+        tls: ssl.SSLContext | None = None,
+    ):
+        self.index, self._job, self._same = index, job, same or {}
+        self._on_end, self._on_failure = on_end, on_failure
+        self._uid = f"{os.getpid()}-{secrets.token_hex(8)}"
+        #: The last finished step, None without a state; and such as "step 12 of fit".
+        self.step: int | None = None
+        self.progress = ""
+        #: Finished steps, and seconds per step without and with waits for others.
+        self.times: Callable[[], tuple[float, ...]] = lambda: ()
+        #: `times` of other workers by rank, on the chief.
+        self.times_of: dict[int, tuple[float, ...]] = {}
+        #: bool, whether the others trained when this worker came.
+        self.is_running = False
+        self._error: Exception | None = None
+        self._loss: Loss | None = None
+        self._generation: JoinedGeneration | None = None
+        self._is_going, self._how = False, "it has not begun"
+        self._begun, self._is_pausing = 0, False
+        self._last_step: int | None = None
+        self._is_planned = False
+        self._numbers: dict[str, int] = {}
+        self._results: dict[tuple[str, int], dict[str, Any]] = {}
+        self._files: dict[tuple[int, int], str] = {}
+        # Names of files since the last comparison, and its number.
+        self._saves: tuple[int, list[str]] = (0, [])
+        self._status: dict[str, Any] | None = None
+        # Whether a state of this worker is that of the group (see `generations.py`).
+        self._has_state = False
+        # What is said again after the connection was lost.
+        self._call: tuple[str, dict[str, Any]] | None = None
+        self._is_welcome = self._has_left = False
+        self._connection = LeadConnection(addresses, secret, self, timeout, tls)
+        self._changed = self._connection.changed
+        self._connection.start()
+        try:
+            with self._changed:
+                self._wait(lambda: self._is_welcome)
+        except BaseException:
+            self._connection.close()
+            raise
+
+    @property
+    def timeout(self) -> float:
+        """float, seconds of silence after which a worker is lost."""
+        return self._connection.timeout
+
+    @property
+    def patience(self) -> float:
+        """float, seconds for which workers that are alive are awaited."""
+        return self._connection.patience
+
+    @property
+    def own_host(self) -> str:
+        """str, the address from which this worker reaches the lead."""
+        return self._connection.own_host
+
+    @property
+    def generation(self) -> JoinedGeneration:
+        """The current or last generation."""
+        assert self._generation is not None
+        return self._generation
+
+    # Waits and messages of the training thread
+
+    def _check(self, in_generation: bool) -> None:
+        if self._error is not None:
+            raise self._error
+        if in_generation and self._how:
+            raise GroupChanged(self._how, self._loss)
+
+    def _wait(self, is_done: Callable[[], bool], in_generation: bool = False) -> None:
+        """Waits; `_changed` is held. The lead sets the limits of waits."""
+        while True:
+            self._check(in_generation)
+            if is_done():
+                return
+            self._changed.wait(BEAT)
+
+    def _send_in_generation(self, kind: str, body: dict[str, Any]) -> None:
+        number = self.generation.number
+        self._connection.send(kind, {"generation": number, **body})
+
+    # The thread (see `connection.User`)
+
+    def hello(self) -> dict[str, Any]:
+        with self._changed:
+            generation = self._generation
+            return {
+                "uid": self._uid,
+                "index": self.index,
+                "pid": os.getpid(),
+                "job": self._job,
+                "same": self._same,
+                "generation": generation.number if generation else 0,
+                "step": self.step,
+            }
+
+    def begin_again(self) -> list[tuple[str, dict[str, Any]]]:
+        return [] if self._call is None else [self._call]
+
+    def beat(self) -> dict[str, Any]:
+        facts = {"step": self.step, "progress": self.progress}
+        return {**facts, "times": self.times()}
+
+    def lost(self, how: str) -> None:
+        self._end(how, None)
+
+    def failed(self, problem: str, was_reached: bool) -> None:
+        host, port = self._connection.addresses[0]
+        where, seconds = f"{host}:{port}", f"{self.timeout:g} s"
+        if was_reached:
+            text = (
+                f"Worker {self.index} has lost the lead at {where}: {problem}. Start "
+                "all workers again; with ks.callbacks.Resume they continue at their "
+                "last snapshot."
+            )
+        else:
+            text = (
+                f"Worker {self.index} could not reach the lead at {where} for "
+                f"{seconds}: {problem}. Check that it was started, that the first "
+                "address of the cluster is correct, and that no firewall blocks this "
+                "machine. `CommunicationOptions(timeout_seconds=...)` sets this "
+                "timeout."
+            )
+        self._fail(WorkerError(text))
+
+    def received(self, kind: str, message: dict[str, Any]) -> None:
+        handle = getattr(self, f"_handle_{kind}", None)
+        if handle is not None:
+            with self._changed:
+                handle(message)
+                self._changed.notify_all()
+        if kind == "end" and message["generation"] == self._number:
+            self._end(message["how"], _loss(message))
+        elif kind == "over":
+            self._over(message)
+        elif kind == "failed":
+            self._on_failure(message)
+        elif kind == "where":
+            line, stack = main_thread_stack()
+            self._connection.send("stack", {"line": line, "stack": stack})
+        elif kind == "log":
+            print(f"keras_strategies: {message['text']}", file=sys.stderr, flush=True)
+
+    @property
+    def _number(self) -> int:
+        return self._generation.number if self._generation else 0
+
+    def _end(self, how: str, loss: Loss | None) -> None:
+        with self._changed:
+            was_active = not self._how
+            if was_active:
+                self._how, self._loss = how, loss
+            self._changed.notify_all()
+        if was_active:
+            self._on_end(how, loss)
+
+    def _over(self, message: dict[str, Any]) -> None:
+        text = message["error"]
+        if not text:
+            self._fail(TrainingEnded("Training has ended."))
+            return
+        error = (ClusterError if message["is_misuse"] else WorkerError)(text)
+        self._fail(error, _loss(message))
+
+    def _fail(self, error: Exception, loss: Loss | None = None) -> None:
+        with self._changed:
+            if self._error is None and not self._has_left:
+                self._error = error
+            self._changed.notify_all()
+        self._end(str(error), loss)
+
+    # Messages of the lead; `_changed` is held
+
+    def _handle_welcome(self, message: dict[str, Any]) -> None:
+        self.is_running, self._is_welcome = message["is_running"], True
+
+    def _handle_beat(self, message: dict[str, Any]) -> None:
+        for rank, times in message.get("times", {}).items():
+            self.times_of = {**self.times_of, int(rank): tuple(times)}
+
+    def _handle_begin(self, message: dict[str, Any]) -> None:
+        members = tuple(message["members"])
+        hosts = message["hosts"]
+        self._generation = JoinedGeneration(
+            message["generation"],
+            None if message["is_first"] else message["step"],
+            members.index(self.index),
+            members,
+            tuple(hosts[place] for place in message["places"]),
+            tuple(message["behind"]),
+            tuple(message["lost"]),
+            tuple(message["joined"]),
+            message["how"],
+        )
+        self._how, self._loss, self._is_going = "", None, False
+        self._has_state |= not message["is_first"]
+        self._is_pausing, self._last_step, self._begun = False, None, 0
+        self._numbers, self._results, self._files = {}, {}, {}
+        self._saves, self.times_of = (0, []), {}
+
+    def _handle_go(self, message: dict[str, Any]) -> None:
+        self._is_going = self._has_state = True
+
+    def _handle_pause(self, message: dict[str, Any]) -> None:
+        self._is_pausing, self._last_step = True, None
+        self._send_in_generation("begun", {"steps": self._begun})
+
+    def _handle_stop_after(self, message: dict[str, Any]) -> None:
+        self._last_step = message["count"]
+
+    def _handle_compared(self, message: dict[str, Any]) -> None:
+        self._results[tuple(message.pop("key"))] = message
+
+    _handle_late = _handle_compared
+
+    def _handle_file(self, message: dict[str, Any]) -> None:
+        self._files[message["position"], message["calls"]] = message["error"]
+
+    def _handle_status(self, message: dict[str, Any]) -> None:
+        self._status = message
+
+    def _handle_bye(self, message: dict[str, Any]) -> None:
+        self._has_left = True
+
+
+def _loss(message: dict[str, Any]) -> Loss | None:
+    return None if message["loss"] is None else Loss(*message["loss"])

@@ -1,0 +1,264 @@
+"""Decisions about a group of workers, as a pure function of events.
+
+`step` takes a state and an event, and returns the next state and the messages to send.
+A *generation* is a group of fixed members. Its phases:
+
+    FORMING   members of the last generation leave it, new workers wait
+       |      all that are alive have left: message `begin`
+    SYNCING   the chief sends the state of training to the members that are behind
+       |      all hold it: message `go`
+    RUNNING   steps
+       |      a new worker waits, or a worker asks to stop: message `pause`
+    PAUSING   members report the steps that they have begun
+       |      message `stop_after` with the most
+    STOPPING  members finish that step and leave: FORMING
+
+A loss in any of them ends the generation (message `end`): FORMING. The phase OVER is
+final: training has ended, or cannot continue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from keras_strategies.lead import files, generations, values
+from keras_strategies.lead.events import (
+    TICK,
+    Absent,
+    Arrived,
+    AskStatus,
+    AwaitsFile,
+    Beat,
+    Begun,
+    Bye,
+    Failed,
+    Gone,
+    Hello,
+    Holds,
+    Message,
+    Ready,
+    Saved,
+    Snapshot,
+    Stack,
+    Stop,
+    Tick,
+)
+from keras_strategies.lead.state import (
+    KnownWorker,
+    LeadState,
+    Out,
+    Phase,
+    changed_group,
+    is_present,
+    left_phase,
+    members_of,
+    replace,
+    without,
+)
+
+
+def step(state: LeadState, event: Any) -> tuple[LeadState, Out]:
+    """The state after an event, and the messages to send.
+
+    Args:
+        state: `LeadState`.
+        event: one of the classes of `events.py`, from `Hello` to `Tick`.
+    """
+    out: Out = []
+    if state.is_over:
+        if isinstance(event, Hello):
+            out.append(_over_message(event.uid, state.verdict, state.is_misuse))
+        elif isinstance(event, Bye):
+            out.append(Message((event.uid,), "bye", {}))
+            state = without(state, event.uid)
+        elif isinstance(event, Gone):
+            state = without(state, event.uid)
+        return state, out
+    return _HANDLERS[type(event)](state, event, out), out
+
+
+def _over_message(uid: str, error: str, is_misuse: bool) -> Message:
+    return Message(
+        (uid,), "over", {"error": error, "is_misuse": is_misuse, "loss": None}
+    )
+
+
+# Connections
+
+
+def _hello(state: LeadState, event: Hello, out: Out) -> LeadState:
+    state = replace(state, same=state.same or (event.index, event.same))
+    if (why := _difference(state, event)) is not None:
+        out.append(_over_message(event.uid, why, is_misuse=True))
+        return (
+            state
+            if state.has_run
+            else generations.over(state, why, out, is_misuse=True)
+        )
+    if not state.workers and not state.group.number:
+        state = changed_group(state, since=state.clock)
+    new = KnownWorker(
+        event.uid, event.index, event.host, event.pid, state.clock, state.clock
+    )
+    known = state.workers.get(event.uid, new)
+    worker = replace(known, gone=None, seen=state.clock, step=event.step)
+    state = replace(state, workers={**state.workers, event.uid: worker})
+    out.append(Message((event.uid,), "welcome", {"is_running": state.has_run}))
+    if event.generation:
+        # Its generation has ended with its connection.
+        how = "the connection to the lead was lost"
+        body = {"generation": event.generation, "how": how, "loss": None}
+        out.append(Message((event.uid,), "end", body))
+        group = state.group
+        if event.uid in group.ranks and group.phase is Phase.FORMING:
+            return changed_group(state, awaited=group.awaited | {event.uid})
+    return state
+
+
+def _difference(state: LeadState, event: Hello) -> str | None:
+    """The reason to refuse a worker with other versions or settings."""
+    assert state.same is not None
+    other, same = state.same
+    for name, value in same.items():
+        found = event.same.get(name)
+        if found != value:
+            return (
+                f"Workers disagree on {name}: worker {other} has {value!r}, worker "
+                f"{event.index} has {found!r}. Run the same script with the same "
+                "versions on all workers."
+            )
+    return None
+
+
+def _gone(state: LeadState, event: Gone, out: Out) -> LeadState:
+    if event.uid not in state.workers:
+        return state
+    worker = state.workers[event.uid]
+    if event.heard is not None:
+        worker = _heard(worker, worker.seen, event.heard)
+    worker = replace(worker, gone=state.clock)
+    state = replace(state, workers={**state.workers, event.uid: worker})
+    state = left_phase(state, event.uid)
+    return generations.lose(state, worker, "its process or its connection ended", out)
+
+
+def _bye(state: LeadState, event: Bye, out: Out) -> LeadState:
+    worker, group = state.workers.get(event.uid), state.group
+    out.append(Message((event.uid,), "bye", {}))
+    if worker is None:
+        return state
+    is_member = group.is_active and event.uid in group.ranks
+    state = without(state, event.uid)
+    if event.is_complete:
+        state = replace(state, completed=max(state.completed, worker.step or 0))
+    if not is_member:
+        return generations.advance(state, out)
+    if not event.is_complete:
+        how = event.how or "its script has ended"
+        return generations.lose(state, worker, how, out)
+    if state.workers.keys().isdisjoint(group.ranks):
+        return generations.over(state, "", out)
+    state = replace(state, left={**state.left, event.uid: worker})
+    if group.ranks[event.uid] == 0:
+        state = files.chief_leaves(state, out)
+    state = values.check_left(state, out)
+    return generations.advance(state, out)
+
+
+def _absent(state: LeadState, event: Absent, out: Out) -> LeadState:
+    return state if state.has_run else generations.over(state, event.why, out)
+
+
+def _snapshot(state: LeadState, event: Snapshot, out: Out) -> LeadState:
+    if state.snapshot is not None and state.snapshot[0] >= event.step:
+        return state
+    return replace(state, snapshot=(event.step, event.path))
+
+
+# Time
+
+
+def _tick(state: LeadState, event: Tick, out: Out) -> LeadState:
+    passed = 0.0 if state.now is None else event.now - state.now
+    clock = state.clock + min(passed, 2 * TICK)
+    workers = dict(state.workers)
+    for uid, beat in event.heard.items():
+        if uid in workers:
+            workers[uid] = _heard(workers[uid], clock, beat)
+    state = replace(state, clock=clock, now=event.now, workers=workers)
+    state = _forget(_refuse_doubles(state, out))
+    if state.is_over:
+        return state
+    state = generations.check_phase(state, out)
+    return values.check_waits(state, out)
+
+
+def _heard(worker: KnownWorker, clock: float, beat: Beat) -> KnownWorker:
+    changes: dict[str, Any] = {"seen": clock}
+    if beat.step is not None:
+        changes["step"] = beat.step
+    # The progress of a failed worker is reported.
+    if beat.progress is not None and not worker.failure:
+        changes["progress"] = beat.progress
+    if beat.times:
+        changes["times"] = beat.times
+    return replace(worker, **changes)
+
+
+def _refuse_doubles(state: LeadState, out: Out) -> LeadState:
+    """Refuses workers that wait with the index of one that stays alive."""
+    known = [w for w in state.workers.values() if w.gone is None]
+    if len(known) == len({w.index for w in known}):
+        return state
+    first = {w.index: w for w in reversed(known)}
+    first |= {w.index: w for w in members_of(state) if w.gone is None}
+    for worker in known:
+        other = first[worker.index]
+        if other is worker or not is_present(state, other):
+            continue
+        why = (
+            f"Two processes connected as worker {worker.index}: process {other.pid} on "
+            f"{other.host}, and process {worker.pid} on {worker.host}. Give each its "
+            "own index (`task.index` in TF_CONFIG)."
+        )
+        if not state.has_run and other.seen > worker.since + 2 * TICK:
+            return generations.over(state, why, out, is_misuse=True)
+        late = state.clock - worker.since > 2 * state.settings.timeout
+        if worker.uid in state.waiting and late:
+            out.append(_over_message(worker.uid, why, is_misuse=True))
+            state = without(state, worker.uid)
+    return state
+
+
+def _forget(state: LeadState) -> LeadState:
+    """Forgets workers that cannot return."""
+    if all(each.gone is None for each in state.workers.values()):
+        return state
+    limit = state.clock - generations.LEASE * state.settings.timeout
+    kept = {
+        uid: each
+        for uid, each in state.workers.items()
+        if each.gone is None or each.gone >= limit
+    }
+    return replace(state, workers=kept)
+
+
+_HANDLERS: dict[type, Callable[[LeadState, Any, Out], LeadState]] = {
+    Hello: _hello,
+    Gone: _gone,
+    Ready: generations.ready,
+    Holds: generations.holds,
+    Begun: generations.begun,
+    Stop: generations.stop,
+    Arrived: values.arrived,
+    Saved: files.saved,
+    AwaitsFile: files.awaits_file,
+    Snapshot: _snapshot,
+    Failed: values.failed,
+    Absent: _absent,
+    Stack: values.stack,
+    AskStatus: values.status,
+    Bye: _bye,
+    Tick: _tick,
+}

@@ -1,0 +1,145 @@
+"""Start of the lead as a process."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import resource
+import socket
+import ssl
+import subprocess
+import sys
+from typing import Any
+
+from keras_strategies.errors import ClusterError
+from keras_strategies.lead.peers import PENDING
+from keras_strategies.lead.server import LeadServer
+from keras_strategies.lead.state import Settings
+
+#: Environment variables: the secret that workers and the lead share; a file in PEM
+#: format with the lead's certificate and, on its machine, its key.
+SECRET = "KS_CLUSTER_SECRET"
+CERTIFICATE = "KS_CLUSTER_CERT"
+BACKLOG = 1024
+# Descriptors beside those of workers and of peers without a proof.
+_MORE = 32
+
+
+def needed_descriptors(workers: int) -> int:
+    """Open files that a lead needs."""
+    return workers + PENDING + _MORE
+
+
+def check_descriptors(workers: int) -> None:
+    """Checks that a lead may open as many files as it needs.
+
+    Raises:
+        ClusterError: if the hard limit is too low.
+    """
+    need, (_, hard) = needed_descriptors(workers), _limits()
+    if hard != resource.RLIM_INFINITY and hard < need:
+        raise ClusterError(
+            f"{workers} workers need {need} open files in the lead, but the limit of "
+            f"this machine is {hard}. Raise it (`ulimit -Hn {need}`)."
+        )
+
+
+def _limits() -> tuple[int, int]:
+    return resource.getrlimit(resource.RLIMIT_NOFILE)
+
+
+def raise_descriptor_limit(workers: int) -> None:
+    """Raises the soft limit of open files where it is too low.
+
+    Raises:
+        ClusterError: if the hard limit is too low.
+    """
+    check_descriptors(workers)
+    need, (soft, hard) = needed_descriptors(workers), _limits()
+    if soft != resource.RLIM_INFINITY and soft < need:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))
+
+
+def start_lead(
+    listener: socket.socket,
+    settings: Settings,
+    secret: bytes = b"",
+    job: str = "",
+    *,
+    ends_with_starter: bool = False,
+    stderr: Any = subprocess.DEVNULL,
+) -> subprocess.Popen[bytes]:
+    """Starts the lead in a process of its own, which outlives this one.
+
+    Args:
+        listener: the listening socket, which is closed here.
+        settings: `Settings`.
+        secret: bytes that the workers know.
+        job: str, identifies the cluster among others at the same address.
+        ends_with_starter: bool, whether the lead ends when this process has ended
+            before a generation has begun.
+        stderr: as for `subprocess.Popen`.
+
+    Raises:
+        ClusterError: if the limit of open files is too low.
+    """
+    check_descriptors(settings.workers)
+    with listener:
+        given = {
+            "listener": listener.fileno(),
+            "settings": dataclasses.asdict(settings),
+            "job": job,
+            "starter": os.getpid() if ends_with_starter else 0,
+        }
+        environment = {**os.environ, SECRET: secret.decode()}
+        return subprocess.Popen(
+            [sys.executable, "-m", "keras_strategies.lead", json.dumps(given)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            env=environment,
+            pass_fds=[listener.fileno()],
+            start_new_session=True,
+        )
+
+
+def server_tls() -> ssl.SSLContext | None:
+    """The context of the lead's certificate; None without one."""
+    path = os.environ.get(CERTIFICATE)
+    if not path:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(path)
+    return context
+
+
+def client_tls() -> ssl.SSLContext | None:
+    """The context of a worker that trusts the lead's certificate; None without one."""
+    path = os.environ.get(CERTIFICATE)
+    if not path:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    # This certificate is trusted, at whatever address the lead is.
+    context.check_hostname = False
+    context.load_verify_locations(path)
+    return context
+
+
+def main(argument: str) -> None:
+    """Runs a lead; see `start_lead`."""
+    given = json.loads(argument)
+    settings = given["settings"]
+    settings["addresses"] = tuple(settings["addresses"])
+    settings = Settings(**settings)
+    raise_descriptor_limit(settings.workers)
+    secret = os.environ.get(SECRET, "").encode()
+    listener = socket.socket(fileno=given["listener"])
+
+    async def serve() -> None:
+        await LeadServer(
+            listener, settings, secret, given["job"], given["starter"], server_tls()
+        ).serve()
+
+    asyncio.run(serve())

@@ -1,0 +1,313 @@
+"""The lead: a process that decides about a group of workers, and trains nothing.
+
+One thread, one connection for each worker. The decisions are those of `decisions.py`;
+here are connections, time and messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import secrets
+import socket
+import ssl
+import time
+from typing import Any
+
+from keras_strategies.lead.decisions import step
+from keras_strategies.lead.events import EVENTS, TICK, Beat, Gone, Hello, Tick
+from keras_strategies.lead.peers import (
+    PENDING,
+    PROOF_SECONDS,
+    SHORT_SECONDS,
+    LeadPeer,
+    RareWarnings,
+)
+from keras_strategies.lead.state import LeadState, Settings
+from keras_strategies.lead.wire import Session, WireError, encoded
+
+# Errors of `accept` that pass when descriptors or memory are free again.
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+# Beats that the lead answers in a second, of all workers together.
+_BEATS = 200
+# Workers with times in the answer to a beat of the chief.
+_TIMES = 16
+_NAMES = ("index", "pid", "same", "generation", "step")
+
+
+class LeadServer:
+    """The lead at one address.
+
+    Args:
+        listener: the listening socket.
+        settings: `Settings`.
+        secret: bytes that the workers know.
+        job: str, identifies the cluster among others at the same address.
+        starter: int, the process that has started this one; 0 for any.
+        tls: a context with which connections are encrypted; None without.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        settings: Settings,
+        secret: bytes,
+        job: str = "",
+        starter: int = 0,
+        tls: ssl.SSLContext | None = None,
+    ):
+        self._listener = listener
+        self._settings = settings
+        self.secret = secret
+        self._job = job
+        self._starter = starter
+        self._tls = tls
+        self.state = LeadState(settings)
+        self.warnings = RareWarnings(self._warn)
+        #: Names this lead: a worker of an earlier one has no place here.
+        self.run_id = secrets.token_hex(8)
+        self._peers: dict[str, LeadPeer] = {}
+        self._sessions: dict[str, Session] = {}
+        # Lost connections that may be continued, with what ends that time.
+        self._lost: dict[str, asyncio.TimerHandle] = {}
+        self._pending: dict[LeadPeer, None] = {}
+        self._heard: dict[str, Beat] = {}
+        self._accepting: set[asyncio.Task[Any]] = set()
+        self._finished: set[int] = set()
+        self._next_times = 0
+        self._over = asyncio.Event()
+        self.beat_seconds = max(
+            TICK, min(settings.workers / _BEATS, settings.timeout / 4)
+        )
+
+    async def serve(self) -> None:
+        """Serves until training has ended and all workers have left."""
+        self._loop = asyncio.get_running_loop()
+        self._listener.setblocking(False)
+        self._resume()
+        ticks = self._loop.create_task(self._tick())
+        await self._over.wait()
+        ticks.cancel()
+        self._pause()
+        self._listener.close()
+        for peer in [*self._peers.values(), *self._pending]:
+            peer.close()
+
+    async def _tick(self) -> None:
+        ended = None
+        while True:
+            await asyncio.sleep(TICK)
+            now = time.monotonic()
+            self._drop_pending(PROOF_SECONDS)
+            heard, self._heard = self._heard, {}
+            self._decide(Tick(now, heard))
+            if self.state.is_over:
+                ended = ended or now
+            if self._is_done(now, ended):
+                self._over.set()
+
+    def _is_done(self, now: float, ended: float | None) -> bool:
+        if ended is None:
+            is_orphan = self._starter not in (0, os.getppid())
+            return is_orphan and not self.state.has_run and not self._peers
+        if not self.state.workers and (
+            self._settings.is_fixed or len(self._finished) == self._settings.workers
+        ):
+            return True
+        # Late workers hear that training has ended.
+        return now > ended + self._settings.timeout
+
+    def _warn(self, text: str) -> None:
+        """Shows a line at the chief."""
+        chief = next(iter(self.state.group.ranks), next(iter(self._peers), ""))
+        if (peer := self._peers.get(chief)) is not None:
+            peer.send(encoded("log", {"text": text}))
+
+    # Connections
+
+    def _resume(self) -> None:
+        if not self._over.is_set():
+            self._loop.add_reader(self._listener, self._accept)
+
+    def _pause(self, seconds: float | None = None) -> None:
+        """Accepts no connections, for some seconds."""
+        self._loop.remove_reader(self._listener)
+        if seconds is not None:
+            self._loop.call_later(seconds, self._resume)
+
+    def _accept(self) -> None:
+        if len(self._pending) + len(self._accepting) >= PENDING:
+            self._drop_pending(SHORT_SECONDS)
+            self._pause(0.01)
+            return
+        try:
+            connected, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            if error.errno not in _EXHAUSTED:
+                raise
+            self.warnings.warn(f"accepting pauses: {error.strerror}")
+            self._pause(0.5)
+            return
+        connected.setblocking(False)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        task = self._loop.create_task(self._connect(connected))
+        self._accepting.add(task)
+        task.add_done_callback(self._accepting.discard)
+
+    async def _connect(self, connected: socket.socket) -> None:
+        peer = LeadPeer(self)
+        limit = None if self._tls is None else PROOF_SECONDS
+        try:
+            await self._loop.connect_accepted_socket(
+                lambda: peer, connected, ssl=self._tls, ssl_handshake_timeout=limit
+            )
+        except OSError as error:
+            self.warnings.warn(f"a connection has failed: {error}")
+            connected.close()
+            return
+        if not peer.is_proved:
+            self._pending[peer] = None
+
+    def _drop_pending(self, seconds: float) -> None:
+        """Closes connections that have had some seconds without a proof."""
+        limit = time.monotonic() - seconds
+        for peer in [each for each in self._pending if each.since < limit]:
+            self.warnings.warn(f"{peer.host} has not proved the secret in time")
+            del self._pending[peer]
+            peer.abort()
+
+    def proved(self, peer: LeadPeer) -> None:
+        """A peer has proved the secret."""
+        self._pending.pop(peer, None)
+
+    def ended(self, peer: LeadPeer) -> None:
+        """A connection has ended; the worker may continue it."""
+        self._pending.pop(peer, None)
+        uid = peer.uid
+        if uid is not None and self._peers.get(uid) is peer:
+            del self._peers[uid]
+            self._lost[uid] = self._loop.call_later(
+                self._settings.grace, self._gone, uid
+            )
+
+    def _gone(self, uid: str) -> None:
+        """A lost connection was not continued."""
+        if (timer := self._lost.pop(uid, None)) is not None:
+            timer.cancel()
+        self._sessions.pop(uid, None)
+        self._decide(Gone(uid, self._heard.pop(uid, None)))
+
+    # Messages
+
+    def received(self, peer: LeadPeer, message: dict[str, Any]) -> None:
+        """A message of a worker."""
+        kind = message.pop("kind")
+        uid = peer.uid
+        if uid is None:
+            self._greet(peer, kind, message)
+        elif kind == "beat":
+            self._beat(peer, uid, message)
+        else:
+            self._sessions[uid].received += 1
+            # A beat before it has an older step.
+            before = self._heard.get(uid, Beat())
+            progress = message.pop("progress", before.progress)
+            self._heard[uid] = before._replace(step=None, progress=progress)
+            if kind == "broken":
+                self._end_graces()
+                return
+            if kind == "failed":
+                message["progress"] = progress
+            if kind == "bye" and uid in self.state.workers:
+                self._finished.add(self.state.workers[uid].index)
+            self._decide(EVENTS[kind](uid, **message))
+
+    def _beat(self, peer: LeadPeer, uid: str, message: dict[str, Any]) -> None:
+        beat = Beat(message["step"], message["progress"], tuple(message["times"]))
+        self._heard[uid] = beat
+        session = self._sessions[uid]
+        session.acknowledge(message["got"])
+        answer = {"number": message["number"], "got": session.received}
+        if self.state.group.ranks.get(uid) == 0:
+            answer["times"] = self._some_times()
+        peer.send(encoded("beat", answer))
+
+    def _some_times(self) -> dict[int, Any]:
+        """Times of the next members in turn, so that beats do not grow with them."""
+        ranks = self.state.group.ranks
+        first = self._next_times if self._next_times < len(ranks) else 0
+        self._next_times = first + _TIMES
+        chosen = list(ranks.items())[first : self._next_times]
+        workers = self.state.workers
+        return {r: workers[u].times for u, r in chosen if u in workers}
+
+    def _end_graces(self) -> None:
+        """A collective has failed: lost connections are those of lost workers."""
+        for uid in [each for each in self._lost if each in self.state.group.ranks]:
+            self._gone(uid)
+
+    def _greet(self, peer: LeadPeer, kind: str, message: dict[str, Any]) -> None:
+        if kind != "hello":
+            raise WireError("no hello")
+        if message["job"] != self._job:
+            self._refuse(peer, "the lead there is of another cluster", False)
+            return
+        if message["run_id"] not in ("", self.run_id):
+            self._refuse(peer, "the lead was started again", True)
+            return
+        uid = str(message["uid"])
+        earlier = self._peers.pop(uid, None)
+        if earlier is not None:
+            # The end of its connection has not arrived.
+            earlier.uid = None
+            earlier.abort()
+        is_known = uid in self._sessions
+        is_resumed = bool(is_known and message["continues"])
+        if is_known and not is_resumed:
+            self._gone(uid)
+        if (timer := self._lost.pop(uid, None)) is not None:
+            timer.cancel()
+        self._end_other_graces(uid, message["index"])
+        session = self._sessions.setdefault(uid, Session())
+        peer.uid = uid
+        self._peers[uid] = peer
+        facts = {
+            "run_id": self.run_id,
+            "beat_seconds": self.beat_seconds,
+            "timeout": self._settings.timeout,
+            "patience": self._settings.patience,
+            "grace": self._settings.grace,
+            "is_resumed": is_resumed,
+            "got": session.received,
+        }
+        peer.send(encoded("facts", facts))
+        if is_resumed:
+            session.acknowledge(message["got"])
+            peer.send(session.rest())
+            return
+        named = {name: message[name] for name in _NAMES}
+        self._decide(Hello(uid, host=peer.host, **named))
+
+    def _end_other_graces(self, uid: str, index: int) -> None:
+        """Another process of an index: the one before it does not return."""
+        workers = self.state.workers
+        for other in [each for each in self._lost if each != uid]:
+            if other in workers and workers[other].index == index:
+                self._gone(other)
+
+    def _refuse(self, peer: LeadPeer, error: str, is_final: bool) -> None:
+        peer.send(encoded("refused", {"error": error, "is_final": is_final}))
+        peer.close()
+
+    def _decide(self, event: Any) -> None:
+        self.state, messages = step(self.state, event)
+        for to, kind, body in messages:
+            message = encoded(kind, body)
+            for uid in to:
+                if (session := self._sessions.get(uid)) is not None:
+                    session.add(message)
+                if (peer := self._peers.get(uid)) is not None:
+                    peer.send(message)

@@ -1,0 +1,354 @@
+"""State of the lead: workers, the current generation, and what they wait for."""
+
+from __future__ import annotations
+
+import enum
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+from keras_strategies.lead.events import Message
+
+#: Reason for the loss of a worker with an open connection.
+NO_HEARTBEAT = "no heartbeat"
+NONE: frozenset[str] = frozenset()
+Out = list[Message]
+T = TypeVar("T")
+
+
+def replace(value: T, **changes: Any) -> T:
+    """As `dataclasses.replace`, in a fifth of its time: each message needs some."""
+    changed = object.__new__(type(value))
+    changed.__dict__.update(value.__dict__, **changes)
+    return changed
+
+
+class Phase(enum.Enum):
+    """Phase of a generation (see `decisions.py`)."""
+
+    FORMING = "forming"
+    SYNCING = "syncing"
+    RUNNING = "running"
+    PAUSING = "pausing"
+    STOPPING = "stopping"
+    OVER = "over"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Numbers and times of a group.
+
+    Args:
+        workers: int, workers of the cluster.
+        min_workers: int, the smallest generation.
+        max_workers: int or None, the largest one; None for all workers.
+        rejoin: bool, whether workers may join after the start.
+        is_fixed: bool, whether all workers are needed, and a loss is an error.
+        timeout: float, seconds of silence after which a worker is lost, and in which a
+            lost connection may be replaced.
+        patience: float, seconds to wait for workers that are alive.
+        failures: int, failures of a generation without a loss or a step in between,
+            after which training ends.
+        addresses: the workers' addresses, for messages.
+        grace: float, seconds in which a lost connection can be continued, before it
+            ends the generation.
+    """
+
+    workers: int
+    min_workers: int = 1
+    max_workers: int | None = None
+    rejoin: bool = True
+    is_fixed: bool = False
+    timeout: float = 10.0
+    patience: float = 300.0
+    failures: int = 10
+    addresses: tuple[str, ...] = ()
+    grace: float = 0.2
+
+    @property
+    def least(self) -> int:
+        """int, the smallest generation."""
+        return self.workers if self.is_fixed else self.min_workers
+
+    @property
+    def most(self) -> int:
+        """int, the largest generation."""
+        return self.max_workers or self.workers
+
+    def named(self, indices: Iterable[int]) -> str:
+        """Text such as "worker 1 (10.0.0.2:2222) and worker 3 (10.0.0.4:2222)"."""
+        return " and ".join(f"worker {i}{self._address(i)}" for i in indices)
+
+    def _address(self, index: int) -> str:
+        return f" ({self.addresses[index]})" if index < len(self.addresses) else ""
+
+
+class Loss(NamedTuple):
+    """A lost worker.
+
+    Args:
+        worker: int, its number in the cluster.
+        rank: int, its rank in its generation.
+        host: str, its address.
+        pid: int, its process.
+        progress: str, its last step, such as "step 12 of fit".
+        how: str, the reason.
+        late: str, a sentence about the time of its steps; may be empty.
+    """
+
+    worker: int
+    rank: int
+    host: str
+    pid: int
+    progress: str
+    how: str
+    late: str = ""
+
+    def __str__(self) -> str:
+        at = f" at {self.progress}" if self.progress else ""
+        return (
+            f"Worker {self.worker} ({self.host}, process {self.pid}) was lost{at}: "
+            f"{self.how}.{self.late}"
+        )
+
+
+@dataclass(frozen=True)
+class KnownWorker:
+    """A process, as the lead knows it.
+
+    Args:
+        uid: str, the process.
+        index: int, its number in the cluster, which a later process may take over.
+        host: str, its address.
+        pid: int, its number on its machine.
+        since: float, when it connected.
+        seen: float, when its last message came.
+        step: int, the last step that it has finished; None without a state.
+        gone: float, when its connection ended; None while it is connected.
+        progress: str, such as "step 12 of fit".
+        times: as those of `Beat`.
+        line: str, the line of its script that it executed last, if it was asked.
+        failure: str, the error by which it has left a call.
+        admits: bool, whether new workers can begin after its step.
+    """
+
+    uid: str
+    index: int
+    host: str
+    pid: int
+    since: float
+    seen: float
+    step: int | None = None
+    gone: float | None = None
+    progress: str = ""
+    times: tuple[float, ...] = ()
+    line: str = ""
+    failure: str = ""
+    admits: bool = True
+
+    def __str__(self) -> str:
+        at = f", at {self.progress}" if self.progress else ""
+        line = f", in {self.line}" if self.line else ""
+        return f"worker {self.index} ({self.host}, process {self.pid}{at}{line})"
+
+
+@dataclass(frozen=True)
+class GenerationState:
+    """A generation.
+
+    Args:
+        number: int, counted from 1.
+        ranks: the rank of each member by uid; rank 0 is the chief.
+        indices: the members' numbers in the cluster, by rank.
+        step: int, the finished steps at its begin.
+        phase: `Phase`.
+        awaited: uids of the workers without which the phase does not end.
+        since: float, when the phase began.
+        last_step: int, the steps of the generation after which members stop.
+        failures: int, how often it has failed at this step without a loss.
+        how: str, why it has ended.
+    """
+
+    number: int = 0
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    indices: tuple[int, ...] = ()
+    step: int = 0
+    phase: Phase = Phase.FORMING
+    awaited: frozenset[str] = NONE
+    since: float = 0.0
+    last_step: int = 0
+    failures: int = 0
+    how: str = ""
+
+    @property
+    def is_active(self) -> bool:
+        """bool, whether the generation has begun and not ended."""
+        return self.phase not in (Phase.FORMING, Phase.OVER)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Values that have arrived: equal ones once, with the ranks as bits of a number."""
+
+    since: float
+    values: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    arrived: int = 0
+    is_asked: bool = False
+
+    @property
+    def what(self) -> str:
+        """str, name of the first value."""
+        return next(iter(self.values))[0]
+
+    def add(self, what: str, value: str, rank: int) -> Comparison:
+        """The comparison with the value of another rank."""
+        key, bit = (what, value), 1 << rank
+        values = {**self.values, key: self.values.get(key, 0) | bit}
+        return replace(self, values=values, arrived=self.arrived | bit)
+
+
+class ChiefFile(NamedTuple):
+    """A file that the chief has saved; `error` is empty if that has succeeded."""
+
+    name: str
+    error: str
+
+
+class FileWait(NamedTuple):
+    """A wait for a file of the chief.
+
+    Args:
+        position: int, the comparisons that the worker has begun.
+        name: str, of the file in this worker's call.
+        same: int, its calls at this position with this name, this one included.
+        calls: int, its calls at this position, this one included.
+        since: float, when it began.
+    """
+
+    position: int
+    name: str
+    same: int
+    calls: int
+    since: float
+
+
+@dataclass(frozen=True)
+class LeadState:
+    """All that the lead knows.
+
+    Args:
+        settings: `Settings`.
+        clock: float, seconds in which the lead ran.
+        now: float, the time of the last `Tick`; None before the first.
+        same: what must agree on all workers, and the first worker's index.
+        workers: workers by uid, until they end or are given up.
+        waiting: uids of the workers that wait for a generation.
+        group: `GenerationState`, the current or last generation.
+        comparisons: by stream and number.
+        files: the chief's saved files by position.
+        file_waits: by uid.
+        chief_position: float, comparisons that the chief has begun.
+        left: members of the generation that have finished their scripts, by uid.
+        snapshot: step and path of the newest one.
+        has_run: bool, whether a generation has run; then none begins without a state.
+        is_stop_asked: bool, whether a worker asks all to stop after the same step.
+        completed: int, the step of a worker that has finished training; or -1.
+        verdict: str, why training cannot continue; empty if it has ended.
+        is_misuse: bool, whether the verdict is about the description of the cluster.
+    """
+
+    settings: Settings
+    clock: float = 0.0
+    now: float | None = None
+    same: tuple[int, Mapping[str, Any]] | None = None
+    workers: Mapping[str, KnownWorker] = field(default_factory=dict)
+    waiting: frozenset[str] = NONE
+    group: GenerationState = GenerationState()
+    comparisons: Mapping[tuple[str, int], Comparison] = field(default_factory=dict)
+    files: Mapping[int, tuple[ChiefFile, ...]] = field(default_factory=dict)
+    file_waits: Mapping[str, FileWait] = field(default_factory=dict)
+    chief_position: float = 0
+    left: Mapping[str, KnownWorker] = field(default_factory=dict)
+    snapshot: tuple[int, str] | None = None
+    has_run: bool = False
+    is_stop_asked: bool = False
+    completed: int = -1
+    verdict: str = ""
+    is_misuse: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        """bool, whether training has ended."""
+        return self.group.phase is Phase.OVER
+
+
+# Changes of the state, and questions about it
+
+
+def changed_group(state: LeadState, **changes: Any) -> LeadState:
+    """The state with a changed group."""
+    return replace(state, group=replace(state.group, **changes))
+
+
+def changed_worker(state: LeadState, uid: str, **changes: Any) -> LeadState:
+    """The state with a changed worker."""
+    changed = replace(state.workers[uid], **changes)
+    return replace(state, workers={**state.workers, uid: changed})
+
+
+def without(state: LeadState, uid: str) -> LeadState:
+    """The state without a worker."""
+    workers = {other: each for other, each in state.workers.items() if other != uid}
+    return left_phase(replace(state, workers=workers), uid)
+
+
+def left_phase(state: LeadState, uid: str) -> LeadState:
+    """The worker is neither awaited nor waits."""
+    if uid in state.file_waits:
+        waits = {key: each for key, each in state.file_waits.items() if key != uid}
+        state = replace(state, file_waits=waits)
+    state = replace(state, waiting=state.waiting - {uid})
+    return changed_group(state, awaited=state.group.awaited - {uid})
+
+
+def is_present(state: LeadState, worker: KnownWorker | None) -> bool:
+    """Whether a worker is connected and not silent."""
+    if worker is None or worker.gone is not None:
+        return False
+    return state.clock - worker.seen <= state.settings.timeout
+
+
+def members_of(state: LeadState) -> list[KnownWorker]:
+    """Members that have not ended, by rank."""
+    return [state.workers[uid] for uid in state.group.ranks if uid in state.workers]
+
+
+def uids_of(workers: Iterable[KnownWorker]) -> tuple[str, ...]:
+    """The processes of workers."""
+    return tuple(each.uid for each in workers)
+
+
+def loss_of(state: LeadState, worker: KnownWorker, how: str) -> Loss:
+    """The loss of a worker; its own failure report has more details than `how`."""
+    how = worker.failure or how
+    line = f" (in {worker.line})" if worker.line and not worker.failure else ""
+    return Loss(
+        worker.index,
+        state.group.ranks.get(worker.uid, -1),
+        worker.host,
+        worker.pid,
+        worker.progress,
+        how + line,
+        _lateness(state, worker),
+    )
+
+
+def _lateness(state: LeadState, worker: KnownWorker) -> str:
+    others = [w.times[1] for w in members_of(state) if w is not worker and w.times]
+    if not worker.times or not worker.times[0] or not others:
+        return ""
+    return (
+        f" Its last steps took {1000 * worker.times[1]:.0f} ms each without waits for "
+        f"other workers, those of the others {1000 * statistics.median(others):.0f} ms."
+    )

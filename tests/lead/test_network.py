@@ -1,0 +1,311 @@
+"""Workers and their lead in a process of its own, over real sockets."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+
+import pytest
+from harness.processes import wait_until
+from lead.leads import SECRET, Proxy, RunningLead, begin, together
+
+from keras_strategies.errors import ClusterError, WorkerError
+from keras_strategies.lead.client import LeadClient
+from keras_strategies.lead.client_state import GroupChanged, TrainingEnded
+from keras_strategies.lead.events import TICK
+
+
+@pytest.fixture
+def lead():
+    with RunningLead(3) as running:
+        yield running
+
+
+def exchange(client, turn=0):
+    return client.compare(f"turn {turn}", f"{client.index}-{turn}")
+
+
+def test_workers_compare_values_with_one_thread_each(lead):
+    before = threading.active_count()
+    three = lead.training(3)
+    assert threading.active_count() == before + 3 and lead.threads == 1
+    for turn in range(50):
+        expected = [(f"{i}-{turn}", (i,)) for i in range(3)]
+        for found in together(three, lambda client, turn=turn: exchange(client, turn)):
+            assert sorted(found) == expected
+    assert (
+        together(three, lambda c: c.compare("all", "same"))
+        == [[("same", (0, 1, 2))]] * 3
+    )
+    assert together(three, lambda c: c.broadcast("x", str(c.index))) == ["0"] * 3
+
+
+def test_large_values_arrive(lead):
+    three = lead.training(3)
+    found = together(three, lambda c: c.compare("x", f"{c.index}" * 5_000_000))
+    assert [len(value) for values in found for value, _ in values] == [5_000_000] * 9
+
+
+def test_different_calls_are_an_error_on_all(lead):
+    three = lead.training(3)
+    found = together(three, lambda c: c.compare(f"part {min(c.index, 1)}", ""))
+    assert all(isinstance(error, WorkerError) for error in found)
+    assert "Worker 1 is at 'part 1' but worker 0 is at 'part 0'" in str(found[1])
+
+
+def test_a_lost_worker_ends_waits_and_the_others_continue(lead):
+    three = lead.training(3)
+    three[1].progress = "step 7 of fit"
+    time.sleep(2 * TICK)
+    others = [three[0], three[2]]
+    three[1].abandon()
+    found = together(others, exchange)
+    assert all(isinstance(error, GroupChanged) for error in found)
+    assert "Worker 1 (127.0.0.1, process " in str(found[0])
+    assert "was lost at step 7 of fit" in str(found[0])
+    assert (found[0].loss.worker, found[0].loss.rank) == (1, 1)
+    together(others, lambda client: begin(client, 5 + client.index))
+    generation = three[0].generation
+    assert (generation.members, generation.step, generation.behind) == ((2, 0), 7, (1,))
+    assert generation.lost == (1,)
+
+
+def test_a_new_worker_joins_after_a_common_step(lead):
+    three = lead.training(3)
+    three.pop().abandon()
+    together(three, lambda client: begin(client, 0))
+    joined = threading.Thread(target=lambda: begin(lead.client(2)), daemon=True)
+    joined.start()
+
+    def train(client):
+        step = 0
+        while client.begin_step():
+            client.barrier(f"step {step}")
+            step += 1
+            client.step = step
+        begin(client, step)
+        return step
+
+    steps = together(three, train)
+    joined.join(20)
+    assert len(set(steps)) == 1 and three[0].generation.joined == (2,)
+    assert lead.clients[-1].is_running
+
+
+@pytest.fixture
+def proxies():
+    """Networks that are closed at the end."""
+    made: list[Proxy] = []
+    yield lambda address: made.append(Proxy(address)) or made[-1]
+    for each in made:
+        each.close()
+
+
+def test_a_cut_connection_is_continued_without_a_loss_of_messages(proxies):
+    with RunningLead(3, grace=20.0, timeout=20.0) as lead:
+        compare_over_a_network_that_is_cut(lead, proxies(lead.address))
+
+
+def compare_over_a_network_that_is_cut(lead, proxy):
+    three = lead.training(3, address=proxy.address)
+    number = three[0].generation.number
+    ended = threading.Event()
+
+    def cut():
+        while not ended.wait(0.15):
+            proxy.cut()
+
+    cutter = threading.Thread(target=cut, daemon=True)
+    cutter.start()
+    try:
+        for turn in range(60):
+            expected = [(f"{i}-{turn}", (i,)) for i in range(3)]
+            for found in together(three, lambda c, turn=turn: exchange(c, turn)):
+                assert not isinstance(found, Exception), found
+                assert sorted(found) == expected
+    finally:
+        ended.set()
+        cutter.join()
+    assert [client.generation.number for client in three] == [number] * 3
+
+
+def test_a_worker_that_was_cut_off_hears_that_its_generation_has_ended(lead, proxies):
+    proxy = proxies(lead.address)
+    three = together(
+        range(3),
+        lambda i: lead.client(i, address=proxy.address if i == 1 else lead.address),
+    )
+    together(three, begin)
+    proxy.cut(refuses=True)
+    assert all(isinstance(e, GroupChanged) for e in together(three, exchange))
+    others = [three[0], three[2]]
+    together(others, lambda client: begin(client, 3))
+    proxy.mend()
+    waiting = threading.Thread(target=lambda: begin(three[1], 1), daemon=True)
+    waiting.start()
+
+    def train(client):
+        while client.begin_step():
+            client.barrier("a step")
+        begin(client, 4)
+
+    together(others, train)
+    waiting.join(20)
+    # Its state was kept until it has received the newer one.
+    assert three[1].generation.is_behind and three[1].generation.step == 4
+
+
+def test_a_silent_network_ends_the_lease_before_others_continue(lead, proxies):
+    proxy = proxies(lead.address)
+    three = together(
+        range(3),
+        lambda i: lead.client(i, address=proxy.address if i == 1 else lead.address),
+    )
+    together(three, begin)
+    proxy.silence()
+    at = {}
+
+    def begin_steps():
+        try:
+            while True:
+                assert three[1].begin_step()
+                at["last step"] = time.monotonic()
+                time.sleep(0.01)
+        except GroupChanged:
+            pass
+
+    stepping = threading.Thread(target=begin_steps, daemon=True)
+    stepping.start()
+    others = [three[0], three[2]]
+    assert all(isinstance(e, GroupChanged) for e in together(others, exchange))
+    together(others, lambda client: begin(client, 3))
+    begun = time.monotonic()
+    proxy.mend()
+    stepping.join(20)
+    assert at["last step"] < begun
+
+
+def test_a_failure_is_sent_to_the_others_with_its_line(lead):
+    reports: list[dict] = []
+    three = lead.training(3, on_failure=reports.append)
+    three[1].progress = "step 7 of fit"
+    three[1].report_failure("ValueError: bad rows", 4)
+    wait_until(lambda: len(reports) == 2, "the others know")
+    assert reports[0]["how"] == "ValueError: bad rows" and reports[0]["index"] == 1
+    assert reports[0]["line"].startswith("test_network.py:")
+    assert reports[0]["progress"] == "step 7 of fit"
+
+
+def test_a_timeout_names_who_has_not_arrived_and_its_line():
+    with RunningLead(2, patience=2.0, timeout=2.0) as lead:
+        two = lead.training(2)
+        two[1].progress = "step 9 of fit"
+        error = together(two[:1], lambda c: c.barrier("the end of the epoch"))[0]
+        assert isinstance(error, WorkerError)
+        assert "Not all workers reached 'the end of the epoch' within 2 s" in str(error)
+        assert "worker 1 (127.0.0.1, process " in str(error)
+        assert ", at step 9 of fit, in leads.py:" in str(error)
+
+
+def test_the_table_of_workers(lead):
+    three = lead.training(3)
+    three[2].times = lambda: (4, 0.25, 0.5)
+    wait_until(lambda: 2 in three[0].times_of, "the chief knows times")
+    wait_until(lambda: three[0].times_of[2] == (4, 0.25, 0.5), "the chief knows times")
+    rows = three[1].status()["workers"]
+    assert sorted(row["index"] for row in rows) == [0, 1, 2]
+    assert all(row["is_connected"] and row["silent"] < 3 for row in rows)
+
+
+def test_workers_stop_after_a_common_step_and_go_on():
+    with RunningLead(3, is_fixed=True) as lead:
+        three = lead.training(3)
+
+        def train(client):
+            steps = 0
+            while client.begin_step():
+                client.barrier("a step")
+                steps += 1
+                if steps == 5 and client.index == 1:
+                    client.request_stop()
+            client.resume_steps()
+            return steps
+
+        found = together(three, train)
+        assert len(set(found)) == 1 and 5 <= found[0] < 200, found
+        assert together(three, LeadClient.begin_step) == [True] * 3
+
+
+def test_a_lead_that_has_ended_is_an_error_that_names_it(lead):
+    three = lead.training(3)
+    lead.process.kill()
+    begun = time.monotonic()
+    errors = together(three, lambda client: begin(client, 1))
+    assert all(isinstance(error, WorkerError) for error in errors)
+    host, port = lead.address
+    assert f"has lost the lead at {host}:{port}" in str(errors[0])
+    assert "ks.callbacks.Resume" in str(errors[0])
+    assert time.monotonic() - begun < 10
+
+
+def test_a_lead_that_stops_for_a_while_loses_no_worker(lead):
+    three = lead.training(3)
+    lead.process.send_signal(signal.SIGSTOP)
+    time.sleep(1.0)
+    lead.process.send_signal(signal.SIGCONT)
+    assert len(together(three, exchange)[0]) == 3
+    assert three[0].generation.number == 1
+
+
+def test_the_lead_ends_when_all_have_left_and_late_workers_hear_so():
+    with RunningLead(2, timeout=1.0) as lead:
+        two = lead.training(2)
+        two[0].leave()
+        two[1].leave()
+        with pytest.raises(TrainingEnded):
+            lead.client(1).next_generation(None)
+        lead.process.wait(20)
+
+
+def test_a_fixed_group_ends_its_lead_at_once():
+    with RunningLead(2, is_fixed=True, timeout=60.0) as lead:
+        together(lead.training(2), LeadClient.leave)
+        assert lead.process.wait(10) == 0
+
+
+def test_all_workers_lost_end_the_lead():
+    with RunningLead(2, timeout=0.5, patience=2.0) as lead:
+        for client in lead.training(2):
+            client.abandon()
+        assert lead.process.wait(20) == 0
+
+
+def test_a_wrong_secret_and_another_job_are_errors(lead):
+    for options, problem in (
+        ({"secret": b"wrong"}, "it does not accept this worker's secret"),
+        ({"job": "other"}, "of another cluster"),
+    ):
+        with pytest.raises(WorkerError, match=problem):
+            LeadClient(
+                [lead.address],
+                options.pop("secret", SECRET),
+                0,
+                timeout=0.5,
+                **options,
+            )
+
+
+def test_two_processes_of_an_index_and_different_versions_are_refused():
+    with RunningLead(3) as lead:
+        clients = together([0, 1, 1], lead.client)
+        errors = together(clients, lambda client: client.next_generation(None))
+        assert all(isinstance(error, ClusterError) for error in errors)
+        assert "Two processes connected as worker 1" in str(errors[0])
+    with RunningLead(2) as lead:
+        same = [{"the backend": "jax"}, {"the backend": "torch"}]
+        found = together(
+            range(2), lambda i: lead.client(i, same=same[i]).next_generation(None)
+        )
+        assert all(isinstance(error, ClusterError) for error in found)
+        assert "Workers disagree on the backend" in str(found[0])
