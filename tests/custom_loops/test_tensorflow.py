@@ -295,6 +295,53 @@ def test_a_loop_over_a_dataset_that_is_not_converted_is_told_so(mirrored):
         epoch()
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ks.OneDeviceStrategy("cpu:0"),
+        lambda: ks.MirroredStrategy(["cpu:0"]),
+        lambda: ks.experimental.CentralStorageStrategy(["cpu:0"]),
+    ],
+    ids=["one_device", "mirrored", "central"],
+)
+def test_one_replica_calls_collectives_in_loops_and_branches(make):
+    """As without a strategy; several replicas cannot, and are told so."""
+
+    def fn(x):
+        replica = ks.get_replica_context()
+
+        def body(i, x):
+            x = replica.all_reduce("SUM", x * x)
+            x = x / replica.all_reduce("MAX", tf.stop_gradient(tf.reduce_max(x)))
+            return i + 1, x + tf.reduce_mean(replica.all_gather(x, 0))
+
+        def loss_fn():
+            _, found = tf.while_loop(lambda i, _: i < 3, body, (0, x * weights))
+            return tf.cond(
+                found[0] > 0,
+                lambda: replica.all_reduce("MEAN", tf.reduce_sum(found)),
+                lambda: 0.0,
+            )
+
+        return ks.value_and_grad(loss_fn, [weights])()
+
+    def numbers(run):
+        loss, (gradient,) = run(fn, tf.constant([1.0, 3.0]))
+        return [float(loss), *gradient.numpy()]
+
+    weights = keras.Variable([1.0, 2.0])
+    expected = numbers(lambda fn, x: fn(x))
+    strategy = make()
+    with strategy.scope():
+        weights = keras.Variable([1.0, 2.0])
+    for run in (
+        lambda fn, x: strategy.run(fn, args=(x,)),
+        lambda fn, x: strategy.run(tf.function(fn), args=(x,)),
+        lambda fn, x: ks.function(lambda x: strategy.run(fn, args=(x,)))(x),
+    ):
+        np.testing.assert_allclose(numbers(run), expected, rtol=1e-6)
+
+
 @pytest.mark.parametrize("devices", [["cpu:0"], ["cpu:0", "cpu:1"]])
 @pytest.mark.parametrize("jit", [None, True], ids=["", "xla"])
 def test_a_tf_function_in_run_may_do_what_a_replica_does(devices, jit):

@@ -194,6 +194,8 @@ class LockstepCollectives(ReplicaCollectives):
         self.first = self.replica_set.counts.first
         self._devices = [tf_device(device) for device in devices]
         self._lead = tf_device(lead)
+        # Its collectives of tensors return their arguments, also in loops and branches.
+        self._is_alone = len(devices) == 1 and self.replica_set.workers is None
         self._arrived: list[Any] = [None] * len(devices)
         self._results: list[Any] = [None] * len(devices)
         self._graph: Any = None
@@ -283,6 +285,8 @@ class LockstepCollectives(ReplicaCollectives):
     def all_reduce(
         self, replica: int, op: ReduceOp, tensors: Sequence[Any]
     ) -> Sequence[Any]:
+        if self._is_alone:
+            return [tf.convert_to_tensor(tensor) for tensor in tensors]
         count = len(self._devices)
 
         def reduce(tensors: Sequence[Any]) -> list[Any]:
@@ -312,6 +316,8 @@ class LockstepCollectives(ReplicaCollectives):
     def all_gather(
         self, replica: int, tensors: Sequence[Any], axis: int, are_equal: bool = False
     ) -> Sequence[Any]:
+        if self._is_alone:
+            return [tf.convert_to_tensor(tensor) for tensor in tensors]
         count = len(self._devices)
 
         def gather(values: list[Any]) -> list[Any]:
