@@ -240,15 +240,10 @@ def test_a_grid_that_workers_cannot_have(cluster):
         own = cut(strategy, "auto", 2)
         grid = own.mesh.shape, len(own.mesh.own_devices), own.num_replicas_in_sync
         spanned = cut(strategy, "auto", 4)
-        if TENSORFLOW:
-            with spanned.scope():
-                variable = keras.Variable(np.ones((8, 8), "float32"), name="kernel")
-            problem = "sharded over the devices of several workers"
-            function = variable.numpy
-        else:
-            problem, function = "takes the devices of several workers", lambda: 0
-        with pytest.raises(RuntimeError, match=problem):
-            spanned.run(function)
+        if not TENSORFLOW:
+            problem = "takes the devices of several workers"
+            with pytest.raises(RuntimeError, match=problem):
+                spanned.run(lambda: 0)
         with pytest.raises(ValueError, match="does not divide the number of devices"):
             cut(strategy, "auto", 3)
         return grid, spanned.num_replicas_in_sync, strategy.num_replicas_in_sync
@@ -259,14 +254,30 @@ def test_a_grid_that_workers_cannot_have(cluster):
         assert found == (expected if TENSORFLOW else (((2, 2), 2, 2), 1, 4))
 
 
-@pytest.mark.parametrize("cluster", ["two_by_two"], indirect=True, scope="session")
-def test_custom_loops(cluster):
-    """A replica has two devices of a worker, over which its variables are sharded."""
+# Over the devices of one worker, and where TensorFlow's replicas gather them, of all.
+LOOPS = [("two_by_two", "auto", 2, True)]
+if TENSORFLOW:
+    LOOPS += [
+        ("two", "fsdp", 1, True),
+        ("two_by_two", "auto", 4, True),
+        ("two_by_two", "fsdp", 2, False),
+    ]
 
-    def program(strategy):
-        own = cut(strategy, "auto", 2)
+
+@pytest.mark.parametrize(
+    ("cluster", "layout_map", "width", "compiles"),
+    LOOPS,
+    indirect=["cluster"],
+    scope="session",
+)
+def test_custom_loops(cluster, layout_map, width, compiles):
+    # Of the second batch some replicas have no rows.
+    rows = 6 if TENSORFLOW else 4
+
+    def program(strategy, layout_map, width, compiles, rows):
+        own = cut(strategy, layout_map, width)
         model = network(own)
-        x = np.arange(32, dtype="float32").reshape(4, 8) / 32
+        x = np.arange(8 * rows, dtype="float32").reshape(rows, 8) / 32
 
         def replica_step(rows):
             def loss_fn():
@@ -278,10 +289,10 @@ def test_custom_loops(cluster):
             model.optimizer.apply(gradients, model.trainable_variables)
             return loss
 
-        @ks.function
         def step(rows):
             return own.reduce("SUM", own.run(replica_step, args=(rows,)))
 
+        step = ks.function(step) if compiles else step
         dataset = own.make_experimental_numpy_dataset(x)
         losses = [
             float(step(rows))
@@ -292,16 +303,54 @@ def test_custom_loops(cluster):
 
     model = network(ks.OneDeviceStrategy("cpu:0"))
     expected = []
-    x = np.arange(32, dtype="float32").reshape(4, 8) / 32
-    for _ in range(3):
+    x = np.arange(8 * rows, dtype="float32").reshape(rows, 8) / 32
+    for batch in [x[:4], x[4:]][: -(-rows // 4)] * 3:
 
         def loss_fn():
-            return keras.ops.mean(model(x) ** 2)
+            return keras.ops.mean(model(batch) ** 2)  # noqa: B023
 
         value, gradients = ks.value_and_grad(loss_fn, model.trainable_variables)()
         model.optimizer.apply(gradients, model.trainable_variables)
         expected.append(float(value))
-    for losses, weights in cluster(program):
+    for losses, weights in cluster(program, layout_map, width, compiles, rows):
         np.testing.assert_allclose(losses, expected, rtol=1e-4)
         for a, b in zip(weights.values(), model.get_weights(), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(not TENSORFLOW, reason="replicas of JAX are on one worker")
+def test_variables_of_all_workers_in_loops_and_branches_of_run(cluster):
+    kernel = np.arange(64.0, dtype="float32").reshape(8, 8)
+
+    def program(strategy, kernel):
+        own = cut(strategy, "fsdp", 1)
+        with own.scope():
+            weights = keras.Variable(kernel, name="kernel")
+        import tensorflow as tf
+
+        def fn():
+            def loss_fn():
+                _, found = tf.while_loop(
+                    lambda i, _: i < 3,
+                    lambda i, found: (i + 1, found + tf.reduce_sum(weights * 0.5)),
+                    (0, 0.0),
+                )
+                return tf.cond(found > 0, lambda: found * weights[1, 1], lambda: found)
+
+            loss, (gradient,) = ks.value_and_grad(loss_fn, [weights])()
+            return loss, gradient, weights + 0.0
+
+        found = [own.run(fn), ks.function(lambda: own.run(fn))()]
+        return [
+            [np.asarray(v) for v in own.experimental_local_results(each)[0]]
+            for each in found
+        ]
+
+    total = 1.5 * kernel.sum()
+    gradient = np.full((8, 8), 1.5 * kernel[1, 1])
+    gradient[1, 1] += total
+    for both in cluster(program, kernel):
+        for loss, found, value in both:
+            np.testing.assert_allclose(loss, total * kernel[1, 1])
+            np.testing.assert_allclose(found, gradient)
+            np.testing.assert_array_equal(value, kernel)

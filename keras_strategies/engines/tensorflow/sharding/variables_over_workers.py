@@ -1,6 +1,7 @@
 """Variables with shards on the devices of several workers.
 
-A read gathers the shards of all workers: all of them read, in the same order.
+A read gathers the shards of all workers: all of them read, in the same order. In `run`
+a read is a `merge_call` of the replicas.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from keras_strategies.engines.tensorflow.sharding.variables_in_shards import (
 from keras_strategies.engines.tensorflow.workers.worker_collectives import (
     TensorFlowCommunicator,
 )
-from keras_strategies.errors import ContextError
+from keras_strategies.runtime import context
 
 
 class VariableOverWorkers(VariableInShards):
@@ -72,14 +73,12 @@ class VariableOverWorkers(VariableInShards):
         """None: replicas have it from the device that takes part in collectives."""
 
     def gathered(self, device: str) -> Any:
-        if replica_device() is not None:
-            raise ContextError(
-                f"Variable {self.path!r} is sharded over the devices of several "
-                "workers and was read in `run`, where each replica would gather it by "
-                "itself. With KERAS_BACKEND='tensorflow', use `fit` with a custom "
-                "`train_step`, or a `model_parallel` that divides the devices of each "
-                "worker with a layout along the model axis."
-            )
+        replica = context.current_replica()
+        if replica is not None and replica_device() is not None:
+            # In `run`: the replicas of a worker gather it once.
+            value = replica.merge_call(lambda strategy: self.gather(self.home))
+            with tf.device(device):
+                return tf.identity(value)
         if self.read_by_chief is not None:
             return self.read_by_chief()
         return self.gather(device)
