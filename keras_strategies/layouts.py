@@ -344,6 +344,34 @@ class VariableMesh:
         )
 
 
+class OneGroupLayouts(LayoutRule):
+    """Shards over all devices what layouts on a mesh of several axes shard.
+
+    A variable is sharded along a dimension for which the mesh names an axis, the
+    longest that all devices divide, or else along another one.
+
+    Args:
+        mesh: the mesh with its layouts.
+    """
+
+    def __init__(self, mesh: VariableMesh):
+        self._mesh = mesh
+        self.name = mesh.rule.name
+        self.shards_integers = mesh.rule.shards_integers
+
+    def axes(self, path: str, shape: Sequence[int], itemsize: int) -> Axes:
+        mesh, count = self._mesh, len(self._mesh.devices)
+        named = mesh.layout(path, shape, itemsize)
+        others = [i for i in range(len(shape)) if i >= len(named) or named[i] is None]
+        if len(others) == len(shape):
+            return ()
+        along = _longest(shape, count, mesh.batch_axis, others)
+        return along or _longest(shape, count, mesh.batch_axis)
+
+    def check_matches(self) -> None:
+        self._mesh.rule.check_matches()
+
+
 def mesh_shape(count: int, model_parallel: int) -> tuple[int, int]:
     """The shape of a mesh of `count` devices, data x model.
 

@@ -22,6 +22,7 @@ from keras_strategies.layouts import (
     FullyShardedLayouts,
     LayoutRule,
     MappedLayouts,
+    OneGroupLayouts,
     VariableMesh,
     mesh_shape,
 )
@@ -165,6 +166,10 @@ class ModelParallelStrategy(Strategy):
         rule, outputs = _rule(layout_map, shape, smallest, allow_unmatched)
         index = 0 if workers is None else workers.group.index
         start = sum(len(each) for each in every[:index])
+        if engine.has_python_per_device:
+            # All processes compute rows: more axes than one would divide nothing.
+            rule = OneGroupLayouts(VariableMesh(shape, axes, found, rule))
+            shape, axes = (len(found),), axes[:1]
         mesh = VariableMesh(
             shape,
             axes,

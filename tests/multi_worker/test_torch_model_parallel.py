@@ -97,8 +97,7 @@ def test_each_process_keeps_its_parts(cluster):
         np.testing.assert_array_equal(gathered, found[0][1])
         assert "(-, batch)" in text
         assert name == (
-            "<ModelParallelStrategy 'fsdp', 2 batch x 1 model, on cpu:0, worker "
-            f"{index} of 2>"
+            f"<ModelParallelStrategy 'fsdp', 2 batch, on cpu:0, worker {index} of 2>"
         )
         # All but the dropout's seed, counters and metrics is in two parts.
         assert whole / 2 <= totals["cpu:0"] < whole / 2 + 200
@@ -493,7 +492,7 @@ class Watching(keras.Model):
 
 @pytest.mark.parametrize("cluster", ["four"], indirect=True, scope="session")
 def test_a_layout_map_with_both_axes(cluster):
-    """Shards along one axis or both; of 7 rows, three processes have two each."""
+    """Shards over all processes; of 7 rows, three processes have two each."""
     layouts = {
         ".*first/kernel": ("model", "batch"),
         ".*second/kernel": (None, "model"),
@@ -529,7 +528,7 @@ def test_a_layout_map_with_both_axes(cluster):
     found = cluster(program)
     for results, _, shapes in found:
         assert_same(expected, results, 1e-4, "both axes")
-        assert shapes == [(4, 4), (8, 6), (6, 4)]
+        assert shapes == [(8, 2), (8, 3), (3, 4)]
     own = [of for _, of, _ in found]
     assert [sum(each) for each in zip(*own, strict=True)] == [15, 7, 15, 7]
     assert max(max(each) for each in own) == 4

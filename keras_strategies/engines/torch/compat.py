@@ -388,7 +388,7 @@ def memory_tracker() -> Any:
     """A mode that tracks the memory of the tensors that operations make."""
     from torch.distributed._tools.mem_tracker import MemTracker
 
-    tracker = MemTracker()
+    tracker: Any = MemTracker()
     tracker._mod_tracker = _NoModules()
     return tracker
 

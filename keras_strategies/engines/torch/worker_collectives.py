@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import datetime
 import functools
 import socket
@@ -81,32 +80,11 @@ class TorchCommunicator(Communicator):
         self._sockets = EngineSockets()
         self._store = _store(group, self._timeout, self._sockets)
         self._before_exchange: Callable[[], None] | None = None
-        # The workers of a part of the group, by the name of its kind; None for all.
-        self._members: tuple[str, tuple[int, ...]] | None = None
         # The Gloo groups of torch's default process group, if it was created here.
         self._default: list[Any] = []
         self._aborting = threading.Lock()
         group.on_loss(lambda loss: self._abort())
         group.on_failure(self._watch_waits)
-
-    def among(self, name: str, members: Sequence[int]) -> TorchCommunicator:
-        """A communicator of some workers, for collectives on tensors.
-
-        Args:
-            name: str; all workers are in a part of this name, each in one.
-            members: the numbers of the workers of this one's part, in their order.
-        """
-        own = copy.copy(self)
-        own._members = name, tuple(members)
-        return own
-
-    @property
-    def _ranks(self) -> tuple[int, int]:
-        """The number of this worker in its communicator, and how many there are."""
-        if self._members is None:
-            return self.group.index, self.group.count
-        _, members = self._members
-        return members.index(self.group.index), len(members)
 
     def before_exchanges(self, function: Callable[[], None]) -> None:
         """Calls a function before each collective of an elastic group."""
@@ -118,8 +96,6 @@ class TorchCommunicator(Communicator):
             self._before_exchange()
         use_nccl = self._uses_nccl(device)
         kind = "nccl" if use_nccl else "gloo"
-        if self._members is not None:
-            kind = f"{kind} along {self._members[0]}"
         if kind not in self._groups:
             if use_nccl:
                 # Waits are on the GPU, where the clock cannot measure them.
@@ -128,18 +104,15 @@ class TorchCommunicator(Communicator):
             what = f"the first collective by {kind}"
             uuid = gpu_uuid(device) if use_nccl else ""
             check_own_gpus(self.group.gather_values(what, uuid, stream=kind))
-            store = dist.PrefixStore(self._prefix(kind), self._store)
+            ranks = self.group.index, self.group.count
+            store = dist.PrefixStore(kind, self._store)
             self._groups[kind] = (
-                create_nccl_group(store, *self._ranks, self._timeout)
+                create_nccl_group(store, *ranks, self._timeout)
                 if use_nccl
                 else self._gloo(store)
             )
         group = self._groups[kind]
         return group if use_nccl else gloo_for(group, device)
-
-    def _prefix(self, kind: str) -> str:
-        """The name of a process group in the store, the same for its members."""
-        return kind if self._members is None else f"{kind} of {self._members[1]}"
 
     def _uses_nccl(self, device: torch.device) -> bool:
         is_ring = self.options.implementation is CommunicationImplementation.RING
@@ -147,7 +120,8 @@ class TorchCommunicator(Communicator):
 
     def _gloo(self, store: Any) -> Any:
         group = self.group
-        begin = functools.partial(create_gloo_group, store, *self._ranks, self._timeout)
+        ranks = group.index, group.count
+        begin = functools.partial(create_gloo_group, store, *ranks, self._timeout)
         try:
             device = self._sockets.listening(lambda: gloo_device(group.own_host))
             with self._sockets.connecting(group):

@@ -104,18 +104,10 @@ class WorkerSums:
         shards, targets = self._shards, self._targets
         if shards is None:
             return self._packs_of(self._order)
-        kinds: dict[tuple[int, ...] | None, list[int]] = {}
-        layouts = {}
-        for i in self._order:
-            layout = shards.layout(targets[i].variable)
-            axes = None
-            if layout is not None:
-                layouts[i], axes = layout, layout.axes
-            kinds.setdefault(axes, []).append(i)
-        packs: list[GradientPack] = []
-        for axes, members in kinds.items():
-            in_shards = () if axes is None else (shards, layouts)
-            packs += self._packs_of(members, *in_shards)
+        found = {i: shards.layout(targets[i].variable) for i in self._order}
+        layouts = {i: layout for i, layout in found.items() if layout is not None}
+        packs = self._packs_of([i for i in self._order if i not in layouts])
+        packs += self._packs_of([*layouts], shards, layouts)
         places = {i: place for place, i in enumerate(self._order)}
         return sorted(packs, key=lambda pack: max(places[i] for i in pack.members))
 
@@ -402,8 +394,7 @@ class GradientPack:
             self._wait = workers.start_all_reduce(ReduceOp.SUM, flat)
         else:
             self._own = flat.new_empty(flat.shape[1])
-            first = self._tensors[self.members[0]]
-            self._wait = self._shards.start_sums(self._own, flat, first)
+            self._wait = workers.start_reduce_scatter(self._own, flat)
 
     def finish(self) -> None:
         """Waits for the sums; the gradients of this worker are freed."""

@@ -19,7 +19,6 @@ from keras_strategies.engines.torch.model_parallel.process_mesh import (
     in_step,
 )
 from keras_strategies.engines.torch.model_parallel.saved_weights import SavedWeights
-from keras_strategies.engines.torch.model_parallel.shard_groups import ShardGroups
 from keras_strategies.engines.torch.model_parallel.shards import (
     ShardLayout,
     as_shards,
@@ -34,14 +33,13 @@ from keras_strategies.keras_compat.models.layers import clear_losses
 from keras_strategies.keras_compat.state_scope import StatePolicy, StateScope
 from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
 from keras_strategies.keras_compat.variables.values import autocast_dtype, raw_value
-from keras_strategies.types import ReduceOp
 
 
 class PackedWeights:
     """The weights in shards of one strategy.
 
     Args:
-        workers: the processes of the mesh, in its order.
+        workers: the processes, each of which has a shard.
         ordinary: makes a context for operations on ordinary tensors.
     """
 
@@ -52,35 +50,11 @@ class PackedWeights:
     ):
         self.workers = workers
         self.ordinary = ordinary
-        self._groups = ShardGroups(workers)
-        self._packs = WeightPacks(workers, self._groups)
+        self._packs = WeightPacks(workers)
 
     def has(self, variable: Any) -> bool:
         """Whether a variable is in shards."""
         return is_sharded(raw_value(variable))
-
-    def start_sums(
-        self, own: torch.Tensor, parts: torch.Tensor, like: DTensor
-    ) -> Callable[[], None]:
-        """Begins to sum parts of gradients over all workers.
-
-        Args:
-            own: receives the sum of this worker's part, of shape `(numbers,)`.
-            parts: of shape `(shards, numbers)`, those of this worker's rows.
-            like: a variable in such shards.
-
-        Returns:
-            A callable that waits.
-        """
-        groups = self._groups.of(like)
-        wait = groups.holders.start_reduce_scatter(own, parts)
-
-        def finish() -> None:
-            wait()
-            if groups.equals is not None:
-                groups.equals.start_all_reduce(ReduceOp.SUM, own)()
-
-        return finish
 
     def of_call(self, layer: Any) -> CallWeights:
         """The weights in a new call of a layer."""
@@ -220,11 +194,8 @@ class _Shards(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, full: torch.Tensor, like: DTensor) -> DTensor:
-        place = like.device_mesh.get_coordinate()
-        assert place is not None
-        layout = layout_of(like)
-        own = tuple(place[axis] for axis in layout.axes)
-        return as_shards(layout.shards_of(full)[own], like)
+        own = layout_of(like).shard_of(full, like.device_mesh.get_local_rank())
+        return as_shards(own, like)
 
     @staticmethod
     def backward(ctx: Any, gradient: DTensor) -> Any:  # type: ignore[override]

@@ -13,9 +13,13 @@ import torch
 import torch.distributed as dist
 from keras.distribution import DeviceMesh, TensorLayout
 from torch.distributed.device_mesh import DeviceMesh as ProcessMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from keras_strategies.communication.checksums import checksum
+from keras_strategies.engines.torch.model_parallel.shards import (
+    ShardLayout,
+    layout_of,
+)
 from keras_strategies.engines.torch.worker_collectives import TorchCommunicator
 from keras_strategies.errors import BackendError
 from keras_strategies.keras_compat.backends.keras_on_torch import distribution_class
@@ -68,18 +72,15 @@ class ShardedDistribution(_Distribution):  # type: ignore[misc]
     def __init__(self, mesh: VariableMesh, kind: str):
         # "cpu:1" is the device of process 1.
         names = [f"{kind}:{rank}" for rank in range(len(mesh.devices))]
-        grid = np.array(names).reshape(mesh.shape)
         super().__init__(
-            DeviceMesh(mesh.shape, list(mesh.axes), grid),
+            DeviceMesh(mesh.shape, list(mesh.axes), names),
             mesh.batch_axis,
             auto_shard_dataset=False,
         )
         self._mesh = mesh
-        #: Torch's mesh, of the same axes.
+        #: Torch's mesh.
         self.processes = ProcessMesh(
-            kind,
-            np.arange(len(names)).reshape(mesh.shape),
-            mesh_dim_names=tuple(mesh.axes),
+            kind, np.arange(len(names)), mesh_dim_names=tuple(mesh.axes)
         )
 
     def get_data_layout(self, data_shape: Sequence[int]) -> TensorLayout:
@@ -97,18 +98,10 @@ class ShardedDistribution(_Distribution):  # type: ignore[misc]
     def layout_of(self, tensor: DTensor) -> TensorLayout:
         """The layout of a DTensor on this mesh."""
         axes: list[str | None] = [None] * tensor.ndim
-        for name, placement in zip(self._mesh.axes, tensor.placements, strict=True):
-            if isinstance(placement, Shard):
-                axes[placement.dim] = name
+        [placement] = tensor.placements
+        if isinstance(placement, Shard):
+            axes[placement.dim] = self._mesh.batch_axis
         return TensorLayout(axes, self.device_mesh)
-
-    def placements(self, layout: TensorLayout) -> list[Any]:
-        """Torch's placements of a layout, one for each axis of the mesh."""
-        found: dict[str, Any] = {}
-        for dimension, names in enumerate(layout.axes):
-            for name in [names] if isinstance(names, str) else names or ():
-                found[name] = Shard(dimension)
-        return [found.get(axis, Replicate()) for axis in self._mesh.axes]
 
     def own_layout(self, variable: Any) -> TensorLayout:
         """The layout of a variable under this strategy."""
@@ -157,7 +150,7 @@ def assign_shards(shards: DTensor, value: torch.Tensor) -> None:
     if _thread.is_in_step or is_equal_everywhere(value):
         # No other memory of its size: a model is loaded variable by variable.
         own = shards.to_local()
-        own.copy_(own_part(value.detach(), mesh, placements))
+        own.copy_(layout_of(shards).shard_of(value.detach(), mesh.get_local_rank()))
         # As an operation on the DTensor does.
         torch.autograd.graph.increment_version(shards)
         return
@@ -175,34 +168,26 @@ def tensor_of(value: np.ndarray) -> Any:
     return torch.from_numpy(value) if value.dtype.kind == "f" else value
 
 
-def make_shards(value: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> DTensor:
+def make_shards(value: torch.Tensor, mesh: Any, dim: int) -> DTensor:
     """The shards of a value, of which the chief's values count.
 
     Args:
         value: the full value in this process.
         mesh: torch's `DeviceMesh`.
-        placements: those of the shards.
+        dim: the dimension along which they are.
     """
     if not is_equal_everywhere(value):
-        return distribute_tensor(value, mesh, placements)
-    own = own_part(value, mesh, placements).clone(memory_format=torch.contiguous_format)
+        return distribute_tensor(value, mesh, [Shard(dim)])
+    layout = ShardLayout(dim, mesh.size(), tuple(value.shape))
+    own = layout.shard_of(value, mesh.get_local_rank())
     return DTensor.from_local(
-        own,
+        own.clone(memory_format=torch.contiguous_format),
         mesh,
-        placements,
+        [Shard(dim)],
         run_check=False,
         shape=value.shape,
         stride=torch.empty(value.shape, device="meta").stride(),
     )
-
-
-def own_part(value: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> torch.Tensor:
-    """A view of a value as the shard of this process."""
-    for axis, placement in enumerate(placements):
-        if isinstance(placement, Shard):
-            parts = value.chunk(mesh.size(axis), placement.dim)
-            value = parts[mesh.get_local_rank(axis)]
-    return value
 
 
 def is_equal_everywhere(value: torch.Tensor) -> bool:
@@ -220,11 +205,4 @@ def _bytes_of(rows: torch.Tensor) -> np.ndarray:
 
 def gather_shards(value: Any) -> Any:
     """The full tensor of a DTensor, in every process; other values unchanged."""
-    if not isinstance(value, DTensor):
-        return value
-    placements = list(value.placements)
-    # One axis of the mesh after the other, which Torch would warn of that it does.
-    for i in reversed(range(len(placements))):
-        placements[i] = Replicate()
-        value = value.redistribute(value.device_mesh, placements)
-    return value.full_tensor()
+    return value.full_tensor() if isinstance(value, DTensor) else value

@@ -192,13 +192,11 @@ class ShardedTrainer(FitDriver, ShardingDriver):
         else:
             layout = on.variable_layout(variable)
         set_layout(variable, layout)
-        placements = on.placements(layout)
-        sizes = on.processes.shape
-        pairs = zip(placements, sizes, strict=True)
-        if raw.is_meta or not any(p.is_shard() and size > 1 for p, size in pairs):
+        dims = [i for i, axis in enumerate(layout.axes) if axis]
+        if raw.is_meta or not dims or on.processes.size() == 1:
             return
         if not isinstance(raw, DTensor):
-            shards = make_shards(raw.detach(), on.processes, placements)
+            shards = make_shards(raw.detach(), on.processes, dims[0])
             set_raw_value(variable, torch.nn.Parameter(shards, raw.requires_grad))
         mix_in(variable, DTensorVariable)
 
@@ -241,24 +239,23 @@ class ShardedTrainer(FitDriver, ShardingDriver):
             own = pack.numbers * dtype.itemsize // pack.shards
             add("all-gather of weights", (pack.shards - 1) * own)
         for pack in self._packs(reversed(model.trainable_variables)):
-            own = pack.nbytes // pack.shards
+            processes = len(self._mesh.devices)
+            own = pack.nbytes // processes
             if pack.shards > 1:
-                add("reduce-scatter of gradients", (pack.shards - 1) * own)
-            copies = len(self._mesh.devices) // pack.shards
-            if copies > 1:
-                add("all-reduce of gradients", 2 * (copies - 1) * own // copies)
+                add("reduce-scatter of gradients", (processes - 1) * own)
+            elif processes > 1:
+                add("all-reduce of gradients", 2 * (processes - 1) * own)
         return cost
 
     def _packs(self, variables: Iterable[Any]) -> list[_PlannedPack]:
         """The packs of variables, or of their gradients."""
-        by_axes: dict[frozenset[str], list[Any]] = {}
+        by_shards: dict[int, list[Any]] = {}
         for variable in variables:
-            names = {a for a in axes_of(self._mesh, variable) if a}
-            axes = frozenset(a for a in names if self._mesh.sizes[a] > 1)
-            by_axes.setdefault(axes, []).append(variable)
+            is_sharded = any(axes_of(self._mesh, variable))
+            shards = len(self._mesh.devices) if is_sharded else 1
+            by_shards.setdefault(shards, []).append(variable)
         packs = []
-        for axes, alike in by_axes.items():
-            shards = math.prod(self._mesh.sizes[axis] for axis in axes)
+        for shards, alike in by_shards.items():
             sizes = list(map(nbytes_of, alike))
             for places in self._workers.packs_of_sizes(sizes, shards > 1):
                 packs.append(_PlannedPack([alike[i] for i in places], shards))

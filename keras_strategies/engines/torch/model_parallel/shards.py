@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from keras_strategies.engines.torch.compat import shards_like, spec_of
 
@@ -18,52 +18,44 @@ _LAYOUT = "_keras_strategies_layout"
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """How a tensor is divided into shards.
+    """How a tensor is divided into shards, one for each process.
 
     Args:
-        axes: the axes of the mesh along which it is.
-        counts: for each of them the number of shards.
-        shape: that of the tensor.
-        own_shape: that of a shard.
-        split_shape: that of the tensor with separate dimensions for shards and their
-            entries.
-        order: for each dimension of `split_shape` its place in
-            `(*counts, *own_shape)`.
+        dim: the dimension along which it is.
+        count: the number of shards.
+        shape: the shape of the tensor.
     """
 
-    axes: tuple[int, ...]
-    counts: tuple[int, ...]
+    dim: int
+    count: int
     shape: tuple[int, ...]
-    own_shape: tuple[int, ...]
-    split_shape: tuple[int, ...]
-    order: tuple[int, ...]
 
     @functools.cached_property
-    def count(self) -> int:
-        """int, the number of shards."""
-        return math.prod(self.counts)
+    def own_shape(self) -> tuple[int, ...]:
+        """The shape of a shard."""
+        own = self.shape[self.dim] // self.count
+        return (*self.shape[: self.dim], own, *self.shape[self.dim + 1 :])
 
     @functools.cached_property
     def size(self) -> int:
         """int, the numbers of a shard."""
         return math.prod(self.own_shape)
 
-    @functools.cached_property
-    def _places(self) -> tuple[int, ...]:
-        """The inverse of `order`."""
-        return tuple(sorted(range(len(self.order)), key=self.order.__getitem__))
-
     def split(self, shards: torch.Tensor) -> torch.Tensor:
-        """A view of shards, of shape `(shards, numbers)`, with `split_shape`."""
-        return shards.view(*self.counts, *self.own_shape).permute(self.order)
+        """A view of shards, of shape `(shards, numbers)`, as those of the tensor.
+
+        Its dimensions are those of the tensor, with one for shards before `dim`.
+        """
+        return shards.view(self.count, *self.own_shape).movedim(0, self.dim)
 
     def joined(self, shards: torch.Tensor) -> torch.Tensor:
         """The tensor of shards, of shape `(shards, numbers)`."""
         return self.split(shards).reshape(self.shape)
 
-    def shards_of(self, full: torch.Tensor) -> torch.Tensor:
-        """A view of the tensor as shards, of shape `(*counts, *own_shape)`."""
-        return full.view(self.split_shape).permute(self._places)
+    def shard_of(self, full: torch.Tensor, number: int) -> torch.Tensor:
+        """A view of a shard of the tensor."""
+        own = self.own_shape[self.dim]
+        return full.narrow(self.dim, number * own, own)
 
 
 def layout_of(raw: Any) -> ShardLayout:
@@ -77,25 +69,8 @@ def layout_of(raw: Any) -> ShardLayout:
 
 @functools.lru_cache(maxsize=2**14)
 def _layout_of(spec: Any) -> ShardLayout:
-    mesh = spec.mesh
-    dims = {
-        axis: placement.dim
-        for axis, placement in enumerate(spec.placements)
-        if isinstance(placement, Shard) and mesh.size(axis) > 1
-    }
-    counts = tuple(mesh.size(axis) for axis in dims)
-    shape = tuple(spec.shape)
-    own_shape, split_shape, order = [], [], []
-    for dim, length in enumerate(shape):
-        along = [i for i, sharded in enumerate(dims.values()) if sharded == dim]
-        own = length // math.prod(counts[i] for i in along)
-        own_shape.append(own)
-        split_shape += [*(counts[i] for i in along), own]
-        order += [*along, len(counts) + dim]
-    return ShardLayout(
-        *(tuple(dims), counts, shape),
-        *(tuple(own_shape), tuple(split_shape), tuple(order)),
-    )
+    [placement] = spec.placements
+    return ShardLayout(placement.dim, spec.mesh.size(), tuple(spec.shape))
 
 
 def is_sharded(raw: Any) -> bool:

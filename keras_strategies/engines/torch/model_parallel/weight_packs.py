@@ -11,7 +11,6 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from keras_strategies.engines.torch.compat import local_shard
-from keras_strategies.engines.torch.model_parallel.shard_groups import ShardGroups
 from keras_strategies.engines.torch.model_parallel.shards import is_sharded, layout_of
 from keras_strategies.engines.torch.worker_collectives import TorchCommunicator
 from keras_strategies.keras_compat.variables.values import raw_value
@@ -24,14 +23,14 @@ class WeightPack:
     """Weights that are gathered in one message.
 
     Args:
-        variables: in shards along the same axes of the mesh.
-        holders: the workers that have the shards, each one of them.
+        variables: in shards.
+        workers: the processes, each of which has a shard.
     """
 
-    def __init__(self, variables: Sequence[Any], holders: TorchCommunicator):
+    def __init__(self, variables: Sequence[Any], workers: TorchCommunicator):
         self.variables = list(variables)
         self.layouts = [layout_of(raw_value(variable)) for variable in variables]
-        self._holders = holders
+        self._workers = workers
 
     @torch.no_grad()
     def gather(self, dtype: torch.dtype) -> Gather:
@@ -39,7 +38,7 @@ class WeightPack:
         raws = [raw_value(variable) for variable in self.variables]
         own = torch.cat([local_shard(raw).reshape(-1).to(dtype) for raw in raws])
         every = own.new_empty((self.layouts[0].count, own.numel()))
-        return Gather(self, every, self._holders.start_all_gather(every.view(-1), own))
+        return Gather(self, every, self._workers.start_all_gather(every.view(-1), own))
 
 
 @dataclass
@@ -116,13 +115,11 @@ class WeightPacks:
     """The packs of all layers, and what their passes have read.
 
     Args:
-        workers: the processes of the mesh.
-        groups: those that exchange the shards of a variable.
+        workers: the processes.
     """
 
-    def __init__(self, workers: TorchCommunicator, groups: ShardGroups):
+    def __init__(self, workers: TorchCommunicator):
         self._workers = workers
-        self._groups = groups
         # For each layer that is called the pack of a variable, by the variable's `id`.
         self._packs: weakref.WeakKeyDictionary[Any, dict[int, WeightPack]] = (
             weakref.WeakKeyDictionary()
@@ -144,16 +141,10 @@ class WeightPacks:
             found = [v for v in layer.variables if id(v) not in packs and _has(v)]
             if not any(each is variable for each in found):
                 found.append(variable)
-            by_axes: dict[tuple[int, ...], list[Any]] = {}
-            for each in found:
-                axes = layout_of(raw_value(each)).axes
-                by_axes.setdefault(axes, []).append(each)
-            for alike in by_axes.values():
-                raws = [raw_value(v) for v in alike]
-                holders = self._groups.of(raws[0]).holders
-                for places in self._workers.packs(raws, are_sharded=True):
-                    pack = WeightPack([alike[i] for i in places], holders)
-                    packs.update((id(each), pack) for each in pack.variables)
+            raws = [raw_value(each) for each in found]
+            for places in self._workers.packs(raws, are_sharded=True):
+                pack = WeightPack([found[i] for i in places], self._workers)
+                packs.update((id(each), pack) for each in pack.variables)
         return packs[id(variable)]
 
     def reads_of(self, layer: Any, kind: Pass) -> Sequence[PackRead]:
