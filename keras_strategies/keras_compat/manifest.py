@@ -70,7 +70,7 @@ _BACKENDS_OPS = "keras.src.backend.ops"
 _BACKENDS = f"keras.src.backend | {_BACKENDS_OPS}"
 _BACKEND = "keras.src.backend.{backend}"
 _APPLY = "(self, grads, trainable_variables=None)"
-# Functions of `keras.random` that draw for each entry.
+# Functions of `keras.random` that draw.
 _DRAWS = (
     ("normal", "(shape, mean=0.0, stddev=1.0, dtype=None, seed=None)"),
     ("uniform", "(shape, minval=0.0, maxval=1.0, dtype=None, seed=None)"),
@@ -85,6 +85,7 @@ _DRAWS = (
     ("gamma", "(shape, alpha, dtype=None, seed=None)"),
     ("binomial", "(shape, counts, probabilities, dtype=None, seed=None)"),
     ("beta", "(shape, alpha, beta, dtype=None, seed=None)"),
+    ("shuffle", "(x, axis=0, seed=None)"),
 )
 
 GROUPS: dict[str, Group] = {

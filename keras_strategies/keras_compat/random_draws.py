@@ -1,4 +1,4 @@
-"""The functions of `keras.random` that draw for each entry, and their seeds."""
+"""The functions of `keras.random` that draw, and their seeds."""
 
 from __future__ import annotations
 

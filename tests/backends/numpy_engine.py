@@ -112,10 +112,11 @@ class NumpyRun(ReplicaRun):
         args: Sequence[tuple[Any, ...]],
         kwargs: Sequence[dict[str, Any]],
     ) -> list[Any]:
-        merging = MergeContext(self, self.draws_of(fn, args, kwargs))
+        merging = MergeContext(self)
         made = CreatedVariables()
         collectives = TurnCollectives(self, merging)
-        tasks = self.tasks(fn, args, kwargs, collectives, merging, made)
+        rows = self.rows_of(args, kwargs)
+        tasks = self.tasks(fn, args, kwargs, rows, collectives, merging, made)
         around = thread_state.thread_state()
 
         def on_thread(i: int) -> Any:

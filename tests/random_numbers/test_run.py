@@ -42,6 +42,7 @@ DRAWS: dict[str, Callable[[Any, Any], Any]] = {
         ),
         1,
     ),
+    "shuffle": lambda x, seed: keras.random.shuffle(x, axis=1, seed=seed),
     "dropout-shared": lambda x, seed: keras.random.dropout(
         x, 0.5, noise_shape=(1, 4), seed=seed
     ),
@@ -50,7 +51,7 @@ DRAWS: dict[str, Callable[[Any, Any], Any]] = {
 #: One for each way in which a draw has its shape.
 BY_DAY = (
     *("normal", "categorical", "dropout", "shared", "several"),
-    *("beta", "gamma-of-rows", "spatial"),
+    *("beta", "gamma-of-rows", "spatial", "shuffle"),
 )
 #: How many numbers a row takes depends on its parameters.
 REFUSED = [("gamma-of-rows", "keras")] * (keras.backend.backend() == "torch")

@@ -49,6 +49,10 @@ class KerasDraw:
             return self.given["shape"]
         if "logits" in self.given:
             return (self.given["logits"].shape[0], self.given["num_samples"])
+        if self.name == "shuffle":
+            # On Torch each entry before the axis has an order of its own.
+            has_rows = keras.backend.backend() == "torch" and self.given.get("axis", 0)
+            return self.given["x"].shape if has_rows else ()
         shape, noise = self.given["inputs"].shape, self.given.get("noise_shape")
         if noise is None:
             return shape
@@ -59,6 +63,11 @@ class KerasDraw:
     def length(self) -> int | None:
         """The entries of axis 0, where shapes are ints; None without axes."""
         return int(self.shape[0]) if len(self.shape) else None
+
+    @property
+    def draws_nothing(self) -> bool:
+        """Whether it is a dropout of all entries or of none."""
+        return self.name == "dropout" and self.given["rate"] in (0, 1)
 
     @property
     def draws_by_parameters(self) -> bool:
@@ -133,6 +142,8 @@ def _hook(draw: Callable[[KerasDraw, RowDraws], Any]) -> Callable[..., Any]:
         if draws is None:
             return original(*args, **kwargs)
         own = KerasDraw(original, _signature(original).bind(*args, **kwargs).arguments)
+        if own.draws_nothing:
+            return own.call()
         with drawing(None):  # Functions call each other.
             if isinstance(draws, RecordedDraws):
                 return draws.recorded(own)

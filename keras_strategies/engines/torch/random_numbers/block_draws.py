@@ -108,8 +108,6 @@ def block_draw(draw: KerasDraw, draws: RowDraws) -> Any:
     rows, length = draws.next_draw(draw.length), draw.length
     if current_torch_device() == "meta":
         return draw.call()  # Shapes only.
-    if draw.name == "dropout" and draw.given["rate"] in (0, 1):
-        return draw.call()  # It draws nothing.
     seed = _seed_of(draw)
     if length is None:
         return _called(draw, {"seed": _mixed(seed, 0)})
