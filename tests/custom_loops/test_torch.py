@@ -77,9 +77,11 @@ def test_arguments_on_the_device_of_a_replica_are_not_moved(mirrored):
 
 def test_replicas_differ_where_a_function_first_draws_in_a_later_call(mirrored):
     draws = False
+    with mirrored.scope():
+        seed = keras.random.SeedGenerator(3)
 
     def fn(x: Any) -> Any:
-        return torch.rand_like(x) if draws else x
+        return keras.random.uniform((len(x),), seed=seed) if draws else x
 
     keras.utils.set_random_seed(3)
     x = ks.PerReplica([torch.zeros(8), torch.zeros(8)])
