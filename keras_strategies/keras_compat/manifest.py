@@ -553,7 +553,7 @@ GROUPS: dict[str, Group] = {
         ),
     ),
     "positions": Group(
-        "From the first `Resume`, or callback of `PreemptionCheckpointHandler`, on.",
+        "From the first `Resume` on.",
         (
             Patch(
                 "keras.src.callbacks.callback_list.CallbackList",

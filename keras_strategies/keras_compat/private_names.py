@@ -385,12 +385,6 @@ PRIVATE = (
         "The rows of arrays, shuffled in another order.",
     ),
     Private(
-        f"{_ADAPTERS}.array_data_adapter.ArrayDataAdapter",
-        ("_epoch",),
-        "The order of shuffled arrays after a restart.",
-        version="3.16",
-    ),
-    Private(
         f"{_ADAPTERS}.torch_data_loader_adapter.TorchDataLoaderAdapter",
         ("_dataloader",),
         "The input of `fit`.",

@@ -137,7 +137,7 @@ def test_loop_saves_without_run(tmp_path) -> None:
         for _ in range(3):
             handler.save_checkpoint_if_preempted()
         assert handler.total_run_calls == 3 and not stopped
-        handler._steps.request_stop()
+        handler._requests.steps.request_stop()
         handler.save_checkpoint_if_preempted()
     assert stopped
     again = ks.PreemptionCheckpointHandler(None, model, tmp_path)

@@ -74,8 +74,6 @@ class _Thread(threading.local):
     # The last epoch iterator that was reset, which `fit` does before it begins; None
     # when its callbacks have been made.
     epochs: Any = None
-    # The same, of the `fit` that began last.
-    begun: Any = None
 
 
 _thread = _Thread()
@@ -88,7 +86,7 @@ def order_callbacks() -> None:
 
 def reset_epochs(original: Any, self: Any) -> None:
     original(self)
-    _thread.epochs = _thread.begun = weakref.ref(self)
+    _thread.epochs = weakref.ref(self)
 
 
 def epoch_steps(original: Any, self: Any) -> Any:
@@ -110,23 +108,6 @@ def callback_list_init(original: Any, self: Any, *args: Any, **kwargs: Any) -> N
         first.set_params(callback.params)
         self.callbacks = [first, *others, callback]
         callback.joined(others, epochs)
-
-
-def shuffle_from_epoch(epoch: int) -> None:
-    """Makes the `fit` that begins shuffle arrays as in an epoch, and those after it."""
-    epochs = None if _thread.begun is None else _thread.begun()
-    if epochs is not None:
-        _pass_orders(epochs.data_adapter, epoch)
-
-
-def _pass_orders(adapter: Any, count: int) -> None:
-    """Passes the orders of some epochs of shuffled arrays.
-
-    Keras 3.16: `ArrayDataAdapter._epoch`, the seed of the order, grows by one with each
-    epoch. In Keras 3.15 the order is of the state of the process's generators.
-    """
-    if hasattr(adapter, "_epoch"):
-        adapter._epoch += count
 
 
 def set_position(epochs: Any, position: Position) -> None:
@@ -202,6 +183,22 @@ class ArrayRows:
             self._arrays,
             none_is_leaf=False,
         )
+
+
+def arrays_of(epochs: Any) -> list[Any]:
+    """The arrays that `fit` reads, as they were given; empty for other input."""
+    from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+
+    adapter = epochs.data_adapter
+    if not isinstance(adapter, ArrayDataAdapter):
+        return []
+    return [leaf for leaf in keras.tree.flatten(adapter._inputs) if leaf is not None]
+
+
+def rows_per_batch(epochs: Any) -> int | None:
+    """The batch size of the input of `fit`; None where it is unknown."""
+    size = getattr(epochs.data_adapter, "batch_size", None)
+    return size if isinstance(size, int) else None
 
 
 def shuffled_arrays(epochs: Any) -> ArrayRows | None:

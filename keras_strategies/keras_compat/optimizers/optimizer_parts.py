@@ -57,6 +57,12 @@ def variable_rate(optimizer: Any) -> float | None:
     return float(keras.ops.convert_to_numpy(rate)) if is_variable else None
 
 
+def set_rate(optimizer: Any, rate: float) -> None:
+    """Assigns the learning rate that `variable_rate` returns."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner._learning_rate.assign(rate)
+
+
 def is_optimizer(made: Any) -> bool:
     """Whether something is an optimizer (`BaseOptimizer` of Keras 3.15)."""
     from keras.src.optimizers.base_optimizer import BaseOptimizer

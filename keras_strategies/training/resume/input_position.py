@@ -18,6 +18,10 @@ from keras_strategies.input.sources import is_tf_data
 from keras_strategies.keras_compat.models import fit_position
 from keras_strategies.runtime.worker_batch import WorkerBatch, WorkerRows
 from keras_strategies.training.random_sync import random_numbers, set_random_numbers
+from keras_strategies.training.resume.described_data import (
+    check_data,
+    described_data,
+)
 from keras_strategies.user_warnings import warn_user
 
 
@@ -44,6 +48,7 @@ class Point:
         before: int, the batches read before the epoch.
         num_batches: int, the length of a pass; None where it is unknown.
         seed: int, for the order of shuffled arrays.
+        data: what identifies the input (see `described_data`).
         random: the random numbers: at the "beginning" of training and of the "epoch",
             and "now".
     """
@@ -54,6 +59,7 @@ class Point:
     before: int = 0
     num_batches: int | None = None
     seed: int = 0
+    data: dict[str, Any] = field(default_factory=dict)
     random: dict[str, Any] = field(default_factory=dict)
 
 
@@ -145,6 +151,7 @@ class InputPosition:
             _check_stream(stream)
             self._continues = stream == "continue"
         _warn_of_unseeded_order(fit_position.input_of(epochs))
+        self._data = described_data(epochs)
         self.point = Point(seed=_seed_of_numpy(), random={"beginning": random_state()})
         self._arrived: Point | None = None
         self._read = 0
@@ -163,8 +170,16 @@ class InputPosition:
         """int, the steps of an epoch; None where it is unknown."""
         return self._epochs.num_batches  # type: ignore[no-any-return]
 
+    @property
+    def is_length_known(self) -> bool:
+        """bool, whether the input says its length; Keras may count a step too many."""
+        adapter = self._epochs.data_adapter
+        steps = self._epochs.steps_per_epoch
+        return steps is not None or adapter.num_batches is not None
+
     def check(self, point: Point) -> None:
         """Raises `ValueError` if a point does not fit this input."""
+        check_data(point.data, self._data)
         saved, own = point.num_batches, self._epochs.num_batches
         if saved is not None and own is not None and saved != own:
             raise CheckpointError(
@@ -193,7 +208,12 @@ class InputPosition:
         if done:
             states["epoch"] = now.random["epoch"]
         return dataclasses.replace(
-            now, epoch=epoch, done=done, num_batches=self.num_batches, random=states
+            now,
+            epoch=epoch,
+            done=done,
+            num_batches=self.num_batches,
+            data=self._data,
+            random=states,
         )
 
     def in_epoch(self, epoch: int) -> Point:

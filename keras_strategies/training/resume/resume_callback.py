@@ -6,9 +6,11 @@ import contextlib
 import dataclasses
 import math
 import os
+import signal
+import sys
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import keras
 import numpy as np
@@ -18,6 +20,10 @@ from keras_strategies.engines import get_engine
 from keras_strategies.errors import ContextError, InvalidArgumentError
 from keras_strategies.keras_compat.models import fit_position
 from keras_strategies.keras_compat.models.fit_loop import set_initial_epoch
+from keras_strategies.keras_compat.optimizers.optimizer_parts import (
+    set_rate,
+    variable_rate,
+)
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.runtime.state.model_values import (
     check_model,
@@ -31,6 +37,11 @@ from keras_strategies.training.resume.callback_states import (
     callback_states,
     restore_callbacks,
 )
+from keras_strategies.training.resume.compiled_settings import (
+    changed_settings,
+    compiled_settings,
+    warn_of_changes,
+)
 from keras_strategies.training.resume.input_position import (
     InputPosition,
     Point,
@@ -39,7 +50,7 @@ from keras_strategies.training.resume.snapshot_clock import SnapshotClock
 from keras_strategies.training.resume.snapshot_files import SnapshotDirectory, parsed
 from keras_strategies.training.resume.snapshot_writer import SnapshotWriter
 from keras_strategies.training.saving.archives import check_stored
-from keras_strategies.training.saving.preemption import PreemptionCallback
+from keras_strategies.training.saving.stop_requests import StopRequests
 
 #: Directories of the trainings that have ended in this process.
 finished_directories: set[Path] = set()
@@ -158,12 +169,40 @@ class Resume(fit_position.OrderedCallback):
         self._position = InputPosition(
             self._epochs, self._stream, self._between_steps, own=own_rows_of(strategy)
         )
+        self._settings = compiled_settings(self.model)
+        self._changed: dict[str, Any] = {}
+        self._requests = self._watch()
+        self._stops = False
         self._opened = self._epochs
         self._pauses = []
         self._captured: dict[str, Any] | None = None
         self._state: dict[str, Any] | None = None
         self._epoch = -1
         return self._position
+
+    def _watch(self) -> StopRequests:
+        """Begins to handle Ctrl-C and SIGTERM."""
+        workers = self._workers
+        # Elastic workers go on without one that ends; its chief saves by itself.
+        group = workers.group if workers is not None and is_fixed(workers) else None
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        requests = StopRequests(group, numbers, is_current=self._is_in_fit)
+        if group is not None:
+            requests.steps.resume()
+            group.barrier("the begin of training with `Resume`")
+        requests.watch()
+        return requests
+
+    def _is_in_fit(self, frame: Any) -> bool:
+        """Whether a frame is below `fit` of the model."""
+        while frame is not None:
+            if (
+                frame.f_code.co_name == "fit"
+                and frame.f_locals.get("self") is self.model
+            ):
+                return True
+            frame = frame.f_back
+        return False
 
     @property
     def _is_chief(self) -> bool:
@@ -188,10 +227,39 @@ class Resume(fit_position.OrderedCallback):
             check_model(self.model, self._state["model"])
             self._point = Point(**self._state["point"])
             self._position.check(self._point)
+            saved = self._state.get("settings", self._settings)
+            self._changed = changed_settings(self._settings, saved)
+            if self._is_chief:
+                warn_of_changes(self._changed, self._settings)
             if self._is_chief:
                 self._beginning.enter_context(
                     appended_logs(self._others, self._state["callbacks"])
                 )
+        if not self._is_new:
+            self._say(self._beginning_text())
+
+    def _beginning_text(self) -> str:
+        folder, epochs = repr(str(self._files.directory)), self.params["epochs"]
+        if self._state is None:
+            return f"no snapshot in {folder}, training begins"
+        point = self._point
+        if self._state["stopped"] or point.epoch >= epochs:
+            return (
+                f"training in {folder} is finished, after {point.epoch} of {epochs} "
+                "epochs: nothing to do"
+            )
+        return f"continuing at {self._text(point)}, from {folder}"
+
+    def _text(self, point: Point) -> str:
+        """The next step, as Keras counts epochs."""
+        steps = point.num_batches or self._position.num_batches
+        last = "" if steps is None else f" of {steps}"
+        epochs = self.params["epochs"]
+        return f"epoch {point.epoch + 1} of {epochs}, step {point.done + 1}{last}"
+
+    def _say(self, text: str) -> None:
+        if self._is_chief:
+            print(f"Resume: {text}.", file=sys.stderr, flush=True)
 
     def _check_use(self) -> None:
         _check_others(self._others)
@@ -239,28 +307,67 @@ class Resume(fit_position.OrderedCallback):
         # Another step followed the copy, so it was not at the end of the epoch.
         self._submit()
         self._writer.report()
+        if self._stops:
+            # The step was taken to know that the epoch had another one.
+            self._stop(self._last_point)
+        is_last = done == self._position.num_batches
+        self._stops = not self._requests.begin_step()
+        if self._stops and not is_last:
+            self._last_point = self._position.at(self._epoch, done)
+            if self._takes_part:
+                self._capture(self._last_point)
+            if self._position.is_length_known:
+                self._submit()
+                self._stop(self._last_point)
+            return
         if not self._takes_part:
             return
         self._clock.tick()
-        is_last = done == self._position.num_batches
         if self._clock.is_due and not is_last and not self._waits:
             self._capture(self._position.at(self._epoch, done))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._position.end_epoch()
+        stops = self._stops or not self._requests.begin_step()
         is_due = self._captured is not None or self._clock.is_due
-        if is_due and self._takes_part and not self._waits:
-            self._capture(self._position.at(epoch + 1, 0))
+        point = self._position.at(epoch + 1, 0)
+        if self._takes_part and (stops or (is_due and not self._waits)):
+            self._capture(point)
             self._submit()
         self._captured = None
+        if stops:
+            self._stop(point)
 
     def on_train_end(self, logs: Any = None) -> None:
         set_initial_epoch(self.model, 0)
+        self._finish()
+        if self._requests.received is not None:
+            self._end()
+        self._requests.close()
+
+    def _finish(self) -> None:
+        """Writes the snapshot of the finished training."""
         finished_directories.add(self._key)
         if self._state is None and self._takes_part:
             self._capture(self._position.at(self._epoch + 1, 0))
             self._submit()
             self._writer.wait()
+
+    def _stop(self, point: Point) -> NoReturn:
+        """Ends the process when the last snapshot is written."""
+        self._writer.wait()
+        if self._workers is not None and is_fixed(self._workers):
+            self._workers.group.barrier("the last snapshot")
+        set_initial_epoch(self.model, 0)
+        if not self._writer.is_failing:
+            self._say(
+                f"saved in {str(self._files.directory)!r} before the end of this "
+                f"process; started again, it continues at {self._text(point)}"
+            )
+        self._end()
+
+    def _end(self) -> NoReturn:
+        self._requests.end()
 
     @property
     def _key(self) -> Path:
@@ -315,7 +422,13 @@ class Resume(fit_position.OrderedCallback):
 
     def _restore(self) -> None:
         assert self._state is not None
+        # A learning rate that the script has changed counts, and what callbacks have
+        # made of it.
+        is_changed = "learning_rate" in self._changed
+        rate = variable_rate(self.model.optimizer) if is_changed else None
         restore_model(self.model, self._state["model"])
+        if rate is not None:
+            set_rate(self.model.optimizer, rate)
         restore_callbacks(self._others, self._state["callbacks"], self._is_chief)
 
     def _capture(self, point: Point) -> None:
@@ -337,6 +450,7 @@ class Resume(fit_position.OrderedCallback):
             "callbacks": callback_states(self._others),
             "point": dataclasses.asdict(point),
             "stopped": bool(self.model.stop_training),
+            "settings": self._settings,
         }
 
     def _submit(self) -> None:
@@ -395,7 +509,7 @@ def _check_arguments(every_steps: Any, every_seconds: Any, stream: Any) -> None:
 
 
 def _check_others(callbacks: list[Any]) -> None:
-    kinds = (keras.callbacks.BackupAndRestore, PreemptionCallback, Resume)
+    kinds = (keras.callbacks.BackupAndRestore, Resume)
     for callback in callbacks:
         if isinstance(callback, kinds):
             raise InvalidArgumentError(

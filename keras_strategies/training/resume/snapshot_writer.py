@@ -27,6 +27,11 @@ class SnapshotWriter:
         """bool, whether a snapshot is being written."""
         return self._thread is not None and self._thread.is_alive()
 
+    @property
+    def is_failing(self) -> bool:
+        """bool, whether the last snapshot could not be written."""
+        return self._is_failing
+
     def write(self, state: Any) -> None:
         """Begins to write a snapshot, after the one before it."""
         self.wait()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import math
 import os
+import secrets
 import shutil
 import signal
 import sys
@@ -12,31 +13,28 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import keras
-import numpy as np
 
 from keras_strategies.cluster import ClusterResolver
 from keras_strategies.cluster.group import WorkerGroup, current_group
 from keras_strategies.cluster.resolver import as_resolver
-from keras_strategies.engines import get_engine
 from keras_strategies.errors import (
     ClusterError,
     ContextError,
     InvalidArgumentError,
     InvalidTypeError,
 )
-from keras_strategies.keras_compat.models.fit_loop import set_initial_epoch, skip_steps
-from keras_strategies.keras_compat.models.fit_position import (
-    order_callbacks,
-    shuffle_from_epoch,
-)
-from keras_strategies.training.random_sync import random_numbers, set_random_numbers
+from keras_strategies.training.resume.resume_callback import Resume
+from keras_strategies.training.resume.snapshot_files import SnapshotDirectory, parsed
+from keras_strategies.training.saving.checkpoints import Checkpoint
+from keras_strategies.training.saving.stop_requests import StopRequests
 
 #: Exit code after a save, which requests a restart.
 RESTART_EXIT_CODE = 42
 _POLL_SECONDS = 1.0
+_CHECKPOINT = "checkpoint-"
 
 
 @dataclass(frozen=True)
@@ -127,7 +125,7 @@ class PreemptionCheckpointHandler:
     >>> while handler.total_run_calls < 1000:
     ...     handler.run(train_step, next(batches))
 
-    In `fit`, the handler's callback comes last:
+    In `fit`, with the handler's callback:
 
     >>> model.fit(x, y, epochs=5, callbacks=[handler.callback()])
     """
@@ -152,14 +150,12 @@ class PreemptionCheckpointHandler:
         )
         self._config = termination_config or TerminationConfig()
         self._group = current_group()
-        self._steps: WorkerGroup | LocalSteps = self._group or LocalSteps()
-        self._steps.resume()
-        found = self._saved.read()
-        #: dict, the facts saved when training stopped; empty in a first run.
-        self.restored: dict[str, Any] = found or {}
-        self._calls = int(self.restored.get("calls", 0))
+        self._requests = StopRequests(
+            self._group, (signal.SIGTERM,), self._config.grace_period
+        )
+        self._requests.steps.resume()
+        self._calls = self._saved.read()
         self._watching = threading.Event()
-        self._previous: Any = None
         self._watch()
 
     @property
@@ -181,7 +177,7 @@ class PreemptionCheckpointHandler:
         Returns:
             What the function returns.
         """
-        self.check({})
+        self._check()
         result = distributed_train_function(*args, **kwargs)
         self._calls += 1
         return result
@@ -198,56 +194,57 @@ class PreemptionCheckpointHandler:
         ...     handler.save_checkpoint_if_preempted()
         ...     train_step(next(batches))
         """
-        self.check({})
+        self._check()
         self._calls += 1
 
-    def check(self, facts: dict[str, Any]) -> None:
-        """Saves and exits if the workers stop before this step.
-
-        Args:
-            facts: dict of JSON values, which `restored` has after the restart.
-        """
-        if self._steps.begin_step():
+    def _check(self) -> None:
+        """Saves and exits if the workers stop before this step."""
+        if self._requests.begin_step():
             return
-        chief = self._group is None or self._group.is_chief
-        if chief:
-            self._saved.write({"calls": self._calls, **facts}, self._config.save_fn)
+        if self._is_chief:
+            self._saved.write(self._calls, self._config.save_fn)
+        elif self._config.save_fn is None:
+            self._saved.take_part()
         if self._group is not None:
             self._group.barrier("the save of a preempted training")
+        self._exit()
+
+    @property
+    def _is_chief(self) -> bool:
+        return self._group is None or self._group.is_chief
+
+    def _exit(self) -> None:
         self.close()
         if self._config.exit_fn is not None:
             self._config.exit_fn()
-        else:
-            if chief:
-                print(
-                    f"Training was saved in {self._saved.folder} because this "
-                    "machine or another worker's is being preempted. Restart to "
-                    "resume.",
-                    file=sys.stderr,
-                )
-            sys.exit(RESTART_EXIT_CODE)
+            return
+        if self._is_chief:
+            print(
+                f"Training was saved in {self._saved.folder} because this "
+                "machine or another worker's is being preempted. Restart to "
+                "resume.",
+                file=sys.stderr,
+            )
+        sys.exit(RESTART_EXIT_CODE)
 
     def callback(self) -> keras.callbacks.Callback:
-        """The callback for `fit`; pass it as the last one.
+        """The callback for `fit`: `ks.callbacks.Resume` with this handler.
 
-        After a restart `fit` continues in the epoch and at the step where it stopped:
-        batches that were trained on are read again and skipped. Shuffled arrays are
-        read in the same order as without the restart, except on TensorFlow, where the
-        order starts over; shuffle with a seed there, or not at all.
+        After a restart `fit` continues in the epoch and at the step where it stopped.
+        Snapshots are made when training is preempted, not in between; when training
+        ends, they are removed.
         """
-        if not isinstance(self._saved.checkpoint, keras.Model):
+        if not self._saved.of_model:
             raise InvalidArgumentError(
                 "`callback` needs a handler of a keras.Model, but this one saves "
-                f"{self._saved.checkpoint!r}. Use `run` in a custom loop."
+                "another object. Use `run` in a custom loop."
             )
-        order_callbacks()
-        return PreemptionCallback(self)
-
-    def finished(self) -> None:
-        """Ends training: removes the checkpoint."""
-        if self._group is None or self._group.is_chief:
-            self._saved.remove()
-        self.restored = {}
+        if self._config.save_fn is not None:
+            raise InvalidArgumentError(
+                "`TerminationConfig(save_fn=...)` saves custom loops; the callback "
+                "saves the position in `fit` and the states of callbacks too. Omit it."
+            )
+        return PreemptionCallback(self._saved.folder, self._requests, self._exit)
 
     def watch_preemption_scope(self) -> contextlib.AbstractContextManager[Any]:
         """Context manager of `tf.distribute`: handles signals while it is open."""
@@ -256,9 +253,7 @@ class PreemptionCheckpointHandler:
     def close(self) -> None:
         """Restores the signal handlers."""
         self._watching.set()
-        if self._previous is not None:
-            signal.signal(signal.SIGTERM, self._previous)
-            self._previous = None
+        self._requests.close()
 
     def _watch(self) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -266,7 +261,7 @@ class PreemptionCheckpointHandler:
                 "A PreemptionCheckpointHandler was created outside of the main "
                 "thread, which receives termination signals. Create it there."
             )
-        self._previous = signal.signal(signal.SIGTERM, lambda *_: self._notice())
+        self._requests.watch()
         watcher = self._config.termination_watcher_fn
         if watcher is not None:
             threading.Thread(
@@ -276,36 +271,12 @@ class PreemptionCheckpointHandler:
     def _poll(self, watcher: Callable[[], bool]) -> None:
         while not self._watching.wait(_POLL_SECONDS):
             if watcher():
-                self._notice()
+                self._requests.request()
                 return
-
-    def _notice(self) -> None:
-        if self._config.grace_period:
-            timer = threading.Timer(self._config.grace_period, self._steps.request_stop)
-            timer.daemon = True
-            timer.start()
-        else:
-            self._steps.request_stop()
-
-
-class LocalSteps:
-    """The steps of a process that trains alone (see `WorkerGroup`)."""
-
-    def __init__(self) -> None:
-        self._is_stopping = False
-
-    def resume(self) -> None:
-        self._is_stopping = False
-
-    def request_stop(self) -> None:
-        self._is_stopping = True
-
-    def begin_step(self) -> bool:
-        return not self._is_stopping
 
 
 class _Saved:
-    """Atomic checkpoint in the folder."""
+    """The state of a custom loop, in a directory of snapshots."""
 
     def __init__(self, checkpoint: Any, folder: Path):
         if not isinstance(checkpoint, keras.Model) and not (
@@ -316,111 +287,60 @@ class _Saved:
                 f"`write(path)` and `read(path)`. Received: {checkpoint!r} of type "
                 f"{type(checkpoint).__name__}"
             )
-        self.checkpoint = checkpoint
+        self.of_model = isinstance(checkpoint, keras.Model)
+        self._checkpoint = Checkpoint(model=checkpoint) if self.of_model else checkpoint
         self.folder = folder / "preempted"
+        self._files = SnapshotDirectory(self.folder)
 
-    def write(self, facts: dict[str, Any], save: Callable[[str], None] | None) -> None:
-        part = self.folder.with_name(f"preempted.part{os.getpid()}")
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        if save is not None:
-            save(str(part / "checkpoint"))
-        elif isinstance(self.checkpoint, keras.Model):
-            get_engine().sync_variables(self.checkpoint)
-            self.checkpoint.save_weights(part / "model.weights.h5")
-            metrics = [
-                keras.ops.convert_to_numpy(variable)
-                for variable in self.checkpoint.metrics_variables
-            ]
-            np.savez(part / "metrics.npz", *metrics)
-        else:
-            self.checkpoint.write(str(part / "checkpoint"))
-        facts = {**facts, "random": random_numbers(get_engine())}
-        (part / "facts.json").write_text(json.dumps(facts))
-        old = self.folder.with_name("preempted.old")
-        shutil.rmtree(old, ignore_errors=True)
-        if self.folder.exists():
-            self.folder.rename(old)
-        part.rename(self.folder)
-        shutil.rmtree(old, ignore_errors=True)
+    def write(self, calls: int, save: Callable[[str], None] | None) -> None:
+        """Writes the state; called on the chief."""
+        others = sorted(self.folder.glob(f"{_CHECKPOINT}*"), key=os.path.getmtime)
+        # A name that cannot be predicted, so that no link can be planted there.
+        own = self.folder / f"{_CHECKPOINT}{secrets.token_hex(8)}"
+        own.mkdir(parents=True)
+        (save or self._checkpoint.write)(str(own / "checkpoint"))
+        is_read = save is None or not self.of_model
+        self._files.write({"calls": calls, "checkpoint": own.name if is_read else None})
+        # The snapshot before this one has the last of them.
+        for other in others[:-1]:
+            shutil.rmtree(other, ignore_errors=True)
 
-    def read(self) -> dict[str, Any] | None:
-        for folder in (self.folder, self.folder.with_name("preempted.old")):
-            file = folder / "facts.json"
-            if not file.exists():
-                continue
-            found: dict[str, Any] = json.loads(file.read_text())
-            if isinstance(self.checkpoint, keras.Model):
-                if (folder / "model.weights.h5").exists():
-                    self.checkpoint.load_weights(folder / "model.weights.h5")
-                    with np.load(folder / "metrics.npz") as file_of_metrics:
-                        names = sorted(file_of_metrics, key=lambda n: int(n[4:]))
-                        found["metrics"] = [file_of_metrics[name] for name in names]
-            else:
-                self.checkpoint.read(str(folder / "checkpoint"))
-            return found
-        return None
+    def take_part(self) -> None:
+        """Reads what is sharded over workers, on those besides the chief."""
+        if self.of_model:
+            self._checkpoint.write(self.folder)
 
-    def remove(self) -> None:
-        for folder in (self.folder, self.folder.with_name("preempted.old")):
-            shutil.rmtree(folder, ignore_errors=True)
+    def read(self) -> int:
+        """Restores the state; returns the number of calls."""
+        data = self._files.read()
+        state = {} if data is None else parsed(data)
+        # A snapshot of `fit` has none; the callback reads it.
+        if state.get("checkpoint") is not None:
+            self._checkpoint.read(str(self.folder / state["checkpoint"] / "checkpoint"))
+        return int(state.get("calls", 0))
 
 
-class PreemptionCallback(keras.callbacks.Callback):
-    """Stops `fit` between two steps, and resumes there after a restart."""
+class PreemptionCallback(Resume):
+    """`Resume` whose snapshots are made by a `PreemptionCheckpointHandler`.
 
-    def __init__(self, handler: PreemptionCheckpointHandler):
-        super().__init__()
-        self._handler = handler
-        self._epoch = 0
-        self._done = 0
-        self._logs: dict[str, float] = {}
-        self._random: Any = None
+    Args:
+        folder: Path of the snapshots.
+        requests: those of the handler.
+        exits: ends the process after the last snapshot.
+    """
 
-    @property
-    def _restored(self) -> dict[str, Any]:
-        return self._handler.restored
+    def __init__(self, folder: Path, requests: StopRequests, exits: Callable[[], None]):
+        super().__init__(folder, every_seconds=math.inf, stream="skip")
+        self._handler_requests = requests
+        self._exits = exits
 
-    def on_train_begin(self, logs: Any = None) -> None:
-        if "epoch" not in self._restored:
-            return
-        set_initial_epoch(self.model, self._restored["epoch"])
-        shuffle_from_epoch(self._restored["epoch"])
-        if self._restored["done"]:
-            skip_steps(
-                self.model,
-                self._restored["done"],
-                self._restored["logs"],
-                self._restored["metrics"],
-                self._resumed,
-            )
+    def _watch(self) -> StopRequests:
+        return self._handler_requests
 
-    def _resumed(self) -> None:
-        """Called after the steps before the restart have been skipped."""
-        set_random_numbers(get_engine(), self._restored["random"])
-        self._handler.restored = {}
+    def _end(self) -> NoReturn:
+        self._exits()
+        sys.exit(RESTART_EXIT_CODE)
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._epoch, self._done = epoch, 0
-        if self._restored.get("epoch") == epoch:
-            set_random_numbers(get_engine(), self._restored["epoch_random"])
-        self._random = random_numbers(get_engine())
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if self._done < self._restored.get("done", 0):
-            return  # The step is skipped.
-        self._handler.check(
-            {
-                "epoch": self._epoch,
-                "done": self._done,
-                "logs": self._logs,
-                "epoch_random": self._random,
-            }
-        )
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._done += 1
-        self._logs = {name: float(value) for name, value in (logs or {}).items()}
-
-    def on_train_end(self, logs: Any = None) -> None:
-        self._handler.finished()
+    def _finish(self) -> None:
+        if self._is_chief:
+            shutil.rmtree(self._files.directory, ignore_errors=True)
