@@ -271,7 +271,7 @@ def test_an_order_without_a_seed_is_a_warning(tmp_path: Path) -> None:
 
 def test_data_of_another_size_are_an_error(tmp_path: Path) -> None:
     fit(tmp_path, arrays, after=8, epochs=4)
-    with pytest.raises(ValueError, match=r"had 5 steps .* and has 4 now"):
+    with pytest.raises(ValueError, match=r"had 22 rows .* and has 20 now"):
         fit(tmp_path, {"x": X[:20], "y": Y[:20], "batch_size": 5}, epochs=4)
 
 

@@ -324,3 +324,147 @@ def test_a_loss_scale_is_resumed(tmp_path: Path) -> None:
         warnings.simplefilter("error", UserWarning)
         fit(again, ks.callbacks.Resume(tmp_path))
     assert float(again.optimizer.dynamic_scale) == first_scale == 8.0
+
+
+def fitted(
+    folder: Path,
+    x: Any = X,
+    y: Any = Y,
+    epochs: int = 2,
+    model: Any = None,
+    **arguments: Any,
+) -> Any:
+    resume_callback.finished_directories.clear()
+    model = model or model_of()
+    resume = ks.callbacks.Resume(folder)
+    arguments = {"batch_size": 4, "verbose": 0, "callbacks": [resume], **arguments}
+    model.fit(x, y, epochs=epochs, **arguments)
+    return model
+
+
+def other_rows(array: Any) -> Any:
+    return np.ascontiguousarray(array[::-1])
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        ({"x": X[:-1], "y": Y[:-1]}, f"had {len(X)} rows .* has {len(X) - 1} now"),
+        ({"x": other_rows(X)}, "other values in array 0 of 2"),
+        ({"y": Y + 1}, "other values in array 1 of 2"),
+        ({"y": np.tile(Y, (1, 2))}, "rows of shape"),
+        ({"sample_weight": np.ones(len(X))}, "had 2 arrays .* has 3 now"),
+        ({"batch_size": 5}, "had 4 rows in a batch .* has 5 now"),
+    ],
+    ids=["fewer rows", "order", "labels", "shape", "weights", "batch size"],
+)
+def test_other_data_are_an_error(
+    change: dict[str, Any], difference: str, shuffle: bool, tmp_path: Path
+) -> None:
+    fitted(tmp_path, epochs=1, shuffle=shuffle)
+    with pytest.raises(CheckpointError, match=difference):
+        fitted(tmp_path, **{"shuffle": shuffle, **change})
+
+
+def test_data_that_another_machine_has_computed_are_the_same(tmp_path: Path) -> None:
+    expected = fitted(tmp_path / "whole").get_weights()
+    fitted(tmp_path / "a", epochs=1)
+    rounded = X * np.float32(1 + 1e-7)
+    # Other kinds of arrays too.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        found = fitted(tmp_path / "a", keras.ops.convert_to_tensor(rounded))
+    for value, other in zip(found.get_weights(), expected, strict=True):
+        np.testing.assert_allclose(value, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_changed_learning_rate_counts_and_is_named(tmp_path: Path) -> None:
+    fitted(tmp_path, model=model_of(optimizer=keras.optimizers.SGD(0.01)), epochs=1)
+    other = model_of(optimizer=keras.optimizers.SGD(0.05))
+    text = r"learning_rate is 0\.05, in the snapshot 0\.01\. Those of the script count"
+    with pytest.warns(UserWarning, match=text):
+        fitted(tmp_path, model=other)
+    assert float(other.optimizer.learning_rate) == pytest.approx(0.05)
+    again = model_of(optimizer=keras.optimizers.SGD(0.05))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        fitted(tmp_path, model=again, epochs=3)
+    # As a training that changes it after the first epoch.
+    expected = model_of(optimizer=keras.optimizers.SGD(0.01))
+    schedule = keras.callbacks.LearningRateScheduler(lambda e: 0.05 if e else 0.01)
+    resume = ks.callbacks.Resume(tmp_path / "other")
+    fitted(tmp_path, model=expected, epochs=3, callbacks=[schedule, resume])
+    for value, was in zip(again.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_allclose(value, was, rtol=1e-5, atol=1e-6)
+
+
+def test_a_rate_that_a_callback_has_changed_is_that_of_the_snapshot(
+    tmp_path: Path,
+) -> None:
+    def callbacks() -> list[Any]:
+        plateau = keras.callbacks.ReduceLROnPlateau(
+            "loss", 0.5, patience=1, min_delta=9
+        )
+        return [plateau, ks.callbacks.Resume(tmp_path)]
+
+    first = model_of(optimizer=keras.optimizers.SGD(0.08))
+    fitted(tmp_path, model=first, epochs=3, callbacks=callbacks())
+    rate = float(first.optimizer.learning_rate)
+    assert rate < 0.08
+    again = model_of(optimizer=keras.optimizers.SGD(0.08))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        fitted(tmp_path, model=again, epochs=3, callbacks=callbacks())
+    assert float(again.optimizer.learning_rate) == pytest.approx(rate)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "text"),
+    [
+        ({"loss": "mse"}, {"loss": "mae"}, "loss is mae, in the snapshot mse"),
+        (
+            {"optimizer": {"momentum": 0.5}},
+            {"optimizer": {"momentum": 0.9, "clipnorm": 1.0}},
+            r"clipnorm is 1, in the snapshot None; momentum is 0\.9, .* 0\.5",
+        ),
+        (
+            {"loss": keras.losses.Huber(1.0)},
+            {"loss": keras.losses.Huber(2.0)},
+            r"loss is .*Huber.*2\.0.* in the snapshot .*Huber.*1\.0",
+        ),
+    ],
+)
+def test_other_settings_of_compile_are_named(
+    before: dict[str, Any], now: dict[str, Any], text: str, tmp_path: Path
+) -> None:
+    def compiled(settings: dict[str, Any]) -> Any:
+        model = model_of()
+        optimizer = keras.optimizers.SGD(
+            0.01, **{"momentum": 0.5} | settings.get("optimizer", {})
+        )
+        model.compile(optimizer, settings.get("loss", "mse"))
+        return model
+
+    fitted(tmp_path, model=compiled(before), epochs=1)
+    with pytest.warns(UserWarning, match=text):
+        fitted(tmp_path, model=compiled(now))
+
+
+def test_the_beginning_is_said_in_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    lines = []
+    for epochs in (1, 2, 2):
+        fitted(tmp_path, epochs=epochs)
+        lines += [e for e in capfd.readouterr().err.splitlines() if "Resume:" in e]
+    assert lines == [
+        f"Resume: {line}"
+        for line in (
+            f"no snapshot in {str(tmp_path)!r}, training begins.",
+            f"continuing at epoch 2 of 2, step 1 of {len(X) // 4}, "
+            f"from {str(tmp_path)!r}.",
+            f"training in {str(tmp_path)!r} is finished, after 2 of 2 epochs: nothing "
+            "to do.",
+        )
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import keras
@@ -61,7 +62,7 @@ def _is_equal(one: Any, other: Any) -> bool:
 
 def _short(value: Any) -> str:
     text = f"{value:g}" if isinstance(value, float) else str(value)
-    return text if len(text) <= 100 else f"{text[:100]}..."
+    return text if len(text) <= 300 else f"{text[:300]}..."
 
 
 def _as_json(value: Any) -> Any:
@@ -81,5 +82,7 @@ def _described(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, keras.Loss):
-        return [type(value).__name__, _described(value.get_config())]
+        # Some settings are in the text only, such as the delta of `Huber`.
+        text = re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+        return [type(value).__name__, _described(value.get_config()), text]
     return getattr(value, "__name__", type(value).__name__)

@@ -71,6 +71,12 @@ class Resume(fit_position.OrderedCallback):
     With several workers the chief writes and reads, and the others receive what it has
     read.
 
+    Ctrl-C and SIGTERM end training after the step that is under way, on all workers
+    after the same one, with a snapshot. A second Ctrl-C ends it at once.
+
+    Data are compared with those of the snapshot. Settings of `compile` that the script
+    has changed, such as the learning rate, are named in a warning, and count.
+
     Arrays that `fit` shuffles come in an order that is drawn from the seed of
     `keras.utils.set_random_seed` and is the same on every backend. Other input is
     repositioned by reading: datasets and loaders should shuffle with a seed.
