@@ -35,7 +35,7 @@ def train(strategy, data, epochs):
             [
                 keras.Input((64,)),
                 layers.Dense(64, activation="relu"),
-                layers.BatchNormalization(),
+                layers.LayerNormalization(),
                 layers.Dense(10),
             ]
         )

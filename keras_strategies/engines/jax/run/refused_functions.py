@@ -84,8 +84,8 @@ def of_replicas(
         "On JAX replicas with different numbers of rows exchange nothing but the "
         "gradients of one `optimizer.apply`, at the end. Use batches that "
         f"{len(rows)} replicas divide: leave out a last one that they do not, as with "
-        "`batch(size, drop_remainder=True)`, or pad it with rows of weight 0. `fit` "
-        "takes batches of any size."
+        "`batch(size, drop_remainder=True)`, or pad it with rows of weight 0, which "
+        "count in batch normalization. `fit` takes batches of any size."
     )
 
 
