@@ -116,6 +116,20 @@ class RunDriver(abc.ABC):
             aggregate: bool; False where gradients are the same on all replicas.
         """
 
+    def are_sums(
+        self, gradients: Sequence[Any], variables: Sequence[Any] | None
+    ) -> bool:
+        """Whether gradients of a replica are sums over all replicas already.
+
+        Args:
+            gradients: those for `optimizer.apply`.
+            variables: their variables; None for the optimizer's own.
+
+        Raises:
+            InvalidArgumentError: where that is not known.
+        """
+        return False
+
     @abc.abstractmethod
     def local_values(self, variable: Any) -> Sequence[Any]:
         """An on-read variable's value on each local replica, on that device."""

@@ -158,14 +158,15 @@ class StrategyHooks:
                 lambda strategy, variables: optimizer.build(list(variables)),
                 args=(tuple(variables),),
             )
-        if not _are_aggregated():
+        run = replica.strategy.drivers.run
+        grads = list(grads)
+        aggregate = not (_are_aggregated() or run.are_sums(grads, variables))
+        if aggregate:
             grads = _largest_once(
                 replica, grads, overwritten_by_apply(optimizer, variables)
             )
         original = get_engine().optimizer_apply(optimizer, original)
-        replica.strategy.drivers.run.apply_gradients(
-            original, grads, variables, aggregate=not _are_aggregated()
-        )
+        run.apply_gradients(original, grads, variables, aggregate)
         # As Keras; `optimizer.iterations` may compute with it, after the update.
         return step_variable(optimizer)
 

@@ -40,6 +40,7 @@ ONLY_ON_JAX = {
     "docs/guides/tpu.md",
     "docs/migrating-from-keras-distribution.md",
 }
+ONLY_ON_TORCH = {"docs/migrating-from-torch.md"}
 
 
 def running_blocks(text: str) -> list[str]:
@@ -53,6 +54,8 @@ RUNNING = [page for page, text in PAGES.items() if running_blocks(text)]
 def test_code_of_a_page_runs(page: str) -> None:
     if page in ONLY_ON_JAX and keras.backend.backend() != "jax":
         pytest.skip("for JAX, as the page says")
+    if page in ONLY_ON_TORCH and keras.backend.backend() != "torch":
+        pytest.skip("for Torch, as the page says")
     names: dict[str, object] = {"__name__": "__main__"}
     for code in running_blocks(PAGES[page]):
         exec(compile(code, page, "exec"), names)

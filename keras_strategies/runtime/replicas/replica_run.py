@@ -5,8 +5,9 @@ from __future__ import annotations
 import abc
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+from keras_strategies.keras_compat.optimizers.optimizer_parts import is_overwritten
 from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime import context
@@ -20,6 +21,7 @@ from keras_strategies.runtime.random_numbers.row_draws import (
 )
 from keras_strategies.runtime.replicas.collectives import ReplicaCollectives
 from keras_strategies.runtime.replicas.gradient_sums import (
+    largest_over_replicas,
     rounded,
     sums_over_replicas,
     sums_over_workers,
@@ -29,8 +31,13 @@ from keras_strategies.runtime.replicas.replica_set import ReplicaSet
 from keras_strategies.runtime.replicas.tensor_primitives import TensorPrimitives
 from keras_strategies.runtime.state import run_state
 from keras_strategies.runtime.state.local_values import LocalValues, ValueStorage
-from keras_strategies.runtime.state.run_state import CreatedVariables, RunState
-from keras_strategies.values import DistributedValues, select_replica
+from keras_strategies.runtime.state.run_state import (
+    CopyRecord,
+    CreatedVariables,
+    RunState,
+)
+from keras_strategies.types import ReduceOp
+from keras_strategies.values import DistributedValues, PerReplica, select_replica
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
@@ -85,7 +92,7 @@ class ReplicaRun(RunDriver):
         """Entered around the function on a local replica."""
         return contextlib.nullcontext()
 
-    def seeing_draws(self) -> contextlib.AbstractContextManager[Any]:
+    def seeing_draws(self, state: RunState) -> contextlib.AbstractContextManager[Any]:
         """Context in which the engine sees the draws of a function on a replica."""
         return contextlib.nullcontext()
 
@@ -136,7 +143,7 @@ class ReplicaRun(RunDriver):
         for i, (own_args, own_kwargs) in enumerate(zip(args, kwargs, strict=True)):
             replica_id = self.replica_set.counts.first + i
             replica = context.ReplicaContext(self.strategy, replica_id, collectives)
-            state = self._state(i, replica, made)
+            state = self._state(i, replica, made, merging)
             merging.states.append(state)
             draws = self._draws(replica_id, rows)
             task = self._task(i, fn, own_args, own_kwargs, replica, state, draws)
@@ -151,7 +158,11 @@ class ReplicaRun(RunDriver):
         return DrawsOfRun(own, self.strategy.partitions_draws)
 
     def _state(
-        self, i: int, replica: context.ReplicaContext, made: CreatedVariables
+        self,
+        i: int,
+        replica: context.ReplicaContext,
+        made: CreatedVariables,
+        merging: MergeContext,
     ) -> RunState:
         return RunState(
             replica,
@@ -159,6 +170,7 @@ class ReplicaRun(RunDriver):
             self.on_read_values.get,
             made,
             self.assigned_value,
+            None if merging.left is None else merging.left.replicas[i],
         )
 
     def _task(
@@ -177,7 +189,7 @@ class ReplicaRun(RunDriver):
                 state.scope(),
                 self.on_replica(i),
                 drawing(draws),
-                self.seeing_draws(),
+                self.seeing_draws(state),
             ):
                 return fn(*args, **kwargs)
 
@@ -185,6 +197,8 @@ class ReplicaRun(RunDriver):
 
     def commit(self, merging: MergeContext) -> None:
         """Assigns the replicas' values to variables."""
+        if merging.left is not None:
+            merging.left.sum(self._sums_of_left)
         workers, states = self.replica_set.workers, merging.states
         updated = {k: v for state in states for k, (v, _) in state.updates.items()}
         variables = list(updated.values())
@@ -270,6 +284,29 @@ class ReplicaRun(RunDriver):
         pairs = zip(total, gradients, strict=True)
         return [rounded(ops, each, gradient) for each, gradient in pairs]
 
+    def _sums_of_left(
+        self, variables: Sequence[Any], columns: Sequence[list[Any]]
+    ) -> list[Any]:
+        """Sums of gradients over all replicas; the largest of new values."""
+        rows = [PerReplica(column) for column in columns]
+        is_new = list(map(is_overwritten, variables))
+        with self.updating():
+            added = [row for row, new in zip(rows, is_new, strict=True) if not new]
+            sums = iter(self._summed(added))
+            return [
+                self._largest(variable, row.values) if new else next(sums)
+                for variable, row, new in zip(variables, rows, is_new, strict=True)
+            ]
+
+    def _largest(self, variable: Any, values: Sequence[Any]) -> Any:
+        found = largest_over_replicas(
+            self.replica_set.primitives, values, raw_value(variable)
+        )
+        workers = self.replica_set.workers
+        if workers is None:
+            return found
+        return workers.all_reduce(ReduceOp.MAX, [found])[0]
+
     def local_values(self, variable: Any) -> Sequence[Any]:
         first = self.replica_set.counts.first
         replicas = range(len(self.placement.replicas))
@@ -280,15 +317,36 @@ class ReplicaRun(RunDriver):
         self.on_read_values.assigned(variable)
 
 
+class LeftBehind(Protocol):
+    """Gradients that replicas leave on variables during a run."""
+
+    @property
+    def replicas(self) -> Sequence[CopyRecord]:
+        """For each local replica the record of its copies of variables."""
+
+    def sum(self, sums: Callable[[Sequence[Any], Sequence[list[Any]]], Any]) -> None:
+        """Adds what the replicas have left to the variables' gradients.
+
+        Args:
+            sums: a callable of variables and of columns with a gradient of each
+                replica, which returns their sums over all replicas.
+        """
+
+    def set_aside(self) -> None:
+        """Called after functions outside of replicas."""
+
+
 class MergeContext:
     """Context of functions of `merge_call`: they read and assign the variables.
 
     Args:
         run: the run of the replicas.
+        left: what the replicas leave on variables; None for nothing.
     """
 
-    def __init__(self, run: ReplicaRun):
+    def __init__(self, run: ReplicaRun, left: LeftBehind | None = None):
         self._run = run
+        self.left = left
         #: The states of the local replicas.
         self.states: list[RunState] = []
 
@@ -309,3 +367,5 @@ class MergeContext:
                 ]
                 for state in self.states:
                     state.forget(changed)
+            if self.left is not None:
+                self.left.set_aside()

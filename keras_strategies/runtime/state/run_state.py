@@ -15,7 +15,7 @@ In replica context the arguments of a variable define its behavior, as in
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import keras
 
@@ -92,6 +92,13 @@ CREATE_ONCE = (
 )
 
 
+class CopyRecord(Protocol):
+    """Record of the copies of variables that a replica computes with."""
+
+    def copied(self, variable: Any, value: Any) -> Any:
+        """Records a copy of a variable and returns it."""
+
+
 class RunState(StatePolicy):
     """Values of variables on one replica during a `run`.
 
@@ -104,6 +111,7 @@ class RunState(StatePolicy):
             elsewhere.
         assigned: `assigned(variable, value)` returns the value that the replica reads
             after assigning `value`; None for `value` itself.
+        record: receives the copies of variables; None where nothing is left on them.
     """
 
     patches = ("custom loops", "replicas")
@@ -115,9 +123,11 @@ class RunState(StatePolicy):
         local: Callable[[Any, int], Any],
         made: CreatedVariables | None = None,
         assigned: Callable[[Any, Any], Any] | None = None,
+        record: CopyRecord | None = None,
     ):
         self.replica = replica
         self.made = made
+        self.record = record
         self._copy = copy
         self._local = local
         self._assigned = assigned
@@ -140,6 +150,8 @@ class RunState(StatePolicy):
                 value = self._local(variable, self.replica.replica_id_in_sync_group)
             else:
                 value = self._copy(variable)
+                if self.record is not None:
+                    value = self.record.copied(variable, value)
             if value is not None:
                 self._values[id(variable)] = value
                 self._read[id(variable)] = variable
@@ -179,6 +191,8 @@ class RunState(StatePolicy):
     def _set(self, variable: Any, value: Any) -> None:
         if self._assigned is not None:
             value = self._assigned(variable, value)
+        if self.record is not None:
+            value = self.record.copied(variable, value)
         self._values[id(variable)] = value
         self.updates[id(variable)] = (variable, value)
 

@@ -271,7 +271,7 @@ class TensorFlowRun(ReplicaRun):
 
         return rows
 
-    def seeing_draws(self) -> contextlib.AbstractContextManager[None]:
+    def seeing_draws(self, state: Any) -> contextlib.AbstractContextManager[None]:
         return replica_draws()
 
     def merged(self) -> contextlib.AbstractContextManager[Any]:

@@ -97,7 +97,18 @@ class PackedWeights:
     @torch.no_grad()
     def whole(variable: Any) -> torch.Tensor:
         """The full value of a variable, without gradient."""
-        return gather_shards(raw_value(variable).detach())  # type: ignore[no-any-return]
+        return PackedWeights.full(raw_value(variable))
+
+    @staticmethod
+    @torch.no_grad()
+    def full(shards: DTensor) -> torch.Tensor:
+        """The full tensor of shards, without gradient."""
+        return gather_shards(shards.detach())  # type: ignore[no-any-return]
+
+    @staticmethod
+    def is_in_shards(tensor: torch.Tensor) -> bool:
+        """Whether each process has a shard of a tensor."""
+        return is_sharded(tensor)
 
     @staticmethod
     def saves(hooks: tuple[Any, Any]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -15,8 +16,15 @@ from keras_strategies.engines.torch.random_numbers.replica_generators import (
     ReplicaGenerators,
 )
 from keras_strategies.engines.torch.random_numbers.row_numbers import seeing_draws
+from keras_strategies.engines.torch.replicas.left_gradients import (
+    LeftGradients,
+    ReplicaFunctions,
+    ReplicaGradients,
+    current_gradients,
+)
 from keras_strategies.engines.torch.replicas.replica_threads import ReplicaThreads
 from keras_strategies.engines.torch.replicas.replica_variables import ReplicaVariables
+from keras_strategies.engines.torch.replicas.shared_steps import steps_taken_once
 from keras_strategies.engines.torch.replicas.thread_collectives import (
     ThreadCollectives,
 )
@@ -54,6 +62,8 @@ class TorchRun(ReplicaRun):
         super().__init__(strategy, PRIMITIVES, TensorStorage(self._placed))
         self._threads = threads
         self._variables = variables
+        # Variables that have had gradients of `backward()`, by id.
+        self._with_gradients: dict[int, weakref.ref[Any]] = {}
 
     def _placed(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Values on the devices of the replicas."""
@@ -81,7 +91,8 @@ class TorchRun(ReplicaRun):
             rows = functools.partial(_refuse_draws, kinds)
         args = self._on_replicas(args)
         kwargs = self._on_replicas(kwargs)
-        merging = MergeContext(self)
+        left = self._left_gradients()
+        merging = MergeContext(self, left)
         # Replicas share the objects that a function changes, so they take turns.
         collectives = ThreadCollectives(
             self.placement.replicas,
@@ -92,7 +103,11 @@ class TorchRun(ReplicaRun):
         )
         made = CreatedVariables()
         tasks = self.tasks(fn, args, kwargs, rows, collectives, merging, made)
-        with patching.installed_while(*RunState.patches):
+        with (
+            patching.installed_while(*RunState.patches),
+            steps_taken_once(),
+            left,
+        ):
             if len(tasks) == 1:
                 # It runs on this thread, which may be in a step of `fit`.
                 with layer_calls_through(None):
@@ -100,9 +115,13 @@ class TorchRun(ReplicaRun):
             else:
                 with collectives.drawing_from(ReplicaGenerators(self._devices)):
                     results = self._threads.run(tasks, collectives)
-        with self._variables.in_step():
-            self.commit(merging)
+            with self._variables.in_step():
+                self.commit(merging)
         return results
+
+    def _left_gradients(self) -> LeftGradients:
+        count = len(self.placement.replicas)
+        return LeftGradients(self._variables, self._with_gradients, count)
 
     def _on_replicas(self, arguments: Sequence[Any]) -> list[Any]:
         """Arguments with their tensors on the devices of the replicas."""
@@ -124,8 +143,18 @@ class TorchRun(ReplicaRun):
         with outside_stateless_scopes(), self.strategy.drivers.fit.scope():
             yield
 
-    def seeing_draws(self) -> contextlib.AbstractContextManager[Any]:
-        return seeing_draws()
+    @contextlib.contextmanager
+    def seeing_draws(self, state: RunState) -> Iterator[None]:
+        assert isinstance(state.record, ReplicaGradients)
+        with seeing_draws(), ReplicaFunctions(state.record):
+            yield
+
+    def are_sums(
+        self, gradients: Sequence[Any], variables: Sequence[Any] | None
+    ) -> bool:
+        if self.replica_set.counts.total == 1:
+            return False
+        return current_gradients().are_sums(gradients, variables)
 
     def copier(self, replica_id: int) -> Callable[[Any], Any]:
         return functools.partial(self._variables.copy, replica_id)

@@ -78,6 +78,18 @@ class ReplicaVariables:
         """Whether each worker has a shard of a variable."""
         return self.shards is not None and self.shards.has(variable)
 
+    def with_shards(self, gradient: torch.Tensor, raw: Any) -> torch.Tensor:
+        """A gradient as the tensor of a variable has it, which may be in shards."""
+        if self.shards is None or not self.shards.is_in_shards(raw):
+            return gradient
+        return self.shards.shards_of(gradient, raw)
+
+    def without_shards(self, tensor: Any) -> Any:
+        """The full tensor of one that may be in shards."""
+        if self.shards is None or not self.shards.is_in_shards(tensor):
+            return tensor
+        return self.shards.full(tensor)
+
     def value(self, variable: Any) -> torch.Tensor:
         """The full value of a variable, with its gradient."""
         if self.shards is not None and self.shards.has(variable):

@@ -1,0 +1,378 @@
+"""Optimizers, clipping and schedules of Torch in `run`, as in a script for DDP."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import torch
+
+import keras_strategies as ks
+
+if keras.backend.backend() != "torch":
+    pytest.skip("Torch only", allow_module_level=True)
+
+from harness.torch_loops import (
+    batches,
+    distributed,
+    gradients,
+    loss_of,
+    make_model,
+)
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.02, amsgrad=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.02, weight_decay=0.1),
+    "adamw_each": lambda p: torch.optim.AdamW(p, lr=0.02, foreach=False),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05, lr_decay=0.1),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.05),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.1, t0=1),
+}
+
+
+@pytest.fixture(params=["one", "two", "three"])
+def strategy(request: Any, mirrored: Any) -> Any:
+    if request.param == "one":
+        return ks.OneDeviceStrategy("cpu:0")
+    if request.param == "two":
+        return mirrored
+    return ks.MirroredStrategy([f"cpu:{i}" for i in range(3)])
+
+
+Step = Callable[[Any, Any, int], Any]
+
+
+def train(
+    strategy: Any, make_step: Callable[[Any], tuple[Step, Callable[[], Any]]]
+) -> dict[str, Any]:
+    """Trains with a step of rows, labels and the number of all rows.
+
+    `make_step(model)` returns the step, and a function that is called after each run
+    and returns what is compared.
+    """
+    model = make_model(strategy)
+    step, after = make_step(model)
+    seen = []
+    for x, y in batches():
+        if strategy is None:
+            step(torch.from_numpy(x), torch.from_numpy(y), len(x))
+        else:
+            own = [distributed(strategy, each) for each in (x, y)]
+            strategy.run(step, args=(*own, len(x)))
+        seen.append(after())
+    return {"weights": model.get_weights(), "seen": seen}
+
+
+def assert_trains_as_one_device(strategy: Any, make_step: Any) -> None:
+    found, expected = train(strategy, make_step), train(None, make_step)
+    before = make_model(None).get_weights()
+    moved = [
+        np.abs(one - other).max()
+        for one, other in zip(expected["weights"], before, strict=True)
+    ]
+    assert max(moved) > 1e-3
+    for one, other in zip(found["weights"], expected["weights"], strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
+    for own, others in zip(found["seen"], expected["seen"], strict=True):
+        keras.tree.map_structure(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6),
+            own,
+            others,
+        )
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_of_torch_steps_as_on_one_device(strategy, name):
+    def make_step(model: Any) -> Any:
+        optimizer = OPTIMIZERS[name](model.parameters())
+        norms: list[float] = []
+
+        def step(x: Any, y: Any, rows: int) -> None:
+            loss_of(model, x, y, rows).backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            norms.append(float(norm))
+            optimizer.step()
+            optimizer.zero_grad()
+
+        def after() -> Any:
+            found = sorted({round(norm, 5) for norm in norms})
+            norms.clear()
+            assert len(found) == 1, found  # Of all replicas.
+            return found, gradients(model)
+
+        return step, after
+
+    assert_trains_as_one_device(strategy, make_step)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_after_the_run_are_sums(strategy, set_to_none):
+    """Steps outside of `run`, after several backward passes in one run each."""
+
+    def make_step(model: Any) -> Any:
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+        counter = iter(range(1, 100))
+
+        def step(x: Any, y: Any, rows: int) -> None:
+            loss_of(model, x, y, rows).backward()
+            (0.5 * loss_of(model, x, y, rows)).backward()
+
+        def after() -> Any:
+            found = gradients(model)
+            if next(counter) % 2 == 0:
+                torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none)
+            return found
+
+        return step, after
+
+    assert_trains_as_one_device(strategy, make_step)
+
+
+def test_accumulated_gradients_are_changed_once(strategy):
+    """Backward passes in several runs, and a step in a run of its own."""
+
+    def make_step(model: Any) -> Any:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+        def step(x: Any, y: Any, rows: int) -> None:
+            loss_of(model, x, y, rows).backward()
+
+        def update() -> None:
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.div_(2).add_(0.001)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+
+        runs = iter(range(1, 100))
+
+        def after() -> Any:
+            found = gradients(model)
+            if next(runs) % 2 == 0:
+                current = model_strategy(model)
+                update() if current is None else current.run(update)
+            return found, optimizer.param_groups[0]["lr"]
+
+        return step, after
+
+    def model_strategy(model: Any) -> Any:
+        return getattr(model, "_keras_strategies_strategy", None)
+
+    assert_trains_as_one_device(strategy, make_step)
+
+
+def test_zero_grad_may_come_first_and_a_run_may_take_two_steps(strategy):
+    def make_step(model: Any) -> Any:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+
+        def step(x: Any, y: Any, rows: int) -> None:
+            for _ in range(2):
+                optimizer.zero_grad()
+                loss_of(model, x, y, rows).backward()
+                optimizer.step()
+
+        return step, lambda: gradients(model)
+
+    assert_trains_as_one_device(strategy, make_step)
+
+
+def test_several_optimizers_have_parameters_of_their_own(strategy):
+    def make_step(model: Any) -> Any:
+        first, *_, last = model.layers
+        optimizers = [
+            torch.optim.SGD(first.parameters(), lr=0.1, momentum=0.9),
+            torch.optim.Adam(last.parameters(), lr=0.01),
+        ]
+
+        def step(x: Any, y: Any, rows: int) -> None:
+            loss_of(model, x, y, rows).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+        return step, lambda: len(optimizers[1].state)
+
+    assert_trains_as_one_device(strategy, make_step)
+
+
+def test_a_loss_may_contain_parameters(strategy):
+    """What `backward()` adds to a parameter itself is summed, too."""
+
+    def make_step(model: Any) -> Any:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: Any, y: Any, rows: int) -> None:
+            optimizer.zero_grad(set_to_none=False)
+            squares = sum(p.pow(2).sum() for p in model.parameters())
+            penalty = 0.1 * squares * len(x) / rows
+            (loss_of(model, x, y, rows) + penalty).backward()
+            optimizer.step()
+
+        return step, lambda: gradients(model)
+
+    assert_trains_as_one_device(strategy, make_step)
+
+
+def test_hooks_of_parameters_get_sums(strategy):
+    def make_step(model: Any) -> Any:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
+
+        def step(x: Any, y: Any, rows: int) -> None:
+            loss_of(model, x, y, rows).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step, lambda: 0
+
+    assert_trains_as_one_device(strategy, make_step)
+
+
+def test_an_optimizer_of_keras_takes_clipped_gradients(strategy):
+    def make_step(model: Any) -> Any:
+        optimizer = keras.optimizers.Adam(0.02, weight_decay=0.1)
+        optimizer.build(model.trainable_variables)
+
+        def step(x: Any, y: Any, rows: int) -> None:
+            model.zero_grad()
+            loss_of(model, x, y, rows).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            variables = model.trainable_variables
+            optimizer.apply([v.value.grad for v in variables], variables)
+
+        return step, lambda: gradients(model)
+
+    assert_trains_as_one_device(strategy, make_step)
+
+
+def test_what_is_computed_from_sums_is_not_summed_in_silence(mirrored):
+    model = make_model(mirrored)
+    optimizer = keras.optimizers.SGD(0.1)
+    variables = model.trainable_variables
+    optimizer.build(variables)
+
+    def step(x: Any, y: Any, aggregated: bool) -> None:
+        model.zero_grad()
+        loss_of(model, x, y, 7).backward()
+        found = [v.value.grad / 2 for v in variables]
+        with ks.gradients_are_aggregated() if aggregated else contextlib.nullcontext():
+            optimizer.apply(found, variables)
+
+    x, y = (distributed(mirrored, each) for each in batches()[0])
+    with pytest.raises(ks.errors.InvalidArgumentError, match="sums over all replicas"):
+        mirrored.run(step, args=(x, y, False))
+    before = model.get_weights()[0]
+    mirrored.run(step, args=(x, y, True))
+    assert np.abs(model.get_weights()[0] - before).max() > 1e-4
+
+
+def test_a_closure_is_for_one_device(mirrored):
+    def trained(strategy: Any) -> list[np.ndarray]:
+        model = make_model(strategy)
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+        x, y = batches()[1]
+        data = torch.from_numpy(x), torch.from_numpy(y)
+
+        def step(x: Any, y: Any) -> None:
+            def closure() -> Any:
+                optimizer.zero_grad()
+                loss = loss_of(model, x, y, len(x))
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+
+        step(*data) if strategy is None else strategy.run(step, args=data)
+        return model.get_weights()  # type: ignore[no-any-return]
+
+    found, expected = trained(ks.OneDeviceStrategy("cpu:0")), trained(None)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ks.errors.ContextError, match="LBFGS needs"):
+        trained(mirrored)
+
+
+def test_a_schedule_takes_values_that_are_equal_on_replicas(mirrored):
+    model = make_model(mirrored)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=2)
+
+    def step(value: Any) -> None:
+        optimizer.step()
+        schedule.step(value)
+
+    for _ in range(3):
+        mirrored.run(step, args=(2.0,))
+    assert optimizer.param_groups[0]["lr"] == 1.0
+    mirrored.run(step, args=(2.0,))
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    with pytest.raises(ks.errors.InvalidArgumentError, match="differ between replicas"):
+        mirrored.run(step, args=(ks.PerReplica([1.0, 2.0]),))
+
+
+def test_gradients_of_second_order_are_an_error(mirrored):
+    model = make_model(mirrored)
+
+    def step(x: Any, y: Any) -> None:
+        loss_of(model, x, y, 7).backward(create_graph=True)
+
+    x, y = (distributed(mirrored, each) for each in batches()[0])
+    with pytest.raises(ks.errors.ContextError, match="cannot be differentiated again"):
+        mirrored.run(step, args=(x, y))
+
+
+def test_a_failed_run_leaves_gradients_as_they_were(mirrored):
+    model = make_model(mirrored)
+    x, y = (distributed(mirrored, each) for each in batches()[0])
+    mirrored.run(lambda x, y: loss_of(model, x, y, 7).backward(), args=(x, y))
+    before = gradients(model)
+
+    def step(x: Any, y: Any) -> None:
+        loss_of(model, x, y, 7).backward()
+        raise ValueError("stop")
+
+    with pytest.raises(ValueError, match="stop"):
+        mirrored.run(step, args=(x, y))
+    for one, other in zip(before, gradients(model), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_torch_is_as_it_was_after_a_run(mirrored):
+    from torch.optim import lr_scheduler, optimizer
+
+    def hooked() -> tuple[int, Any]:
+        return len(optimizer._global_optimizer_pre_hooks), lr_scheduler.LRScheduler.step
+
+    before = hooked()
+    assert mirrored.run(hooked) != before
+    assert hooked() == before
+
+
+def test_parameters_that_replicas_do_not_read_are_an_error(mirrored):
+    with mirrored.scope():
+        module = torch.nn.Linear(3, 4)
+        wrapped = keras.layers.TorchModuleWrapper(module, output_shape=(None, 4))
+        model = keras.Sequential([keras.Input((3,)), wrapped])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Any, y: Any) -> None:
+        loss_of(model, x, y, 7).backward()
+        optimizer.step()
+
+    x, y = (distributed(mirrored, each) for each in batches()[0])
+    with pytest.raises(ks.errors.ContextError, match="TorchModuleWrapper"):
+        mirrored.run(step, args=(x, y))
