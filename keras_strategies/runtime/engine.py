@@ -154,9 +154,10 @@ class Engine(abc.ABC):
         """Whether a program is being traced, in which Python runs only once."""
         return False
 
-    def records_gradients(self) -> bool:
-        """Whether operations of this thread are recorded for gradients."""
-        return False
+    def when_differentiated(  # noqa: B027
+        self, tensors: Sequence[Any], call: Callable[[], None]
+    ) -> None:
+        """Calls a function where a gradient of tensors is computed, or may be."""
 
     def optimizer_apply(
         self, optimizer: Any, apply: Callable[..., Any]

@@ -120,9 +120,10 @@ class StrategyTrainer(TrainerOfStrategy):
     predict_on_batch = _method("predict_on_batch")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = super().__call__(*args, **kwargs)
         if not running_methods.any:
-            warn_of_raw_call(self, args, kwargs)
-        return super().__call__(*args, **kwargs)
+            warn_of_raw_call(self, args, kwargs, outputs)
+        return outputs
 
     def stateless_call(
         self,
@@ -131,11 +132,12 @@ class StrategyTrainer(TrainerOfStrategy):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if not running_methods.any:
-            warn_of_raw_call(self, args, kwargs)
-        return super().stateless_call(
+        outputs = super().stateless_call(
             trainable_variables, non_trainable_variables, *args, **kwargs
         )
+        if not running_methods.any:
+            warn_of_raw_call(self, args, kwargs, outputs)
+        return outputs
 
     def make_train_function(self, force: bool = False) -> None:
         make = super().make_train_function

@@ -41,7 +41,7 @@ def raw_call(made: keras.Model) -> None:
         ]
         made.stateless_call(*values, X, training=True)
     elif keras.backend.backend() == "torch":
-        made(X)
+        made(X).sum().backward()
     else:
         made(X, training=True)
 
@@ -74,8 +74,7 @@ def test_a_call_without_training_that_is_differentiated_says_so():
         made = model()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*outside of `fit` and")
-        if keras.backend.backend() != "torch":
-            made(X)
+        made(X)
         made(X, training=False)
     with pytest.warns(UserWarning, match="outside of `fit` and `strategy.run`"):
         differentiated_call(made)
@@ -111,6 +110,13 @@ def test_what_is_no_raw_loop_says_nothing(tmp_path):
         made.predict(X, verbose=0)
         made.train_on_batch(X, Y)
         made(X, training=False)
+        made(X)
+        if keras.backend.backend() == "torch":
+            import torch
+
+            # As exporters do.
+            torch.jit.trace(made, torch.from_numpy(X), check_trace=False)
+            torch.export.export(made, (torch.from_numpy(X),), strict=False)
         made.save(tmp_path / "model.keras")
         with strategy.scope():
             keras.models.load_model(tmp_path / "model.keras")

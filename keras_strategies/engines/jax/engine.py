@@ -64,8 +64,11 @@ class JaxEngine(Engine):
         }
     )
 
-    def records_gradients(self) -> bool:
-        return compat.is_differentiating()
+    def when_differentiated(
+        self, tensors: Sequence[Any], call: Callable[[], None]
+    ) -> None:
+        if compat.is_differentiating():
+            call()
 
     def local_devices(self) -> tuple[Device, ...]:
         return devices.local_devices()

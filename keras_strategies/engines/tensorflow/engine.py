@@ -87,8 +87,11 @@ class TensorFlowEngine(Engine):
         loop_over(ProgramIterable, lambda given: given.iterator_in_program())
         composite_values.register()
 
-    def records_gradients(self) -> bool:
-        return is_any_tape_active()
+    def when_differentiated(
+        self, tensors: Sequence[Any], call: Callable[[], None]
+    ) -> None:
+        if is_any_tape_active():
+            call()
 
     def local_devices(self) -> tuple[Device, ...]:
         return local_devices()

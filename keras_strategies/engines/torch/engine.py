@@ -48,8 +48,15 @@ class TorchEngine(Engine):
         self.lacks = _lacks()
         self._virtual_cpus = 1
 
-    def records_gradients(self) -> bool:
-        return torch.is_grad_enabled()
+    def when_differentiated(
+        self, tensors: Sequence[Any], call: Callable[[], None]
+    ) -> None:
+        # Torch records every call, also of a model that only predicts or is exported.
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+            return
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda gradient: call())
 
     def local_devices(self) -> tuple[Device, ...]:
         cpus = [Device("cpu", i) for i in range(self._virtual_cpus)]
