@@ -14,6 +14,7 @@ that the launcher and the resolvers run without Keras, which imports a framework
 import ast as _ast
 import importlib as _importlib
 import importlib.resources as _resources
+import importlib.util as _importlib_util
 import os as _os
 import sys as _sys
 from types import ModuleType as _ModuleType
@@ -54,13 +55,46 @@ def _import(module: str) -> _ModuleType:
     errors meanwhile, unless the user has set one or has imported Keras or TensorFlow.
     """
     level = "TF_CPP_MIN_LOG_LEVEL"
-    if level in _os.environ or {"keras", "tensorflow"} & _sys.modules.keys():
-        return _importlib.import_module(module)
-    _os.environ[level] = "1"
+    is_set = level in _os.environ or {"keras", "tensorflow"} & _sys.modules.keys()
+    if not is_set:
+        _os.environ[level] = "1"
     try:
         return _importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        text = _missing_backend(error.name)
+        if text is None:
+            raise
     finally:
-        del _os.environ[level]
+        if not is_set:
+            del _os.environ[level]
+    from keras_strategies.errors import BackendError
+
+    raise BackendError(text)
+
+
+def _missing_backend(name: str | None) -> str | None:
+    """What to do where Keras cannot import its backend; None for other modules."""
+    backends = "jax", "torch", "tensorflow"
+    if name not in backends:
+        return None
+    found = [each for each in backends if _find_spec(each) is not None]
+    chosen = _os.environ.get("KERAS_BACKEND")
+    reason = f"KERAS_BACKEND={chosen!r}" if chosen else "KERAS_BACKEND is not set"
+    text = f"Keras uses the backend {name!r} ({reason}), which is not installed. "
+    if not found:
+        return text + "Install a backend: `pip install jax`, torch or tensorflow."
+    return (
+        f"{text}Installed: {', '.join(found)}. Set KERAS_BACKEND before Keras is "
+        f"imported: `export KERAS_BACKEND={found[0]}` in the shell, or "
+        f'`os.environ["KERAS_BACKEND"] = "{found[0]}"` at the top of the script.'
+    )
+
+
+def _find_spec(name: str) -> object:
+    try:
+        return _importlib_util.find_spec(name)
+    except (ImportError, ValueError):
+        return None
 
 
 def _unknown(name: str) -> str:

@@ -177,3 +177,11 @@ def test_no_hook_is_installed_before_a_scope_is_opened(tmp_path: Path) -> None:
     found = launch("--workers", "1", script)
     lines = [line.split()[-1] for line in found.stdout.splitlines() if line.strip()]
     assert lines[-3:] == ["False", "False", "True"], found
+
+
+def test_a_strategy_in_a_with_statement_is_not_its_scope():
+    """The form of `ParameterServerStrategy`, whose cluster ends with it."""
+    with ks.OneDeviceStrategy("cpu:0") as strategy:
+        assert not ks.has_strategy()
+        with strategy.scope():
+            assert ks.get_strategy() is strategy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -67,3 +68,36 @@ def test_resolvers_and_launcher_need_neither_keras_nor_a_framework() -> None:
     loaded = {"keras", "jax", "torch", "tensorflow", "ray", "kubernetes", "google"}
     assert not loaded & set(found["before"])
     assert found["missing"].partition(".")[0] == "keras"
+
+
+UNSET = """
+import importlib.machinery, sys
+
+class Missing:  # As if TensorFlow were not installed.
+    def find_spec(self, name, path=None, target=None):
+        if name == "tensorflow":
+            raise ModuleNotFoundError("No module named 'tensorflow'", name=name)
+
+sys.meta_path.insert(0, Missing())
+import keras_strategies as ks
+ks.MirroredStrategy()
+"""
+
+
+@pytest.mark.parametrize("chosen", [None, "tensorflow"])
+def test_a_backend_that_is_not_installed_is_a_short_error(
+    chosen: str | None, tmp_path: Path
+) -> None:
+    environment = {**os.environ, "KERAS_HOME": str(tmp_path)}
+    environment.pop("KERAS_BACKEND", None)
+    if chosen is not None:
+        environment["KERAS_BACKEND"] = chosen
+    process = subprocess.run(
+        [sys.executable, "-c", UNSET], env=environment, capture_output=True, text=True
+    )
+    assert process.returncode == 1
+    *frames, error, _ = process.stderr.strip().splitlines()
+    assert error.startswith("keras_strategies.errors.BackendError: Keras uses the")
+    assert ("KERAS_BACKEND is not set" in error) == (chosen is None)
+    assert "export KERAS_BACKEND=jax" in error
+    assert len(frames) <= 8, process.stderr

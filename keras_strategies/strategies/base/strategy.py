@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 from keras_strategies.cluster.resolver import ClusterResolver
 from keras_strategies.collectives import local_results, reduce_gather
@@ -130,6 +130,13 @@ class Strategy(StrategyInput, StrategyReports, StrategyCheckpoints):
         install_hooks()
         with context.opened(self, patching.installed_while("scope")):
             yield self
+
+    def __enter__(self) -> Self:
+        # As that of `ParameterServerStrategy`, which ends its cluster.
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Ends nothing here."""
 
     def run(
         self,
