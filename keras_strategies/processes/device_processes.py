@@ -89,10 +89,13 @@ class DeviceProcess:
         addresses: tuple of str, the address of each process; the first is that of the
             process that has started the others.
         index: int, the number of this process.
+        made_before: int, strategies of the script that the first process had made for
+            itself alone before it started the others.
     """
 
     addresses: tuple[str, ...]
     index: int
+    made_before: int
 
 
 _own: DeviceProcess | None = None
@@ -106,11 +109,12 @@ def own_process() -> DeviceProcess | None:
     given = os.environ.pop(DEVICE_PROCESS, None)
     if given is not None:
         found = json.loads(given)
-        _own = DeviceProcess(tuple(found["addresses"]), found["index"])
+        addresses = tuple(found["addresses"])
+        _own = DeviceProcess(addresses, found["index"], found["made_before"])
     return _own
 
 
-def start_others(program: Program, count: int) -> DeviceProcess:
+def start_others(program: Program, count: int, made_before: int = 0) -> DeviceProcess:
     """Starts the script of this process again, for the other devices.
 
     Lines that the other processes print to stderr have the prefix `[worker 1]`; what
@@ -119,6 +123,7 @@ def start_others(program: Program, count: int) -> DeviceProcess:
     Args:
         program: the script.
         count: int, the number of processes, including this one.
+        made_before: int, see `DeviceProcess`.
 
     Returns:
         This process, the first one.
@@ -129,7 +134,9 @@ def start_others(program: Program, count: int) -> DeviceProcess:
     threads = str(max(1, core_count() // count))
     outer = {k: text for k, text in os.environ.items() if k not in RANK_VARIABLES}
     for index in range(1, count):
-        own = json.dumps({"addresses": addresses, "index": index})
+        own = json.dumps(
+            {"addresses": addresses, "index": index, "made_before": made_before}
+        )
         environment = {
             THREADS: threads,
             **QUIET,
@@ -138,7 +145,7 @@ def start_others(program: Program, count: int) -> DeviceProcess:
             DEVICE_PROCESS: own,
         }
         _others.start(index, program.command, environment)
-    _own = DeviceProcess(tuple(addresses), 0)
+    _own = DeviceProcess(tuple(addresses), 0, made_before)
     return _own
 
 

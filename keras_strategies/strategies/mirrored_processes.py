@@ -34,6 +34,9 @@ class DeviceWorker:
 
 # The devices for which the program has processes.
 _devices: list[tuple[Device, ...]] = []
+# The devices of strategies that each process of the program has for itself, because
+# they were made before the processes were started.
+_alone: list[tuple[Device, ...]] = []
 
 
 def join_device_processes(
@@ -70,8 +73,12 @@ def join_device_processes(
     if own is None:
         program = _program(engine, devices, wanted, also_cpus)
         if program is None:
+            _alone.append(devices)
             return None
-        own = device_processes.start_others(program, len(devices))
+        own = device_processes.start_others(program, len(devices), len(_alone))
+    elif len(_alone) < own.made_before:
+        _alone.append(devices)
+        return None
     _check_same(devices, own, wanted)
     device = engine.keep_accelerator(lambda found: devices[own.index])
     assert device is not None

@@ -106,7 +106,7 @@ def test_the_number_of_a_process_is_read_once(monkeypatch) -> None:
     from keras_strategies.processes import device_processes
 
     monkeypatch.setattr(device_processes, "_own", None)
-    given = {"addresses": ["127.0.0.1:1", "127.0.0.1:2"], "index": 1}
+    given = {"addresses": ["127.0.0.1:1", "127.0.0.1:2"], "index": 1, "made_before": 0}
     monkeypatch.setenv("KS_DEVICE_PROCESS", json.dumps(given))
     found = own_process()
     assert found is not None and found.index == 1
