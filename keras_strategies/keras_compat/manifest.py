@@ -183,6 +183,14 @@ GROUPS: dict[str, Group] = {
         "`run`, while replicas compute.",
         (
             Patch(
+                f"{_LOSSES}.Loss",
+                "__call__",
+                "(self, y_true, y_pred, sample_weight=None)",
+                "hooks.loss_call",
+                "Replicas compute the losses of outputs that they have; `run` notes "
+                "means over the rows of a replica.",
+            ),
+            Patch(
                 "keras.src.layers.normalization.batch_normalization.BatchNormalization",
                 "_moments",
                 "(self, inputs, mask)",
@@ -227,13 +235,6 @@ GROUPS: dict[str, Group] = {
     "row parts": Group(
         "From a step that splits layer calls on, until the model's method ends.",
         (
-            Patch(
-                f"{_LOSSES}.Loss",
-                "__call__",
-                "(self, y_true, y_pred, sample_weight=None)",
-                "hooks.loss_call",
-                "Replicas compute the losses of outputs that they have.",
-            ),
             Patch(
                 f"{_TORCH}.nn | {_TORCH}.ops.nn",
                 "sparse_categorical_crossentropy",

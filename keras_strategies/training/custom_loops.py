@@ -13,6 +13,10 @@ from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.keras_compat.variables.materialized import materialized
 from keras_strategies.runtime.compiled_functions import register_compiled
 from keras_strategies.runtime.context import check_returns
+from keras_strategies.runtime.replicas.averaged_losses import (
+    note_gradients,
+    noting_averages,
+)
 
 
 def value_and_grad(
@@ -50,13 +54,16 @@ def value_and_grad(
             "give it a `keras.Input`, or call `model.build(input_shape)` before the "
             "first step."
         )
-    differentiated = get_engine().value_and_grad(fn, variables, has_aux)
+    noting = noting_averages(fn, has_aux)
+    differentiated = get_engine().value_and_grad(noting, variables, has_aux)
 
     @functools.wraps(fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         # Outside of a program, variables on parameter servers are read for the call.
         with materialized(variables):
-            return differentiated(*args, **kwargs)
+            found = differentiated(*args, **kwargs)
+        note_gradients(found[1], fn)
+        return found
 
     return wrapped
 

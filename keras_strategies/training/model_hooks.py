@@ -37,6 +37,7 @@ from keras_strategies.runtime.data_parallel.row_functions import (
     update_of_rows,
 )
 from keras_strategies.runtime.random_numbers.row_draws import drawing
+from keras_strategies.runtime.replicas.averaged_losses import check_gradients, note_loss
 from keras_strategies.runtime.row_splits import check_batch
 from keras_strategies.runtime.state import run_state
 from keras_strategies.runtime.state.replica_state import AddedState
@@ -162,6 +163,7 @@ class StrategyHooks:
         grads = list(grads)
         aggregate = not (_are_aggregated() or run.are_sums(grads, variables))
         if aggregate:
+            check_gradients(grads)
             grads = _largest_once(
                 replica, grads, overwritten_by_apply(optimizer, variables)
             )
@@ -237,7 +239,8 @@ class StrategyHooks:
         y_pred: Any,
         weights: Any,
     ) -> Any:
-        return loss_of_rows(original, loss, y_true, y_pred, weights)
+        found = loss_of_rows(original, loss, y_true, y_pred, weights)
+        return note_loss(loss, weights, found)
 
     def metrics_updated(self) -> contextlib.AbstractContextManager[None]:
         return sent_together()

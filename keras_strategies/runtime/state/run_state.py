@@ -92,6 +92,30 @@ CREATE_ONCE = (
 )
 
 
+class Averages:
+    """Means over the rows of a replica, and their gradients; see `averaged_losses`."""
+
+    def __init__(self) -> None:
+        # With the tensors, so that no other one has their ids.
+        self._means: dict[int, Any] = {}
+        self._gradients: dict[int, tuple[Any, str]] = {}
+        #: Whether the loss that was differentiated last is one of the means.
+        self.differentiated = False
+
+    def note(self, value: Any) -> None:
+        self._means[id(value)] = value
+
+    def has(self, value: Any) -> bool:
+        return id(value) in self._means
+
+    def note_gradient(self, gradient: Any, line: str) -> None:
+        self._gradients[id(gradient)] = gradient, line
+
+    def line_of(self, gradient: Any) -> str | None:
+        """Where the gradient of a mean was computed; None for other gradients."""
+        return self._gradients.get(id(gradient), (None, None))[1]
+
+
 class CopyRecord(Protocol):
     """Record of the copies of variables that a replica computes with."""
 
@@ -128,6 +152,7 @@ class RunState(StatePolicy):
         self.replica = replica
         self.made = made
         self.record = record
+        self.averages = Averages()
         self._copy = copy
         self._local = local
         self._assigned = assigned

@@ -100,9 +100,11 @@ class TracedReplicaState(RunState):
             value = overrides.get(variable)
             return self.read(variable) if value is None else value
 
-        return TracedReplicaState(
+        found = TracedReplicaState(
             self.replica, copy, lambda v, _: self.read(v), self.replicas, self
         )
+        found.averages = self.averages
+        return found
 
     def initial_value(self, value: Any, shape: Any, dtype: Any) -> tuple[Any, Any, Any]:
         return as_initializer(value, shape, dtype)

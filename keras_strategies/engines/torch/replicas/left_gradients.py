@@ -23,19 +23,35 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from keras_strategies.engines.torch.replicas.replica_variables import ReplicaVariables
 from keras_strategies.errors import ContextError, InvalidArgumentError
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime import context
+from keras_strategies.runtime.replicas.averaged_losses import warn_of_averaged_loss
 from keras_strategies.runtime.state import run_state
+from keras_strategies.user_warnings import user_line
 
 #: Sums columns of gradients, each with one of each local replica, over all replicas.
 Sums = Callable[[Sequence[Any], Sequence[list[Any]]], list[Any]]
 
 _GRADIENT: Any = torch.Tensor.grad
 _GET, _SET, _DELETE = _GRADIENT.__get__, _GRADIENT.__set__, _GRADIENT.__delete__
+#: Functions whose value is the mean of losses, unless they get another `reduction`.
+_MEANS = frozenset(
+    [
+        functional.binary_cross_entropy,
+        functional.binary_cross_entropy_with_logits,
+        functional.cross_entropy,
+        functional.huber_loss,
+        functional.l1_loss,
+        functional.mse_loss,
+        functional.nll_loss,
+        functional.smooth_l1_loss,
+    ]
+)
 
 
 class LeftGradients:
@@ -310,6 +326,8 @@ class ReplicaFunctions(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func not in (_GET, _SET, _DELETE):
+            if func in _MEANS or func == torch.Tensor.backward:
+                return self._of_loss(func, args, kwargs or {})
             return func(*args, **(kwargs or {}))
         raw = self._gradients.parameter_of(args[0])
         if raw is None:
@@ -318,3 +336,16 @@ class ReplicaFunctions(TorchFunctionMode):
             return self._gradients.get(raw)
         self._gradients.set(raw, args[1] if func == _SET else None)
         return None
+
+    def _of_loss(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Calls a function that averages losses, or that differentiates a loss."""
+        state = run_state.enclosing()
+        assert state is not None
+        if func == torch.Tensor.backward:
+            if state.averages.has(args[0]):
+                warn_of_averaged_loss(user_line())
+            return func(*args, **kwargs)
+        found = func(*args, **kwargs)
+        if kwargs.get("reduction", "mean") == "mean":
+            state.averages.note(found)
+        return found
