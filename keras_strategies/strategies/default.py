@@ -14,6 +14,7 @@ from keras_strategies.runtime import context
 from keras_strategies.runtime.engine import Engine
 from keras_strategies.runtime.placement import Placement
 from keras_strategies.runtime.replicas.collectives import SingleReplica
+from keras_strategies.strategies.base import unused
 from keras_strategies.strategies.base.strategy import Strategy
 from keras_strategies.strategies.device_selection import all_devices
 from keras_strategies.types import InputContext, InputOptions, RunOptions
@@ -41,6 +42,7 @@ class DefaultStrategy(Strategy):
             return
         device = all_devices(get_engine())[0]
         super().__init__(Placement((device,), device, mirrored=False))
+        unused.used(self)  # It is that of models without a strategy.
 
     @functools.cached_property
     def _replica(self) -> context.ReplicaContext:

@@ -21,6 +21,7 @@ from keras_strategies.runtime import context
 from keras_strategies.runtime.context import check_results, check_returns
 from keras_strategies.runtime.engine import Feature, StrategyCore, require
 from keras_strategies.runtime.placement import Placement
+from keras_strategies.strategies.base import unused
 from keras_strategies.strategies.base.strategy_checkpoints import StrategyCheckpoints
 from keras_strategies.strategies.base.strategy_extended import StrategyExtended
 from keras_strategies.strategies.base.strategy_input import StrategyInput
@@ -73,6 +74,7 @@ class Strategy(StrategyInput, StrategyReports, StrategyCheckpoints):
         super().__init__(
             engine, placement, cross_device_ops, sync_batch_norm, random_numbers
         )
+        unused.made(self)
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
@@ -127,6 +129,7 @@ class Strategy(StrategyInput, StrategyReports, StrategyCheckpoints):
         ...     model = keras.Sequential([keras.layers.Dense(1)])
         ...     model.compile("sgd", "mse")
         """
+        unused.used(self)
         install_hooks()
         with context.opened(self, patching.installed_while("scope")):
             yield self
@@ -195,6 +198,7 @@ class Strategy(StrategyInput, StrategyReports, StrategyCheckpoints):
         if not checked.experimental_enable_dynamic_batch_size:
             local_results.check_equal_shapes(self, own_args, own_kwargs)
 
+        unused.used(self)
         install_hooks()
 
         def run() -> list[Any]:

@@ -10,6 +10,7 @@ from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.input import distribute
 from keras_strategies.input.arrays import from_arrays
 from keras_strategies.input.distributed_dataset import DistributedDataset
+from keras_strategies.strategies.base import unused
 from keras_strategies.strategies.base.strategy_checks import StrategyChecks
 from keras_strategies.training.model_hooks import install_hooks
 from keras_strategies.types import InputContext, InputOptions
@@ -99,6 +100,7 @@ class StrategyInput(StrategyChecks):
         ...     strategy.run(train_step, args=(batch,))
         """
         self._check_outside_replicas("experimental_distribute_dataset")
+        unused.used(self)
         install_hooks()
         return distribute.dataset(self, dataset, options, batch_size)
 
@@ -134,6 +136,7 @@ class StrategyInput(StrategyChecks):
         >>> dataset = strategy.distribute_datasets_from_function(dataset_fn)
         """
         self._check_outside_replicas("distribute_datasets_from_function")
+        unused.used(self)
         install_hooks()
         return distribute.from_function(self, dataset_fn, options)
 
