@@ -50,8 +50,9 @@ class KerasDraw:
         if "logits" in self.given:
             return (self.given["logits"].shape[0], self.given["num_samples"])
         if self.name == "shuffle":
-            # On Torch each entry before the axis has an order of its own.
-            has_rows = keras.backend.backend() == "torch" and self.given.get("axis", 0)
+            # On TensorFlow all rows have one order, else each one of its own.
+            is_shared = keras.backend.backend() == "tensorflow"
+            has_rows = self.given.get("axis", 0) and not is_shared
             return self.given["x"].shape if has_rows else ()
         shape, noise = self.given["inputs"].shape, self.given.get("noise_shape")
         if noise is None:
