@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
+import time
 import zipfile
 from pathlib import Path
 
 import cloudpickle
 import ml_dtypes
 import numpy as np
+import psutil
 import pytest
 
 import keras_strategies as ks
 from keras_strategies.parameter_server.coordinator.cluster_processes import EndCause
+from keras_strategies.parameter_server.server import snapshots
 from keras_strategies.parameter_server.server.request_handler import ParameterServer
 from keras_strategies.parameter_server.server.snapshots import check_folder
 from keras_strategies.processes.local_cluster import LocalTask
@@ -39,6 +43,17 @@ def first(server: ParameterServer) -> float:
     return float(server.handle(("read", (KEY, 0, 1)))[0])
 
 
+def idle(server: ParameterServer) -> None:
+    """Begins a snapshot if one is due, and finishes it."""
+    server.idle()
+    clusters.wait_until(lambda: not is_writing(server), "it is written")
+
+
+def is_writing(server: ParameterServer) -> bool:
+    server.idle()
+    return server._snapshots.is_writing
+
+
 def with_two_snapshots(folder) -> ParameterServer:
     """A server with snapshots of the values 1 and 2, and a part after each."""
     server = begun(folder)
@@ -58,11 +73,11 @@ def flip(path, place: int | bytes) -> None:
 
 def test_a_full_disk_is_named_and_the_server_goes_on(tmp_path) -> None:
     server = begun(tmp_path, interval=1e-6)
-    server.idle()
+    idle(server)
     assert (tmp_path / "ps-0.1.snapshot").exists() and not server.notices
     add_one(server)
     with full_disk(tmp_path) as (mounted, number):
-        server.idle()
+        idle(server)
         kind, (_, problem, is_restorable) = server.notices.popleft()
         assert kind == "snapshots" and is_restorable
         assert os.strerror(number) in problem
@@ -73,7 +88,7 @@ def test_a_full_disk_is_named_and_the_server_goes_on(tmp_path) -> None:
         _, (_, problem, is_restorable) = server.notices.popleft()
         assert "ps-0.1.journal" in problem and not is_restorable
         assert first(server) == 1.0 and not (tmp_path / "ps-0.2.snapshot").exists()
-    server.idle()
+    idle(server)
     assert server.notices.popleft() == ("snapshots", (0, None, True))
     assert not server.notices
     again = ParameterServer(0, str(tmp_path))
@@ -247,6 +262,107 @@ def test_preempted_servers_are_restarted_more_often() -> None:
         supervisor.update_processes()
     (error,) = supervisor.failures
     assert "exited 10 times before it was ready: it was ended by SIGTERM" in str(error)
+
+
+class SlowWrites:
+    """Writes of snapshots that end when a file exists."""
+
+    def __init__(self, folder: Path, monkeypatch):
+        self.gate = folder / "gate"
+        write = snapshots.write_archive
+
+        def wait_and_write(file, kind, state) -> None:
+            while isinstance(file, Path) and not self.gate.exists():
+                time.sleep(0.01)
+            write(file, kind, state)
+
+        monkeypatch.setattr(snapshots, "write_archive", wait_and_write)
+
+    def end(self) -> None:
+        self.gate.touch()
+
+
+@pytest.fixture
+def slow_writes(tmp_path_factory, monkeypatch) -> SlowWrites:
+    return SlowWrites(tmp_path_factory.mktemp("gate"), monkeypatch)
+
+
+def changed_while_written(folder) -> ParameterServer:
+    """Its snapshot with the value 1 is being written; it has the value 2 and a part."""
+    server = begun(folder, interval=1e-6)
+    add_one(server)
+    server.idle()
+    add_one(server)
+    server.handle(("create", [((1, 0), np.full(3, 7.0))]))
+    server.handle(("create", [((2, 0), np.full(3, 8.0))]))
+    server.handle(("delete", [(2, 0)]))
+    assert is_writing(server)
+    return server
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_server_goes_on_while_its_snapshot_is_written(
+    tmp_path, slow_writes, ends
+) -> None:
+    server = changed_while_written(tmp_path)
+    if ends:
+        slow_writes.end()
+        clusters.wait_until(
+            lambda: (tmp_path / "ps-0.1.snapshot").exists() or not is_writing(server),
+            "it is written",
+        )
+    else:
+        server.on_stop()
+    # As after a kill: what was created since the snapshot is there, updates are not.
+    assert not list(tmp_path.glob("*.snapshot")) or ends
+    again = ParameterServer(0, str(tmp_path))
+    assert first(again) == (1.0 if ends else 0.0)
+    assert again.handle(("read", ((1, 0), 0, 3))).tolist() == [7.0] * 3
+    with pytest.raises(ks.errors.PeerError, match="no shard"):
+        again.handle(("read", ((2, 0), 0, 3)))
+    slow_writes.end()
+    server.on_stop()
+
+
+def test_a_request_waits_for_a_snapshot_of_its_own(tmp_path, slow_writes) -> None:
+    server = changed_while_written(tmp_path)
+    slow_writes.end()
+    path = server.handle(("snapshot", None))
+    assert path == str(tmp_path / "ps-0.2.snapshot")
+    assert first(ParameterServer(0, str(tmp_path))) == 2.0
+
+
+def test_a_writer_that_is_killed_is_reported(tmp_path, slow_writes) -> None:
+    before = psutil.Process().children()
+    server = changed_while_written(tmp_path)
+    (writer,) = set(psutil.Process().children()).difference(before)
+    writer.kill()
+    clusters.wait_until(lambda: is_writing(server) and server.notices, "it is reported")
+    _, (_, problem, is_restorable) = server.notices.popleft()
+    assert "its writer was ended by SIGKILL" in problem and is_restorable
+    slow_writes.end()
+    idle(server)
+    assert server.notices.popleft() == ("snapshots", (0, None, True))
+    assert first(ParameterServer(0, str(tmp_path))) == 2.0
+
+
+def test_the_writer_of_a_killed_server_publishes_nothing(tmp_path, slow_writes) -> None:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            server = changed_while_written(tmp_path)
+            (tmp_path / "begun").touch()
+            clusters.wait_until(lambda: not is_writing(server), "it is killed")
+        finally:
+            os._exit(0)
+    clusters.wait_until((tmp_path / "begun").exists, "it is writing")
+    (writer,) = psutil.Process(pid).children()
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    clusters.wait_until(lambda: not writer.is_running(), "its writer has ended")
+    server = ParameterServer(0, str(tmp_path))
+    assert first(server) == 0.0
+    assert server.handle(("read", ((1, 0), 0, 3))).tolist() == [7.0] * 3
 
 
 def test_what_a_server_has_acknowledged_is_on_disk(tmp_path, monkeypatch) -> None:

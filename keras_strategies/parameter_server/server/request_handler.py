@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import math
 import os
 import pickle
 import time
@@ -29,7 +31,7 @@ from keras_strategies.parameter_server.wire.step_messages import (
     StepRequest,
 )
 
-#: Seconds between calls of `idle` without snapshots.
+#: Most seconds between calls of `idle`.
 _IDLE_SECONDS = 0.2
 #: Fraction of the snapshot interval after which the next snapshot starts.
 _EARLY = 0.7
@@ -61,8 +63,12 @@ class ParameterServer:
         self._interval = interval
         self._saved_at = time.monotonic()
         self._saved_version = -1
-        # Whether shards or optimizers are in neither snapshot nor journal.
+        # The version that a snapshot has which is being written.
+        self._begun_version = -1
+        # Whether shards or optimizers are in neither snapshot nor journal; and whether
+        # some are since the snapshot that is being written has begun.
         self._is_incomplete = False
+        self._has_lost_notes = False
         self._has_failed = False
         #: Messages for the coordinator: `("snapshots", (index, problem, restorable))`.
         self.notices: collections.deque[tuple[str, Any]] = collections.deque()
@@ -188,7 +194,7 @@ class ParameterServer:
         try:
             write()
         except SnapshotError as error:
-            self._is_incomplete = True
+            self._is_incomplete = self._has_lost_notes = True
             self._report(error.text)
 
     def _report(self, problem: str | None) -> None:
@@ -315,14 +321,32 @@ class ParameterServer:
                 "strategy with `snapshot_seconds`, or `ks.Server` with "
                 "`snapshot_folder`."
             )
-        self._saved_at = time.monotonic()
-        if self._store.version != self._saved_version or self._is_incomplete:
-            self._snapshots.save(self._store, self._extra)
-        self._saved_version = self._store.version
-        self._saved_at = time.monotonic()
-        self._is_incomplete = False
-        self._report(None)
+        # If that one cannot be written, this one says so.
+        with contextlib.suppress(SnapshotError):
+            self._finish_snapshot(waits=True)
+        self._begin_snapshot()
+        self._finish_snapshot(waits=True)
         return str(self._snapshots.path)
+
+    def _begin_snapshot(self) -> None:
+        """Begins a snapshot, unless the last one has the present state."""
+        assert self._snapshots is not None
+        self._saved_at = time.monotonic()
+        if self._store.version == self._saved_version and not self._is_incomplete:
+            self._report(None)
+            return
+        self._has_lost_notes = False
+        self._snapshots.begin(self._store, self._extra)
+        self._begun_version = self._store.version
+
+    def _finish_snapshot(self, waits: bool) -> None:
+        """Publishes a snapshot if it has been written."""
+        assert self._snapshots is not None
+        if self._snapshots.is_writing and self._snapshots.finish(waits):
+            self._saved_version = self._begun_version
+            self._is_incomplete = self._has_lost_notes
+            if not self._is_incomplete:
+                self._report(None)
 
     def on_status(self, argument: None = None) -> dict[str, Any]:
         """Statistics for `coordinator.status()`."""
@@ -337,24 +361,28 @@ class ParameterServer:
 
     def on_stop(self, argument: None = None) -> None:
         """Ends the process after the reply."""
+        if self._snapshots is not None:
+            self._snapshots.abort()
         self.is_stopped = True
 
     def idle(self) -> None:
-        """Writes a snapshot if one is due; called periodically."""
+        """Begins a snapshot if one is due, or publishes it; called periodically."""
         if self._snapshots is None or self._interval is None or self._owner is None:
             return
-        # Early, so that the snapshot is complete within the interval.
-        if time.monotonic() - self._saved_at < _EARLY * self._interval:
-            return
         try:
-            self.on_snapshot()
+            self._finish_snapshot(waits=False)
+            # Early, so that the snapshot is complete within the interval.
+            is_due = time.monotonic() - self._saved_at >= _EARLY * self._interval
+            if is_due and not self._snapshots.is_writing:
+                self._begin_snapshot()
         except SnapshotError as error:
             self._report(error.text)
 
     @property
     def idle_seconds(self) -> float:
         """float, seconds between calls of `idle`."""
-        return _IDLE_SECONDS if self._interval is None else self._interval / 10
+        interval = math.inf if self._interval is None else self._interval
+        return min(_IDLE_SECONDS, interval / 10)
 
 
 def _copy(array: np.ndarray, empty: Empty) -> np.ndarray:

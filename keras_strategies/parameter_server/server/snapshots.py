@@ -8,8 +8,10 @@ shards and loses only updates.
 Each snapshot starts a *generation*: `ps-0.7.snapshot`, and `ps-0.7.journal` for what
 was created since. Generation 0 has only a journal. Two generations are kept on disk. A
 file with a wrong checksum is not used: the server then restores the previous
-generation and all journals since. A snapshot is an archive (`saving/archives.py`); a
-journal is a sequence of records, of which each contains one.
+generation and all journals since. While a snapshot is written, events are appended to
+the journals of both generations: the file may never be complete. A snapshot is an
+archive (`saving/archives.py`); a journal is a sequence of records, of which each
+contains one.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from keras_strategies.errors import CheckpointError, SnapshotError
+from keras_strategies.parameter_server.server.snapshot_writer import SnapshotWriter
 from keras_strategies.parameter_server.server.variable_store import (
     AppliedUpdates,
     VariableStore,
@@ -35,11 +38,7 @@ from keras_strategies.training.saving.archives import (
     with_arrays,
     write_archive,
 )
-from keras_strategies.training.saving.atomic_files import (
-    atomic_file,
-    flush_folder,
-    remove_parts,
-)
+from keras_strategies.training.saving.atomic_files import flush_folder, remove_parts
 
 #: Header of each record: mark, length and CRC-32 of the payload; then the CRC-32 of
 #: these three.
@@ -90,6 +89,8 @@ class SnapshotFiles:
         self._generation = max(self._generations(), default=0)
         # Generations known to be complete, latest last.
         self._complete = [0]
+        # Writes the snapshot of the following generation; None if none is written.
+        self._writer: SnapshotWriter | None = None
 
     @property
     def folder(self) -> Path:
@@ -118,27 +119,67 @@ class SnapshotFiles:
 
     # Writing
 
-    def save(self, store: VariableStore, extra: Any) -> None:
-        """Writes a snapshot atomically and starts its generation.
+    @property
+    def is_writing(self) -> bool:
+        """Whether a snapshot has begun and is not finished."""
+        return self._writer is not None
+
+    def begin(self, store: VariableStore, extra: Any) -> None:
+        """Begins to write a snapshot of the present state, in a child process.
 
         Args:
             store: the variables.
             extra: additional content of the file.
 
         Raises:
+            RuntimeError: `SnapshotError` if it cannot be written.
+        """
+        assert self._writer is None
+        following, state = self._generation + 1, _state_of(store, extra)
+        self._nbytes = store.nbytes
+        try:
+            if self._journal(following).exists():
+                # Of a snapshot that was not complete.
+                self._journal(following).unlink()
+            self._writer = SnapshotWriter(
+                self._snapshot(following),
+                lambda part: write_archive(part, _KIND, state),
+            )
+        except OSError as error:
+            raise self._failed_snapshot(error) from error
+
+    def finish(self, waits: bool) -> bool:
+        """Starts the generation of a snapshot if it is complete; returns whether it is.
+
+        Args:
+            waits: bool, whether to wait for it.
+
+        Raises:
             RuntimeError: `SnapshotError` if the file cannot be written; earlier
                 snapshots remain.
         """
-        following = self._generation + 1
+        assert self._writer is not None
         try:
-            with atomic_file(self._snapshot(following)) as part:
-                write_archive(part, _KIND, _state_of(store, extra))
+            if not self._writer.finish(waits):
+                return False
         except OSError as error:
-            what = f"its snapshot {self._snapshot(following)}"
-            raise self._failure(what, store.nbytes, error) from error
-        self._generation = following
-        self._complete = [*self._complete, following][-_GENERATIONS:]
+            self._writer = None
+            raise self._failed_snapshot(error) from error
+        self._writer = None
+        self._generation += 1
+        self._complete = [*self._complete, self._generation][-_GENERATIONS:]
         self._remove_older(self._complete[0])
+        return True
+
+    def abort(self) -> None:
+        """Gives up a snapshot that is being written."""
+        if self._writer is not None:
+            self._writer.abort()
+            self._writer = None
+
+    def _failed_snapshot(self, error: OSError) -> SnapshotError:
+        path = self._snapshot(self._generation + 1)
+        return self._failure(f"its snapshot {path}", self._nbytes, error)
 
     def note(self, kind: str, value: Any) -> None:
         """Appends an event to the journal and flushes it to disk.
@@ -149,7 +190,11 @@ class SnapshotFiles:
         archive = io.BytesIO()
         write_archive(archive, _EVENT, (kind, value))
         payload = archive.getbuffer()
-        path = self._journal(self._generation)
+        self._append(self._journal(self._generation), payload)
+        if self.is_writing:
+            self._append(self._journal(self._generation + 1), payload)
+
+    def _append(self, path: Path, payload: memoryview) -> None:
         try:
             with path.open("ab", buffering=0) as file:
                 length = file.tell()
@@ -174,6 +219,7 @@ class SnapshotFiles:
             RuntimeError: `SnapshotError` if one cannot be removed: it would be restored
                 later.
         """
+        self.abort()
         remove_parts(self._folder, f"{self._name}.*")
         for path in self._folder.glob(f"{self._name}.*"):
             try:
@@ -210,6 +256,8 @@ class SnapshotFiles:
         Raises:
             RuntimeError: `SnapshotError` if every generation is damaged.
         """
+        # Of a server that was killed.
+        remove_parts(self._folder, f"{self._name}.*")
         found = self._generations()
         if 0 not in found and self._journal(0).exists():
             found.append(0)
