@@ -68,7 +68,8 @@ class KerasDraw:
     @property
     def draws_nothing(self) -> bool:
         """Whether it is a dropout of all entries or of none."""
-        return self.name == "dropout" and self.given["rate"] in (0, 1)
+        rate = self.given.get("rate")
+        return isinstance(rate, int | float) and rate in (0, 1)
 
     @property
     def draws_by_parameters(self) -> bool:

@@ -42,6 +42,7 @@ DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "categorical": lambda x: random.categorical(torch.log(x), 5, seed=5),
     "categorical-of-array": lambda x: random.categorical(x.numpy(), 5, seed=5),
     "dropout": lambda x: random.dropout(x, 0.4, seed=5),
+    "dropout-of-a-tensor": lambda x: random.dropout(x, torch.tensor(0.4), seed=5),
     "dropout-no-seed": lambda x: random.dropout(x, 0.4),
     "dropout-of-images": lambda x: random.dropout(x, 0.4),
     "dropout-noise-of-images": lambda x: random.dropout(x, 0.4, (None, 1, 4, 4)),
