@@ -72,7 +72,7 @@ def _check(is_equal: bool, before: str, now: Any) -> None:
 
 def _rows_of(epochs: Any) -> int | None:
     """The rows of a map-style loader."""
-    dataset = getattr(fit_position.input_of(epochs), "dataset", None)
+    dataset: Any = getattr(fit_position.input_of(epochs), "dataset", None)
     try:
         return len(dataset)
     except TypeError:

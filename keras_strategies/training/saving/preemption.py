@@ -29,7 +29,7 @@ from keras_strategies.errors import (
 from keras_strategies.training.resume.resume_callback import Resume
 from keras_strategies.training.resume.snapshot_files import SnapshotDirectory, parsed
 from keras_strategies.training.saving.checkpoints import Checkpoint
-from keras_strategies.training.saving.stop_requests import StopRequests
+from keras_strategies.training.saving.stop_requests import Preemption, StopRequests
 
 #: Exit code after a save, which requests a restart.
 RESTART_EXIT_CODE = 42
@@ -227,6 +227,10 @@ class PreemptionCheckpointHandler:
             )
         sys.exit(RESTART_EXIT_CODE)
 
+    def _end_fit(self) -> NoReturn:
+        self._exit()
+        sys.exit(RESTART_EXIT_CODE)
+
     def callback(self) -> keras.callbacks.Callback:
         """The callback for `fit`: `ks.callbacks.Resume` with this handler.
 
@@ -244,7 +248,8 @@ class PreemptionCheckpointHandler:
                 "`TerminationConfig(save_fn=...)` saves custom loops; the callback "
                 "saves the position in `fit` and the states of callbacks too. Omit it."
             )
-        return PreemptionCallback(self._saved.folder, self._requests, self._exit)
+        preemption = Preemption(self._requests, self._end_fit)
+        return PreemptionCallback(self._saved.folder, preemption)
 
     def watch_preemption_scope(self) -> contextlib.AbstractContextManager[Any]:
         """Context manager of `tf.distribute`: handles signals while it is open."""
@@ -325,22 +330,9 @@ class PreemptionCallback(Resume):
 
     Args:
         folder: Path of the snapshots.
-        requests: those of the handler.
-        exits: ends the process after the last snapshot.
+        preemption: the handler's part.
     """
 
-    def __init__(self, folder: Path, requests: StopRequests, exits: Callable[[], None]):
+    def __init__(self, folder: Path, preemption: Preemption):
         super().__init__(folder, every_seconds=math.inf, stream="skip")
-        self._handler_requests = requests
-        self._exits = exits
-
-    def _watch(self) -> StopRequests:
-        return self._handler_requests
-
-    def _end(self) -> NoReturn:
-        self._exits()
-        sys.exit(RESTART_EXIT_CODE)
-
-    def _finish(self) -> None:
-        if self._is_chief:
-            shutil.rmtree(self._files.directory, ignore_errors=True)
+        self._preemption = preemption
