@@ -95,7 +95,8 @@ def _ended() -> None:
     (line, kind), *_ = _unused.values()
     _stop()
     for found in gc.get_objects():
-        is_model = isinstance(found, keras.Model) and strategy_of(found) is None
+        # Not `isinstance`, which reads `__class__` of every object.
+        is_model = issubclass(type(found), keras.Model) and strategy_of(found) is None
         if is_model and "history" in vars(found):  # `fit` sets it.
             path, _, number = line.rpartition(":")
             message = _text(found, kind, "was never used")
