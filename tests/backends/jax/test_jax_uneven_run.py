@@ -38,7 +38,6 @@ def trained(strategy: Any, compiled: bool, batch: int = 5) -> dict[str, Any]:
             ]
         )
         optimizer = keras.optimizers.Adam(0.01)
-        optimizer.build(model.trainable_variables)
         metric = keras.metrics.MeanAbsoluteError()
 
     def replica_step(batch: Any) -> Any:

@@ -35,6 +35,7 @@ from keras_strategies.engines.jax.run.refused_functions import NotUniformError
 from keras_strategies.engines.jax.run.replica_mesh import ReplicaMesh
 from keras_strategies.engines.jax.run.shard_map_replicas import Leaf
 from keras_strategies.engines.jax.run.traced_replica_state import (
+    MergedState,
     TracedReplicaState,
     current_replica_state,
 )
@@ -326,6 +327,12 @@ class SwitchedReplicas(MappedReplicas):
     ) -> Any:
         _refuse("merge_call")
 
+    def build_optimizer(self, build: Callable[[], None]) -> None:
+        """Builds an optimizer, which needs no values, in the first branch."""
+        values = MergedState(_no_value, _no_value)
+        with context.merged_replicas(self._mesh.strategy), values.scope():
+            build()
+
     def apply(
         self, gradients: list[Any], aggregate: bool, update: Callable[[list[Any]], None]
     ) -> None:
@@ -346,6 +353,10 @@ def _values(state: TracedReplicaState) -> dict[int, int]:
         for variable, value in state.updates.values()
         if not run_state.is_local(variable)
     }
+
+
+def _no_value(*of_variable: Any) -> NoReturn:
+    raise NotUniformError("an optimizer uses values of variables when it is built")
 
 
 def _refuse(name: str) -> NoReturn:
