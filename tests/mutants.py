@@ -161,9 +161,9 @@ MUTANTS = [
     Mutant(
         "clipped_before_the_sum",
         "training/model_hooks.py",
-        "        replica.strategy.drivers.run.apply_gradients(",
+        "        run.apply_gradients(",
         "        grads = optimizer._clip_gradients(list(grads))\n"
-        "        replica.strategy.drivers.run.apply_gradients(",
+        "        run.apply_gradients(",
         _everywhere("tests/custom_loops/test_optimizers.py -k before_they_are_clipped"),
     ),
     # Rows, weights, losses.

@@ -12,14 +12,11 @@ import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from keras_strategies.devices import Device
 from keras_strategies.runtime.placement import Placement, StepCost, VariableCopy
 from keras_strategies.runtime.row_splits import split_sizes
-
-if TYPE_CHECKING:
-    from keras_strategies.runtime.context import ReplicaContext
 
 
 class FitDriver(abc.ABC):
@@ -118,12 +115,6 @@ class RunDriver(abc.ABC):
             variables: the variables to update; None for the optimizer's own.
             aggregate: bool; False where gradients are the same on all replicas.
         """
-
-    def build_optimizer(
-        self, replica: ReplicaContext, build: Callable[[], None]
-    ) -> None:
-        """Builds an optimizer in its first `apply`, once for all replicas."""
-        replica.merge_call(lambda strategy: build())
 
     def are_sums(
         self, gradients: Sequence[Any], variables: Sequence[Any] | None

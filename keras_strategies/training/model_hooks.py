@@ -154,10 +154,12 @@ class StrategyHooks:
             return get_engine().optimizer_apply(optimizer, original)(grads, variables)
         if strategy_of(step_variable(optimizer)) is None:
             replica.strategy.drivers.fit.adopt(optimizer.variables)
-        run = replica.strategy.drivers.run
         if variables is not None and not optimizer.built:
-            variables = list(variables)
-            run.build_optimizer(replica, lambda: optimizer.build(variables))
+            replica.merge_call(
+                lambda strategy, variables: optimizer.build(list(variables)),
+                args=(tuple(variables),),
+            )
+        run = replica.strategy.drivers.run
         grads = list(grads)
         aggregate = not (_are_aggregated() or run.are_sums(grads, variables))
         if aggregate:

@@ -32,7 +32,7 @@ _FAILED = 255
 _NICE = 10
 
 
-class SnapshotWriter:
+class ForkedWrite:
     """A file that a child process writes.
 
     Args:

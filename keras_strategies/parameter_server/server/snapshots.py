@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from keras_strategies.errors import CheckpointError, SnapshotError
-from keras_strategies.parameter_server.server.snapshot_writer import SnapshotWriter
+from keras_strategies.parameter_server.server.snapshot_writer import ForkedWrite
 from keras_strategies.parameter_server.server.variable_store import (
     AppliedUpdates,
     VariableStore,
@@ -90,7 +90,7 @@ class SnapshotFiles:
         # Generations known to be complete, latest last.
         self._complete = [0]
         # Writes the snapshot of the following generation; None if none is written.
-        self._writer: SnapshotWriter | None = None
+        self._writer: ForkedWrite | None = None
 
     @property
     def folder(self) -> Path:
@@ -141,7 +141,7 @@ class SnapshotFiles:
             if self._journal(following).exists():
                 # Of a snapshot that was not complete.
                 self._journal(following).unlink()
-            self._writer = SnapshotWriter(
+            self._writer = ForkedWrite(
                 self._snapshot(following),
                 lambda part: write_archive(part, _KIND, state),
             )

@@ -125,7 +125,7 @@ def test_uneven_replicas_that_need_each_other_are_refused(kind: str) -> None:
         if kind == "all_reduce":
             loss = loss + 0 * replica.all_reduce("SUM", loss)
         if kind == "merge_call":
-            replica.merge_call(lambda strategy: None)
+            replica.merge_call(lambda strategy, loss: loss, args=(loss,))
         optimizer.apply(gradients, [weight])
         if kind == "two":
             optimizer.apply(gradients, [weight])

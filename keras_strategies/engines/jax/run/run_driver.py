@@ -23,11 +23,9 @@ from keras_strategies.engines.jax.run.replica_program import (
     run_single_replica,
 )
 from keras_strategies.engines.jax.run.run_programs import RunPrograms
-from keras_strategies.engines.jax.run.switched_replicas import SwitchedReplicas
 from keras_strategies.engines.jax.run.traced_replica_state import current_replica_state
 from keras_strategies.errors import ContextError
 from keras_strategies.keras_compat.variables.values import raw_value
-from keras_strategies.runtime.context import ReplicaContext
 from keras_strategies.runtime.drivers import RunDriver
 
 if TYPE_CHECKING:
@@ -108,15 +106,6 @@ class JaxRun(RunDriver, StoresOnRead, ShardsPrograms):
         if in_trace():
             return self._replica_program(fn, args, kwargs)
         return self._programs(fn, args, kwargs)
-
-    def build_optimizer(
-        self, replica: ReplicaContext, build: Callable[[], None]
-    ) -> None:
-        replicas = current_replica_state().replicas
-        if isinstance(replicas, SwitchedReplicas):
-            replicas.build_optimizer(build)
-        else:
-            super().build_optimizer(replica, build)
 
     def apply_gradients(
         self,

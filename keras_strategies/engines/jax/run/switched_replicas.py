@@ -19,11 +19,13 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import jax
+import keras
 import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
 from keras_strategies.engines.jax.function.call_arguments import ReplicaArguments
+from keras_strategies.engines.jax.function.composite_values import taken_apart
 from keras_strategies.engines.jax.function.state_refs import StateRef, VariableRef
 from keras_strategies.engines.jax.function.trace_state import (
     ProgramState,
@@ -325,13 +327,15 @@ class SwitchedReplicas(MappedReplicas):
     def merge_call(
         self, replica: int, merge: Callable[..., Any], arguments: MergeArguments
     ) -> Any:
-        _refuse("merge_call")
-
-    def build_optimizer(self, build: Callable[[], None]) -> None:
-        """Builds an optimizer, which needs no values, in the first branch."""
+        # What needs no value of a replica, as the building of an optimizer, is the same
+        # in all branches.
         values = MergedState(_no_value, _no_value)
         with context.merged_replicas(self._mesh.strategy), values.scope():
-            build()
+            result = merge(*arguments[0], **arguments[1])
+        leaves = keras.tree.flatten(taken_apart([arguments, result]))
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            _refuse("merge_call")
+        return result
 
     def apply(
         self, gradients: list[Any], aggregate: bool, update: Callable[[list[Any]], None]
@@ -356,7 +360,7 @@ def _values(state: TracedReplicaState) -> dict[int, int]:
 
 
 def _no_value(*of_variable: Any) -> NoReturn:
-    raise NotUniformError("an optimizer uses values of variables when it is built")
+    _refuse("merge_call")
 
 
 def _refuse(name: str) -> NoReturn:
