@@ -265,7 +265,9 @@ def test_an_interrupt_after_an_error_in_fit_is_an_interrupt(tmp_path: Path) -> N
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     x = np.zeros((8, 4), "float32")
-    before = signal.getsignal(signal.SIGINT)
+    before = signal.default_int_handler
+    # Another test may have left a `fit` by an error, and its handler with it.
+    signal.signal(signal.SIGINT, before)
     with pytest.raises(KeyError, match="broken"):
         model.fit(x, x, verbose=0, callbacks=[ks.callbacks.Resume(tmp_path), Broken()])
     with pytest.raises(KeyboardInterrupt):
