@@ -448,6 +448,9 @@ def train() -> None:
     trained = 0
 
     class Steps(keras.callbacks.Callback):
+        def on_train_begin(self, logs: Any = None) -> None:
+            reads.count = 0  # Without the rows by which data are compared.
+
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
             nonlocal step
             step = epoch * STEPS_PER_EPOCH
