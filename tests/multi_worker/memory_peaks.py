@@ -13,6 +13,20 @@ from typing import Any
 import keras
 
 
+def tensorflow_counts_memory() -> bool:
+    """Whether TensorFlow counts the memory of this processor: with oneDNN only.
+
+    Where it has instructions for oneDNN, or with TF_ENABLE_ONEDNN_OPTS=1.
+    """
+    import tensorflow as tf
+
+    try:
+        tf.config.experimental.get_memory_info("CPU:0")
+    except ValueError:
+        return False
+    return True
+
+
 def return_large_blocks() -> None:
     """From now on glibc returns each large block when it is freed (mallopt(3)).
 

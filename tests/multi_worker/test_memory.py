@@ -13,20 +13,11 @@ import pytest
 if keras.backend.backend() == "jax":
     pytest.skip("JAX has one program of all workers", allow_module_level=True)
 
+from multi_worker.memory_peaks import tensorflow_counts_memory
+
 import keras_strategies as ks
 
 ROWS, SIZE, CLASSES = 48, 32, 19
-
-
-def counts_memory() -> bool:
-    """Whether TensorFlow counts the memory of this processor: with oneDNN only."""
-    import tensorflow as tf
-
-    try:
-        tf.config.experimental.get_memory_info("CPU:0")
-    except ValueError:
-        return False
-    return True
 
 
 def peak_of(epoch: Callable[[], None]) -> int:
@@ -91,7 +82,7 @@ def peaks(strategy: Any) -> tuple[int, int]:
 
 @pytest.mark.parametrize("cluster", ["two", "three"], indirect=True, scope="session")
 def test_the_memory_of_a_step_is_divided(cluster: Any) -> None:
-    if keras.backend.backend() == "tensorflow" and not counts_memory():
+    if keras.backend.backend() == "tensorflow" and not tensorflow_counts_memory():
         pytest.skip("TensorFlow counts memory with TF_ENABLE_ONEDNN_OPTS=1 only here")
     share = 1 / cluster.replicas
     for own, alone in cluster(peaks):
