@@ -116,17 +116,6 @@ def test_a_layer_that_is_given_variables_later_trains_on_all_devices(strategy) -
     np.testing.assert_allclose(results[1], results[0], rtol=1e-5)
 
 
-def test_a_layer_that_was_made_outside_is_still_an_error(mirrored) -> None:
-    if keras.backend.backend() != "jax":
-        pytest.skip("other backends copy its variables to the replicas")
-    layer = keras.layers.Dense(1)
-    layer.build((None, 3))
-    with mirrored.scope():
-        model = keras.Sequential([keras.Input((3,)), layer])
-    with pytest.raises(ks.errors.ModelScopeError, match="made outside"):
-        model.predict(X, verbose=0)
-
-
 def test_a_state_tree_of_an_unbuilt_optimizer_is_set_as_by_keras(mirrored) -> None:
     results = []
     for each in (None, mirrored):

@@ -6,8 +6,6 @@ from typing import Any
 
 import keras
 
-from keras_strategies.keras_compat.strategy_attribute import strategy_of
-
 
 def sublayers(layer: Any) -> list[Any]:
     """A layer and all layers in it (`Layer._flatten_layers`)."""
@@ -20,20 +18,6 @@ def keeps_masks(layer: Any) -> bool:
     Keras 3.15: cells of recurrent layers keep masks of dropout for the steps of a call.
     """
     return any(hasattr(each, "get_dropout_mask") for each in sublayers(layer))
-
-
-def added_later(model: Any) -> set[int]:
-    """The `id`s of variables outside of every scope, of layers that have others.
-
-    Keras adds them to a layer that is built: `enable_lora`, `Layer.quantize`.
-    """
-    found: set[int] = set()
-    for layer in sublayers(model):
-        own = [*layer._trainable_variables, *layer._non_trainable_variables]
-        outside = {id(v) for v in own if strategy_of(v) is None}
-        if len(outside) < len(own):
-            found |= outside
-    return found
 
 
 def embedding_tables(layer: Any) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,6 @@ from keras_strategies.engines.jax.sharding.cross_worker_shards import (
 )
 from keras_strategies.engines.jax.strategy_distribution import StrategyDistribution
 from keras_strategies.engines.jax.workers.jax_workers import JaxCommunicator
-from keras_strategies.errors import ModelScopeError
 from keras_strategies.keras_compat.backends.keras_on_jax import (
     hook_jax_placement,
     restore_jax_state,
@@ -38,7 +37,6 @@ from keras_strategies.keras_compat.models.input_adapters import (
     BatchPlacer,
     batches_placed_by,
 )
-from keras_strategies.keras_compat.models.layers import added_later
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.keras_compat.variables.strategy_variables import (
     set_variable_strategy,
@@ -148,7 +146,7 @@ class JaxTrainer(FitDriver, CheckpointDriver):
     def method(self, model: Any, name: str) -> Iterator[None]:
         # A callback of `fit` may call `evaluate`, and `fit` empties the variables.
         sync_jax_state(model)
-        self._check_model(model)
+        self._place_weights(model)
         with contextlib.ExitStack() as stack:
             if name == "predict" and not is_built(model):
                 # Keras calls the model on a batch first.
@@ -189,37 +187,27 @@ class JaxTrainer(FitDriver, CheckpointDriver):
         assert isinstance(workers, JaxCommunicator)
         return workers.gather_rows_on_host
 
+    def _place_weights(self, model: Any) -> None:
+        """Takes layers that were made outside of the scope, or given variables later.
+
+        A layer may be shared with a model of another strategy, whose methods move it
+        back.
+        """
+        self._take((*model.trainable_variables, *model.non_trainable_variables))
+
     def _place_compiled(self, model: Any) -> None:
         """Takes an optimizer and metrics that were built before `compile`."""
         optimizer = getattr(model, "optimizer", None)
         slots = [] if optimizer is None else optimizer.variables
-        for variable in (*slots, *model.metrics_variables):
+        self._take((*slots, *model.metrics_variables))
+
+    def _take(self, variables: Iterable[Any]) -> None:
+        for variable in variables:
             if not self.is_placed(variable):
                 self.place(variable)
             if strategy_of(variable) is None:
                 # Without one, values on devices of several processes are not read.
                 set_variable_strategy(variable, self.strategy)
-
-    def _check_model(self, model: Any) -> None:
-        """Raises `ModelScopeError` if variables are on other devices.
-
-        Those that a layer of the scope was given later, as by `enable_lora`, are moved.
-        """
-        variables = (*model.trainable_variables, *model.non_trainable_variables)
-        misplaced = [v for v in variables if not self.is_placed(v)]
-        if not misplaced:
-            return
-        added = added_later(model)
-        for variable in misplaced:
-            if id(variable) in added:
-                self.place(variable)
-            else:
-                raise ModelScopeError(
-                    f"Variable {variable.path!r} of model {model.name!r} is placed on "
-                    f"{_device_names(variable)} by JAX, and not by {self.strategy!r}: "
-                    "its layer was made outside of the strategy's scope. Move the "
-                    "lines that make it into `with strategy.scope():`."
-                )
 
     def save_sharded(self, model: Any, directory: Path, keep: int) -> int:
         sync_jax_state(model)
@@ -271,8 +259,3 @@ def _cross_worker_shards_of(variable: Any) -> CrossWorkerShards | None:
         if strategy is None
         else getattr(strategy.drivers.fit, "cross_worker_shards", None)
     )
-
-
-def _device_names(variable: Any) -> str:
-    raw = raw_value(variable)
-    return ", ".join(sorted(str(device_of(device)) for device in raw.devices()))
