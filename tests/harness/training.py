@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -126,7 +127,17 @@ def _few(array: np.ndarray) -> str:
     return "[" + ", ".join(flat) + (", ..." if array.size > 4 else "") + "]"
 
 
-def uncompared_rows() -> Any:
-    """A context in which workers read no rows of arrays to compare their data."""
-    name = "keras_strategies.training.worker_training.sampled_checksums"
-    return mock.patch(name, lambda structure, name: {})
+@contextlib.contextmanager
+def uncompared_rows() -> Iterator[None]:
+    """A context in which no rows of arrays are read to compare the data.
+
+    By workers, and by `Resume` with those of its snapshot.
+    """
+    package = "keras_strategies.training"
+    workers = f"{package}.worker_training.sampled_checksums"
+    resume = f"{package}.resume.described_data._pieces"
+    with (
+        mock.patch(workers, lambda structure, name: {}),
+        mock.patch(resume, lambda array: [np.zeros(1)]),
+    ):
+        yield

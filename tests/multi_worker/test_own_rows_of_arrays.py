@@ -234,7 +234,7 @@ def resumed(
     Counted.count = 0
     # Each snapshot waits for the one before, so that steps are lost by rule.
     is_busy = mock.patch.object(SnapshotWriter, "is_busy", False)
-    with is_busy, contextlib.suppress(KeyError):
+    with is_busy, uncompared_rows(), contextlib.suppress(KeyError):
         model.fit(
             X.view(Counted),
             CLASSES if by_class else Y,

@@ -226,7 +226,7 @@ def interrupted(strategy: Any, folder: str, after: int | None, workers: int) -> 
     resume = ks.callbacks.Resume(folder, every_steps=1)
     # Each snapshot waits for the one before, so that steps are lost by rule.
     is_busy = mock.patch.object(SnapshotWriter, "is_busy", False)
-    with is_busy, contextlib.suppress(KeyError):
+    with is_busy, uncompared_rows(), contextlib.suppress(KeyError):
         model.fit(dataset, epochs=3, verbose=0, callbacks=[resume, interrupts])
     resume.wait()
     weights = {i: np.asarray(w) for i, w in enumerate(model.get_weights())}
