@@ -48,9 +48,6 @@ from keras_strategies.engines.tensorflow.replicas.replica_reads import reading_o
 from keras_strategies.engines.tensorflow.tensor_primitives import PRIMITIVES
 from keras_strategies.engines.tensorflow.workers.worker_collectives import workers_of
 from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
-from keras_strategies.keras_compat.variables.generator_seeds import (
-    create_global_generator,
-)
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.random_numbers.row_draws import rows_of_arguments
 from keras_strategies.runtime.replicas.replica_run import (
@@ -136,9 +133,6 @@ class TensorFlowRun(ReplicaRun):
         args: Sequence[tuple[Any, ...]],
         kwargs: Sequence[dict[str, Any]],
     ) -> list[Any]:
-        if tf.executing_eagerly():
-            # A program that creates variables is traced twice.
-            create_global_generator()
         fn = program_of(fn)
         if isinstance(fn, tf.types.experimental.PolymorphicFunction):
             given = list(args), list(kwargs)

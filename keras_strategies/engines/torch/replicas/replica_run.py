@@ -33,9 +33,6 @@ from keras_strategies.errors import ContextError
 from keras_strategies.keras_compat import patching
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
-from keras_strategies.keras_compat.variables.generator_seeds import (
-    create_global_generator,
-)
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.replicas.replica_run import MergeContext, ReplicaRun
 from keras_strategies.runtime.state.local_values import TensorStorage
@@ -88,7 +85,6 @@ class TorchRun(ReplicaRun):
                 "derivatives do not pass through replicas. Call the transform inside "
                 "of the function."
             )
-        create_global_generator()
         rows = self.rows_of(args, kwargs)
         kinds = sorted({device.type for device in self._devices})
         if len(kinds) > 1:
