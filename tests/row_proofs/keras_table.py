@@ -18,8 +18,8 @@ from typing import Any
 
 import keras
 
-from keras_strategies.runtime.row_proofs.layer_calls import LayerCall, argument_leaves
-from keras_strategies.runtime.row_proofs.row_proofs import RowProofs
+from keras_strategies.rows.layer_calls import LayerCall, argument_leaves
+from keras_strategies.rows.row_proofs import RowProofs
 from row_proofs.keras_functions import FUNCTIONS
 from row_proofs.keras_layers import LAYERS, Called, case_of
 from row_proofs.proofs import built, prover
@@ -75,9 +75,9 @@ def _proof(layer: Any, values: Sequence[Any]) -> tuple[str | None, bool]:
     kwargs = {"training": True}
     leaves = argument_leaves(tensors, kwargs)
     call = LayerCall(layer, layer.__call__, (tensors, kwargs), leaves, BATCH)
-    proofs = RowProofs(prover(), synchronizes_batch_norm=True)
+    proofs = RowProofs(prover(), lambda layer, proof: "", True)
     has_rows = [True] * len(tensors)
-    found, _ = proofs.of(call, [*has_rows, False], SIZES, local=1)
+    found, _ = proofs.of(call, [*has_rows, False], SIZES)
     by_type = found.is_by_type
     if isinstance(layer, Called) and found.problem is None:
         by_type = _is_known(layer.inner, tensors)

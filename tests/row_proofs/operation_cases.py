@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from keras import layers, ops
 
-from keras_strategies.runtime.row_proofs.row_placements import MEAN, ROWS, SAME, SUM
+from keras_strategies.rows.row_placements import MEAN, ROWS, SAME, SUM
 from row_proofs import case_layers as own
 from row_proofs.case_layers import Apply, Around
 from row_proofs.row_case import (

@@ -14,6 +14,12 @@ def sublayers(layer: Any) -> list[Any]:
     return list(layer._flatten_layers())
 
 
+def own_layers(layer: Any) -> list[Any]:
+    """The layers that a layer has itself, a list that changes (`Layer._layers`)."""
+    found: list[Any] = layer._layers
+    return found
+
+
 def keeps_masks(layer: Any) -> bool:
     """Whether a call keeps what it draws in attributes of a layer.
 
