@@ -73,8 +73,8 @@ class _Check:
             elif self._is_of_framework(name, value):
                 at = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
                 raise NotTraced(
-                    f"uses {name!r} in {code.co_name!r} ({at}), which is not Keras: "
-                    "use `keras.ops`, or declare the layer with `ks.row_wise`"
+                    f"uses {name!r} in {code.co_name!r} ({at}), which is not Keras; "
+                    "use `keras.ops`"
                 )
 
     def _is_of_framework(self, name: str, value: Any) -> bool:

@@ -247,7 +247,7 @@ MIXING_OPERATIONS = [
         lambda x: x + ops.convert_to_tensor(BIG)[: ops.shape(x)[0]],
         (6,),
     ),
-    mixing_function(
+    function(
         "zeros with rows summed",
         lambda x: x + ops.sum(ops.ones((ops.shape(x)[0], 6))) * 0.0,
         (6,),
