@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import keras
 import numpy as np
 from keras import ops, tree
 
+from keras_strategies.keras_compat.models.layers import is_rematerialized
 from keras_strategies.keras_compat.models.row_wise_layers import is_row_wise
 from keras_strategies.keras_compat.state_scope import StatePolicy
 from keras_strategies.keras_compat.symbolic_backend import compute_spec
@@ -119,6 +122,7 @@ class TracedState(StatePolicy):
 
     def assign(self, variable: Any, value: Any) -> None:
         self.read(variable)
+        self._trace().check_once("assigns a variable")
         if self._trace().depth:
             raise NotTraced("assigns a variable in the body of a loop or branch")
         self.values[id(variable)] = value
@@ -154,6 +158,8 @@ class Trace:
         self.state = TracedState(self)
         self.losses: list[Any] = []
         self.depth = 0
+        #: How many functions around are computed again in the backward pass.
+        self.repeated = 0
         #: The tensors that are drawn, and the functions that draw them.
         self.drawn: list[tuple[str, Any]] = []
         self.problem: str | None = None
@@ -198,6 +204,20 @@ class Trace:
     def is_tensor(self, value: Any) -> bool:
         return isinstance(value, RowTensor)
 
+    def check_once(self, what: str) -> None:
+        """Raises an error for what a backward pass must not do again."""
+        if self.repeated:
+            raise NotTraced(f"{what} in what is computed again in the backward pass")
+
+    @contextlib.contextmanager
+    def repeating(self) -> Iterator[None]:
+        """Context of code that is computed again in the backward pass."""
+        self.repeated += 1
+        try:
+            yield
+        finally:
+            self.repeated -= 1
+
     def note_problem(self, problem: str) -> None:
         self.problem = self.problem or problem
 
@@ -205,8 +225,10 @@ class Trace:
         args, kwargs = self.values(args), self.values(kwargs)
         if isinstance(operation, keras.layers.Layer):
             self._layers.append(operation)
+            again = self.repeating if is_rematerialized(operation) else nullcontext
             try:
-                return self._call_layer(operation, args, kwargs)
+                with again():
+                    return self._call_layer(operation, args, kwargs)
             finally:
                 self._layers.pop()
         name = type(operation).__name__

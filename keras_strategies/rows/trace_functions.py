@@ -186,6 +186,16 @@ def _not_on_this_device(*args: Any, **kwargs: Any) -> NoReturn:
     raise NotImplementedError  # Keras has a loop over time then.
 
 
+def _remat(function: Any) -> Any:
+    """A function that is computed again in the backward pass."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _active().repeating():
+            return function(*args, **kwargs)
+
+    return call
+
+
 # Gradients.
 
 
@@ -235,7 +245,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "jvp": _jvp,
     "lstm": _not_on_this_device,
     "map": _vectorized_map,
-    "remat": lambda f: f,
+    "remat": _remat,
     "rnn": _rnn,
     "scan": _scan,
     "switch": _switch,
@@ -250,6 +260,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 def _draw(name: str, shape: Any, dtype: Any, *arguments: Any) -> Any:
     trace = _active()
+    trace.check_once("draws random numbers")
     if trace.depth:
         raise NotTraced("draws random numbers in the body of a loop or branch")
     given = trace.values(arguments)

@@ -92,6 +92,11 @@ def rematerializes(layer: Any) -> bool:
     return any(sublayer._remat_mode is not None for sublayer in sublayers(layer))
 
 
+def is_rematerialized(layer: Any) -> bool:
+    """Whether the call of a layer is computed again in the backward pass."""
+    return layer._remat_mode is not None
+
+
 def wraps_activation(layer: Any) -> bool:
     """Whether a layer's activation is another function while it is called.
 
