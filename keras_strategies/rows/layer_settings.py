@@ -13,6 +13,7 @@ import numpy as np
 
 from keras_strategies.keras_compat.models.layers import own_layers, sublayers
 from keras_strategies.rows.python_state import (
+    OF_TENSORFLOW,
     PLAIN,
     attributes_of_layers,
     contents_of_cells,
@@ -142,7 +143,7 @@ def _attributes(layer: Any) -> _Attributes:
 
 
 def _may_be_setting(name: str, value: Any) -> bool:
-    if name in _NO_SETTINGS:
+    if name in _NO_SETTINGS or name.startswith(OF_TENSORFLOW):
         return False
     return name not in attributes_of_layers() or isinstance(value, PLAIN)
 

@@ -69,6 +69,8 @@ class Propagation:
         #: By the index of a tensor, which is the same in all traces.
         self.known: dict[int, Placed] = {}
         self._row_numbers: set[int] = set()
+        #: Why the call is not split, whatever its results are.
+        self.problem: str | None = None
         #: The names of the operations.
         self.operations: list[str] = []
 
@@ -133,6 +135,8 @@ class Propagation:
             found = self._by_rule(nodes)
         except MixesRows as error:
             found = mixed(str(error))
+        if first.name == "in_place" and found.is_mixed:
+            self.problem = found.reason
         every = found if isinstance(found, list) else [found] * len(tensors)
         if len(every) != len(tensors):
             every = [mixed("has another number of results")] * len(tensors)

@@ -48,6 +48,8 @@ _GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]]
         lambda g, state: setattr(g.bit_generator, "state", state),
     ),
 }
+#: What TensorFlow notes in layers for its checkpoints.
+OF_TENSORFLOW = "_self_"
 _REENTRANT = type(threading.RLock())
 #: Methods of `random.Random` in C, by which all others draw.
 _DRAWS_OF_PYTHON = frozenset({"random", "getrandbits", "seed", "setstate"})
@@ -81,6 +83,8 @@ class PythonState:
         is_of_keras = type(layer).__module__.startswith("keras.")
         for name, value in list(space.items()):
             own = f"{name!r} {where}"
+            if name.startswith(OF_TENSORFLOW):
+                continue
             if name not in attributes_of_layers():
                 self._add(own, value, 0)
             elif isinstance(value, (list, dict)) and not is_of_keras:
@@ -251,7 +255,8 @@ def _is_of_calls(changed: Any) -> bool:
     if not isinstance(changed, str):
         return False
     masks = ("_dropout_mask", "_recurrent_dropout_mask")
-    return changed in attributes_of_layers() or changed in masks
+    is_known = changed in attributes_of_layers() or changed in masks
+    return is_known or changed.startswith(OF_TENSORFLOW)
 
 
 def is_array_of_keras(value: Any) -> bool:
@@ -346,12 +351,10 @@ def _restore(value: Any, before: Any) -> None:
     elif isinstance(value, set):
         value.clear()
         value.update(before)
-    elif isinstance(value, (bytearray, array)):
-        value[:] = (
-            type(value)(before)
-            if isinstance(value, bytearray)
-            else array(value.typecode, before)
-        )
+    elif isinstance(value, bytearray):
+        value[:] = bytearray(before)
+    elif isinstance(value, array):
+        value[:] = array(value.typecode, before)
     else:
         value.clear()
         value.extend(before)

@@ -232,12 +232,12 @@ class _Attempt:
         trace = Trace(
             rows, self._is_any, self._followed, call.only_adds, FUNCTIONS, DRAWS
         )
+        traced = _Traced(trace, [])
+        self._traced.append(traced)
         given = [
-            self._argument(trace, leaf, has_rows)
+            self._argument(traced, leaf, has_rows)
             for leaf, has_rows in zip(call.leaves, self._with_rows, strict=True)
         ]
-        traced = _Traced(trace, [x for x in given if isinstance(x, RowTensor)])
-        self._traced.append(traced)
         args, kwargs = call.arguments(given)
         scope = trace.state.scope()
         with (
@@ -254,7 +254,7 @@ class _Attempt:
         if trace.problem is not None:
             raise NotTraced(trace.problem)
 
-    def _argument(self, trace: Trace, leaf: Any, has_rows: bool) -> Any:
+    def _argument(self, traced: _Traced, leaf: Any, has_rows: bool) -> Any:
         is_parts = hasattr(leaf, "parts")
         if isinstance(leaf, keras.Variable) or not (is_parts or is_array(leaf)):
             return leaf
@@ -262,26 +262,28 @@ class _Attempt:
             raise NotTraced("gets a tensor whose number of axes is unknown")
         shape = [ANY_LENGTH if n is None else int(n) for n in leaf.shape]
         if has_rows:
-            shape[0] = trace.rows
-        made = trace.tensor(shape, keras.backend.standardize_dtype(leaf.dtype))
+            shape[0] = traced.trace.rows
+        dtype = keras.backend.standardize_dtype(leaf.dtype)
+        made = traced.trace.tensor(shape, dtype)
+        traced.inputs.append(made)
         mask = get_mask(leaf)
         if mask is not None:
-            set_mask(made, self._argument(trace, mask, has_rows))
+            set_mask(made, self._argument(traced, mask, has_rows))
         return made
 
     def _propagated(self) -> Propagation:
         found = Propagation(self._counts, self._is_any)
         for tensors in zip(*(each.inputs for each in self._traced), strict=True):
-            for column in (tensors, [get_mask(x) for x in tensors]):
-                if column[0] is not None:
-                    shapes = [shape_of(x) for x in column]
-                    found.place(column, rows_of_shapes(shapes, self._counts))
+            shapes = [shape_of(x) for x in tensors]
+            found.place(tensors, rows_of_shapes(shapes, self._counts))
         traces = [each.trace for each in self._traced]
         self._compare_variables(traces)
         initial = ZERO if self._call.adds else SAME
         for value in traces[0].state.initial.values():
             found.place([value], initial)
         found.run([trace.nodes for trace in traces])
+        if found.problem is not None:
+            raise MixesRows(found.problem)
         return found
 
     def _compare_variables(self, traces: Sequence[Trace]) -> None:

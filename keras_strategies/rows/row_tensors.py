@@ -139,6 +139,8 @@ class RowTensor(keras.KerasTensor):  # type: ignore[misc]
     def __init__(self, shape: Any, dtype: Any, index: int, any_rows: int | None):
         super().__init__(shape, dtype, name="row")
         self.index = index
+        #: Whether no other tensor of the call's arguments has its memory.
+        self.is_fresh = False
         self.lengths: tuple[int, ...] = tuple(map(int, shape))
         self._any_rows = any_rows
 
@@ -150,6 +152,7 @@ class RowTensor(keras.KerasTensor):  # type: ignore[misc]
         return tuple(self._seen_length(length, is_user) for length in self.lengths)
 
     def _seen_length(self, length: int, is_user: bool) -> Any:
+        assert self._any_rows is not None
         is_rows = length and length % self._any_rows == 0
         if is_user:
             return None if is_rows or (length and not length % ANY_LENGTH) else length
@@ -195,9 +198,10 @@ def _in_place(name: str) -> Callable[..., Any]:
     """An operator with assignment: tensors of Torch change, those of others do not."""
 
     def method(self: Any, other: Any) -> Any:
-        if keras.backend.backend() == "torch" and _is_called_by_user():
-            raise NotTraced("changes a tensor in place")
-        return getattr(self, name)(other)
+        result = getattr(self, name)(other)
+        if keras.backend.backend() == "torch":
+            return current_tracer().changed_in_place(self, result)
+        return result
 
     return method
 

@@ -50,6 +50,8 @@ _FOLLOWED = frozenset(
         "WhileLoop",
     ]
 )
+#: Operations whose results have memory of their own.
+_FRESH = ["Add", "Subtract", "Multiply", "Divide", "TrueDivide", "Power", "Matmul", "Einsum", "Where", "Concatenate", "Exp", "Square", "Sqrt", "Rsqrt", "Sum", "Mean"]
 #: The file whose functions begin traces.
 _PROVER = str(Path(__file__).with_name("row_prover.py"))
 #: Functions that make a tensor of a shape.
@@ -253,6 +255,13 @@ class Trace:
             args, kwargs = self._lifted(args, kwargs)
         return symbolic(*args, **kwargs)
 
+    def changed_in_place(self, before: RowTensor, after: RowTensor) -> Any:
+        """The tensor that an operator with assignment has changed to `after`."""
+        given = (before, after, before.is_fresh)
+        found = self.record("in_place", None, given, {}, after)
+        found.is_fresh = before.is_fresh
+        return found
+
     def operator(self, original: Any, tensor: Any, args: Any) -> Any:
         if self.is_any and _has(args, RowCount):
             refuse_count()
@@ -374,6 +383,8 @@ class Trace:
             number: that of the call of a layer.
         """
         made = self.like(outputs)
+        if isinstance(made, RowTensor) and name in _FRESH:
+            made.is_fresh = name != "Einsum" or len(args) > 1
         place = self._place()
         self.nodes.append(
             Node(name, operation, args, kwargs, made, place, bodies, number)

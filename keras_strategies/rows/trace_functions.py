@@ -52,7 +52,12 @@ def _flow(name: str, given: Any, outputs: Any, *bodies: Body, **static: Any) -> 
 
 
 def _scan(
-    f: Any, init: Any, xs: Any = None, length: Any = None, reverse=False, unroll=1
+    f: Any,
+    init: Any,
+    xs: Any = None,
+    length: Any = None,
+    reverse: bool = False,
+    unroll: Any = 1,
 ) -> Any:
     trace = _active()
     init, xs = trace.values((init, xs))

@@ -56,8 +56,6 @@ class Broadcast(Weighted):
 
 
 class ChangedCopy(Weighted):
-    """Changes a tensor in place, which could be one that others see."""
-
     def call(self, x: Any) -> Any:
         hidden = self.hidden(x)
         hidden *= 0.5
@@ -145,9 +143,8 @@ class OtherUpdate(Weighted):
         return ops.sum(self.hidden(x), axis=1)
 
 
-SPLIT = (Einsum, Broadcast)
+SPLIT = (Einsum, Broadcast, ChangedCopy)
 OTHERS = (
-    ChangedCopy,
     OwnGradient,
     Squeezed,
     Branch,

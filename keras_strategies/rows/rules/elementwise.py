@@ -139,6 +139,19 @@ def _drawn(step: Step) -> Placed:
     return joined([(found, step.out_rank), *step.leaves()], step.out_rank)
 
 
+@rule("in_place")
+def _changed_in_place(step: Step) -> Placed:
+    """Other tensors with its memory have a placement that must not change."""
+    before, after, _ = step.placed("given")
+    if before.is_mixed or after.is_mixed:
+        return before if before.is_mixed else after
+    if not step.nodes[0].args[2]:
+        return mixed("changes a tensor that may be an argument in place")
+    if before.is_zero or before != replace(after, is_zero=False):
+        return mixed("changes where a tensor has the rows in place")
+    return after
+
+
 @rule("collective")
 def _collective(step: Step) -> Placed:
     """Equal on all replicas, whatever its argument is."""

@@ -32,7 +32,7 @@ def _sliced(step: Step) -> Placed:
     if not placed.has_axis:
         is_fixed = varying_axis(step.out_shapes()) is None
         return placed if is_fixed else mixed("takes as much as there are rows")
-    axis = placed.axis
+    axis = placed.axis or 0
     pairs = zip(step.shapes("inputs"), step.out_shapes(), strict=True)
     if all(before[axis] == after[axis] for before, after in pairs):
         return placed
@@ -45,7 +45,7 @@ def _slice_updated(step: Step) -> Placed:
     placed = joined(step.leaves("inputs", "updates"), step.rank("inputs"))
     if not placed.has_axis:
         return placed
-    axis = placed.axis
+    axis = placed.axis or 0
     leaves = step.placed("inputs", "updates")
     if not all(each.is_rows for each in leaves):
         return mixed("replaces entries of rows by a constant")

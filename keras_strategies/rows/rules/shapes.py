@@ -67,7 +67,7 @@ def _reshaped(step: Step) -> Placed:
 
 def _permuted(step: Step, order: Sequence[int]) -> Placed:
     placed = step.placed()[0]
-    if not placed.has_axis:
+    if placed.axis is None or not placed.is_rows:
         return placed
     return placed.at(list(order).index(placed.axis))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
 import keras
@@ -51,8 +51,9 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 @functools.cache
-def _parameters(kind: Any) -> tuple[tuple[str, bool], ...]:
-    found = inspect.signature(kind.call).parameters.values()
+def _parameters(kind: Hashable) -> tuple[tuple[str, bool], ...]:
+    call = getattr(kind, "call")  # noqa: B009
+    found = inspect.signature(call).parameters.values()
     return tuple((p.name, p.kind is p.VAR_POSITIONAL) for p in found)[1:]
 
 
