@@ -136,7 +136,8 @@ class Propagation:
         except MixesRows as error:
             found = mixed(str(error))
         if first.name == "in_place" and found.is_mixed:
-            self.problem = found.reason
+            before = self.known[first.args[0].index]
+            self.problem = self.problem if found is before else found.reason
         every = found if isinstance(found, list) else [found] * len(tensors)
         if len(every) != len(tensors):
             every = [mixed("has another number of results")] * len(tensors)

@@ -139,8 +139,9 @@ class RowTensor(keras.KerasTensor):  # type: ignore[misc]
     def __init__(self, shape: Any, dtype: Any, index: int, any_rows: int | None):
         super().__init__(shape, dtype, name="row")
         self.index = index
-        #: Whether no other tensor of the call's arguments has its memory.
-        self.is_fresh = False
+        #: On Torch: whether no tensor made before has its memory, and whether no
+        #: argument or variable has.
+        self.is_own = self.is_inner = False
         self.lengths: tuple[int, ...] = tuple(map(int, shape))
         self._any_rows = any_rows
 

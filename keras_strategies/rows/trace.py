@@ -50,8 +50,12 @@ _FOLLOWED = frozenset(
         "WhileLoop",
     ]
 )
-#: Operations whose results have memory of their own.
-_FRESH = ["Add", "Subtract", "Multiply", "Divide", "TrueDivide", "Power", "Matmul", "Einsum", "Where", "Concatenate", "Exp", "Square", "Sqrt", "Rsqrt", "Sum", "Mean"]
+#: Operations, and layers of Keras, whose results have memory of their own.
+_WITH_MEMORY = """
+    Add Subtract Multiply Divide TrueDivide Power Matmul Einsum Where Concatenate Exp
+    Square Sqrt Rsqrt Sum Mean Dense EinsumDense Embedding LayerNormalization
+"""
+_FRESH = frozenset(_WITH_MEMORY.split())
 #: The file whose functions begin traces.
 _PROVER = str(Path(__file__).with_name("row_prover.py"))
 #: Functions that make a tensor of a shape.
@@ -257,9 +261,9 @@ class Trace:
 
     def changed_in_place(self, before: RowTensor, after: RowTensor) -> Any:
         """The tensor that an operator with assignment has changed to `after`."""
-        given = (before, after, before.is_fresh)
+        given = (before, after, before.is_own, before.is_inner)
         found = self.record("in_place", None, given, {}, after)
-        found.is_fresh = before.is_fresh
+        found.is_own, found.is_inner = before.is_own, before.is_inner
         return found
 
     def operator(self, original: Any, tensor: Any, args: Any) -> Any:
@@ -383,8 +387,8 @@ class Trace:
             number: that of the call of a layer.
         """
         made = self.like(outputs)
-        if isinstance(made, RowTensor) and name in _FRESH:
-            made.is_fresh = name != "Einsum" or len(args) > 1
+        if keras.backend.backend() == "torch":
+            _note_memory(name, (args, kwargs), made)
         place = self._place()
         self.nodes.append(
             Node(name, operation, args, kwargs, made, place, bodies, number)
@@ -424,6 +428,15 @@ class Trace:
         self.losses.clear()
         self.state.values.clear()
         self.state.initial.clear()
+
+
+def _note_memory(name: str, arguments: Any, made: Any) -> None:
+    """Notes which results have memory of their own, and which no argument's."""
+    given = tensors_in(arguments)
+    is_own = name in _FRESH and not (name == "Einsum" and len(given) == 1)
+    is_inner = is_own or (bool(given) and all(x.is_inner for x in given))
+    for tensor in tensors_in([made]):
+        tensor.is_own, tensor.is_inner = is_own, is_inner
 
 
 def _spec(operation: Any, args: Any, kwargs: Any) -> Any:

@@ -141,14 +141,15 @@ def _drawn(step: Step) -> Placed:
 
 @rule("in_place")
 def _changed_in_place(step: Step) -> Placed:
-    """Other tensors with its memory have a placement that must not change."""
-    before, after, _ = step.placed("given")
-    if before.is_mixed or after.is_mixed:
-        return before if before.is_mixed else after
-    if not step.nodes[0].args[2]:
-        return mixed("changes a tensor that may be an argument in place")
-    if before.is_zero or before != replace(after, is_zero=False):
-        return mixed("changes where a tensor has the rows in place")
+    """Other tensors with its memory have placements, which must not change."""
+    before, after, *_ = step.placed("given")
+    _, _, is_own, is_inner = step.nodes[0].args
+    if before.is_mixed and is_own:
+        return before  # So are those that are made of it.
+    if not is_inner:
+        return mixed("changes a tensor in place that may be an argument")
+    if before.is_mixed or before.is_zero or before != replace(after, is_zero=False):
+        return mixed("changes where a tensor has the rows, in place")
     return after
 
 
