@@ -30,16 +30,15 @@ PAGE = Path(__file__).parents[2] / "docs" / "split-calls.md"
 BEGIN, END = "<!-- generated: begin -->\n", "<!-- generated: end -->\n"
 BACKENDS = {"torch": "Torch", "tensorflow": "TensorFlow"}
 #: By type, by its operations, not split since rows mix by definition, not split though
-#: they could be, and not possible in Keras: on this backend, or in a traced call.
+#: they could be, and not possible in Keras on this backend.
 TYPE, PROVED, MIXES, UNKNOWN, REFUSED = "type", "proved", "mixes", "unknown", "refused"
 _MEANINGS = {
     TYPE: "known by type",
     PROVED: "proved by their operations",
     MIXES: "never split: a row of the result depends on others, by definition",
-    UNKNOWN: "not split: no rule covers their operations",
-    REFUSED: "refused by Keras on this backend, for rows or in a traced call",
+    UNKNOWN: "not split: they call the framework, read values or have no rule",
+    REFUSED: "refused by Keras on this backend",
 }
-_UNTRACED = ("its call cannot be traced", "its call fails with")
 
 
 def cases(kind: str) -> dict[str, RowCase]:
@@ -66,7 +65,7 @@ def verdict(kind: str, name: str, case: RowCase) -> str:
         return TYPE if by_type else PROVED
     if _mixes(kind, name):
         return MIXES
-    return REFUSED if problem.startswith(_UNTRACED) else UNKNOWN
+    return UNKNOWN
 
 
 def _proof(layer: Any, values: Sequence[Any]) -> tuple[str | None, bool]:
