@@ -137,7 +137,8 @@ def _bound(node: Node) -> dict[str, Any]:
     if node.operation is None or isinstance(node.operation, keras.layers.Layer):
         return {"given": (node.args, node.kwargs)}
     bound = dict(node.kwargs)
-    for i, (name, takes_all) in enumerate(_parameters(type(node.operation))):
+    kind: Any = type(node.operation)
+    for i, (name, takes_all) in enumerate(_parameters(kind)):
         if takes_all:
             bound[name] = node.args[i:]
             break
