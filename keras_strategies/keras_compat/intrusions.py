@@ -86,16 +86,6 @@ INTRUSIONS = (
         "JAX's and Python's errors for a tensor as a shape or a key are `TypeError`s.",
     ),
     Intrusion(
-        "rows.code_names",
-        "frames",
-        "Names of functions around a function that a trace cannot follow.",
-    ),
-    Intrusion(
-        "keras_compat.saving.weights_files",
-        "frames",
-        "The error of `safetensors` does not name the file.",
-    ),
-    Intrusion(
         "engines.jax.workers.jax_workers",
         "text",
         "JAX raises one class of error for collectives and for programs.",
