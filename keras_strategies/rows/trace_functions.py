@@ -296,6 +296,8 @@ def _randint(
 
 def _dropout(inputs: Any, rate: Any, noise_shape: Any = None, seed: Any = None) -> Any:
     (inputs,) = _active().values((inputs,))
+    if isinstance(rate, int | float) and rate in (0, 1):
+        return inputs * (1 - rate)  # It draws nothing, see `KerasDraw.draws_nothing`.
     lengths = shape_of(inputs)
     shape = lengths if noise_shape is None else noise_shape
     shape = [
