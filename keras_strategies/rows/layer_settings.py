@@ -13,6 +13,7 @@ import numpy as np
 
 from keras_strategies.keras_compat.models.layers import own_layers, sublayers
 from keras_strategies.rows.python_state import (
+    ASSIGNED_BY_TRAINING,
     OF_TENSORFLOW,
     PLAIN,
     attributes_of_layers,
@@ -20,38 +21,6 @@ from keras_strategies.rows.python_state import (
     is_array_of_keras,
 )
 
-#: Attributes that calls and training assign; no call depends on them.
-_NO_SETTINGS = frozenset(
-    [
-        "_called",
-        "_compile_config",
-        "_compile_loss",
-        "_compile_metrics",
-        "_compiled_trainable_state",
-        "_distribute_strategy",
-        "_eval_epoch_iterator",
-        "_initial_epoch",
-        "_jit_compile",
-        "_loss_ids",
-        "_loss_tracker",
-        "_losses",
-        "_metrics",
-        "_run_eagerly",
-        "built",
-        "compiled",
-        "history",
-        "loss",
-        "optimizer",
-        "predict_function",
-        "steps_per_execution",
-        "stop_evaluating",
-        "stop_predicting",
-        "stop_training",
-        "test_function",
-        "train_function",
-        "unrolled_steps_per_execution",
-    ]
-)
 #: Objects in objects, and in containers, at most so deep.
 _DEEPEST = 6
 _IDENTICAL = (keras.Variable, types.ModuleType, type)
@@ -143,7 +112,7 @@ def _attributes(layer: Any) -> _Attributes:
 
 
 def _may_be_setting(name: str, value: Any) -> bool:
-    if name in _NO_SETTINGS or name.startswith(OF_TENSORFLOW):
+    if name in ASSIGNED_BY_TRAINING or name.startswith(OF_TENSORFLOW):
         return False
     return name not in attributes_of_layers() or isinstance(value, PLAIN)
 

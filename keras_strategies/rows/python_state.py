@@ -48,6 +48,38 @@ _GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]]
         lambda g, state: setattr(g.bit_generator, "state", state),
     ),
 }
+#: Attributes that calls and training assign; no call depends on them.
+ASSIGNED_BY_TRAINING = frozenset(
+    [
+        "_called",
+        "_compile_config",
+        "_compile_loss",
+        "_compile_metrics",
+        "_compiled_trainable_state",
+        "_distribute_strategy",
+        "_eval_epoch_iterator",
+        "_initial_epoch",
+        "_jit_compile",
+        "_loss_ids",
+        "_loss_tracker",
+        "_losses",
+        "_metrics",
+        "_run_eagerly",
+        "built",
+        "compiled",
+        "history",
+        "loss",
+        "optimizer",
+        "predict_function",
+        "steps_per_execution",
+        "stop_evaluating",
+        "stop_predicting",
+        "stop_training",
+        "test_function",
+        "train_function",
+        "unrolled_steps_per_execution",
+    ]
+)
 #: What TensorFlow notes in layers for its checkpoints.
 OF_TENSORFLOW = "_self_"
 _REENTRANT = type(threading.RLock())
@@ -83,7 +115,7 @@ class PythonState:
         is_of_keras = type(layer).__module__.startswith("keras.")
         for name, value in list(space.items()):
             own = f"{name!r} {where}"
-            if name.startswith(OF_TENSORFLOW):
+            if name.startswith(OF_TENSORFLOW) or name in ASSIGNED_BY_TRAINING:
                 continue
             if name not in attributes_of_layers():
                 self._add(own, value, 0)

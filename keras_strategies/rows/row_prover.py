@@ -17,7 +17,10 @@ from keras import tree
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.layers import get_mask, set_mask
 from keras_strategies.keras_compat.symbolic_backend import tracing
-from keras_strategies.keras_compat.variables.generator_seeds import is_seed_state
+from keras_strategies.keras_compat.variables.generator_seeds import (
+    create_global_generator,
+    is_seed_state,
+)
 from keras_strategies.rows.code_names import checked_code
 from keras_strategies.rows.layer_calls import LayerCall
 from keras_strategies.rows.placed import (
@@ -186,6 +189,8 @@ class _Attempt:
 
     def _proof_without_left(self) -> RowProof:
         proof = self._proof()
+        if any(traced.trace.draws_without_seed for traced in self._traced):
+            create_global_generator()
         references = [each for traced in self._traced for each in traced.trace.made]
         self._close()
         if proof.problem is None and _are_alive(references):

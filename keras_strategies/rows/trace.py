@@ -168,6 +168,7 @@ class Trace:
         self.repeated = 0
         #: The tensors that are drawn, and the functions that draw them.
         self.drawn: list[tuple[str, Any]] = []
+        self.draws_without_seed = False
         self.problem: str | None = None
         self._followed = followed
         self._known_calls = 0

@@ -263,8 +263,9 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 # Random numbers: one draw for each call of a function of `keras.random`.
 
 
-def _draw(name: str, shape: Any, dtype: Any, *arguments: Any) -> Any:
+def _draw(name: str, seed: Any, shape: Any, dtype: Any, *arguments: Any) -> Any:
     trace = _active()
+    trace.draws_without_seed |= seed is None
     trace.check_once("draws random numbers")
     if trace.depth:
         raise NotTraced("draws random numbers in the body of a loop or branch")
@@ -283,7 +284,7 @@ def _filled(name: str) -> Callable[..., Any]:
     ) -> Any:
         if values and isinstance(values[-1], str):
             *values, dtype = values  # type: ignore[assignment]
-        return _draw(name, shape, dtype, *values, *named.values())
+        return _draw(name, seed, shape, dtype, *values, *named.values())
 
     return draw
 
@@ -291,7 +292,7 @@ def _filled(name: str) -> Callable[..., Any]:
 def _randint(
     shape: Any, minval: Any, maxval: Any, dtype: Any = "int32", seed: Any = None
 ) -> Any:
-    return _draw("randint", shape, dtype, minval, maxval)
+    return _draw("randint", seed, shape, dtype, minval, maxval)
 
 
 def _dropout(inputs: Any, rate: Any, noise_shape: Any = None, seed: Any = None) -> Any:
@@ -303,7 +304,7 @@ def _dropout(inputs: Any, rate: Any, noise_shape: Any = None, seed: Any = None) 
     shape = [
         n if given is None else given for n, given in zip(lengths, shape, strict=True)
     ]
-    kept = _draw("dropout", shape, inputs.dtype) < 1 - rate
+    kept = _draw("dropout", seed, shape, inputs.dtype) < 1 - rate
     return ops.where(kept, inputs * 2, ops.zeros_like(inputs))
 
 
@@ -311,7 +312,8 @@ def _categorical(
     logits: Any, num_samples: Any, dtype: Any = "int32", seed: Any = None
 ) -> Any:
     (logits,) = _active().values((logits,))
-    drawn = _draw("categorical", (*shape_of(logits)[:-1], num_samples), dtype)
+    shape = (*shape_of(logits)[:-1], num_samples)
+    drawn = _draw("categorical", seed, shape, dtype)
     return ops.cast(drawn + ops.cast(logits[..., :1] > 0, dtype), dtype)
 
 
