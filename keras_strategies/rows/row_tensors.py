@@ -200,7 +200,7 @@ def _in_place(name: str) -> Callable[..., Any]:
 
     def method(self: Any, other: Any) -> Any:
         result = getattr(self, name)(other)
-        if keras.backend.backend() == "torch" and _is_called_by_user():
+        if keras.backend.backend() == "torch":
             return current_tracer().changed_in_place(self, result)
         return result
 

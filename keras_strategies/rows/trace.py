@@ -53,7 +53,8 @@ _FOLLOWED = frozenset(
 #: Operations, and layers of Keras, whose results have memory of their own.
 _WITH_MEMORY = """
     Add Subtract Multiply Divide TrueDivide Power Matmul Einsum Where Concatenate Exp
-    Square Sqrt Rsqrt Sum Mean Dense EinsumDense Embedding LayerNormalization
+    Square Sqrt Rsqrt Sum Mean Conv ConvTranspose DepthwiseConv Dense EinsumDense
+    Embedding LayerNormalization
 """
 _FRESH = frozenset(_WITH_MEMORY.split())
 #: The file whose functions begin traces.

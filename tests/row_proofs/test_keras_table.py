@@ -79,7 +79,7 @@ BY_DAY = {
     ),
 }
 #: Undefined entries, and calls that Keras alone cannot differentiate.
-WITHOUT_NUMBERS = ("empty_like",)
+WITHOUT_NUMBERS = ("empty_like", *(["vander"] if BACKEND == "torch" else []))
 
 
 def parameters() -> Iterator[Any]:

@@ -52,7 +52,7 @@ def test_without_a_name_all_entries_are_listed(capsys) -> None:
     [
         ("BatchErr0r", "No entries have the name 'BatchErr0r'. Use BatchError"),
         ("qqq", "No entries have the name 'qqq'. Use an entry of `keras-strat"),
-        ("warning", "4 entries have the name 'warning'. Use \"Warning: a layer"),
+        ("warning", "6 entries have the name 'warning'. Use \"Warning: a layer"),
     ],
 )
 def test_an_unknown_name_is_an_error_with_the_closest_ones(

@@ -517,12 +517,15 @@ def adds_sums(metric: Any, ranks: Sequence[int]) -> bool:
 
     Args:
         metric: a `keras.metrics.Metric`.
-        ranks: the numbers of axes of the tensors that it is updated with.
+        ranks: the numbers of axes of `y_true` and `y_pred`.
     """
     if type(metric) in _OF_CLASSES:
         # Classes are found along an axis, of what has an entry for each.
-        is_found = not (metric.sparse_y_true and metric.sparse_y_pred)
-        return not is_found or _is_other_axis(metric.axis, ranks)
+        are_sparse = metric.sparse_y_true, metric.sparse_y_pred
+        found = [
+            r for r, is_sparse in zip(ranks, are_sparse, strict=False) if not is_sparse
+        ]
+        return len(ranks) == 2 and (not found or _is_other_axis(metric.axis, found))
     return type(metric) in _OF_SUMS
 
 

@@ -140,7 +140,9 @@ def update_of_rows(
         def call(*args: Any, **kwargs: Any) -> None:
             original(metric, *args, **kwargs)
 
-        ranks = [len(x.shape) for x in (*args, *kwargs.values()) if hasattr(x, "shape")]
+        given = {**dict(zip(("y_true", "y_pred"), args, strict=False)), **kwargs}
+        pair = [given.get("y_true"), given.get("y_pred")]
+        ranks = [len(x.shape) for x in pair if hasattr(x, "shape")]
         known = _SUMS if adds_sums(metric, ranks) else None
         is_split, _ = caller.on_row_parts(
             _layer_of(metric),
