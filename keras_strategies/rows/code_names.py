@@ -18,6 +18,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_strategies.keras_compat.symbolic_backend import current_tracer
 from keras_strategies.rows.row_tensors import NotTraced, is_library
 
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
@@ -59,6 +60,8 @@ class _Check:
 
     def __call__(self, frame: types.FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
+        if current_tracer() is None:
+            return  # What declared layers compute is not traced.
         if event == "call" and id(code) not in self._seen:
             self._seen[id(code)] = code
             if not _is_known(code.co_filename):
@@ -75,7 +78,7 @@ class _Check:
                 at = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
                 raise NotTraced(
                     f"uses {name!r} in {code.co_name!r} ({at}), which is not Keras; "
-                    "use `keras.ops`"
+                    "use `keras.ops`, or declare the layer with `ks.row_wise`"
                 )
 
     def _is_of_framework(self, name: str, value: Any) -> bool:

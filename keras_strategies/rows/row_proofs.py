@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,8 @@ import keras
 from keras_strategies.keras_compat.models.layers import rematerializes
 from keras_strategies.keras_compat.models.row_wise_layers import is_row_wise
 from keras_strategies.keras_compat.variables.generator_seeds import seed_generators
+from keras_strategies.rows.declarations import is_declared
+from keras_strategies.rows.declared_calls import problem_of_declared
 from keras_strategies.rows.layer_calls import LayerCall
 from keras_strategies.rows.layer_settings import LayerSettings, argument_key
 from keras_strategies.rows.row_placements import (
@@ -25,6 +28,9 @@ from keras_strategies.rows.row_prover import RowProver
 
 if TYPE_CHECKING:
     from keras_strategies.communication.communicator import Communicator
+
+#: See `LayerCallDriver.tracing`.
+Comparing = Callable[[Callable[[str], None]], contextlib.AbstractContextManager[Any]]
 
 # Proofs of a layer for different attributes. A proof takes longer than a step.
 _MOST_SETTINGS = 16
@@ -40,6 +46,7 @@ class _LayerProofs:
     agreed: dict[Any, tuple[RowProof | None, RowProof]] = field(default_factory=dict)
     # Whether a call is known by the types of its layers, and whether it may draw.
     row_wise: dict[Any, tuple[bool, bool]] = field(default_factory=dict)
+    is_declared: bool = False
 
 
 class RowProofs:
@@ -54,6 +61,8 @@ class RowProofs:
         why_unsplit: returns why a call cannot be split whatever its operations are, as
             the end of a sentence; empty if it can be.
         synchronizes_batch_norm: bool, whether batch statistics are those of all rows.
+        comparing: a context around calls of a declared layer with a few rows; gets a
+            function for why it cannot be split, as the end of "its code ...".
         workers: the workers, which make the same calls; None without a cluster. A layer
             is split on all of them or on none.
     """
@@ -63,12 +72,14 @@ class RowProofs:
         prover: RowProver,
         why_unsplit: Callable[[Any, RowProof | None], str],
         synchronizes_batch_norm: bool,
+        comparing: Comparing,
         workers: Communicator | None = None,
     ):
         self._prover = prover
         self._why_unsplit = why_unsplit
         self._workers = workers
         self._synchronizes = synchronizes_batch_norm
+        self._comparing = comparing
         # Of a call that is known by the types of its layers.
         self._by_type = RowProof(
             every_output=ROWS,
@@ -95,7 +106,10 @@ class RowProofs:
         layer = call.layer
         proofs = self._layers.get(layer)
         if proofs is None:
-            proofs = self._layers[layer] = _LayerProofs()
+            proofs = _LayerProofs(is_declared=is_declared(layer))
+            self._layers[layer] = proofs
+        if proofs.is_declared:
+            return self._of_declared(proofs, call, with_rows)
         if self._workers is not None and proofs.settings.count >= _MOST_SETTINGS:
             # The limit below may be reached on one worker alone.
             proofs = self._layers[layer] = _LayerProofs()
@@ -125,6 +139,36 @@ class RowProofs:
         proofs.agreed[arguments] = own, found
         proofs.found[settings, arguments] = found
         return found, True
+
+    def _of_declared(
+        self, proofs: _LayerProofs, call: LayerCall, with_rows: Sequence[bool]
+    ) -> tuple[RowProof, bool]:
+        """The proof of a declared layer, which holds for all its settings."""
+        arguments = _kinds(call, with_rows)
+        found = proofs.found.get(arguments)
+        if found is not None:
+            return found, False
+        own = self._declared(call, with_rows)
+        found = proofs.found[arguments] = self._agreed(call, own)
+        return found, True
+
+    def _declared(self, call: LayerCall, with_rows: Sequence[bool]) -> RowProof:
+        proof = RowProof(every_output=ROWS, every_loss=MEAN, every_update=MEAN)
+        problem = self._why_unsplit(call.layer, None)
+        if not problem and seed_generators(call.layer):
+            # Which rows have draws is known of a trace only.
+            drawn = self._prover.prove(call, with_rows, ())
+            problem = drawn.problem or self._why_unsplit(call.layer, drawn)
+            if problem:
+                problem = f"it draws random numbers, and {problem}"
+            proof = replace(proof, draws=drawn.draws, drawn=drawn.drawn)
+        notes: list[str] = []
+        if not problem:
+            with self._comparing(notes.append):
+                problem = problem_of_declared(call, with_rows) or ""
+        if notes:
+            problem = f"its code {notes[0]}"
+        return RowProof(problem=problem) if problem else proof
 
     def _by_types(
         self,

@@ -24,6 +24,9 @@ from keras_strategies.keras_compat.variables.generator_seeds import (
     seed_generators,
 )
 from keras_strategies.keras_compat.variables.values import raw_value, stored_dtype
+from keras_strategies.rows.declarations import is_declared
+from keras_strategies.rows.declared_calls import are_rows, results_of_declared
+from keras_strategies.rows.layer_settings import argument_key
 from keras_strategies.rows.row_tensors import (
     NotTraced,
     RowCount,
@@ -336,6 +339,8 @@ class Trace:
     # Layers.
 
     def _call_layer(self, layer: Any, args: Any, kwargs: Any) -> Any:
+        if is_declared(layer) and not seed_generators(layer):
+            return self._declared_call(layer, args, kwargs)
         ranks = [len(tensor.lengths) for tensor in tensors_in((args, kwargs))]
         if _has_own_spec(layer) and all(ranks) and is_row_wise(layer, ranks):
             number = self._known_calls
@@ -347,6 +352,45 @@ class Trace:
         if getattr(layer, "quantization_mode", None) is not None:
             return layer.quantized_call(*args, **kwargs)
         return layer.call(*args, **kwargs)
+
+    def _declared_call(self, layer: Any, args: Any, kwargs: Any) -> Any:
+        """A declared layer as one operation."""
+        leaves = tree.flatten((args, kwargs))
+        results = results_of_declared(
+            layer, (args, kwargs), self.rows, tuple(map(self._kind, leaves))
+        )
+        tensors = [x for x in leaves if isinstance(x, RowTensor) or is_array(x)]
+        has_rows = any(are_rows(x, self.rows) for x in tensors)
+        flags = [x for x in leaves if not (isinstance(x, RowTensor) or is_array(x))]
+
+        def spec(x: Any, with_rows: bool) -> Any:
+            if not ops.is_tensor(x):
+                return x
+            shape = (self.rows, *x.shape[1:]) if with_rows else tuple(x.shape)
+            return keras.KerasTensor(shape, keras.backend.standardize_dtype(x.dtype))
+
+        outputs = tree.map_structure(lambda x: spec(x, has_rows), results.outputs)
+        more = [spec(x, False) for x in (*results.losses, *results.updates.values())]
+        count = sum(map(_is_spec, tree.flatten(outputs)))
+        options = {"flags": flags, "outputs": count, "means": len(more)}
+        made, added = self.record("row_wise", None, tensors, options, (outputs, more))
+        for loss in added[: len(results.losses)]:
+            layer.add_loss(loss)
+        variables = {id(variable): variable for variable in layer.variables}
+        for key, value in zip(
+            results.updates, added[len(results.losses) :], strict=True
+        ):
+            self.state.assign(variables[key], value)
+        return made
+
+    def _kind(self, leaf: Any) -> Any:
+        """What the symbolic results of a declared layer depend on in an argument."""
+        if isinstance(leaf, RowTensor):
+            has_rows = are_rows(leaf, self.rows)
+            return has_rows, leaf.lengths[has_rows:], leaf.dtype
+        if is_array(leaf):
+            return tuple(leaf.shape), str(leaf.dtype)
+        return argument_key(leaf)
 
     def _known_call(
         self, layer: Any, args: Any, kwargs: Any, number: int, outputs: Any
@@ -499,6 +543,10 @@ def _has(structure: Any, kind: type) -> bool:
         if isinstance(x, (list, tuple, dict)) and _has(x, kind):
             return True
     return False
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, keras.KerasTensor)
 
 
 def _is_complete(specs: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from keras_strategies.rows.rules import (
     batches,
     control_flow,
+    declared,
     elementwise,
     indexing,
     products,
@@ -15,6 +16,7 @@ from keras_strategies.rows.rules import (
 __all__ = [
     "batches",
     "control_flow",
+    "declared",
     "elementwise",
     "indexing",
     "products",

@@ -96,6 +96,7 @@ class DataParallelCall:
             RowProver(functools.partial(proof_surroundings, strategy, driver)),
             driver.why_unsplit,
             strategy.sync_batch_norm,
+            driver.tracing,
             strategy.placement.workers,
         )
 
