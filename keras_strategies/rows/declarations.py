@@ -16,8 +16,8 @@ _layers: weakref.WeakSet[Any] = weakref.WeakSet()
 def row_wise(layer: _Declared) -> _Declared:
     """Declares that each row of a layer's results depends only on its row of arguments.
 
-    On Torch and TensorFlow replicas call a layer, each on its rows, where its operations
-    are known to allow that. Code of the framework itself (`torch.*`, `tf.*`) is not
+    On Torch and TensorFlow replicas call a layer, each on its rows, where operations of
+    Keras in it allow that. Code of the framework itself (`torch.*`, `tf.*`) is not
     known; such a layer runs on one device with all rows. A declared layer is split:
     that its results are those of one device is then its author's word.
 
@@ -59,9 +59,9 @@ def row_wise(layer: _Declared) -> _Declared:
         _layers.add(layer)
     else:
         raise TypeError(
-            "`ks.row_wise` takes a subclass of `keras.layers.Layer`, as a decorator, or "
-            f"a layer; found {layer!r}. Put the code of a function into the `call` of a "
-            "layer."
+            "`ks.row_wise` takes a subclass of `keras.layers.Layer`, as a decorator, "
+            f"or a layer; found {layer!r}. Put the code of a function into the `call` "
+            "of a layer."
         )
     return layer
 

@@ -46,7 +46,7 @@ ROWS: list[Any] = []
 
 
 class Raw(layers.Layer):
-    """A dense layer, its regularizer and a running mean, by the framework's functions."""
+    """A dense layer, its regularizer and a running mean, by framework functions."""
 
     def build(self, shape: Any) -> None:
         self.kernel = self.add_weight(shape=(shape[-1], 6), name="kernel")
@@ -173,7 +173,7 @@ def check(
 
 
 def were_split() -> bool:
-    """Whether replicas were called, and a device with all rows once at most: to build."""
+    """Whether replicas were called, and all rows at most once: to build."""
     if None in ROWS:
         return True  # Unsplit calls warn.
     return {10, 11} <= set(ROWS) and ROWS.count(21) <= 1

@@ -125,12 +125,14 @@ class TorchLayerCalls(LayerCallDriver):
             torch_device(self._strategy.placement.variables),
         }
         before = [(g, g.get_state()) for g in map(generator_of, devices)]
-        with torch.inference_mode(False):
-            yield
-        for generator, state in before:
-            if not torch.equal(generator.get_state(), state):
-                generator.set_state(state)
-                note("draws random numbers of torch")
+        try:
+            with torch.inference_mode(False):
+                yield
+        finally:
+            for generator, state in before:
+                if not torch.equal(generator.get_state(), state):
+                    generator.set_state(state)
+                    note("draws random numbers of torch")
 
     def may_recompute(self) -> bool:
         hooks, shards = saved_tensors_hooks_of_thread(), self._variables.shards
