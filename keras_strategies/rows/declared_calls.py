@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -114,13 +115,30 @@ def _compared(
     """Why rows do not agree, and the results of all rows."""
     nothing = CallResults([], [], {})
     try:
-        with tracing_paused():
+        with tracing_paused(), _unchanged_buffers(call.layer):
             return None, _compare(call, with_rows)
     except _Differs as error:
         return f"it is declared with `ks.row_wise`, but {error}", nothing
     except Exception as error:  # Of the user's code, or of a framework.
         text = f"{type(error).__name__}: {error_text(error)[:200]}"
         return f"its call on {_ROWS} rows fails ({text})", nothing
+
+
+@contextlib.contextmanager
+def _unchanged_buffers(layer: Any) -> Iterator[None]:
+    """A context after which buffers of torch modules in a layer are as before."""
+    buffers = list(layer.buffers()) if hasattr(layer, "buffers") else []
+    before = [buffer.clone() for buffer in buffers]
+    changed = False
+    try:
+        yield
+    finally:
+        for buffer, value in zip(buffers, before, strict=True):
+            if not np.array_equal(_numbers(buffer), _numbers(value), equal_nan=True):
+                changed = True
+                buffer.copy_(value)
+    if changed:
+        raise _Differs("it changes buffers of a torch module")
 
 
 def _compare(call: LayerCall, with_rows: Sequence[bool]) -> CallResults:

@@ -73,15 +73,15 @@ def layer_settings(layer: Any) -> Any:
     )
 
 
-def wraps_torch_modules(layer: Any) -> bool:
-    """Whether a layer contains torch modules that hold parameters of their own.
+def torch_module_wrappers(layer: Any) -> list[Any]:
+    """The layers, in a layer, with torch modules that hold parameters of their own.
 
     Keras 3.15 wraps each in a `TorchModuleWrapper`; its call reads the module's
     parameters and not the Keras variables that stand for them.
     """
     from keras.src.utils.torch_utils import TorchModuleWrapper
 
-    return any(isinstance(sub, TorchModuleWrapper) for sub in sublayers(layer))
+    return [sub for sub in sublayers(layer) if isinstance(sub, TorchModuleWrapper)]
 
 
 def rematerializes(layer: Any) -> bool:

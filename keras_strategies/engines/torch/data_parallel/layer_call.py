@@ -13,6 +13,7 @@ from keras_strategies.engines.torch.compat import (
     has_global_hooks,
     is_in_checkpoint,
     is_transformed,
+    module_copy,
     module_hooks,
     saved_tensors_hooks_of_thread,
 )
@@ -24,7 +25,12 @@ from keras_strategies.engines.torch.random_numbers.replica_generators import (
 )
 from keras_strategies.engines.torch.replicas.replica_threads import ReplicaThreads
 from keras_strategies.engines.torch.replicas.replica_variables import ReplicaVariables
-from keras_strategies.keras_compat.models.layers import sublayers, wraps_torch_modules
+from keras_strategies.keras_compat.backends.keras_on_torch import hook_torch_modules
+from keras_strategies.keras_compat.models.layers import (
+    sublayers,
+    torch_module_wrappers,
+)
+from keras_strategies.rows.declarations import is_declared
 from keras_strategies.rows.row_placements import RowProof
 from keras_strategies.runtime.data_parallel.replica_executor import LayerCallDriver
 from keras_strategies.runtime.data_parallel.split_plan import SplitPlan
@@ -57,6 +63,7 @@ class TorchLayerCalls(LayerCallDriver):
         self._threads = threads
         self._variables = variables
         self._has_warned = False
+        hook_torch_modules(module_copy)
 
     def can_split(self, tensors: Sequence[Any]) -> bool:
         if is_in_checkpoint():
@@ -78,7 +85,8 @@ class TorchLayerCalls(LayerCallDriver):
         )
 
     def foreign_variables(self, layer: Any) -> str | None:
-        return "torch modules" if wraps_torch_modules(layer) else None
+        wrappers = [] if is_declared(layer) else torch_module_wrappers(layer)
+        return None if all(map(is_declared, wrappers)) else "torch modules"
 
     def executor(self, plan: SplitPlan) -> CallOnThreads:
         return CallOnThreads(plan, self._threads, self._variables)
