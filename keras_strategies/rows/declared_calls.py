@@ -116,7 +116,7 @@ def _compared(
     nothing = CallResults([], [], {})
     try:
         with tracing_paused(), _unchanged_buffers(call.layer):
-            return None, _compare(call, with_rows)
+            return None, _symbolic(_compare(call, with_rows))
     except _Differs as error:
         return f"it is declared with `ks.row_wise`, but {error}", nothing
     except Exception as error:  # Of the user's code, or of a framework.
@@ -233,6 +233,21 @@ def _called(
         seeds = {id(v) for v in call.layer.variables if is_seed_state(v)}
         updates = {k: v for k, v in scope.state_mapping.items() if k not in seeds}
         return CallResults(outputs, list(scope.losses), updates)
+
+
+def _symbolic(results: CallResults) -> CallResults:
+    def spec(x: Any) -> Any:
+        if not ops.is_tensor(x):
+            return x
+        dtype = keras.backend.standardize_dtype(x.dtype)
+        return keras.KerasTensor(tuple(x.shape), dtype)
+
+    outputs, losses, updates = results
+    return CallResults(
+        tree.map_structure(spec, outputs),
+        [spec(x) for x in losses],
+        {key: spec(value) for key, value in updates.items()},
+    )
 
 
 def _arrays(results: CallResults) -> CallResults:

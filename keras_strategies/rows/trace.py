@@ -363,14 +363,13 @@ class Trace:
         has_rows = any(are_rows(x, self.rows) for x in tensors)
         flags = [x for x in leaves if not (isinstance(x, RowTensor) or is_array(x))]
 
-        def spec(x: Any, with_rows: bool) -> Any:
-            if not ops.is_tensor(x):
+        def with_all_rows(x: Any) -> Any:
+            if not (has_rows and _is_spec(x)):
                 return x
-            shape = (self.rows, *x.shape[1:]) if with_rows else tuple(x.shape)
-            return keras.KerasTensor(shape, keras.backend.standardize_dtype(x.dtype))
+            return keras.KerasTensor((self.rows, *x.shape[1:]), x.dtype)
 
-        outputs = tree.map_structure(lambda x: spec(x, has_rows), results.outputs)
-        more = [spec(x, False) for x in (*results.losses, *results.updates.values())]
+        outputs = tree.map_structure(with_all_rows, results.outputs)
+        more = [*results.losses, *results.updates.values()]
         count = sum(map(_is_spec, tree.flatten(outputs)))
         options = {"flags": flags, "outputs": count, "means": len(more)}
         made, added = self.record("row_wise", None, tensors, options, (outputs, more))

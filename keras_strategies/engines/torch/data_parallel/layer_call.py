@@ -134,7 +134,8 @@ class TorchLayerCalls(LayerCallDriver):
         }
         before = [(g, g.get_state()) for g in map(generator_of, devices)]
         try:
-            with torch.inference_mode(False):
+            # Hooks of the user's see no tensors of a comparison.
+            with torch.inference_mode(False), torch.no_grad():
                 yield
         finally:
             for generator, state in before:
