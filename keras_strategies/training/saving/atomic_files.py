@@ -71,7 +71,7 @@ def atomic_file(target: Path) -> Iterator[Path]:
     names are on disk then. A link is followed: the file that it names is replaced, and
     keeps its permissions. After an error the earlier file is as it was.
 
-    The path is in a folder that nobody else can write to, with a name that cannot be
+    The path is in a folder that no other user can write to, with a name that cannot be
     predicted, so that no link can be planted there.
 
     Raises:
