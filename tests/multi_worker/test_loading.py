@@ -58,6 +58,8 @@ def measure(path: str) -> tuple[int, Allocated, float]:
 
 def saved(folder: Any, name: str) -> tuple[str, float]:
     """A file of the model of one device, and the entry of a weight."""
+    # Before the model: else its memory is kept, and loading would take it uncounted.
+    return_large_blocks()
     keras.utils.set_random_seed(1)
     with ks.OneDeviceStrategy("cpu:0").scope():
         alone = network()
