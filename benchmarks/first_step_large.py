@@ -87,7 +87,7 @@ def without_proofs() -> None:
     """Takes every call of a model to be split by rows."""
     import keras
 
-    from keras_strategies.runtime.row_proofs.row_proofs import RowProofs
+    from keras_strategies.rows.row_proofs import RowProofs
 
     original = RowProofs.of
 

@@ -50,6 +50,7 @@ from keras_strategies.reports.describe import Description as Description
 from keras_strategies.reports.plan import Plan as Plan
 from keras_strategies.reports.worker_status import TrainingStatus as TrainingStatus
 from keras_strategies.reports.worker_status import WorkerStatus as WorkerStatus
+from keras_strategies.rows.declarations import row_wise as row_wise
 from keras_strategies.runtime.context import ReplicaContext as ReplicaContext
 from keras_strategies.runtime.context import has_strategy as has_strategy
 from keras_strategies.runtime.context import (

@@ -153,9 +153,9 @@ MUTANTS = [
     ),
     Mutant(
         "python_state_not_compared",
-        "runtime/row_proofs/row_proofs.py",
-        "        if changes and local > 1:",
-        "        if changes and local > 10:",
+        "rows/row_prover.py",
+        "        if change is not None and proof.problem is None:",
+        "        if change is not None and proof.problem is not None:",
         {"torch": "tests/row_proofs/test_unsplit_layers.py -k python_runs_as_often"},
     ),
     Mutant(

@@ -205,6 +205,15 @@ GROUPS: dict[str, Group] = {
                 "Replicas have the same structure of inputs: one of them warns.",
             ),
             Patch(
+                "keras.src.utils.torch_utils.TorchModuleWrapper",
+                "call",
+                "(self, *args, training=None, **kwargs)",
+                "backends.keras_on_torch.call_module",
+                "The module has the parameters of one device; each replica calls a "
+                "copy with its own ones.",
+                backend="torch",
+            ),
+            Patch(
                 "keras.src.losses.loss",
                 "scale_loss_for_distribution",
                 "(value)",

@@ -82,6 +82,13 @@ def end_use(groups: tuple[str, ...]) -> None:
             _remove_unused(group)
 
 
+@contextlib.contextmanager
+def unchanged() -> Iterator[None]:
+    """A block of code in which other threads install and remove no patches."""
+    with _lock:
+        yield
+
+
 def is_installed(group: str) -> bool:
     return group in installed
 

@@ -158,6 +158,7 @@ PRIVATE = (
         (
             "_clear_losses",
             "_flatten_layers",
+            "_layers",
             "_non_trainable_variables",
             "_remat_mode",
             "_trainable_variables",

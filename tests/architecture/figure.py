@@ -24,6 +24,7 @@ LAYERS = (
     ("input", "collectives"),
     ("engines",),
     ("runtime",),
+    ("rows",),
     ("processes", "communication"),
     ("cluster", "keras_compat"),
     ("lead",),

@@ -35,7 +35,7 @@ BOUNDS = {
     # While a step, a scope or a save is open. One is `repeat` on Torch's device "meta",
     # without which each worker calls models with `UpSampling2D` on all rows, one a loss
     # that copies all logits.
-    "attributes replaced for a time": 32,
+    "attributes replaced for a time": 33,
     "StatelessScope subclasses": 1,
     "communicators": 2,
     # Defaults of optional methods are none.

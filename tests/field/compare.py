@@ -20,7 +20,7 @@ from harness.data import Data
 from harness.training import SGD_TOLERANCE
 
 import keras_strategies as ks
-from keras_strategies.runtime.row_proofs.row_proofs import RowProofs
+from keras_strategies.rows.row_proofs import RowProofs
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Relative to the largest magnitude of each weight, with the seed 0.

@@ -78,6 +78,7 @@ CALLED = {
     "keras.src.layers.normalization.batch_normalization.BatchNormalization": (
         "keras.layers.BatchNormalization"
     ),
+    "keras.src.utils.torch_utils.TorchModuleWrapper": "keras.layers.TorchModuleWrapper",
     "keras.src.models.functional.Functional": "keras.src.models.sequential.Functional",
     "keras.src.optimizers.base_optimizer.BaseOptimizer": "keras.optimizers.Adam",
     "keras.src.optimizers.loss_scale_optimizer.LossScaleOptimizer": (

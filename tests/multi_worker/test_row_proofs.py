@@ -49,7 +49,7 @@ def fitted(strategy, mixes_rows: bool):
 @pytest.mark.parametrize("who", ["all", "worker 1"])
 def test_a_problem_that_one_worker_finds_counts_on_all(cluster, who):
     def program(strategy):
-        from keras_strategies.runtime.row_proofs import row_proofs
+        from keras_strategies.rows import row_proofs
 
         proved = row_proofs.RowProofs._proved
         if who == "worker 1" and strategy.workers.group.index == 1:

@@ -259,7 +259,6 @@ UNSPLIT: dict[str, tuple[str, ...]] = {
     "tensorflow": (*_MIXING, "beta-generator"),
     "torch": (
         *_MIXING,
-        "gamma-of-rows-generator",
         # Keras changes its input in place.
         "RandomBrightness",
         "RandomColorJitter",

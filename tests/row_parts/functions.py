@@ -59,9 +59,7 @@ class Function:
 
 
 # Looks whether all labels are 0 or 1.
-LABELS = {
-    "tensorflow": "All, over the rows",
-}.get(keras.backend.backend(), "Python reads a truth value")
+LABELS = "is a branch that depends on rows"
 #: Of Keras 3.16.
 #: Those that the lowest release of Keras has not; they are not on the page.
 NEWER_LOSSES = (
@@ -76,7 +74,7 @@ LOSSES = (
     Function("CategoricalFocalCrossentropy", "one_hot", "softmax"),
     Function("CategoricalGeneralizedCrossEntropy", "numbers", "softmax"),
     Function("CategoricalHinge", "one_hot"),
-    Function("Circle", "numbers", joined="with other rows"),
+    Function("Circle", "numbers", joined="reads the value of a tensor"),
     Function("CosineSimilarity"),
     Function("Dice", "flags", "sigmoid", joined="a sum over rows"),
     Function("Hinge", "flags", joined=LABELS),

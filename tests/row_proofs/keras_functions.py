@@ -520,7 +520,7 @@ def _control_flow() -> dict[str, Use]:
         "cond": use(lambda x: ops.cond(True, lambda: x, lambda: 2.0 * x)),
         "custom_gradient": use(identity),
         "fori_loop": use(lambda x: ops.fori_loop(0, 3, lambda i, h: h * 0.5 + x, x)),
-        "map": mixing(lambda x: ops.map(lambda row: row * 2.0, x)),
+        "map": use(lambda x: ops.map(lambda row: row * 2.0, x)),
         "scan": use(
             lambda x: ops.transpose(
                 ops.scan(

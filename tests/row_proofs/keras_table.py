@@ -18,8 +18,8 @@ from typing import Any
 
 import keras
 
-from keras_strategies.runtime.row_proofs.layer_calls import LayerCall, argument_leaves
-from keras_strategies.runtime.row_proofs.row_proofs import RowProofs
+from keras_strategies.rows.layer_calls import LayerCall, argument_leaves
+from keras_strategies.rows.row_proofs import RowProofs
 from row_proofs.keras_functions import FUNCTIONS
 from row_proofs.keras_layers import LAYERS, Called, case_of
 from row_proofs.proofs import built, prover
@@ -30,16 +30,15 @@ PAGE = Path(__file__).parents[2] / "docs" / "split-calls.md"
 BEGIN, END = "<!-- generated: begin -->\n", "<!-- generated: end -->\n"
 BACKENDS = {"torch": "Torch", "tensorflow": "TensorFlow"}
 #: By type, by its operations, not split since rows mix by definition, not split though
-#: they could be, and not possible in Keras: on this backend, or in a traced call.
+#: they could be, and not possible in Keras on this backend.
 TYPE, PROVED, MIXES, UNKNOWN, REFUSED = "type", "proved", "mixes", "unknown", "refused"
 _MEANINGS = {
     TYPE: "known by type",
     PROVED: "proved by their operations",
     MIXES: "never split: a row of the result depends on others, by definition",
-    UNKNOWN: "not split: no rule covers their operations",
-    REFUSED: "refused by Keras on this backend, for rows or in a traced call",
+    UNKNOWN: "not split: they call the framework, read values or have no rule",
+    REFUSED: "refused by Keras on this backend",
 }
-_UNTRACED = ("its call cannot be traced", "its call fails with")
 
 
 def cases(kind: str) -> dict[str, RowCase]:
@@ -66,7 +65,7 @@ def verdict(kind: str, name: str, case: RowCase) -> str:
         return TYPE if by_type else PROVED
     if _mixes(kind, name):
         return MIXES
-    return REFUSED if problem.startswith(_UNTRACED) else UNKNOWN
+    return UNKNOWN
 
 
 def _proof(layer: Any, values: Sequence[Any]) -> tuple[str | None, bool]:
@@ -75,9 +74,9 @@ def _proof(layer: Any, values: Sequence[Any]) -> tuple[str | None, bool]:
     kwargs = {"training": True}
     leaves = argument_leaves(tensors, kwargs)
     call = LayerCall(layer, layer.__call__, (tensors, kwargs), leaves, BATCH)
-    proofs = RowProofs(prover(), synchronizes_batch_norm=True)
+    proofs = RowProofs(prover(), lambda layer, proof: "", True)
     has_rows = [True] * len(tensors)
-    found, _ = proofs.of(call, [*has_rows, False], SIZES, local=1)
+    found, _ = proofs.of(call, [*has_rows, False], SIZES)
     by_type = found.is_by_type
     if isinstance(layer, Called) and found.problem is None:
         by_type = _is_known(layer.inner, tensors)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from keras import layers
 
-from keras_strategies.runtime.row_proofs.row_placements import MEAN, SAME
+from keras_strategies.rows.row_placements import MEAN, SAME
 from row_proofs import case_layers as own
 from row_proofs.case_layers import Around
 from row_proofs.row_case import ids, mixing, rows

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from keras import layers, ops
 
-from keras_strategies.runtime.row_proofs.row_placements import MEAN, ROWS, SAME, SUM
+from keras_strategies.rows.row_placements import MEAN, ROWS, SAME, SUM
 from row_proofs import case_layers as own
 from row_proofs.case_layers import Apply, Around
 from row_proofs.row_case import (
@@ -247,7 +247,7 @@ MIXING_OPERATIONS = [
         lambda x: x + ops.convert_to_tensor(BIG)[: ops.shape(x)[0]],
         (6,),
     ),
-    mixing_function(
+    function(
         "zeros with rows summed",
         lambda x: x + ops.sum(ops.ones((ops.shape(x)[0], 6))) * 0.0,
         (6,),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -12,28 +11,27 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.runtime.row_proofs.layer_calls import LayerCall, argument_leaves
-from keras_strategies.runtime.row_proofs.row_placements import RowPlacement, RowProof
-from keras_strategies.runtime.row_proofs.row_prover import RowProver
+from keras_strategies.rows.layer_calls import LayerCall, argument_leaves
+from keras_strategies.rows.row_placements import RowPlacement, RowProof
+from keras_strategies.rows.row_prover import RowProver
 from row_proofs.row_case import BATCH, SIZES, RowCase
 
-# On JAX a step is one program, and nothing is split.
-PROVERS = {
-    "tensorflow": "tensorflow.row_proofs.prover:TensorFlowRowProver",
-    "torch": "torch.row_proofs.torch_row_prover:TorchRowProver",
-}
-_PACKAGE = "keras_strategies.engines"
-needs_prover = pytest.mark.skipif(
-    keras.backend.backend() not in PROVERS, reason="this backend has no prover"
+#: Backends on which layer calls are split; on JAX a step is one program.
+SPLITS = ("tensorflow", "torch")
+needs_split = pytest.mark.skipif(
+    keras.backend.backend() not in SPLITS, reason="this backend does not split calls"
 )
 
 
 def prover() -> RowProver:
-    module, name = PROVERS[keras.backend.backend()].split(":")
+    """The prover of a strategy on two devices; one without replicas on JAX."""
+    if keras.backend.backend() not in SPLITS:
+        return RowProver()
     strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
     # Keras has been hooked before a strategy proves anything.
     with strategy.scope():
-        found = getattr(importlib.import_module(f"{_PACKAGE}.{module}"), name)(strategy)
+        call = strategy.drivers.fit._call
+    found = call._row_proofs._prover
     assert isinstance(found, RowProver)
     return found
 

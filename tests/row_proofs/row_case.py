@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from keras import ops
 
-from keras_strategies.runtime.row_proofs.row_placements import (
+from keras_strategies.rows.row_placements import (
     ROWS,
     RowKind,
     RowPlacement,

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from row_proofs.cases import CASES
-from row_proofs.proofs import built, needs_prover, placed_updates, proof_of
+from row_proofs.proofs import built, needs_split, placed_updates, proof_of
 from row_proofs.row_case import BATCH, SIZES, RowCase
 from row_proofs.split_numbers import assert_equal, numbers, split_numbers
 
@@ -38,7 +38,7 @@ def parameters() -> Iterator[Any]:
             yield pytest.param(case, id=case.name, marks=marks)
 
 
-@needs_prover
+@needs_split
 @pytest.mark.parametrize("case", parameters())
 def test_placements(case: RowCase) -> None:
     layer, values = built(case)

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import contextvars
 import functools
-import os
-import queue
-import sys
-import threading
 import warnings
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import keras
 import numpy as np
@@ -23,13 +17,9 @@ from harness.training import as_arrays, assert_same
 from keras import layers, ops
 
 import keras_strategies as ks
-from keras_strategies.runtime.row_proofs.layer_settings import (
-    ArgumentSettings,
-    LayerSettings,
-)
-from keras_strategies.runtime.row_proofs.row_proofs import RowProofs
-from row_proofs import case_layers
-from row_proofs.proofs import PROVERS
+from keras_strategies.rows.layer_settings import argument_key
+from keras_strategies.rows.row_proofs import RowProofs
+from row_proofs.proofs import SPLITS
 
 BACKEND = keras.backend.backend()
 X = np.random.default_rng(0).normal(size=(22, 4)).astype("float32")
@@ -52,12 +42,6 @@ class Slots:
         self.mixes = False
 
 
-@pytest.fixture(autouse=True)
-def environment_as_before() -> Iterator[None]:
-    yield
-    os.environ.pop("KERAS_STRATEGIES_TEST_MIXES", None)
-
-
 class Held(layers.Layer):
     """Mixes rows where a setting that it holds says so."""
 
@@ -75,11 +59,6 @@ class Held(layers.Layer):
 
 def _set(held: Any) -> None:
     held.mixes = True
-
-
-def _unset(config: Config) -> Config:
-    config.mixes = False
-    return config
 
 
 KINDS: dict[str, tuple[Callable[[], Any], Any, Any]] = {
@@ -119,17 +98,10 @@ KINDS: dict[str, tuple[Callable[[], Any], Any, Any]] = {
         lambda h: h(),
         lambda h: h.args[0].update({"a": 1}),
     ),
-    "weak reference": (
-        lambda: weakref.ref(_unset(CONFIG)),
-        lambda h: h().mixes,
-        lambda h: _set(h()),
-    ),
 }
-#: Reached by a weak reference only.
-CONFIG = Config()
 
 
-@pytest.mark.skipif(BACKEND not in PROVERS, reason="this backend has no prover")
+@pytest.mark.skipif(BACKEND not in SPLITS, reason="this backend has no prover")
 @pytest.mark.parametrize("name", KINDS)
 def test_a_setting_in_an_object_is_proved_again(name: str) -> None:
     make, read, change = KINDS[name]
@@ -150,136 +122,6 @@ def test_a_setting_in_an_object_is_proved_again(name: str) -> None:
             losses = [float(model.train_on_batch(X, X))]
             change(layer.held)
             losses += [float(model.train_on_batch(X, X)) for _ in range(2)]
-        found.append(as_arrays({"losses": losses, "weights": model.get_weights()}))
-    assert_same(found[0], found[1], 2e-5, name)
-
-
-MIXES = False
-
-
-class Settings:
-    mixes = False
-
-
-def helper() -> bool:
-    return MIXES
-
-
-def _of_closure() -> tuple[Callable[[], bool], Callable[[bool], None]]:
-    mixes = False
-
-    def change(value: bool) -> None:
-        nonlocal mixes
-        mixes = value
-
-    return lambda: mixes, change
-
-
-def _set_global(value: bool) -> None:
-    global MIXES
-    MIXES = value
-
-
-def _set_of_module(value: bool) -> None:
-    case_layers.mixes = value  # type: ignore[attr-defined]
-
-
-def _set_environment(value: bool) -> None:
-    os.environ["KERAS_STRATEGIES_TEST_MIXES"] = str(int(value))
-
-
-def _set_queue(value: bool) -> None:
-    while QUEUE.qsize():
-        QUEUE.get()
-    if value:
-        QUEUE.put(True)
-
-
-def _set_of_layer(value: bool) -> None:
-    OTHER[0].mixes = value
-
-
-class OfClassOfClasses(type):
-    @property
-    def mixes(cls) -> bool:
-        return MIXES
-
-
-class WithClass(metaclass=OfClassOfClasses):
-    pass
-
-
-class Descriptor:
-    def __get__(self, owner: Any, kind: Any) -> bool:
-        return MIXES
-
-
-class WithDescriptor:
-    mixes = Descriptor()
-    options: ClassVar = {"mixes": False}
-
-
-OF_CLOSURE, SET_CLOSURE = _of_closure()
-OF_CONTEXT = contextvars.ContextVar("OF_CONTEXT", default=False)
-OF_THREAD = threading.local()
-QUEUE = queue.SimpleQueue[bool]()
-OTHER = [layers.Identity()]
-#: What a function reads that no layer holds, and its assignment.
-OUTSIDE: dict[str, tuple[Callable[[], bool], Callable[[bool], None]]] = {
-    "global": (lambda: MIXES, _set_global),
-    "global of a function": (helper, _set_global),
-    "global of a function within": (lambda: (lambda: helper())(), _set_global),
-    "attribute of a class": (
-        lambda: Settings.mixes,
-        lambda value: setattr(Settings, "mixes", value),
-    ),
-    "attribute of a module": (lambda: case_layers.mixes, _set_of_module),
-    "variable of a closure": (OF_CLOSURE, SET_CLOSURE),
-    "context variable": (lambda: OF_CONTEXT.get(), OF_CONTEXT.set),
-    "environment": (
-        lambda: os.environ["KERAS_STRATEGIES_TEST_MIXES"] == "1",
-        _set_environment,
-    ),
-    "name in the text of the code": (lambda: globals()["MIXES"], _set_global),
-    "name in the modules": (lambda: sys.modules[__name__].MIXES, _set_global),
-    "attribute of another layer": (lambda: OTHER[0].mixes, _set_of_layer),
-    "property of a class of classes": (lambda: WithClass.mixes, _set_global),
-    "descriptor": (lambda: WithDescriptor().mixes, _set_global),
-    "dict of a class": (
-        lambda: WithDescriptor.options["mixes"],
-        lambda value: WithDescriptor.options.update(mixes=value),
-    ),
-    "thread": (
-        lambda: getattr(OF_THREAD, "mixes", False),
-        lambda value: setattr(OF_THREAD, "mixes", value),
-    ),
-    "queue": (
-        lambda: QUEUE.qsize() > 0,
-        _set_queue,
-    ),
-}
-
-
-@pytest.mark.skipif(BACKEND not in PROVERS, reason="this backend has no prover")
-@pytest.mark.parametrize("name", OUTSIDE)
-def test_a_setting_outside_of_layers_is_proved_again(name: str) -> None:
-    read, change = OUTSIDE[name]
-    found = []
-    for strategy in (None, ks.MirroredStrategy(["cpu:0", "cpu:1"])):
-        keras.utils.set_random_seed(3)
-        change(False)
-        with (
-            warnings.catch_warnings(),
-            strategy.scope() if strategy else contextlib.nullcontext(),
-        ):
-            warnings.simplefilter("ignore")
-            layer = Held(None, lambda held: read())
-            model = keras.Sequential([keras.Input((4,)), layer])
-            model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=True)
-            losses = [float(model.train_on_batch(X, X))]
-            change(True)
-            losses += [float(model.train_on_batch(X, X)) for _ in range(2)]
-            change(False)
         found.append(as_arrays({"losses": losses, "weights": model.get_weights()}))
     assert_same(found[0], found[1], 2e-5, name)
 
@@ -316,7 +158,7 @@ def _given(kind: str, mixes: bool, given: Given) -> Any:
     return given
 
 
-@pytest.mark.skipif(BACKEND not in PROVERS, reason="this backend has no prover")
+@pytest.mark.skipif(BACKEND not in SPLITS, reason="this backend has no prover")
 @pytest.mark.parametrize("kind", ["code", "closure", "object"])
 def test_an_argument_that_changes_is_proved_again(kind: str) -> None:
     found = []
@@ -335,24 +177,8 @@ def test_an_argument_that_changes_is_proved_again(kind: str) -> None:
 
 def test_functions_with_equal_code_share_a_proof() -> None:
     first, second, third = (_given("closure", mixes, None) for mixes in (0, 0, 1))
-    tokens = [ArgumentSettings(each).token for each in (first, second, third)]
-    assert tokens[0] == tokens[1] != tokens[2]
-
-
-def test_what_installed_packages_hold_is_not_followed() -> None:
-    # By way of their modules, code can reach millions of values.
-    settings = LayerSettings(Held(None, lambda held: getattr(pytest, "mixes", False)))
-    settings.number()
-    assert not settings.problem
-    assert settings._values._count < 1000
-
-
-def test_many_values_are_a_problem() -> None:
-    few, many = Held([0] * 10, bool), Held([[0] * 1000 for _ in range(300)], bool)
-    for layer, expected in ((few, False), (many, True)):
-        settings = LayerSettings(layer)
-        settings.number()
-        assert ("too many" in settings.problem) is expected
+    keys = [argument_key(each) for each in (first, second, third)]
+    assert keys[0] == keys[1] != keys[2]
 
 
 class Counter:
@@ -376,7 +202,7 @@ class Counting(layers.Layer):
         return inputs * 2.0
 
 
-@pytest.mark.skipif(BACKEND not in PROVERS, reason="this backend has no prover")
+@pytest.mark.skipif(BACKEND not in SPLITS, reason="this backend has no prover")
 @pytest.mark.parametrize("keeps", [False, True])
 def test_slots_are_seen(keeps: bool) -> None:
     with ks.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
@@ -391,7 +217,7 @@ def test_slots_are_seen(keeps: bool) -> None:
         assert layer.counter[0].last.shape == (22, 4)
 
 
-@pytest.mark.skipif(BACKEND not in PROVERS, reason="this backend has no prover")
+@pytest.mark.skipif(BACKEND not in SPLITS, reason="this backend has no prover")
 def test_calls_and_training_change_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     proofs = []
     prove = RowProofs._proved

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_strategies.runtime.row_proofs.layer_calls import (
+from keras_strategies.rows.layer_calls import (
     LayerCall,
     argument_leaves,
 )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import contextvars
-import functools
 import queue
 import types
 import warnings
@@ -24,7 +23,7 @@ from harness.training import as_arrays, assert_same
 from keras import layers, ops
 
 import keras_strategies as ks
-from row_proofs.proofs import PROVERS
+from row_proofs.proofs import SPLITS
 
 BACKEND = keras.backend.backend()
 RANDOM = np.random.default_rng(7)
@@ -32,7 +31,7 @@ X = RANDOM.normal(size=(27, 4)).astype("float32")
 Y = RANDOM.normal(size=(27, 1)).astype("float32")
 
 pytestmark = pytest.mark.skipif(
-    BACKEND not in PROVERS, reason="JAX lets no tensor leave a traced call"
+    BACKEND not in SPLITS, reason="JAX lets no tensor leave a traced call"
 )
 
 
@@ -197,39 +196,3 @@ def test_numbers_are_those_of_one_device(name: str) -> None:
         found.append(as_arrays({"loss": history["loss"], "of": model.get_weights()}))
     assert_same(found[0], found[1], 2e-5, name)
     assert any("split by rows" in str(each.message) for each in caught)
-
-
-class WithCache(Base):
-    """Adds a table that a function with a cache makes, of a tensor or an array."""
-
-    def __init__(self, is_tensor: bool):
-        super().__init__()
-        self.is_tensor = is_tensor
-
-    def call(self, inputs: Any) -> Any:
-        return super().call(ops.add(inputs, table(4, self.is_tensor)))
-
-
-@functools.lru_cache
-def table(length: int, is_tensor: bool) -> Any:
-    found = np.arange(length, dtype="float32")
-    return ops.convert_to_tensor(found) if is_tensor else found
-
-
-@pytest.mark.skipif(BACKEND != "torch", reason="a tensor of a trace is of no use later")
-@pytest.mark.parametrize("is_tensor", [False, True])
-def test_caches_of_functions_have_no_tensors_of_proofs(is_tensor: bool) -> None:
-    found = []
-    for strategy in (None, ks.MirroredStrategy(["cpu:0", "cpu:1"])):
-        keras.utils.set_random_seed(3)
-        table.cache_clear()
-        with strategy.scope() if strategy else contextlib.nullcontext():
-            model = WithCache(is_tensor)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            outputs = [model.predict_on_batch(X) for _ in range(2)]
-        found.append(as_arrays(outputs))
-    table.cache_clear()
-    assert_same(found[0], found[1], 1e-5, "with a cache")
-    texts = [str(each.message) for each in caught]
-    assert any("cannot be split" in text for text in texts) is is_tensor, texts

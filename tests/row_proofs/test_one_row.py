@@ -81,8 +81,8 @@ class Squeezed(Weighted):
     """With one row the batch axis is gone, and the mean is one of rows."""
 
     def call(self, x: Any) -> Any:
-        first = torch.squeeze(self.hidden(x)[:, :1])
-        return first.mean(dim=0) + ops.sum(self.hidden(x), axis=1)
+        first = ops.squeeze(self.hidden(x)[:, :1])
+        return ops.mean(first, axis=0) + ops.sum(self.hidden(x), axis=1)
 
 
 class Branch(Weighted):
@@ -96,12 +96,6 @@ class Factor(Weighted):
 
     def call(self, x: Any) -> Any:
         return ops.sum(self.hidden(x), axis=1) * (3.0 if x.shape[0] == 1 else 1.0)
-
-
-class OtherAxis(Weighted):
-    def call(self, x: Any) -> Any:
-        hidden = self.hidden(x)
-        return hidden.sum(dim=1 if x.shape[0] > 1 else 1 - hidden.dim() + 1)
 
 
 class OtherWeight(Weighted):
@@ -138,43 +132,6 @@ class OtherLoss(Weighted):
         return ops.sum(hidden, axis=1)
 
 
-class ChangedView(Weighted):
-    """A reshape that copies, but for one row: there the change is one of `turned`."""
-
-    def call(self, x: Any) -> Any:
-        hidden = self.hidden(x)
-        turned = hidden.permute(1, 0, 2)
-        flat = turned.reshape(6, -1)
-        flat.mul_(3.0)
-        return (turned + flat.reshape(6, -1, 4)).sum(dim=0)
-
-
-class ChangedItself(Weighted):
-    """`contiguous` returns its argument, but only for one row."""
-
-    def call(self, x: Any) -> Any:
-        turned = self.hidden(x).sum(dim=1, keepdim=True).permute(1, 0, 2)
-        turned = turned.expand(1, -1, 4).permute(1, 0, 2).transpose(0, 1)
-        same = turned.transpose(0, 2).contiguous()
-        same.mul_(3.0)
-        return (turned + same.transpose(0, 2))[0]
-
-
-class OtherGradient(Weighted):
-    def call(self, x: Any) -> Any:
-        return ops.mean(_OfRows.apply(self.hidden(x)), axis=1)
-
-
-class _OfRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Any) -> Any:
-        return x * 1.0
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
-        return gradient * (3.0 if len(gradient) == 1 else 1.0)
-
-
 class OtherUpdate(Weighted):
     def build(self, shape: Any) -> None:
         super().build(shape)
@@ -186,69 +143,17 @@ class OtherUpdate(Weighted):
         return ops.sum(self.hidden(x), axis=1)
 
 
-class GradientInside(Weighted):
-    """A backward pass in the call, with code of its own for one row."""
-
-    def call(self, x: Any) -> Any:
-        hidden = self.hidden(x)
-        with torch.enable_grad():
-            source = hidden.detach().requires_grad_()
-            (inner,) = torch.autograd.grad(_OfRows.apply(source).sum(), source)
-        return ops.sum(hidden * inner, axis=1)
-
-
-class WithoutGradient(Weighted):
-    """A part of the call has no gradient, but only for one row."""
-
-    def call(self, x: Any) -> Any:
-        none = torch.no_grad() if x.shape[0] == 1 else contextlib.nullcontext()
-        with none:
-            hidden = self.hidden(x)
-        return ops.sum(hidden + self.hidden(x), axis=1)
-
-
-class GradientDisabled(Weighted):
-    def call(self, x: Any) -> Any:
-        with torch.set_grad_enabled(torch.is_grad_enabled() and x.shape[0] > 1):
-            hidden = self.hidden(x)
-        return ops.sum(hidden + self.hidden(x), axis=1)
-
-
-class InferenceMode(Weighted):
-    def call(self, x: Any) -> Any:
-        inference = torch.inference_mode(x.shape[0] == 1 or torch.is_inference(x))
-        with inference:
-            hidden = self.hidden(x)
-        return ops.sum(hidden.clone() + self.hidden(x), axis=1)
-
-
-class HookOfATensor(Weighted):
-    def call(self, x: Any) -> Any:
-        hidden = self.hidden(x)
-        if x.shape[0] == 1 and hidden.requires_grad:
-            hidden.register_hook(lambda gradient: 3.0 * gradient)
-        return ops.sum(hidden, axis=1)
-
-
-SPLIT = (Einsum, Broadcast, ChangedCopy, OwnGradient)
+SPLIT = (Einsum, Broadcast, ChangedCopy)
 OTHERS = (
+    OwnGradient,
     Squeezed,
     Branch,
     Factor,
-    OtherAxis,
     OtherWeight,
     OtherTable,
     OtherResult,
     OtherLoss,
-    ChangedView,
-    ChangedItself,
-    OtherGradient,
-    GradientInside,
     OtherUpdate,
-    WithoutGradient,
-    GradientDisabled,
-    InferenceMode,
-    HookOfATensor,
 )
 
 

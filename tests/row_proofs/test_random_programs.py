@@ -15,7 +15,7 @@ import pytest
 from keras import layers, ops
 
 from row_proofs.case_layers import with_gradient
-from row_proofs.proofs import needs_prover, proof_of
+from row_proofs.proofs import needs_split, proof_of
 from row_proofs.row_case import SIZES
 from row_proofs.split_numbers import assert_equal, numbers, split_numbers
 
@@ -110,7 +110,7 @@ def program(seed: int) -> tuple[Program, bool]:
     return Program(functions, loss[0]), not mixes and loss[1]
 
 
-@needs_prover
+@needs_split
 @pytest.mark.parametrize("sizes", [SIZES, (7, 1)], ids=str)
 @pytest.mark.parametrize("seed", range(16))
 def test_random_programs(seed: int, sizes: tuple[int, int]) -> None:

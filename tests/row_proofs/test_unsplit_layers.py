@@ -21,7 +21,6 @@ from harness.training import Case, assert_same, compiled, train
 from keras import layers, ops
 
 import keras_strategies as ks
-from keras_strategies.runtime.row_proofs.row_proofs import RowProofs
 
 BACKEND = keras.backend.backend()
 SPLITS = pytest.mark.skipif(BACKEND == "jax", reason="JAX does not split layer calls")
@@ -272,50 +271,6 @@ def test_python_runs_as_often_as_on_one_device(kind: Any) -> None:
     (said,) = predicted(layer, 8)
     assert "'calls'" in said
     assert layer.calls == 1
-
-
-class Block(layers.Layer):
-    """A layer with layers in it."""
-
-    def __init__(self, *inner: layers.Layer):
-        super().__init__()
-        self.inner = list(inner)
-
-    def build(self, shape: Any) -> None:
-        for layer in self.inner:
-            layer.build(shape)
-
-    def call(self, inputs: Any) -> Any:
-        for layer in self.inner:
-            inputs = layer(inputs)
-        return inputs
-
-
-@SPLITS
-def test_layers_that_mix_rows_are_proved_with_the_layer_around_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    proved: list[str] = []
-    original = RowProofs._proved
-
-    def noted(self: Any, call: Any, *args: Any) -> Any:
-        proved.append(call.layer.name)
-        return original(self, call, *args)
-
-    monkeypatch.setattr(RowProofs, "_proved", noted)
-    mixing = Block(layers.Dense(6), Centered())
-    around_it = Block(layers.Dense(6, activation="tanh"), mixing)
-    separable = Block(layers.Dense(6), layers.Dense(6))
-    with warnings.catch_warnings(), mirrored().scope():
-        warnings.filterwarnings("ignore", message=".*split by rows")
-        model = keras.Sequential([keras.Input((6,)), around_it, mixing, separable])
-        model.compile(run_eagerly=True)
-        model.predict_on_batch(X)
-        assert proved == [model.name, separable.name]
-        # Another number of rows has other proofs.
-        proved.clear()
-        model.predict_on_batch(X[:7])
-    assert proved == [model.name, separable.name]
 
 
 _results: dict[str, Any] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from keras import ops
 
-from keras_strategies.runtime.row_proofs.row_placements import MEAN, SAME, SUM
+from keras_strategies.rows.row_placements import MEAN, SAME, SUM
 from row_proofs import case_layers as own
 from row_proofs.case_layers import AddLoss, Tracked
 from row_proofs.row_case import (

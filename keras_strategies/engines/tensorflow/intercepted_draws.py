@@ -1,7 +1,6 @@
 """Random numbers that code draws by `keras.random`.
 
-On a replica these are numbers of its rows; in the trace of a proof they are recorded.
-Python's order of draws numbers them, and it is the same in each trace of the code. A
+On a replica these are numbers of its rows. Python's order of draws numbers them. A
 draw in a loop or a branch of a graph is one draw. Functions that are traced once and
 called again have no such order: in a `tf.function` within the call, numbers are drawn
 as they are.
@@ -31,65 +30,13 @@ from keras_strategies.errors import ContextError
 from keras_strategies.runtime.once import once
 from keras_strategies.runtime.random_numbers.keras_draws import (
     KerasDraw,
-    RecordedDraws,
     seeing_draws,
 )
 from keras_strategies.runtime.random_numbers.row_draws import (
     DrawsOfRun,
     OwnRows,
     RowDraws,
-    drawing,
 )
-
-
-class TracedDraws(RecordedDraws):
-    """The draws of a traced call, in order.
-
-    Args:
-        graph: the graph of the call.
-        is_eager: bool, whether the call itself runs eagerly.
-    """
-
-    def __init__(self, graph: Any, is_eager: bool):
-        super().__init__()
-        #: The first operation of each.
-        self.results: list[Any] = []
-        #: Why these are not the draws of the call, as the end of a sentence.
-        self.problem = ""
-        #: Set while gradients are computed.
-        self.is_backward = False
-        self._graph = graph
-        self._is_eager = is_eager
-
-    def recorded(self, draw: KerasDraw) -> Any:
-        is_first = True
-
-        def make(name: str, original: Any, given: dict[str, Any]) -> Any:
-            nonlocal is_first
-            result = original(**given)
-            if is_first:
-                self._add(result)
-            is_first = False
-            return result
-
-        with _set(_making, make):
-            return draw.call()
-
-    def _add(self, result: Any) -> None:
-        """Records a draw, if replicas will find it."""
-        current = tf.compat.v1.get_default_graph()
-        is_own = not tf.executing_eagerly() and current is self._graph
-        if self.is_backward:
-            self.problem = "it draws random numbers in its backward pass"
-        elif is_own or (not self._is_eager and _is_in(self._graph)):
-            self.results.append(result)
-        elif self._is_eager and (tf.executing_eagerly() or _is_in(self._graph)):
-            # Eager code draws in each iteration, and in one of several branches.
-            self.problem = (
-                "it draws random numbers in a loop or branch of TensorFlow, or in "
-                "`tf.init_scope`, in eager mode"
-            )
-
 
 #: Called with the function that makes an operation, its name and its arguments.
 _Make = Callable[[str, Callable[..., Any], dict[str, Any]], Any]
@@ -101,13 +48,6 @@ _making: contextvars.ContextVar[_Make | None] = contextvars.ContextVar(
 _graph_of_call: contextvars.ContextVar[Any] = contextvars.ContextVar(
     "graph_of_call", default=None
 )
-
-
-@contextlib.contextmanager
-def recording(recorder: TracedDraws) -> Iterator[None]:
-    """Context in which the draws of a traced call are recorded."""
-    with drawing(recorder), seeing_draws(_drawn):
-        yield
 
 
 @contextlib.contextmanager

@@ -51,6 +51,7 @@ __all__ = [
     "is_transformed",
     "local_shard",
     "memory_tracker",
+    "module_copy",
     "module_hooks",
     "pushed_dispatch_mode",
     "pushed_function_mode",
@@ -83,6 +84,11 @@ PRIVATE_NAMES = (
         ("_allgather_base", "_reduce_scatter_base"),
         "Rows of all workers are gathered into one tensor, and gradients of shards "
         "are summed from one.",
+    ),
+    Private(
+        "torch.nn.Module",
+        ("_replicate_for_data_parallel",),
+        "Replicas call a torch module with their own copies of its parameters.",
     ),
     Private(
         "torch.multiprocessing.reductions",
@@ -510,3 +516,25 @@ def compile_graph(graph: Any, inputs: list[Any]) -> Callable[..., Any]:
     with config.patch(compile_threads=1):
         compiled: Callable[..., Any] = compile(graph, inputs)
     return compiled
+
+
+def module_copy(module: torch.nn.Module, values: dict[int, Any], device: Any) -> Any:
+    """A module with other tensors in place of its parameters.
+
+    Args:
+        module: the module, which is not changed.
+        values: the tensors, by the `id` of parameters.
+        device: torch.device, that of the copies of its buffers.
+    """
+    copies: dict[int, Any] = {}
+    for each in module.modules():
+        copies[id(each)] = each._replicate_for_data_parallel()
+    for each in module.modules():
+        copy = copies[id(each)]
+        for name, parameter in each.named_parameters(recurse=False):
+            setattr(copy, name, values[id(parameter)])
+        for name, buffer in each.named_buffers(recurse=False):
+            setattr(copy, name, buffer.to(device))
+        for name, child in each.named_children():
+            setattr(copy, name, copies[id(child)])
+    return copies[id(module)]

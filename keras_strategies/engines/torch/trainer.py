@@ -30,7 +30,6 @@ from keras_strategies.engines.torch.random_numbers.row_numbers import partitione
 from keras_strategies.engines.torch.replicas.replica_threads import ReplicaThreads
 from keras_strategies.engines.torch.replicas.replica_variables import ReplicaVariables
 from keras_strategies.engines.torch.rollback import TorchRollback
-from keras_strategies.engines.torch.row_proofs.call_recording import error_text
 from keras_strategies.engines.torch.step_memory import step_peak
 from keras_strategies.engines.torch.tensor_primitives import PRIMITIVES
 from keras_strategies.engines.torch.worker_collectives import TorchCommunicator
@@ -41,6 +40,7 @@ from keras_strategies.keras_compat.models.input_adapters import (
 )
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.variables.values import raw_value, set_raw_value
+from keras_strategies.rows.row_tensors import error_text
 from keras_strategies.runtime.data_parallel.layer_call import DataParallelCall
 from keras_strategies.runtime.data_parallel.row_parts import has_row_parts
 from keras_strategies.runtime.drivers import FitDriver

@@ -8,6 +8,8 @@ from typing import Any
 import keras
 
 from keras_strategies.keras_compat import patching
+from keras_strategies.keras_compat.state_scope import current_policy
+from keras_strategies.keras_compat.variables.values import raw_value
 
 
 def distribution_class() -> Any:
@@ -49,6 +51,34 @@ def sparse_categorical_crossentropy(
     logits = output.reshape(-1, output.shape[-1])
     losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
     return losses.reshape(output.shape[:-1])
+
+
+class _Modules:
+    copy: Callable[[Any, dict[int, Any], Any], Any]
+
+
+def hook_torch_modules(copy: Callable[[Any, dict[int, Any], Any], Any]) -> None:
+    """Sets the function by which replicas call torch modules.
+
+    Args:
+        copy: returns a module with other parameters, given the module, tensors by the
+            `id` of its parameters, and a device.
+    """
+    _Modules.copy = copy
+
+
+def call_module(
+    original: Any, self: Any, *args: Any, training: Any = None, **kwargs: Any
+) -> Any:
+    import torch
+
+    if current_policy() is None:
+        return original(self, *args, training=training, **kwargs)
+    self.train(training is not False)
+    values = {id(raw_value(v)): v.value for v in self.variables}
+    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+    device = next(iter(tensors or values.values())).device
+    return _Modules.copy(self.module, values, device)(*args, **kwargs)
 
 
 class _Tensors:

@@ -12,6 +12,12 @@ def sublayers(layer: Any) -> list[Any]:
     return list(layer._flatten_layers())
 
 
+def own_layers(layer: Any) -> list[Any]:
+    """The layers that a layer has itself, a list that changes (`Layer._layers`)."""
+    found: list[Any] = layer._layers
+    return found
+
+
 def keeps_masks(layer: Any) -> bool:
     """Whether a call keeps what it draws in attributes of a layer.
 
@@ -51,15 +57,15 @@ def layer_settings(layer: Any) -> Any:
     )
 
 
-def wraps_torch_modules(layer: Any) -> bool:
-    """Whether a layer contains torch modules that hold parameters of their own.
+def torch_module_wrappers(layer: Any) -> list[Any]:
+    """The layers, in a layer, with torch modules that hold parameters of their own.
 
     Keras 3.15 wraps each in a `TorchModuleWrapper`; its call reads the module's
     parameters and not the Keras variables that stand for them.
     """
     from keras.src.utils.torch_utils import TorchModuleWrapper
 
-    return any(isinstance(sub, TorchModuleWrapper) for sub in sublayers(layer))
+    return [sub for sub in sublayers(layer) if isinstance(sub, TorchModuleWrapper)]
 
 
 def rematerializes(layer: Any) -> bool:
@@ -68,6 +74,11 @@ def rematerializes(layer: Any) -> bool:
     Keras 3.15: `Layer._remat_mode`.
     """
     return any(sublayer._remat_mode is not None for sublayer in sublayers(layer))
+
+
+def is_rematerialized(layer: Any) -> bool:
+    """Whether the call of a layer is computed again in the backward pass."""
+    return layer._remat_mode is not None
 
 
 def wraps_activation(layer: Any) -> bool:

@@ -1,5 +1,8 @@
 """Keras's own layers that compute each row of their outputs from that row of inputs.
 
+Functions and layers that a user passes to them are arguments like others: a layer is
+known if its activation, cell or inner layer is.
+
 A layer is in a table by its type and arguments. Its call is then Keras's code, which
 these tables were written from (Keras 3.15 and 3.16); `tests/row_proofs` proves each of
 them by its operations. Everything else is proved by its operations: layers and
@@ -8,10 +11,12 @@ functions of users, operations in functional models, layers with an axis of the 
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 
 from keras_strategies.keras_compat.models.layers import (
     rematerializes,
@@ -22,7 +27,6 @@ from keras_strategies.keras_compat.strategy_attribute import STRATEGY_ATTRIBUTE
 #: Layers without an argument that could mix rows.
 _ROW_WISE = frozenset(
     [
-        "Activation",
         "AdaptiveAveragePooling1D",
         "AdaptiveAveragePooling2D",
         "AdaptiveAveragePooling3D",
@@ -30,9 +34,6 @@ _ROW_WISE = frozenset(
         "AdaptiveMaxPooling2D",
         "AdaptiveMaxPooling3D",
         "Add",
-        "AdditiveAttention",
-        "AlphaDropout",
-        "Attention",
         "Average",
         "AveragePooling1D",
         "AveragePooling2D",
@@ -61,12 +62,10 @@ _ROW_WISE = frozenset(
         "GlobalMaxPooling1D",
         "GlobalMaxPooling2D",
         "GlobalMaxPooling3D",
-        "GroupedQueryAttention",
         "Identity",
         "InputLayer",
         "LSTMCell",
         "LeakyReLU",
-        "Masking",
         "MaxPooling1D",
         "MaxPooling2D",
         "MaxPooling3D",
@@ -78,7 +77,6 @@ _ROW_WISE = frozenset(
         "ReLU",
         "RepeatVector",
         "ReversibleEmbedding",
-        "Rescaling",
         "Reshape",
         "SeparableConv1D",
         "SeparableConv2D",
@@ -164,6 +162,14 @@ _NOT_CALLED_NAMES = frozenset(
         "recurrent_regularizer",
     ]
 )
+#: Functions of `keras.activations` that compute each entry from that at its place.
+_ELEMENTWISE_ACTIVATIONS = """
+    celu elu exponential gelu hard_shrink hard_sigmoid hard_silu hard_tanh leaky_relu
+    linear log_sigmoid mish relu relu6 selu sigmoid silu soft_shrink softplus softsign
+    sparse_plus sparse_sigmoid squareplus tanh tanh_shrink threshold
+"""
+#: Those along the last axis.
+_LAST_AXIS_ACTIVATIONS = frozenset(["glu", "log_softmax", "softmax", "sparsemax"])
 #: Names that a user's subclass of a model may define without changing its call.
 NAMES_OF_TRAINING = frozenset(
     [
@@ -218,7 +224,7 @@ def is_row_wise(layer: Any, ranks: Sequence[int]) -> bool:
     """
     if not isinstance(layer, keras.layers.Layer):
         return False  # A cell of the user's.
-    if "call" in vars(layer) or not _has_known_functions(layer):
+    if "call" in vars(layer) or not _has_known_functions(layer, ranks):
         return False
     if layer.non_trainable_variables and rematerializes(layer):
         return False  # Backward passes assign them, too.
@@ -320,9 +326,23 @@ def _is_known_class(model: Any) -> bool:
     return True
 
 
-def _has_known_functions(layer: Any) -> bool:
-    """Whether all functions that a layer holds for its call are Keras's."""
+def _has_known_functions(layer: Any, ranks: Sequence[int] | None = None) -> bool:
+    """Whether all functions that a layer holds for its call are known.
+
+    Args:
+        layer: the layer.
+        ranks: the numbers of axes of its inputs; None if it suffices that they are
+            Keras's.
+    """
+    activations = ("activation", "recurrent_activation")
+    if ranks is not None:
+        # Layers are no entries of `vars` on Torch.
+        held = [getattr(layer, name, None) for name in activations]
+        if not all(_is_known_activation(each, ranks) for each in held):
+            return False
     for name, value in vars(layer).items():
+        if name in activations and ranks is not None:
+            continue
         if name == "activity_regularizer":
             if value is None:
                 continue
@@ -334,15 +354,32 @@ def _has_known_functions(layer: Any) -> bool:
             and not isinstance(value, (keras.layers.Layer, keras.Variable))
             and name not in _NOT_CALLED_NAMES
             and not name.endswith(_NOT_CALLED)
-            and name not in (STRATEGY_ATTRIBUTE, "optimizer")
+            and name not in (STRATEGY_ATTRIBUTE, "build", "optimizer", "quantize")
         ):
             module = getattr(value, "__module__", None) or type(value).__module__
-            if module.partition(".")[0] != "keras" and not isinstance(value, type):
-                # In models, what their training calls: losses and metrics.
-                if _is_container(layer) and name != "call":
-                    continue
+            # In models, what their training calls: losses and metrics.
+            of_training = _is_container(layer) and name != "call"
+            is_of_keras = module.partition(".")[0] == "keras"
+            is_known = is_of_keras and not isinstance(value, types.FunctionType)
+            if ranks is None:
+                is_known = is_of_keras
+            if not (isinstance(value, type) or of_training or is_known):
                 return False
     return True
+
+
+def _is_known_activation(value: Any, ranks: Sequence[int]) -> bool:
+    """Whether an activation computes each row from that row; a layer may be one."""
+    if value is None:
+        return True
+    if isinstance(value, keras.layers.Layer):
+        return is_row_wise(value, ranks)
+    name = getattr(value, "__name__", "")
+    if value is not getattr(keras.activations, name, None):
+        return False
+    if name in _LAST_AXIS_ACTIVATIONS:
+        return min(ranks, default=0) >= 2
+    return name in _ELEMENTWISE_ACTIVATIONS.split()
 
 
 # Layers with an axis.
@@ -350,6 +387,8 @@ def _has_known_functions(layer: Any) -> bool:
 
 def _is_other_axis(axis: Any, ranks: Sequence[int]) -> bool:
     """Whether no axis is that of the rows; negative ones need the number of axes."""
+    if axis is None:
+        return False
     axes = axis if isinstance(axis, (list, tuple)) else [axis]
     if not ranks or min(ranks) < 2:
         return False
@@ -376,7 +415,32 @@ def _einsum(layer: Any, ranks: Sequence[int]) -> bool:
 
 def _attention(layer: Any, ranks: Sequence[int]) -> bool:
     axes = layer._attention_axes
-    return axes is None or all(axis > 0 for axis in axes)
+    is_other = axes is None or all(axis > 0 for axis in axes)
+    return is_other and _at_least(3)(layer, ranks)
+
+
+def _at_least(rank: int) -> Callable[[Any, Sequence[int]], bool]:
+    """Layers of inputs with so many axes: with fewer, rows are along the others."""
+    return lambda layer, ranks: min(ranks, default=0) >= rank
+
+
+def _attends(layer: Any, ranks: Sequence[int]) -> bool:
+    # Masks have an axis less.
+    return max(ranks, default=0) >= 3 and min(ranks) >= 2
+
+
+def _rescales(layer: Any, ranks: Sequence[int]) -> bool:
+    # An array with as many axes could have a value for each row.
+    least = min(ranks, default=0)
+    return all(np.ndim(each) < max(least, 1) for each in (layer.scale, layer.offset))
+
+
+def _encodes(layer: Any, ranks: Sequence[int]) -> bool:
+    """Lookups and encodings, which call TensorFlow there and are traced elsewhere."""
+    if keras.backend.backend() != "tensorflow" or getattr(layer, "sparse", False):
+        return False
+    is_one_to_one = layer.output_mode in ("int", "one_hot")
+    return is_one_to_one or min(ranks, default=0) >= 2
 
 
 def _recurrent(layer: Any, ranks: Sequence[int]) -> bool:
@@ -405,47 +469,77 @@ def _transforms(layer: Any, ranks: Sequence[int]) -> bool:
 
 
 _CHECKED: dict[str, Callable[[Any, Sequence[int]], bool]] = {
+    "Activation": lambda layer, ranks: True,
     "ActivityRegularization": lambda layer, ranks: True,
+    "AdditiveAttention": _attends,
+    "AlphaDropout": _dropout,
+    "Attention": _attends,
     "BatchNormalization": _with_axis,
     "ConvLSTM1D": _recurrent,
     "ConvLSTM2D": _recurrent,
     "ConvLSTM3D": _recurrent,
+    "CategoryEncoding": _encodes,
     "Concatenate": _with_axis,
+    "Discretization": _encodes,
     "Dot": lambda layer, ranks: _is_other_axis(layer.axes, ranks),
     "Dropout": _dropout,
     "EinsumDense": _einsum,
     "GRU": _recurrent,
     "GroupNormalization": _with_axis,
+    "GroupedQueryAttention": _attends,
+    "Hashing": _encodes,
+    "IntegerLookup": _encodes,
     "LSTM": _recurrent,
     "LayerNormalization": _with_axis,
+    "Masking": _at_least(2),
     "MultiHeadAttention": _attention,
     "Normalization": _with_axes_of_build,
     "RNN": _recurrent,
     "RMSNormalization": _with_axis,
+    "Rescaling": _rescales,
     "RandomRotation": _transforms,
     "RandomShear": _transforms,
     "RandomTranslation": _transforms,
     "RandomZoom": _transforms,
     "SimpleRNN": _recurrent,
     "Softmax": _with_axis,
+    "StringLookup": _encodes,
     "TimeDistributed": _time_distributed,
     "UnitNormalization": _with_axis,
 }
 
 
-#: Metrics whose update adds a sum over rows to each of their variables. Their code
-#: counts entries by reading values, which a row proof does not follow.
-METRICS_OF_SUMS = frozenset(
-    (
-        keras.metrics.AUC,
-        keras.metrics.PrecisionAtRecall,
-        keras.metrics.RecallAtPrecision,
-        keras.metrics.SensitivityAtSpecificity,
-        keras.metrics.SpecificityAtSensitivity,
-        keras.metrics.BinaryIoU,
-        keras.metrics.IoU,
-        keras.metrics.MeanIoU,
-        keras.metrics.OneHotIoU,
-        keras.metrics.OneHotMeanIoU,
-    )
+def adds_sums(metric: Any, ranks: Sequence[int]) -> bool:
+    """Whether the update of a metric adds a sum over rows to each of its variables.
+
+    The code of these counts entries by reading values, which a row proof does not
+    follow.
+
+    Args:
+        metric: a `keras.metrics.Metric`.
+        ranks: the numbers of axes of `y_true` and `y_pred`.
+    """
+    if type(metric) in _OF_CLASSES:
+        # Classes are found along an axis, of what has an entry for each.
+        are_sparse = metric.sparse_y_true, metric.sparse_y_pred
+        found = [
+            r for r, is_sparse in zip(ranks, are_sparse, strict=False) if not is_sparse
+        ]
+        return len(ranks) == 2 and (not found or _is_other_axis(metric.axis, found))
+    return type(metric) in _OF_SUMS
+
+
+_OF_CLASSES = (
+    keras.metrics.IoU,
+    keras.metrics.MeanIoU,
+    keras.metrics.OneHotIoU,
+    keras.metrics.OneHotMeanIoU,
+)
+_OF_SUMS = (
+    keras.metrics.AUC,
+    keras.metrics.PrecisionAtRecall,
+    keras.metrics.RecallAtPrecision,
+    keras.metrics.SensitivityAtSpecificity,
+    keras.metrics.SpecificityAtSensitivity,
+    keras.metrics.BinaryIoU,
 )

@@ -58,6 +58,16 @@ class _NotingUse:
         return np.zeros(2, functions.random_seed_dtype())
 
 
+def create_global_generator() -> None:
+    """Creates the generator for draws without a seed, unless there is one.
+
+    Replicas that create it in their first draw would each have another one.
+    """
+    from keras.src.random.seed_generator import global_seed_generator
+
+    global_seed_generator()
+
+
 def global_seed_state() -> Any:
     """The state of the generator for draws without a seed; None while there is none.
 

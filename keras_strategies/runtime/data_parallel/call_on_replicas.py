@@ -26,6 +26,8 @@ from keras_strategies.keras_compat.optimizers.optimizer_parts import is_overwrit
 from keras_strategies.keras_compat.structures import with_leaves
 from keras_strategies.keras_compat.variables.generator_seeds import is_seed_state
 from keras_strategies.keras_compat.variables.values import raw_value
+from keras_strategies.rows.layer_calls import LayerCall
+from keras_strategies.rows.row_placements import SAME, RowKind
 from keras_strategies.runtime.data_parallel.added_sums import AddedSums
 from keras_strategies.runtime.data_parallel.gradient_boundary import (
     GradientBoundary,
@@ -49,8 +51,6 @@ from keras_strategies.runtime.data_parallel.split_plan import (
 )
 from keras_strategies.runtime.random_numbers.row_draws import OwnRows, drawing
 from keras_strategies.runtime.replicas.tensor_primitives import is_float
-from keras_strategies.runtime.row_proofs.layer_calls import LayerCall
-from keras_strategies.runtime.row_proofs.row_placements import SAME, RowKind
 from keras_strategies.runtime.state.replica_state import (
     CallState,
     ReplicaResult,

@@ -18,6 +18,7 @@ Only results of code *inside* the layer have to be combined: batch statistics (s
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import weakref
@@ -29,7 +30,12 @@ import keras
 from keras_strategies.keras_compat.models.building import is_built
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.layers import sublayers
+from keras_strategies.rows.layer_calls import LayerCall, argument_leaves
+from keras_strategies.rows.row_placements import RowProof
+from keras_strategies.rows.row_proofs import RowProofs, is_plain
+from keras_strategies.rows.row_prover import RowProver
 from keras_strategies.runtime.data_parallel.call_on_replicas import call_on_replicas
+from keras_strategies.runtime.data_parallel.proof_replica import proof_surroundings
 from keras_strategies.runtime.data_parallel.replica_executor import (
     LayerCallDriver,
     NotOnReplicasError,
@@ -39,9 +45,6 @@ from keras_strategies.runtime.data_parallel.split_plan import SplitPlan
 from keras_strategies.runtime.replicas.local_reduction import LocalReduction
 from keras_strategies.runtime.replicas.replica_set import RowSplit
 from keras_strategies.runtime.replicas.tensor_primitives import TensorPrimitives
-from keras_strategies.runtime.row_proofs.layer_calls import LayerCall, argument_leaves
-from keras_strategies.runtime.row_proofs.row_placements import RowProof
-from keras_strategies.runtime.row_proofs.row_proofs import RowProofs, is_plain
 from keras_strategies.runtime.row_splits import split_sizes
 from keras_strategies.runtime.state.replica_state import has_rows
 from keras_strategies.user_warnings import warn_user
@@ -90,7 +93,11 @@ class DataParallelCall:
         self._in_unsplit_calls: weakref.WeakSet[Any] = weakref.WeakSet()
         self._unsplit_call = _UnsplitCall()
         self._row_proofs = RowProofs(
-            driver.prover, strategy.sync_batch_norm, strategy.placement.workers
+            RowProver(functools.partial(proof_surroundings, strategy, driver)),
+            driver.why_unsplit,
+            strategy.sync_batch_norm,
+            driver.tracing,
+            strategy.placement.workers,
         )
 
     def workers_changed(self) -> None:
@@ -191,7 +198,6 @@ class DataParallelCall:
             layer_call,
             _with_rows(layer_call),
             row_split.every if isinstance(layer_call.rows, int) else (),
-            len(row_split.sizes),
         )
 
     def _on_replicas(

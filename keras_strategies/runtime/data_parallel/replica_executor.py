@@ -7,10 +7,13 @@ interfaces; the call itself is `layer_call.py`, the same on all engines.
 from __future__ import annotations
 
 import abc
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from keras_strategies.rows.layer_calls import LayerCall
+from keras_strategies.rows.row_placements import RowProof
 from keras_strategies.runtime.data_parallel.gradient_boundary import GradientBoundary
 from keras_strategies.runtime.data_parallel.split_plan import (
     OutputActivation,
@@ -18,8 +21,6 @@ from keras_strategies.runtime.data_parallel.split_plan import (
 )
 from keras_strategies.runtime.random_numbers.row_draws import OwnRows
 from keras_strategies.runtime.replicas.replica_set import RowSplit
-from keras_strategies.runtime.row_proofs.layer_calls import LayerCall
-from keras_strategies.runtime.row_proofs.row_prover import RowProver
 from keras_strategies.runtime.state.replica_state import (
     CallState,
     ReplicaResult,
@@ -94,9 +95,6 @@ class ReplicaExecutor(abc.ABC):
 class LayerCallDriver(abc.ABC):
     """Layer calls of a strategy on the replicas of an engine."""
 
-    #: The framework's propagation of row placements.
-    prover: RowProver
-
     @abc.abstractmethod
     def can_split(self, tensors: Sequence[Any]) -> bool:
         """Whether replicas can call a layer with slices of these tensors."""
@@ -122,6 +120,29 @@ class LayerCallDriver(abc.ABC):
         kwargs: dict[str, Any],
     ) -> Any:
         """Calls a layer that is not split."""
+
+    def why_unsplit(self, layer: Any, proof: RowProof | None) -> str:
+        """Why calls of a layer are not split, whatever its operations are.
+
+        Args:
+            layer: the layer.
+            proof: the proof of the call; None before it is proved.
+
+        Returns:
+            str, as the end of a sentence, such as "it has hooks of torch"; empty if
+            they are split.
+        """
+        return ""
+
+    def tracing(
+        self, note: Callable[[str], None]
+    ) -> contextlib.AbstractContextManager[Any]:
+        """A context around the trace of a layer call, in which constants are made.
+
+        Args:
+            note: gets why the call cannot be split, as the end of "its code ...".
+        """
+        return contextlib.nullcontext()
 
     def may_recompute(self) -> bool:
         """Whether code around a call may repeat it for its gradients."""

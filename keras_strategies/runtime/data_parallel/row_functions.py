@@ -19,11 +19,11 @@ from typing import Any
 import keras
 
 from keras_strategies.keras_compat.models.building import has_variables
-from keras_strategies.keras_compat.models.row_wise_layers import METRICS_OF_SUMS
+from keras_strategies.keras_compat.models.row_wise_layers import adds_sums
 from keras_strategies.keras_compat.structures import leaves_of
+from keras_strategies.rows.row_placements import SAME, SUM, RowProof
 from keras_strategies.runtime import context
 from keras_strategies.runtime.data_parallel.row_parts import RowParts
-from keras_strategies.runtime.row_proofs.row_placements import SAME, SUM, RowProof
 
 # Of metrics that are known to add sums over rows to all of their variables.
 _SUMS = RowProof(every_output=SAME, every_loss=SUM, every_update=SUM)
@@ -140,7 +140,10 @@ def update_of_rows(
         def call(*args: Any, **kwargs: Any) -> None:
             original(metric, *args, **kwargs)
 
-        known = _SUMS if type(metric) in METRICS_OF_SUMS else None
+        given = {**dict(zip(("y_true", "y_pred"), args, strict=False)), **kwargs}
+        pair = [given.get("y_true"), given.get("y_pred")]
+        ranks = [len(x.shape) for x in pair if hasattr(x, "shape")]
+        known = _SUMS if adds_sums(metric, ranks) else None
         is_split, _ = caller.on_row_parts(
             _layer_of(metric),
             call,

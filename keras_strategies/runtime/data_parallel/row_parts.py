@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from keras_strategies.keras_compat.structures import leaves_of
+from keras_strategies.rows.row_placements import RowProof
 from keras_strategies.runtime.replicas.replica_set import RowSplit
-from keras_strategies.runtime.row_proofs.row_placements import RowProof
 from keras_strategies.user_warnings import user_line
 
 _logger = logging.getLogger("keras_strategies.row_parts")

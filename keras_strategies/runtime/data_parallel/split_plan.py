@@ -16,6 +16,13 @@ import keras
 
 from keras_strategies.devices import Device
 from keras_strategies.errors import BatchError
+from keras_strategies.rows.layer_calls import LayerCall
+from keras_strategies.rows.row_placements import (
+    SAME,
+    RowKind,
+    RowPlacement,
+    RowProof,
+)
 from keras_strategies.runtime.data_parallel.row_parts import RowPartsCaller
 from keras_strategies.runtime.random_numbers.row_draws import OwnRows, ProvedDraws
 from keras_strategies.runtime.replicas.local_reduction import LocalReduction
@@ -23,13 +30,6 @@ from keras_strategies.runtime.replicas.replica_set import RowSplit
 from keras_strategies.runtime.replicas.tensor_primitives import (
     TensorPrimitives,
     is_float,
-)
-from keras_strategies.runtime.row_proofs.layer_calls import LayerCall
-from keras_strategies.runtime.row_proofs.row_placements import (
-    SAME,
-    RowKind,
-    RowPlacement,
-    RowProof,
 )
 from keras_strategies.runtime.state.replica_state import ReplicaResult, has_rows
 

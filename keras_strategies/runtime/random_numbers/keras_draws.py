@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import functools
 import inspect
@@ -114,17 +113,6 @@ class KerasDraw:
         return found
 
 
-class RecordedDraws(RowDraws):
-    """The draws of the trace of a proof."""
-
-    def next_draw(self, length: int | None) -> OwnRows | None:
-        return None
-
-    @abc.abstractmethod
-    def recorded(self, draw: KerasDraw) -> Any:
-        """What a function draws; it is recorded."""
-
-
 def seeing_draws(
     draw: Callable[[KerasDraw, RowDraws], Any],
 ) -> contextlib.AbstractContextManager[None]:
@@ -147,8 +135,6 @@ def _hook(draw: Callable[[KerasDraw, RowDraws], Any]) -> Callable[..., Any]:
         if own.draws_nothing:
             return own.call()
         with drawing(None):  # Functions call each other.
-            if isinstance(draws, RecordedDraws):
-                return draws.recorded(own)
             return draw(own, draws)
 
     return drawn

@@ -164,6 +164,7 @@ class Seen(Sequence):
         self._notes.clear()
 
 
+@ks.row_wise
 class Rows(layers.Layer):
     """Notes the static rows of each traced call, one for each program and replica."""
 

@@ -49,6 +49,7 @@ class _Noted(torch.autograd.Function):
         return gradient, None
 
 
+@ks.row_wise
 class Noting(keras.layers.Layer):
     def __init__(self, note: Any = lambda: None) -> None:
         super().__init__()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import keras
 import numpy as np
@@ -35,14 +35,12 @@ def assert_channels_last(value: Any) -> None:
 
 
 class Seen:
-    """Formats that replicas see; not compared with those of a proof."""
+    """Formats that replicas see, outside of the layer, which may not change itself."""
 
-    __slots__ = ("formats",)
-
-    def __init__(self) -> None:
-        self.formats: list[tuple[int, bool]] = []
+    formats: ClassVar[list[tuple[int, bool]]] = []
 
 
+@ks.row_wise
 class Noted(keras.layers.Layer):
     def __init__(self, seen: Seen) -> None:
         super().__init__()
@@ -72,7 +70,7 @@ def test_rows_of_replicas_and_joined_rows(mirrored) -> None:
         model.compile("sgd", Step())
     y = torch.zeros(9, 4, 2, 3)
     model.train_on_batch(images(9), y)
-    seen.formats = []
+    Seen.formats.clear()
     formats.clear()
     model.train_on_batch(images(9), y)
     assert sorted(seen.formats) == [(4, True), (5, True)]

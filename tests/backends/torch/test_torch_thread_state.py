@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import threading
-from typing import Any
+from typing import Any, ClassVar
 
 import keras
 import numpy as np
@@ -29,20 +29,21 @@ WORD = contextvars.ContextVar("word", default="")
 
 
 class Notes:
-    """A list that is not compared before and after calls: layers with it are split."""
+    """A list outside of the layer: layers that change what they hold are not split."""
 
-    __slots__ = ("found",)
+    found: ClassVar[dict[int, list[Any]]] = {}
 
     def __init__(self) -> None:
-        self.found: list[Any] = []
+        self.found[id(self)] = []
 
     def append(self, note: Any) -> None:
-        self.found.append(note)
+        self.found[id(self)].append(note)
 
     def __getitem__(self, index: Any) -> Any:
-        return self.found[index]
+        return self.found[id(self)][index]
 
 
+@ks.row_wise
 class Noting(keras.layers.Layer):
     """A dense layer of torch's own functions that notes the state that it sees."""
 

@@ -50,6 +50,7 @@ from keras_strategies.engines.tensorflow.sharding.variables_in_shards import (
 )
 from keras_strategies.keras_compat.models.layers import get_logits
 from keras_strategies.keras_compat.variables.values import raw_value
+from keras_strategies.rows.row_placements import SAME, RowKind
 from keras_strategies.runtime import context
 from keras_strategies.runtime.data_parallel.call_on_replicas import recomputed
 from keras_strategies.runtime.data_parallel.gradient_boundary import (
@@ -72,7 +73,6 @@ from keras_strategies.runtime.data_parallel.split_plan import (
 )
 from keras_strategies.runtime.random_numbers.row_draws import OwnRows
 from keras_strategies.runtime.replicas.tensor_primitives import is_float
-from keras_strategies.runtime.row_proofs.row_placements import SAME, RowKind
 from keras_strategies.runtime.state.replica_state import (
     AddedState,
     CallState,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -14,16 +15,13 @@ from keras_strategies.engines.tensorflow.data_parallel.zero_rows import (
     fails_on_zero_rows,
 )
 from keras_strategies.engines.tensorflow.replicas.lockstep_replicas import ReplicaEngine
-from keras_strategies.engines.tensorflow.row_proofs.prover import (
-    TensorFlowRowProver,
-)
 from keras_strategies.keras_compat.backends.keras_on_tensorflow import (
     holds_tf_variables,
 )
+from keras_strategies.rows.layer_calls import LayerCall
 from keras_strategies.runtime.data_parallel.replica_executor import LayerCallDriver
 from keras_strategies.runtime.data_parallel.split_plan import SplitPlan
 from keras_strategies.runtime.replicas.replica_set import RowSplit
-from keras_strategies.runtime.row_proofs.layer_calls import LayerCall
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
@@ -38,7 +36,6 @@ class TensorFlowLayerCalls(LayerCallDriver):
     """
 
     def __init__(self, strategy: StrategyCore, engine: ReplicaEngine):
-        self.prover = TensorFlowRowProver(strategy)
         self._engine = engine
         self._placement = strategy.placement
 
@@ -61,6 +58,12 @@ class TensorFlowLayerCalls(LayerCallDriver):
         kwargs: dict[str, Any],
     ) -> Any:
         return call(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def tracing(self, note: Callable[[str], None]) -> Iterator[None]:
+        # Constants have values, also while a program is traced.
+        with tf.init_scope(), tf.device("CPU:0"):
+            yield
 
     def sizes_in_program(
         self, layer_call: LayerCall, count: int

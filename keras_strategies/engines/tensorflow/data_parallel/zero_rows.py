@@ -22,18 +22,20 @@ from keras_strategies.keras_compat.variables.generator_seeds import (
     substitute_global_generator,
 )
 from keras_strategies.keras_compat.variables.values import raw_value
-from keras_strategies.runtime.row_proofs.layer_calls import LayerCall
-from keras_strategies.runtime.row_proofs.python_state import PythonState
-from keras_strategies.runtime.row_proofs.traced_apart import traced_apart
+from keras_strategies.rows.layer_calls import LayerCall
+from keras_strategies.rows.python_state import NumbersOfProcess, PythonState
 from keras_strategies.runtime.state.replica_state import ReplicaState
 
 
 def fails_on_zero_rows(layer_call: LayerCall) -> bool:
     """Whether a layer call has operations that fail on zero rows."""
-    operations = traced_apart(
-        PythonState(layer_call.layer, layer_call.objects),
-        lambda: _operations(layer_call),
-    ).result
+    state, numbers = (
+        PythonState(layer_call.layer, layer_call.leaves),
+        NumbersOfProcess(),
+    )
+    operations = _operations(layer_call)
+    state.change()  # Restores what the trace has changed.
+    numbers.restore()
     # Without known operations, every replica must have a row.
     return operations is None or not operations.isdisjoint(FAILING_KERNELS.values())
 

@@ -2,28 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
+import torch
 
 from keras_strategies.engines.torch.compat import (
+    has_global_hooks,
     is_in_checkpoint,
     is_transformed,
+    module_copy,
+    module_hooks,
     saved_tensors_hooks_of_thread,
 )
 from keras_strategies.engines.torch.data_parallel.call_on_threads import CallOnThreads
 from keras_strategies.engines.torch.data_parallel.tensor_on_demand import plain
+from keras_strategies.engines.torch.devices import torch_device
+from keras_strategies.engines.torch.random_numbers.replica_generators import (
+    generator_of,
+)
 from keras_strategies.engines.torch.replicas.replica_threads import ReplicaThreads
 from keras_strategies.engines.torch.replicas.replica_variables import ReplicaVariables
-from keras_strategies.engines.torch.row_proofs.torch_row_prover import TorchRowProver
-from keras_strategies.keras_compat.models.layers import wraps_torch_modules
+from keras_strategies.keras_compat.backends.keras_on_torch import hook_torch_modules
+from keras_strategies.keras_compat.models.layers import (
+    sublayers,
+    torch_module_wrappers,
+)
+from keras_strategies.rows.declarations import is_declared
+from keras_strategies.rows.row_placements import RowProof
 from keras_strategies.runtime.data_parallel.replica_executor import LayerCallDriver
 from keras_strategies.runtime.data_parallel.split_plan import SplitPlan
 from keras_strategies.user_warnings import warn_user
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
+
+
+#: Draws that take more numbers for some parameters than for others.
+_OF_PARAMETERS = frozenset(["beta", "binomial", "gamma"])
 
 
 class TorchLayerCalls(LayerCallDriver):
@@ -41,10 +59,11 @@ class TorchLayerCalls(LayerCallDriver):
         threads: ReplicaThreads,
         variables: ReplicaVariables,
     ):
-        self.prover = TorchRowProver(strategy)
+        self._strategy = strategy
         self._threads = threads
         self._variables = variables
         self._has_warned = False
+        hook_torch_modules(module_copy)
 
     def can_split(self, tensors: Sequence[Any]) -> bool:
         if is_in_checkpoint():
@@ -66,7 +85,8 @@ class TorchLayerCalls(LayerCallDriver):
         )
 
     def foreign_variables(self, layer: Any) -> str | None:
-        return "torch modules" if wraps_torch_modules(layer) else None
+        wrappers = [] if is_declared(layer) else torch_module_wrappers(layer)
+        return None if all(map(is_declared, wrappers)) else "torch modules"
 
     def executor(self, plan: SplitPlan) -> CallOnThreads:
         return CallOnThreads(plan, self._threads, self._variables)
@@ -82,6 +102,46 @@ class TorchLayerCalls(LayerCallDriver):
         if shards is None:
             return call(*args, **kwargs)
         return shards.call_on_all_rows(layer, call, args, kwargs)
+
+    def why_unsplit(self, layer: Any, proof: RowProof | None) -> str:
+        if proof is not None:
+            return self._why_draws_differ(proof)
+        if has_global_hooks() or any(map(any, map(module_hooks, sublayers(layer)))):
+            return "it has hooks of torch, which would see the rows of one replica"
+        return ""
+
+    def _why_draws_differ(self, proof: RowProof) -> str:
+        kinds = {device.kind for device in self._strategy.placement.replicas}
+        if proof.draws and len(kinds) > 1:
+            return (
+                "it draws random numbers, and replicas are on devices of different "
+                f"kinds ({', '.join(sorted(kinds))}), which have other generators"
+            )
+        if not self._strategy.partitions_draws:
+            for name, multiple in zip(proof.drawn, proof.draws, strict=True):
+                if multiple and name in _OF_PARAMETERS:
+                    return (
+                        f"random numbers of {name!r} depend on the parameters of rows "
+                        "before them"
+                    )
+        return ""
+
+    @contextlib.contextmanager
+    def tracing(self, note: Callable[[str], None]) -> Iterator[None]:
+        devices = {
+            torch.device("cpu"),
+            torch_device(self._strategy.placement.variables),
+        }
+        before = [(g, g.get_state()) for g in map(generator_of, devices)]
+        try:
+            # Hooks of the user's see no tensors of a comparison.
+            with torch.inference_mode(False), torch.no_grad():
+                yield
+        finally:
+            for generator, state in before:
+                if not torch.equal(generator.get_state(), state):
+                    generator.set_state(state)
+                    note("draws random numbers of torch")
 
     def may_recompute(self) -> bool:
         hooks, shards = saved_tensors_hooks_of_thread(), self._variables.shards

@@ -25,11 +25,7 @@ from keras_strategies.keras_compat.variables.generator_seeds import (
     global_seed_state,
     is_seed_state,
 )
-from keras_strategies.runtime.row_proofs.python_state import (
-    attributes_of_layers,
-    is_of_user,
-    names_in,
-)
+from keras_strategies.rows.python_state import attributes_of_layers
 
 #: Objects in objects, and in containers, at most so deep.
 _DEEPEST = 8
@@ -186,7 +182,7 @@ class DatasetState:
             self._visit(name, value, depth + 1)
         defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}))
         self._visit_each(name, defaults, depth)
-        for key in names_in(function.__code__):
+        for key in set(_names_in(function.__code__)):
             if key in function.__globals__:
                 self._visit(f"{key!r}", function.__globals__[key], depth + 1)
 
@@ -210,7 +206,15 @@ def _is_installed(module: str) -> bool:
 
 def _is_of_user(value: Any) -> bool:
     """Whether a function or class is of the user, and not of an installed package."""
-    return is_of_user(value) and not _is_installed(value.__module__ or "")
+    return not _is_installed(getattr(value, "__module__", None) or "builtins")
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    """The names of modules and attributes in a function and in functions within it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_in(constant)
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:

@@ -1,1 +1,0 @@
-"""Rules of row placements, by kinds of ATen operations."""

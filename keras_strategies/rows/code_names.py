@@ -1,0 +1,95 @@
+"""Code of users that a trace cannot follow, by the names that it refers to.
+
+A function that names its framework may use it on tensors, or ask whether it gets one of
+them: then a call with symbolic tensors is another than a call with tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_strategies.keras_compat.symbolic_backend import current_tracer
+from keras_strategies.rows.row_tensors import NotTraced, is_library
+
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+#: Names by which code could tell a tensor of a trace, or find a framework.
+_OF_TRACES = frozenset(["KerasTensor", "is_keras_tensor", "RowTensor", "__import__"])
+_PYTHON = str(Path(random.__file__).parent)
+
+
+@contextlib.contextmanager
+def checked_code() -> Iterator[None]:
+    """A context in which a function of the user's that cannot be traced does not begin.
+
+    Raises:
+        NotTraced: in place of the function.
+    """
+    check = _Check()
+    # A debugger or a profiler of the user's stays.
+    if sys.gettrace() is None:
+        sys.settrace(check)
+        reset: Any = sys.settrace
+    elif sys.getprofile() is None:
+        sys.setprofile(check)
+        reset = sys.setprofile
+    else:
+        raise NotTraced("runs under a debugger and a profiler")
+    try:
+        yield
+    finally:
+        reset(None)
+
+
+class _Check:
+    """Is called for each call of a function."""
+
+    def __init__(self) -> None:
+        # The code objects stay, as their `id`s are those of others otherwise.
+        self._seen: dict[int, Any] = {}
+        self._framework = keras.backend.backend()
+
+    def __call__(self, frame: types.FrameType, event: str, argument: Any) -> None:
+        code = frame.f_code
+        if current_tracer() is None:
+            return  # What declared layers compute is not traced.
+        if event == "call" and id(code) not in self._seen:
+            self._seen[id(code)] = code
+            if not _is_known(code.co_filename):
+                self._check(frame)
+
+    def _check(self, frame: types.FrameType) -> None:
+        code = frame.f_code
+        inner = frame.f_locals if code.co_freevars else {}
+        for name in (*code.co_names, *code.co_freevars):
+            value = frame.f_globals.get(name, inner.get(name))
+            if isinstance(value, _GENERATORS):
+                raise NotTraced(f"may draw random numbers of {name!r}")
+            elif self._is_of_framework(name, value):
+                at = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+                raise NotTraced(
+                    f"uses {name!r} in {code.co_name!r} ({at}), which is not Keras; "
+                    "use `keras.ops`, or declare the layer with `ks.row_wise`"
+                )
+
+    def _is_of_framework(self, name: str, value: Any) -> bool:
+        is_module = isinstance(value, types.ModuleType)
+        module = value.__name__ if is_module else getattr(value, "__module__", None)
+        package = module.partition(".")[0] if isinstance(module, str) else ""
+        names = (package.removesuffix("lib"), name.partition(".")[0])
+        return self._framework in names or name in _OF_TRACES
+
+
+def _is_known(file: str) -> bool:
+    if is_library(file) or f"{os.sep}keras_hub{os.sep}" in file:
+        return True  # Keras's models ask which kernels their framework has.
+    return file.startswith(_PYTHON) and "site-packages" not in file

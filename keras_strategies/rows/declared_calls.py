@@ -1,0 +1,325 @@
+"""Calls of declared layers: on a few rows at once and in parts, and their shapes."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+from keras import ops, tree
+
+from keras_strategies.keras_compat.models.layers import get_mask, set_mask
+from keras_strategies.keras_compat.symbolic_backend import tracing_paused
+from keras_strategies.keras_compat.variables.generator_seeds import (
+    is_seed_state,
+    seed_generators,
+)
+from keras_strategies.rows.layer_calls import LayerCall, argument_leaves
+from keras_strategies.rows.python_state import PythonState
+from keras_strategies.rows.row_tensors import NotTraced, RowTensor, error_text
+
+#: The rows of a comparison, and of its parts.
+_ROWS = 6
+_PARTS = (slice(0, 2), slice(2, 6))
+#: Of axes whose length is unknown.
+_LENGTH = 8
+_TOLERANCE, _OF_HALVES = 1e-3, 2e-2
+
+
+class CallResults(NamedTuple):
+    """What a call gives.
+
+    Args:
+        outputs: structure of its outputs.
+        losses: the losses that it adds.
+        updates: the values that it assigns, by `id(variable)`.
+    """
+
+    outputs: Any
+    losses: list[Any]
+    updates: dict[int, Any]
+
+
+class _Traced(NamedTuple):
+    """A declared layer in another one: its problem, or symbolic results."""
+
+    problem: str | None
+    results: CallResults
+
+
+#: By the layer, and by the kinds of arguments.
+_traced: weakref.WeakKeyDictionary[Any, dict[Any, _Traced]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+class _Differs(Exception):
+    """Why a declared layer is not split."""
+
+
+def problem_of_declared(call: LayerCall, with_rows: Sequence[bool]) -> str | None:
+    """Why a declared layer is not split; None if its rows agree.
+
+    Args:
+        call: the call.
+        with_rows: for each leaf, whether replicas get slices of its rows.
+    """
+    state = PythonState(call.layer, call.leaves)
+    if state.problem is not None:
+        return state.problem
+    problem, _ = _compared(call, with_rows)
+    return problem or state.change()
+
+
+def results_of_declared(
+    layer: Any, arguments: tuple[Any, Any], rows: int, key: Any
+) -> CallResults:
+    """The symbolic results of a declared layer that another one calls.
+
+    Args:
+        layer: the layer.
+        arguments: the pair of arguments and keyword arguments, tensors of a trace.
+        rows: int, the rows of the trace.
+        key: what results depend on.
+
+    Raises:
+        NotTraced: if the layer is not split.
+    """
+    known = _traced.setdefault(layer, {})
+    if key not in known:
+        leaves = argument_leaves(*arguments)
+        with_rows = [are_rows(leaf, rows) for leaf in leaves]
+        # Regularizers of outputs are called by the trace.
+        call = LayerCall(layer, layer.call, arguments, leaves, rows)
+        known[key] = _Traced(*_compared(call, with_rows))
+    problem, results = known[key]
+    if problem is not None:
+        raise NotTraced(
+            f"calls layer {layer.name!r} ({type(layer).__name__}): {problem}"
+        )
+    return results
+
+
+def are_rows(leaf: Any, rows: int) -> bool:
+    """Whether a tensor of a trace has the rows as its first axis."""
+    return isinstance(leaf, RowTensor) and leaf.lengths[:1] == (rows,)
+
+
+def _compared(
+    call: LayerCall, with_rows: Sequence[bool]
+) -> tuple[str | None, CallResults]:
+    """Why rows do not agree, and the results of all rows."""
+    nothing = CallResults([], [], {})
+    try:
+        with tracing_paused(), _unchanged_buffers(call.layer):
+            return None, _symbolic(_compare(call, with_rows))
+    except _Differs as error:
+        return f"it is declared with `ks.row_wise`, but {error}", nothing
+    except Exception as error:  # Of the user's code, or of a framework.
+        text = f"{type(error).__name__}: {error_text(error)[:200]}"
+        return f"its call on {_ROWS} rows fails ({text})", nothing
+
+
+@contextlib.contextmanager
+def _unchanged_buffers(layer: Any) -> Iterator[None]:
+    """A context after which buffers of torch modules in a layer are as before."""
+    buffers = list(layer.buffers()) if hasattr(layer, "buffers") else []
+    before = [buffer.clone() for buffer in buffers]
+    changed = False
+    try:
+        yield
+    finally:
+        for buffer, value in zip(buffers, before, strict=True):
+            if not np.array_equal(_numbers(buffer), _numbers(value), equal_nan=True):
+                changed = True
+                buffer.copy_(value)
+    if changed:
+        raise _Differs("it changes buffers of a torch module")
+
+
+def _compare(call: LayerCall, with_rows: Sequence[bool]) -> CallResults:
+    leaves = [
+        _value(leaf, has_rows)
+        for leaf, has_rows in zip(call.leaves, with_rows, strict=True)
+    ]
+    results = _called(call, leaves)
+    every = _arrays(results)
+    if not any(with_rows):
+        return results
+    difference = _difference([every], _arrays(_called(call, leaves)), [1.0])
+    if difference:
+        raise _Differs(
+            f"two calls with the same arguments differ: {difference}. What it draws "
+            "without a `keras.random.SeedGenerator` cannot be split"
+        )
+    options: dict[str, Any] = {}
+    if seed_generators(call.layer):
+        _, kwargs = call.structure
+        takes = "training" in inspect.signature(call.layer.call).parameters
+        if not takes or not (kwargs or len(call.leaves) == 1):
+            return results
+        options = {"training": False}
+        every = _arrays(_called(call, leaves, options))
+    parts = []
+    for rows in _PARTS:
+        own = [_part(*each, rows) for each in zip(leaves, with_rows, strict=True)]
+        parts.append(_arrays(_called(call, own, options)))
+    shares = [(rows.stop - rows.start) / _ROWS for rows in _PARTS]
+    difference = _difference(parts, every, shares)
+    if difference:
+        raise _Differs(f"its rows depend on one another: {difference}")
+    return results
+
+
+def _value(leaf: Any, has_rows: bool) -> Any:
+    """A leaf with few rows: its own ones, or random ones where it has no values."""
+    is_parts = hasattr(leaf, "parts")
+    is_symbolic = isinstance(leaf, keras.KerasTensor)
+    if isinstance(leaf, keras.Variable) or not (
+        is_parts or is_symbolic or ops.is_tensor(leaf)
+    ):
+        return leaf
+    array = None if is_parts or is_symbolic else _array(leaf)
+    if array is None:
+        array = _random(leaf, has_rows)
+    if has_rows:
+        array = np.resize(array, (_ROWS, *array.shape[1:]))
+    value = ops.convert_to_tensor(array, keras.backend.standardize_dtype(leaf.dtype))
+    mask = None if is_parts else get_mask(leaf)
+    if mask is not None:
+        set_mask(value, _value(mask, has_rows))
+    return value
+
+
+def _array(leaf: Any) -> Any:
+    try:
+        return ops.convert_to_numpy(leaf)
+    except Exception:  # Of each framework another, for a tensor of a program.
+        return None
+
+
+def _random(leaf: Any, has_rows: bool) -> Any:
+    lengths = getattr(leaf, "lengths", leaf.shape)
+    shape = [_LENGTH if n is None else int(n) for n in lengths]
+    if has_rows:
+        shape[0] = _ROWS
+    generator = np.random.default_rng(0)
+    if "float" in keras.backend.standardize_dtype(leaf.dtype):
+        return generator.normal(size=shape).astype("float32")
+    return generator.integers(0, 2, shape)
+
+
+def _part(value: Any, has_rows: bool, rows: slice) -> Any:
+    if not has_rows:
+        return value
+    found = value[rows]
+    mask = get_mask(value)
+    if mask is not None:
+        set_mask(found, mask[rows])
+    return found
+
+
+def _called(
+    call: LayerCall, leaves: Sequence[Any], options: dict[str, Any] | None = None
+) -> CallResults:
+    args, kwargs = call.arguments(leaves)
+    scope = keras.StatelessScope(collect_losses=True)
+    with scope:
+        outputs = call.call(*args, **{**kwargs, **(options or {})})
+        seeds = {id(v) for v in call.layer.variables if is_seed_state(v)}
+        updates = {k: v for k, v in scope.state_mapping.items() if k not in seeds}
+        return CallResults(outputs, list(scope.losses), updates)
+
+
+def _symbolic(results: CallResults) -> CallResults:
+    def spec(x: Any) -> Any:
+        if not ops.is_tensor(x):
+            return x
+        dtype = keras.backend.standardize_dtype(x.dtype)
+        return keras.KerasTensor(tuple(x.shape), dtype)
+
+    outputs, losses, updates = results
+    return CallResults(
+        tree.map_structure(spec, outputs),
+        [spec(x) for x in losses],
+        {key: spec(value) for key, value in updates.items()},
+    )
+
+
+def _arrays(results: CallResults) -> CallResults:
+    outputs, losses, updates = results
+    return CallResults(
+        [_numbers(x) for x in tree.flatten(outputs) if x is not None],
+        [_numbers(x) for x in losses],
+        {key: _numbers(value) for key, value in updates.items()},
+    )
+
+
+def _numbers(value: Any) -> Any:
+    if not ops.is_tensor(value):
+        return np.asarray(value)
+    dtype = keras.backend.standardize_dtype(value.dtype)
+    found = ops.convert_to_numpy(
+        ops.cast(value, "float32") if "float" in dtype else value
+    )
+    return found.astype("float16") if dtype in ("float16", "bfloat16") else found
+
+
+def _difference(
+    parts: Sequence[CallResults], every: CallResults, shares: Sequence[float]
+) -> str:
+    """How results of all rows differ from those of parts; empty if they agree."""
+    for kind in ("outputs", "losses", "updates"):
+        if any(len(getattr(x, kind)) != len(getattr(every, kind)) for x in parts):
+            return f"it has other {kind} for other numbers of rows"
+    for i, expected in enumerate(every.outputs):
+        own = [part.outputs[i] for part in parts]
+        sizes = [round(share * _ROWS) for share in shares]
+        found = [array.shape[:1] for array in [expected, *own]]
+        if found != [(n,) for n in (_ROWS, *sizes)]:
+            return (
+                f"output {i} has {expected.shape[0] if expected.ndim else 'no'} rows "
+                f"for {_ROWS} rows of the arguments"
+            )
+        gap = _gap(expected, np.concatenate(own))
+        if gap:
+            return f"output {i} {gap}"
+    for i, expected in enumerate(every.losses):
+        gap = _gap_of_mean(expected, [part.losses[i] for part in parts], shares)
+        if gap:
+            return f"loss {i} is no mean over rows, and {gap}"
+    for key, expected in every.updates.items():
+        gap = _gap_of_mean(expected, [part.updates[key] for part in parts], shares)
+        if gap:
+            return f"the value of a variable is no mean over rows, and {gap}"
+    return ""
+
+
+def _gap_of_mean(expected: Any, parts: Sequence[Any], shares: Sequence[float]) -> str:
+    if np.issubdtype(expected.dtype, np.floating):
+        mean = sum(x.astype("float64") * s for x, s in zip(parts, shares, strict=True))
+        return _gap(expected, mean)
+    return next(filter(None, (_gap(expected, part) for part in parts)), "")
+
+
+def _gap(expected: Any, found: Any) -> str:
+    if expected.shape != found.shape:
+        return f"has shape {found.shape} in parts and {expected.shape} at once"
+    if not expected.size:
+        return ""
+    if not np.issubdtype(expected.dtype, np.number):
+        return "" if np.array_equal(expected, found) else "differs"
+    tolerance = _OF_HALVES if expected.dtype == np.float16 else _TOLERANCE
+    kind = "complex128" if np.iscomplexobj(expected) else "float64"
+    a, b = expected.astype(kind), found.astype(kind)
+    if not np.array_equal(np.isfinite(a), np.isfinite(b)):
+        return "differs in which values are finite"
+    a, b = (np.where(np.isfinite(x), x, 0) for x in (a, b))
+    largest, gap = float(np.abs(a).max()), float(np.abs(a - b).max())
+    if gap <= tolerance * largest:
+        return ""
+    return f"differs by up to {gap:.3g}, where the largest value is {largest:.3g}"

@@ -1,0 +1,217 @@
+"""Placements of all tensors in the traces of a call, from its arguments on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from keras import tree
+
+import keras_strategies.rows.rules  # noqa: F401  Registers the rules.
+from keras_strategies.rows.placed import (
+    SAME,
+    Counts,
+    MixesRows,
+    Placed,
+    Shape,
+    are_equal,
+    fits,
+    mixed,
+    place_constant,
+)
+from keras_strategies.rows.row_tensors import RowTensor, is_array, shape_of, tensors_in
+from keras_strategies.rows.rules.indexing import are_row_numbers
+from keras_strategies.rows.rules.step import RULES, TENSORS_AS_ATTRIBUTES, Step
+from keras_strategies.rows.trace import Node
+
+#: Operations whose result does not depend on the values.
+_OF_SHAPES = frozenset(["EmptyLike", "OnesLike", "Size", "ZerosLike"])
+#: Arguments that must not mix rows, where others are shapes or numbers of rows.
+_OPERANDS = {
+    "GetItem": ("x",),
+    "ScaleAndTranslate": ("images", "scale", "translation"),
+}
+#: Attributes of operations that may depend on the number of rows: shapes of results.
+_VARYING = {
+    "BroadcastTo": "shape",
+    "Repeat": "repeats",
+    "Tile": "repeats",
+    "Reshape": "newshape",
+    "Scatter": "shape",
+    "Slice": "shape",
+}
+
+
+class UnknownUse(Exception):
+    """A known layer gets values that its type says nothing about.
+
+    Args:
+        number: int, that of the call; its code is traced in the next try.
+    """
+
+    def __init__(self, number: int):
+        super().__init__(number)
+        self.number = number
+
+
+class Propagation:
+    """Placements of all tensors of the traces of a call.
+
+    Args:
+        counts: the numbers of rows of the traces.
+        is_any: bool, whether they stand for any number.
+    """
+
+    def __init__(self, counts: Counts, is_any: bool = False):
+        self.counts = counts
+        self.is_any = is_any
+        #: By the index of a tensor, which is the same in all traces.
+        self.known: dict[int, Placed] = {}
+        self._row_numbers: set[int] = set()
+        #: Why the call is not split, whatever its results are.
+        self.problem: str | None = None
+        #: The names of the operations.
+        self.operations: list[str] = []
+
+    def place(self, tensors: Sequence[RowTensor], placed: Placed) -> None:
+        self.known[tensors[0].index] = placed
+
+    def placed(self, values: Sequence[Any]) -> list[Placed]:
+        """The placements of the leaves of a structure, given as it is in each trace."""
+        every = [tree.flatten(value) for value in values]
+        if len({len(leaves) for leaves in every}) != 1:
+            raise MixesRows("has other arguments for other numbers of rows")
+        return [
+            self.of_leaf(leaves)
+            for leaves in zip(*every, strict=True)
+            if leaves[0] is not None
+        ]
+
+    def of_leaf(self, leaves: Sequence[Any]) -> Placed:
+        """The placement of a tensor or constant, given as it is in each trace."""
+        first = leaves[0]
+        if isinstance(first, RowTensor):
+            if not all(are_equal(first, leaf) for leaf in leaves[1:]):
+                raise MixesRows("gets other tensors for other numbers of rows")
+            return self.known[first.index]
+        try:
+            return place_constant(leaves, self.counts)
+        except MixesRows as error:
+            return mixed(str(error))
+
+    def are_row_numbers(self, values: Sequence[Any]) -> bool:
+        """Whether an index is 0, 1, ..., n - 1 along one axis."""
+        if isinstance(values[0], RowTensor):
+            return values[0].index in self._row_numbers
+        return are_row_numbers(values, self.counts)
+
+    def body(self, step: Step, number: int, placed: list[Placed]) -> list[Placed]:
+        """The placements of the outputs of a function in an operation."""
+        bodies = [node.bodies[number] for node in step.nodes]
+        inputs = [x for x in tree.flatten(bodies[0].inputs) if x is not None]
+        for tensor, each in zip(inputs, placed, strict=True):
+            self.known[tensor.index] = each
+        self.run([body.nodes for body in bodies])
+        return self.placed([body.outputs for body in bodies])
+
+    def run(self, every: Sequence[list[Node]]) -> None:
+        """Places the results of operations, given as they are in each trace."""
+        if len({len(nodes) for nodes in every}) != 1:
+            raise MixesRows("has other operations for other numbers of rows")
+        for nodes in zip(*every, strict=True):
+            if len({(node.name, node.number) for node in nodes}) != 1:
+                raise MixesRows("has other operations for other numbers of rows")
+            self._place(nodes)
+
+    def _place(self, nodes: tuple[Node, ...]) -> None:
+        first = nodes[0]
+        self.operations.append(first.name)
+        outputs = [tree.flatten(node.outputs) for node in nodes]
+        tensors = [x for x in outputs[0] if isinstance(x, RowTensor)]
+        if first.name == "row_numbers":
+            self._row_numbers.add(tensors[0].index)
+        try:
+            found = self._by_rule(nodes)
+        except MixesRows as error:
+            found = mixed(str(error))
+        if first.name == "in_place" and found.is_mixed:
+            before = self.known[first.args[0].index]
+            self.problem = self.problem if found is before else found.reason
+        every = found if isinstance(found, list) else [found] * len(tensors)
+        if len(every) != len(tensors):
+            every = [mixed("has another number of results")] * len(tensors)
+        for i, (tensor, placed) in enumerate(zip(tensors, every, strict=True)):
+            shapes = [shape_of(leaves[i]) for leaves in outputs]
+            if not placed.is_mixed and not self._fits(placed, shapes):
+                placed = mixed("has a result whose size depends on the rows")
+            if placed.is_mixed and not placed.reason.startswith("'"):
+                at = f" ({first.place})" if first.place else ""
+                placed = mixed(f"{first.name!r}{at} {placed.reason}")
+            self.known[tensor.index] = placed
+
+    def _fits(self, placed: Placed, shapes: Sequence[Shape]) -> bool:
+        try:
+            return fits(placed, shapes, self.counts)
+        except (MixesRows, IndexError):
+            return False
+
+    def _by_rule(self, nodes: tuple[Node, ...]) -> Any:
+        first = nodes[0]
+        if first.number is not None:
+            return self._by_type(nodes)
+        found = RULES.get(first.name)
+        if found is None:
+            return mixed("has no rule")
+        self._compare_attributes(nodes)
+        step = Step(nodes, self)
+        if first.operation is not None and first.name not in _OF_SHAPES:
+            for placed in step.placed(*_OPERANDS.get(first.name, ())):
+                if placed.is_mixed:
+                    return placed
+        return found(step)
+
+    def _compare_attributes(self, nodes: tuple[Node, ...]) -> None:
+        attributes = [_attributes(node) for node in nodes]
+        if any(not are_equal(attributes[0], other) for other in attributes[1:]):
+            raise MixesRows("has an attribute that depends on the number of rows")
+        is_known = nodes[0].name in TENSORS_AS_ATTRIBUTES
+        if not is_known and tensors_in(list(attributes[0].values())):
+            raise MixesRows("has a tensor for an attribute")
+
+    def _by_type(self, nodes: tuple[Node, ...]) -> Placed | list[Placed]:
+        """The placements of a known layer's outputs, and of what it assigns."""
+        first = nodes[0]
+        assert first.number is not None
+        leaves = [tree.flatten((node.args, node.kwargs)) for node in nodes]
+        if len(set(map(len, leaves))) > 1:
+            raise MixesRows("has other arguments for other numbers of rows")
+        placed = []
+        for each in zip(*leaves, strict=True):
+            if isinstance(each[0], RowTensor):
+                placed.append(self.of_leaf(each))
+            elif not all(are_equal(each[0], other) for other in each[1:]):
+                raise MixesRows("has a flag that depends on the number of rows")
+            elif is_array(each[0]):
+                raise UnknownUse(first.number)
+        for one in placed:
+            if one.is_mixed:
+                return one
+        plain = {replace(one, is_zero=False) for one in placed}
+        is_plain = len(plain) == 1 and not placed[0].power and not placed[0].is_sum
+        if not is_plain or (placed[0].is_rows and placed[0].axis != 0):
+            raise UnknownUse(first.number)
+        outputs, states = first.outputs
+        same = [SAME] * len(tree.flatten(states))
+        return [*plain] * len(tensors_in(outputs)) + same
+
+
+def _attributes(node: Node) -> dict[str, Any]:
+    if node.operation is None:
+        return node.kwargs
+    varying = _VARYING.get(node.name)
+    return {
+        name: value
+        for name, value in vars(node.operation).items()
+        if not name.startswith("_") and name not in ("name", varying)
+    }

@@ -1,0 +1,109 @@
+"""Row placements: how a value of the global batch follows from those of replicas."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class RowKind(enum.Enum):
+    """How replicas' values of one tensor become its value for the global batch.
+
+    The values on replicas are those of the same computation on each replica's rows.
+    """
+
+    #: Axis 0 has the rows: concatenated in replica order.
+    ROWS = "rows"
+    #: Equal on all replicas and to the value of the global batch.
+    SAME = "same"
+    #: A sum over rows: added.
+    SUM = "sum"
+    #: A mean over rows: averaged with the replicas' numbers of rows as weights.
+    MEAN = "mean"
+    #: A row depends on others, or a value on the number of rows in another way.
+    MIXED = "mixed"
+
+
+@dataclass(frozen=True)
+class RowPlacement:
+    """The placement of one tensor.
+
+    Args:
+        kind: RowKind.
+        multiple: int, entries of axis 0 for each row of the call; for `ROWS` only.
+        reason: str, the operation that mixes rows or has no rule, with its place where
+            it is known; for `MIXED` only.
+    """
+
+    kind: RowKind
+    multiple: int = 1
+    reason: str = ""
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether the value for the global batch follows from those of replicas."""
+        return self.kind is not RowKind.MIXED
+
+
+ROWS = RowPlacement(RowKind.ROWS)
+SAME = RowPlacement(RowKind.SAME)
+SUM = RowPlacement(RowKind.SUM)
+MEAN = RowPlacement(RowKind.MEAN)
+
+
+@dataclass(frozen=True)
+class RowProof:
+    """Placements of the results of one layer call, its backward pass included.
+
+    Args:
+        outputs: placements of the leaves of the outputs, in the order of `keras.tree`;
+            None for a leaf that is no tensor and equal for any number of rows.
+        losses: placements of the losses that the layer adds, in their order.
+        updates: placements of the values that the call assigns, by `id(variable)`.
+        problem: str, why the call cannot be split by rows exactly, as the end of the
+            sentence "Layer 'x' cannot be split by rows: ..."; None if it can be.
+        draws: for each draw of random numbers, in their order, the entries of its axis
+            0 for each row; 0 for a draw that all rows share.
+        drawn: the names of the functions that draw them with a parameter for each
+            entry; empty for others.
+        operations: the names of the operations of a call that is traced, in their
+            order; replicas make the same ones.
+        every_output, every_loss, every_update: the placement of all outputs, losses and
+            updates, of a call that is known by type; None where they are listed.
+    """
+
+    outputs: Sequence[RowPlacement | None] = ()
+    losses: Sequence[RowPlacement] = ()
+    updates: Mapping[int, RowPlacement] = field(default_factory=dict)
+    problem: str | None = None
+    draws: Sequence[int] = ()
+    drawn: Sequence[str] = ()
+    operations: Sequence[str] = ()
+    every_output: RowPlacement | None = None
+    every_loss: RowPlacement | None = None
+    every_update: RowPlacement | None = None
+
+    @property
+    def is_by_type(self) -> bool:
+        """Whether the call is known by the types of its layers."""
+        return self.every_output is not None
+
+    def of_outputs(self, count: int) -> list[RowPlacement | None]:
+        """The placements of a number of outputs."""
+        if self.every_output is not None:
+            return [self.every_output] * count
+        return list(self.outputs)
+
+    def of_losses(self, count: int) -> list[RowPlacement]:
+        """The placements of a number of losses."""
+        if self.every_loss is not None:
+            return [self.every_loss] * count
+        return list(self.losses)
+
+    def of_update(self, variable: Any) -> RowPlacement | None:
+        """The placement of the value that the call assigns; None if it is unknown."""
+        if self.every_update is not None:
+            return self.every_update
+        return self.updates.get(id(variable))

@@ -1,0 +1,267 @@
+"""Whether layer calls can be split by rows, known by type or proved by operations."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import keras
+
+from keras_strategies.keras_compat.models.layers import rematerializes
+from keras_strategies.keras_compat.models.row_wise_layers import is_row_wise
+from keras_strategies.keras_compat.variables.generator_seeds import seed_generators
+from keras_strategies.rows.declarations import is_declared
+from keras_strategies.rows.declared_calls import problem_of_declared
+from keras_strategies.rows.layer_calls import LayerCall
+from keras_strategies.rows.layer_settings import LayerSettings, argument_key
+from keras_strategies.rows.row_placements import (
+    MEAN,
+    ROWS,
+    SAME,
+    RowPlacement,
+    RowProof,
+)
+from keras_strategies.rows.row_prover import RowProver
+
+if TYPE_CHECKING:
+    from keras_strategies.communication.communicator import Communicator
+
+#: See `LayerCallDriver.tracing`.
+Comparing = Callable[[Callable[[str], None]], contextlib.AbstractContextManager[Any]]
+
+# Proofs of a layer for different attributes. A proof takes longer than a step.
+_MOST_SETTINGS = 16
+
+
+@dataclass
+class _LayerProofs:
+    """The proofs of one layer."""
+
+    settings: LayerSettings = field(default_factory=LayerSettings)
+    found: dict[Any, RowProof] = field(default_factory=dict)
+    # The last result of this worker by the arguments, and that of all workers.
+    agreed: dict[Any, tuple[RowProof | None, RowProof]] = field(default_factory=dict)
+    # Whether a call is known by the types of its layers, and whether it may draw.
+    row_wise: dict[Any, tuple[bool, bool]] = field(default_factory=dict)
+    is_declared: bool = False
+
+
+class RowProofs:
+    """The proofs for all layers that a strategy calls.
+
+    A proof holds for calls with equal flags, shapes, numbers of rows on replicas,
+    attributes of layers, `trainable` flags and dtype policies. What else the code of a
+    layer reads (globals, closures, files) is constant for a proof.
+
+    Args:
+        prover: the prover.
+        why_unsplit: returns why a call cannot be split whatever its operations are, as
+            the end of a sentence; empty if it can be.
+        synchronizes_batch_norm: bool, whether batch statistics are those of all rows.
+        comparing: a context around calls of a declared layer with a few rows; gets a
+            function for why it cannot be split, as the end of "its code ...".
+        workers: the workers, which make the same calls; None without a cluster. A layer
+            is split on all of them or on none.
+    """
+
+    def __init__(
+        self,
+        prover: RowProver,
+        why_unsplit: Callable[[Any, RowProof | None], str],
+        synchronizes_batch_norm: bool,
+        comparing: Comparing,
+        workers: Communicator | None = None,
+    ):
+        self._prover = prover
+        self._why_unsplit = why_unsplit
+        self._workers = workers
+        self._synchronizes = synchronizes_batch_norm
+        self._comparing = comparing
+        # Of a call that is known by the types of its layers.
+        self._by_type = RowProof(
+            every_output=ROWS,
+            every_loss=MEAN,
+            every_update=SAME if synchronizes_batch_norm else MEAN,
+        )
+        self._layers: weakref.WeakKeyDictionary[Any, _LayerProofs] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def of(
+        self,
+        call: LayerCall,
+        with_rows: Sequence[bool],
+        sizes: Sequence[int],
+    ) -> tuple[RowProof, bool]:
+        """The proof of a call, and whether it is new.
+
+        Args:
+            call: the call.
+            with_rows: for each leaf, whether replicas get slices of its rows.
+            sizes: the rows of all replicas; empty in a program for any number.
+        """
+        layer = call.layer
+        proofs = self._layers.get(layer)
+        if proofs is None:
+            proofs = _LayerProofs(is_declared=is_declared(layer))
+            self._layers[layer] = proofs
+        if proofs.is_declared:
+            return self._of_declared(proofs, call, with_rows)
+        if self._workers is not None and proofs.settings.count >= _MOST_SETTINGS:
+            # The limit below may be reached on one worker alone.
+            proofs = self._layers[layer] = _LayerProofs()
+        settings = proofs.settings.number(layer)
+        by_type, may_draw = self._by_types(proofs, call, with_rows, settings)
+        if by_type and not may_draw:
+            return self._by_type, False
+        arguments: tuple[Any, ...] = _kinds(call, with_rows)
+        if not by_type:
+            rows = call.rows if isinstance(call.rows, int) else None
+            arguments = (*arguments, frozenset(sizes), rows)
+        found = proofs.found.get((settings, arguments))
+        if found is not None:
+            return found, False
+        if proofs.settings.count > _MOST_SETTINGS and not by_type:
+            # The former result for these arguments was told already.
+            found = proofs.found.get(arguments)
+            if found is None:
+                found = proofs.found[arguments] = RowProof(problem=_OFTEN)
+                return found, True
+            return found, False
+        own = self._proved(call, with_rows, sizes, by_type)
+        before, agreed = proofs.agreed.get(arguments, (None, own))
+        # Settings can change on one worker alone, such as a counter of saved files.
+        # Workers exchange results where these change, which is so on all of them.
+        found = agreed if before == own else self._agreed(call, own)
+        proofs.agreed[arguments] = own, found
+        proofs.found[settings, arguments] = found
+        return found, True
+
+    def _of_declared(
+        self, proofs: _LayerProofs, call: LayerCall, with_rows: Sequence[bool]
+    ) -> tuple[RowProof, bool]:
+        """The proof of a declared layer, which holds for all its settings."""
+        arguments = _kinds(call, with_rows)
+        found = proofs.found.get(arguments)
+        if found is not None:
+            return found, False
+        own = self._declared(call, with_rows)
+        found = proofs.found[arguments] = self._agreed(call, own)
+        return found, True
+
+    def _declared(self, call: LayerCall, with_rows: Sequence[bool]) -> RowProof:
+        proof = RowProof(every_output=ROWS, every_loss=MEAN, every_update=MEAN)
+        problem = self._why_unsplit(call.layer, None)
+        if not problem and seed_generators(call.layer):
+            # Which rows have draws is known of a trace only.
+            drawn = self._prover.prove(call, with_rows, ())
+            problem = drawn.problem or self._why_unsplit(call.layer, drawn)
+            if problem:
+                problem = f"it draws random numbers, and {problem}"
+            proof = replace(proof, draws=drawn.draws, drawn=drawn.drawn)
+        notes: list[str] = []
+        if not problem:
+            with self._comparing(notes.append):
+                problem = problem_of_declared(call, with_rows) or ""
+        if notes:
+            problem = f"its code {notes[0]}"
+        return RowProof(problem=problem) if problem else proof
+
+    def _by_types(
+        self,
+        proofs: _LayerProofs,
+        call: LayerCall,
+        with_rows: Sequence[bool],
+        settings: int,
+    ) -> tuple[bool, bool]:
+        """Whether a call is known by types of layers, and whether it may draw."""
+        if not is_plain(call, with_rows):
+            return False, False
+        layer = call.layer
+        ranks = tuple(len(leaf.shape) for leaf in call.leaves if _is_tensor(leaf))
+        known = proofs.row_wise.get((settings, ranks))
+        if known is None:
+            may_draw = bool(seed_generators(layer))
+            # What is computed again in the backward pass would draw again.
+            is_known = is_row_wise(layer, ranks) and not (
+                may_draw and rematerializes(layer)
+            )
+            known = proofs.row_wise[settings, ranks] = is_known, may_draw
+        if known[0] and self._why_unsplit(layer, None):
+            return False, known[1]
+        return known
+
+    def _proved(
+        self,
+        call: LayerCall,
+        with_rows: Sequence[bool],
+        sizes: Sequence[int],
+        by_type: bool,
+    ) -> RowProof:
+        problem = self._why_unsplit(call.layer, None)
+        if problem:
+            return RowProof(problem=problem)
+        found = self._prover.prove(call, with_rows, () if by_type else sizes)
+        problem = found.problem or self._why_unsplit(call.layer, found)
+        if problem:
+            return RowProof(problem=problem)
+        if by_type:
+            return replace(self._by_type, draws=found.draws, drawn=found.drawn)
+        if not self._synchronizes and not call.adds:
+            # Statistics are those of a replica's rows, by the user's choice.
+            updates = dict.fromkeys(found.updates, MEAN)
+            found = replace(found, updates=updates)
+        return found
+
+    def _agreed(self, call: LayerCall, own: RowProof) -> RowProof:
+        """The result for all workers: a problem if any worker has found one."""
+        if self._workers is None:
+            return own
+        every = self._workers.group.gather_values(
+            f"the row proof of layer {call.layer.name!r}", own.problem
+        )
+        for problem in every:
+            if problem is not None:
+                return RowProof(problem=problem)
+        return own
+
+    def clear(self) -> None:
+        """Drops all results: workers that have joined lack them."""
+        self._layers.clear()
+
+
+_OFTEN = (
+    "attributes of its layers change from call to call, and each of them would need "
+    "another proof; hold what changes in a `keras.Variable`"
+)
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return bool(keras.ops.is_tensor(leaf))
+
+
+def is_plain(call: LayerCall, with_rows: Sequence[bool]) -> bool:
+    """Whether all arguments are tensors with rows or flags."""
+    return all(
+        has_rows or leaf is None or isinstance(leaf, bool)
+        for leaf, has_rows in zip(call.leaves, with_rows, strict=True)
+    )
+
+
+def _kinds(call: LayerCall, with_rows: Sequence[bool]) -> tuple[Any, ...]:
+    """A key of a call's arguments, without the values of tensors."""
+    args, kwargs = call.structure
+    found: list[Any] = [len(args), tuple(sorted(kwargs)), call.constants]
+    for leaf, has_rows in zip(call.leaves, with_rows, strict=True):
+        if _is_tensor(leaf):
+            shape = tuple(leaf.shape)[1:] if has_rows else tuple(leaf.shape)
+            found.append((has_rows, shape, leaf.dtype))
+        else:
+            found.append(argument_key(leaf))
+    return tuple(found)
+
+
+__all__ = ["RowPlacement", "RowProof", "RowProofs", "is_plain"]

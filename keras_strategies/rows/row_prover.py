@@ -1,0 +1,363 @@
+"""Proofs of calls: traces for several numbers of rows, placements of the results."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+from keras import tree
+
+from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
+from keras_strategies.keras_compat.models.layers import get_mask, set_mask
+from keras_strategies.keras_compat.symbolic_backend import tracing
+from keras_strategies.keras_compat.variables.generator_seeds import (
+    create_global_generator,
+    is_seed_state,
+)
+from keras_strategies.rows.code_names import checked_code
+from keras_strategies.rows.layer_calls import LayerCall
+from keras_strategies.rows.placed import (
+    SAME,
+    ZERO,
+    MixesRows,
+    rows_of_shapes,
+)
+from keras_strategies.rows.propagation import Propagation, UnknownUse
+from keras_strategies.rows.python_state import PythonState
+from keras_strategies.rows.row_placements import RowKind, RowPlacement, RowProof
+from keras_strategies.rows.row_tensors import (
+    ANY_LENGTH,
+    NotTraced,
+    RowCount,
+    RowTensor,
+    error_text,
+    is_array,
+    shape_of,
+)
+from keras_strategies.rows.trace import Trace
+from keras_strategies.rows.trace_functions import DRAWS, FUNCTIONS
+
+#: Numbers that stand for any number of rows; no length of an axis is a multiple.
+_ANY_ROWS = (1009, 1013)
+#: Outputs that are no tensors and hold none.
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, np.generic)
+_MOST_TRIES = 64
+#: Errors of frameworks without memory.
+_OF_MEMORY = ("OutOfMemoryError", "ResourceExhaustedError")
+
+#: Returns a context around the trace of a call, given the trace, the number of rows of
+#: the call, and how many replicas have rows.
+Surroundings = Callable[[Trace, Any, int], contextlib.AbstractContextManager[Any]]
+
+
+def _no_surroundings(
+    trace: Trace, rows: Any, replicas: int
+) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext()
+
+
+class RowProver:
+    """Propagates row placements through the operations of a call.
+
+    The call is made with symbolic tensors for several numbers of rows, those of the
+    call and of its replicas among them. What differs between the traces depends on the
+    number. Nothing is computed, and no result depends on values of tensors.
+
+    Derivatives need no rules: the derivative of functions of rows and of sums over rows
+    is a function of rows, or a sum over rows.
+
+    Args:
+        surroundings: see `Surroundings`.
+    """
+
+    def __init__(self, surroundings: Surroundings = _no_surroundings):
+        self._surroundings = surroundings
+
+    def prove(
+        self, call: LayerCall, with_rows: Sequence[bool], sizes: Sequence[int]
+    ) -> RowProof:
+        """The placements of a call's results, where each replica gets its rows.
+
+        A failure of the call itself (an error of the user's code) is a proof with a
+        problem: the unsplit call that follows raises the error again.
+
+        Args:
+            call: the call, with tensors of the global batch.
+            with_rows: for each leaf of the call, whether replicas get slices of its
+                rows; others get it as it is.
+            sizes: the numbers of rows of all replicas, in their order; empty in a
+                program for any number of rows. Their sum is `call.rows`.
+        """
+        state = PythonState(call.layer, call.leaves)
+        if state.problem is not None:
+            return RowProof(problem=state.problem)
+        proof = self._proof(call, with_rows, sizes)
+        change = state.change()
+        if change is None and state.draws_of_process_changed():
+            with state.noting_draws() as noted:
+                proof = self._proof(call, with_rows, sizes)
+            change = noted() or state.change()
+        if change is not None and proof.problem is None:
+            return RowProof(problem=change)
+        return proof
+
+    def _proof(
+        self, call: LayerCall, with_rows: Sequence[bool], sizes: Sequence[int]
+    ) -> RowProof:
+        followed: set[int] = set()
+        for _ in range(_MOST_TRIES):
+            attempt = _Attempt(self._surroundings, call, with_rows, sizes, followed)
+            try:
+                return attempt.proof()
+            except UnknownUse as error:
+                followed.add(error.number)
+        return RowProof(problem="its known layers are used in unknown ways")
+
+
+@dataclass
+class _Traced:
+    """The call with a number of rows."""
+
+    trace: Trace
+    inputs: list[Any]
+    outputs: Any = None
+
+
+class _Attempt:
+    """A proof of a call in which some known layers are traced, too."""
+
+    def __init__(
+        self,
+        surroundings: Surroundings,
+        call: LayerCall,
+        with_rows: Sequence[bool],
+        sizes: Sequence[int],
+        followed: set[int],
+    ):
+        self._surroundings = surroundings
+        self._call = call
+        self._with_rows = with_rows
+        self._replicas = max(2, sum(size > 0 for size in sizes))
+        self._is_any = not sizes
+        counts = {size for size in sizes if size} | ({call.rows} if sizes else set())
+        if self._is_any:
+            counts = set(_ANY_ROWS)
+        elif len(counts) < 2:
+            counts |= {max(counts) + 3}
+        self._counts = tuple(sorted(counts))
+        self._followed = frozenset(followed)
+        self._traced: list[_Traced] = []
+
+    def proof(self) -> RowProof:
+        """The proof.
+
+        Raises:
+            UnknownUse: if another layer has to be traced.
+        """
+        # Without collections the tensors of the traces stay in the youngest generation.
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            return self._proof_without_left()
+        except UnknownUse:
+            raise
+        except MixesRows as error:
+            return RowProof(problem=f"its code {error}")
+        except Exception as error:  # Of the user's code, or of a framework.
+            name = type(error).__name__
+            if isinstance(error, MemoryError) or name in _OF_MEMORY:
+                raise  # Not a property of the layer, which may be split next time.
+            return RowProof(problem=self._failure(error))
+        finally:
+            self._close()
+            if was_enabled:
+                gc.enable()
+
+    def _failure(self, error: Exception) -> str:
+        for traced in self._traced:
+            if traced.trace.problem is not None:
+                return f"its code {traced.trace.problem}"
+        name = type(error).__name__
+        return f"its call cannot be traced ({name}: {error_text(error)[:200]})"
+
+    def _proof_without_left(self) -> RowProof:
+        proof = self._proof()
+        if any(traced.trace.draws_without_seed for traced in self._traced):
+            create_global_generator()
+        references = [each for traced in self._traced for each in traced.trace.made]
+        self._close()
+        if proof.problem is None and _are_alive(references):
+            return RowProof(
+                problem="its code keeps a tensor of the call, which would have the "
+                "rows of one replica"
+            )
+        return proof
+
+    def _close(self) -> None:
+        for traced in self._traced:
+            traced.trace.close()
+            traced.inputs.clear()
+            traced.outputs = None
+        self._traced.clear()
+
+    def _proof(self) -> RowProof:
+        for rows in self._counts:
+            self._trace(rows)
+        placements = self._propagated()
+        traces = [traced.trace for traced in self._traced]
+        outputs = self._outputs(placements)
+        losses = placements.placed([trace.losses for trace in traces])
+        updates = self._updates(placements)
+        results = [*outputs, *(each.joined() for each in losses), *updates.values()]
+        for placement in results:
+            if placement is not None and placement.kind is RowKind.MIXED:
+                return RowProof(problem=placement.reason)
+        draws = [
+            each.multiple if each.is_rows else 0
+            for each in (placements.known[x.index] for _, x in traces[0].drawn)
+        ]
+        return RowProof(
+            outputs,
+            [each.joined() for each in losses],
+            updates,
+            draws=draws,
+            drawn=[name for name, _ in traces[0].drawn],
+            operations=placements.operations,
+        )
+
+    def _trace(self, rows: int) -> None:
+        call = self._call
+        trace = Trace(
+            rows, self._is_any, self._followed, call.only_adds, FUNCTIONS, DRAWS
+        )
+        traced = _Traced(trace, [])
+        self._traced.append(traced)
+        given = [
+            self._argument(traced, leaf, has_rows)
+            for leaf, has_rows in zip(call.leaves, self._with_rows, strict=True)
+        ]
+        args, kwargs = call.arguments(given)
+        scope = trace.state.scope()
+        with (
+            self._surroundings(trace, call.rows, self._replicas),
+            layer_calls_through(None),
+            tracing(trace),
+            checked_code(),
+            scope,
+        ):
+            outputs = call.call(*args, **kwargs)
+            (traced.outputs,) = trace.values([outputs])
+        trace.losses += scope.losses
+        scope.losses.clear()
+        if trace.problem is not None:
+            raise NotTraced(trace.problem)
+
+    def _argument(self, traced: _Traced, leaf: Any, has_rows: bool) -> Any:
+        is_parts = hasattr(leaf, "parts")
+        if isinstance(leaf, keras.Variable) or not (is_parts or is_array(leaf)):
+            return leaf
+        if hasattr(leaf, "shape") and getattr(leaf.shape, "rank", 0) is None:
+            raise NotTraced("gets a tensor whose number of axes is unknown")
+        shape = [ANY_LENGTH if n is None else int(n) for n in leaf.shape]
+        if has_rows:
+            shape[0] = traced.trace.rows
+        dtype = keras.backend.standardize_dtype(leaf.dtype)
+        made = traced.trace.tensor(shape, dtype)
+        traced.inputs.append(made)
+        mask = get_mask(leaf)
+        if mask is not None:
+            set_mask(made, self._argument(traced, mask, has_rows))
+        return made
+
+    def _propagated(self) -> Propagation:
+        found = Propagation(self._counts, self._is_any)
+        for tensors in zip(*(each.inputs for each in self._traced), strict=True):
+            shapes = [shape_of(x) for x in tensors]
+            found.place(tensors, rows_of_shapes(shapes, self._counts))
+        traces = [each.trace for each in self._traced]
+        self._compare_variables(traces)
+        initial = ZERO if self._call.adds else SAME
+        for value in traces[0].state.initial.values():
+            found.place([value], initial)
+        found.run([trace.nodes for trace in traces])
+        if found.problem is not None:
+            raise MixesRows(found.problem)
+        return found
+
+    def _compare_variables(self, traces: Sequence[Trace]) -> None:
+        """Raises an error unless each variable is the same tensor in all traces."""
+        every = [
+            {key: value.index for key, value in trace.state.initial.items()}
+            for trace in traces
+        ]
+        if any(each != every[0] for each in every[1:]):
+            raise MixesRows("uses other variables for other numbers of rows")
+
+    # Results of the call.
+
+    def _outputs(self, placements: Propagation) -> list[RowPlacement | None]:
+        every = [tree.flatten(traced.outputs) for traced in self._traced]
+        if len({len(leaves) for leaves in every}) != 1:
+            raise MixesRows("returns other outputs for other numbers of rows")
+        columns = zip(*every, strict=True)
+        return [self._output(placements, leaves) for leaves in columns]
+
+    def _output(
+        self, placements: Propagation, leaves: Sequence[Any]
+    ) -> RowPlacement | None:
+        first = leaves[0]
+        if isinstance(first, (RowTensor, RowCount)) or is_array(first):
+            placed = placements.of_leaf(leaves).joined()
+            masks = [get_mask(leaf) for leaf in leaves]
+            if masks[0] is not None and placements.of_leaf(masks).joined() != placed:
+                reason = "the mask of an output has other rows than the output"
+                return RowPlacement(RowKind.MIXED, reason=reason)
+            return placed
+        if not isinstance(first, (*_PLAIN, np.dtype, keras.Variable)):
+            raise NotTraced(
+                f"returns a {type(first).__name__}, which may hold tensors; return "
+                "tuples, lists and dicts"
+            )
+        if any(type(leaf) is not type(first) or leaf != first for leaf in leaves[1:]):
+            raise MixesRows("returns a value that depends on the number of rows")
+        return None
+
+    def _updates(self, placements: Propagation) -> dict[int, RowPlacement]:
+        states = [traced.trace.state for traced in self._traced]
+        initial = states[0].initial
+        found = {}
+        for key, before in initial.items():
+            values = [state.values.get(key) for state in states]
+            variable = states[0].variables[key]
+            if values[0] is before or is_seed_state(variable):
+                continue
+            placement = placements.of_leaf(values).joined()
+            if placement.is_joined and not self._may_be_assigned(placement):
+                reason = (
+                    f"the value that it assigns to variable {variable.path!r} is "
+                    f"placed by {placement.kind.value} over rows"
+                )
+                placement = RowPlacement(RowKind.MIXED, reason=reason)
+            found[key] = placement
+        return found
+
+    def _may_be_assigned(self, placement: RowPlacement) -> bool:
+        kinds = [RowKind.SAME, RowKind.MEAN]
+        if self._call.adds:
+            kinds.append(RowKind.SUM)
+        return placement.kind in kinds
+
+
+def _are_alive(references: Sequence[weakref.ref[Any]]) -> bool:
+    """Whether Python still holds a tensor of a trace."""
+    if all(each() is None for each in references):
+        return False
+    gc.collect(0)
+    return any(each() is not None for each in references)

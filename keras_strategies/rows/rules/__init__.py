@@ -1,0 +1,25 @@
+"""Rules, by kind of operation of Keras: where its results have the rows."""
+
+from __future__ import annotations
+
+from keras_strategies.rows.rules import (
+    batches,
+    control_flow,
+    declared,
+    elementwise,
+    indexing,
+    products,
+    reductions,
+    shapes,
+)
+
+__all__ = [
+    "batches",
+    "control_flow",
+    "declared",
+    "elementwise",
+    "indexing",
+    "products",
+    "reductions",
+    "shapes",
+]

@@ -1,0 +1,159 @@
+"""Functions of entries at the same place, and what is filled."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from keras_strategies.rows.placed import (
+    SAME,
+    SUM,
+    MixesRows,
+    Placed,
+    as_sum,
+    joined,
+    mixed,
+    place_constant,
+    power_of_rows,
+    rows_of_shapes,
+)
+from keras_strategies.rows.rules.step import Step, rule
+
+
+@rule(
+    """Absolute Abs Fabs Angle Arccos Arccosh Arcsin Arcsinh Arctan Arctan2 Arctanh
+    BitwiseAnd BitwiseInvert BitwiseNot BitwiseOr BitwiseXor BitwiseLeftShift LeftShift
+    BitwiseRightShift RightShift Cbrt Ceil Clip Cos Cosh Equal Exp Exp2 Expm1
+    FloorDivide Floor Fmax Fmin Fmod Gcd Greater GreaterEqual Heaviside Hypot I0
+    Isclose Isfinite Isinf Isnan Isneginf Isposinf Isreal Lcm Ldexp Less LessEqual Log
+    Log10 Log1p Log2 Logaddexp Logaddexp2 LogicalAnd LogicalNot LogicalOr LogicalXor
+    Maximum Minimum Mod NanToNum Nextafter NotEqual Power Reciprocal Round Sign Signbit
+    Sin Sinc Sinh Sqrt Square Tan Tanh Trunc SaturateCast View Select Rsqrt Erf Erfc
+    Erfinv ReLU Relu Relu6 Sigmoid SparseSigmoid Softplus Softsign SoftShrink SparsePlus
+    Silu Squareplus LogSigmoid LeakyRelu HardSigmoid HardSilu Elu Selu Gelu Celu
+    TanhShrink HardTanh HardShrink Threshold BinaryCrossentropy Polar"""
+)
+def _entry_by_entry(step: Step) -> Placed:
+    return joined(step.leaves(), step.out_rank)
+
+
+@rule("Negative Copy ConvertToTensor StopGradient Real Imag Conj Conjugate Deg2rad")
+@rule("Rad2deg Array")
+def _linear_of_one(step: Step) -> Placed:
+    return step.placed()[0]
+
+
+@rule("Cast")
+def _cast(step: Step) -> Placed:
+    (placed,) = step.placed("x")
+    into = str(step.attribute("dtype"))
+    is_exact = into.startswith(("float", "bfloat", "complex"))
+    if (placed.is_sum or placed.power) and not is_exact:
+        return mixed("rounds a sum over rows, or a number of rows")
+    return placed
+
+
+@rule("Add Subtract")
+def _added(step: Step) -> Placed:
+    leaves = step.leaves()
+    sums = [each for each, _ in leaves if each.is_sum]
+    if sums and all(as_sum(each, sums[0].power) for each, _ in leaves):
+        return sums[0]
+    powers = {each.power for each, _ in leaves if not each.is_zero}
+    if len(powers) > 1:
+        return mixed("adds what depends on the number of rows in two ways")
+    found = joined(leaves, step.out_rank, same_power=False)
+    return found.times(max(powers, default=0))
+
+
+@rule("Multiply Divide TrueDivide DivideNoNan")
+def _multiplied(step: Step) -> Placed:
+    (one, rank), (other, other_rank) = step.leaves()
+    if one.is_mixed or other.is_mixed:
+        return one if one.is_mixed else other
+    divides = step.name != "Multiply"
+    power = one.power - other.power if divides else one.power + other.power
+    if one.is_sum or (other.is_sum and not divides):
+        if (one if other.is_sum else other).is_same:
+            return replace(SUM, power=power)
+        return mixed("multiplies a sum over rows by more than a constant")
+    pair = [(one, rank), (other, other_rank)]
+    return joined(pair, step.out_rank, same_power=False).times(power)
+
+
+@rule("Where")
+def _where(step: Step) -> Placed:
+    condition, *chosen = step.leaves("condition", "x1", "x2")
+    sums = [each for each, _ in chosen if each.is_sum]
+    if (
+        condition[0].is_constant
+        and sums
+        and all(as_sum(each, sums[0].power) for each, _ in chosen)
+    ):
+        return sums[0]
+    return joined([condition, *chosen], step.out_rank)
+
+
+@rule("OnesLike ZerosLike FullLike EmptyLike")
+def _filled_like(step: Step) -> Placed:
+    placed, *value = step.placed()
+    if any(not each.is_constant for each in value):
+        return mixed("fills a tensor with what depends on rows")
+    found = replace(placed, power=0) if placed.is_rows else SAME
+    return replace(found, is_zero=step.name == "ZerosLike")
+
+
+@rule("Size")
+def _size(step: Step) -> Placed:
+    sizes = [math.prod(shape) for shape in step.shapes("x")]
+    return SAME.times(power_of_rows(sizes, step.counts))
+
+
+# What a trace makes itself.
+
+
+@rule("constant")
+def _constant(step: Step) -> Placed:
+    return place_constant([node.args[0] for node in step.nodes], step.counts)
+
+
+@rule("filled")
+def _filled(step: Step) -> Placed:
+    placed = rows_of_shapes(step.out_shapes(), step.counts)
+    (entry,) = step.placements.placed([node.args for node in step.nodes])
+    if not entry.is_constant:
+        raise MixesRows("fills a tensor with what depends on rows")
+    return replace(placed, is_zero=entry.is_zero)
+
+
+@rule("row_numbers")
+def _row_numbers(step: Step) -> Placed:
+    return mixed("uses the numbers of the rows")
+
+
+@rule("draw")
+def _drawn(step: Step) -> Placed:
+    found = rows_of_shapes(step.out_shapes(), step.counts)
+    if found.is_rows and found.axis != 0:
+        return mixed("draws numbers with the rows along another axis than the first")
+    return joined([(found, step.out_rank), *step.leaves()], step.out_rank)
+
+
+@rule("in_place")
+def _changed_in_place(step: Step) -> Placed:
+    """Other tensors with its memory have placements, which must not change."""
+    before, after, *_ = step.placed("given")
+    _, _, is_own, is_inner = step.nodes[0].args
+    if before.is_mixed and is_own:
+        return before  # So are those that are made of it.
+    if not is_inner:
+        return mixed("changes a tensor in place that may be an argument")
+    if before.is_mixed or before.is_zero or before != replace(after, is_zero=False):
+        return mixed("changes where a tensor has the rows, in place")
+    return after
+
+
+@rule("collective")
+def _collective(step: Step) -> Placed:
+    """Equal on all replicas, whatever its argument is."""
+    return SAME

@@ -1,0 +1,148 @@
+"""Sums of products: contractions, outer products and the like."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from keras_strategies.rows.placed import SAME, SUM, Placed, joined, mixed, not_along
+from keras_strategies.rows.row_placements import RowKind
+from keras_strategies.rows.rules.step import Step, rule
+
+_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+def _contracted(step: Step, labels: Sequence[str], output: str) -> Placed:
+    """A sum of products over the labels that the output lacks.
+
+    Args:
+        step: the operation.
+        labels: for each argument a letter for each axis.
+        output: the letters of the result's axes.
+    """
+    leaves = [each for each, _ in step.leaves()]
+    power = sum(each.power for each in leaves)
+    for each in leaves:
+        if each.is_mixed:
+            return each
+    sums = [each for each in leaves if each.is_sum]
+    rows = [(e, own) for e, own in zip(leaves, labels, strict=True) if e.is_rows]
+    if sums:
+        if rows or len(sums) > 1:
+            return mixed("multiplies a sum over rows by more than a constant")
+        return replace(SUM, power=power)
+    if not rows:
+        return SAME.times(power)
+    if any(each.axis is None for each, _ in rows):
+        return joined([(each, 0) for each in leaves], 0)
+    along = {own[each.axis] for each, own in rows if each.axis is not None}
+    if len(along) > 1 or len({each.layout for each, _ in rows}) > 1:
+        return mixed("multiplies rows by others")
+    (label,) = along
+    row, _ = rows[0]
+    pairs = zip(leaves, labels, strict=True)
+    if any(label in other for each, other in pairs if not each.is_rows):
+        return mixed("multiplies rows by a constant for each")
+    if label not in output:
+        return replace(SUM, power=power)
+    return Placed(RowKind.ROWS, output.index(label), *row.layout, power=power)
+
+
+@rule("Einsum")
+def _einsum(step: Step) -> Placed:
+    text = step.attribute("subscripts").replace(" ", "")
+    inputs, arrow, output = text.partition("->")
+    labels = inputs.split(",")
+    ranks = [rank for _, rank in step.leaves()]
+    if "..." in text:
+        extra = [
+            rank - len(own) + 3 if "..." in own else 0
+            for own, rank in zip(labels, ranks, strict=True)
+        ]
+        free = [letter for letter in _LETTERS if letter not in text][: max(extra)]
+        fill = {k: "".join(free[len(free) - k :]) for k in range(len(free) + 1)}
+        labels = [
+            own.replace("...", fill[k]) for own, k in zip(labels, extra, strict=True)
+        ]
+        output = output.replace("...", fill[max(extra)])
+    if not arrow:
+        every = "".join(labels)
+        output = "".join(sorted(x for x in set(every) if every.count(x) == 1))
+    if any(len(set(own)) < len(own) for own in labels):
+        return mixed("takes a diagonal")
+    return _contracted(step, labels, output)
+
+
+@rule("Matmul")
+def _matmul(step: Step) -> Placed:
+    one, two = (rank for _, rank in step.leaves())
+    batch = max(one, two, 2) - 2
+    letters = _LETTERS[:batch]
+    a = letters[batch - max(one - 2, 0) :] + ("XY" if one > 1 else "Y")
+    b = letters[batch - max(two - 2, 0) :] + ("YZ" if two > 1 else "Y")
+    output = letters + ("X" if one > 1 else "") + ("Z" if two > 1 else "")
+    return _contracted(step, [a, b], output)
+
+
+@rule("Dot Inner Vdot Tensordot")
+def _product(step: Step) -> Placed:
+    one, two = (rank for _, rank in step.leaves())
+    a, b = _LETTERS[:one], _LETTERS[26 : 26 + two]
+    if 0 in (one, two) and step.name != "Tensordot":
+        return _contracted(step, [a, b], a + b)
+    pairs: list[tuple[int, int]] = [(one - 1, two - 1)]
+    if step.name == "Dot":
+        pairs = [(one - 1, max(two - 2, 0))]
+    elif step.name == "Tensordot":
+        axes = step.attribute("axes")
+        if isinstance(axes, int):
+            pairs = [(one - axes + i, i) for i in range(axes)]
+        else:
+            first, second = ([x] if isinstance(x, int) else list(x) for x in axes)
+            pairs = [(i % one, j % two) for i, j in zip(first, second, strict=True)]
+    elif step.name == "Vdot":
+        pairs = [(i, i) for i in range(one)]
+    for i, j in pairs:
+        b = b[:j] + a[i] + b[j + 1 :]
+    gone = {a[i] for i, _ in pairs}
+    output = "".join(x for x in a + b if x not in gone)
+    return _contracted(step, [a, b], output)
+
+
+@rule("Outer")
+def _outer(step: Step) -> Placed:
+    """Both arguments are flat."""
+    (x, _), (y, _) = step.leaves()
+    if y.is_rows:
+        return mixed("takes rows for another axis")
+    if x.is_sum or y.is_sum or x.is_mixed or y.is_mixed or not x.is_rows:
+        return _contracted(step, ["a", "b"], "ab")
+    if x.axis is None:
+        return x
+    shape = step.shapes("x1")[0]
+    blocks = math.prod(shape[: x.axis]) * x.blocks
+    multiple = math.prod(shape[x.axis + 1 :]) * x.multiple
+    power = x.power + y.power
+    return replace(x, axis=0, blocks=blocks, multiple=multiple, power=power)
+
+
+@rule("Kron")
+def _kron(step: Step) -> Placed:
+    (x, rank), (y, other_rank) = step.leaves()
+    if y.is_rows:
+        return mixed("multiplies rows")
+    if not x.has_axis or not y.is_same or rank != other_rank:
+        return joined([(x, 0), (y, 0)], 0)
+    assert x.axis is not None
+    size = step.shapes("x2")[0][x.axis]
+    return replace(x, multiple=x.multiple * size, power=x.power + y.power)
+
+
+@rule("Cross")
+def _cross(step: Step) -> Placed:
+    placed = joined(step.leaves(), step.out_rank)
+    axes = [step.attribute(name) for name in ("axisa", "axisb", "axisc")]
+    if any(int(each) % step.out_rank != step.out_rank - 1 for each in axes):
+        return mixed("is a cross product along another axis than the last")
+    return not_along(placed, -1, step.out_rank)

@@ -1,0 +1,128 @@
+"""Reductions, and functions along an axis."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from keras_strategies.rows.placed import (
+    SUM,
+    Placed,
+    axes_of,
+    joined,
+    mixed,
+    not_along,
+)
+from keras_strategies.rows.rules.step import Step, rule
+
+
+def _reduced(step: Step, name: str = "x") -> tuple[Placed, bool, Placed]:
+    """The argument, whether its rows are reduced, and the result if they are not."""
+    placed, rank = step.placed(name)[0], step.rank(name)
+    axes = axes_of(step.attribute("axis"), rank)
+    if not placed.has_axis:
+        return placed, False, placed
+    assert placed.axis is not None
+    keeps = step.out_rank == rank
+    fewer = 0 if keeps else sum(each < placed.axis for each in axes)
+    return placed, placed.axis in axes, placed.at(placed.axis - fewer)
+
+
+@rule("Sum Mean Nansum CountNonzero")
+def _summed(step: Step) -> Placed:
+    placed, over_rows, rest = _reduced(step)
+    if placed.is_sum and step.name not in ("Sum", "Mean"):
+        return mixed("is not a linear function of a sum over rows")
+    if step.name in ("CountNonzero", "Nansum") and placed.power:
+        return mixed("depends on the number of rows")
+    if not over_rows:
+        return rest
+    return replace(SUM, power=placed.power - (step.name == "Mean"))
+
+
+@rule("Average")
+def _averaged(step: Step) -> Placed:
+    placed, over_rows, rest = _reduced(step)
+    weights = step.placed("weights")
+    if any(not each.is_same for each in weights) or (over_rows and weights):
+        return mixed("weighs rows")
+    return replace(SUM, power=placed.power - 1) if over_rows else rest
+
+
+@rule(
+    """All Any Amax Amin Max Min Prod Argmax Argmin Median Quantile Percentile Ptp Std
+    Var Nanargmax Nanargmin Nanmax Nanmean Nanmedian Nanmin Nanpercentile Nanprod
+    Nanquantile Nanstd Nanvar Logsumexp Norm Trapezoid"""
+)
+def _reduction(step: Step) -> Placed:
+    name = "y" if step.name == "Trapezoid" else "x"
+    placed, over_rows, rest = _reduced(step, name)
+    if over_rows:
+        return mixed("goes over all rows")
+    others = [n for n in step.arguments[0] if n not in (name, "q")]
+    if any(not each.is_constant for each in step.placed(*others)) if others else False:
+        return mixed("has another argument that depends on rows")
+    if placed.is_sum or placed.power or placed.is_mixed:
+        return joined([(placed, 0)], 0)
+    if "q" in step.arguments[0]:
+        (q,) = step.leaves("q")
+        if not q[0].is_constant:
+            return mixed("has quantiles that depend on rows")
+        return rest.at(rest.axis + q[1]) if rest.axis is not None else rest
+    return rest
+
+
+@rule("Moments")
+def _moments(step: Step) -> list[Placed]:
+    (placed,), rank = step.placed("x"), step.rank("x")
+    axes = axes_of(step.attribute("axes"), rank)
+    if not placed.has_axis:
+        return [joined([(placed, rank)], rank)] * 2
+    assert placed.axis is not None
+    if placed.axis in axes:
+        mean = replace(SUM, power=placed.power - 1)
+        return [mean, mixed("is a variance over rows")]
+    if placed.power:
+        return [mixed("depends on the number of rows")] * 2
+    fewer = 0 if step.attribute("keepdims") else sum(a < placed.axis for a in axes)
+    return [placed.at(placed.axis - fewer)] * 2
+
+
+@rule("Softmax LogSoftmax Sparsemax Cumprod Nancumprod Nancumsum Sort Argsort Glu")
+@rule("Argpartition Normalize")
+def _along(step: Step) -> Placed:
+    placed = joined(step.leaves("x"), step.out_rank)
+    return not_along(placed, step.attribute("axis"), step.out_rank)
+
+
+@rule("Cumsum Flip Roll Diff Fliplr Flipud")
+def _linear_along(step: Step) -> Placed:
+    (placed,) = step.placed("a" if step.name == "Diff" else "x")
+    fixed = {"Fliplr": 1, "Flipud": 0}
+    axis = step.attribute("axis", fixed.get(step.name))
+    return not_along(placed, axis, step.rank_of_first)
+
+
+@rule("LayerNorm RMSNorm BatchNorm")
+def _normalized(step: Step) -> Placed:
+    rank = step.rank("x")
+    placed = joined(step.leaves("x"), rank)
+    others = [p for n in step.arguments[0] if n != "x" for p in step.placed(n)]
+    if any(not each.is_constant for each in others):
+        return mixed("normalizes by what depends on rows")
+    axis = step.attribute("axis")
+    if step.name == "LayerNorm" and not isinstance(axis, (list, tuple)):
+        axis = list(range(int(axis) % rank, rank))
+    return not_along(placed, axis, rank)
+
+
+@rule("CategoricalCrossentropy SparseCategoricalCrossentropy")
+def _crossentropy(step: Step) -> Placed:
+    rank = step.rank("output")
+    axis = int(step.attribute("axis")) % rank
+    target, output = step.placed("target")[0], step.placed("output")[0]
+    output = joined([(not_along(output, axis, rank), rank)], rank)
+    if step.name.startswith("Cat"):
+        target = not_along(target, axis, rank)
+    elif axis != rank - 1:
+        return mixed("has its classes along another axis than the last")
+    return joined([(target, 0), (output, 0)], 0)

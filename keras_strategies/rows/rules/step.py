@@ -1,0 +1,159 @@
+"""One operation in all traces of a call, and the table of rules."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Protocol
+
+import keras
+import numpy as np
+from keras import tree
+
+from keras_strategies.rows.placed import Counts, MixesRows, Placed, Shape
+from keras_strategies.rows.row_tensors import is_number, shape_of
+from keras_strategies.rows.trace import Node
+
+#: Returns the placement of all results, or one for each.
+Rule = Callable[["Step"], Any]
+#: By the name of a kind of operations.
+RULES: dict[str, Rule] = {}
+#: Attributes of operations that are further arguments.
+TENSORS_AS_ATTRIBUTES = {"Clip": ("x_min", "x_max"), "GaussianBlur": ("sigma",)}
+
+
+class Placements(Protocol):
+    """The placements of all tensors of the traces, as `Propagation`."""
+
+    counts: Counts
+    is_any: bool
+
+    def placed(self, values: Sequence[Any]) -> list[Placed]: ...
+
+    def body(self, step: Step, number: int, placed: list[Placed]) -> list[Placed]: ...
+
+    def are_row_numbers(self, values: Sequence[Any]) -> bool: ...
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Registers a function as the rule of operations.
+
+    Args:
+        names: their names, divided by blanks.
+    """
+
+    def register(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys(" ".join(names).split(), function))
+        return function
+
+    return register
+
+
+@functools.cache
+def _parameters(kind: Hashable) -> tuple[tuple[str, bool], ...]:
+    call = getattr(kind, "call")  # noqa: B009
+    found = inspect.signature(call).parameters.values()
+    return tuple((p.name, p.kind is p.VAR_POSITIONAL) for p in found)[1:]
+
+
+class Step:
+    """One operation in all traces, with the placements of its arguments.
+
+    Args:
+        nodes: the operation in each trace.
+        placements: those of the tensors before it.
+    """
+
+    def __init__(self, nodes: tuple[Node, ...], placements: Placements):
+        self.nodes = nodes
+        self.name = nodes[0].name
+        self.placements = placements
+        self.counts = placements.counts
+        self.arguments = [_bound(node) for node in nodes]
+
+    def values(self, name: str) -> list[Any]:
+        """An argument in each trace."""
+        return [arguments.get(name) for arguments in self.arguments]
+
+    def static(self, name: str) -> Any:
+        """An argument that is equal in all traces."""
+        values = self.values(name)
+        placed = self.placements.placed(values)
+        if not all(each.is_constant for each in placed):
+            raise MixesRows("has an argument that depends on rows or their number")
+        return values[0]
+
+    def attribute(self, name: str, default: Any = None) -> Any:
+        """An attribute of the operation in the first trace."""
+        return getattr(self.nodes[0].operation, name, default)
+
+    def placed(self, *names: str) -> list[Placed]:
+        """The placements of the leaves of arguments, without None; all by default."""
+        found = []
+        for name in names or self.arguments[0]:
+            found += self.placements.placed(self.values(name))
+        return found
+
+    def leaves(self, *names: str) -> list[tuple[Placed, int]]:
+        """Placements of the leaves of arguments with their numbers of axes."""
+        found: list[tuple[Placed, int]] = []
+        for name in names or self.arguments[0]:
+            leaves = [x for x in tree.flatten(self.values(name)[0]) if x is not None]
+            ranks = [len(shape_of(x)) for x in leaves]
+            placed = self.placements.placed(self.values(name))
+            found += zip(placed, ranks, strict=True)
+        return found
+
+    def given(self, position: int) -> list[Any]:
+        """A part of the argument of a loop or branch in each trace."""
+        return [node.args[0][position] for node in self.nodes]
+
+    def body(self, number: int, placed: list[Placed]) -> list[Placed]:
+        """The placements of the results of one of its functions."""
+        return self.placements.body(self, number, placed)
+
+    def shapes(self, name: str) -> list[Shape]:
+        return [shape_of(value) for value in self.values(name)]
+
+    def out_shapes(self, i: int = 0) -> list[Shape]:
+        return [shape_of(tree.flatten(node.outputs)[i]) for node in self.nodes]
+
+    def rank(self, name: str) -> int:
+        return len(self.shapes(name)[0])
+
+    @property
+    def out_rank(self) -> int:
+        return len(self.out_shapes()[0])
+
+    @property
+    def rank_of_first(self) -> int:
+        """The number of axes of its first argument."""
+        return len(shape_of(next(iter(self.arguments[0].values()))))
+
+
+def _bound(node: Node) -> dict[str, Any]:
+    """The arguments of an operation by their names."""
+    if node.operation is None or isinstance(node.operation, keras.layers.Layer):
+        return {"given": (node.args, node.kwargs)}
+    bound = dict(node.kwargs)
+    kind: Any = type(node.operation)
+    for i, (name, takes_all) in enumerate(_parameters(kind)):
+        if takes_all:
+            bound[name] = node.args[i:]
+            break
+        if i < len(node.args):
+            bound[name] = node.args[i]
+    if node.name != "GetItem":
+        bound = {name: numbers_as_array(value) for name, value in bound.items()}
+    more = TENSORS_AS_ATTRIBUTES.get(node.name, ())
+    return bound | {name: getattr(node.operation, name) for name in more}
+
+
+def numbers_as_array(value: Any) -> Any:
+    """Nested lists of numbers, such as indices, as an array."""
+    if isinstance(value, (list, tuple)) and value:
+        leaves = tree.flatten(value)
+        if all(map(is_number, leaves)):
+            return np.asarray(value)
+    return value

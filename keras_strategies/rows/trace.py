@@ -1,0 +1,575 @@
+"""The operations of one call with a number of rows, recorded as Keras makes them."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops, tree
+
+from keras_strategies.keras_compat.models.layers import is_rematerialized
+from keras_strategies.keras_compat.models.row_wise_layers import is_row_wise
+from keras_strategies.keras_compat.state_scope import StatePolicy
+from keras_strategies.keras_compat.symbolic_backend import compute_spec
+from keras_strategies.keras_compat.variables.generator_seeds import (
+    is_seed_state,
+    seed_generators,
+)
+from keras_strategies.keras_compat.variables.values import raw_value, stored_dtype
+from keras_strategies.rows.declarations import is_declared
+from keras_strategies.rows.declared_calls import are_rows, results_of_declared
+from keras_strategies.rows.layer_settings import argument_key
+from keras_strategies.rows.row_tensors import (
+    NotTraced,
+    RowCount,
+    RowTensor,
+    is_array,
+    is_library,
+    is_number,
+    refuse_count,
+    tensors_in,
+)
+
+#: Operations that call others of Keras.
+_FOLLOWED = frozenset(
+    [
+        "AssociativeScan",
+        "Cond",
+        "ForiLoop",
+        "Function",
+        "JVP",
+        "Map",
+        "Scan",
+        "Switch",
+        "VectorizedMap",
+        "WhileLoop",
+    ]
+)
+#: Operations, and layers of Keras, whose results have memory of their own.
+_WITH_MEMORY = """
+    Add Subtract Multiply Divide TrueDivide Power Matmul Einsum Where Concatenate Exp
+    Square Sqrt Rsqrt Sum Mean Conv ConvTranspose DepthwiseConv Dense EinsumDense
+    Embedding LayerNormalization
+"""
+_FRESH = frozenset(_WITH_MEMORY.split())
+#: The file whose functions begin traces.
+_PROVER = str(Path(__file__).with_name("row_prover.py"))
+#: Functions that make a tensor of a shape.
+_MADE_OF_SHAPE = frozenset(["zeros", "ones", "empty", "full"])
+
+
+@dataclass(frozen=True)
+class Body:
+    """The operations of a function that another operation calls."""
+
+    inputs: list[Any]
+    nodes: list[Node]
+    outputs: Any
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operation of a trace.
+
+    Args:
+        name: str, the kind of the operation.
+        operation: the `keras.Operation` or layer; None for others.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        outputs: structure of its results.
+        place: str, the layer and the line of the user's that make it.
+        bodies: functions that it calls.
+        number: int, that of a call of a layer that is one operation.
+    """
+
+    name: str
+    operation: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: Any
+    place: str
+    bodies: tuple[Body, ...] = ()
+    number: int | None = None
+
+
+class TracedState(StatePolicy):
+    """Variables are symbolic tensors of a trace; assignments are noted.
+
+    Attributes:
+        variables: the variables that are read or assigned, by their `id`.
+        initial: their tensors.
+        values: their tensors after the call.
+    """
+
+    def __init__(self, trace: Trace):
+        self._trace: Callable[[], Any] = weakref.ref(trace)
+        self._only_adds = trace.only_adds
+        self.is_adding = False
+        self.variables: dict[int, Any] = {}
+        self.initial: dict[int, Any] = {}
+        self.values: dict[int, Any] = {}
+
+    def read(self, variable: Any) -> Any:
+        if self._only_adds and not self.is_adding:
+            raise NotTraced(f"reads or assigns variable {variable.path!r}")
+        key = id(variable)
+        if key not in self.values:
+            if raw_value(variable) is None:
+                raise NotTraced("makes a variable in each call")
+            self.variables[key] = variable
+            shape, dtype = variable.shape, stored_dtype(variable)
+            value = self._trace().tensor(shape, dtype)
+            self.initial[key] = self.values[key] = value
+        return self.values[key]
+
+    def assign(self, variable: Any, value: Any) -> None:
+        self.read(variable)
+        self._trace().check_once("assigns a variable")
+        if self._trace().depth:
+            raise NotTraced("assigns a variable in the body of a loop or branch")
+        self.values[id(variable)] = value
+
+
+class Trace:
+    """The operations of one call with a number of rows.
+
+    Args:
+        rows: int, the number of rows.
+        is_any: bool, whether it stands for any number of rows.
+        followed: the numbers of calls of known layers whose code is traced.
+        only_adds: bool, see `LayerCall`.
+        functions: see `Tracer`.
+        draws: see `Tracer`.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        is_any: bool,
+        followed: frozenset[int],
+        only_adds: bool,
+        functions: Any,
+        draws: Any,
+    ):
+        self.rows = rows
+        self.is_any = is_any
+        self.only_adds = only_adds
+        self.functions, self.draws = functions, draws
+        self.nodes: list[Node] = []
+        self.made: list[weakref.ref[Any]] = []
+        self.state = TracedState(self)
+        self.losses: list[Any] = []
+        self.depth = 0
+        #: How many functions around are computed again in the backward pass.
+        self.repeated = 0
+        #: The tensors that are drawn, and the functions that draw them.
+        self.drawn: list[tuple[str, Any]] = []
+        self.draws_without_seed = False
+        self.problem: str | None = None
+        self._followed = followed
+        self._known_calls = 0
+        self._layers: list[Any] = []
+
+    # Tensors.
+
+    def tensor(self, shape: Any, dtype: Any) -> RowTensor:
+        any_rows = self.rows if self.is_any else None
+        found = RowTensor(shape, dtype, len(self.made), any_rows)
+        self.made.append(weakref.ref(found))
+        return found
+
+    def like(self, structure: Any) -> Any:
+        """Tensors of the trace with the shapes and dtypes of a structure."""
+        if type(structure) is keras.KerasTensor:
+            return self.tensor(structure.shape, structure.dtype)
+        if isinstance(structure, RowTensor):
+            return self.tensor(structure.lengths, structure.dtype)
+        return tree.map_structure(self._like, structure)
+
+    def _like(self, leaf: Any) -> Any:
+        if not isinstance(leaf, keras.KerasTensor):
+            return leaf
+        if leaf.sparse or leaf.ragged:
+            raise NotTraced("makes a sparse or ragged tensor")
+        shape = leaf.lengths if isinstance(leaf, RowTensor) else leaf.shape
+        return self.tensor(shape, leaf.dtype)
+
+    def values(self, structure: Any) -> Any:
+        """A structure with the current values in place of variables."""
+        if not _has_variable(structure):
+            return structure
+        return tree.map_structure(
+            lambda x: x.value if isinstance(x, keras.Variable) else x, structure
+        )
+
+    # The tracer of `symbolic_backend`.
+
+    def is_tensor(self, value: Any) -> bool:
+        return isinstance(value, RowTensor)
+
+    def check_once(self, what: str) -> None:
+        """Raises an error for what a backward pass must not do again."""
+        if self.repeated:
+            raise NotTraced(f"{what} in what is computed again in the backward pass")
+
+    @contextlib.contextmanager
+    def repeating(self) -> Iterator[None]:
+        """Context of code that is computed again in the backward pass."""
+        self.repeated += 1
+        try:
+            yield
+        finally:
+            self.repeated -= 1
+
+    def note_problem(self, problem: str) -> None:
+        self.problem = self.problem or problem
+
+    def call(self, operation: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs = self.values(args), self.values(kwargs)
+        if isinstance(operation, keras.layers.Layer):
+            self._layers.append(operation)
+            again = self.repeating if is_rematerialized(operation) else nullcontext
+            try:
+                with again():
+                    return self._call_layer(operation, args, kwargs)
+            finally:
+                self._layers.pop()
+        name = type(operation).__name__
+        is_own = not type(operation).__module__.startswith("keras.src.")
+        if is_own or name in _FOLLOWED:
+            return operation.call(*args, **kwargs)
+        return self.record(
+            name, operation, args, kwargs, _spec(operation, args, kwargs)
+        )
+
+    def call_function(
+        self, name: str, original: Any, symbolic: Any, args: Any, kwargs: Any
+    ) -> Any:
+        args, kwargs = self.values(args), self.values(kwargs)
+        if not _has((args, kwargs), RowTensor):
+            if not self.is_any or not _has((args, kwargs), RowCount):
+                return original(*args, **kwargs)
+            if name in _MADE_OF_SHAPE:
+                return self._made_of_shape(name, args, kwargs)
+            if name == "arange":
+                return self._row_numbers(*args, **kwargs)
+            args, kwargs = self._lifted(args, kwargs)
+        return symbolic(*args, **kwargs)
+
+    def changed_in_place(self, before: RowTensor, after: RowTensor) -> Any:
+        """The tensor that an operator with assignment has changed to `after`."""
+        given = (before, after, before.is_own, before.is_inner)
+        found = self.record("in_place", None, given, {}, after)
+        found.is_own, found.is_inner = before.is_own, before.is_inner
+        return found
+
+    def operator(self, original: Any, tensor: Any, args: Any) -> Any:
+        if self.is_any and _has(args, RowCount):
+            refuse_count()
+        return original(tensor, *args)
+
+    def add_to_variable(self, original: Any, variable: Any, value: Any) -> Any:
+        self.state.is_adding = True
+        try:
+            return original(variable, value)
+        finally:
+            self.state.is_adding = False
+
+    # Programs for any number of rows: what depends on it is no constant.
+
+    def _made_of_shape(self, name: str, args: Any, kwargs: Any) -> RowTensor:
+        shape = kwargs["shape"] if "shape" in kwargs else args[0]
+        value = (*args[1:2], kwargs.get("fill_value"))[0] if name == "full" else 1
+        if _has([value], RowCount):
+            raise NotTraced("fills a tensor with the number of rows")
+        given = args[1 + (name == "full") :]
+        dtype = kwargs.get("dtype") or (given[0] if given else None)
+        if dtype is None and isinstance(value, int) and name == "full":
+            dtype = "int32"
+        shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        dtype = keras.backend.standardize_dtype(dtype)
+        outputs = keras.KerasTensor(tuple(map(int, shape)), dtype)
+        entry = 0 if name == "zeros" else value
+        found: RowTensor = self.record("filled", None, (entry,), {}, outputs)
+        return found
+
+    def _row_numbers(self, *args: Any, **kwargs: Any) -> RowTensor:
+        """0, 1, ..., n - 1."""
+        dtype = kwargs.pop("dtype", None) or (args[3] if len(args) > 3 else "int32")
+        first = (0,) if len(args) > 1 else ()
+        given = [each for each in args[len(first) : 3] if each not in (None, 1)]
+        if args[: len(first)] != first or len(given) != 1 or kwargs:
+            raise NotTraced(
+                "computes with the number of rows, which any batch may have"
+            )
+        spec = keras.KerasTensor((int(given[0]),), dtype)
+        found: RowTensor = self.record("row_numbers", None, (), {}, spec)
+        return found
+
+    def _lifted(self, args: Any, kwargs: Any) -> Any:
+        """Arguments with tensors of the trace in place of arrays, or of counts."""
+        structure = (args, kwargs)
+        if any(map(is_array, tree.flatten(structure))):
+            return tree.map_structure(self._constant, structure)
+        return tree.map_structure(self._count, structure)
+
+    def _constant(self, leaf: Any) -> Any:
+        if not is_array(leaf):
+            return leaf
+        spec = keras.KerasTensor(
+            leaf.shape, keras.backend.standardize_dtype(leaf.dtype)
+        )
+        return self.record("constant", None, (leaf,), {}, spec)
+
+    def _count(self, leaf: Any) -> Any:
+        if not isinstance(leaf, RowCount):
+            return leaf
+        # A plain number, which is compared between the traces.
+        spec = keras.KerasTensor((), "int32")
+        return self.record("constant", None, (int(leaf),), {}, spec)
+
+    # Layers.
+
+    def _call_layer(self, layer: Any, args: Any, kwargs: Any) -> Any:
+        if is_declared(layer) and not seed_generators(layer):
+            return self._declared_call(layer, args, kwargs)
+        ranks = [len(tensor.lengths) for tensor in tensors_in((args, kwargs))]
+        if _has_own_spec(layer) and all(ranks) and is_row_wise(layer, ranks):
+            number = self._known_calls
+            self._known_calls += 1
+            if number not in self._followed and not seed_generators(layer):
+                outputs = layer.compute_output_spec(*args, **kwargs)
+                if _is_complete(outputs):
+                    return self._known_call(layer, args, kwargs, number, outputs)
+        if getattr(layer, "quantization_mode", None) is not None:
+            return layer.quantized_call(*args, **kwargs)
+        return layer.call(*args, **kwargs)
+
+    def _declared_call(self, layer: Any, args: Any, kwargs: Any) -> Any:
+        """A declared layer as one operation."""
+        leaves = tree.flatten((args, kwargs))
+        results = results_of_declared(
+            layer, (args, kwargs), self.rows, tuple(map(self._kind, leaves))
+        )
+        tensors = [x for x in leaves if isinstance(x, RowTensor) or is_array(x)]
+        has_rows = any(are_rows(x, self.rows) for x in tensors)
+        flags = [x for x in leaves if not (isinstance(x, RowTensor) or is_array(x))]
+
+        def with_all_rows(x: Any) -> Any:
+            if not (has_rows and _is_spec(x)):
+                return x
+            return keras.KerasTensor((self.rows, *x.shape[1:]), x.dtype)
+
+        outputs = tree.map_structure(with_all_rows, results.outputs)
+        more = [*results.losses, *results.updates.values()]
+        count = sum(map(_is_spec, tree.flatten(outputs)))
+        options = {"flags": flags, "outputs": count, "means": len(more)}
+        made, added = self.record("row_wise", None, tensors, options, (outputs, more))
+        for loss in added[: len(results.losses)]:
+            layer.add_loss(loss)
+        variables = {id(variable): variable for variable in layer.variables}
+        for key, value in zip(
+            results.updates, added[len(results.losses) :], strict=True
+        ):
+            self.state.assign(variables[key], value)
+        return made
+
+    def _kind(self, leaf: Any) -> Any:
+        """What the symbolic results of a declared layer depend on in an argument."""
+        if isinstance(leaf, RowTensor):
+            has_rows = are_rows(leaf, self.rows)
+            return has_rows, leaf.lengths[has_rows:], leaf.dtype
+        if is_array(leaf):
+            return tuple(leaf.shape), str(leaf.dtype)
+        return argument_key(leaf)
+
+    def _known_call(
+        self, layer: Any, args: Any, kwargs: Any, number: int, outputs: Any
+    ) -> Any:
+        """A layer of Keras as one operation."""
+        assigned = layer.non_trainable_variables
+        if isinstance(layer, keras.layers.SpectralNormalization):
+            assigned = [layer.kernel, layer.vector_u]
+        states = [v for v in assigned if not is_seed_state(v)]
+        after = [keras.KerasTensor(v.shape, v.dtype) for v in states]
+        name = type(layer).__name__
+        made, values = self.record(
+            name, layer, args, kwargs, (outputs, after), number=number
+        )
+        for variable, value in zip(states, values, strict=True):
+            self.state.assign(variable, value)
+        return made
+
+    # Operations.
+
+    def record(
+        self,
+        name: str,
+        operation: Any,
+        args: Any,
+        kwargs: Any,
+        outputs: Any,
+        bodies: tuple[Body, ...] = (),
+        number: int | None = None,
+    ) -> Any:
+        """Adds an operation, and returns its results.
+
+        Args:
+            name: see `Node`, as all arguments.
+            operation: the operation.
+            args: its arguments.
+            kwargs: its keyword arguments.
+            outputs: structure of symbolic tensors like its results.
+            bodies: functions that it calls.
+            number: that of the call of a layer.
+        """
+        made = self.like(outputs)
+        if keras.backend.backend() == "torch":
+            _note_memory(name, (args, kwargs), made)
+        place = self._place()
+        self.nodes.append(
+            Node(name, operation, args, kwargs, made, place, bodies, number)
+        )
+        return made
+
+    def body(self, function: Callable[..., Any], *specs: Any) -> Body:
+        """The operations of a function, called with tensors as given."""
+        inputs = [self.like(spec_of(spec)) for spec in specs]
+        outer, self.nodes = self.nodes, []
+        self.depth += 1
+        try:
+            (outputs,) = self.values((function(*inputs),))
+            return Body(inputs, self.nodes, outputs)
+        finally:
+            self.nodes = outer
+            self.depth -= 1
+
+    def _place(self) -> str:
+        """The innermost layer, and the line of the user's that is being called."""
+        found = []
+        if self._layers:
+            layer = self._layers[-1]
+            found.append(f"in layer {layer.name!r} ({type(layer).__name__})")
+        frame = inspect.currentframe()
+        while frame is not None and frame.f_code.co_filename != _PROVER:
+            if not is_library(frame.f_code.co_filename):
+                found.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
+                break
+            frame = frame.f_back
+        return ", ".join(found)
+
+    def close(self) -> None:
+        """Lets go of all tensors."""
+        self.nodes.clear()
+        self.drawn.clear()
+        self.losses.clear()
+        self.state.values.clear()
+        self.state.initial.clear()
+
+
+def _note_memory(name: str, arguments: Any, made: Any) -> None:
+    """Notes which results have memory of their own, and which no argument's."""
+    given = tensors_in(arguments)
+    is_own = name in _FRESH and not (name == "Einsum" and len(given) == 1)
+    is_inner = is_own or (bool(given) and all(x.is_inner for x in given))
+    for tensor in tensors_in([made]):
+        tensor.is_own, tensor.is_inner = is_own, is_inner
+
+
+def _spec(operation: Any, args: Any, kwargs: Any) -> Any:
+    """The shapes and dtypes of the results of an operation."""
+    if type(operation).__name__ == "GetItem":
+        return _spec_of_item(*args, **kwargs)
+    try:
+        return operation.compute_output_spec(*args, **kwargs)
+    except (AttributeError, IndexError, TypeError, ValueError):
+        pass  # Some of Keras expect tensors in place of numbers, or have a fault.
+    tensors = [x if tensors_in([x]) else _as_tensor(x) for x in args]
+    return compute_spec(operation.call, *map(_plain, tensors), **kwargs)
+
+
+def _plain(x: Any) -> Any:
+    if isinstance(x, RowTensor):
+        return keras.KerasTensor(x.lengths, x.dtype)
+    return x
+
+
+def _spec_of_item(x: Any, key: Any) -> Any:
+    """That of `x[key]`, by NumPy: Keras's has neither tensors nor a single slice."""
+    parts = list(key) if isinstance(key, (tuple, list)) else [key]
+    arrays = [
+        np.zeros(part.lengths, "int8")
+        if isinstance(part, RowTensor)
+        else np.zeros(part.shape, "int8")
+        if is_array(part)
+        else part
+        for part in parts
+    ]
+    if any("bool" in str(getattr(part, "dtype", "")) for part in parts):
+        raise NotTraced("takes as many entries as a mask says")
+    item = np.broadcast_to(np.int8(0), x.lengths)[tuple(arrays)]
+    return keras.KerasTensor(item.shape, x.dtype)
+
+
+def _as_tensor(x: Any) -> Any:
+    numbers = x is not None and all(map(is_number, tree.flatten(x)))
+    return ops.convert_to_tensor(x) if numbers else x
+
+
+def _has_variable(structure: Any) -> bool:
+    for x in structure.values() if isinstance(structure, dict) else structure:
+        if isinstance(x, keras.Variable):
+            return True
+        if isinstance(x, (list, tuple, dict)) and _has_variable(x):
+            return True
+    return False
+
+
+def _has(structure: Any, kind: type) -> bool:
+    for x in structure.values() if isinstance(structure, dict) else structure:
+        if isinstance(x, kind):
+            return True
+        if isinstance(x, slice):
+            x = (x.start, x.stop, x.step)
+        if isinstance(x, (list, tuple, dict)) and _has(x, kind):
+            return True
+    return False
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, keras.KerasTensor)
+
+
+def _is_complete(specs: Any) -> bool:
+    """Whether all sizes are known; some layers say None for those of the batch."""
+    return all(x is None or None not in x.shape for x in tree.flatten(specs))
+
+
+def _has_own_spec(layer: Any) -> bool:
+    """Whether a layer says the shapes of its outputs without a call."""
+    kind, base = type(layer), keras.layers.Layer
+    return not isinstance(layer, keras.Model) and (
+        kind.compute_output_shape is not base.compute_output_shape
+        or kind.compute_output_spec is not base.compute_output_spec
+    )
+
+
+def spec_of(structure: Any) -> Any:
+    """Symbolic tensors for numbers and arrays as well."""
+
+    def spec(x: Any) -> Any:
+        if isinstance(x, keras.KerasTensor) or x is None:
+            return x
+        x = ops.convert_to_tensor(x)
+        dtype = keras.backend.standardize_dtype(x.dtype)
+        return keras.KerasTensor(tuple(x.shape), dtype)
+
+    return tree.map_structure(spec, structure)

@@ -1,0 +1,341 @@
+"""Loops, branches, gradients and random numbers of a trace.
+
+Functions in place of those of Keras's backend with the same names. Bodies of loops and
+branches are traced where they are called, so that closures work.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import keras
+import numpy as np
+from keras import ops, tree
+
+from keras_strategies.keras_compat.symbolic_backend import current_tracer
+from keras_strategies.rows.row_tensors import NotTraced, shape_of
+from keras_strategies.rows.trace import Body, Trace, spec_of
+
+
+def _active() -> Trace:
+    tracer = current_tracer()
+    if tracer is None:
+        raise NotTraced("calls a function outside of its trace")
+    assert isinstance(tracer, Trace)
+    return tracer
+
+
+def _without_first(structure: Any) -> Any:
+    return tree.map_structure(
+        lambda x: keras.KerasTensor(shape_of(x)[1:], x.dtype), spec_of(structure)
+    )
+
+
+def _with_first(length: int, structure: Any) -> Any:
+    return tree.map_structure(
+        lambda x: keras.KerasTensor((length, *shape_of(x)), x.dtype),
+        spec_of(structure),
+    )
+
+
+def _length(structure: Any) -> int:
+    return shape_of(tree.flatten(structure)[0])[0]
+
+
+def _flow(name: str, given: Any, outputs: Any, *bodies: Body, **static: Any) -> Any:
+    return _active().record(name, None, (given,), static, spec_of(outputs), bodies)
+
+
+# Control flow.
+
+
+def _scan(
+    f: Any,
+    init: Any,
+    xs: Any = None,
+    length: Any = None,
+    reverse: bool = False,
+    unroll: Any = 1,
+) -> Any:
+    trace = _active()
+    init, xs = trace.values((init, xs))
+    steps = _length(xs) if xs is not None else int(length)
+    body = trace.body(f, init, None if xs is None else _without_first(xs))
+    carry, y = body.outputs
+    y = None if y is None else _with_first(steps, y)
+    return _flow("scan", (init, xs), (carry, y), body, length=length)
+
+
+def _while_loop(
+    cond: Any, body: Any, loop_vars: Any, maximum_iterations: Any = None
+) -> Any:
+    trace = _active()
+    several = isinstance(loop_vars, (list, tuple))
+    start = trace.values(tuple(loop_vars) if several else (loop_vars,))
+    test = trace.body(cond, *start)
+    step = trace.body(body, *start)
+    found = _flow("while", start, start, test, step, most=maximum_iterations)
+    return found if several else found[0]
+
+
+def _fori_loop(lower: Any, upper: Any, body_fun: Any, init_val: Any) -> Any:
+    trace = _active()
+    (init,) = trace.values((init_val,))
+    step = trace.body(body_fun, np.int32(0), init)
+    return _flow("for", (lower, upper, init), init, step)
+
+
+def _cond(pred: Any, true_fn: Any, false_fn: Any) -> Any:
+    if isinstance(pred, (bool, np.bool_)):
+        return true_fn() if pred else false_fn()
+    return _switch_of(pred, (true_fn, false_fn), ())
+
+
+def _switch(index: Any, branches: Any, *operands: Any) -> Any:
+    if isinstance(index, (int, np.integer)):
+        return branches[min(max(int(index), 0), len(branches) - 1)](*operands)
+    return _switch_of(index, branches, operands)
+
+
+def _switch_of(index: Any, branches: Any, operands: Any) -> Any:
+    trace = _active()
+    (index,) = trace.values((index,))
+    bodies = [trace.body(lambda f=f: f(*operands)) for f in branches]
+    return _flow("switch", index, bodies[0].outputs, *bodies)
+
+
+def _vectorized_map(function: Any, elements: Any) -> Any:
+    trace = _active()
+    (elements,) = trace.values((elements,))
+    body = trace.body(function, _without_first(elements))
+    outputs = _with_first(_length(elements), body.outputs)
+    return _flow("map", elements, outputs, body)
+
+
+def _vectorize(pyfunc: Any, *, excluded: Any = None, signature: Any = None) -> Any:
+    if excluded or signature:
+        raise NotTraced("vectorizes with a signature")
+
+    def call(x: Any) -> Any:
+        function = pyfunc
+        for _ in x.shape:
+            function = functools.partial(_vectorized_map, function)
+        return function(x)
+
+    return call
+
+
+def _associative_scan(f: Any, elems: Any, reverse: bool = False, axis: int = 0) -> Any:
+    trace = _active()
+    (elems,) = trace.values((elems,))
+    body = trace.body(f, elems, elems)
+    return _flow("associative_scan", elems, elems, body, axis=axis)
+
+
+def _rnn(
+    step_function: Any,
+    inputs: Any,
+    initial_states: Any,
+    go_backwards: bool = False,
+    mask: Any = None,
+    constants: Any = None,
+    unroll: bool = False,
+    input_length: Any = None,
+    time_major: bool = False,
+    zero_output_for_mask: bool = False,
+    return_all_outputs: bool = True,
+) -> Any:
+    """A loop over axis 1, the steps in time of all rows."""
+    if time_major:
+        raise NotTraced("has a loop over time with rows along the second axis")
+    trace = _active()
+    states = list(initial_states)
+    inputs, states, mask = trace.values((inputs, states, mask))
+    fixed = tuple(trace.values(tuple(constants or ())))
+    one = tree.map_structure(_without_time, spec_of(inputs))
+    kept = None if mask is None else _without_time(spec_of(mask))
+
+    def step(states: Any, x: Any, mask: Any) -> Any:
+        output, after = step_function(x, (*states, *fixed))
+        after = list(after)[: len(states)]
+        if mask is not None:
+            empty = ops.zeros_like(output)
+            output = _chosen(mask, output, empty)
+            after = [_chosen(mask, a, b) for a, b in zip(after, states, strict=True)]
+        return after, output
+
+    body = trace.body(step, states, one, kept)
+    after, output = body.outputs
+    length = shape_of(tree.flatten(inputs)[0])[1] if return_all_outputs else 1
+    shape = shape_of(output)
+    every = keras.KerasTensor((shape[0], length, *shape[1:]), output.dtype)
+    outputs = (after, (spec_of(output), every))
+    after, (last, every) = _flow("rnn", (states, inputs, mask), outputs, body)
+    return last, every, after
+
+
+def _without_time(x: Any) -> Any:
+    shape = shape_of(x)
+    return keras.KerasTensor((shape[0], *shape[2:]), x.dtype)
+
+
+def _chosen(mask: Any, one: Any, other: Any) -> Any:
+    while len(mask.shape) < len(one.shape):
+        mask = ops.expand_dims(mask, -1)
+    return ops.where(ops.cast(mask, "bool"), one, other)
+
+
+def _not_on_this_device(*args: Any, **kwargs: Any) -> NoReturn:
+    raise NotImplementedError  # Keras has a loop over time then.
+
+
+def _remat(function: Any) -> Any:
+    """A function that is computed again in the backward pass."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _active().repeating():
+            return function(*args, **kwargs)
+
+    return call
+
+
+# Gradients.
+
+
+def _custom_gradient(function: Any) -> Any:
+    """A function with a gradient of the user's, whose operations are traced as well."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        trace = _active()
+        args = trace.values(args)
+        outputs, gradient = function(*args, **kwargs)
+        upstream = spec_of(outputs)
+
+        def backward(*given: Any) -> Any:
+            if keras.backend.backend() == "torch":
+                return gradient(*args, upstream=given[0])
+            return gradient(*given)
+
+        flat = upstream if isinstance(upstream, (list, tuple)) else [upstream]
+        body = trace.body(backward, *flat)
+        return _flow("gradient", (args, outputs), outputs, body)
+
+    return call
+
+
+def _jvp(fun: Any, primals: Any, tangents: Any, has_aux: bool = False) -> Any:
+    trace = _active()
+    if has_aux:
+        raise NotTraced("has auxiliary results")
+    primals, tangents = trace.values((primals, tangents))
+    body = trace.body(fun, *primals)
+    outputs = (body.outputs, body.outputs)
+    return _flow("jvp", (primals, tangents), outputs, body)
+
+
+def _no_numpy(*args: Any, **kwargs: Any) -> NoReturn:
+    raise NotTraced("reads values of a tensor")
+
+
+#: In place of functions of the backend with these names.
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "associative_scan": _associative_scan,
+    "cond": _cond,
+    "convert_to_numpy": _no_numpy,
+    "custom_gradient": _custom_gradient,
+    "fori_loop": _fori_loop,
+    "gru": _not_on_this_device,
+    "jvp": _jvp,
+    "lstm": _not_on_this_device,
+    "map": _vectorized_map,
+    "remat": _remat,
+    "rnn": _rnn,
+    "scan": _scan,
+    "switch": _switch,
+    "vectorize": _vectorize,
+    "vectorized_map": _vectorized_map,
+    "while_loop": _while_loop,
+}
+
+
+# Random numbers: one draw for each call of a function of `keras.random`.
+
+
+def _draw(name: str, seed: Any, shape: Any, dtype: Any, *arguments: Any) -> Any:
+    trace = _active()
+    trace.draws_without_seed |= seed is None
+    trace.check_once("draws random numbers")
+    if trace.depth:
+        raise NotTraced("draws random numbers in the body of a loop or branch")
+    given = trace.values(arguments)
+    spec = keras.KerasTensor(tuple(map(int, shape)), dtype or keras.config.floatx())
+    made = trace.record("draw", None, given, {}, spec)
+    # The name tells which have a parameter for each entry.
+    has_parameters = any(len(shape_of(each)) == len(shape) for each in given)
+    trace.drawn.append((name if has_parameters else "", made))
+    return made
+
+
+def _filled(name: str) -> Callable[..., Any]:
+    def draw(
+        shape: Any, *values: Any, dtype: Any = None, seed: Any = None, **named: Any
+    ) -> Any:
+        if values and isinstance(values[-1], str):
+            *values, dtype = values  # type: ignore[assignment]
+        return _draw(name, seed, shape, dtype, *values, *named.values())
+
+    return draw
+
+
+def _randint(
+    shape: Any, minval: Any, maxval: Any, dtype: Any = "int32", seed: Any = None
+) -> Any:
+    return _draw("randint", seed, shape, dtype, minval, maxval)
+
+
+def _dropout(inputs: Any, rate: Any, noise_shape: Any = None, seed: Any = None) -> Any:
+    (inputs,) = _active().values((inputs,))
+    if isinstance(rate, int | float) and rate in (0, 1):
+        return inputs * (1 - rate)  # It draws nothing, see `KerasDraw.draws_nothing`.
+    lengths = shape_of(inputs)
+    shape = lengths if noise_shape is None else noise_shape
+    shape = [
+        n if given is None else given for n, given in zip(lengths, shape, strict=True)
+    ]
+    kept = _draw("dropout", seed, shape, inputs.dtype) < 1 - rate
+    return ops.where(kept, inputs * 2, ops.zeros_like(inputs))
+
+
+def _categorical(
+    logits: Any, num_samples: Any, dtype: Any = "int32", seed: Any = None
+) -> Any:
+    (logits,) = _active().values((logits,))
+    shape = (*shape_of(logits)[:-1], num_samples)
+    drawn = _draw("categorical", seed, shape, dtype)
+    return ops.cast(drawn + ops.cast(logits[..., :1] > 0, dtype), dtype)
+
+
+def _shuffle(x: Any, axis: int = 0, seed: Any = None) -> Any:
+    raise NotTraced("shuffles by random numbers")
+
+
+#: In place of functions of the backend's random numbers with these names.
+DRAWS: dict[str, Callable[..., Any]] = {
+    **{
+        name: _filled(name)
+        for name in (
+            "normal",
+            "uniform",
+            "truncated_normal",
+            "gamma",
+            "beta",
+            "binomial",
+        )
+    },
+    "categorical": _categorical,
+    "dropout": _dropout,
+    "randint": _randint,
+    "shuffle": _shuffle,
+}

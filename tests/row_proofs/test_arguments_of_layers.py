@@ -1,0 +1,231 @@
+"""Layers of Keras's that mix rows by an argument, and code that is not Keras's.
+
+Each is trained without a strategy and on two and three replicas.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from harness.training import as_arrays, assert_same
+from keras import layers, ops
+
+import keras_strategies as ks
+from row_proofs.proofs import needs_split
+
+BACKEND = keras.backend.backend()
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(25, 6)).astype("float32") * np.linspace(0.3, 2, 25)[:, None]
+X = (X + np.linspace(-1, 1, 25)[:, None]).astype("float32")
+Y = np.sin(X[:, :1])
+
+
+class Center(layers.Layer):
+    def call(self, x: Any) -> Any:
+        return x - ops.mean(x, axis=0, keepdims=True)
+
+
+class Squeeze(layers.Layer):
+    """Drops all axes with one entry, the rows too where there is one."""
+
+    def compute_output_spec(self, x: Any) -> Any:
+        return keras.KerasTensor(x.shape[:1], x.dtype)
+
+    def call(self, x: Any) -> Any:
+        return ops.squeeze(x)
+
+
+class Chunks(layers.Layer):
+    """A number that is the same for few rows."""
+
+    def call(self, x: Any) -> Any:
+        chunks = ops.shape(x)[0] // 7 + 1
+        return x / ops.cast(chunks, x.dtype)
+
+
+class Mask(layers.Layer):
+    """Columns before the number of rows."""
+
+    def call(self, x: Any) -> Any:
+        return x * ops.cast(ops.arange(6) < ops.shape(x)[0], x.dtype)
+
+
+class OfFramework(layers.Layer):
+    def call(self, x: Any) -> Any:
+        if BACKEND == "torch":
+            import torch
+
+            return x + torch.mean(x, 0, keepdim=True)
+        import tensorflow as tf
+
+        return x / tf.cast(tf.shape(x)[0] // 7 + 1, x.dtype)
+
+
+def around(*inner: Any) -> keras.Model:
+    return keras.Sequential([keras.Input((6,)), *inner, layers.Dense(1)])
+
+
+def attending(kind: Any) -> keras.Model:
+    inputs = keras.Input((6,))
+    both = [layers.Dense(4)(inputs), layers.Dense(4)(inputs)]
+    return keras.Model(inputs, layers.Dense(1)(kind()(both)))
+
+
+def pooling() -> keras.Model:
+    """Attention over the rows of a batch, which is a bag."""
+    inputs = keras.Input((6,))
+    hidden = layers.Dense(4, "tanh")(inputs)
+    scores = layers.Activation("softmax")(layers.Reshape(())(layers.Dense(1)(hidden)))
+    pooled = layers.Multiply()([hidden, layers.Reshape((1,))(scores)])
+    return keras.Model(inputs, layers.Dense(1)(pooled))
+
+
+MODELS: dict[str, Callable[[], keras.Model]] = {
+    "layer as activation": lambda: around(layers.Dense(6, activation=Center())),
+    "softmax of rows as activation": lambda: around(
+        layers.Dense(6, activation=layers.Softmax(axis=0))
+    ),
+    "function as activation": lambda: around(layers.Dense(6, activation=ops.flipud)),
+    "function as Activation": lambda: around(
+        layers.Dense(6), layers.Activation(ops.flip)
+    ),
+    "attention of rank 2": lambda: attending(layers.Attention),
+    "additive attention of rank 2": lambda: attending(layers.AdditiveAttention),
+    "softmax of rank 1": pooling,
+    "softmax over all axes": lambda: around(layers.Dense(6), layers.Softmax(axis=None)),
+    "computes with the number of rows": lambda: around(layers.Dense(6), Chunks()),
+    "compares with the number of rows": lambda: around(layers.Dense(6), Mask()),
+    "function of the framework": lambda: around(layers.Dense(6), OfFramework()),
+}
+#: As on one device, Keras fails or computes something else in a program.
+EAGER = ("computes with the number of rows", "compares with the number of rows")
+
+
+def trained(make: Callable[[], Any], fit: Callable[[Any], Any], strategy: Any) -> Any:
+    keras.utils.set_random_seed(7)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with strategy.scope() if strategy else contextlib.nullcontext():
+            model = make()
+        history = fit(model).history
+    found = as_arrays({"history": history, "weights": model.get_weights()})
+    said = [w for w in caught if "split by rows" in str(w.message)]
+    return found, [str(w.message) for w in said]
+
+
+def compiled(make: Callable[[], Any], **options: Any) -> Callable[[], Any]:
+    def made() -> Any:
+        model = make()
+        model.compile(keras.optimizers.SGD(0.003), "mse", **options)
+        return model
+
+    return made
+
+
+def assert_same_on_replicas(
+    make: Any, fit: Any, counts: tuple[int, ...] = (2, 3), is_split: bool = False
+) -> None:
+    alone = ks.OneDeviceStrategy("cpu:0") if BACKEND == "torch" else None
+    expected, _ = trained(make, fit, alone)
+    for count in counts:
+        strategy = ks.MirroredStrategy([f"cpu:{i}" for i in range(count)])
+        found, said = trained(make, fit, strategy)
+        assert_same(expected, found, 2e-5, f"{count} replicas")
+        assert bool(said) != is_split, said
+
+
+@needs_split
+@pytest.mark.parametrize("name", MODELS)
+def test_arguments_that_mix_rows(name: str) -> None:
+    def fit(model: Any) -> Any:
+        return model.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+
+    # A program of TensorFlow sees no number of rows.
+    is_eager = BACKEND == "tensorflow" and name in EAGER
+    options = {"run_eagerly": True} if is_eager else {}
+    assert_same_on_replicas(compiled(MODELS[name], **options), fit, (2,))
+
+
+@needs_split
+@pytest.mark.parametrize("name", ["Squeeze", "Mask"])
+@pytest.mark.parametrize("batch", [2, 3])
+def test_one_row_on_each_replica(name: str, batch: int) -> None:
+    if BACKEND == "tensorflow" and name == "Mask":
+        pytest.skip("tested with `run_eagerly`")
+    kinds = {"Squeeze": Squeeze, "Mask": Mask}
+
+    def make() -> Any:
+        inputs = keras.Input((6,))
+        last = [layers.Dense(1), kinds[name]()]
+        if name != "Squeeze":
+            last.reverse()
+        outputs = last[1](last[0](layers.Dense(6)(inputs)))
+        return keras.Model(inputs, outputs)
+
+    def fit(model: Any) -> Any:
+        targets = Y[:12, 0] if name == "Squeeze" else Y[:12]
+        return model.fit(X[:12], targets, batch_size=batch, shuffle=False, verbose=0)
+
+    assert_same_on_replicas(compiled(make), fit, (2,))
+
+
+@needs_split
+def test_classes_along_the_rows_of_a_metric() -> None:
+    def make() -> Any:
+        metric = keras.metrics.OneHotMeanIoU(8, axis=0, name="iou")
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(3)])
+        model.compile(keras.optimizers.SGD(0.01), "mse", metrics=[metric])
+        return model
+
+    def fit(model: Any) -> Any:
+        return model.fit(X[:24], X[:24, :3], batch_size=8, shuffle=False, verbose=0)
+
+    assert_same_on_replicas(make, fit, (2,), is_split=True)
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="objects of TensorFlow")
+@pytest.mark.parametrize("kind", ["scatter_sub", "slice", "table"])
+def test_objects_that_a_call_changes(kind: str) -> None:
+    import tensorflow as tf
+
+    counts = tf.Variable([0.0, 0.0], trainable=False)
+    table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.float32, 0.0)
+    key = tf.constant([1], tf.int64)
+
+    class Counting(layers.Layer):
+        def compute_output_spec(self, x: Any) -> Any:
+            return keras.KerasTensor(x.shape, x.dtype)
+
+        def call(self, x: Any) -> Any:
+            if kind == "scatter_sub":
+                one = tf.IndexedSlices(tf.ones((1,)), [0])
+                return x * (1 + counts.scatter_sub(one)[0] / 100)
+            if kind == "slice":
+                counts[:1].assign(counts.read_value()[:1] + 1.0)
+                return x * (1 + counts.read_value()[0] / 100)
+            number = tf.ensure_shape(table.lookup(key), [1])
+            with tf.control_dependencies([table.insert(key, number + 1.0)]):
+                return x * (1 + number[0] / 20)
+
+    def fit(model: Any) -> Any:
+        counts.assign([0.0, 0.0])
+        table.insert(key, tf.constant([0.0]))
+        found = model.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
+        numbers = counts.numpy()[0], table.lookup(key).numpy()[0]
+        return _with(found, numbers)
+
+    def make() -> Any:
+        return compiled(lambda: around(layers.Dense(6), Counting()))()
+
+    assert_same_on_replicas(make, fit, (2,))
+
+
+def _with(history: Any, numbers: Any) -> Any:
+    history.history["counts"] = [float(each) for each in numbers]
+    return history
