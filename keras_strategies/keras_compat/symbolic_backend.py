@@ -285,7 +285,7 @@ def _replacements_of_classes() -> list[tuple[Any, str, Any]]:
         owner = sys.modules.get(path)
         owner = getattr(owner, kind, None) if kind else owner
         if owner is not None:
-            found.append((owner, name, _guarded(getattr(owner, name))))
+            found.append((owner, name, _guarded(vars(owner)[name])))
     return found
 
 
@@ -326,7 +326,10 @@ def _node(original: Function) -> Function:
     return node
 
 
-def _guarded(original: Function) -> Function:
+def _guarded(original: Any) -> Any:
+    if isinstance(original, classmethod):
+        return classmethod(_guarded(original.__func__))
+
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         tracer = _thread.tracer

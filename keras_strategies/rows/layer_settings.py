@@ -19,6 +19,7 @@ from keras_strategies.rows.python_state import (
     attributes_of_layers,
     contents_of_cells,
     is_array_of_keras,
+    is_of_framework,
 )
 
 #: Objects in objects, and in containers, at most so deep.
@@ -125,11 +126,12 @@ def _may_change(value: Any) -> bool:
         return any(map(_may_change, value))
     if isinstance(value, types.FunctionType):
         return bool(value.__closure__)
-    return isinstance(value, _CONTAINERS) or not _is_of_keras(value)
+    return isinstance(value, _CONTAINERS) or not _is_of_libraries(value)
 
 
-def _is_of_keras(value: Any) -> bool:
-    return type(value).__module__.partition(".")[0] == "keras"
+def _is_of_libraries(value: Any) -> bool:
+    is_of_keras = type(value).__module__.partition(".")[0] == "keras"
+    return is_of_keras or is_of_framework(value)
 
 
 def _settings(layer: Any) -> Any:
@@ -188,7 +190,7 @@ def _token(value: Any, depth: int) -> Any:
     if isinstance(value, types.MethodType):
         return value.__func__, _token(value.__self__, depth + 1)
     is_one = isinstance(value, _IDENTICAL) or is_array_of_keras(value)
-    if is_one or _is_of_keras(value):
+    if is_one or _is_of_libraries(value):
         return _Identity(value)
     return _Identity(type(value)), _token_of_object(value, depth)
 

@@ -80,6 +80,7 @@ ASSIGNED_BY_TRAINING = frozenset(
         "unrolled_steps_per_execution",
     ]
 )
+_FRAMEWORKS = frozenset(["jax", "jaxlib", "tensorflow", "torch"])
 #: What TensorFlow notes in layers for its checkpoints.
 OF_TENSORFLOW = "_self_"
 _REENTRANT = type(threading.RLock())
@@ -154,7 +155,7 @@ class PythonState:
                 f"its code holds an iterator in {where}, which each replica would "
                 "advance"
             )
-        else:
+        elif not is_of_framework(value):
             self._add_object(where, value, depth)
 
     def _add_object(self, where: str, value: Any, depth: int) -> None:
@@ -294,6 +295,11 @@ def _is_of_calls(changed: Any) -> bool:
 def is_array_of_keras(value: Any) -> bool:
     """Whether a value is a tensor of the framework."""
     return not isinstance(value, np.ndarray) and is_array(value)
+
+
+def is_of_framework(value: Any) -> bool:
+    """Whether a value is an object of a framework, such as a program with its traces."""
+    return type(value).__module__.partition(".")[0] in _FRAMEWORKS
 
 
 def _generator_kind(value: Any) -> type | None:

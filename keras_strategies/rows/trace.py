@@ -173,6 +173,8 @@ class Trace:
         #: The tensors that are drawn, and the functions that draw them.
         self.drawn: list[tuple[str, Any]] = []
         self.draws_without_seed = False
+        #: A context around calls with values, which are not those of a replica.
+        self.outside: Callable[[], contextlib.AbstractContextManager[Any]] = nullcontext
         self.problem: str | None = None
         self._followed = followed
         self._known_calls = 0
@@ -356,9 +358,10 @@ class Trace:
     def _declared_call(self, layer: Any, args: Any, kwargs: Any) -> Any:
         """A declared layer as one operation."""
         leaves = tree.flatten((args, kwargs))
-        results = results_of_declared(
-            layer, (args, kwargs), self.rows, tuple(map(self._kind, leaves))
-        )
+        with self.outside():
+            results = results_of_declared(
+                layer, (args, kwargs), self.rows, tuple(map(self._kind, leaves))
+            )
         tensors = [x for x in leaves if isinstance(x, RowTensor) or is_array(x)]
         has_rows = any(are_rows(x, self.rows) for x in tensors)
         flags = [x for x in leaves if not (isinstance(x, RowTensor) or is_array(x))]

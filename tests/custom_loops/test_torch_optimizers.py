@@ -362,17 +362,41 @@ def test_torch_is_as_it_was_after_a_run(mirrored):
     assert hooked() == before
 
 
-def test_parameters_that_replicas_do_not_read_are_an_error(mirrored):
+def test_a_wrapped_module_of_torch_trains_as_on_one_device(strategy):
+    def trained(own: Any) -> Any:
+        torch.manual_seed(4)
+        with contextlib.nullcontext() if own is None else own.scope():
+            module = torch.nn.Linear(3, 4)
+            wrapped = keras.layers.TorchModuleWrapper(module, output_shape=(None, 4))
+            model = keras.Sequential([keras.Input((3,)), wrapped])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+        def step(x: Any, y: Any, rows: int) -> None:
+            optimizer.zero_grad()
+            loss_of(model, x, y, rows).backward()
+            optimizer.step()
+
+        for x, y in batches():
+            if own is None:
+                step(torch.from_numpy(x), torch.from_numpy(y), len(x))
+            else:
+                rows = [distributed(own, each) for each in (x, y)]
+                own.run(step, args=(*rows, len(x)))
+        return model.get_weights(), module.weight.detach().numpy()
+
+    (found, kernel), (expected, _) = trained(strategy), trained(None)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
+    np.testing.assert_array_equal(kernel, found[0])
+
+
+def test_buffers_of_a_torch_module_that_replicas_change_are_an_error(mirrored):
     with mirrored.scope():
-        module = torch.nn.Linear(3, 4)
-        wrapped = keras.layers.TorchModuleWrapper(module, output_shape=(None, 4))
+        norm = torch.nn.BatchNorm1d(3)
+        wrapped = keras.layers.TorchModuleWrapper(norm, output_shape=(None, 3))
         model = keras.Sequential([keras.Input((3,)), wrapped])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step(x: Any, y: Any) -> None:
-        loss_of(model, x, y, 7).backward()
-        optimizer.step()
-
-    x, y = (distributed(mirrored, each) for each in batches()[0])
-    with pytest.raises(ks.errors.ContextError, match="TorchModuleWrapper"):
-        mirrored.run(step, args=(x, y))
+    x = distributed(mirrored, batches()[0][0])
+    mirrored.run(lambda x: model(x, training=False), args=(x,))
+    with pytest.raises(ks.errors.ContextError, match="changes its buffer"):
+        mirrored.run(lambda x: model(x, training=True), args=(x,))
+    np.testing.assert_array_equal(norm.running_mean, np.zeros(3))

@@ -534,7 +534,7 @@ def module_copy(module: torch.nn.Module, values: dict[int, Any], device: Any) ->
         for name, parameter in each.named_parameters(recurse=False):
             setattr(copy, name, values[id(parameter)])
         for name, buffer in each.named_buffers(recurse=False):
-            setattr(copy, name, buffer.to(device))
+            setattr(copy, name, buffer.to(device, copy=True))
         for name, child in each.named_children():
             setattr(copy, name, copies[id(child)])
     return copies[id(module)]

@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from keras_strategies.errors import ContextError
 from keras_strategies.keras_compat import patching
 from keras_strategies.keras_compat.state_scope import current_policy
 from keras_strategies.keras_compat.variables.values import raw_value
@@ -78,7 +79,18 @@ def call_module(
     values = {id(raw_value(v)): v.value for v in self.variables}
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
     device = next(iter(tensors or values.values())).device
-    return _Modules.copy(self.module, values, device)(*args, **kwargs)
+    module = _Modules.copy(self.module, values, device)
+    found = module(*args, **kwargs)
+    # Buffers of a copy are new, so each change in place is counted.
+    changed = [name for name, buffer in module.named_buffers() if buffer._version]
+    if changed:
+        raise ContextError(
+            f"The torch module of layer {self.name!r} changes its buffer "
+            f"{changed[0]!r} on each replica, from the rows of that replica. Use a "
+            "layer of Keras for it (such as `keras.layers.BatchNormalization`), or "
+            "call the model with `training=False`."
+        )
+    return found
 
 
 class _Tensors:

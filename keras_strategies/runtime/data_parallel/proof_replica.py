@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,7 @@ def proof_surroundings(
         rows: the number of rows of the call.
         replicas: int, how many replicas have rows.
     """
+    trace.outside = functools.partial(context.merged_replicas, strategy)
     total = rows if isinstance(rows, int) else _ANY_TOTAL
     collectives = MarkedCollectives(trace, total, replicas)
     replica = context.ReplicaContext(

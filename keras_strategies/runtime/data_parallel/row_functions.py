@@ -141,7 +141,7 @@ def update_of_rows(
             original(metric, *args, **kwargs)
 
         given = {**dict(zip(("y_true", "y_pred"), args, strict=False)), **kwargs}
-        pair = [given.get("y_true"), given.get("y_pred")]
+        pair: list[Any] = [given.get("y_true"), given.get("y_pred")]
         ranks = [len(x.shape) for x in pair if hasattr(x, "shape")]
         known = _SUMS if adds_sums(metric, ranks) else None
         is_split, _ = caller.on_row_parts(

@@ -9,9 +9,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from keras_strategies.keras_compat.optimizers.optimizer_parts import is_overwritten
 from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
-from keras_strategies.keras_compat.variables.generator_seeds import (
-    create_global_generator,
-)
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime import context
 from keras_strategies.runtime.drivers import RunDriver
@@ -142,7 +139,6 @@ class ReplicaRun(RunDriver):
         made: CreatedVariables,
     ) -> list[Callable[[], Any]]:
         """The call of each local replica, in its context; states are in `merging`."""
-        create_global_generator()
         found = []
         for i, (own_args, own_kwargs) in enumerate(zip(args, kwargs, strict=True)):
             replica_id = self.replica_set.counts.first + i

@@ -38,6 +38,7 @@ class Killing(torch.autograd.Function):
         return gradient
 
 
+@ks.row_wise
 class Layer(keras.layers.Layer):
     is_killing = False
 
