@@ -298,7 +298,7 @@ def is_array_of_keras(value: Any) -> bool:
 
 
 def is_of_framework(value: Any) -> bool:
-    """Whether a value is an object of a framework, such as a program with its traces."""
+    """Whether a value is an object of a framework, such as a program."""
     return type(value).__module__.partition(".")[0] in _FRAMEWORKS
 
 

@@ -87,7 +87,7 @@ class Normalized(Counted):
 
 @ks.row_wise
 class Function(layers.Layer):
-    """Calls a function with code of TensorFlow, which only a declared layer may have."""
+    """Calls a function with code of TensorFlow."""
 
     def __init__(self, function, **arguments):
         super().__init__(**arguments)

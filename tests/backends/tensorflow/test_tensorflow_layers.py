@@ -69,7 +69,7 @@ def test_collectives_in_layers_have_gradients(eager):
 
 
 def test_replicas_that_disagree_on_collectives_are_told():
-    @ks.row_wise  # Else its call is proved, and one that reads its replica's number is not.
+    @ks.row_wise  # Else it is unsplit: it reads its replica's number.
     class Disagreeing(layers.Layer):
         def call(self, x):
             replica = ks.get_replica_context() if ks.has_strategy() else None
