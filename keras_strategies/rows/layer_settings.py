@@ -37,6 +37,8 @@ class _Attributes(NamedTuple):
         values_of: the values of those that may be settings.
         values: what they were.
         held: those that may change in themselves, and what they held.
+        layers: the list of the layers in it, to which one may be added.
+        layers_before: a copy of it.
     """
 
     space: dict[str, Any]
@@ -44,6 +46,8 @@ class _Attributes(NamedTuple):
     values_of: Callable[[Any], tuple[Any, ...]]
     values: tuple[Any, ...]
     held: tuple[tuple[Any, Any], ...]
+    layers: list[Any]
+    layers_before: list[Any]
 
 
 class LayerSettings:
@@ -82,16 +86,16 @@ def argument_key(value: Any) -> Any:
 
 
 def _is_same(attributes: _Attributes) -> bool:
-    space, length, values_of, before, held = attributes
-    if len(space) != length:
+    space, length, values_of, before, held, layers, layers_before = attributes
+    if len(space) != length or layers != layers_before:
         return False
     try:
         values = values_of(space)
     except KeyError:
         return False
-    return all(map(operator.is_, values, before)) and all(
-        _token(value, 0) == token for value, token in held
-    )
+    if not all(map(operator.is_, values, before)):
+        return False
+    return not held or all(_token(value, 0) == token for value, token in held)
 
 
 def _attributes(layer: Any) -> _Attributes:
@@ -101,14 +105,14 @@ def _attributes(layer: Any) -> _Attributes:
     read = [*names, *[next(iter(space))] * max(0, 2 - len(names))]
     values_of = operator.itemgetter(*read)
     held = [(space[name], _token(space[name], 0)) for name in names]
-    # The layers in it, of which one may have been added.
-    held.append((own_layers(layer), _token(own_layers(layer), 0)))
     return _Attributes(
         space,
         len(space),
         values_of,
         values_of(space),
         tuple(pair for pair in held if _may_change(pair[0])),
+        own_layers(layer),
+        list(own_layers(layer)),
     )
 
 

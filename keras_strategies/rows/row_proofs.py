@@ -111,8 +111,9 @@ class RowProofs:
         if proofs.is_declared:
             return self._of_declared(proofs, call, with_rows)
         if self._workers is not None and proofs.settings.count >= _MOST_SETTINGS:
-            # The limit below may be reached on one worker alone.
-            proofs = self._layers[layer] = _LayerProofs()
+            # The limit below may be reached on one worker alone. What workers have
+            # agreed on stays, so that none of them asks alone.
+            proofs = self._layers[layer] = _LayerProofs(agreed=proofs.agreed)
         settings = proofs.settings.number(layer)
         by_type, may_draw = self._by_types(proofs, call, with_rows, settings)
         if by_type and not may_draw:

@@ -20,6 +20,7 @@ _BLOCK = re.compile(
 )
 #: Why a function gets all rows, for the problem of its proof.
 _REASONS = {
+    "reads the value of a tensor": "it compares each row with the others",
     "with other rows": "it compares each row with the others",
     "a sum over rows": "it divides sums over all rows",
     LABELS: "it looks whether all labels are 0 or 1",
