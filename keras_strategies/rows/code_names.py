@@ -23,7 +23,31 @@ from keras_strategies.rows.row_tensors import NotTraced, is_library
 
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 #: Names by which code could tell a tensor of a trace, or find a framework.
-_OF_TRACES = frozenset(["KerasTensor", "is_keras_tensor", "RowTensor", "__import__"])
+_OF_TRACES = frozenset(
+    [
+        "KerasTensor",
+        "RowTensor",
+        "__import__",
+        "__module__",
+        "__mro__",
+        "_getframe",
+        "currentframe",
+        "getprofile",
+        "gettrace",
+        "import_module",
+        "is_keras_tensor",
+        "record_history",
+    ]
+)
+#: Attributes that only tensors of a trace have, if code asks for them by a string.
+_ATTRIBUTES = frozenset(["ragged", "sparse"])
+#: Names that ask for the class of a tensor, or for a module, if used together.
+_TOGETHER = (
+    frozenset(["isinstance", "type"]),
+    frozenset(["issubclass", "type"]),
+    frozenset(["sys", "modules"]),
+)
+_OF_CLASSES = frozenset(["__name__", "__qualname__"])
 _PYTHON = str(Path(random.__file__).parent)
 
 
@@ -70,6 +94,11 @@ class _Check:
     def _check(self, frame: types.FrameType) -> None:
         code = frame.f_code
         inner = frame.f_locals if code.co_freevars else {}
+        texts = {each for each in code.co_consts if isinstance(each, str)}
+        if _tells_traces(code, texts):
+            raise NotTraced(
+                f"asks in {code.co_name!r} of which class a tensor is, or who calls it"
+            )
         for name in (*code.co_names, *code.co_freevars):
             value = frame.f_globals.get(name, inner.get(name))
             if isinstance(value, _GENERATORS):
@@ -87,6 +116,16 @@ class _Check:
         package = module.partition(".")[0] if isinstance(module, str) else ""
         names = (package.removesuffix("lib"), name.partition(".")[0])
         return self._framework in names or name in _OF_TRACES
+
+
+def _tells_traces(code: types.CodeType, texts: set[str]) -> bool:
+    """Whether code could tell a tensor of a trace by the names in it."""
+    names = frozenset(code.co_names)
+    asks = not names.isdisjoint(_OF_CLASSES) and any("ensor" in x for x in texts)
+    is_int = current_tracer().is_any and names >= {"isinstance", "int"}
+    together = any(names >= each for each in _TOGETHER)
+    by_text = not texts.isdisjoint(_OF_TRACES | _ATTRIBUTES)
+    return asks or is_int or together or by_text
 
 
 def _is_known(file: str) -> bool:

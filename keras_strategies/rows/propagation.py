@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import keras
 from keras import tree
 
 import keras_strategies.rows.rules  # noqa: F401  Registers the rules.
@@ -145,10 +146,20 @@ class Propagation:
             shapes = [shape_of(leaves[i]) for leaves in outputs]
             if not placed.is_mixed and not self._fits(placed, shapes):
                 placed = mixed("has a result whose size depends on the rows")
+            if self._rounds(first, tensor, placed):
+                placed = mixed("rounds a sum over rows, or a number of rows")
             if placed.is_mixed and not placed.reason.startswith("'"):
                 at = f" ({first.place})" if first.place else ""
                 placed = mixed(f"{first.name!r}{at} {placed.reason}")
             self.known[tensor.index] = placed
+
+    def _rounds(self, node: Node, result: RowTensor, placed: Placed) -> bool:
+        """Whether a sum over rows, or a product with their number, becomes integers."""
+        if not (placed.is_sum or placed.power) or _is_exact(result):
+            return False
+        given = [x for x in tensors_in((node.args, node.kwargs)) if _is_exact(x)]
+        known = [self.known[x.index] for x in given]
+        return any(each.is_sum or each.power for each in known)
 
     def _fits(self, placed: Placed, shapes: Sequence[Shape]) -> bool:
         try:
@@ -204,6 +215,12 @@ class Propagation:
         outputs, states = first.outputs
         same = [SAME] * len(tree.flatten(states))
         return [*plain] * len(tensors_in(outputs)) + same
+
+
+def _is_exact(tensor: RowTensor) -> bool:
+    """Whether it has fractions."""
+    dtype = keras.backend.standardize_dtype(tensor.dtype)
+    return dtype.startswith(("float", "bfloat", "complex"))
 
 
 def _attributes(node: Node) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import gc
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -98,22 +99,28 @@ class RowProver:
         state = PythonState(call.layer, call.leaves)
         if state.problem is not None:
             return RowProof(problem=state.problem)
-        proof = self._proof(call, with_rows, sizes)
+        proof = self._proof(call, with_rows, sizes, state)
         change = state.change()
         if change is None and state.draws_of_process_changed():
             with state.noting_draws() as noted:
-                proof = self._proof(call, with_rows, sizes)
+                proof = self._proof(call, with_rows, sizes, state)
             change = noted() or state.change()
         if change is not None and proof.problem is None:
             return RowProof(problem=change)
         return proof
 
     def _proof(
-        self, call: LayerCall, with_rows: Sequence[bool], sizes: Sequence[int]
+        self,
+        call: LayerCall,
+        with_rows: Sequence[bool],
+        sizes: Sequence[int],
+        state: PythonState,
     ) -> RowProof:
         followed: set[int] = set()
         for _ in range(_MOST_TRIES):
-            attempt = _Attempt(self._surroundings, call, with_rows, sizes, followed)
+            attempt = _Attempt(
+                self._surroundings, call, with_rows, sizes, followed, state
+            )
             try:
                 return attempt.proof()
             except UnknownUse as error:
@@ -140,9 +147,11 @@ class _Attempt:
         with_rows: Sequence[bool],
         sizes: Sequence[int],
         followed: set[int],
+        state: PythonState,
     ):
         self._surroundings = surroundings
         self._call = call
+        self._state = state
         self._with_rows = with_rows
         self._replicas = max(2, sum(size > 0 for size in sizes))
         self._is_any = not sizes
@@ -210,6 +219,10 @@ class _Attempt:
     def _proof(self) -> RowProof:
         for rows in self._counts:
             self._trace(rows)
+            # After each, as the last may leave what a call of all rows has left.
+            change = self._state.change()
+            if change is not None:
+                return RowProof(problem=change)
         placements = self._propagated()
         traces = [traced.trace for traced in self._traced]
         outputs = self._outputs(placements)
@@ -333,10 +346,11 @@ class _Attempt:
         states = [traced.trace.state for traced in self._traced]
         initial = states[0].initial
         found = {}
-        for key, before in initial.items():
+        for key in initial:
             values = [state.values.get(key) for state in states]
             variable = states[0].variables[key]
-            if values[0] is before or is_seed_state(variable):
+            unchanged = [state.initial[key] for state in states]
+            if all(map(operator.is_, values, unchanged)) or is_seed_state(variable):
                 continue
             placement = placements.of_leaf(values).joined()
             if placement.is_joined and not self._may_be_assigned(placement):

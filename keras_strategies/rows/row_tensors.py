@@ -14,7 +14,10 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_strategies.keras_compat.symbolic_backend import current_tracer
+from keras_strategies.keras_compat.symbolic_backend import (
+    current_tracer,
+    tracing_paused,
+)
 
 #: What stands for an unknown length of another axis than that of the rows.
 ANY_LENGTH = 1019
@@ -112,7 +115,7 @@ _OF_NUMBERS = """
     __add__ __radd__ __sub__ __rsub__ __floordiv__ __rfloordiv__ __truediv__
     __rtruediv__ __mod__ __rmod__ __divmod__ __rdivmod__ __pow__ __rpow__ __neg__ __lt__
     __le__ __gt__ __ge__ __bool__ __float__ __abs__ __and__ __or__ __xor__ __lshift__
-    __rshift__ __invert__ __round__
+    __rshift__ __invert__ __round__ __int__ __trunc__ __floor__ __ceil__
 """
 for _name in _OF_NUMBERS.split():
     setattr(RowCount, _name, _checked(_name))
@@ -152,6 +155,23 @@ class RowTensor(keras.KerasTensor):  # type: ignore[misc]
         is_user = _is_called_by_user()
         return tuple(self._seen_length(length, is_user) for length in self.lengths)
 
+    @property
+    def dtype(self) -> Any:
+        """That of the framework's tensors for the user's code."""
+        if _is_called_by_user():
+            return _dtype_of_framework(self._dtype)
+        return self._dtype
+
+    def __repr__(self) -> str:
+        if _is_called_by_user():
+            raise NotTraced("reads the text of a tensor")
+        return super().__repr__()
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        raise NotTraced("reads the text of a tensor")
+
     def _seen_length(self, length: int, is_user: bool) -> Any:
         assert self._any_rows is not None
         is_rows = length and length % self._any_rows == 0
@@ -169,7 +189,7 @@ class RowTensor(keras.KerasTensor):  # type: ignore[misc]
         raise NotTraced("reads the value of a tensor")
 
     __bool__ = __int__ = __float__ = __index__ = __complex__ = _value_of_python
-    __array__ = numpy = item = tolist = _value_of_python
+    __array__ = _value_of_python
 
     @property
     def __jax_array__(self) -> Any:
@@ -210,6 +230,14 @@ def _in_place(name: str) -> Callable[..., Any]:
 _WITH_ASSIGNMENT = "add sub mul truediv floordiv mod pow and or xor matmul"
 for _name in _WITH_ASSIGNMENT.split():
     setattr(RowTensor, f"__i{_name}__", _in_place(f"__{_name}__"))
+
+
+@functools.cache
+def _dtype_of_framework(name: str) -> Any:
+    if name == "string":
+        return name
+    with tracing_paused():
+        return ops.zeros((), name).dtype
 
 
 def is_number(value: Any) -> bool:

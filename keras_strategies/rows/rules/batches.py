@@ -24,10 +24,10 @@ def _of_last(count: int) -> Rule:
     return apply
 
 
-rule("FFT RFFT IRFFT STFT ISTFT ExtractSequences ViewAsComplex ViewAsReal")(_of_last(1))
+rule("FFT RFFT IRFFT STFT ExtractSequences ViewAsComplex ViewAsReal")(_of_last(1))
 rule(
     """Cholesky CholeskyInverse Det Eig Eigh Inv LuFactor Qr Solve SolveTriangular SVD
-    MatrixRank Pinv Logdet Slogdet FFT2 IFFT2 Tril Triu CDist"""
+    MatrixRank Pinv Logdet Slogdet FFT2 IFFT2 ISTFT Tril Triu CDist"""
 )(_of_last(2))
 
 

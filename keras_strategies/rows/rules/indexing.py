@@ -79,6 +79,11 @@ def _has_count(part: slice) -> bool:
     return any(isinstance(bound, RowCount) for bound in bounds)
 
 
+def _has_no_bounds(part: slice) -> bool:
+    """Whether it is all entries, however many there are."""
+    return part.start in (None, 0) and isinstance(part.stop, (type(None), RowCount))
+
+
 def _is_tensor(part: Any) -> bool:
     return isinstance(part, RowTensor) or is_array(part)
 
@@ -101,6 +106,8 @@ def _indexed(step: Step, placed: Placed, keys: list[list[Any]]) -> Placed:
                     r != (0, size, 1) for r, size in zip(ranges, sizes, strict=True)
                 ):
                     return mixed("takes some rows")
+                if step.placements.is_any and not all(map(_has_no_bounds, parts)):
+                    return mixed("takes at most a number of rows")
                 found = placed.at(out)
             elif len(set(ranges)) > 1 or _has_count(part):
                 return mixed("takes as many entries as there are rows")

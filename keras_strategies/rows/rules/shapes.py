@@ -11,6 +11,7 @@ import numpy as np
 
 from keras_strategies.rows.placed import (
     Placed,
+    are_equal,
     as_sum,
     axes_of,
     joined,
@@ -143,6 +144,10 @@ def _longer(step: Step) -> Placed:
         if placed.power and value:
             return mixed("pads what depends on the number of rows")
     into = varying_axis(after)
+    if step.name == "Repeat" and (placed.has_axis or into is None):
+        counts = [node.operation.repeats for node in step.nodes]
+        if not all(are_equal(counts[0], each) for each in counts):
+            return mixed("repeats as often as the number of rows says")
     if not placed.has_axis:
         if into is None:
             return placed
@@ -154,10 +159,12 @@ def _longer(step: Step) -> Placed:
     axis = placed.axis + len(after[0]) - len(before[0])
     if step.name == "Repeat" and step.attribute("axis") is None:
         return mixed("repeats entries of all rows")
-    ratio, rest = divmod(after[0][axis], before[0][placed.axis])
-    if ratio == 1 and not rest:
-        return placed.at(axis)
     repeats = step.attribute("repeats")
+    if step.name == "Repeat" and int(step.attribute("axis")) % len(after[0]) != axis:
+        return placed.at(axis)
+    ratio, rest = divmod(after[0][axis], before[0][placed.axis])
+    if step.name != "Repeat" and ratio == 1 and not rest:
+        return placed.at(axis)
     if step.name == "Repeat" and isinstance(repeats, int):
         return replace(placed, axis=axis, multiple=placed.multiple * ratio)
     if step.name == "Tile" and not rest:

@@ -1,0 +1,419 @@
+"""Code that mixes rows, or hides that it does.
+
+Each call is refused, or two uneven parts of a batch give the numbers of the batch.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+from keras_strategies.rows.layer_calls import LayerCall
+from row_proofs.attacking_layers import LAYERS, METRICS, OwnMetric
+from row_proofs.case_layers import AddLoss, Apply
+from row_proofs.proofs import needs_split, proof_of, prover
+from row_proofs.split_numbers import assert_equal, numbers, split_numbers
+
+BACKEND = keras.backend.backend()
+Function = Callable[[Any], Any]
+WITH_ROWS = np.linspace(-1, 1, 8, dtype="float32")[:, None]
+SEED = np.eye(6, dtype="float32")
+
+
+def length(x: Any) -> Any:
+    return ops.shape(x)[0]
+
+
+def images(x: Any) -> Any:
+    """Rows as the height of an image."""
+    return ops.reshape(x, (-1, 6, 1))
+
+
+def caught(x: Any, read: Callable[[Any], Any]) -> Any:
+    """Mixes rows where a value can be read."""
+    try:
+        read(x)
+    except Exception:
+        return x
+    return x - ops.mean(x)
+
+
+def if_(mixes: Any, x: Any) -> Any:
+    return x - ops.mean(x) if mixes else x
+
+
+def in_place(x: Any, hidden: Any) -> Any:
+    seen = ops.reshape(hidden, (-1,))
+    seen += ops.mean(x)
+    return hidden * 2.0
+
+
+def own_gradient(gradient: Callable[[Any, Any], Any]) -> Function:
+    @ops.custom_gradient
+    def function(x: Any) -> Any:
+        def grad(*args: Any, upstream: Any = None) -> Any:
+            return gradient(x, args[0] if upstream is None else upstream)
+
+        return x * 2.0, grad
+
+    return function
+
+
+def shuffled_repeats(x: Any) -> Any:
+    return ops.repeat(x, np.array([2, 0, *[1] * (x.shape[0] - 2)]), axis=0)
+
+
+def columns_by_rows(x: Any) -> Any:
+    order = [2, 0, 1, 1, 1, 1] if x.shape[0] > 5 else [0, 2, 1, 1, 1, 1]
+    return ops.repeat(x, np.array(order), axis=1)
+
+
+def of_dtype(x: Any) -> Any:
+    return if_(x.dtype != "float32", x)
+
+
+def accumulated(x: Any) -> Any:
+    total = ops.zeros((6,))
+    for row in x:
+        total = total + row
+    return x - total
+
+
+FUNCTIONS: dict[str, Function] = {
+    # Reductions over the rows.
+    "mean": lambda x: x - ops.mean(x, axis=0),
+    "mean of all": lambda x: x - ops.mean(x),
+    "mean by a negative axis": lambda x: x - ops.mean(x, axis=-2, keepdims=True),
+    "mean by a tuple": lambda x: x - ops.mean(x, axis=(0,)),
+    "mean by NumPy's number": lambda x: x - ops.mean(x, axis=np.int64(0)),
+    "mean by a product": lambda x: x - ops.matmul(ops.ones((1, length(x))), x) / 8,
+    "mean of a transpose": lambda x: x - ops.mean(ops.transpose(x), axis=1),
+    "mean of a flat tensor": lambda x: x - ops.mean(ops.reshape(x, (-1,))),
+    "mean of two axes": lambda x: x - ops.mean(x[:, :, None], axis=(0, 1)),
+    "average": lambda x: x - ops.average(x, axis=0),
+    "moments": lambda x: x - ops.moments(x, axes=[0])[0],
+    "variance": lambda x: x * ops.moments(x, axes=[0])[1],
+    "square of a sum": lambda x: ops.square(ops.sum(x, axis=0)),
+    "absolute of a sum": lambda x: ops.abs(ops.sum(x, axis=0)),
+    "product": lambda x: ops.prod(x, axis=0),
+    "largest": lambda x: x - ops.amax(x, axis=0),
+    "norm": lambda x: x / ops.norm(x),
+    "normalize": lambda x: ops.normalize(x, axis=0),
+    "normalize all": lambda x: ops.normalize(x, axis=None),
+    "logsumexp": lambda x: x - ops.logsumexp(x, axis=0),
+    "sum by a loop": accumulated,
+    "sum by unstack": lambda x: x - sum(ops.unstack(x)),
+    "sum of segments": lambda x: ops.segment_sum(
+        x, ops.zeros((length(x),), "int32"), 1
+    ),
+    "largest of segments": lambda x: ops.segment_max(
+        x, ops.cast(x[:, 0] > 0, "int32"), 2
+    ),
+    "sum by einsum": lambda x: x - ops.einsum("bi->i", x),
+    "Gram by einsum": lambda x: ops.einsum("bi,ci,cj->bj", x, x, x),
+    "sum by tensordot": lambda x: x * ops.tensordot(x, x, axes=2),
+    "sum by trace": lambda x: x * ops.trace(ops.matmul(x, ops.transpose(x))),
+    "sum by a convolution": lambda x: ops.conv(
+        ops.transpose(x)[:, :, None], ops.ones((3, 1, 1)), padding="same"
+    ),
+    "largest by pooling": lambda x: ops.max_pool(
+        ops.transpose(x)[:, :, None], 3, 1, padding="same"
+    ),
+    "count": lambda x: x * ops.cast(ops.count_nonzero(x > 0), "float32"),
+    "quantile": lambda x: x - ops.quantile(x, 0.4, axis=0),
+    "median": lambda x: x - ops.median(x),
+    "standard deviation": lambda x: x / (1 + ops.std(x, axis=0)),
+    "any": lambda x: if_(False, x) * ops.cast(ops.any(x > 1, axis=0), "float32"),
+    "histogram": lambda x: ops.bincount(ops.argmax(x, 1), minlength=6),
+    "correlation": lambda x: ops.corrcoef(ops.transpose(x)),
+    # Rows that move to other rows.
+    "first row": lambda x: x + x[0],
+    "last row": lambda x: x + x[-1:],
+    "turned": lambda x: x[::-1],
+    "every other row": lambda x: ops.repeat(x[::2], 2, axis=0)[: length(x)],
+    "flip": lambda x: ops.flip(x, axis=0),
+    "flip of all": lambda x: ops.flip(x),
+    "roll": lambda x: ops.roll(x, 1, axis=0),
+    "roll of all": lambda x: ops.roll(x, 1),
+    "roll by a negative axis": lambda x: ops.roll(x, 1, axis=-2),
+    "rot90": lambda x: ops.rot90(ops.rot90(x)),
+    "sort": lambda x: ops.sort(x, axis=0),
+    "sort of all": lambda x: ops.reshape(ops.sort(x, axis=None), ops.shape(x)),
+    "argsort": lambda x: ops.take_along_axis(x, ops.argsort(x, axis=0), axis=0),
+    "ranks": lambda x: ops.cast(ops.argsort(x[:, 0]), "float32"),
+    "largest rows": lambda x: ops.top_k(ops.transpose(x), 1)[0],
+    "largest of a flat tensor": lambda x: ops.top_k(ops.reshape(x, (-1,)), 3)[0],
+    "cumsum": lambda x: ops.cumsum(x, axis=0),
+    "cumsum of all": lambda x: ops.reshape(ops.cumsum(x), ops.shape(x)),
+    "cumprod": lambda x: ops.cumprod(x, axis=0),
+    "difference": lambda x: ops.diff(x, axis=0),
+    "rows by number": lambda x: ops.take(x, [2, 0, 1], axis=0),
+    "rows by a row's number": lambda x: ops.take(x, ops.argmax(x[:, :3], 1), axis=0),
+    "rows by a tensor": lambda x: x[ops.argmax(x[:, :3], 1)],
+    "row of a flat tensor": lambda x: ops.take(x, [7]) + x,
+    "entries along rows": lambda x: ops.take_along_axis(x, ops.argmin(x, 0)[None], 0),
+    "reshape": lambda x: ops.reshape(ops.transpose(x), ops.shape(x)),
+    "reshape to pairs": lambda x: ops.reshape(x, (-1, 12)),
+    "reshape to blocks": lambda x: ops.mean(ops.reshape(x, (-1, 3, 2)), axis=0),
+    "reshape in another order": lambda x: ops.reshape(ops.reshape(x, (6, -1)), (-1, 6)),
+    "unraveled": lambda x: ops.reshape(ops.ravel(ops.transpose(x)), (-1, 6)),
+    "rearranged": lambda x: ops.rearrange(x, "(a b) c -> b (a c)", a=1) - x[:1],
+    "tile": lambda x: ops.tile(x, (2, 1))[length(x) - 1 : -1],
+    "repeat": lambda x: ops.repeat(x, 2, axis=0)[: length(x)],
+    "repeats for each row": shuffled_repeats,
+    "repeats by the number of rows": columns_by_rows,
+    "padded": lambda x: ops.pad(x, ((1, 0), (0, 0)))[:-1],
+    "concatenated": lambda x: ops.concatenate([x[1:], x[:1]]),
+    "split": lambda x: ops.concatenate(ops.split(x, [1])[::-1]),
+    "outer": lambda x: ops.outer(x[:, 0], x[:, 1]),
+    "kron": lambda x: ops.kron(x[:1], x),
+    "diagonal": lambda x: ops.diagonal(ops.matmul(x, ops.transpose(x))),
+    "triangle": lambda x: ops.tril(x),
+    "slice": lambda x: ops.slice(x, (1, 0), (2, 6)),
+    "slice update": lambda x: ops.slice_update(x, (0, 0), x[:1] * 2),
+    "scatter": lambda x: ops.scatter([[1], [0]], x[:2], (2, 6)),
+    "scatter update": lambda x: ops.scatter_update(x, [[0]], x[1:2]),
+    "in place": lambda x: in_place(x, x * 1.0),
+    "in place of an argument": lambda x: in_place(x, x),
+    "meshgrid": lambda x: ops.meshgrid(x[:, 0], x[:, 1])[0],
+    "interpolated": lambda x: ops.image.resize(images(x), (3, 6)),
+    "affine": lambda x: ops.image.affine_transform(
+        images(x), ops.ones((8,)), interpolation="nearest"
+    ),
+    "coordinates": lambda x: ops.image.map_coordinates(x, x[:2] * 2, order=1),
+    "inverse STFT": lambda x: ops.istft((x[:, :3], x[:, 3:]), 5, 1, 5, window=None),
+    "unfold": lambda x: ops.extract_sequences(ops.transpose(x), 2, 1),
+    "FFT": lambda x: ops.fft((ops.transpose(x), ops.transpose(x)))[0],
+    "inverse": lambda x: ops.inv(ops.matmul(ops.transpose(x), x) + SEED),
+    "QR": lambda x: ops.qr(x)[0],
+    "fitted": lambda x: ops.lstsq(x, x[:, :1]),
+    "whitened": lambda x: ops.matmul(x, ops.cholesky(ops.outer(x[0], x[0]) + SEED)),
+    "distances": lambda x: ops.norm(x[:, None] - x[None], axis=-1),
+    # Attention, and functions along an axis.
+    "attention": lambda x: ops.softmax(x @ ops.transpose(x)) @ x,
+    "attention of Keras": lambda x: ops.dot_product_attention(
+        *[ops.reshape(x, (1, -1, 2, 3))] * 3
+    ),
+    "softmax": lambda x: ops.softmax(x, axis=0),
+    "softmax of two axes": lambda x: ops.softmax(x, axis=(0, 1)),
+    "softmax by a negative axis": lambda x: ops.log_softmax(x, axis=-2),
+    "softmax of rank 1": lambda x: x * ops.softmax(x[:, 0])[:, None],
+    "sparsemax": lambda x: ops.sparsemax(x, axis=0),
+    "layer normalization": lambda x: ops.layer_normalization(x, axis=0),
+    "RMS normalization": lambda x: ops.rms_normalization(x, axis=(0, 1)),
+    "batch normalization": lambda x: ops.batch_normalization(
+        x, ops.mean(x, 0), ops.var(x, 0), axis=1
+    ),
+    "crossentropy": lambda x: ops.categorical_crossentropy(
+        ops.softmax(x), ops.softmax(x), axis=0
+    ),
+    "in top k": lambda x: ops.cast(
+        ops.in_top_k(ops.argmax(x, 0), ops.transpose(x), 1), "float32"
+    ),
+    # Loops and branches.
+    "scan": lambda x: ops.scan(lambda c, r: (c + r, c), ops.zeros((6,)), x)[1],
+    "associative scan": lambda x: ops.associative_scan(ops.add, x, axis=0),
+    "associative scan by a negative axis": lambda x: ops.associative_scan(
+        ops.maximum, x, axis=-2
+    ),
+    "map with all rows": lambda x: ops.vectorized_map(lambda r: r - ops.max(x), x),
+    "map with row numbers": lambda x: ops.map(
+        lambda p: p[0] * ops.cast(p[1], "float32"), (x, ops.arange(length(x)))
+    ),
+    "loop": lambda x: ops.fori_loop(0, 3, lambda i, c: c - ops.mean(c), x),
+    "loop over rows": lambda x: ops.fori_loop(0, length(x), lambda i, c: c * 1.1, x),
+    "loop while": lambda x: ops.while_loop(
+        lambda h: ops.max(h) > 0.5, lambda h: (h * 0.5,), (x,)
+    )[0],
+    "branch": lambda x: ops.cond(ops.sum(x) > 0, lambda: x, lambda: -x),
+    "branch of Python": lambda x: x if ops.sum(x) > 0 else -x,
+    "switch": lambda x: ops.switch(
+        ops.cast(ops.max(x) > 2, "int32"), [lambda h: h, lambda h: -h], x
+    ),
+    "where": lambda x: ops.where(ops.max(x) > 2, x, -x),
+    "select": lambda x: ops.select([ops.mean(x, 0) > 0], [x], -x),
+    "remat": lambda x: keras.remat(lambda h: h - ops.mean(h))(x),
+    "vectorize": lambda x: ops.vectorize(lambda v: v - ops.max(x))(x),
+    # Gradients.
+    "gradient of a mean": own_gradient(lambda x, g: g - ops.mean(g)),
+    "gradient by other rows": own_gradient(lambda x, g: ops.flip(g, 0) * 2.0),
+    "gradient by the rows": own_gradient(lambda x, g: g * ops.max(x)),
+    "gradient by their number": own_gradient(lambda x, g: g * float(len(x))),
+    "gradient that is clipped": own_gradient(
+        lambda x, g: g * ops.minimum(1.0, 0.1 / ops.norm(g))
+    ),
+    # The number of rows.
+    "divided by the rows": lambda x: x / ops.cast(length(x), "float32"),
+    "divided by the size": lambda x: x / ops.cast(ops.size(x), "float32"),
+    "length": lambda x: x * len(x),
+    "logarithm of the rows": lambda x: x * math.log(x.shape[0]),
+    "chunks": lambda x: x * (length(x) // 6 + 1),
+    "compared": lambda x: x * ops.cast(ops.arange(6) < length(x), "float32"),
+    "branch on the rows": lambda x: if_(x.shape[0] > 5, x),
+    "mean of ones": lambda x: x + ops.sum(ops.ones_like(x[:, 0])),
+    "row numbers": lambda x: x + ops.cast(ops.arange(length(x)), "float32")[:, None],
+    "linspace": lambda x: x + ops.linspace(0.0, 1.0, x.shape[0])[:, None],
+    "identity": lambda x: ops.eye(x.shape[0]) @ x + ops.tri(x.shape[0]) @ x,
+    "identity of the rows": lambda x: ops.eye(x.shape[0])[:, :1] + x,
+    "table up to the rows": lambda x: x + ops.convert_to_tensor(WITH_ROWS)[: length(x)],
+    "columns up to the rows": lambda x: ops.sum(x[:, : length(x)], axis=1),
+    "shifted by the rows": lambda x: ops.roll(x, length(x), axis=1),
+    "one hot of the rows": lambda x: x * ops.one_hot(x.shape[0] % 6, 6),
+    "mean by hand": lambda x: x - ops.sum(x, 0) / len(x),
+    "square root of the rows": lambda x: x / ops.sqrt(ops.cast(length(x), "float32")),
+    # Numbers that are rounded.
+    "sum as an integer": lambda x: ops.cast(ops.sum(x, axis=0), "int32"),
+    "array of a sum": lambda x: ops.array(ops.sum(x, axis=0), "int32"),
+    "tensor of a sum": lambda x: ops.convert_to_tensor(ops.sum(x, 0), dtype="int32"),
+    "cumsum of a sum": lambda x: ops.cumsum(ops.sum(x, axis=0), dtype="int32"),
+    "sum that is rounded": lambda x: ops.round(ops.sum(x, axis=0)),
+    "bits of a sum": lambda x: ops.view(ops.sum(x, axis=0), "int32"),
+    "saturated sum": lambda x: ops.saturate_cast(ops.sum(x, axis=0), "uint8"),
+    # Values that are read, and traces that are recognized.
+    "read": lambda x: x * float(ops.convert_to_numpy(ops.mean(x))),
+    "read by NumPy": lambda x: x - np.mean(x),
+    "read by float": lambda x: x * float(ops.mean(x)),
+    "read by int": lambda x: x[:, : int(ops.max(x) > 2) + 1],
+    "read by a list": lambda x: x * max(x.tolist()[0]),
+    "caught float": lambda x: caught(x, lambda h: float(h[0, 0])),
+    "caught array": lambda x: caught(x, np.asarray),
+    "caught truth": lambda x: caught(x, lambda h: bool(h[0, 0] < 9)),
+    "caught NumPy": lambda x: caught(x, ops.convert_to_numpy),
+    "attribute": lambda x: if_(hasattr(x, "device"), x),
+    "attribute of values": lambda x: if_(not hasattr(x, "sparse"), x),
+    "attribute of Keras": lambda x: if_(not hasattr(x, "record_history"), x),
+    "symbolic": lambda x: if_(not isinstance(x, keras.KerasTensor), x),
+    "symbolic for Keras": lambda x: if_(not keras.utils.is_keras_tensor(x), x),
+    "name of the class": lambda x: if_(type(x).__name__ != "RowTensor", x),
+    "class of tensors": lambda x: if_("Tensor" in type(x).__name__[-6:], x),
+    "module of the class": lambda x: if_("keras" not in type(x).__module__, x),
+    "dtype": of_dtype,
+    "text": lambda x: if_("row" not in repr(x), x),
+    "debugger": lambda x: if_(sys.gettrace() is None, x),
+}
+#: Those that are the same in traces for any number of rows.
+OF_ANY_ROWS: dict[str, Function] = {
+    "at most a number of rows": lambda x: x[:5000],
+    "the last rows": lambda x: x[-5000:],
+    "number of rows as an integer": lambda x: if_(not isinstance(length(x), int), x),
+    "number of rows that is read": lambda x: x * (int(length(x)) > 0),
+    "number of rows that is rounded": lambda x: x * (math.floor(length(x)) > 0),
+    "columns at most the rows": lambda x: ops.sum(x[:, : length(x)], axis=1),
+    "at least one row": lambda x: x / max(length(x), 1),
+    "size": lambda x: x / ops.cast(ops.size(x), "float32"),
+}
+LOSSES: dict[str, Function] = {
+    "square of a sum": lambda x: ops.square(ops.sum(x)),
+    "square of a mean": lambda x: ops.square(ops.mean(x)),
+    "root of a mean": lambda x: ops.sqrt(ops.mean(ops.square(x))),
+    "largest": ops.max,
+    "variance": ops.var,
+    "norm": ops.norm,
+    "masked mean": lambda x: (
+        ops.sum(x * ops.cast(x > 0, "float32"))
+        / (1 + ops.sum(ops.cast(x > 0, "float32")))
+    ),
+    "sum and a constant": lambda x: ops.sum(x) + 1.0,
+    "mean and a sum": lambda x: ops.mean(x) + ops.sum(x),
+    "product of means": lambda x: ops.mean(x[:, 0]) * ops.mean(x[:, 1]),
+    "covariance": lambda x: ops.mean(x[:, 0] * x[:, 1]) - ops.mean(x[:, 0]) ** 2,
+    "first row": lambda x: ops.mean(x[0]),
+    "logarithm of a mean": lambda x: ops.log(ops.mean(ops.square(x))),
+    "contrast": lambda x: ops.mean(ops.logsumexp(x @ ops.transpose(x), 1)),
+    "by the rows": lambda x: ops.sum(x) / ops.sqrt(ops.cast(ops.size(x), "float32")),
+    "largest of means": lambda x: ops.maximum(ops.mean(x), 0.0),
+    "mean as an integer": lambda x: ops.cast(ops.cast(ops.mean(x), "int32"), "float32"),
+    "where": lambda x: ops.where(ops.mean(x) > 0, ops.mean(x), 0.0),
+    "median": ops.median,
+    "entropy of a mean": lambda x: (
+        -ops.sum(ops.mean(ops.softmax(x), 0) * ops.log(ops.mean(ops.softmax(x), 0)))
+    ),
+}
+#: What Keras refuses on a backend.
+NOT_IN_KERAS: dict[str, tuple[str, ...]] = {
+    "torch": (
+        "mean by NumPy's number",
+        "turned",
+        "layer normalization",
+        "read by NumPy",
+    ),
+    "tensorflow": ("rows by a tensor", "vectorize", "read by a list"),
+}
+
+
+def batch(rows: int = 8, factor: float = 1.0, shape: tuple[int, ...] = (6,)) -> Any:
+    values = np.random.default_rng(5).normal(size=(rows, *shape)) * factor + 0.3
+    return values.astype("float32")
+
+
+def assert_refused_or_equal(
+    layer: Any, sizes: tuple[int, ...], any_rows: bool = False
+) -> None:
+    values = [batch(sum(sizes))]
+    layer(ops.convert_to_tensor(values[0]), training=True)
+    proof = proof_of(layer, values, [True], () if any_rows else sizes)
+    if proof.problem is not None:
+        return
+    # Larger values than those of the proof.
+    values = [batch(sum(sizes), 7.0)]
+    count = len(proof.losses)
+    expected = numbers(layer, values, count, None, [1.0] * count)
+    assert_equal(expected, split_numbers(layer, values, [True], sizes, proof))
+
+
+@needs_split
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions(name: str) -> None:
+    layer = Apply(FUNCTIONS[name])
+    if name in NOT_IN_KERAS.get(BACKEND, ()):
+        with pytest.raises(Exception):  # noqa: B017  Of many types.
+            layer(ops.convert_to_tensor(batch()), training=True)
+        return
+    for sizes in (5, 3), (7, 1):
+        assert_refused_or_equal(layer, sizes)
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="programs of TensorFlow")
+@pytest.mark.parametrize("name", [*FUNCTIONS, *OF_ANY_ROWS])
+def test_functions_for_any_number_of_rows(name: str) -> None:
+    function = OF_ANY_ROWS.get(name) or FUNCTIONS[name]
+    if name not in NOT_IN_KERAS["tensorflow"]:
+        assert_refused_or_equal(Apply(function), (5, 3), any_rows=True)
+
+
+@needs_split
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses(name: str) -> None:
+    assert_refused_or_equal(AddLoss(LOSSES[name]), (5, 3))
+
+
+@needs_split
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers(name: str) -> None:
+    keras.utils.set_random_seed(1)
+    make, shape = LAYERS[name]
+    values = batch(8, 1.0, shape)
+    layer = make()
+    layer(ops.convert_to_tensor(values), training=True)
+    assert proof_of(layer, [values], [True], (5, 3)).problem is not None
+
+
+@needs_split
+@pytest.mark.parametrize("name", METRICS)
+def test_metrics(name: str) -> None:
+    metric = OwnMetric(METRICS[name])
+    x = ops.convert_to_tensor(batch())
+    layer = layers.Identity()
+
+    def call(x: Any) -> None:
+        metric.update_state(x)
+
+    found = LayerCall(layer, call, ((x,), {}), [x], 8, adds=True, only_adds=True)
+    assert prover().prove(found, [True], (5, 3)).problem is not None
