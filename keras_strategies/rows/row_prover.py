@@ -273,8 +273,8 @@ class _Attempt:
             raise NotTraced(trace.problem)
 
     def _argument(self, traced: _Traced, leaf: Any, has_rows: bool) -> Any:
-        is_parts = hasattr(leaf, "parts")
-        if isinstance(leaf, keras.Variable) or not (is_parts or is_array(leaf)):
+        is_tensor = hasattr(leaf, "parts") or isinstance(leaf, keras.KerasTensor)
+        if isinstance(leaf, keras.Variable) or not (is_tensor or is_array(leaf)):
             return leaf
         if hasattr(leaf, "shape") and getattr(leaf.shape, "rank", 0) is None:
             raise NotTraced("gets a tensor whose number of axes is unknown")

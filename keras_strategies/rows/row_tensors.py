@@ -21,7 +21,7 @@ from keras_strategies.keras_compat.symbolic_backend import (
 
 #: What stands for an unknown length of another axis than that of the rows.
 ANY_LENGTH = 1019
-_PACKAGES = ("keras", "optree", "torch", "tensorflow", "jax", "numpy")
+_PACKAGES = ("keras", "optree", "torch", "tensorflow", "jax", "jaxlib", "numpy")
 
 
 class NotTraced(Exception):

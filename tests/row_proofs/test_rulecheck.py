@@ -1,0 +1,143 @@
+"""`ks.rulecheck` names where the rows are, or the line at which they are lost."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import keras_strategies as ks
+
+
+class Block(layers.Layer):
+    """Results of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__(name="block")
+        self.dense, self.dropout = layers.Dense(3), layers.Dropout(0.5)
+        self.seen = self.add_weight(shape=(), name="seen", trainable=False)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        y = self.dense(x)
+        self.add_loss(ops.mean(y**2))
+        if training:
+            self.seen.assign(ops.mean(y))
+        each = ops.repeat(y, 3, axis=0)
+        return self.dropout(y, training=training), ops.sum(y), each, ops.ones((2,))
+
+
+class Center(layers.Layer):
+    def call(self, x: Any) -> Any:
+        return x - ops.mean(x, axis=0)
+
+
+def softmax_of_rows(x: Any) -> Any:
+    return ops.softmax(x, axis=0)
+
+
+EXPECTED = ks.RowReport(
+    "Layer 'block' (Block)",
+    outputs=(
+        "rows along axis 0",
+        "a sum over rows",
+        "rows along axis 0, 3 entries for each row",
+        "the same for all rows",
+    ),
+    losses=("a mean over rows",),
+    updates=(("block/seen", "a mean over rows"),),
+    draws=("rows along axis 0",),
+)
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        (None, 8),
+        (6, 8),
+        np.ones((7, 8), "float32"),
+        keras.KerasTensor((None, 8)),
+    ],
+    ids=["any", "shape", "array", "symbolic"],
+)
+def test_results_of_a_layer(argument: Any) -> None:
+    report = ks.rulecheck(Block(), argument, training=True)
+    assert report == EXPECTED and report.is_row_wise
+    assert str(report).splitlines() == [
+        "Layer 'block' (Block) can be split by rows.",
+        "  output 0: rows along axis 0",
+        "  output 1: a sum over rows",
+        "  output 2: rows along axis 0, 3 entries for each row",
+        "  output 3: the same for all rows",
+        "  loss 0: a mean over rows",
+        "  draw 0: rows along axis 0",
+        "  variable 'block/seen': a mean over rows",
+    ]
+
+
+def test_layer_is_as_before() -> None:
+    layer = Block()
+    x = ops.ones((4, 8))
+    layer(x)
+    before = [ops.convert_to_numpy(v) for v in layer.variables]
+    ks.rulecheck(layer, x, training=True)
+    for old, new in zip(before, layer.variables, strict=True):
+        np.testing.assert_array_equal(old, ops.convert_to_numpy(new))
+
+
+@pytest.mark.parametrize("where", ["layer", "model"])
+def test_operation_at_fault(where: str) -> None:
+    layer = Center(name="center")
+    model = keras.Sequential([keras.Input((8,)), layers.Dense(8), layer])
+    report = ks.rulecheck(layer if where == "layer" else model, (None, 8))
+    line = inspect.getsourcelines(Center.call)[1] + 1
+    assert not report.is_row_wise and report.problem is not None
+    assert f"test_rulecheck.py:{line}" in report.problem
+    assert "'Subtract' (in layer 'center' (Center)" in report.problem
+    assert "cannot be split by rows: " in str(report)
+    assert "or example to the loss" in str(report) and "`ks.row_wise`" in str(report)
+
+
+def test_function_and_losses() -> None:
+    report = ks.rulecheck(softmax_of_rows, (None, 4))
+    line = inspect.getsourcelines(softmax_of_rows)[1] + 1
+    assert f"'Softmax' (test_rulecheck.py:{line}) goes along the rows" in str(report)
+    assert "Function 'softmax_of_rows'" in str(report)
+    assert ks.rulecheck(ops.relu, (None, 4)).outputs == ("rows along axis 0",)
+    for loss in (keras.losses.MeanSquaredError(), keras.losses.KLDivergence()):
+        found = ks.rulecheck(loss, (None, 4), (None, 4))
+        assert found.outputs == ("a mean over rows",), found
+    assert not ks.rulecheck(keras.losses.Dice(), (None, 4), (None, 4)).is_row_wise
+
+
+def test_values_are_not_read() -> None:
+    def branching(x: Any) -> Any:
+        return x if float(ops.sum(x)) > 0 else -x
+
+    assert "reads the value of a tensor" in str(ks.rulecheck(branching, (None, 4)))
+
+
+def test_shared_arguments() -> None:
+    report = ks.rulecheck(ops.matmul, (None, 4), (4, 3))
+    # The first number is that of the rows.
+    assert not report.is_row_wise
+    assert ks.rulecheck(ops.matmul, (6, 4), (4, 3)).outputs == ("rows along axis 0",)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "text"),
+    [
+        ((3, (None, 4)), TypeError, "takes a layer, .* found 3"),
+        ((layers.Dense, (None, 4)), TypeError, "Make an instance of a class"),
+        ((keras.metrics.Mean, (None, 4)), TypeError, "of a metric"),
+        ((ops.relu,), ValueError, "found no tensor with an axis"),
+        ((ops.relu, (1, 4)), ValueError, r"found 1 in shape \(1, 4\)"),
+        ((layers.Dense(3), (None,)), ValueError, "cannot be built from the arguments"),
+    ],
+)
+def test_bad_input(arguments: Any, kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        ks.rulecheck(*arguments)
