@@ -71,6 +71,11 @@ INTRUSIONS = (
         "Kernels that fail on zero rows, and draws of a replica's rows.",
     ),
     Intrusion(
+        "keras_compat.recorded_calls",
+        "function",
+        "Replicas note what they call, from the first eager call that is proved on.",
+    ),
+    Intrusion(
         "communication.engine_sockets",
         "sockets",
         "Connections of an engine to lost workers are shut down.",

@@ -33,7 +33,7 @@ _GUARDED = (
 
 
 #: Operators of TensorFlow's tensors, which may get a number of rows.
-_OPERATORS = """
+OPERATORS = """
     __getitem__ __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__
     __rtruediv__ __floordiv__ __rfloordiv__ __mod__ __rmod__ __pow__ __rpow__ __lt__
     __le__ __gt__ __ge__ __eq__ __ne__ __and__ __rand__ __or__ __ror__ __xor__ __rxor__
@@ -108,7 +108,7 @@ def tracing_paused() -> Iterator[None]:
 @contextlib.contextmanager
 def tracing(tracer: Tracer) -> Iterator[None]:
     """A context in which this thread's calls of Keras's functions are traced."""
-    with _lock, patching.unchanged(), _replaced(_replacements()):
+    with unchanged_backend(), _replaced(_replacements()):
         _thread.tracer = tracer
         try:
             yield
@@ -145,16 +145,33 @@ def _replaced(rows: list[tuple[Any, str, Any]]) -> Iterator[None]:
 def _replacements() -> list[tuple[Any, str, Any]]:
     """Owners, the names of their attributes, and the attributes in a trace."""
     found: list[tuple[Any, str, Any]] = []
-    for module in _backend_modules():
-        for name, value in list(vars(module).items()):
-            if name.startswith("_") or not callable(value):
-                continue
-            replacement = _replacement(name, value)
-            if replacement is not None:
-                found.append((module, name, replacement))
+    for module, name, value in _functions():
+        replacement = _replacement(name, value)
+        if replacement is not None:
+            found.append((module, name, replacement))
     random = _package().random
     found += [(random, name, _drawing(name, vars(random)[name])) for name in _DRAWING]
     return found + _replacements_of_classes()
+
+
+def _functions() -> Iterator[tuple[Any, str, Any]]:
+    """The modules of the backend, the names of their functions, and these."""
+    for module in _backend_modules():
+        for name, value in list(vars(module).items()):
+            if not name.startswith("_") and callable(value):
+                yield module, name, value
+
+
+def routed_functions() -> list[tuple[Any, str, Any]]:
+    """The modules, names and functions of the backend that `keras.ops` has too."""
+    return [row for row in _functions() if _of_ops(row[1], row[2]) is not None]
+
+
+@contextlib.contextmanager
+def unchanged_backend() -> Iterator[None]:
+    """A context in which no thread traces, and none replaces functions of Keras."""
+    with _lock, patching.unchanged():
+        yield
 
 
 def _package() -> Any:
@@ -216,11 +233,15 @@ def _replacement(name: str, original: Any) -> Any:
         return _controlled(name, original)
     if name == "convert_to_numpy":
         return _routed(name, original, _controlled(name, original))
-    symbolic = getattr(keras.ops, name, None) or getattr(keras.ops.image, name, None)
-    is_class = isinstance(original, type)
-    if symbolic is None or is_class or isinstance(symbolic, type):
-        return None
-    return _routed(name, original, symbolic)
+    symbolic = _of_ops(name, original)
+    return None if symbolic is None else _routed(name, original, symbolic)
+
+
+def _of_ops(name: str, original: Any) -> Any:
+    """The function of `keras.ops` with the name of one of the backend."""
+    found = getattr(keras.ops, name, None) or getattr(keras.ops.image, name, None)
+    is_class = isinstance(original, type) or isinstance(found, type)
+    return None if is_class else found
 
 
 def _routed(name: str, original: Function, symbolic: Function) -> Function:
@@ -278,7 +299,7 @@ def _replacements_of_classes() -> list[tuple[Any, str, Any]]:
         tensor = sys.modules["tensorflow"].Tensor
         found += [
             (tensor, name, _operator(vars(tensor)[name]))
-            for name in _OPERATORS.split()
+            for name in OPERATORS.split()
             if name in vars(tensor)
         ]
     for path, kind, name in _GUARDED:

@@ -34,8 +34,6 @@ _SKIPPED = (keras.Variable, keras.Operation, keras.KerasTensor, type)
 _DEEPEST = 6
 #: Entries of containers with more are not followed.
 _MOST_ENTRIES = 256
-#: Arrays larger than this are not compared.
-_LARGEST_ARRAY = 1 << 16
 #: Generators of random numbers, with how their state is read and restored.
 _GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]] = {
     random.Random: (lambda g: g.getstate(), lambda g, state: g.setstate(state)),
@@ -141,8 +139,7 @@ class PythonState:
         elif generator is not None:
             self._parts.append((where, value, _GENERATORS[generator][0](value)))
         elif isinstance(value, np.ndarray):
-            if value.nbytes <= _LARGEST_ARRAY:
-                self._parts.append((where, value, value.copy()))
+            self._parts.append((where, value, value.copy()))
         elif isinstance(value, (*_CONTAINERS, tuple, frozenset)):
             if isinstance(value, _CONTAINERS):
                 self._parts.append((where, value, _copied(value)))

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from keras_strategies.keras_compat.recorded_calls import Calls
+
 
 class RowKind(enum.Enum):
     """How replicas' values of one tensor become its value for the global batch.
@@ -70,6 +72,9 @@ class RowProof:
             entry; empty for others.
         operations: the names of the operations of a call that is traced, in their
             order; replicas make the same ones.
+        calls: where calls are eager, what replicas with a number of rows called just
+            after the proof, by this number. A replica that calls something else has
+            computed what is not proved.
         every_output, every_loss, every_update: the placement of all outputs, losses and
             updates, of a call that is known by type; None where they are listed.
     """
@@ -81,6 +86,7 @@ class RowProof:
     draws: Sequence[int] = ()
     drawn: Sequence[str] = ()
     operations: Sequence[str] = ()
+    calls: dict[int, Calls] = field(default_factory=dict, compare=False)
     every_output: RowPlacement | None = None
     every_loss: RowPlacement | None = None
     every_update: RowPlacement | None = None

@@ -46,6 +46,8 @@ class _LayerProofs:
     agreed: dict[Any, tuple[RowProof | None, RowProof]] = field(default_factory=dict)
     # Whether a call is known by the types of its layers, and whether it may draw.
     row_wise: dict[Any, tuple[bool, bool]] = field(default_factory=dict)
+    # How many proofs did not hold for a later call.
+    dropped: int = 0
     is_declared: bool = False
 
 
@@ -54,7 +56,8 @@ class RowProofs:
 
     A proof holds for calls with equal flags, shapes, numbers of rows on replicas,
     attributes of layers, `trainable` flags and dtype policies. What else the code of a
-    layer reads (globals, closures, files) is constant for a proof.
+    layer reads (globals, closures, files) is constant for a program; in eager calls it
+    is noticed by what replicas call.
 
     Args:
         prover: the prover.
@@ -125,7 +128,7 @@ class RowProofs:
         found = proofs.found.get((settings, arguments))
         if found is not None:
             return found, False
-        if proofs.settings.count > _MOST_SETTINGS and not by_type:
+        if max(proofs.settings.count, proofs.dropped) > _MOST_SETTINGS and not by_type:
             # The former result for these arguments was told already.
             found = proofs.found.get(arguments)
             if found is None:
@@ -138,8 +141,16 @@ class RowProofs:
         # Workers exchange results where these change, which is so on all of them.
         found = agreed if before == own else self._agreed(call, own)
         proofs.agreed[arguments] = own, found
-        proofs.found[settings, arguments] = found
+        # What replicas call is that of this proof.
+        found = proofs.found[settings, arguments] = replace(found, calls={})
         return found, True
+
+    def drop(self, call: LayerCall, proof: RowProof) -> None:
+        """A proof does not hold any more: a call has computed something else."""
+        proofs = self._layers[call.layer]
+        proofs.found = {k: v for k, v in proofs.found.items() if v is not proof}
+        proofs.agreed.clear()
+        proofs.dropped += 1
 
     def _of_declared(
         self, proofs: _LayerProofs, call: LayerCall, with_rows: Sequence[bool]
@@ -235,8 +246,9 @@ class RowProofs:
 
 
 _OFTEN = (
-    "attributes of its layers change from call to call, and each of them would need "
-    "another proof; hold what changes in a `keras.Variable`"
+    "attributes of its layers, or what else its code reads, change from call to call, "
+    "and each of them would need another proof; hold what changes in a "
+    "`keras.Variable`"
 )
 
 

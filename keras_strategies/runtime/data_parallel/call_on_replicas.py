@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import weakref
@@ -23,6 +24,7 @@ from keras_strategies.keras_compat.models.layers import (
     set_mask,
 )
 from keras_strategies.keras_compat.optimizers.optimizer_parts import is_overwritten
+from keras_strategies.keras_compat.recorded_calls import recorded_calls
 from keras_strategies.keras_compat.structures import with_leaves
 from keras_strategies.keras_compat.variables.generator_seeds import is_seed_state
 from keras_strategies.keras_compat.variables.values import raw_value
@@ -39,6 +41,7 @@ from keras_strategies.runtime.data_parallel.replica_executor import (
     CallOnReplica,
     LayerCallDriver,
     ReplicaExecutor,
+    UnprovedCallError,
 )
 from keras_strategies.runtime.data_parallel.row_parts import parts_of
 from keras_strategies.runtime.data_parallel.split_plan import (
@@ -82,14 +85,26 @@ def call_on_replicas(plan: SplitPlan, driver: LayerCallDriver) -> Any:
 
     Raises:
         NotOnReplicasError: if the layer does not work on replicas.
+        UnprovedCallError: if replicas computed something else than what is proved. Then
+            nothing is assigned.
     """
     layer = plan.layer_call.layer
     places = list(_places(plan.layer_call))
-    call = _call_on_replica(plan, [(i, setter) for i, setter, _ in places])
     executor = driver.executor(plan)
+    is_noted = executor.is_eager and not plan.proof.is_by_type
+    numbers = [(i, setter) for i, setter, _ in places]
+    call = _call_on_replica(plan, numbers, is_noted)
     tensors = [tensor for _, _, tensor in places]
-    forward = executor.forward(tensors, call)
-    results = forward.results
+    try:
+        forward = executor.forward(tensors, call)
+        results = forward.results
+        if is_noted:
+            _compare_calls(plan, results)
+    except (UnprovedCallError, BatchError) as error:
+        if not is_noted or not plan.proof.calls:
+            raise  # It is a fault of the first call after the proof.
+        executor.undo_draws()
+        raise UnprovedCallError from error
     inputs = [
         (tensor, own)
         for (_, setter, tensor), own, needs_gradient in zip(
@@ -132,9 +147,10 @@ def _places(call: LayerCall) -> Iterator[tuple[int, _Setter | None, Any]]:
 
 
 def _call_on_replica(
-    plan: SplitPlan, places: Sequence[tuple[int, _Setter | None]]
+    plan: SplitPlan, places: Sequence[tuple[int, _Setter | None]], is_noted: bool
 ) -> CallOnReplica:
     """The call of a layer on one replica, with slices of the tensors at `places`."""
+    noting = recorded_calls if is_noted else contextlib.nullcontext
     call = plan.layer_call
 
     def run(
@@ -148,11 +164,23 @@ def _call_on_replica(
                 setter(leaves[i], own)
         args, kwargs = call.arguments(leaves)
         draws = plan.draws(OwnRows(0, 0, 0) if rows is None else rows)
-        with state.scope() as scope, drawing(draws):
+        with state.scope() as scope, drawing(draws), noting() as calls:
             outputs = call.call(*args, **kwargs)
-        return ReplicaResult(outputs, state, scope.losses)
+        return ReplicaResult(outputs, state, scope.losses, calls)
 
     return run
+
+
+def _compare_calls(plan: SplitPlan, results: Sequence[ReplicaResult]) -> None:
+    """Compares what replicas called with the first call after the proof.
+
+    So a flag may be anywhere: in a module, in a configuration, in a file.
+    """
+    proved = plan.proof.calls
+    for result, rows in zip(results, plan.row_split.sizes, strict=True):
+        assert result.calls is not None
+        if proved.setdefault(rows, result.calls) != result.calls:
+            raise UnprovedCallError
 
 
 # Outputs.

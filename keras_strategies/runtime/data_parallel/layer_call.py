@@ -39,6 +39,7 @@ from keras_strategies.runtime.data_parallel.proof_replica import proof_surroundi
 from keras_strategies.runtime.data_parallel.replica_executor import (
     LayerCallDriver,
     NotOnReplicasError,
+    UnprovedCallError,
 )
 from keras_strategies.runtime.data_parallel.row_parts import RowParts, parts_of
 from keras_strategies.runtime.data_parallel.split_plan import SplitPlan
@@ -131,9 +132,8 @@ class DataParallelCall:
             row_split = self._row_split(layer_call)
             if row_split is None:
                 return unsplit(layer, call, args, kwargs)
-            proof, is_new = self._proof(layer_call, row_split)
+            proof, is_new, (is_split, outputs) = self._proved(layer_call, row_split)
             if proof.problem is None:
-                is_split, outputs = self._on_replicas(layer_call, row_split, proof)
                 return outputs if is_split else call(*args, **kwargs)
             self._in_unsplit_calls.update(sublayers(layer)[1:])
             is_inner = self._unsplit_call.is_open
@@ -177,28 +177,31 @@ class DataParallelCall:
             layer, call, (args, kwargs), leaves, rows, adds, only_adds, constants
         )
         with layer_calls_through(None):
-            proof = known
-            if proof is None or not is_plain(layer_call, _with_rows(layer_call)):
-                proof, is_new = self._proof(layer_call, row_split)
-                if is_new and proof.problem is not None:
-                    _logger.info(
-                        "%r gets all rows of the outputs, which are joined: %s.",
-                        layer.name,
-                        proof.problem,
-                    )
-            if proof.problem is not None:
-                return False, None
-            return self._on_replicas(layer_call, row_split, proof)
+            if known is not None and is_plain(layer_call, _with_rows(layer_call)):
+                return self._on_replicas(layer_call, row_split, known)
+            proof, is_new, found = self._proved(layer_call, row_split)
+            if is_new and proof.problem is not None:
+                _logger.info(
+                    "%r gets all rows of the outputs, which are joined: %s.",
+                    layer.name,
+                    proof.problem,
+                )
+            return found
 
-    def _proof(
+    def _proved(
         self, layer_call: LayerCall, row_split: RowSplit
-    ) -> tuple[RowProof, bool]:
-        """The proof of a call's row placements, and whether it is new."""
-        return self._row_proofs.of(
-            layer_call,
-            _with_rows(layer_call),
-            row_split.every if isinstance(layer_call.rows, int) else (),
-        )
+    ) -> tuple[RowProof, bool, tuple[bool, Any]]:
+        """The proof of a call, whether it is new, and `_on_replicas` if it is split."""
+        with_rows = _with_rows(layer_call)
+        sizes = row_split.every if isinstance(layer_call.rows, int) else ()
+        while True:
+            proof, is_new = self._row_proofs.of(layer_call, with_rows, sizes)
+            if proof.problem is not None:
+                return proof, is_new, (False, None)
+            try:
+                return proof, is_new, self._on_replicas(layer_call, row_split, proof)
+            except UnprovedCallError:
+                self._row_proofs.drop(layer_call, proof)
 
     def _on_replicas(
         self, layer_call: LayerCall, row_split: RowSplit, proof: RowProof

@@ -45,6 +45,10 @@ class NotOnReplicasError(Exception):
         self.remedy = remedy
 
 
+class UnprovedCallError(Exception):
+    """Replicas have computed with other operations than those that are proved."""
+
+
 @dataclass(frozen=True)
 class ForwardPass:
     """What the replicas of one layer call have computed.
@@ -71,6 +75,11 @@ class ReplicaExecutor(abc.ABC):
     #: The plan of the call.
     plan: SplitPlan
 
+    @property
+    def is_eager(self) -> bool:
+        """Whether replicas compute now, and no program is traced."""
+        return True
+
     @abc.abstractmethod
     def forward(self, tensors: Sequence[Any], call: CallOnReplica) -> ForwardPass:
         """Splits tensors by rows and calls the layer on each replica.
@@ -82,6 +91,10 @@ class ReplicaExecutor(abc.ABC):
         Raises:
             NotOnReplicasError: if the layer does not work on replicas.
         """
+
+    def undo_draws(self) -> None:
+        """Random numbers are as before the call, whose results are dropped."""
+        return None
 
     @abc.abstractmethod
     def connect(self, boundary: GradientBoundary) -> list[Any]:

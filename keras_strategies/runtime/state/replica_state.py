@@ -10,6 +10,7 @@ import keras
 
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.keras_compat.models.layers import get_mask
+from keras_strategies.keras_compat.recorded_calls import Calls
 from keras_strategies.keras_compat.state_scope import StatePolicy
 from keras_strategies.keras_compat.structures import leaves_of
 from keras_strategies.keras_compat.variables.values import autocast_dtype
@@ -143,11 +144,13 @@ class ReplicaResult:
         outputs: the outputs of the layer.
         state: the variables that were read and assigned.
         losses: the losses that were added.
+        calls: what the call computed with; None where it is not noted.
     """
 
     outputs: Any
     state: CallState
     losses: list[Any]
+    calls: Calls | None = None
     leaves: list[Any] = field(init=False)
     masks: list[Any] = field(init=False)
 

@@ -128,6 +128,10 @@ class CallInLockstep(ReplicaExecutor):
         self.graph = tf.compat.v1.get_default_graph()
         self._is_eager = tf.executing_eagerly()
 
+    @property
+    def is_eager(self) -> bool:
+        return self._is_eager
+
     # Replicas.
 
     def forward(self, tensors: Sequence[Any], call: CallOnReplica) -> ForwardPass:

@@ -98,10 +98,10 @@ class CallOnThreads(ReplicaExecutor):
         # the stream of one device current.
         self._streams = Streams(self._devices)
         self._is_recorded = torch.is_grad_enabled()
-        # The states of the process's generators before the call, which a call for
-        # second-order gradients draws from again.
+        # The states of the process's generators before the call, which a call that is
+        # not split, or one for second-order gradients, draws from again.
         self._generators: list[tuple[torch.Generator, torch.Tensor]] = []
-        if self._draws and self._is_recorded:
+        if self._draws and (self._is_recorded or not plan.proof.is_by_type):
             lead = torch_device(plan.lead)
             generators = {generator_of(torch.device("cpu")), generator_of(lead)}
             self._generators = _with_states(generators)
@@ -136,6 +136,9 @@ class CallOnThreads(ReplicaExecutor):
             [parts[0].requires_grad for parts in slices],
             [_with_gradient(result.state.reads) for result in results],
         )
+
+    def undo_draws(self) -> None:
+        _restore(self._generators)
 
     def _split(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Slices of a tensor along axis 0, each on its replica's device."""

@@ -1,0 +1,110 @@
+"""The calls of Keras's backend that code of a replica makes, where calls are eager.
+
+A call is the name of a function, or of an operator of tensors, and its arguments
+without the values of tensors. So two calls of a layer that differ in a list of them
+have computed other things.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_strategies.keras_compat.manifest import GROUPS
+from keras_strategies.keras_compat.symbolic_backend import (
+    OPERATORS,
+    routed_functions,
+    unchanged_backend,
+)
+
+#: What a replica has called, in its order.
+Calls = list[tuple[Any, ...]]
+_PLAIN = frozenset([bool, complex, float, int, str, type(None)])
+#: They are in most other functions, and compute nothing of their own.
+_CONVERSIONS = frozenset(["cast", "convert_to_tensor", "is_tensor", "shape"])
+#: Operators that have their own rows at `OPERATORS`.
+_OF_TENSORS = f"{OPERATORS} __matmul__ __rmatmul__ __neg__ __abs__ __invert__"
+
+
+class _Thread(threading.local):
+    calls: Calls | None = None
+
+
+_thread = _Thread()
+_installed: list[tuple[Any, str]] = []
+
+
+class recorded_calls:
+    """Context that notes the calls of this thread."""
+
+    def __enter__(self) -> Calls:
+        if not _installed:
+            _install()
+        calls: Calls = []
+        self._before, _thread.calls = _thread.calls, calls
+        return calls
+
+    def __exit__(self, *exception: Any) -> None:
+        _thread.calls = self._before
+
+
+def _install() -> None:
+    """Functions and operators note their calls from now on, in threads that record."""
+    with unchanged_backend():
+        if _installed:
+            return
+        # Those may be replaced, and put back, at any time.
+        others = {patch.name for group in GROUPS.values() for patch in group.patches}
+        wrapped: dict[int, Any] = {}
+        for module, name, original in routed_functions():
+            if name in _CONVERSIONS or name in others:
+                continue
+            if id(original) not in wrapped:
+                wrapped[id(original)] = _noting(name, original)
+            setattr(module, name, wrapped[id(original)])
+            _installed.append((module, name))
+        kind = _tensor_class()
+        for name in _OF_TENSORS.split():
+            if hasattr(kind, name):
+                setattr(kind, name, _noting(name, getattr(kind, name)))
+                _installed.append((kind, name))
+
+
+def _tensor_class() -> Any:
+    return sys.modules[keras.backend.backend()].Tensor
+
+
+def _noting(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls = _thread.calls
+        if calls is not None:
+            given = [x if type(x) in _PLAIN else _static(x) for x in args]
+            if kwargs:
+                given += [(key, _static(kwargs[key])) for key in kwargs]
+            calls.append((name, *given))
+        return original(*args, **kwargs)
+
+    return call
+
+
+def _static(value: Any) -> Any:
+    """An argument without the values of tensors, to compare."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is list or kind is tuple:
+        return tuple(map(_static, value))
+    if kind is slice:
+        return "slice", *map(_static, (value.start, value.stop, value.step))
+    if kind is dict:
+        return tuple((key, _static(each)) for key, each in value.items())
+    if isinstance(value, np.generic):
+        return value.item()
+    return kind.__name__

@@ -1,0 +1,243 @@
+"""Eager calls that compute something else than what was proved are exact.
+
+A flag is read by `call` from where no proof looks for it. A callback changes it between
+epochs, so that rows depend on one another. Layers are trained on one device and on two
+replicas, with an uneven last batch.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import pytest
+from absl import flags
+from harness.training import assert_same, state_of
+from keras import layers, ops
+
+import keras_strategies as ks
+from row_proofs.proofs import needs_split
+
+pytestmark = needs_split
+
+BACKEND = keras.backend.backend()
+RANDOM = np.random.default_rng(3)
+X = RANDOM.normal(size=(25, 6)).astype("float32") + np.linspace(-1, 1, 25)[:, None]
+Y = np.sin(X[:, :1])
+DEVICES = ["cpu:0", "cpu:1"]
+
+if "mixes_rows_in_tests" not in flags.FLAGS:
+    flags.DEFINE_boolean("mixes_rows_in_tests", False, "")
+    flags.FLAGS(["tests"])
+
+
+class Flag(NamedTuple):
+    """A flag anywhere: how it is assigned, and read by a layer."""
+
+    set: Callable[[bool], Any]
+    get: Callable[[], Any]
+
+
+def in_config() -> Flag:
+    return Flag(
+        lambda on: keras.config.set_epsilon(1e-5 if on else 1e-7),
+        lambda: keras.config.epsilon() > 1e-6,
+    )
+
+
+def in_absl() -> Flag:
+    values = flags.FLAGS
+    return Flag(
+        lambda on: setattr(values, "mixes_rows_in_tests", on),
+        lambda: values.mixes_rows_in_tests,
+    )
+
+
+def in_schedule() -> Flag:
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
+    return Flag(
+        lambda on: setattr(schedule, "decay_rate", 0.5 if on else 0.9),
+        lambda: schedule.decay_rate < 0.8,
+    )
+
+
+def in_array() -> Flag:
+    values = np.zeros(400_000, "float32")
+    return Flag(lambda on: values.__setitem__(7, on), lambda: values[7] > 0)
+
+
+@pytest.fixture
+def file_flag(tmp_path: Path) -> Flag:
+    path = tmp_path / "on"
+    return Flag(
+        lambda on: path.touch() if on else path.unlink(missing_ok=True), path.exists
+    )
+
+
+@pytest.fixture
+def package_flag(tmp_path: Path, monkeypatch: Any) -> Iterator[Flag]:
+    """A setting in an installed package of the user's."""
+    folder = tmp_path / "site-packages" / "installed_of_tests"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text(
+        "STATE = {'on': False}\ndef is_on():\n    return STATE['on']\n"
+    )
+    monkeypatch.syspath_prepend(str(folder.parent))
+    package: Any = __import__("installed_of_tests")
+    yield Flag(lambda on: package.STATE.update(on=on), package.is_on)
+    del sys.modules["installed_of_tests"]
+
+
+#: The rows of the calls of `tanh`.
+ROWS: list[Any] = []
+
+
+def tanh(x: Any) -> Any:
+    ROWS.append(x.shape[0])
+    return ops.tanh(x)
+
+
+class Unseeded(layers.Layer):
+    """Draws from the generator of the framework."""
+
+    def call(self, x: Any) -> Any:
+        return x + keras.random.normal(ops.shape(x))
+
+
+class Toggled(layers.Layer):
+    def __init__(self, is_on: Callable[[], Any], change: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.is_on, self.change = is_on, change
+
+    def call(self, x: Any) -> Any:
+        return self.change(x) if self.is_on() else x * 0.5
+
+
+def center(x: Any) -> Any:
+    return x - ops.mean(x, axis=0)
+
+
+CHANGES = {
+    "operation": center,
+    "operator": lambda x: x * 0.5 + x[:1],
+    "axis": lambda x: ops.flip(x, axis=0) * 0.5,
+    "draws": lambda x: x + keras.random.normal(ops.shape(x)[1:], seed=3),
+}
+
+
+def trained(flag: Flag, change: Any, devices: list[str], draw: Any = None) -> Any:
+    keras.utils.set_random_seed(7)
+    strategy = (ks.MirroredStrategy if len(devices) > 1 else ks.OneDeviceStrategy)(
+        devices if len(devices) > 1 else devices[0]
+    )
+    with strategy.scope():
+        inputs = keras.Input((6,))
+        x = layers.Dense(6)(inputs)
+        x = draw()(x) if draw else x
+        x = Toggled(flag.get, change)(x)
+        model = keras.Model(inputs, layers.Dense(1)(x))
+        model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse", run_eagerly=True)
+        toggle = keras.callbacks.LambdaCallback(
+            on_epoch_begin=lambda epoch, logs: flag.set(epoch == 1)
+        )
+        history = model.fit(
+            X, Y, batch_size=8, epochs=3, shuffle=False, verbose=0, callbacks=[toggle]
+        )
+        flag.set(False)
+    return {**state_of(model), "loss": np.array(history.history["loss"])}
+
+
+def check(flag: Flag, change: Any = center, draw: Any = None) -> list[str]:
+    """Fails if two replicas give other numbers; returns the warnings."""
+    expected = trained(flag, change, DEVICES[:1], draw)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = trained(flag, change, DEVICES, draw)
+    assert_same(expected, found, 1e-5, "two replicas")
+    return [str(w.message) for w in caught if "cannot be split" in str(w.message)]
+
+
+@pytest.mark.parametrize("make", [in_config, in_absl, in_schedule, in_array])
+def test_flag_of_other_objects(make: Callable[[], Flag]) -> None:
+    (text,) = check(make())
+    assert "'Subtract' (in layer" in text
+
+
+def test_flag_in_a_file(file_flag: Flag) -> None:
+    assert check(file_flag)
+
+
+def test_setting_of_an_installed_package(package_flag: Flag) -> None:
+    assert check(package_flag)
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+@pytest.mark.parametrize("draw", [None, lambda: layers.Dropout(0.5), Unseeded])
+def test_what_a_flag_changes(kind: str, draw: Any) -> None:
+    """Random numbers that replicas drew before are drawn again."""
+    texts = check(in_array(), CHANGES[kind], draw)
+    assert bool(texts) == (kind != "draws")
+
+
+def test_changed_call_that_is_row_wise_is_split_again() -> None:
+    ROWS.clear()
+    assert not check(in_array(), tanh)
+    assert {4, 1} <= set(ROWS) and ROWS.count(8) <= 4, ROWS
+
+
+def test_numbers_that_change_in_each_call_end_the_split() -> None:
+    """Each of them would need a proof."""
+    count = [0.0]
+
+    def scaled(x: Any) -> Any:
+        return x * count[0]
+
+    def step(strategy: Any) -> Any:
+        keras.utils.set_random_seed(7)
+        count[0] = 0.0
+        with strategy.scope():
+            layer = Toggled(lambda: True, scaled)
+            model = keras.Sequential([keras.Input((6,)), layers.Dense(6), layer])
+            model.compile("sgd", "mse", run_eagerly=True)
+            losses = []
+            for _ in range(40):
+                count[0] += 0.01
+                losses.append(float(model.train_on_batch(X, X)))
+        return losses
+
+    expected = step(ks.OneDeviceStrategy("cpu:0"))
+    with pytest.warns(UserWarning, match="what else its code reads, change from call"):
+        found = step(ks.MirroredStrategy(DEVICES))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_counter_in_a_large_array() -> None:
+    class Visits(layers.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen = np.zeros(70_000, "int32")
+
+        def call(self, x: Any, training: bool = False) -> Any:
+            if training:
+                self.seen[0] += 1
+            return x * (1 + float(self.seen[0]) / 20)
+
+    def run(strategy: Any) -> Any:
+        keras.utils.set_random_seed(7)
+        with strategy.scope():
+            layer = Visits()
+            model = keras.Sequential([keras.Input((6,)), layers.Dense(6), layer])
+            model.compile("sgd", "mse", run_eagerly=True)
+            losses = [float(model.train_on_batch(X, X)) for _ in range(4)]
+        return int(layer.seen[0]), losses
+
+    visits, expected = run(ks.OneDeviceStrategy("cpu:0"))
+    with pytest.warns(UserWarning, match="cannot be split by rows"):
+        found, losses = run(ks.MirroredStrategy(DEVICES))
+    assert found == visits
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
