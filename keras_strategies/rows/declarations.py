@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+import re
 import weakref
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import keras
 
+from keras_strategies.keras_compat.symbolic_backend import current_tracer
+
 _Declared = TypeVar("_Declared")
 
+#: What can be called, and is no function of tensors alone.
+_OBJECTS = (keras.losses.Loss, keras.metrics.Metric, keras.KerasTensor)
 _classes: weakref.WeakSet[Any] = weakref.WeakSet()
 _layers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def row_wise(layer: _Declared) -> _Declared:
-    """Declares that each row of a layer's results depends only on its row of arguments.
+    """Declares that each row of the results depends only on its row of the arguments.
 
     On Torch and TensorFlow replicas call a layer, each on its rows, where operations of
     Keras in it allow that. Code of the framework itself (`torch.*`, `tf.*`) is not
@@ -33,18 +40,25 @@ def row_wise(layer: _Declared) -> _Declared:
     to be in code that Keras can trace. Other random numbers are not split. On Torch a
     model whose weights are in shards is not compared.
 
+    A declared function is one operation in the call around it: in a layer, as an
+    `activation=`, in a `Lambda`, or as a loss that returns one value for each row. It
+    is compared with random rows, and may neither draw random numbers nor assign
+    variables.
+
     On JAX nothing is split by calls, and a declaration changes nothing.
 
     Args:
         layer: a subclass of `keras.layers.Layer`, for all its instances and those of
-            subclasses that define no `call` of their own, or a layer, before its first
-            call under a strategy.
+            subclasses that define no `call` of their own; a layer, before its first
+            call under a strategy; or a function of tensors, among others the `call` of
+            a loss.
 
     Returns:
-        `layer`, so that the function is a decorator of classes as well.
+        `layer`, or a function with its name that calls it, so that it is a decorator of
+        classes and functions.
 
     Raises:
-        TypeError: if `layer` is another object, such as a function.
+        TypeError: if `layer` is another object, such as a loss or metric.
 
     Example:
 
@@ -57,13 +71,38 @@ def row_wise(layer: _Declared) -> _Declared:
         _classes.add(layer)
     elif isinstance(layer, keras.layers.Layer):
         _layers.add(layer)
+    elif callable(layer) and not isinstance(layer, (type, *_OBJECTS)):
+        return _declared_function(layer)
     else:
         raise TypeError(
-            "`ks.row_wise` takes a subclass of `keras.layers.Layer`, as a decorator, "
-            f"or a layer; found {layer!r}. Put the code of a function into the `call` "
-            "of a layer."
+            "`ks.row_wise` takes a subclass of `keras.layers.Layer` or a function, as "
+            f"a decorator, or a layer; found {layer!r}. Declare the function that a "
+            "loss calls."
         )
     return layer
+
+
+class _FunctionLayer(keras.layers.Layer):  # type: ignore[misc]
+    """A declared function in the place of a layer."""
+
+    def __init__(self, function: Callable[..., Any]):
+        name = getattr(function, "__name__", type(function).__name__)
+        super().__init__(name=re.sub(r"\W", "", name) or None)
+        self.call = function
+        self.built = True
+
+
+def _declared_function(function: Any) -> Any:
+    layer = _FunctionLayer(function)
+
+    @functools.wraps(function, updated=())
+    def call(*args: Any, **kwargs: Any) -> Any:
+        tracer = current_tracer()
+        if tracer is None or not tracer.has_tensors((args, kwargs)):
+            return function(*args, **kwargs)
+        return tracer.declared_call(layer, *tracer.values((args, kwargs)))
+
+    return call
 
 
 def is_declared(layer: Any) -> bool:

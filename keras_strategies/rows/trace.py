@@ -217,6 +217,9 @@ class Trace:
     def is_tensor(self, value: Any) -> bool:
         return isinstance(value, RowTensor)
 
+    def has_tensors(self, structure: Any) -> bool:
+        return _has(structure, RowTensor)
+
     def check_once(self, what: str) -> None:
         """Raises an error for what a backward pass must not do again."""
         if self.repeated:
@@ -342,7 +345,7 @@ class Trace:
 
     def _call_layer(self, layer: Any, args: Any, kwargs: Any) -> Any:
         if is_declared(layer) and not seed_generators(layer):
-            return self._declared_call(layer, args, kwargs)
+            return self.declared_call(layer, args, kwargs)
         ranks = [len(tensor.lengths) for tensor in tensors_in((args, kwargs))]
         if _has_own_spec(layer) and all(ranks) and is_row_wise(layer, ranks):
             number = self._known_calls
@@ -355,8 +358,8 @@ class Trace:
             return layer.quantized_call(*args, **kwargs)
         return layer.call(*args, **kwargs)
 
-    def _declared_call(self, layer: Any, args: Any, kwargs: Any) -> Any:
-        """A declared layer as one operation."""
+    def declared_call(self, layer: Any, args: Any, kwargs: Any) -> Any:
+        """A declared layer or function as one operation."""
         leaves = tree.flatten((args, kwargs))
         with self.outside():
             results = results_of_declared(
@@ -379,6 +382,8 @@ class Trace:
         for loss in added[: len(results.losses)]:
             layer.add_loss(loss)
         variables = {id(variable): variable for variable in layer.variables}
+        if not results.updates.keys() <= variables.keys():
+            raise NotTraced(f"assigns variables in the declared {layer.name!r}")
         for key, value in zip(
             results.updates, added[len(results.losses) :], strict=True
         ):

@@ -230,10 +230,62 @@ def test_subclass_with_a_call_is_not_declared() -> None:
     assert "is not Keras" in text
 
 
-@pytest.mark.parametrize("value", [lambda x: x, 3, dict])
+@pytest.mark.parametrize("value", [3, dict, keras.losses.Dice])
 def test_other_objects_are_refused(value: Any) -> None:
-    with pytest.raises(TypeError, match=r"takes a subclass of `keras.layers.Layer`"):
+    with pytest.raises(TypeError, match=r"takes a subclass of `keras.layers.Layer` or"):
         ks.row_wise(value)
+
+
+@ks.row_wise
+def declared_tanh(x: Any) -> Any:
+    ROWS.append(x.shape[0])
+    return tanh(x)
+
+
+@ks.row_wise
+def wrong_center(x: Any) -> Any:
+    return x - mean(x, 0, True)
+
+
+FUNCTIONS: dict[str, Callable[[Any], Any]] = {
+    "activation": lambda f: layers.Dense(6, activation=f),
+    "lambda": lambda f: layers.Lambda(f, output_shape=(6,)),
+    "activation layer": layers.Activation,
+}
+
+
+@pytest.mark.parametrize("where", FUNCTIONS)
+def test_declared_function_is_split(where: str) -> None:
+    assert not check(lambda: model_of(FUNCTIONS[where](declared_tanh)))
+    assert were_split(), ROWS
+    assert declared_tanh.__name__ == "declared_tanh"
+
+
+@pytest.mark.parametrize("where", FUNCTIONS)
+def test_wrong_function_is_refused(where: str) -> None:
+    (text,) = check(lambda: model_of(FUNCTIONS[where](wrong_center)))
+    assert "its rows depend on one another" in text and "'wrong_center'" in text
+
+
+@ks.row_wise
+def squares(y_true: Any, y_pred: Any) -> Any:
+    ROWS.append(y_pred.shape[0])
+    return mean((y_pred - y_true) * (y_pred - y_true), -1)
+
+
+def test_declared_loss_is_split() -> None:
+    def losses(strategy: Any) -> Any:
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((6,)), layers.Dense(6)])
+            model.compile(keras.optimizers.SGD(0.1), squares)
+            return [float(model.train_on_batch(X, X)) for _ in range(3)]
+
+    expected = losses(ks.OneDeviceStrategy("cpu:0"))
+    ROWS.clear()
+    found = losses(ks.MirroredStrategy(["cpu:0", "cpu:1"]))
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert {10, 11} <= set(ROWS) or None in ROWS, ROWS
 
 
 @pytest.mark.skipif(not TORCH, reason="torch modules")
