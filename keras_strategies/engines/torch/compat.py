@@ -36,6 +36,7 @@ __all__ = [
     "StorageWeakRef",
     "TorchDispatchMode",
     "all_gather_into",
+    "changed_buffers",
     "compile_graph",
     "create_gloo_group",
     "decomposition_of",
@@ -538,3 +539,8 @@ def module_copy(module: torch.nn.Module, values: dict[int, Any], device: Any) ->
         for name, child in each.named_children():
             setattr(copy, name, copies[id(child)])
     return copies[id(module)]
+
+
+def changed_buffers(copy: torch.nn.Module) -> list[str]:
+    """The names of buffers of a `module_copy`, new tensors, that a call has changed."""
+    return [name for name, buffer in copy.named_buffers() if buffer._version]

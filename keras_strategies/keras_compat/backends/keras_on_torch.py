@@ -56,16 +56,22 @@ def sparse_categorical_crossentropy(
 
 class _Modules:
     copy: Callable[[Any, dict[int, Any], Any], Any]
+    changed_buffers: Callable[[Any], list[str]]
 
 
-def hook_torch_modules(copy: Callable[[Any, dict[int, Any], Any], Any]) -> None:
+def hook_torch_modules(
+    copy: Callable[[Any, dict[int, Any], Any], Any],
+    changed_buffers: Callable[[Any], list[str]],
+) -> None:
     """Sets the function by which replicas call torch modules.
 
     Args:
         copy: returns a module with other parameters, given the module, tensors by the
             `id` of its parameters, and a device.
+        changed_buffers: returns the names of buffers of a copy that were changed.
     """
     _Modules.copy = copy
+    _Modules.changed_buffers = changed_buffers
 
 
 def call_module(
@@ -81,8 +87,7 @@ def call_module(
     device = next(iter(tensors or values.values())).device
     module = _Modules.copy(self.module, values, device)
     found = module(*args, **kwargs)
-    # Buffers of a copy are new, so each change in place is counted.
-    changed = [name for name, buffer in module.named_buffers() if buffer._version]
+    changed = _Modules.changed_buffers(module)
     if changed:
         raise ContextError(
             f"The torch module of layer {self.name!r} changes its buffer "

@@ -10,6 +10,7 @@ import keras
 import torch
 
 from keras_strategies.engines.torch.compat import (
+    changed_buffers,
     has_global_hooks,
     is_in_checkpoint,
     is_transformed,
@@ -63,7 +64,7 @@ class TorchLayerCalls(LayerCallDriver):
         self._threads = threads
         self._variables = variables
         self._has_warned = False
-        hook_torch_modules(module_copy)
+        hook_torch_modules(module_copy, changed_buffers)
 
     def can_split(self, tensors: Sequence[Any]) -> bool:
         if is_in_checkpoint():
