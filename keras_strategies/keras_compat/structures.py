@@ -13,7 +13,9 @@ from typing import Any
 import keras
 import numpy as np
 
-_LEAVES = (type(None), bool, int, float, complex, str, bytes, np.ndarray)
+_LEAVES = frozenset(
+    [type(None), bool, int, float, complex, str, bytes, np.ndarray, slice]
+)
 
 
 def leaves_of(structure: Any) -> list[Any]:
@@ -53,7 +55,9 @@ def with_leaves(structure: Any, leaves: Sequence[Any]) -> Any:
 
 
 def _is_leaf(value: Any) -> bool:
-    return type(value) in _LEAVES or bool(keras.ops.is_tensor(value))
+    if type(value) in _LEAVES or isinstance(value, keras.KerasTensor):
+        return True
+    return bool(keras.ops.is_tensor(value))
 
 
 def _add_leaves(structure: Any, found: list[Any]) -> bool:

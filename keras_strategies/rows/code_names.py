@@ -93,14 +93,16 @@ class _Check:
 
     def _check(self, frame: types.FrameType) -> None:
         code = frame.f_code
-        inner = frame.f_locals if code.co_freevars else {}
+        named = [(name, frame.f_globals.get(name)) for name in code.co_names]
+        # The locals are made a dict by the first use.
+        around = frame.f_locals if code.co_freevars else {}
+        named += [(name, around.get(name)) for name in code.co_freevars]
         texts = {each for each in code.co_consts if isinstance(each, str)}
         if _tells_traces(code, texts):
             raise NotTraced(
                 f"asks in {code.co_name!r} of which class a tensor is, or who calls it"
             )
-        for name in (*code.co_names, *code.co_freevars):
-            value = frame.f_globals.get(name, inner.get(name))
+        for name, value in named:
             if isinstance(value, _GENERATORS):
                 raise NotTraced(f"may draw random numbers of {name!r}")
             elif self._is_of_framework(name, value):

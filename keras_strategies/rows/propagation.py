@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import keras
-from keras import tree
 
 import keras_strategies.rows.rules  # noqa: F401  Registers the rules.
+from keras_strategies.keras_compat.structures import leaves_of
 from keras_strategies.rows.placed import (
     SAME,
     Counts,
@@ -80,7 +80,7 @@ class Propagation:
 
     def placed(self, values: Sequence[Any]) -> list[Placed]:
         """The placements of the leaves of a structure, given as it is in each trace."""
-        every = [tree.flatten(value) for value in values]
+        every = [leaves_of(value) for value in values]
         if len({len(leaves) for leaves in every}) != 1:
             raise MixesRows("has other arguments for other numbers of rows")
         return [
@@ -110,7 +110,7 @@ class Propagation:
     def body(self, step: Step, number: int, placed: list[Placed]) -> list[Placed]:
         """The placements of the outputs of a function in an operation."""
         bodies = [node.bodies[number] for node in step.nodes]
-        inputs = [x for x in tree.flatten(bodies[0].inputs) if x is not None]
+        inputs = [x for x in leaves_of(bodies[0].inputs) if x is not None]
         for tensor, each in zip(inputs, placed, strict=True):
             self.known[tensor.index] = each
         self.run([body.nodes for body in bodies])
@@ -128,7 +128,7 @@ class Propagation:
     def _place(self, nodes: tuple[Node, ...]) -> None:
         first = nodes[0]
         self.operations.append(first.name)
-        outputs = [tree.flatten(node.outputs) for node in nodes]
+        outputs = [leaves_of(node.outputs) for node in nodes]
         tensors = [x for x in outputs[0] if isinstance(x, RowTensor)]
         if first.name == "row_numbers":
             self._row_numbers.add(tensors[0].index)
@@ -194,7 +194,7 @@ class Propagation:
         """The placements of a known layer's outputs, and of what it assigns."""
         first = nodes[0]
         assert first.number is not None
-        leaves = [tree.flatten((node.args, node.kwargs)) for node in nodes]
+        leaves = [leaves_of((node.args, node.kwargs)) for node in nodes]
         if len(set(map(len, leaves))) > 1:
             raise MixesRows("has other arguments for other numbers of rows")
         placed = []
@@ -213,7 +213,7 @@ class Propagation:
         if not is_plain or (placed[0].is_rows and placed[0].axis != 0):
             raise UnknownUse(first.number)
         outputs, states = first.outputs
-        same = [SAME] * len(tree.flatten(states))
+        same = [SAME] * len(leaves_of(states))
         return [*plain] * len(tensors_in(outputs)) + same
 
 

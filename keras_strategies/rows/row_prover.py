@@ -13,10 +13,10 @@ from typing import Any
 
 import keras
 import numpy as np
-from keras import tree
 
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.layers import get_mask, set_mask
+from keras_strategies.keras_compat.structures import leaves_of
 from keras_strategies.keras_compat.symbolic_backend import tracing
 from keras_strategies.keras_compat.variables.generator_seeds import (
     create_global_generator,
@@ -316,7 +316,7 @@ class _Attempt:
     # Results of the call.
 
     def _outputs(self, placements: Propagation) -> list[RowPlacement | None]:
-        every = [tree.flatten(traced.outputs) for traced in self._traced]
+        every = [leaves_of(traced.outputs) for traced in self._traced]
         if len({len(leaves) for leaves in every}) != 1:
             raise MixesRows("returns other outputs for other numbers of rows")
         columns = zip(*every, strict=True)

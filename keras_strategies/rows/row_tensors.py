@@ -14,6 +14,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from keras_strategies.keras_compat.structures import leaves_of
 from keras_strategies.keras_compat.symbolic_backend import (
     current_tracer,
     tracing_paused,
@@ -253,7 +254,7 @@ def is_array(value: Any) -> bool:
 
 def tensors_in(structure: Any) -> list[RowTensor]:
     """The tensors of a trace in a structure."""
-    return [x for x in keras.tree.flatten(structure) if isinstance(x, RowTensor)]
+    return [x for x in leaves_of(structure) if isinstance(x, RowTensor)]
 
 
 def shape_of(value: Any) -> tuple[int, ...]:

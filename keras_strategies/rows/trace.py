@@ -18,6 +18,7 @@ from keras import ops, tree
 from keras_strategies.keras_compat.models.layers import is_rematerialized
 from keras_strategies.keras_compat.models.row_wise_layers import is_row_wise
 from keras_strategies.keras_compat.state_scope import StatePolicy
+from keras_strategies.keras_compat.structures import leaves_of
 from keras_strategies.keras_compat.symbolic_backend import compute_spec
 from keras_strategies.keras_compat.variables.generator_seeds import (
     is_seed_state,
@@ -322,7 +323,7 @@ class Trace:
     def _lifted(self, args: Any, kwargs: Any) -> Any:
         """Arguments with tensors of the trace in place of arrays, or of counts."""
         structure = (args, kwargs)
-        if any(map(is_array, tree.flatten(structure))):
+        if any(map(is_array, leaves_of(structure))):
             return tree.map_structure(self._constant, structure)
         return tree.map_structure(self._count, structure)
 
@@ -360,7 +361,7 @@ class Trace:
 
     def declared_call(self, layer: Any, args: Any, kwargs: Any) -> Any:
         """A declared layer or function as one operation."""
-        leaves = tree.flatten((args, kwargs))
+        leaves = leaves_of((args, kwargs))
         with self.outside():
             results = results_of_declared(
                 layer, (args, kwargs), self.rows, tuple(map(self._kind, leaves))
@@ -376,7 +377,7 @@ class Trace:
 
         outputs = tree.map_structure(with_all_rows, results.outputs)
         more = [*results.losses, *results.updates.values()]
-        count = sum(map(_is_spec, tree.flatten(outputs)))
+        count = sum(map(_is_spec, leaves_of(outputs)))
         options = {"flags": flags, "outputs": count, "means": len(more)}
         made, added = self.record("row_wise", None, tensors, options, (outputs, more))
         for loss in added[: len(results.losses)]:
@@ -528,7 +529,7 @@ def _spec_of_item(x: Any, key: Any) -> Any:
 
 
 def _as_tensor(x: Any) -> Any:
-    numbers = x is not None and all(map(is_number, tree.flatten(x)))
+    numbers = x is not None and all(map(is_number, leaves_of(x)))
     return ops.convert_to_tensor(x) if numbers else x
 
 
@@ -558,7 +559,7 @@ def _is_spec(x: Any) -> bool:
 
 def _is_complete(specs: Any) -> bool:
     """Whether all sizes are known; some layers say None for those of the batch."""
-    return all(x is None or None not in x.shape for x in tree.flatten(specs))
+    return all(x is None or None not in x.shape for x in leaves_of(specs))
 
 
 def _has_own_spec(layer: Any) -> bool:

@@ -48,7 +48,8 @@ class Step(layers.Layer):
     def __init__(self, function: Function, **options: Any):
         super().__init__(**options)
         self.function = function
-        self.number, self.kept, self.inner = 0, [], [layers.Dense(6)]
+        self.number, self.inner = 0, [layers.Dense(6)]
+        self.kept: list[Any] = []
         self.supports_masking = True
 
     def build(self, shape: Any) -> None:

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import keras
 import numpy as np
-from keras import tree
 
+from keras_strategies.keras_compat.structures import leaves_of
 from keras_strategies.rows.placed import Counts, MixesRows, Placed, Shape
 from keras_strategies.rows.row_tensors import is_number, shape_of
 from keras_strategies.rows.trace import Node
@@ -99,7 +99,7 @@ class Step:
         """Placements of the leaves of arguments with their numbers of axes."""
         found: list[tuple[Placed, int]] = []
         for name in names or self.arguments[0]:
-            leaves = [x for x in tree.flatten(self.values(name)[0]) if x is not None]
+            leaves = [x for x in leaves_of(self.values(name)[0]) if x is not None]
             ranks = [len(shape_of(x)) for x in leaves]
             placed = self.placements.placed(self.values(name))
             found += zip(placed, ranks, strict=True)
@@ -117,7 +117,7 @@ class Step:
         return [shape_of(value) for value in self.values(name)]
 
     def out_shapes(self, i: int = 0) -> list[Shape]:
-        return [shape_of(tree.flatten(node.outputs)[i]) for node in self.nodes]
+        return [shape_of(leaves_of(node.outputs)[i]) for node in self.nodes]
 
     def rank(self, name: str) -> int:
         return len(self.shapes(name)[0])
@@ -153,7 +153,7 @@ def _bound(node: Node) -> dict[str, Any]:
 def numbers_as_array(value: Any) -> Any:
     """Nested lists of numbers, such as indices, as an array."""
     if isinstance(value, (list, tuple)) and value:
-        leaves = tree.flatten(value)
+        leaves = leaves_of(value)
         if all(map(is_number, leaves)):
             return np.asarray(value)
     return value
