@@ -249,7 +249,7 @@ LAYERS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
     "integer state of a mean": step(assigned(ops.mean, "count")),
     "state in a loop": step(in_body),
     "draw of rows": step(
-        lambda layer, x: x + keras.random.normal((6, x.shape[0]), seed=3).T
+        lambda layer, x: x + ops.transpose(keras.random.normal((6, x.shape[0]), seed=3))
     ),
     "shuffle": step(lambda layer, x: keras.random.shuffle(x, seed=3)),
 }

@@ -226,6 +226,23 @@ def test_objects_that_a_call_changes(kind: str) -> None:
     assert_same_on_replicas(make, fit, (2,))
 
 
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="numbers of TensorFlow")
+def test_warning_does_not_promise_numbers_of_tensorflow() -> None:
+    import tensorflow as tf
+
+    class Noise(layers.Layer):
+        def call(self, x: Any) -> Any:
+            return x * (1 + tf.random.normal(()) / 5)
+
+    def fit(model: Any) -> Any:
+        return model.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
+
+    make = compiled(lambda: around(layers.Dense(6), Noise()))
+    _, said = trained(make, fit, ks.MirroredStrategy(["cpu:0", "cpu:1"]))
+    assert len(said) == 1
+    assert "exact but for numbers that the code draws by `tf.random`" in said[0]
+
+
 def _with(history: Any, numbers: Any) -> Any:
     history.history["counts"] = [float(each) for each in numbers]
     return history

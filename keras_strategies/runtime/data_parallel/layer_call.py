@@ -305,8 +305,9 @@ class DataParallelCall:
         warn_user(
             f"Layer {layer.name!r} ({type(layer).__name__}) cannot be split by rows: "
             f"{problem}. Its code runs on one device with the unsplit batch instead, "
-            "which is exact; only blocks of layers in it that can be split are "
-            f"parallel. To run all of it on all replicas of {self.strategy!r}, compute "
+            f"which is exact{self._driver.but_for}; only blocks of layers in it that "
+            "can be split are parallel. "
+            f"To run all of it on all replicas of {self.strategy!r}, compute "
             "each row from its own inputs, and move computations on the full batch out "
             "of the layer, for example to the loss."
         )

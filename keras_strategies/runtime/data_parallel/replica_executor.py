@@ -108,6 +108,9 @@ class ReplicaExecutor(abc.ABC):
 class LayerCallDriver(abc.ABC):
     """Layer calls of a strategy on the replicas of an engine."""
 
+    #: In what an unsplit call may differ from one device, for a warning.
+    but_for = ""
+
     @abc.abstractmethod
     def can_split(self, tensors: Sequence[Any]) -> bool:
         """Whether replicas can call a layer with slices of these tensors."""

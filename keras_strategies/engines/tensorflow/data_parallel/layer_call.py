@@ -35,6 +35,9 @@ class TensorFlowLayerCalls(LayerCallDriver):
         engine: the replicas' threads.
     """
 
+    #: Seeds of TensorFlow's operations count those of the program before them.
+    but_for = " but for numbers that the code draws by `tf.random`"
+
     def __init__(self, strategy: StrategyCore, engine: ReplicaEngine):
         self._engine = engine
         self._placement = strategy.placement
