@@ -38,7 +38,7 @@ def row_wise(layer: _Declared) -> _Declared:
     layer that draws random numbers by `keras.random.SeedGenerator` is compared with
     `training=False`, and not at all if its `call` takes no `training`; its draws have
     to be in code that Keras can trace. Other random numbers are not split. On Torch a
-    model whose weights are in shards is not compared.
+    layer whose weights are in shards cannot be compared so, and is not split.
 
     A declared function is one operation in the call around it: in a layer, as an
     `activation=`, in a `Lambda`, or as a loss that returns one value for each row. It
