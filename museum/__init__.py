@@ -1,0 +1,1 @@
+"""Published bugs of distributed training that gave wrong numbers without an error."""

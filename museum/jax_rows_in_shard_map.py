@@ -1,0 +1,40 @@
+"""Gradients of single rows are summed over devices in `shard_map`.
+
+Weights that a mapped function closes over are replicated. Their gradient is a sum over
+devices by the rules of `shard_map`, also where a gradient for each row was asked for.
+
+Framework: JAX
+Reported: jax, 2026-04; open
+Link: https://github.com/jax-ml/jax/issues/36886
+Number: the gradient of the first of four rows
+Upstream: `shard_map` sums gradients of closed-over arrays; its page could say so.
+"""
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+import keras_strategies as ks
+from museum.common import exhibit, two_replicas
+
+ks.set_virtual_cpu_devices(2)
+ROWS, W = np.array([1.0, 2.0, 30.0, 40.0], "float32"), jax.numpy.asarray(3.0)
+
+
+def gradients(rows):
+    return jax.vmap(lambda row: jax.grad(lambda w: w * row)(W))(rows)
+
+
+def framework():
+    mesh, rows = jax.sharding.Mesh(jax.devices(), ("rows",)), P("rows")
+    return jax.shard_map(gradients, mesh=mesh, in_specs=rows, out_specs=rows)(ROWS)[0]
+
+
+def ours():
+    strategy = two_replicas()
+    (rows,) = strategy.experimental_distribute_dataset(ROWS, batch_size=4)
+    found = strategy.run(gradients, args=(rows,))
+    return strategy.experimental_local_results(found)[0][0]
+
+
+exhibit(__doc__, framework, lambda: gradients(ROWS)[0], ours)

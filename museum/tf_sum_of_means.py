@@ -1,0 +1,40 @@
+"""A loop applies the sum of the replicas' mean gradients.
+
+`tf.reduce_mean` of a replica's rows is differentiated, and the optimizer sums over
+replicas: the step is as many times too long as there are replicas.
+
+Framework: tf.distribute
+Reported: tensorflow, 2021-05 (the guide warns of it)
+Link: https://github.com/tensorflow/tensorflow/issues/48875
+Number: the weight after a step of SGD
+"""
+
+import tensorflow as tf
+
+import keras_strategies as ks
+from museum.common import exhibit, linear, tensorflow_replicas, two_replicas
+
+X = [[1.0], [0.5], [0.2], [0.1]]
+
+
+def weight(strategy, mean=tf.reduce_mean):
+    with strategy.scope():
+        model = linear(loss="mse")
+    model.optimizer.build(model.trainable_variables)
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = mean((model(x)[:, 0] - 2.0) ** 2)
+        model.optimizer.apply(tape.gradient(loss, model.trainable_variables))
+
+    (x,) = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensors(X))
+    tf.function(strategy.run)(step, args=(x,))
+    return model.get_weights()[0]
+
+
+exhibit(
+    __doc__,
+    lambda: weight(tensorflow_replicas()),
+    lambda: weight(ks.OneDeviceStrategy("cpu:0")),
+    lambda: weight(two_replicas(), ks.compute_average_loss),
+)

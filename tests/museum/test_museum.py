@@ -1,0 +1,130 @@
+"""The museum: published bugs, what frameworks give today, and the page made from it.
+
+By day one script of each backend runs, at night all. `python -m museum --write` runs
+them all and writes the page.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import keras
+import pytest
+from harness.backend_tables import on_torch_by_day
+
+from museum.__main__ import chosen
+from museum.common import FRAMEWORKS, fields
+from museum.page import PAGE, RESULTS, page, scripts
+
+ROOT = Path(__file__).parents[2]
+
+NAMES = [
+    name
+    for name, about in scripts().items()
+    if FRAMEWORKS[about["Framework"]][1] == keras.backend.backend()
+]
+BY_DAY = {
+    "jax": "jax_grad_of_psum",
+    "torch": "ddp_uneven_rows",
+    "tensorflow": "tf_clipped_replicas",
+}
+
+
+def measured(names: list[str]) -> dict[str, dict[str, Any]]:
+    process = subprocess.run(
+        [sys.executable, "-m", "museum", "--in-this-process", *names],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=570,
+    )
+    assert process.returncode == 0, process.stderr
+    found = dict(json.loads(line) for line in process.stdout.splitlines())
+    assert set(found) == set(names), process.stderr
+    return found
+
+
+def check(name: str, result: dict[str, Any]) -> None:
+    assert "error" not in result, f"{name}: {result}"
+    ours, one = result["ours"], result["one_device"]
+    assert ours == pytest.approx(one, rel=1e-4, abs=1e-6), name
+    differs = result["framework"] != pytest.approx(one, rel=1e-4, abs=1e-7)
+    assert differs == (result["state"] in ("alive", "re-enacted")), f"{name}: {result}"
+    is_by_hand = "Re-enacted" in scripts()[name]
+    assert (result["state"] == "re-enacted") == is_by_hand, f"{name}: {result}"
+
+
+@pytest.mark.multiprocess
+def test_a_script_gives_the_number_of_one_device_for_ours() -> None:
+    name = BY_DAY[keras.backend.backend()]
+    found = measured([name])
+    check(name, found[name])
+    assert found[name]["state"] == "alive"
+
+
+@pytest.mark.nightly
+@pytest.mark.multiprocess
+def test_all_scripts_give_the_number_of_one_device_for_ours() -> None:
+    found = measured(NAMES)
+    for name in NAMES:
+        check(name, found[name])
+
+
+@on_torch_by_day
+@pytest.mark.multiprocess
+def test_a_script_that_fails_is_an_error(tmp_path: Path) -> None:
+    """The runner, on a museum of one script that raises."""
+    copy = tmp_path / "museum"
+    copy.mkdir()
+    for name in ("__init__", "__main__", "common", "page"):
+        text = (ROOT / "museum" / f"{name}.py").read_text()
+        (copy / f"{name}.py").write_text(text)
+    framework = next(f for f, (_, b) in FRAMEWORKS.items() if b == "torch")
+    doc = f"Claim.\n\nStory.\n\nFramework: {framework}\nReported: now\n"
+    script = f'"""{doc}Link: https://x\nNumber: one\n"""\nraise ValueError("no")\n'
+    (copy / "some.py").write_text(script)
+    process = subprocess.run(
+        [sys.executable, "-m", "museum"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert process.returncode == 1, process.stdout
+    assert "failed: ValueError('no')" in process.stdout
+
+
+def test_scripts_are_short_and_say_where_the_bug_is_published() -> None:
+    every = scripts()
+    assert len(every) >= 30
+    assert {about["Framework"] for about in every.values()} == set(FRAMEWORKS)
+    for name, about in every.items():
+        text = (ROOT / "museum" / f"{name}.py").read_text()
+        assert len(text.splitlines()) <= 40, name
+        assert about["Link"].startswith("https://"), name
+        assert about["Story"], name
+
+
+def test_the_page_is_that_of_the_last_run() -> None:
+    """`python -m museum.page` writes it after a change of a docstring."""
+    results = json.loads(RESULTS.read_text())
+    assert set(results["results"]) == set(scripts())
+    assert PAGE.read_text() == page(results)
+    for name, result in results["results"].items():
+        check(name, result)
+
+
+def test_scripts_are_chosen_by_framework_package_or_backend() -> None:
+    assert "accelerate_scheduler" in chosen([], "accelerate")
+    assert "ddp_uneven_rows" in chosen([], "torch")
+    assert "accelerate_scheduler" in chosen([], "Torch")
+    assert chosen(["ddp_uneven_rows"], None) == ["ddp_uneven_rows"]
+    with pytest.raises(SystemExit, match="No framework 'mxnet'"):
+        chosen([], "mxnet")
+    with pytest.raises(SystemExit, match="No script"):
+        chosen(["nothing"], None)
+
+
+def test_a_docstring_without_a_field_is_named() -> None:
+    with pytest.raises(ValueError, match=r"without \['Link', 'Number'\]"):
+        fields("Claim.\n\nStory.\n\nFramework: DDP\nReported: now\n")
