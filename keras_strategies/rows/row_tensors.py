@@ -159,9 +159,8 @@ class RowTensor(keras.KerasTensor):  # type: ignore[misc]
     @property
     def dtype(self) -> Any:
         """That of the framework's tensors for the user's code."""
-        if _is_called_by_user():
-            return _dtype_of_framework(self._dtype)
-        return self._dtype
+        own = super().dtype
+        return _dtype_of_framework(own) if _is_called_by_user() else own
 
     def __repr__(self) -> str:
         if _is_called_by_user():
