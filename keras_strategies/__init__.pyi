@@ -135,5 +135,9 @@ from keras_strategies.types import VariableSynchronization as VariableSynchroniz
 from keras_strategies.values import DistributedValues as DistributedValues
 from keras_strategies.values import Mirrored as Mirrored
 from keras_strategies.values import PerReplica as PerReplica
+from keras_strategies.verification.report import (
+    VerificationReport as VerificationReport,
+)
+from keras_strategies.verification.verify import verify as verify
 
 __version__: str

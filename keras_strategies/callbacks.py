@@ -4,8 +4,9 @@
 """
 
 from keras_strategies.training.resume.resume_callback import Resume
+from keras_strategies.verification.verify_callback import Verify
 
-__all__ = ["Resume"]
+__all__ = ["Resume", "Verify"]
 
 
 def __dir__() -> list[str]:

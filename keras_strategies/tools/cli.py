@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from keras_strategies import __version__
 from keras_strategies.errors import InvalidArgumentError, KerasStrategiesError
@@ -16,6 +17,11 @@ from keras_strategies.tools.doctor import doctor
 from keras_strategies.tools.elastic_launch import DEFAULT_RESTARTS, launch_elastic
 from keras_strategies.tools.explain import explain
 from keras_strategies.tools.launch_command import launch_command
+from keras_strategies.tools.verify_command import (
+    STRATEGIES,
+    VerifyOptions,
+    verify_command,
+)
 
 _LAUNCH = (
     "Start a Python script as a cluster of processes on this machine. The environment "
@@ -30,6 +36,13 @@ _DOCTOR = (
     "variables,\nand whether the other tasks can be reached. Run it in all tasks at "
     "once, in place of\nthe script: each doctor answers on the port of its task:\n\n"
     "    keras-strategies launch --workers 2 -m keras_strategies doctor\n"
+)
+_VERIFY = (
+    "Train the model of a script on one device and under a strategy, from the same "
+    "weights,\nand report whether every step is equal, or what differs at first, and "
+    "why. The script\ndefines a function that makes and compiles the model, and "
+    "`data`. Exit code: 0 if all\nis equal, 1 if not, 2 for an error.\n\n"
+    "    keras-strategies verify train.py:build --strategy mirrored --devices 2\n"
 )
 
 
@@ -56,6 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "explain":
             print(explain(options.name))
             return 0
+        if options.command == "verify":
+            given = {k: v for k, v in vars(options).items() if k != "command"}
+            return verify_command(VerifyOptions(**given))
         return _launch(options)
     except KerasStrategiesError as error:
         print(f"keras-strategies {options.command}: {error}", file=sys.stderr)
@@ -218,7 +234,37 @@ def _parser() -> argparse.ArgumentParser:
         nargs="?",
         help="class of the error, such as BatchError (default: list all entries)",
     )
+    _add_verify(commands, raw)
     return parser
+
+
+def _add_verify(commands: Any, raw: Any) -> None:
+    verify = commands.add_parser(
+        "verify",
+        help="compare a script's training with that of one device",
+        description=_VERIFY,
+        formatter_class=raw,
+    )
+    verify.add_argument("target", metavar="SCRIPT:BUILD")
+    for name, text in (
+        ("data", "name of the data, or of a function that returns it (default: data)"),
+        ("step", "name of a step(strategy, model, batch) of a custom loop"),
+        ("save", "JSON file for the report"),
+    ):
+        default = "data" if name == "data" else ""
+        verify.add_argument(f"--{name}", metavar="NAME", default=default, help=text)
+    verify.add_argument("--strategy", choices=STRATEGIES, default="mirrored")
+    for name, count, text in (
+        ("devices", 2, "accelerators, or virtual CPU devices (default: 2)"),
+        ("workers", 0, "processes of MultiWorkerMirroredStrategy (default: none)"),
+        ("steps", 4, "steps to compare (default: 4)"),
+    ):
+        verify.add_argument(
+            f"--{name}", type=_count, metavar="N", default=count, help=text
+        )
+    verify.add_argument(
+        "--tolerance", type=_seconds, metavar="T", help="relative difference allowed"
+    )
 
 
 def _elastic(text: str) -> tuple[int, int]:

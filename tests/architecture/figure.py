@@ -18,6 +18,7 @@ BEGIN, END = "<!-- figure: begin -->\n", "<!-- figure: end -->"
 LAYERS = (
     ("tools",),
     ("public modules",),
+    ("verification",),
     ("parameter_server",),
     ("strategies",),
     ("training", "reports"),

@@ -1,0 +1,139 @@
+"""`keras-strategies verify`: a script's training compared with one device."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from keras_strategies.errors import InvalidArgumentError
+
+STRATEGIES = ("mirrored", "one_device", "central_storage", "fsdp", "auto")
+#: Exit codes.
+EQUAL, DIFFERENT = 0, 1
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """What the command was given.
+
+    Args:
+        target: str, `script.py:build`.
+        data: str, the name of the data, or of a function that returns it.
+        step: str, the name of the step of a custom loop; empty for `fit`.
+        strategy: str, one of `STRATEGIES`.
+        devices: int, the number of devices.
+        workers: int, processes of `ks.MultiWorkerMirroredStrategy`, each with the
+            devices; 0 for one process with `strategy`.
+        steps: int, steps to compare.
+        tolerance: float or None, as for `ks.verify`.
+        save: str, the JSON file; empty for none.
+    """
+
+    target: str
+    data: str = "data"
+    step: str = ""
+    strategy: str = "mirrored"
+    devices: int = 2
+    workers: int = 0
+    steps: int = 4
+    tolerance: float | None = None
+    save: str = ""
+
+
+def verify_command(options: VerifyOptions) -> int:
+    """Prints the report of a script.
+
+    Returns:
+        int, 0 if all values are equal, else 1.
+
+    Raises:
+        ValueError: if the script or a name in it is missing.
+    """
+    script(options)
+    if options.workers:
+        from keras_strategies.processes.launch_function import launch
+
+        report, *_ = launch(
+            _on_worker, options.workers, (options,), devices_per_worker=options.devices
+        )
+    else:
+        report = _verified(options, _strategy(options))
+    print(report)
+    if options.save:
+        report.save(options.save)
+    return EQUAL if report.equal else DIFFERENT
+
+
+def script(options: VerifyOptions) -> tuple[Path, str]:
+    """The file and the name of the function.
+
+    Raises:
+        ValueError: if the target has another form, or there is no such file.
+    """
+    file, colon, name = options.target.rpartition(":")
+    if not colon or not name.isidentifier():
+        raise InvalidArgumentError(
+            f"{options.target!r} is not FILE:FUNCTION, such as train.py:build. The "
+            "function makes and compiles the model."
+        )
+    if not Path(file).is_file():
+        raise InvalidArgumentError(f"Script {file!r} not found in {Path.cwd()}.")
+    return Path(file), name
+
+
+def _on_worker(options: VerifyOptions) -> Any:
+    import keras_strategies as ks
+
+    return _verified(options, ks.MultiWorkerMirroredStrategy())
+
+
+def _verified(options: VerifyOptions, strategy: Any) -> Any:
+    from keras_strategies.verification.verify import verify
+
+    file, name = script(options)
+    module = _module(file)
+    build, data = _named(module, name), _named(module, options.data)
+    step = _named(module, options.step) if options.step else None
+    return verify(build, data, strategy, options.steps, options.tolerance, step=step)
+
+
+def _module(file: Path) -> Any:
+    sys.path.insert(0, str(file.parent.resolve()))
+    module = importlib.import_module(file.stem)
+    found = getattr(module, "__file__", None)
+    if found is None or not Path(found).samefile(file):
+        raise InvalidArgumentError(
+            f"Script {str(file)!r} cannot be imported, because its name is that of "
+            f"another module, {found}. Rename it."
+        )
+    return module
+
+
+def _named(module: Any, name: str) -> Any:
+    if not hasattr(module, name):
+        raise InvalidArgumentError(
+            f"Script {module.__file__!r} has no {name!r} at its top level. It needs a "
+            "function that makes and compiles the model, and `data`: arrays `(x, y)`, "
+            "a dict of arguments of `fit`, or a function that returns them."
+        )
+    return getattr(module, name)
+
+
+def _strategy(options: VerifyOptions) -> Any:
+    import keras_strategies as ks
+    from keras_strategies.engines import get_engine
+
+    kinds = [each.kind for each in get_engine().local_devices() if each.kind != "cpu"]
+    kind = kinds[0] if len(kinds) >= options.devices else "cpu"
+    devices = [f"{kind}:{i}" for i in range(options.devices)]
+    if options.strategy == "one_device":
+        return ks.OneDeviceStrategy(devices[0])
+    if options.strategy == "central_storage":
+        return ks.CentralStorageStrategy(devices)
+    if options.strategy in ("fsdp", "auto"):
+        width = 1 if options.strategy == "fsdp" else options.devices
+        return ks.ModelParallelStrategy(options.strategy, devices, width)
+    return ks.MirroredStrategy(devices, processes=False)

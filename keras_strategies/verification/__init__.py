@@ -1,0 +1,1 @@
+"""Comparison of training under a strategy with training on one device."""

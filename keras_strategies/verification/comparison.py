@@ -1,0 +1,174 @@
+"""Differences between values of two trainings, relative to their size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from keras_strategies.keras_compat.models.layers import sublayers
+from keras_strategies.verification.trainings import KINDS, Key, Observed
+
+#: By the dtype that is computed in: what is relative to the largest value of a tensor
+#: and counts as equal, and by how much weights are disturbed to see the noise.
+_PRECISIONS = {
+    "float64": (1e-9, 1e-15),
+    "float32": (2e-5, 1e-7),
+    "float16": (1e-2, 5e-4),
+    "bfloat16": (3e-2, 4e-3),
+}
+#: A difference is no noise if it is more than this many times that of one device.
+NOISE_FACTOR = 10.0
+#: Of the largest value of all gradients, or slots of a name: less of one is rounding.
+_OF_OTHERS = 1e-3
+#: Rounding of a variable that is updated once, relative to its largest value.
+_ROUNDING = {"float16": 2e-3, "bfloat16": 2e-2}
+_FLOAT_ROUNDING = 4e-7
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What counts as equal.
+
+    Args:
+        tolerance: float, relative to the largest value of a tensor.
+        disturbance: float, relative to each weight, for the noise of one device.
+        rounding: float, of an update of a variable.
+    """
+
+    tolerance: float
+    disturbance: float
+    rounding: float
+
+    @classmethod
+    def of(cls, model: Any, tolerance: float | None) -> Precision:
+        """That of the least precise layer of a model."""
+        policies = [layer.dtype_policy for layer in sublayers(model)]
+        computes = {each.compute_dtype or "float32" for each in policies}
+        variables = {each.variable_dtype or "float32" for each in policies}
+        found = [_PRECISIONS.get(name, _PRECISIONS["float32"]) for name in computes]
+        default, disturbance = max(found)
+        rounding = max(_ROUNDING.get(name, _FLOAT_ROUNDING) for name in variables)
+        chosen = default if tolerance is None else tolerance
+        return cls(chosen, disturbance, rounding)
+
+
+def gaps(
+    alone: Observed,
+    found: Observed,
+    precision: Precision,
+    start: Observed | None = None,
+    step: int = 1,
+) -> dict[Key, float]:
+    """The largest difference of each value, relative to its largest magnitude.
+
+    Variables are compared by how far training has moved them.
+
+    Args:
+        alone: the values on one device.
+        found: those under the strategy.
+        precision: what is rounding.
+        start: the values before training.
+        step: int, how many updates the variables have had.
+
+    Returns:
+        dict in the order of computation; infinite for other shapes, values that are
+        missing, and values that are not finite on one side only.
+    """
+    scales = _group_scales(alone)
+    gap: dict[Key, float] = {}
+    for key, one in alone.values.items():
+        kind, _ = key
+        other = found.values.get(key)
+        if other is None or one.shape != other.shape:
+            gap[key] = float("inf")
+            continue
+        before = None if start is None else start.values.get(key)
+        if kind != "variable" or before is None or before.shape != one.shape:
+            gap[key] = relative_gap(one, other, scales.get(_group(alone, key), 0.0))
+            continue
+        moved = np.abs(_float(one) - _float(before)).max(initial=0.0)
+        size = np.abs(_float(one)).max(initial=0.0)
+        rounding = precision.rounding * step * max(size, moved)
+        absolute = np.abs(_float(one) - _float(other)).max(initial=0.0)
+        if not np.isfinite(absolute):
+            gap[key] = relative_gap(one, other, 0.0)
+        else:
+            least = max(moved, 1e-6 * size, 1e-30)
+            gap[key] = float(max(0.0, absolute - rounding) / least)
+    order = {kind: i for i, kind in enumerate(KINDS)}
+    return dict(sorted(gap.items(), key=lambda each: order[each[0][0]]))
+
+
+def relative_gap(one: np.ndarray, other: np.ndarray, least_scale: float) -> float:
+    """The largest difference of two arrays, relative to the largest value of one."""
+    if one.shape != other.shape:
+        return float("inf")
+    if not np.issubdtype(one.dtype, np.floating):
+        return 0.0 if np.array_equal(one, other) else float("inf")
+    a, b = _float(one), _float(other)
+    finite = np.isfinite(a)
+    if not np.array_equal(finite, np.isfinite(b)):
+        return float("inf")
+    a, b = np.where(finite, a, 0), np.where(finite, b, 0)
+    scale = max(float(np.abs(a).max(initial=0.0)), least_scale, 1e-12)
+    return float(np.abs(a - b).max(initial=0.0)) / scale
+
+
+def _float(array: np.ndarray) -> np.ndarray:
+    return array.astype("float64")
+
+
+def _group(observed: Observed, key: Key) -> str:
+    kind, name = key[0], observed.names[key]
+    return f"{kind} {name.rpartition('_')[2]}" if kind == "slot" else kind
+
+
+def _group_scales(observed: Observed) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for key, value in observed.values.items():
+        if key[0] in ("gradient", "slot") and np.issubdtype(value.dtype, np.floating):
+            largest = np.abs(np.where(np.isfinite(value), value, 0)).max(initial=0.0)
+            group = _group(observed, key)
+            found[group] = max(found.get(group, 0.0), _OF_OTHERS * float(largest))
+    return found
+
+
+def differing(
+    found: dict[Key, float], noise: dict[Key, float], tolerance: float
+) -> Iterator[Key]:
+    """The keys of differences that are more than noise, in the order of computation."""
+    for key, gap in found.items():
+        if gap > max(tolerance, NOISE_FACTOR * noise.get(key, 0.0)):
+            yield key
+
+
+def disturbed(state: Observed, by: float) -> Observed:
+    """A state with weights that are changed in their last digits."""
+    generator = np.random.default_rng(0)
+    values = {
+        key: (value * (1 + by * generator.choice([-1, 1], value.shape))).astype(
+            value.dtype
+        )
+        if key[0] == "variable" and np.issubdtype(value.dtype, np.floating)
+        else value
+        for key, value in state.values.items()
+    }
+    return Observed(values, state.names, state.dtypes)
+
+
+def few(array: np.ndarray) -> str:
+    """The first values of an array."""
+    flat = [f"{float(value):.6g}" for value in np.asarray(array).reshape(-1)[:3]]
+    text = ", ".join(flat) + (", ..." if array.size > 3 else "")
+    return text if array.ndim == 0 else f"[{text}]"
+
+
+def dtype_policies(model: Any) -> dict[str, str]:
+    """The dtype policy of each layer."""
+    return {
+        f"{i} {layer.name}": layer.dtype_policy.name
+        for i, layer in enumerate(sublayers(model))
+    }

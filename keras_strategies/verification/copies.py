@@ -1,0 +1,47 @@
+"""Comparison of the copies that replicas and workers have of a variable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_strategies.communication.checksums import checksum
+
+
+def differing_copies(
+    strategy: Any, variables: Sequence[Any]
+) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    """Variables of which the copies are not equal, bit by bit.
+
+    All workers call it together. Shards of a mesh have no copies to compare.
+
+    Yields:
+        The variable's path, its first copy, and the first one that differs.
+    """
+    if strategy.placement.mesh is not None:
+        return
+    own: list[tuple[str, list[np.ndarray]]] = []
+    for variable in variables:
+        copies = strategy.drivers.fit.copies(variable)
+        own.append((variable.path, [_array(copy.value) for copy in copies]))
+    for path, (one, *others) in own:
+        for other in others:
+            if checksum(one) != checksum(other):
+                yield path, one, other
+                break
+    if strategy.workers is None:
+        return
+    sums = [checksum(copies[0]) for _, copies in own]
+    group = strategy.workers.group
+    every = group.gather_values("checksums of variables", sums)
+    for i, (path, (one, *_)) in enumerate(own):
+        if any(each[i] != sums[i] for each in every):
+            yield path, one, np.full_like(one, np.nan, dtype="float32")
+
+
+def _array(value: Any) -> np.ndarray:
+    found = np.asarray(keras.ops.convert_to_numpy(value))
+    return found if found.dtype.isbuiltin == 1 else found.astype("float32")

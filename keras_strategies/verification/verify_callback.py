@@ -1,0 +1,192 @@
+"""`ks.callbacks.Verify`: checks of replicas while a model trains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_strategies.errors import InvalidArgumentError, ReplicaError
+from keras_strategies.keras_compat.strategy_attribute import strategy_of
+from keras_strategies.verification.comparison import relative_gap
+from keras_strategies.verification.copies import differing_copies
+from keras_strategies.verification.layer_outputs import observed_layers
+
+_TOLERANCE = {"float32": 1e-4, "float64": 1e-9}
+_OF_HALVES = 3e-2
+#: The length of an axis that a model leaves open.
+_LENGTH = 4
+
+
+class Verify(keras.callbacks.Callback):
+    """Checks the copies of variables and the replicas of a layer during `fit`.
+
+    Finds silent corruption of a device, copies that were not updated together, and
+    layers that mix the rows of a replica. Each check compares the copies of some
+    variables, bit by bit, and calls one layer with a few random rows: all of them on
+    each replica, and split over the replicas, with `training=False`. The next check
+    takes the next variables and the next layer.
+
+    Args:
+        every: int, steps between two checks.
+        rows: int, rows of the layer call for each replica.
+        share: float, the part of the variables' bytes that a check reads, at least one
+            variable.
+
+    Raises:
+        ValueError: for invalid numbers; in `fit`, for a strategy without copies to
+            compare.
+        RuntimeError: as `ks.errors.ReplicaError` in `fit`, for a difference, with the
+            variable or the layer, the replica and the step.
+
+    Example:
+
+    >>> model.fit(x, y, callbacks=[ks.callbacks.Verify(every=100)])
+    """
+
+    def __init__(self, every: int = 100, rows: int = 2, share: float = 1 / 16):
+        super().__init__()
+        for name, value in (("every", every), ("rows", rows)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InvalidArgumentError(
+                    f"`{name}` of `Verify` must be an int, 1 or more. Received: "
+                    f"{value!r}"
+                )
+        if not 0 < share <= 1:
+            raise InvalidArgumentError(
+                "`share` of `Verify` must be above 0, and at most 1. Received: "
+                f"{share!r}"
+            )
+        self.every, self.rows, self.share = every, rows, share
+        #: int, the number of checks so far.
+        self.checks = 0
+        self._steps = self._next_variable = self._next_layer = 0
+        self._random = np.random.default_rng(0)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        strategy = strategy_of(self.model)
+        has_copies = strategy is not None and strategy.placement.mesh is None
+        if not has_copies or strategy.drivers.servers is not None:
+            raise InvalidArgumentError(
+                "`ks.callbacks.Verify` compares the copies that replicas have of a "
+                "model's variables. Found: "
+                f"{'no strategy' if strategy is None else repr(strategy)}. Use it with "
+                "a model of the scope of `ks.MirroredStrategy`, "
+                "`ks.CentralStorageStrategy` or `ks.MultiWorkerMirroredStrategy`."
+            )
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._steps += 1
+        if self._steps % self.every == 0:
+            self.check()
+
+    def check(self) -> None:
+        """Makes one check now.
+
+        Raises:
+            RuntimeError: for a difference.
+        """
+        model = self.model  # Keras on JAX writes the state into the variables here.
+        strategy = strategy_of(model)
+        self.checks += 1
+        for path, one, other in differing_copies(strategy, self._some_variables(model)):
+            raise ReplicaError(
+                f"Copies of variable {path!r} differ after step {self._steps}, by "
+                f"{relative_gap(one, other, 0.0):.2g} of the largest value. If no code "
+                "assigns it on one replica only, a device has computed or stored it "
+                "wrong. Continue from a snapshot of before, without that device."
+            )
+        layers = [each for each in observed_layers(model) if _input_of(each)]
+        if layers:
+            layer = layers[self._next_layer % len(layers)]
+            self._next_layer += 1
+            self._check_layer(strategy, layer)
+
+    def _some_variables(self, model: Any) -> list[Any]:
+        variables = [*model.trainable_variables]
+        if model.optimizer is not None:
+            variables += model.optimizer.variables
+        sizes = [int(np.prod(each.shape)) for each in variables]
+        left, found = self.share * sum(sizes), []
+        while variables and left > 0 and len(found) < len(variables):
+            i = self._next_variable % len(variables)
+            found.append(variables[i])
+            left -= sizes[i]
+            self._next_variable += 1
+        return found
+
+    def _check_layer(self, strategy: Any, layer: Any) -> None:
+        replicas = strategy.num_replicas_in_sync
+        shape, dtype = _input_of(layer)
+        size = self.rows * replicas
+        lengths = [_LENGTH if n is None else n for n in shape[1:]]
+        x = self._random.normal(size=(size, *lengths))
+        if "float" not in dtype:
+            x = np.abs(x) > 0.5
+
+        def outputs(per_replica: Any) -> list[Any]:
+            def call(rows: Any) -> Any:
+                return keras.tree.flatten(layer(rows, training=False))
+
+            return strategy.run(call, args=(per_replica,))  # type: ignore[no-any-return]
+
+        def values(own: Any) -> Any:
+            return strategy.experimental_distribute_values_from_function(
+                lambda c: keras.ops.convert_to_tensor(
+                    own(c.replica_id_in_sync_group), dtype
+                )
+            )
+
+        every = outputs(values(lambda i: x))
+        parts = outputs(values(lambda i: x[i * self.rows : (i + 1) * self.rows]))
+        for whole, part in zip(every, parts, strict=True):
+            self._compare(strategy, layer, whole, part)
+
+    def _compare(self, strategy: Any, layer: Any, whole: Any, part: Any) -> None:
+        tolerance = _TOLERANCE.get(layer.compute_dtype, _OF_HALVES)
+        one, *others = _arrays(strategy, whole)
+        where = f"layer {layer.name!r} after step {self._steps}"
+        for i, other in enumerate(others, 1):
+            gap = relative_gap(one, other, 0.0)
+            if gap > tolerance:
+                raise ReplicaError(
+                    f"Replica {i} computes other outputs than replica 0 in {where}, "
+                    f"from the same rows: by {gap:.2g} of the largest value. Its copy "
+                    "of a variable, or its device, is wrong."
+                )
+        if not one.ndim:
+            return
+        joined = np.concatenate(_arrays(strategy, part))
+        expected = one
+        if strategy.workers is not None:
+            counts = strategy.placement.replica_counts
+            start = counts.first * self.rows
+            expected = one[start : start + counts.count * self.rows]
+        gap = relative_gap(expected, joined, 0.0)
+        if gap > tolerance:
+            raise ReplicaError(
+                f"Rows that are split over replicas give other outputs in {where}: by "
+                f"{gap:.2g} of the largest value. The layer computes a row from other "
+                "rows too. `ks.verify` names the cause."
+            )
+
+
+def _input_of(layer: Any) -> tuple[tuple[int | None, ...], str] | None:
+    """Shape and dtype of a layer's only input; None for other layers."""
+    try:
+        tensor = layer.input
+    except (AttributeError, ValueError):  # Not a layer of a functional model.
+        return None
+    if not isinstance(tensor, keras.KerasTensor) or not tensor.shape:
+        return None
+    return tuple(tensor.shape), tensor.dtype
+
+
+def _arrays(strategy: Any, value: Any) -> list[np.ndarray]:
+    values = strategy.experimental_local_results(value)
+    found = []
+    for each in values:
+        array = np.asarray(keras.ops.convert_to_numpy(each))
+        found.append(array if array.dtype.isbuiltin == 1 else array.astype("float32"))
+    return found

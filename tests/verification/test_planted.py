@@ -1,0 +1,43 @@
+"""Planted mistakes are found by `ks.verify`, with their causes."""
+
+from __future__ import annotations
+
+import keras
+import pytest
+from verification import planted_in_fit, planted_in_loops
+from verification.planted_in_fit import Planted
+
+import keras_strategies as ks
+
+BACKEND = keras.backend.backend()
+CASES = [*planted_in_fit.CASES, *planted_in_loops.CASES]
+
+
+def _parameter(case: Planted) -> object:
+    marks = [] if BACKEND in case.by_day else [pytest.mark.nightly]
+    return pytest.param(case, id=case.name, marks=marks)
+
+
+def test_there_are_forty() -> None:
+    assert len({case.name for case in CASES}) == len(CASES) >= 40
+
+
+@pytest.mark.by_day(40)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "case", [_parameter(case) for case in CASES if BACKEND in case.backends]
+)
+def test_a_planted_mistake_is_found_and_named(case: Planted) -> None:
+    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"], **case.strategy)
+    report = ks.verify(
+        case.build or planted_in_fit.dense,
+        case.data or planted_in_fit.data,
+        strategy,
+        steps=3 if case.name == "counted" else 2,
+        step=case.step,
+    )
+    assert not report, f"{case.name} was not found"
+    assert report.cause in case.cause.split("|"), report
+    assert report.first is not None
+    assert case.kind in ("", report.first.kind), report
+    assert report.cause in str(report)
