@@ -252,7 +252,7 @@ class Situation:
         count, rows = len(parts), [part.rows for part in self._parts]
         scaled = [(f"{text} that of one device", c) for text, c in _factors(count)]
         candidates = [("scaled_by_replicas", text, alone * c) for text, c in scaled]
-        total = sum(parts)
+        total = np.sum(parts, axis=0)
         weights = [n / sum(rows) for n in rows]
         for i, (part, weight) in enumerate(zip(parts, weights, strict=True)):
             text = f"that of replica {i}"
@@ -260,7 +260,7 @@ class Situation:
             text = f"that of replica {i}, not divided by the global batch"
             candidates.append(("one_replica_only", text, part * weight))
         gap = min(relative_gap(alone, found, 0.0), 1.0)
-        mean = sum(p * weight for p, weight in zip(parts, weights, strict=True))
+        mean = np.average(parts, axis=0, weights=rows)
         is_mean = relative_gap(alone, mean, 0.0) <= _EXPLAINED * gap
         if is_mean:
             candidates.append(

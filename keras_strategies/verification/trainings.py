@@ -153,8 +153,9 @@ class Training:
         for kind, _, variable in self.variables():
             number = counts[kind] = counts.get(kind, -1) + 1
             value = state.values.get((kind, number))
-            is_taken = kind in ("variable", "random state") and value is not None
-            if is_taken and tuple(variable.shape) == value.shape:
+            if kind not in ("variable", "random state") or value is None:
+                continue
+            if tuple(variable.shape) == value.shape:
                 variable.assign(value)
 
     def fresh_seed(self) -> None:

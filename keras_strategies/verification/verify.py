@@ -358,17 +358,17 @@ class _Verification:
                 self.notes.append("Outputs of layers were called in another order.")
             outputs = []
         elif all(outputs):
-            outputs.append(self._outputs(*states[2], batch, True))
+            outputs.append(self._outputs(self.reference, noisy, batch, True))
         trials = [self._experiment(s, state, False).step(batch) for s, state in states]
         found: list[tuple[Key, float, float, Observed, Observed]] = []
         for observed in ([each[0] for each in outputs if each], trials):
             if len(observed) < 3:
                 continue
-            own = gaps(*observed[:2], self.precision)
-            own_noise = gaps(observed[0], observed[2], self.precision)
+            a, b, noisy_one = observed
+            own = gaps(a, b, self.precision)
+            own_noise = gaps(a, noisy_one, self.precision)
             for key in differing(own, own_noise, self.precision.tolerance):
-                values = observed[0], observed[1]
-                found.append((key, own[key], own_noise[key], *values))
+                found.append((key, own[key], own_noise[key], a, b))
         if not found:
             found = [(key, gap[key], noise.get(key, 0.0), one, other) for key in keys]
         first = found[0]
@@ -382,11 +382,16 @@ class _Verification:
             self.strategy.num_replicas_in_sync,
             self.precision,
         )
-        self._found(*situation.cause(first[0]))
+        try:
+            self._found(*situation.cause(first[0]))
+        except Exception as error:  # Of the script's code, with parts of a batch.
+            text = f"an experiment failed: {type(error).__name__}: {error}"
+            self._found("unknown", text.splitlines()[0])
         for key, size, own_size, a, b in found:
-            name, values = a.names[key], (a.values[key], b.values.get(key))
-            texts = [few(each) if each is not None else "missing" for each in values]
-            yield Difference(index + 1, key[0], name, size, own_size, *texts)
+            other_value = b.values.get(key)
+            text = "missing" if other_value is None else few(other_value)
+            texts = few(a.values[key]), text
+            yield Difference(index + 1, key[0], a.names[key], size, own_size, *texts)
 
     def _add_checksums(self, one: Observed, other: Observed) -> None:
         for name, observed in (("one device", one), ("strategy", other)):

@@ -97,18 +97,19 @@ class Verify(keras.callbacks.Callback):
                 "assigns it on one replica only, a device has computed or stored it "
                 "wrong. Continue from a snapshot of before, without that device."
             )
-        layers = [each for each in observed_layers(model) if _input_of(each)]
+        inputs = [(each, _input_of(each)) for each in observed_layers(model)]
+        layers = [(layer, given) for layer, given in inputs if given is not None]
         if layers:
-            layer = layers[self._next_layer % len(layers)]
+            layer, given = layers[self._next_layer % len(layers)]
             self._next_layer += 1
-            self._check_layer(strategy, layer)
+            self._check_layer(strategy, layer, *given)
 
     def _some_variables(self, model: Any) -> list[Any]:
         variables = [*model.trainable_variables]
         if model.optimizer is not None:
             variables += model.optimizer.variables
         sizes = [int(np.prod(each.shape)) for each in variables]
-        left, found = self.share * sum(sizes), []
+        left, found = self.share * sum(sizes), list[Any]()
         while variables and left > 0 and len(found) < len(variables):
             i = self._next_variable % len(variables)
             found.append(variables[i])
@@ -116,12 +117,13 @@ class Verify(keras.callbacks.Callback):
             self._next_variable += 1
         return found
 
-    def _check_layer(self, strategy: Any, layer: Any) -> None:
+    def _check_layer(
+        self, strategy: Any, layer: Any, shape: tuple[int | None, ...], dtype: str
+    ) -> None:
         replicas = strategy.num_replicas_in_sync
-        shape, dtype = _input_of(layer)
         size = self.rows * replicas
         lengths = [_LENGTH if n is None else n for n in shape[1:]]
-        x = self._random.normal(size=(size, *lengths))
+        x: Any = self._random.normal(size=(size, *lengths))
         if "float" not in dtype:
             x = np.abs(x) > 0.5
 
