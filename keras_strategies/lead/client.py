@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from keras_strategies.errors import WorkerError
-from keras_strategies.lead.client_state import ClientState, JoinedGeneration
-from keras_strategies.lead.script_line import script_line
+from keras_strategies.lead.client_state import (
+    ClientState,
+    GroupChanged,
+    JoinedGeneration,
+)
 
 
 class LeadClient(ClientState):
@@ -19,9 +23,7 @@ class LeadClient(ClientState):
         same: dict of values that must agree on all workers, by name.
         job: str, identifies the cluster among others at the same addresses.
         timeout: float, seconds to wait for the lead at the start.
-        on_end: called on the thread when the generation ends, with the reason and the
-            `Loss`, to end the waits of the engine.
-        on_failure: called on the thread with the report of a worker's failure.
+        listener: `Listener`, for what happens to the group.
         tls: a context with which the connection is encrypted; None without.
 
     Raises:
@@ -46,7 +48,11 @@ class LeadClient(ClientState):
     # Generations
 
     def next_generation(
-        self, step: int | None, *, admits: bool = True
+        self,
+        step: int | None,
+        *,
+        admits: bool = True,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> JoinedGeneration:
         """Waits for the next generation.
 
@@ -54,6 +60,7 @@ class LeadClient(ClientState):
             step: int, the last step that this worker has finished, with the state after
                 it, which it keeps until `confirm`; None without a state.
             admits: bool, whether new workers can begin after `step`.
+            meanwhile: called now and then in the wait, which it may end by an error.
 
         Returns:
             The generation; get the state of its chief if `is_behind`, then `confirm`.
@@ -70,7 +77,7 @@ class LeadClient(ClientState):
             self._how, self._loss = "this worker has left it", None
             self._call = ("ready", body)
             self._connection.send(*self._call)
-            self._wait(lambda: self._generation is not before)
+            self._wait(lambda: self._generation is not before, meanwhile=meanwhile)
             self._call = None
             return self.generation
 
@@ -129,10 +136,10 @@ class LeadClient(ClientState):
         """Asks all workers to stop after the same step; from any thread."""
         self._connection.send("stop", {})
 
-    def report_failure(self, how: str, call: int, line: str = "") -> None:
+    def report_failure(self, how: str, call: int) -> None:
         """Reports the error by which this worker leaves a call to the others."""
         body = {"how": how, "progress": self.progress, "call": call}
-        self._connection.send("failed", {**body, "line": line or script_line()})
+        self._connection.send("failed", body)
 
     def report_absence(self, why: str) -> None:
         """Ends the wait for a worker that cannot come."""
@@ -170,7 +177,7 @@ class LeadClient(ClientState):
 
     # Comparisons and files
 
-    def offer(self, what: str, value: str, stream: str = "") -> tuple[str, int]:
+    def offer(self, what: str, value: str, stream: str = "") -> tuple[str, int, int]:
         """Sends a value to the others without waiting; the result is for `compared`."""
         with self._changed:
             self._check(in_generation=True)
@@ -178,17 +185,34 @@ class LeadClient(ClientState):
             self._numbers[stream] = number + 1
             body = {"stream": stream, "number": number, "what": what, "value": value}
             self._send_in_generation("arrived", body | {"progress": self.progress})
-            return stream, number
+            return stream, number, self.generation.number
 
-    def compared(self, key: tuple[str, int]) -> list[tuple[str, tuple[int, ...]]]:
+    def compared(
+        self,
+        offered: tuple[str, int, int],
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> list[tuple[str, tuple[int, ...]]]:
         """The different values of an `offer`, with the ranks that have them.
+
+        Args:
+            offered: the result of `offer`.
+            meanwhile: called now and then in the wait, which it may end by an error.
 
         Raises:
             GroupChanged: if a worker is lost.
             WorkerError: if workers compare different things, or some do not arrive.
         """
+        stream, position, of = offered
+        key = (stream, position)
+
+        def check() -> None:
+            if self.generation.number != of:
+                raise GroupChanged("the workers form another group")
+            meanwhile()
+
         with self._changed:
-            self._wait(lambda: key in self._results, in_generation=True)
+            check()
+            self._wait(lambda: key in self._results, True, check)
             answer = self._results.pop(key)
             rank, members = self.generation.rank, self.generation.members
         if "error" in answer:
@@ -248,8 +272,9 @@ class LeadClient(ClientState):
             error = self._files.pop(key)
         if error:
             raise WorkerError(
-                f"Worker {self.index} waited for the chief, which saves {name!r} for "
-                f"all workers: {error}."
+                f"Worker {self.index} waited for the chief, worker "
+                f"{self.generation.members[0]}, which saves {name!r} for all workers: "
+                f"{error}."
             )
 
 

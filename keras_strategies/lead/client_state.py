@@ -12,7 +12,7 @@ from typing import Any
 
 from keras_strategies.errors import ClusterError, WorkerError
 from keras_strategies.lead.connection import BEAT, LeadConnection
-from keras_strategies.lead.script_line import main_thread_stack
+from keras_strategies.lead.script_line import main_thread_place
 from keras_strategies.lead.state import Loss
 
 
@@ -43,6 +43,7 @@ class JoinedGeneration:
         rank: int, this worker's; 0 is the chief, which has the state.
         members: the workers' numbers in the cluster, by rank.
         hosts: their addresses, by rank.
+        pids: their processes, by rank.
         behind: ranks of the workers that need the state of the chief.
         lost: numbers of the previous generation's workers that are not members.
         joined: numbers of the members that were not in the previous generation.
@@ -54,6 +55,7 @@ class JoinedGeneration:
     rank: int
     members: tuple[int, ...]
     hosts: tuple[str, ...]
+    pids: tuple[int, ...]
     behind: tuple[int, ...]
     lost: tuple[int, ...]
     joined: tuple[int, ...]
@@ -63,6 +65,36 @@ class JoinedGeneration:
     def is_behind(self) -> bool:
         """bool, whether this worker needs the state of the chief."""
         return self.rank in self.behind
+
+
+class Listener:
+    """What happens to a group, on the client's thread; does nothing by itself."""
+
+    def own_times(self) -> tuple[float, ...]:
+        """Finished steps, and seconds per step without and with waits for others."""
+        return ()
+
+    def position_and_wait(self) -> tuple[list[int], float]:
+        """See `StallWatch.beat`."""
+        return [0], 0.0
+
+    def ended(self, how: str, loss: Loss | None) -> None:
+        """The generation has ended; ends the waits of the engine."""
+
+    def failed(self, report: dict[str, Any]) -> None:
+        """A worker leaves a call by an error."""
+
+    def compared(self) -> None:
+        """All workers have arrived in a comparison."""
+
+    def left_group(self, loss: Loss) -> None:
+        """A worker has come to the end of its script."""
+
+    def stalled(self, text: str) -> None:
+        """Others wait for workers, which the text names."""
+
+    def arrived(self, index: int, count: int) -> None:
+        """A worker has connected before training; told to worker 0."""
 
 
 class ClientState:
@@ -77,22 +109,22 @@ class ClientState:
         *,
         job: str = "",
         timeout: float = 60.0,
-        on_end: Callable[[str, Loss | None], None] = lambda how, loss: None,
-        on_failure: Callable[[dict[str, Any]], None] = lambda report: None,
+        listener: Listener | None = None,
         tls: ssl.SSLContext | None = None,
     ):
         self.index, self._job, self._same = index, job, same or {}
-        self._on_end, self._on_failure = on_end, on_failure
+        #: What happens to the group is reported to it.
+        self.listener = listener or Listener()
         self._uid = f"{os.getpid()}-{secrets.token_hex(8)}"
         #: The last finished step, None without a state; and such as "step 12 of fit".
         self.step: int | None = None
         self.progress = ""
-        #: Finished steps, and seconds per step without and with waits for others.
-        self.times: Callable[[], tuple[float, ...]] = lambda: ()
         #: `times` of other workers by rank, on the chief.
         self.times_of: dict[int, tuple[float, ...]] = {}
         #: bool, whether the others trained when this worker came.
         self.is_running = False
+        #: bool, whether the others may train without this worker by now.
+        self.is_excluded = False
         self._error: Exception | None = None
         self._loss: Loss | None = None
         self._generation: JoinedGeneration | None = None
@@ -120,6 +152,12 @@ class ClientState:
         except BaseException:
             self._connection.close()
             raise
+
+    @property
+    def end(self) -> tuple[str, Loss | None] | None:
+        """The reason why the generation has ended, and the loss; None while it runs."""
+        with self._changed:
+            return (self._how, self._loss) if self._how else None
 
     @property
     def timeout(self) -> float:
@@ -150,12 +188,18 @@ class ClientState:
         if in_generation and self._how:
             raise GroupChanged(self._how, self._loss)
 
-    def _wait(self, is_done: Callable[[], bool], in_generation: bool = False) -> None:
+    def _wait(
+        self,
+        is_done: Callable[[], bool],
+        in_generation: bool = False,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
         """Waits; `_changed` is held. The lead sets the limits of waits."""
         while True:
             self._check(in_generation)
             if is_done():
                 return
+            meanwhile()
             self._changed.wait(BEAT)
 
     def _send_in_generation(self, kind: str, body: dict[str, Any]) -> None:
@@ -181,8 +225,13 @@ class ClientState:
         return [] if self._call is None else [self._call]
 
     def beat(self) -> dict[str, Any]:
-        facts = {"step": self.step, "progress": self.progress}
-        return {**facts, "times": self.times()}
+        listener = self.listener
+        return {
+            "step": self.step,
+            "progress": self.progress,
+            "times": listener.own_times(),
+            "position": listener.position_and_wait(),
+        }
 
     def lost(self, how: str) -> None:
         self._end(how, None)
@@ -198,7 +247,7 @@ class ClientState:
             )
         else:
             text = (
-                f"Worker {self.index} could not reach the lead at {where} for "
+                f"Worker {self.index} could not reach the chief at {where} for "
                 f"{seconds}: {problem}. Check that it was started, that the first "
                 "address of the cluster is correct, and that no firewall blocks this "
                 "machine. `CommunicationOptions(timeout_seconds=...)` sets this "
@@ -217,10 +266,19 @@ class ClientState:
         elif kind == "over":
             self._over(message)
         elif kind == "failed":
-            self._on_failure(message)
+            self.listener.failed(message)
+        elif kind == "compared":
+            self.listener.compared()
+        elif kind == "left":
+            self.listener.left_group(Loss(*message["loss"]))
+        elif kind == "stall":
+            self.listener.stalled(message["text"])
+        elif kind == "arrival":
+            self.listener.arrived(message["index"], message["count"])
         elif kind == "where":
-            line, stack = main_thread_stack()
-            self._connection.send("stack", {"line": line, "stack": stack})
+            # This thread answers: the main thread may never return.
+            body = {"line": main_thread_place(), "progress": self.progress}
+            self._connection.send("stack", body)
         elif kind == "log":
             print(f"keras_strategies: {message['text']}", file=sys.stderr, flush=True)
 
@@ -233,9 +291,11 @@ class ClientState:
             was_active = not self._how
             if was_active:
                 self._how, self._loss = how, loss
+                own = self._generation.rank if self._generation else -1
+                self.is_excluded |= loss is not None and loss.rank == own
             self._changed.notify_all()
         if was_active:
-            self._on_end(how, loss)
+            self.listener.ended(how, loss)
 
     def _over(self, message: dict[str, Any]) -> None:
         text = message["error"]
@@ -256,6 +316,7 @@ class ClientState:
 
     def _handle_welcome(self, message: dict[str, Any]) -> None:
         self.is_running, self._is_welcome = message["is_running"], True
+        self.is_excluded |= message["generation"] > self._number > 0
 
     def _handle_beat(self, message: dict[str, Any]) -> None:
         for rank, times in message.get("times", {}).items():
@@ -270,12 +331,14 @@ class ClientState:
             members.index(self.index),
             members,
             tuple(hosts[place] for place in message["places"]),
+            tuple(message["pids"]),
             tuple(message["behind"]),
             tuple(message["lost"]),
             tuple(message["joined"]),
             message["how"],
         )
         self._how, self._loss, self._is_going = "", None, False
+        self.is_excluded = False
         self._has_state |= not message["is_first"]
         self._is_pausing, self._last_step, self._begun = False, None, 0
         self._numbers, self._results, self._files = {}, {}, {}

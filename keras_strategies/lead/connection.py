@@ -38,6 +38,7 @@ _RETRY = 0.05
 # Seconds of refused connections after which a lead that was reached has ended.
 _REFUSED = 2.0
 _ENDED = "it has closed the connection"
+_NO_LEAD = "the program that listens there is not a chief"
 _WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
@@ -211,13 +212,11 @@ class LeadConnection:
         return connection
 
     def _prove(self, connection: socket.socket) -> None:
-        theirs, own = _read(connection, NONCE), secrets.token_bytes(NONCE)
-        if theirs.startswith((b"HTTP/", b"SSH-")):
-            raise WireError("the program that listens there is not a lead")
+        theirs, own = _read(connection, NONCE, _NO_LEAD), secrets.token_bytes(NONCE)
         connection.sendall(own + signature(self._secret, "worker", theirs, own))
         proof = _read(connection, SIGNATURE, "it does not accept this worker's secret")
         if not is_signed(proof, signature(self._secret, "lead", theirs, own)):
-            raise WireError("the program there does not know the secret")
+            raise WireError("the program there does not know this cluster's secret")
 
     def _greet(self, connection: socket.socket) -> None:
         """Says hello, and reads the lead's answer."""

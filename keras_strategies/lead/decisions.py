@@ -37,6 +37,7 @@ from keras_strategies.lead.events import (
     Hello,
     Holds,
     Message,
+    Overdue,
     Ready,
     Saved,
     Snapshot,
@@ -45,6 +46,7 @@ from keras_strategies.lead.events import (
     Tick,
 )
 from keras_strategies.lead.state import (
+    EXITED,
     KnownWorker,
     LeadState,
     Out,
@@ -52,10 +54,15 @@ from keras_strategies.lead.state import (
     changed_group,
     is_present,
     left_phase,
+    loss_of,
     members_of,
     replace,
+    uids_of,
     without,
 )
+
+# Seconds, at most, without any connection after which training has ended.
+_DESERTED = 2.0
 
 
 def step(state: LeadState, event: Any) -> tuple[LeadState, Out]:
@@ -98,13 +105,21 @@ def _hello(state: LeadState, event: Hello, out: Out) -> LeadState:
         )
     if not state.workers and not state.group.number:
         state = changed_group(state, since=state.clock)
+    if event.uid not in state.workers:
+        state = _without_earlier(state, event.index)
     new = KnownWorker(
         event.uid, event.index, event.host, event.pid, state.clock, state.clock
     )
-    known = state.workers.get(event.uid, new)
+    known_uids, known = state.workers.keys(), state.workers.get(event.uid, new)
     worker = replace(known, gone=None, seen=state.clock, step=event.step)
     state = replace(state, workers={**state.workers, event.uid: worker})
-    out.append(Message((event.uid,), "welcome", {"is_running": state.has_run}))
+    body: dict[str, Any] = {
+        "is_running": state.has_run,
+        "generation": state.group.number,
+    }
+    out.append(Message((event.uid,), "welcome", body))
+    if not state.has_run and event.uid not in known_uids:
+        _report_arrivals(state, worker, out)
     if event.generation:
         # Its generation has ended with its connection.
         how = "the connection to the lead was lost"
@@ -114,6 +129,23 @@ def _hello(state: LeadState, event: Hello, out: Out) -> LeadState:
         if event.uid in group.ranks and group.phase is Phase.FORMING:
             return changed_group(state, awaited=group.awaited | {event.uid})
     return state
+
+
+def _without_earlier(state: LeadState, index: int) -> LeadState:
+    """Without the processes of an index that have ended: another one has its place."""
+    for each in list(state.workers.values()):
+        if each.index == index and each.gone is not None:
+            state = without(state, each.uid)
+    return state
+
+
+def _report_arrivals(state: LeadState, worker: KnownWorker, out: Out) -> None:
+    """Tells worker 0 which workers have come, itself included."""
+    first = [each.uid for each in state.workers.values() if each.index == 0]
+    shown = state.workers.values() if worker.index == 0 else [worker]
+    for count, each in enumerate(shown, len(state.workers) - len(shown) + 1):
+        body = {"index": each.index, "count": count}
+        out.append(Message(tuple(first), "arrival", body))
 
 
 def _difference(state: LeadState, event: Hello) -> str | None:
@@ -160,6 +192,8 @@ def _bye(state: LeadState, event: Bye, out: Out) -> LeadState:
     if state.workers.keys().isdisjoint(group.ranks):
         return generations.over(state, "", out)
     state = replace(state, left={**state.left, event.uid: worker})
+    loss = loss_of(state, worker, EXITED)
+    out.append(Message(uids_of(members_of(state)), "left", {"loss": loss}))
     if group.ranks[event.uid] == 0:
         state = files.chief_leaves(state, out)
     state = values.check_left(state, out)
@@ -187,7 +221,7 @@ def _tick(state: LeadState, event: Tick, out: Out) -> LeadState:
         if uid in workers:
             workers[uid] = _heard(workers[uid], clock, beat)
     state = replace(state, clock=clock, now=event.now, workers=workers)
-    state = _forget(_refuse_doubles(state, out))
+    state = _end_deserted(_forget(_refuse_doubles(state, out)), out)
     if state.is_over:
         return state
     state = generations.check_phase(state, out)
@@ -231,6 +265,18 @@ def _refuse_doubles(state: LeadState, out: Out) -> LeadState:
     return state
 
 
+def _end_deserted(state: LeadState, out: Out) -> LeadState:
+    """Ends when all workers have ended, so that others can begin at the address."""
+    gone = [each.gone for each in state.workers.values()]
+    if state.is_over or not state.has_run or None in gone:
+        return state
+    last = max((each for each in gone if each is not None), default=state.clock)
+    if gone and state.clock - last <= min(state.settings.timeout, _DESERTED):
+        return state
+    verdict = "" if state.completed >= 0 else generations.no_state(state)
+    return generations.over(state, verdict, out)
+
+
 def _forget(state: LeadState) -> LeadState:
     """Forgets workers that cannot return."""
     if all(each.gone is None for each in state.workers.values()):
@@ -256,6 +302,7 @@ _HANDLERS: dict[type, Callable[[LeadState, Any, Out], LeadState]] = {
     AwaitsFile: files.awaits_file,
     Snapshot: _snapshot,
     Failed: values.failed,
+    Overdue: values.overdue,
     Absent: _absent,
     Stack: values.stack,
     AskStatus: values.status,

@@ -144,14 +144,12 @@ class Failed(NamedTuple):
         how: str, the error in one line.
         progress: str, such as "step 12 of fit".
         call: int, the number of the call.
-        line: str, line of the script, such as "train.py:31".
     """
 
     uid: str
     how: str
     progress: str
     call: int
-    line: str = ""
 
 
 class Absent(NamedTuple):
@@ -166,13 +164,18 @@ class Stack(NamedTuple):
 
     Args:
         uid: str, the process.
-        line: str, line of its script, such as "train.py:31".
-        stack: str, all lines.
+        line: str, line of its script, such as "train.py, line 31, in load".
     """
 
     uid: str
     line: str
-    stack: str
+
+
+class Overdue(NamedTuple):
+    """Others have waited for a member for too long, in their engine."""
+
+    uid: str
+    how: str
 
 
 class AskStatus(NamedTuple):

@@ -155,7 +155,7 @@ def _form(state: LeadState, out: Out) -> LeadState:
     if newest is not None and newest + 1 < state.completed:
         return over(state, "", out)
     if state.has_run and newest is None:
-        return over(state, "" if state.completed >= 0 else _no_state(state), out)
+        return over(state, "" if state.completed >= 0 else no_state(state), out)
     if _may_still_train(state, found):
         return state
     if newest is not None and state.snapshot and state.snapshot[0] > newest:
@@ -236,6 +236,7 @@ def _begin(
         "members": indices,
         "hosts": list(hosts),
         "places": [hosts[each.host] for each in chosen],
+        "pids": [each.pid for each in chosen],
         "behind": [rank for rank, each in enumerate(chosen) if each.step != newest],
         "lost": [
             before.indices[i] for uid, i in before.ranks.items() if uid not in ranks
@@ -381,7 +382,8 @@ _NEXT: dict[Phase, Callable[[LeadState, Out], LeadState]] = {
 # Errors
 
 
-def _no_state(state: LeadState) -> str:
+def no_state(state: LeadState) -> str:
+    """The error when the state of training is lost."""
     return (
         f"No worker has the state of training any longer. {_sentence(state.group.how)} "
         f"Start all workers again; {_resume(state)}"

@@ -23,6 +23,14 @@ from keras_strategies.lead.state import Settings
 SECRET = "KS_CLUSTER_SECRET"
 CERTIFICATE = "KS_CLUSTER_CERT"
 BACKLOG = 1024
+# Not `-m`: the path to this package may be in `sys.path` only.
+_CODE = """\
+import json, sys
+given = json.loads(sys.argv[1])
+sys.path[:] = given.pop("path")
+from keras_strategies.lead.process import main
+main(given)
+"""
 # Descriptors beside those of workers and of peers without a proof.
 _MORE = 32
 
@@ -92,10 +100,11 @@ def start_lead(
             "settings": dataclasses.asdict(settings),
             "job": job,
             "starter": os.getpid() if ends_with_starter else 0,
+            "path": [os.path.abspath(folder) for folder in sys.path],
         }
         environment = {**os.environ, SECRET: secret.decode()}
         return subprocess.Popen(
-            [sys.executable, "-m", "keras_strategies.lead", json.dumps(given)],
+            [sys.executable, "-c", _CODE, json.dumps(given)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=stderr,
@@ -127,9 +136,8 @@ def client_tls() -> ssl.SSLContext | None:
     return context
 
 
-def main(argument: str) -> None:
+def main(given: dict[str, Any]) -> None:
     """Runs a lead; see `start_lead`."""
-    given = json.loads(argument)
     settings = given["settings"]
     settings["addresses"] = tuple(settings["addresses"])
     settings = Settings(**settings)

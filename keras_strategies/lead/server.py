@@ -13,10 +13,19 @@ import secrets
 import socket
 import ssl
 import time
+from collections.abc import Collection, Hashable
 from typing import Any
 
 from keras_strategies.lead.decisions import step
-from keras_strategies.lead.events import EVENTS, TICK, Beat, Gone, Hello, Tick
+from keras_strategies.lead.events import (
+    EVENTS,
+    TICK,
+    Beat,
+    Gone,
+    Hello,
+    Overdue,
+    Tick,
+)
 from keras_strategies.lead.peers import (
     PENDING,
     PROOF_SECONDS,
@@ -24,7 +33,14 @@ from keras_strategies.lead.peers import (
     LeadPeer,
     RareWarnings,
 )
-from keras_strategies.lead.state import LeadState, Settings
+from keras_strategies.lead.stalls import STALL_SECONDS, StallWatch
+from keras_strategies.lead.state import (
+    EXITED,
+    NO_ARRIVAL,
+    LeadState,
+    Settings,
+    ranks_of,
+)
 from keras_strategies.lead.wire import Session, WireError, encoded
 
 # Errors of `accept` that pass when descriptors or memory are free again.
@@ -33,6 +49,8 @@ _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _BEATS = 200
 # Workers with times in the answer to a beat of the chief.
 _TIMES = 16
+# Seconds without a worker after which a lead ends whose group has not formed.
+_LEFT = 1.0
 _NAMES = ("index", "pid", "same", "generation", "step")
 
 
@@ -74,8 +92,9 @@ class LeadServer:
         self._pending: dict[LeadPeer, None] = {}
         self._heard: dict[str, Beat] = {}
         self._accepting: set[asyncio.Task[Any]] = set()
-        self._finished: set[int] = set()
         self._next_times = 0
+        self._last_peer = 0.0
+        self._stalls_of, self._stalls = 0, self._new_stalls()
         self._over = asyncio.Event()
         self.beat_seconds = max(
             TICK, min(settings.workers / _BEATS, settings.timeout / 4)
@@ -102,21 +121,60 @@ class LeadServer:
             self._drop_pending(PROOF_SECONDS)
             heard, self._heard = self._heard, {}
             self._decide(Tick(now, heard))
+            self._watch_stalls(now)
             if self.state.is_over:
                 ended = ended or now
             if self._is_done(now, ended):
                 self._over.set()
 
+    def _watch_stalls(self, now: float) -> None:
+        """Asks workers that others wait for where they are, and reports them."""
+        group = self.state.group
+        if group.number != self._stalls_of:
+            self._stalls_of, self._stalls = group.number, self._new_stalls()
+        if not group.is_active or self.state.left:
+            return
+        collectives: dict[Hashable, tuple[str, Collection[int]]] = {
+            key: (each.what, ranks_of(each.arrived))
+            for key, each in self.state.comparisons.items()
+            # Other threads may be ahead of the steps.
+            if not key[0]
+        }
+        text = self._stalls.tick(collectives, now)
+        if text is not None:
+            self._send(tuple(group.ranks), "stall", {"text": text})
+        overdue = self._stalls.overdue(self._settings.timeout, now)
+        if overdue is not None and self._settings.is_fixed:
+            # Elastic workers have more patience with one that is busy.
+            rank, where = overdue
+            how = f"{NO_ARRIVAL} for {self._settings.timeout:g} s. {where}"
+            self._decide(Overdue(list(group.ranks)[rank], how))
+
+    def _new_stalls(self) -> StallWatch:
+        members = list(self.state.group.ranks)
+
+        def ask(rank: int) -> None:
+            self._send((members[rank],), "where", {})
+
+        def about(rank: int) -> dict[str, Any]:
+            worker = self.state.workers[members[rank]]
+            named = {"host": worker.host, "pid": worker.pid}
+            return {**named, "progress": worker.progress}
+
+        after = min(STALL_SECONDS, self._settings.timeout / 2)
+        return StallWatch(after, ask, about)
+
     def _is_done(self, now: float, ended: float | None) -> bool:
+        if self._peers or self._lost:
+            self._last_peer = now
         if ended is None:
-            is_orphan = self._starter not in (0, os.getppid())
-            return is_orphan and not self.state.has_run and not self._peers
-        if not self.state.workers and (
-            self._settings.is_fixed or len(self._finished) == self._settings.workers
-        ):
-            return True
-        # Late workers hear that training has ended.
-        return now > ended + self._settings.timeout
+            # Started by a worker, which has failed before the others came.
+            is_left = self._starter and not self.state.has_run and not self._peers
+            was_reached = self._last_peer > 0.0
+            is_orphan = self._starter != os.getppid()
+            since = now - self._last_peer
+            return bool(is_left and (is_orphan or (was_reached and since > _LEFT)))
+        return not self._peers or now > ended + self._settings.timeout
 
     def _warn(self, text: str) -> None:
         """Shows a line at the chief."""
@@ -153,9 +211,29 @@ class LeadServer:
             return
         connected.setblocking(False)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._detect_cut_cables(connected)
         task = self._loop.create_task(self._connect(connected))
         self._accepting.add(task)
         task.add_done_callback(self._accepting.discard)
+
+    def _detect_cut_cables(self, connected: socket.socket) -> None:
+        """Ends a connection without an answer of the other machine.
+
+        That of a process that is stopped answers for it.
+        """
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        seconds = max(1, round(self._settings.timeout))
+        values = {
+            "TCP_KEEPIDLE": seconds,
+            "TCP_KEEPINTVL": max(1, seconds // 3),
+            "TCP_KEEPCNT": 3,
+            # For data that is under way, in milliseconds.
+            "TCP_USER_TIMEOUT": 2000 * seconds,
+        }
+        for name, value in values.items():
+            # Of Linux; other systems have some of them.
+            if (option := getattr(socket, name, None)) is not None:
+                connected.setsockopt(socket.IPPROTO_TCP, option, value)
 
     async def _connect(self, connected: socket.socket) -> None:
         peer = LeadPeer(self)
@@ -221,13 +299,18 @@ class LeadServer:
                 return
             if kind == "failed":
                 message["progress"] = progress
-            if kind == "bye" and uid in self.state.workers:
-                self._finished.add(self.state.workers[uid].index)
+            if kind == "stack":
+                self._stalls.answered(
+                    self.state.group.ranks.get(uid, -1), message["line"]
+                )
             self._decide(EVENTS[kind](uid, **message))
 
     def _beat(self, peer: LeadPeer, uid: str, message: dict[str, Any]) -> None:
         beat = Beat(message["step"], message["progress"], tuple(message["times"]))
         self._heard[uid] = beat
+        if (rank := self.state.group.ranks.get(uid)) is not None:
+            numbers, waits = message["position"]
+            self._stalls.beat(rank, numbers, waits, time.monotonic())
         session = self._sessions[uid]
         session.acknowledge(message["got"])
         answer = {"number": message["number"], "got": session.received}
@@ -248,6 +331,9 @@ class LeadServer:
         """A collective has failed: lost connections are those of lost workers."""
         for uid in [each for each in self._lost if each in self.state.group.ranks]:
             self._gone(uid)
+        if not self._settings.is_fixed:
+            for uid in list(self.state.left):
+                self._decide(Overdue(uid, f"{EXITED} while others train"))
 
     def _greet(self, peer: LeadPeer, kind: str, message: dict[str, Any]) -> None:
         if kind != "hello":
@@ -305,9 +391,12 @@ class LeadServer:
     def _decide(self, event: Any) -> None:
         self.state, messages = step(self.state, event)
         for to, kind, body in messages:
-            message = encoded(kind, body)
-            for uid in to:
-                if (session := self._sessions.get(uid)) is not None:
-                    session.add(message)
-                if (peer := self._peers.get(uid)) is not None:
-                    peer.send(message)
+            self._send(to, kind, body)
+
+    def _send(self, to: tuple[str, ...], kind: str, body: dict[str, Any]) -> None:
+        message = encoded(kind, body)
+        for uid in to:
+            if (session := self._sessions.get(uid)) is not None:
+                session.add(message)
+            if (peer := self._peers.get(uid)) is not None:
+                peer.send(message)

@@ -12,6 +12,10 @@ from keras_strategies.lead.events import Message
 
 #: Reason for the loss of a worker with an open connection.
 NO_HEARTBEAT = "no heartbeat"
+#: Reason for the loss of a worker that is alive, and does not arrive where others wait.
+NO_ARRIVAL = "the others have waited for it"
+#: Reason for the loss of a worker that has come to the end of its script.
+EXITED = "it exited"
 NONE: frozenset[str] = frozenset()
 Out = list[Message]
 T = TypeVar("T")
@@ -194,7 +198,7 @@ class Comparison:
     since: float
     values: Mapping[tuple[str, str], int] = field(default_factory=dict)
     arrived: int = 0
-    is_asked: bool = False
+    is_late: bool = False
 
     @property
     def what(self) -> str:
@@ -324,6 +328,11 @@ def members_of(state: LeadState) -> list[KnownWorker]:
     return [state.workers[uid] for uid in state.group.ranks if uid in state.workers]
 
 
+def ranks_of(bits: int) -> list[int]:
+    """The ranks that are bits of a number."""
+    return [rank for rank in range(bits.bit_length()) if bits >> rank & 1]
+
+
 def uids_of(workers: Iterable[KnownWorker]) -> tuple[str, ...]:
     """The processes of workers."""
     return tuple(each.uid for each in workers)
@@ -332,14 +341,13 @@ def uids_of(workers: Iterable[KnownWorker]) -> tuple[str, ...]:
 def loss_of(state: LeadState, worker: KnownWorker, how: str) -> Loss:
     """The loss of a worker; its own failure report has more details than `how`."""
     how = worker.failure or how
-    line = f" (in {worker.line})" if worker.line and not worker.failure else ""
     return Loss(
         worker.index,
         state.group.ranks.get(worker.uid, -1),
         worker.host,
         worker.pid,
         worker.progress,
-        how + line,
+        how,
         _lateness(state, worker),
     )
 

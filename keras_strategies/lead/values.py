@@ -5,9 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from keras_strategies.lead import files
-from keras_strategies.lead.events import Arrived, AskStatus, Failed, Message, Stack
+from keras_strategies.lead.events import (
+    Arrived,
+    AskStatus,
+    Failed,
+    Message,
+    Overdue,
+    Stack,
+)
 from keras_strategies.lead.generations import lose
 from keras_strategies.lead.state import (
+    EXITED,
     Comparison,
     KnownWorker,
     LeadState,
@@ -21,8 +29,6 @@ from keras_strategies.lead.state import (
 # A comparison is late this many seconds after the patience: a worker that was stopped
 # is lost before.
 _MORE = 1.0
-# Seconds, at most, after which workers that have not arrived are asked for stacks.
-_ASK = 30.0
 
 
 def arrived(state: LeadState, event: Arrived, out: Out) -> LeadState:
@@ -65,7 +71,7 @@ def check_left(state: LeadState, out: Out) -> LeadState:
         rank = group.ranks[worker.uid]
         for each in state.comparisons.values():
             if not each.arrived >> rank & 1:
-                how = f"it exited while others wait in {each.what!r}"
+                how = f"{EXITED} while others wait in {each.what!r}"
                 return lose(state, worker, how, out)
     return state
 
@@ -75,7 +81,7 @@ def failed(state: LeadState, event: Failed, out: Out) -> LeadState:
     worker, group = state.workers.get(event.uid), state.group
     if worker is None or event.uid not in group.ranks:
         return state
-    changes = {"failure": event.how, "progress": event.progress, "line": event.line}
+    changes = {"failure": event.how, "progress": event.progress}
     state = changed_worker(state, event.uid, **changes)
     body = {
         "index": worker.index,
@@ -84,12 +90,17 @@ def failed(state: LeadState, event: Failed, out: Out) -> LeadState:
         "pid": worker.pid,
         "how": event.how,
         "progress": event.progress,
-        "line": event.line,
         "call": event.call,
     }
     others = [w for w in members_of(state) if w.uid != event.uid and w.gone is None]
     out.append(Message(uids_of(others), "failed", body))
     return state
+
+
+def overdue(state: LeadState, event: Overdue, out: Out) -> LeadState:
+    """Gives up a member for which others wait."""
+    worker = state.workers.get(event.uid) or state.left.get(event.uid)
+    return state if worker is None else lose(state, worker, event.how, out)
 
 
 def stack(state: LeadState, event: Stack, out: Out) -> LeadState:
@@ -114,6 +125,7 @@ def status(state: LeadState, event: AskStatus, out: Out) -> LeadState:
                 "times": worker.times,
                 "silent": round(state.clock - worker.seen, 2),
                 "is_connected": worker.gone is None,
+                "waits": worker.uid in state.waiting,
             }
         )
     body = {"phase": state.group.phase.value, "generation": state.group.number}
@@ -131,13 +143,10 @@ def check_waits(state: LeadState, out: Out) -> LeadState:
     for key, each in state.comparisons.items():
         waited = state.clock - each.since
         missing = [w for w in members_of(state) if not _has(state, w, each)]
-        if waited > patience + _MORE:
+        comparisons[key] = each
+        if waited > patience + _MORE and not each.is_late:
             out.append(_late(state, key, each, missing))
-            continue
-        is_asked = each.is_asked or waited > min(_ASK, patience / 2)
-        if is_asked and not each.is_asked:
-            out.append(Message(uids_of(missing), "where", {}))
-        comparisons[key] = replace(each, is_asked=is_asked)
+            comparisons[key] = replace(each, is_late=True)
     return replace(state, comparisons=comparisons)
 
 

@@ -77,6 +77,7 @@ class Training:
         assert {step for step, _, _ in found} == {self.step}
         self.state = updated(self.state, sum(part for _, part, _ in found))
         self.step += 1
+        self.membership.finished(self.step)
         self._is_over = any(stop for _, _, stop in found)
 
     def _reform(self) -> None:
@@ -89,14 +90,16 @@ class Training:
     def _synchronize(self) -> None:
         """Takes the state of the worker that has finished the last step."""
         while True:
-            source = self.membership.generation.source
             own = [self.step or 0, self.state]
             try:
                 found = self.membership.group.gather_values("the state", own)
+                if self.step is not None or self.membership.generation.step is not None:
+                    self.membership.confirm()
             except WorkerError:
                 self._note(self.membership.reform(self.step))
                 continue
-            self.step, self.state = found[source or 0]
+            self.step, self.state = found[0]
+            self.membership.finished(self.step)
             write_members(self.folder, self.membership)
             return
 

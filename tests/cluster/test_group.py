@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -17,9 +16,7 @@ import pytest
 from harness.processes import assert_gone, wait_until
 
 from keras_strategies.cluster.group import WorkerGroup
-from keras_strategies.cluster.group.group_messages import MessageConnection
-from keras_strategies.cluster.group.hub import Hub
-from keras_strategies.cluster.group.hub_connection import listen
+from keras_strategies.cluster.group.lead_start import listen
 from keras_strategies.cluster.own_address import own_address
 from keras_strategies.cluster.resolvers.local_processes import free_addresses
 from keras_strategies.errors import ClusterError, WorkerError
@@ -37,89 +34,11 @@ def join_all(count, timeout=10.0, indices=None, same=None):
                 addresses,
                 index,
                 same[i] if same else SAME,
-                {"name": f"w{i}"},
                 timeout,
             )
             for i, index in enumerate(indices)
         ]
         return [future.exception(60) or future.result() for future in futures]
-
-
-def test_a_receiver_that_reads_nothing_does_not_delay_the_sender():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        sender = MessageConnection(socket.create_connection(server.getsockname()))
-        receiver = MessageConnection(server.accept()[0])
-    # More than the buffers of a connection take, in small messages and large ones.
-    sizes = [10, 5000, 2_000_000] * 20 + [10]
-    begin = time.monotonic()
-    for number, size in enumerate(sizes):
-        sender.send({"number": number}, b"x" * size)
-    assert time.monotonic() - begin < 5
-    found = [receiver.receive(timeout=10) for _ in sizes]
-    assert [header["number"] for header, _ in found] == list(range(len(sizes)))
-    assert [len(payload) for _, payload in found] == sizes
-    sender.close()
-    with pytest.raises(EOFError):
-        receiver.receive(timeout=10)
-    receiver.close()
-
-
-def test_a_handler_of_a_signal_may_send_while_it_interrupts_a_message(monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        sender = MessageConnection(socket.create_connection(server.getsockname()))
-        receiver = MessageConnection(server.accept()[0])
-    send_bytes = sender._connection.send_bytes
-
-    def interrupted(message):
-        monkeypatch.setattr(sender._connection, "send_bytes", send_bytes)
-        sender.send({"number": 1})
-        send_bytes(message)
-
-    monkeypatch.setattr(sender._connection, "send_bytes", interrupted)
-    thread = threading.Thread(target=sender.send, args=[{"number": 0}], daemon=True)
-    thread.start()
-    thread.join(10)
-    assert not thread.is_alive()
-    sender.send({"number": 2})
-    found = [receiver.receive(timeout=10)[0]["number"] for _ in range(3)]
-    assert found == [0, 1, 2]
-    sender.close()
-    receiver.close()
-
-
-def test_an_exchange_of_small_messages_needs_no_thread_that_sends():
-    before = set(threading.enumerate())
-    groups = join_all(3)
-    try:
-        with ThreadPoolExecutor(3) as pool:
-            for _ in range(5):
-                list(pool.map(lambda group: group.gather_values("x", 1), groups))
-        started = set(threading.enumerate()) - before
-        assert "group-sender" not in {thread.name for thread in started}
-    finally:
-        for group in reversed(groups):
-            group.leave()
-
-
-def test_a_probe_of_the_port_leaves_nothing_behind():
-    # As a readiness probe: a connection that says nothing.
-    before = set(threading.enumerate())
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = server.getsockname()
-        hub = Hub(server, "job", [f"127.0.0.1:{address[1]}"] * 2, timeout=60.0)
-        kept = len(set(threading.enumerate()) - before)
-        for _ in range(3):
-            socket.create_connection(address).close()
-        with socket.create_connection(address) as asked:
-            # Connections are accepted in turn.
-            asked.sendall(b"\0\0\0\2{}")
-            asked.settimeout(60)
-            assert asked.recv(1) == b""
-        wait_until(
-            lambda: len(set(threading.enumerate()) - before) == kept,
-            "the connections' threads have ended",
-        )
-        hub.close()
 
 
 def everywhere(groups, call):
@@ -138,7 +57,8 @@ def three():
 def test_workers_learn_of_one_another(three):
     for index, group in enumerate(three):
         assert (group.index, group.count) == (index, 3)
-        assert [member["name"] for member in group.members] == ["w0", "w1", "w2"]
+        assert [member["index"] for member in group.members] == [0, 1, 2]
+        assert {member["pid"] for member in group.members} == {os.getpid()}
         assert group.own_host == "127.0.0.1"
 
 
@@ -167,55 +87,6 @@ def test_large_payloads_arrive_whole(three):
     found = everywhere(three, lambda g: g.gather("x", bytes([g.index]) * 5_000_000))
     assert all(len(part) == 5_000_000 for parts in found for part in parts)
     assert [part[0] for part in found[1]] == [0, 1, 2]
-
-
-@pytest.fixture
-def sent(monkeypatch):
-    """Lengths of messages by kind and connection, while they are sent."""
-    lengths: dict[str, dict[int, list[int]]] = {}
-    send = MessageConnection.send_encoded
-
-    def counted(self, message):
-        kind = json.loads(message.partition(b"\n")[0])["kind"]
-        of_kind = lengths.setdefault(kind, {})
-        of_kind.setdefault(id(self), []).append(len(message))
-        send(self, message)
-
-    monkeypatch.setattr(MessageConnection, "send_encoded", counted)
-    return lengths
-
-
-@pytest.mark.parametrize("ours", [lambda g: 7, lambda g: 7 if g.is_chief else 8])
-def test_the_answer_of_equal_values_does_not_grow_with_the_workers(sent, ours):
-    longest = []
-    for count in (2, 4, 8, 32):
-        groups = join_all(count, timeout=60)
-        sent.clear()
-        found = everywhere(groups, lambda g: g.gather_values("a batch", ours(g)))
-        assert found == [[ours(group) for group in groups]] * count
-        answers = sent["gathered"].values()
-        assert len(answers) == count
-        longest.append(max(sum(each) for each in answers))
-        everywhere(groups, WorkerGroup.leave)
-    # The number of workers has one digit more.
-    assert max(longest) <= min(longest) + 2
-
-
-def test_beats_do_not_grow_with_the_workers_and_bring_the_times_of_all(sent):
-    groups = join_all(40, timeout=60)
-    for group in groups:
-        group.clock.begin()
-        time.sleep(0.001)
-        group.clock.end()
-    sent.clear()
-    wait_until(
-        lambda: all(each.steps for group in groups for each in group.times),
-        "every worker knows the times of all",
-    )
-    lengths = [length for each in sent["beat"].values() for length in each]
-    everywhere(groups, WorkerGroup.leave)
-    # 16 workers' times, of less than 60 bytes each.
-    assert max(lengths) < 16 * 60 + 100
 
 
 def test_the_chief_broadcasts(three):
@@ -336,14 +207,14 @@ def test_a_failure_is_told_to_the_others(three):
 
 def test_a_failure_after_a_gather_outlasts_a_slow_end_of_it(three, monkeypatch):
     """A slow worker reads the answer when another one has gone on, and failed."""
-    slow, check = three[0], three[0].check
+    slow = three[0]
+    compared = slow._client.compared
 
-    def check_later() -> None:
-        # It releases the lock for the thread that receives messages.
-        assert slow._condition.wait_for(lambda: slow._failure is not None, 20)
-        check()
+    def compared_later(*given):
+        assert slow.loss(20) is not None
+        return compared(*given)
 
-    monkeypatch.setattr(slow, "check", check_later)
+    monkeypatch.setattr(slow._client, "compared", compared_later)
 
     def work(group):
         group.barrier("a step")
@@ -415,10 +286,6 @@ def test_workers_stop_after_the_same_step(three):
 WORKER = """
 import sys, time
 from keras_strategies.cluster.group import WorkerGroup
-from keras_strategies.cluster.group.group_messages import MessageConnection
-from keras_strategies.cluster.group.hub import Hub
-from keras_strategies.cluster.group.hub_connection import listen
-from keras_strategies.cluster.own_address import own_address
 from keras_strategies.errors import WorkerError
 folder, index, *addresses = sys.argv[1:]
 group = WorkerGroup.join(addresses, int(index), {}, timeout=3.0)
@@ -547,7 +414,7 @@ def test_a_worker_that_ends_its_script_early_is_told_from_one_that_failed(leaver
 def test_calls_after_the_end_of_the_chiefs_script_say_so():
     chief, other = join_all(2)
     chief.leave()
-    wait_until(lambda: other.loss() is not None, "the chief's end was seen")
+    wait_until(lambda: other.left is not None, "the chief's end was seen")
     with pytest.raises(WorkerError, match="Every worker has to call"):
         other.gather("random numbers", b"")
     other.leave()

@@ -9,9 +9,9 @@ import sys
 import pytest
 
 from keras_strategies.cluster.group import WorkerGroup
-from keras_strategies.cluster.group.stalls import StallWatch
 from keras_strategies.cluster.resolvers.local_processes import free_addresses
 from keras_strategies.errors import WorkerError
+from keras_strategies.lead.stalls import StallWatch
 
 ABOUT = {"host": "10.0.0.7", "pid": 42, "progress": "step 4 of fit"}
 

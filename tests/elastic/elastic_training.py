@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from dataclasses import dataclass, field
@@ -156,6 +157,16 @@ class ElasticCluster:
         code, _ = process.wait(TIMEOUT)
         assert code in (-signal.SIGKILL, 128 + signal.SIGKILL), self.text()
 
+    def await_end_of_lead(self) -> None:
+        """Waits until another training can begin at the address of worker 0."""
+        host, _, port = self._settings.addresses[0].rpartition(":")
+
+        def is_free() -> bool:
+            with socket.socket() as probe:
+                return probe.connect_ex((host, int(port))) != 0
+
+        wait_until(is_free, "the lead has ended")
+
     def results(self) -> dict[int, Any]:
         """What the workers have at the end of training."""
         until = time.monotonic() + TIMEOUT
@@ -292,10 +303,12 @@ def await_newcomer(strategy: Any, folder: Path, step: int) -> None:
 
     def is_there() -> bool:
         membership = workers.actions.membership
-        members = {member.index for member in membership.generation.members}
+        members = set(membership.generation.members)
         new = {int(path.name[3:].split("-")[0]) for path in folder.glob("new*")}
         is_refused = any(folder.glob("failed*"))
-        return membership._listener.joining > 0 or bool(new & members) or is_refused
+        rows = membership._client.status()["workers"]
+        is_waiting = any(row["waits"] for row in rows)
+        return is_waiting or bool(new & members) or is_refused
 
     if workers.is_chief:
         wait_until(is_there, "a worker joins")

@@ -170,13 +170,7 @@ def test_a_stopped_worker_joins_again(run, victim):
     assert f"worker {victim} was lost at step" in run.text()
 
 
-@pytest.mark.parametrize(
-    "victim",
-    [
-        pytest.param(0, marks=pytest.mark.nightly, id="chief"),
-        pytest.param(1, marks=by_day_on("torch"), id="worker"),
-    ],
-)
+@pytest.mark.parametrize("victim", [pytest.param(1, marks=by_day_on("torch"))])
 def test_a_worker_with_its_cable_plugged_in_again_joins(run_on_hosts, hosts, victim):
     run = run_on_hosts
     run.wait_until_together({0, 1, 2})
@@ -187,6 +181,18 @@ def test_a_worker_with_its_cable_plugged_in_again_joins(run_on_hosts, hosts, vic
     run.end()
     run.states.assert_like_one_device()
     assert f"worker {victim} was lost at step" in run.text()
+
+
+@pytest.mark.nightly
+def test_without_the_machine_of_the_lead_the_others_end(run_on_hosts, hosts):
+    run = run_on_hosts
+    run.wait_until_together({0, 1, 2})
+    hosts.cut(0)
+    for worker in run.workers[1:]:
+        code, _ = worker.wait(TIMEOUT)
+        assert code == 1, run.text()
+        assert "has lost the lead at" in worker.text()
+        assert "ks.callbacks.Resume" in worker.text()
 
 
 @pytest.mark.nightly

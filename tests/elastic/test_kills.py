@@ -247,6 +247,7 @@ def test_snapshots_continue_on_a_new_chief_and_after_total_loss(cluster, steps):
     elastic.await_kill(1)
     elastic.await_kill(2)
     elastic.processes.pop(0).kill()
+    elastic.await_end_of_lead()
     for index in range(3):
         elastic.start(index, is_new=True)
     found = assert_like_one_device(elastic)

@@ -74,7 +74,7 @@ def join(settings: dict[str, Any], index: int, is_ready: bool = True) -> Members
 
 def write_members(folder: Path, membership: Membership) -> None:
     """Writes the members of the current generation."""
-    members = [member.index for member in membership.generation.members]
+    members = list(membership.generation.members)
     write(folder, "members", members)
 
 

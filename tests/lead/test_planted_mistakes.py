@@ -31,6 +31,8 @@ MISTAKES = [
     (decisions, "each.gone is None or each.gone >= limit", "each.gone is None"),
     (generations, "or (each.uid in ranks and not is_bound)", ""),
     (generations, "newest + 1 < state.completed", "False"),
+    (decisions, "state = _without_earlier(state, event.index)", "pass"),
+    (decisions, "if state.is_over or not state.has_run or None in gone:", "if True:"),
     # One generation at a time, of the right workers.
     (generations, "if _may_still_train(state, found):", "if False:"),
     (generations, "first.setdefault(each.index, each)", "first[each.uid] = each"),
@@ -66,8 +68,7 @@ MISTAKES = [
     (values, "if found.arrived == (1", "if len(found.values) == 3 or not (1"),
     (values, "state = files.chief_compares(state, event.number, out)", "pass"),
     (values, "return check_left(state, out)", "return state"),
-    (values, "if waited > patience + _MORE:", "if False:"),
-    (values, "if is_asked and not each.is_asked:", "if False:"),
+    (values, "if waited > patience + _MORE and not each.is_late:", "if False:"),
     (values, "event.generation != group.number or not", "not"),
     (files, "if len(same) >= wait.same:", "if files:"),
     (files, "if len(files) >= wait.calls:", "if False:"),
@@ -75,7 +76,6 @@ MISTAKES = [
 ]
 #: Those that random sequences find; others cost time, or only a single rule shows them.
 BY_SEQUENCES = [
-    "-1 if newest is None else newest + 1",
     "-_steps(w), ranks",
     "_without_waits(state), group=group",
     "found[: settings.most]",

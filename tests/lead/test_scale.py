@@ -110,7 +110,9 @@ def test_threads_memory_messages_and_bytes(group):
     assert lead.threads == 1
     assert lead.descriptors <= count + 16
     assert lead.megabytes < 64
-    assert set(workers.seen) <= {"facts", "welcome", "begin", "go"}
+    assert set(workers.seen) <= {"facts", "welcome", "arrival", "begin", "go"}
+    # To worker 0 alone.
+    assert workers.seen["arrival"] == count
     assert workers.seen["begin"] == workers.seen["go"] == count
     assert workers.bytes_of(lambda: compare(workers, count)) / count < 100
     assert workers.bytes_of(lambda: beat(workers, count)) / count < 60
@@ -128,6 +130,7 @@ def compare(workers, count):
 def beat(workers, count):
     for index in range(count):
         body = {"number": 1, "got": 0, "step": 0, "progress": "step 1", "times": []}
+        body["position"] = [[0], 0.0]
         workers.send(index, "beat", **body)
     workers.until("beat", count)
 

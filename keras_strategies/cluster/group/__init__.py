@@ -2,12 +2,12 @@
 
 The engines (XLA, Gloo, NCCL, TensorFlow's collectives) move tensors, but do not report
 which worker is missing or silent and at which step it was. So workers first connect to
-a small hub in the chief's process, the same on every backend, with messages of
-`multiprocessing.connection`. They exchange addresses, from which the engine is started,
+the lead (`keras_strategies/lead/`), the same on every backend, a process that worker 0
+starts at its address. They exchange addresses, from which the engine is started,
 compare versions and settings, and send heartbeats. No tensor of a step is sent this
 way.
 
-`membership.py` forms a new group when workers are lost or added.
+`membership.py` follows the generations of an elastic group.
 """
 
 from keras_strategies.cluster.group.worker_group import (

@@ -1,51 +1,40 @@
 """Generations of an elastic group of workers.
 
 A generation is a `WorkerGroup` of fixed members. When a worker is lost or a new one
-waits, the others end the generation and form the next one (`rendezvous.py`), in the
-same processes. The chief is the first worker of a generation: when it is lost, the next
-one takes over.
+waits, the lead ends the generation and begins the next one (`lead/`), in the same
+processes. The chief is the first worker of a generation, which has the state of
+training.
 """
 
 from __future__ import annotations
 
-import contextlib
-import socket
-import threading
+import os
 import time
 from dataclasses import dataclass
 from typing import Self
 
-from keras_strategies.cluster.group.group_messages import BEAT, MessageConnection
+from keras_strategies.cluster.group.alone import AloneClient
 from keras_strategies.cluster.group.group_settings import GroupSettings
-from keras_strategies.cluster.group.hub import Hub
-from keras_strategies.cluster.group.rendezvous import (
-    Formed,
-    GroupIsRunningError,
-    Rendezvous,
-)
-from keras_strategies.cluster.group.rendezvous_listener import RendezvousListener
+from keras_strategies.cluster.group.lead_start import connected, reap
 from keras_strategies.cluster.group.worker_group import WorkerGroup
+from keras_strategies.cluster.spec import split_address
 from keras_strategies.errors import WorkerError
+from keras_strategies.lead.client import LeadClient
+from keras_strategies.lead.client_state import (
+    GroupChanged,
+    JoinedGeneration,
+    Listener,
+    TrainingEnded,
+)
+from keras_strategies.lead.state import Settings
 
 # Seconds within which the loss behind a failed collective is reported.
 _LOSS_SECONDS = 2.0
-
-
-@dataclass(frozen=True)
-class Member:
-    """A worker of a generation.
-
-    Args:
-        index: int, its number in the cluster, the same in all generations.
-        uid: str, its process.
-        step: int, the last step that it has finished; None without training state.
-        host: str, its address.
-    """
-
-    index: int
-    uid: str
-    step: int | None
-    host: str
+_TICK = 0.05
+_ENDED = (
+    "The workers that trained have ended, so this one cannot join them. Restart all "
+    "workers."
+)
 
 
 @dataclass(frozen=True)
@@ -53,35 +42,35 @@ class Generation:
     """The workers between two changes.
 
     Args:
-        number: int, counted from 0.
+        number: int, counted from 1.
         rank: int, this worker's place in `members`.
-        members: the workers, by rank; the first is the chief.
+        members: the workers' numbers in the cluster, by rank; the first is the chief.
+        step: int, the last finished step; None if no worker has training state.
+        behind: ranks of the workers that need the state of the chief.
         lost: indices of the previous generation's workers that are not members.
         joined: indices of the members that were not in the previous generation.
     """
 
     number: int
     rank: int
-    members: tuple[Member, ...]
+    members: tuple[int, ...]
+    step: int | None
+    behind: tuple[int, ...]
     lost: tuple[int, ...]
     joined: tuple[int, ...]
 
-    @property
-    def step(self) -> int | None:
-        """The last finished step of all; None if no worker has training state."""
-        return max((m.step for m in self.members if m.step is not None), default=None)
-
-    @property
-    def source(self) -> int | None:
-        """Rank of the worker with the state after `step`; None without one."""
-        steps = [member.step for member in self.members]
-        return None if self.step is None else steps.index(self.step)
-
-    @property
-    def behind(self) -> tuple[int, ...]:
-        """Ranks of the workers that need the state of `source`."""
-        ranks = enumerate(self.members)
-        return tuple(rank for rank, each in ranks if each.step != self.step)
+    @classmethod
+    def of(cls, found: JoinedGeneration) -> Self:
+        """The generation that the lead has begun."""
+        return cls(
+            found.number,
+            found.rank,
+            found.members,
+            found.step,
+            found.behind,
+            found.lost,
+            found.joined,
+        )
 
     def __str__(self) -> str:
         at = "" if self.step is None else f" after step {self.step}"
@@ -119,16 +108,34 @@ class Membership:
     ...     may_begin = False
     >>> if not may_begin:
     ...     generation = membership.reform(step)
+    ...     synchronize(generation)
+    ...     membership.confirm()
     """
 
     def __init__(self, settings: GroupSettings):
-        self._limits = settings.limits
-        self._lock = threading.Lock()
+        self._settings, limits = settings, settings.limits
+        lead = Settings(
+            len(settings.addresses),
+            limits.min_workers,
+            limits.max_workers,
+            limits.rejoin,
+            timeout=limits.timeout,
+            patience=limits.patience,
+            addresses=tuple(settings.addresses),
+        )
+        host, port = split_address(settings.addresses[0])
+        self._client: LeadClient = connected(
+            host,
+            [port],
+            settings.index,
+            lead,
+            settings.same,
+            settings.job_id,
+            limits.patience,
+            Listener(),
+        )
         self._group: WorkerGroup | None = None
         self._generation: Generation | None = None
-        self._is_agreed = False
-        self._listener = RendezvousListener(settings, self._end, self._newcomer)
-        self._rendezvous = Rendezvous(self._listener)
 
     @classmethod
     def join(cls, settings: GroupSettings, *, is_ready: bool = True) -> Self:
@@ -142,16 +149,22 @@ class Membership:
             A `Membership`.
 
         Raises:
-            ClusterError: if this worker cannot listen at its address, two workers have
-                one index, or workers disagree.
+            ClusterError: if worker 0 cannot listen at its address, two workers have one
+                index, or workers disagree.
             WorkerError: if fewer than `limits.min_workers` connect in time.
         """
-        membership = cls(settings)
         try:
-            try:
-                membership.reform(None, is_ready=is_ready)
-            except GroupIsRunningError:
+            membership = cls(settings)
+        except TrainingEnded as error:
+            raise WorkerError(_ENDED) from error
+        try:
+            if membership._client.is_running and not is_ready:
                 membership.begin_alone()
+                return membership
+            generation = membership.reform(None)
+            if generation.step is None:
+                # All workers begin with the chief's weights.
+                membership.confirm()
         except BaseException:
             membership.leave()
             raise
@@ -181,47 +194,49 @@ class Membership:
                 step and call `reform`.
         """
         self.group.check()
-        may_begin = self.group.begin_step()
-        self._is_agreed = not may_begin
-        return may_begin
+        return self.group.begin_step()
 
     @property
     def count(self) -> int:
         """int, the workers of the cluster, members or not."""
-        return len(self._listener.addresses)
+        return len(self._settings.addresses)
 
     @property
     def is_member(self) -> bool:
         """bool, whether this worker is in the group of the others."""
         return self._generation is not None
 
+    @property
+    def is_excluded(self) -> bool:
+        """bool, whether the others may train without this worker by now."""
+        return self._client.is_excluded
+
     def begin_alone(self) -> None:
         """Begins a group of this worker, while the others train without it."""
-        listener = self._listener
-        listener.forget()
-        info = {**listener.info, "index": listener.index, "host": listener.host}
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            connection = MessageConnection(
-                socket.create_connection(server.getsockname())
-            )
-            served = MessageConnection(server.accept()[0])
-        hub = Hub.over([served], [info], self._limits.timeout)
-        listener.start(hub.serve, 0, served)
-        hub.welcome({})
-        group = WorkerGroup.over(
-            0, [info], connection, hub, self._limits.timeout, self._limits.patience
+        limits, client = self._settings.limits, self._client
+        alone = AloneClient(
+            self._settings.index,
+            client.own_host,
+            os.getpid(),
+            limits.timeout,
+            limits.patience,
         )
-        with self._lock:
-            self._group, self._generation = group, None
-        self._rendezvous.only_joins = True
+        self._group, self._generation = WorkerGroup.over(alone), None
+
+    def finished(self, step: int) -> None:
+        """Tells the lead of the last step that this worker has finished."""
+        self._client.step = step
 
     def is_broken(self) -> bool:
         """Whether a worker is lost, after a call has raised `WorkerError`.
 
         A worker that has reported its failure is lost when its process ends.
         """
+        if self._generation is None:
+            return False
         until = time.monotonic() + _LOSS_SECONDS
-        failed_until = time.monotonic() + self._limits.timeout
+        failed_until = time.monotonic() + self._settings.limits.timeout
+        self._client.is_broken(0.0)
         while True:
             try:
                 self.group.check()
@@ -230,91 +245,54 @@ class Membership:
             has_failed = self.group.loss() is not None
             if time.monotonic() > (failed_until if has_failed else until):
                 return False
-            time.sleep(BEAT / 5)
+            time.sleep(_TICK)
 
-    def reform(
-        self, step: int | None, *, is_ready: bool = True, admits: bool = True
-    ) -> Generation:
-        """Forms the next generation with all workers that are alive or wait.
+    def reform(self, step: int | None, *, admits: bool = True) -> Generation:
+        """Leaves the generation, and waits for the next one.
 
         Args:
             step: int, the last step that this worker has finished, counted from the
                 start of training; its state must be the one after this step. None
                 without training state.
-            is_ready: bool, whether this worker can join a group that trains without it.
             admits: bool, whether new workers can begin after `step`; otherwise they
                 wait for a later generation.
 
         Returns:
-            A `Generation`; the workers in `behind` need the state of `source`.
+            A `Generation`; the workers in `behind` need the state of the chief. Then
+            call `confirm`.
 
         Raises:
-            GroupIsRunningError: if the others train without this worker, and it is not
-                ready; call `begin_alone`.
-            WorkerError: if there are fewer than `min_workers` for too long, or a larger
-                part of the workers may continue without this one.
+            WorkerError: if training cannot continue: there are fewer than `min_workers`
+                for too long, or no worker has the state.
         """
-        silent = None
         if self._group is not None:
-            if self._is_agreed:
-                self._wait_for_last_step(self._group)
-            silent = self._silent(self._group)
-            self._group.abandon()
-            self._is_agreed = False
-        formed = self._rendezvous.form(step, silent, is_ready=is_ready, admits=admits)
-        self._rendezvous.only_joins = False
-        generation = self._begin_generation(formed)
-        self._newcomer()
-        return generation
+            self._group.close()
+        try:
+            found = self._client.next_generation(step, admits=admits)
+        except TrainingEnded as error:
+            raise WorkerError(_ENDED) from error
+        self._group = WorkerGroup.over(self._client)
+        self._generation = Generation.of(found)
+        return self._generation
 
-    def _silent(self, group: WorkerGroup) -> int | None:
-        loss = group.loss()
-        if loss is None or not loss.is_silent:
-            return None
-        return self.generation.members[loss.index].index
+    def confirm(self) -> None:
+        """Tells that this worker has the state of the generation.
 
-    def _wait_for_last_step(self, group: WorkerGroup) -> None:
-        # Workers close their connections only after all have finished the last step.
-        with contextlib.suppress(WorkerError):
-            group.barrier("the end of a generation")
+        Raises:
+            WorkerError: if a worker was lost meanwhile.
+        """
+        try:
+            self._client.confirm(self.generation.step)
+        except GroupChanged as error:
+            raise WorkerError(str(error)) from error
 
-    def _begin_generation(self, formed: Formed) -> Generation:
-        facts = formed.facts
-        members = facts["members"]
-        uids = [each["uid"] for each in members]
-        rank = uids.index(self._listener.uid)
-        timeout = self._limits.timeout
-        group = WorkerGroup.over(
-            rank, members, formed.connection, formed.hub, timeout, self._limits.patience
-        )
-        previous = {int(index): uid for index, uid in facts["previous"]}
-        stayed = {each["index"] for each in members if each["uid"] in previous.values()}
-        generation = Generation(
-            facts["generation"],
-            rank,
-            tuple(Member(m["index"], m["uid"], m["step"], m["host"]) for m in members),
-            tuple(sorted(set(previous) - stayed)),
-            tuple(m["index"] for m in members if m["index"] not in stayed),
-        )
-        with self._lock:
-            self._group, self._generation = group, generation
-        return generation
+    def leave(self, how: str = "") -> None:
+        """Leaves the group; the others continue without this worker.
 
-    def _end(self, generation: int) -> None:
-        with self._lock:
-            group, current = self._group, self._generation
-        if group is not None and current is not None and current.number == generation:
-            group.end("the other workers form another group")
-
-    def _newcomer(self) -> None:
-        """Requests the end of the generation if a worker waits at this chief."""
-        with self._lock:
-            group = self._group
-        if group is not None and self._listener.joining > 0:
-            group.request_stop()
-
-    def leave(self) -> None:
-        """Leaves the group; the others continue without this worker."""
-        self._listener.close()
+        Args:
+            how: str, the reason, if its script has not come to its end.
+        """
         if self._group is not None:
-            self._group.leave()
+            self._group.close()
+        self._client.leave(is_complete=not how, how=how)
+        reap(0.5)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 import threading
 import time
@@ -13,18 +15,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from keras_strategies.cluster.group.chief_saves import SaveWait
-from keras_strategies.cluster.group.group_messages import (
-    BEAT,
-    EXITED,
-    NO_ARRIVAL,
-    NO_HEARTBEAT,
-    MessageConnection,
-    Silence,
-)
-from keras_strategies.cluster.group.hub import Hub
-from keras_strategies.cluster.group.hub_connection import connect, listen
-from keras_strategies.cluster.group.stalls import main_thread_place
+from keras_strategies.cluster.group.alone import AloneClient
+from keras_strategies.cluster.group.lead_start import connected, reap
 from keras_strategies.cluster.group.step_clock import (
     StepClock,
     StepTimes,
@@ -32,8 +24,20 @@ from keras_strategies.cluster.group.step_clock import (
     slow_workers,
 )
 from keras_strategies.cluster.spec import split_address
+from keras_strategies.cluster.startup_report import Progress
 from keras_strategies.errors import ClusterError, WorkerError
+from keras_strategies.lead.client import LeadClient
+from keras_strategies.lead.client_state import GroupChanged, Listener, TrainingEnded
+from keras_strategies.lead.connection import BEAT
+from keras_strategies.lead.state import (
+    EXITED,
+    NO_ARRIVAL,
+    NO_HEARTBEAT,
+    Loss,
+    Settings,
+)
 
+_logger = logging.getLogger("keras_strategies.cluster")
 # Number of ports after the first address's at which the hub may listen (see `join`).
 _MORE_PORTS = 16
 # Seconds after the report of a failure in which a wait for other workers may end: the
@@ -63,6 +67,7 @@ class LostWorker:
         progress: str, its last step, such as `"step 12 of fit"`.
         host: str, its address.
         pid: int, its process.
+        late: str, a sentence about the time of its steps; may be empty.
     """
 
     index: int
@@ -70,6 +75,13 @@ class LostWorker:
     progress: str
     host: str
     pid: int
+    late: str = ""
+
+    @classmethod
+    def of(cls, loss: Loss) -> LostWorker:
+        """A worker of a generation that the lead has lost."""
+        index = loss.worker if loss.rank < 0 else loss.rank
+        return cls(index, loss.how, loss.progress, loss.host, loss.pid, loss.late)
 
     @property
     def is_silent(self) -> bool:
@@ -89,52 +101,55 @@ class LostWorker:
         )
 
 
-class WorkerGroup:
-    """The connected workers of a cluster.
+class _Starting(Listener):
+    """Reports the workers that connect before training, in the process of worker 0."""
+
+    def __init__(self, addresses: list[str]):
+        self._addresses = addresses
+        self._progress = Progress()
+        count = len(addresses)
+        self._progress.report(f"waiting for {count} workers at {addresses[0]}")
+
+    def arrived(self, index: int, count: int) -> None:
+        self._progress.report(
+            f"worker {index} is ready at {self._addresses[index]}, {count} of "
+            f"{len(self._addresses)}"
+        )
+
+
+class WorkerGroup(Listener):
+    """The connected workers of a cluster, in one generation.
 
     Use `join`.
 
     Args:
-        index: int, the number of this worker; 0 is the chief.
-        members: the information of each worker; `"host"` is its address.
-        connection: the connection to the hub.
-        hub: the hub, in the chief's process.
-        timeout: float, seconds without a heartbeat until a worker is lost.
-        patience: float, seconds to wait for workers that are alive; None for `timeout`.
+        client: the connection to the lead, in the generation of the group.
     """
 
-    def __init__(
-        self,
-        index: int,
-        members: list[dict[str, Any]],
-        connection: MessageConnection,
-        hub: Hub | None,
-        timeout: float,
-        patience: float | None = None,
-    ):
-        self.index = index
-        self.members = members
-        self.count = len(members)
-        self.timeout = timeout
-        self.patience = timeout if patience is None else max(timeout, patience)
-        #: Progress of this worker, such as "step 12 of fit", sent to the others.
-        self.progress = ""
+    def __init__(self, client: LeadClient | AloneClient):
+        self._client = client
+        self._generation = generation = client.generation
+        self.index = generation.rank
+        #: The index, host and process of each worker.
+        self.members: list[dict[str, Any]] = [
+            {"index": index, "host": host, "pid": pid}
+            for index, host, pid in zip(
+                generation.members, generation.hosts, generation.pids, strict=True
+            )
+        ]
+        self.count = len(self.members)
+        self.timeout, self.patience = client.timeout, client.patience
         # The steps that have begun since the last collective of the group.
         self._steps_since = 0
         # The last report about awaited workers, and this worker's position then.
         self._stall: tuple[str, list[int]] = ("", [])
         self.clock = StepClock()
-        #: Times of all workers' last steps, by index, from their heartbeats.
-        self.times = (StepTimes(),) * self.count
-        self._connection = connection
-        self._hub = hub
-        self._numbers: dict[str, int] = {}
+        self._times: tuple[Any, tuple[StepTimes, ...]] = (None, ())
+        self._position = 0
         self._condition = threading.Condition()
-        self._results: dict[tuple[str, int], tuple[dict[str, Any], bytes]] = {}
-        # Names of files that were saved since the last collective, and its number.
-        self._saves: tuple[int, list[str]] = (0, [])
-        self._saved: dict[tuple[int, int], str | None] = {}
         self._loss: LostWorker | None = None
+        # The reason for the end without a lost worker.
+        self._end_text = ""
         #: The last worker that has come to the end of its script.
         self.left: LostWorker | None = None
         self._failure: LostWorker | None = None
@@ -144,16 +159,12 @@ class WorkerGroup:
         # The number of calls of methods that have begun, and those under way.
         self._calls = 0
         self._open_calls: list[int] = []
-        self._silence = Silence()
-        self._chief_progress = ""
-        self._is_stopping = False
-        self._begun = 0
-        self._last_step: int | None = None
-        self._closed = threading.Event()
+        self._is_closed = False
         self._on_loss: list[Callable[[LostWorker], None]] = []
         self._on_failure: list[Callable[[], None]] = []
-        for target in (self._read, self._beat):
-            threading.Thread(target=target, name="group", daemon=True).start()
+        client.listener = self
+        if (end := client.end) is not None:
+            self.ended(*end)
 
     # Rendezvous.
 
@@ -163,26 +174,24 @@ class WorkerGroup:
         addresses: list[str],
         index: int,
         same: dict[str, Any],
-        info: dict[str, Any] | None = None,
         timeout: float = 300.0,
         *,
         job: str | None = None,
         shares_port: bool = False,
         absence: Callable[[], str | None] = lambda: None,
     ) -> WorkerGroup:
-        """Connects to the hub and waits for all workers.
+        """Connects to the lead and waits for all workers.
 
         Args:
-            addresses: the workers' addresses; the first is the chief's, where the hub
-                listens.
+            addresses: the workers' addresses; the first is the chief's, where it starts
+                the lead.
             index: int, the number of this worker.
             same: dict of values that must agree on all workers, by name.
-            info: dict, further information for the other workers.
             timeout: float, seconds to wait, and between heartbeats later.
             job: str, identifies this cluster among others at the same address; None to
                 use the addresses.
             shares_port: bool, whether another program listens at the chief's port, as
-                under torchrun; the hub then uses one of the next ports.
+                under torchrun; the lead then uses one of the next ports.
             absence: callable, says on the chief why a worker cannot come, which ends
                 the wait with an error; None while all may.
 
@@ -197,34 +206,47 @@ class WorkerGroup:
         name = job or hashlib.sha256(json.dumps(addresses).encode()).hexdigest()[:16]
         host, port = split_address(addresses[0])
         shift = range(1, _MORE_PORTS) if shares_port else range(1)
+        settings = Settings(
+            len(addresses),
+            is_fixed=True,
+            timeout=timeout,
+            patience=timeout,
+            addresses=tuple(addresses),
+        )
+        listener = _Starting(addresses) if index == 0 else Listener()
         ports = [port + each for each in shift]
-        hub = None
-        if index == 0:
-            hub = Hub(listen(host, ports), name, addresses, timeout, absence)
-        own = {**(info or {}), "same": same, "pid": os.getpid()}
-        hello = {"kind": "hello", "job": name, "index": index, "info": own}
+        client = connected(host, ports, index, settings, same, name, timeout, listener)
+
+        def check_absence() -> None:
+            if index == 0 and (why := absence()) is not None:
+                client.report_absence(why)
+
         try:
-            connection, members = connect(host, ports, hello, timeout)
+            client.next_generation(None, meanwhile=check_absence)
+            client.confirm(None)
+        except (GroupChanged, TrainingEnded) as error:
+            client.leave()
+            raise WorkerError(str(error)) from error
         except BaseException:
-            if hub is not None:
-                hub.close()
+            client.leave()
             raise
-        return cls.over(index, members, connection, hub, timeout)
+        return cls.over(client)
 
     @classmethod
-    def over(
-        cls,
-        index: int,
-        members: list[dict[str, Any]],
-        connection: MessageConnection,
-        hub: Hub | None,
-        timeout: float,
-        patience: float | None = None,
-    ) -> WorkerGroup:
-        """The group of a worker that is connected to the hub (see the constructor)."""
-        group = cls(index, members, connection, hub, timeout, patience)
+    def over(cls, client: LeadClient | AloneClient) -> WorkerGroup:
+        """The group of a worker's current generation."""
+        group = cls(client)
         _joined.append(group)
         return group
+
+    @property
+    def progress(self) -> str:
+        """str, of this worker, such as "step 12 of fit", sent to the others."""
+        return self._client.progress
+
+    @progress.setter
+    def progress(self, text: str) -> None:
+        self._client.progress = text
 
     @property
     def own_host(self) -> str:
@@ -253,67 +275,59 @@ class WorkerGroup:
         Raises:
             WorkerError: if a worker is lost, or gathers something else.
         """
-        runs = self._gather_runs(what, payload, stream)
-        return [part for part, count in runs for _ in range(count)]
+        text = base64.b64encode(payload).decode()
+        return self._exchange(what, text, stream, base64.b64decode)
 
-    def _gather_runs(
-        self, what: str, payload: bytes, stream: str
-    ) -> list[tuple[bytes, int]]:
-        """As `gather`: parts, each with the number of workers in a row that have it."""
-        number = self._numbers.get(stream, 0)
-        self._numbers[stream] = number + 1
+    def _exchange(
+        self, what: str, text: str, stream: str, parse: Callable[[str], Any]
+    ) -> list[Any]:
         if not stream:
             self._steps_since = 0
-        key = (stream, number)
-        header = {
-            "kind": "gather",
-            "stream": stream,
-            "number": number,
-            "what": what,
-            "progress": self.progress,
-        }
-        self._connection.send(header, payload)
-        until = time.monotonic() + self.patience
+            self._position += 1
         # Waits of other threads, such as for a later batch, delay no step.
         wait = contextlib.nullcontext() if stream else self.clock.waiting()
-        with wait, self._condition:
-            while key not in self._results:
-                self.check()
-                if (failure := self.failure_since(FAILURE_GRACE)) is not None:
-                    raise WorkerError(self.describe(failure))
-                if time.monotonic() > until:
-                    # The loss of a stopped worker is detected a moment later.
-                    self.loss(wait=2.0)
-                    self.check()
-                    raise WorkerError(
-                        f"Not all workers reached {what!r} within {self.patience:g} "
-                        "s. " + self._hint()
-                    )
-                self._condition.wait(BEAT)
-            answer, joined = self._results.pop(key)
-        runs, other, start = [], 0, 0
-        for other_what, size, count in answer["runs"]:
-            if other_what != what:
-                raise WorkerError(
-                    f"Worker {self.index} is at {what!r} but worker {other} is at "
-                    f"{other_what!r}. All workers must make the same calls in the "
-                    "same order; check for branches that depend on the worker's "
-                    "index or its data."
-                )
-            runs.append((joined[start : start + size], count))
-            other, start = other + count, start + size
-        return runs
+        with wait, self._lead_errors():
+            offered = self._client.offer(what, text, stream)
+            found = self._client.compared(offered, self._check_failure)
+        values: list[Any] = [None] * self.count
+        for value, ranks in found:
+            parsed = parse(value)
+            for rank in ranks:
+                values[rank] = parsed
+        return values
+
+    @contextlib.contextmanager
+    def _lead_errors(self) -> Iterator[None]:
+        """Context of a call of the client, with errors as those of the group."""
+        self.check()
+        if self._client.generation is not self._generation:
+            raise WorkerError("The workers form another group.")
+        try:
+            yield
+        except (GroupChanged, TrainingEnded) as error:
+            self._ended_by(str(error))
+            raise WorkerError(self._error_text(str(error))) from error
+        except WorkerError as error:
+            if self._loss is not None or self._end_text:
+                raise WorkerError(self._error_text(error.text)) from error
+            if error.text.startswith("Not all workers"):
+                raise WorkerError(f"{error.text} {self._hint()}".rstrip()) from error
+            raise
+
+    def _error_text(self, text: str) -> str:
+        return text if self._loss is None else self.describe(self._loss)
+
+    def _check_failure(self) -> None:
+        if (failure := self.failure_since(FAILURE_GRACE)) is not None:
+            raise WorkerError(self.describe(failure))
 
     def _hint(self) -> str:
-        if self._failure is not None:
-            return str(self._failure)
-        hint = "CommunicationOptions(timeout_seconds=...) sets this timeout."
-        return f"{self.stall} {hint}".lstrip()
+        return self.stall if self._failure is None else str(self._failure)
 
     @property
     def position(self) -> list[int]:
         """list of int that grows; equal where workers have made the same calls."""
-        return [self._numbers.get("", 0), self._steps_since]
+        return [self._position, self._steps_since]
 
     def count_steps(self, count: int) -> None:
         """Counts steps that have begun, or with a negative number have not."""
@@ -327,9 +341,7 @@ class WorkerGroup:
 
     def gather_values(self, what: str, value: Any, stream: str = "") -> list[Any]:
         """Every worker's JSON value, on every worker."""
-        runs = self._gather_runs(what, json.dumps(value).encode(), stream)
-        values = [(json.loads(part), count) for part, count in runs]
-        return [value for value, count in values for _ in range(count)]
+        return self._exchange(what, json.dumps(value), stream, json.loads)
 
     def broadcast(self, what: str, payload: bytes | None) -> bytes:
         """The chief's bytes on every worker."""
@@ -363,10 +375,7 @@ class WorkerGroup:
             path: str; empty for targets that are not files.
             error: str, the reason why saving failed.
         """
-        position, name = self._numbers.get("", 0), os.path.basename(path)
-        self._connection.send(
-            {"kind": "saved", "position": position, "name": name, "error": error}
-        )
+        self._client.saved(os.path.basename(path), error)
 
     def wait_saved(self, path: str) -> None:
         """Waits for the chief's call that corresponds to one of this worker.
@@ -377,46 +386,14 @@ class WorkerGroup:
         Raises:
             WorkerError: if the chief is lost, fails, or does not make the call.
         """
-        position, name = self._numbers.get("", 0), os.path.basename(path)
-        if self._saves[0] != position:
-            self._saves = (position, [])
-        names = self._saves[1]
-        names.append(name)
-        wait = SaveWait(self.index, position, name, names.count(name), len(names))
-        key = (position, wait.calls)
-        with self.clock.waiting():
-            for any_name, seconds in ((False, self.patience), (True, 2.0)):
-                wait = dataclasses.replace(wait, any_name=any_name)
-                self._connection.send(
-                    {"kind": "await_save", **dataclasses.asdict(wait)}
-                )
-                if self._await_saved(key, seconds):
-                    break
-            else:
-                raise WorkerError(
-                    f"The chief, worker 0, did not save {path!r} within "
-                    f"{self.patience:g} s. {self._hint()}"
-                )
-        problem = self._saved.pop(key)
-        if problem is not None:
-            raise WorkerError(
-                f"Worker {self.index} waited for the chief, worker 0, which saves "
-                f"{path!r} for all workers: {problem}."
-            )
-
-    def _await_saved(self, key: tuple[int, int], seconds: float) -> bool:
-        until = time.monotonic() + seconds
-        with self._condition:
-            while key not in self._saved and time.monotonic() < until:
-                self.check()
-                self._condition.wait(BEAT)
-            return key in self._saved
+        with self.clock.waiting(), self._lead_errors():
+            self._client.wait_saved(os.path.basename(path))
 
     # Stop after a common step.
 
     def request_stop(self) -> None:
         """Requests that all workers stop after the same step; from any thread."""
-        self._connection.send({"kind": "stop"})
+        self._client.request_stop()
 
     def begin_step(self) -> bool:
         """Requests permission for another step.
@@ -430,19 +407,12 @@ class WorkerGroup:
         Raises:
             WorkerError: if a worker is lost.
         """
-        with self._condition:
-            while self._is_stopping and self._last_step is None:
-                self.check()
-                self._condition.wait(BEAT)
-            if self._last_step is not None and self._begun >= self._last_step:
-                return False
-            self._begun += 1
-            return True
+        with self._lead_errors():
+            return self._client.begin_step()
 
     def resume(self) -> None:
         """Clears the request to stop, and counts steps from 0 again."""
-        with self._condition:
-            self._is_stopping, self._last_step, self._begun = False, None, 0
+        self._client.resume_steps()
 
     # Heartbeats and losses.
 
@@ -450,6 +420,8 @@ class WorkerGroup:
         """Raises `WorkerError` if a worker is lost."""
         if self._loss is not None:
             raise WorkerError(self.describe(self._loss))
+        if self._end_text:
+            raise WorkerError(self._end_text)
 
     def describe(self, loss: LostWorker) -> str:
         """Message about a loss."""
@@ -457,11 +429,27 @@ class WorkerGroup:
         own += f", at {self.progress}." if self.progress else "."
         if loss.has_exited:
             return f"{loss}{own} {_SAME_CALLS}"
-        late = self.lateness(loss.index)
         return (
-            f"{loss}{late}{own} Training cannot continue without it. Restart all "
+            f"{loss}{loss.late}{own} Training cannot continue without it. Restart all "
             "workers; with ks.callbacks.Resume they continue at their last snapshot."
         )
+
+    @property
+    def times(self) -> tuple[StepTimes, ...]:
+        """Times of all workers' last steps, by index.
+
+        The chief has them from heartbeats, the others from the lead.
+        """
+        known = self._client.times_of
+        if not self.is_chief:
+            with self._lead_errors():
+                rows = self._client.status()["workers"]
+            known = {row["rank"]: row["times"] for row in rows}
+        elif known is self._times[0]:
+            return self._times[1]
+        times = tuple(_step_times(known.get(i)) for i in range(self.count))
+        self._times = (known, times)
+        return times
 
     def slow_workers(self) -> list[int]:
         """Indices of workers that take twice the median of the others over 20 steps."""
@@ -506,9 +494,8 @@ class WorkerGroup:
     def report(self, error: BaseException) -> None:
         """Reports the error by which this worker leaves a call to the others."""
         text = f"{type(error).__name__}: {error}".splitlines()[0]
-        call = self._open_calls[-1] if self._open_calls else 0
-        self._connection.send(
-            {"kind": "failed", "how": text, "progress": self.progress, "call": call}
+        self._client.report_failure(
+            text, self._open_calls[-1] if self._open_calls else 0
         )
 
     def failure_since(self, seconds: float) -> LostWorker | None:
@@ -522,143 +509,88 @@ class WorkerGroup:
         """Calls `callback`, on a thread, when a worker has reported its failure."""
         self._on_failure.append(callback)
 
-    def leave(self) -> None:
-        """Leaves the group."""
-        if self._closed.is_set():
-            return
-        self._closed.set()
+    def close(self) -> None:
+        """This worker takes no part in the group any longer."""
+        self._is_closed = True
         if self in _joined:
             _joined.remove(self)
-        self._connection.send({"kind": "bye"})
-        if self._hub is not None:
-            # The others may still send messages.
-            time.sleep(2 * BEAT)
-            self._hub.close()
-        self._connection.close()
+
+    def leave(self) -> None:
+        """Leaves the cluster."""
+        if self._is_closed:
+            return
+        self.close()
+        self._client.leave()
+        reap(0.5)
 
     def abandon(self) -> None:
-        """Ends the group at once: the others see the end of the connection."""
-        if self._closed.is_set():
-            return
-        with self._condition:
-            self._closed.set()
-            if self._loss is None:
-                self._loss = self._own_loss("it left the group")
-            self._condition.notify_all()
-        if self in _joined:
-            _joined.remove(self)
-        if self._hub is not None:
-            self._hub.close(abort=True)
-        self._connection.abort()
+        """Ends the connection at once, as the end of the process does."""
+        self.close()
+        self._client.abandon()
+        self._ended_by("it left the group")
 
     def end(self, how: str) -> None:
         """Ends all calls that wait for other workers, with an error."""
-        self._lost(self._own_loss(how))
+        self._ended_by(how)
+
+    def _ended_by(self, how: str) -> None:
+        with self._condition:
+            if self._loss is None:
+                self._end_text = self._end_text or how
+            self._condition.notify_all()
+
+    # What the lead tells (see `Listener`).
+
+    def own_times(self) -> tuple[float, ...]:
+        return dataclasses.astuple(self.clock.times)
+
+    def position_and_wait(self) -> tuple[list[int], float]:
+        return self.position, self.clock.wait_seconds
+
+    def ended(self, how: str, loss: Loss | None) -> None:
+        lost = None if loss is None else LostWorker.of(loss)
+        with self._condition:
+            if self._loss is not None or self._end_text or self._is_closed:
+                return
+            if lost is None:
+                self._end_text = how
+            self._loss = lost
+            self._condition.notify_all()
+        own = lost or self._own_loss(how)
+        for callback in self._on_loss:
+            callback(own)
 
     def _own_loss(self, how: str) -> LostWorker:
         own = self.members[self.index]
         host, pid = str(own["host"]), int(own["pid"])
         return LostWorker(self.index, how, self.progress, host, pid)
 
-    def _beat(self) -> None:
-        while not self._closed.wait(BEAT):
-            times = dataclasses.astuple(self.clock.times)
-            beat = {
-                "kind": "beat",
-                "progress": self.progress,
-                "times": times,
-                "position": [self.position, self.clock.wait_seconds],
-            }
-            self._connection.send(beat)
-            silent = self._silence.count()
-            if silent > self.timeout:
-                self._chief_lost(f"{NO_HEARTBEAT} for {silent:.0f} s")
-
-    def _chief_lost(self, how: str) -> None:
-        chief = self.members[0]
-        place = str(chief["host"]), int(chief["pid"])
-        progress = self._chief_progress
-        if self._failure is not None and self._failure.index == 0:
-            # Its own failure report has more details than the lost connection.
-            how, progress = self._failure.how, self._failure.progress
-        elif self.left is not None and self.left.index == 0:
-            how, progress = self.left.how, self.left.progress
-        self._lost(LostWorker(0, how, progress, *place))
-
-    def _lost(self, loss: LostWorker) -> None:
+    def failed(self, report: dict[str, Any]) -> None:
+        names = ("how", "progress", "host", "pid")
+        failure = LostWorker(report["rank"], **{name: report[name] for name in names})
         with self._condition:
-            if self._loss is not None or self._closed.is_set():
-                return
-            self._loss = loss
+            self._failure, self._failed_at = failure, time.monotonic()
+            self._failed_call = report["call"]
             self._condition.notify_all()
-        for callback in self._on_loss:
-            callback(loss)
+        for callback in self._on_failure:
+            callback()
 
-    def _read(self) -> None:
-        try:
-            while not self._closed.is_set():
-                received = self._connection.receive()
-                if received is not None:
-                    self._silence.reset()
-                    self._handle(*received)
-        except EOFError:
-            if not self._closed.is_set():
-                self._chief_lost("its process or its connection ended")
+    def compared(self) -> None:
+        # All workers arrived, so a failure that was reported before has been handled.
+        # The next one may come before the answer is read.
+        self._failure, self._stall = None, ("", [])
 
-    def _handle(self, header: dict[str, Any], payload: bytes) -> None:
-        kind = header.get("kind")
-        if kind == "beat":
-            self._chief_progress = header["progress"]
-            times = list(self.times)
-            for index, each in header["times"].items():
-                times[int(index)] = StepTimes(*each)
-            self.times = tuple(times)
-        elif kind == "gathered":
-            self._chief_progress = header["progress"]
-            with self._condition:
-                stream, number = header["key"]
-                self._results[stream, number] = (header, payload)
-                # All workers arrived, so a failure that was reported before has been
-                # handled. The next one may come before the answer is read.
-                self._failure, self._stall = None, ("", [])
-                self._condition.notify_all()
-        elif kind == "where":
-            # Its own thread: the main thread may never return.
-            where = main_thread_place()
-            answer = {"kind": "where", "progress": self.progress, "where": where}
-            self._connection.send(answer)
-        elif kind == "stall":
-            self._stall = (header["text"], self.position)
-        elif kind == "chief_saved":
-            with self._condition:
-                key = (header["position"], header["calls"])
-                self._saved[key] = header["problem"]
-                self._condition.notify_all()
-        elif kind == "stop":
-            with self._condition:
-                self._is_stopping = True
-                self._connection.send({"kind": "begun", "count": self._begun})
-        elif kind == "stop_after":
-            with self._condition:
-                self._last_step = int(header["count"])
-                self._condition.notify_all()
-        elif kind in ("lost", "failed", "left"):
-            names = ("index", "how", "progress", "host", "pid")
-            loss = LostWorker(**{name: header[name] for name in names})
-            if kind == "left":
-                if loss.index != self.index:
-                    self.left = loss
-                return
-            if kind == "lost":
-                if loss.index != self.index:
-                    self._lost(loss)
-                return
-            with self._condition:
-                self._failure, self._failed_at = loss, time.monotonic()
-                self._failed_call = header["call"]
-                self._condition.notify_all()
-            for callback in self._on_failure:
-                callback()
+    def left_group(self, loss: Loss) -> None:
+        self.left = LostWorker.of(loss)
+
+    def stalled(self, text: str) -> None:
+        self._stall = (text, self.position)
+        if self.is_chief:
+            _logger.warning("%s", text)
+
+
+def _step_times(times: Any) -> StepTimes:
+    return StepTimes(*times) if times else StepTimes()
 
 
 def _short(value: Any) -> str:

@@ -9,8 +9,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, TypeVar, cast
 
+from keras_strategies.cluster import first_causes
 from keras_strategies.cluster.group.membership import Generation, Membership
-from keras_strategies.cluster.group.rendezvous import GroupIsRunningError
 from keras_strategies.cluster.group.worker_group import WorkerGroup
 from keras_strategies.communication.communicator import Communicator
 from keras_strategies.communication.group_actions import WRITERS, GroupActions
@@ -60,6 +60,8 @@ class ElasticActions(GroupActions):
         self._model: weakref.ref[Any] | None = None
         # Whether this worker has the state after its last finished action.
         self._is_clean = True
+        # The last finished action and the state after it, of a worker that joins again.
+        self._kept: tuple[int, bytes] | None = None
         self._is_inside = False
         self._is_new = False
         self._fit: ElasticFit | None = None
@@ -232,6 +234,7 @@ class ElasticActions(GroupActions):
 
     def _finish(self, result: Any) -> None:
         self._done += 1
+        self._membership.finished(self._done)
         self._result = result
         self._random = random_state()
         self._is_new = False
@@ -255,15 +258,15 @@ class ElasticActions(GroupActions):
         lost: set[int] = set()
         joined: set[int] = set()
         while True:
+            if self._fit is not None and self._membership.is_excluded:
+                self._begin_again(model)
             step = self._done if self._is_clean else None
             try:
-                generation = self._membership.reform(
-                    step, is_ready=self._fit is None, admits=admits
-                )
-            except GroupIsRunningError:
-                self._begin_again(model)
+                generation = self._membership.reform(step, admits=admits)
             except WorkerError as error:
                 raise WorkerError(f"{error.text} {self._last_state()}") from error
+            if self._fit is not None and self._is_far_behind(generation):
+                self._begin_again(model)
             lost = (lost | set(generation.lost)) - set(generation.joined)
             joined |= set(generation.joined)
             if self._replaced(model, generation):
@@ -285,24 +288,32 @@ class ElasticActions(GroupActions):
             return "Nothing was saved."
         return self._fit.save()
 
-    def _begin_again(self, model: Any) -> NoReturn:
-        """Ends the `fit` of an excluded worker, which then joins as a new one.
+    def _is_far_behind(self, generation: Generation) -> bool:
+        """Whether the others have taken steps without this worker."""
+        is_behind = generation.rank in generation.behind
+        return is_behind and (generation.step or 0) > self._done + 1
 
-        The other workers have taken steps without it, for example while this process
-        was stopped.
+    def _begin_again(self, model: Any) -> NoReturn:
+        """Ends the `fit` of a worker that then joins the others in a new one.
+
+        They have taken steps without it, for example while this process was stopped.
+        Its state is kept until it has a newer one.
         """
         assert self._fit is not None
-        can_begin_again = self._fit.can_begin_again
-        self._fit, self._done, self._is_clean = None, 0, True
-        self._fits -= 1
-        self._membership.begin_alone()
-        self._replace()
-        if not can_begin_again:
+        if not self._fit.can_begin_again:
+            self._membership.leave("its input cannot be read again")
             raise WorkerError(
                 "The other workers had no heartbeat of this worker for too long and "
                 "train without it. It cannot rejoin in this process, since its input "
                 "cannot be read again from the start. Restart this worker."
             )
+        if self._is_clean:
+            finished = model if self._model is None else self._model()
+            self._kept = self._done, packed(self._state(finished))
+        self._fit, self._is_clean = None, True
+        self._fits -= 1
+        self._membership.begin_alone()
+        self._replace()
         self._drop_checks(model, True)
         raise MethodRestart("fit")
 
@@ -311,6 +322,7 @@ class ElasticActions(GroupActions):
         try:
             self._replace()
             self._synchronize(model, generation)
+            self._membership.confirm()
         except WorkerError:
             if not self._membership.is_broken():
                 raise
@@ -330,21 +342,15 @@ class ElasticActions(GroupActions):
         self._watch(group)
 
     def _synchronize(self, model: Any, generation: Generation) -> None:
-        """Sends the state of a worker with all finished actions to those behind."""
-        if not generation.behind and generation.source is not None:
+        """Sends the state of the chief, with all finished actions, to those behind."""
+        if not generation.behind:
             return
-        source = generation.source
-        if source is None:
-            raise WorkerError(
-                "No worker has the state before the step in which a worker was lost. "
-                "Restart all workers."
-            )
         own = b""
         # In all actions: a worker may be behind by a step of the model.
         finished = None if self.loop.is_active or not self._model else self._model()
-        if generation.rank == source:
+        if generation.rank == 0:
             own = packed(self._state(model if finished is None else finished))
-        found = self._workers[0].broadcast_bytes(_STATE, own, source)
+        found = self._workers[0].broadcast_bytes(_STATE, own)
         if generation.rank in generation.behind:
             state = parsed(found)
             state["random"] = state["finished"]
@@ -418,22 +424,26 @@ class ElasticActions(GroupActions):
         if state["loop"] is None:
             self._refuse("`fit`", "a custom loop")
         members = generation.members
-        own = frozenset([members[generation.rank].index])
+        own = frozenset([members[generation.rank]])
         return Change(frozenset(), own, len(members))
 
     def _join(self) -> tuple[Generation, dict[str, Any]]:
         while True:
-            generation = self._membership.reform(None)
+            step = None if self._kept is None else self._kept[0]
+            generation = self._membership.reform(step)
             try:
-                return generation, self._joined(generation)
+                state = self._joined(generation)
+                self._membership.confirm()
+                self._kept = None
+                return generation, state
             except WorkerError:
                 if not self._membership.is_broken():
                     raise
 
     def _joined(self, generation: Generation) -> dict[str, Any]:
         self._replace()
-        assert generation.source is not None
-        found = self._workers[0].broadcast_bytes(_STATE, None, generation.source)
+        own = self._kept[1] if self._kept and generation.rank == 0 else None
+        found = self._workers[0].broadcast_bytes(_STATE, own)
         state: dict[str, Any] = parsed(found)
         self._receive(None, state)
         # It may have taken a step alone, which is not one of the group's.
@@ -444,7 +454,7 @@ class ElasticActions(GroupActions):
     def _refuse(self, theirs: str, own: str) -> NoReturn:
         """Ends this worker, which has joined in another part of the script."""
         # The others, which may wait for it in a collective, continue without it.
-        self._membership.group.abandon()
+        self._membership.leave(f"it has joined in {own}")
         raise WorkerError(
             f"This worker has joined in {own}, but the other workers are in {theirs}. "
             "Skip finished parts of the script, so that a new worker reaches "
@@ -456,7 +466,8 @@ class ElasticActions(GroupActions):
         self._fit = None
 
     def leave(self) -> None:
-        self._membership.leave()
+        failure = first_causes.recorded()
+        self._membership.leave("" if failure is None else failure.text)
 
 
 def _check_positions(callbacks: list[Any]) -> None:

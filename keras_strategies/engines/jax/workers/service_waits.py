@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from keras_strategies.cluster.group import WorkerGroup
-from keras_strategies.cluster.group.group_messages import BEAT
+from keras_strategies.lead.connection import BEAT
 
 T = TypeVar("T")
 

@@ -9,14 +9,8 @@ or do not wait while others do.
 
 from __future__ import annotations
 
-import linecache
-import os
-import sys
-import sysconfig
-import threading
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 #: Seconds of a wait after which the awaited workers are named.
@@ -26,8 +20,6 @@ _ANSWER_SECONDS = 2.0
 # Number of awaited workers that are named.
 _NAMED = 4
 _NO_ANSWER = "It does not answer: it is stopped, or busy in one call outside of Python"
-_INSTALLED = {"site-packages", "dist-packages"}
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 
 
 @dataclass
@@ -204,32 +196,3 @@ class StallWatch:
             )
         more = len(stall.awaited) - len(named)
         return " ".join([*texts, *([f"{more} more are awaited."] if more else [])])
-
-
-def main_thread_place() -> str:
-    """The line of the user's code that the main thread of this process runs.
-
-    Returns:
-        str, file, line, function and source; of the innermost line if all of them are
-        in libraries.
-    """
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    innermost = frame
-    while frame is not None and _is_library(frame):
-        frame = frame.f_back
-    found = frame or innermost
-    if found is None:
-        return "no line of Python"
-    code = found.f_code
-    source = linecache.getline(code.co_filename, found.f_lineno).strip()
-    text = f"{code.co_filename}, line {found.f_lineno}, in {code.co_name}"
-    return f"{text}: `{source}`" if source else text
-
-
-def _is_library(frame: FrameType) -> bool:
-    name = frame.f_code.co_filename
-    if name.startswith("<frozen") or not _INSTALLED.isdisjoint(name.split(os.sep)):
-        return True
-    return name.startswith(
-        (_PACKAGE + os.sep, sysconfig.get_paths()["stdlib"] + os.sep)
-    )

@@ -1,0 +1,148 @@
+"""The lead of a cluster: started by its first worker, reached by all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import subprocess
+import time
+
+from keras_strategies.cluster.own_address import own_address
+from keras_strategies.errors import ClusterError, WorkerError
+from keras_strategies.lead.client import LeadClient
+from keras_strategies.lead.client_state import Listener, TrainingEnded
+from keras_strategies.lead.process import BACKLOG, SECRET, client_tls, start_lead
+from keras_strategies.lead.state import Settings
+
+# Seconds, at least, for the start of a lead.
+_START_SECONDS = 30.0
+# Seconds for which the end of an earlier lead at the same address is awaited.
+_EARLIER_SECONDS = 5.0
+_TICK = 0.1
+# Leads that this process has started, until they have ended.
+_started: list[subprocess.Popen[bytes]] = []
+
+
+def connected(
+    host: str,
+    ports: list[int],
+    index: int,
+    settings: Settings,
+    same: dict[str, object],
+    job: str,
+    timeout: float,
+    listener: Listener,
+) -> LeadClient:
+    """A client of the cluster's lead, which worker 0 starts.
+
+    Args:
+        host: str, that of the first worker.
+        ports: the lead listens at the first free one.
+        index: int, the number of this worker.
+        settings: `Settings` of the lead.
+        same: dict of values that must agree on all workers, by name.
+        job: str, identifies this cluster among others at the same address.
+        timeout: float, seconds to wait for the lead.
+        listener: `Listener`.
+
+    Raises:
+        ClusterError: if worker 0 cannot listen at its address, two workers have one
+            index, or workers disagree.
+        WorkerError: if there is no lead.
+    """
+    until = time.monotonic() + _EARLIER_SECONDS
+    while True:
+        addresses = [(host, port) for port in ports]
+        is_started = False
+        if index == 0:
+            server = listen(host, ports, is_shared=not settings.is_fixed)
+            if server is not None:
+                addresses = [server.getsockname()[:2]]
+                _start(server, settings, job)
+                is_started = True
+        limit = timeout if index else _EARLIER_SECONDS
+        if is_started:
+            limit = max(timeout, _START_SECONDS)
+        try:
+            return LeadClient(
+                addresses,
+                _secret(),
+                index,
+                same,
+                job=job,
+                timeout=limit,
+                listener=listener,
+                tls=client_tls(),
+            )
+        except WorkerError as error:
+            if index or is_started:
+                raise
+            raise _in_use(f"{host}:{ports[0]}") from error
+        except TrainingEnded:
+            # The lead of an earlier run.
+            if time.monotonic() > until:
+                raise
+            time.sleep(_TICK)
+
+
+def _secret() -> bytes:
+    return os.environ.get(SECRET, "").encode()
+
+
+def _start(server: socket.socket, settings: Settings, job: str) -> None:
+    reap()
+    _started.append(
+        start_lead(server, settings, _secret(), job, ends_with_starter=True)
+    )
+
+
+def reap(seconds: float = 0.0) -> None:
+    """Forgets the leads of this process that have ended, or end within some seconds."""
+    until = time.monotonic() + seconds
+    while _started:
+        _started[:] = [each for each in _started if each.poll() is None]
+        if time.monotonic() >= until:
+            return
+        time.sleep(_TICK / 5)
+
+
+def listen(
+    host: str, ports: list[int], *, is_shared: bool = False
+) -> socket.socket | None:
+    """A socket at the first free port.
+
+    Args:
+        host: str.
+        ports: list of int.
+        is_shared: bool, whether a lead may listen there already: that of an elastic
+            group survives the first worker. None is returned then.
+    """
+    own = own_address(host)
+    family = socket.AF_INET6 if ":" in own else socket.AF_INET
+    problem: OSError | None = None
+    for port in ports:
+        try:
+            return socket.create_server((own, port), family=family, backlog=BACKLOG)
+        except OSError as error:
+            problem = error
+            if error.errno != errno.EADDRINUSE:
+                break
+    assert problem is not None
+    if problem.errno == errno.EADDRINUSE and is_shared:
+        return None
+    where = f"{host}:{ports[0]}"
+    if problem.errno == errno.EADDRINUSE:
+        raise _in_use(where) from problem
+    raise ClusterError(
+        f"The chief cannot listen at {where}: {problem.strerror or problem}. This "
+        "process is the chief, so the first address of the cluster must be an address "
+        "of this machine."
+    ) from problem
+
+
+def _in_use(where: str) -> ClusterError:
+    return ClusterError(
+        f"The chief cannot listen at {where}: another program listens there, possibly "
+        "an earlier run. End it, or use another port in the cluster's description."
+    )
