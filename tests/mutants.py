@@ -285,16 +285,16 @@ MUTANTS = [
     # Failures.
     Mutant(
         "late_worker_not_named",
-        "cluster/group/hub.py",
-        'named = " and ".join(f"worker {i} ({self._addresses[i]})" for i in missing)',
-        'named = "some worker"',
+        "lead/generations.py",
+        "{settings.named(missing)} did not connect",
+        "some worker did not connect",
         {"torch": "tests/cluster/test_group.py -k never_comes"},
     ),
     Mutant(
         "lost_worker_not_noticed",
-        "cluster/group/hub.py",
-        "                    if silent > self._timeout and not member.has_left:",
-        "                    if silent > 1000 * self._timeout and not member.has_left:",
+        "lead/state.py",
+        "    return state.clock - worker.seen <= state.settings.timeout",
+        "    return state.clock - worker.seen <= 1000 * state.settings.timeout",
         {"torch": "tests/cluster/test_group.py -k lost_process"},
     ),
     # Values that replicas exchange.

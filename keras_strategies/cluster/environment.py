@@ -30,6 +30,10 @@ DEVICES_PER_WORKER = "KS_DEVICES_PER_WORKER"
 #: for `--elastic`.
 ELASTIC = "KS_ELASTIC"
 
+#: The address of the first worker, and that of the lead which a launcher has started
+#: for its cluster, with a space in between.
+LEAD = "KS_LEAD"
+
 #: Random name of a run, which all of its workers have; set by Ray's resolver.
 RUN_ID = "KS_RUN_ID"
 
@@ -37,7 +41,7 @@ RUN_ID = "KS_RUN_ID"
 #: one; set by the first of them.
 DEVICE_PROCESS = "KS_DEVICE_PROCESS"
 
-#: Shared secret of the tasks of a cluster with parameter servers.
+#: Shared secret of the tasks of a cluster.
 SECRET = "KS_CLUSTER_SECRET"
 
 #: Minimum number of its characters.

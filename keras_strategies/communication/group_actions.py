@@ -195,6 +195,17 @@ class GroupActions(abc.ABC):
         """Adds a strategy; its replicas follow the group."""
 
     @abc.abstractmethod
+    def saving(self, path: str) -> Callable[[], None]:
+        """Called when a snapshot of the state after the last action is taken.
+
+        Args:
+            path: str, of its folder.
+
+        Returns:
+            callable without arguments, to be called when it is written.
+        """
+
+    @abc.abstractmethod
     def leave(self) -> None:
         """Leaves the group."""
 
@@ -248,6 +259,9 @@ class FixedActions(GroupActions):
 
     def follow(self, strategy: Any) -> None:
         pass
+
+    def saving(self, path: str) -> Callable[[], None]:
+        return lambda: None
 
     def leave(self) -> None:
         self._group.leave()

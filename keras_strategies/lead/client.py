@@ -23,7 +23,9 @@ class LeadClient(ClientState):
         same: dict of values that must agree on all workers, by name.
         job: str, identifies the cluster among others at the same addresses.
         timeout: float, seconds to wait for the lead at the start.
-        listener: `Listener`, for what happens to the group.
+        listener: `GroupListener`, for what happens to the group.
+        settings: `Settings` that the lead takes from the first worker; None for its
+            own.
         tls: a context with which the connection is encrypted; None without.
 
     Raises:

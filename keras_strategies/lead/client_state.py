@@ -13,7 +13,7 @@ from typing import Any
 from keras_strategies.errors import ClusterError, WorkerError
 from keras_strategies.lead.connection import BEAT, LeadConnection
 from keras_strategies.lead.script_line import main_thread_place
-from keras_strategies.lead.state import Loss
+from keras_strategies.lead.state import Loss, Settings
 
 
 class TrainingEnded(Exception):
@@ -67,7 +67,7 @@ class JoinedGeneration:
         return self.rank in self.behind
 
 
-class Listener:
+class GroupListener:
     """What happens to a group, on the client's thread; does nothing by itself."""
 
     def own_times(self) -> tuple[float, ...]:
@@ -109,12 +109,14 @@ class ClientState:
         *,
         job: str = "",
         timeout: float = 60.0,
-        listener: Listener | None = None,
+        listener: GroupListener | None = None,
+        settings: Settings | None = None,
         tls: ssl.SSLContext | None = None,
     ):
         self.index, self._job, self._same = index, job, same or {}
+        self._settings = {} if settings is None else settings.of_workers
         #: What happens to the group is reported to it.
-        self.listener = listener or Listener()
+        self.listener = listener or GroupListener()
         self._uid = f"{os.getpid()}-{secrets.token_hex(8)}"
         #: The last finished step, None without a state; and such as "step 12 of fit".
         self.step: int | None = None
@@ -217,6 +219,7 @@ class ClientState:
                 "pid": os.getpid(),
                 "job": self._job,
                 "same": self._same,
+                "settings": self._settings,
                 "generation": generation.number if generation else 0,
                 "step": self.step,
             }

@@ -158,7 +158,8 @@ def _form(state: LeadState, out: Out) -> LeadState:
         return over(state, "" if state.completed >= 0 else no_state(state), out)
     if _may_still_train(state, found):
         return state
-    if newest is not None and state.snapshot and state.snapshot[0] > newest:
+    # A step that was saved by the only worker with it is repeated.
+    if newest is not None and state.snapshot and newest + 1 < state.snapshot[0]:
         return over(state, _older_than_snapshot(state, newest), out)
     found = _admitted(state, found)
     if len(found) < settings.least:

@@ -129,6 +129,11 @@ class LeadPeer(asyncio.BufferedProtocol):
         self._transport.write(signature(secret, "lead", self._nonce, nonce))
         return True
 
+    @property
+    def socket(self) -> Any:
+        """The socket of the connection."""
+        return self._transport.get_extra_info("socket")
+
     def send(self, message: bytes) -> None:
         """Sends a message; a worker that does not read is given up."""
         self._transport.write(message)

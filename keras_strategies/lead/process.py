@@ -16,20 +16,22 @@ from typing import Any
 from keras_strategies.errors import ClusterError
 from keras_strategies.lead.peers import PENDING
 from keras_strategies.lead.server import LeadServer
-from keras_strategies.lead.state import Settings
+from keras_strategies.lead.state import LeadState, Settings
 
 #: Environment variables: the secret that workers and the lead share; a file in PEM
 #: format with the lead's certificate and, on its machine, its key.
 SECRET = "KS_CLUSTER_SECRET"
 CERTIFICATE = "KS_CLUSTER_CERT"
 BACKLOG = 1024
+#: Exit code of a lead whose workers have not come to the end of training.
+UNFINISHED = 3
 # Not `-m`: the path to this package may be in `sys.path` only.
 _CODE = """\
 import json, sys
 given = json.loads(sys.argv[1])
 sys.path[:] = given.pop("path")
 from keras_strategies.lead.process import main
-main(given)
+sys.exit(main(given))
 """
 # Descriptors beside those of workers and of peers without a proof.
 _MORE = 32
@@ -77,18 +79,18 @@ def start_lead(
     job: str = "",
     *,
     ends_with_starter: bool = False,
-    stderr: Any = subprocess.DEVNULL,
+    stderr: Any = None,
 ) -> subprocess.Popen[bytes]:
     """Starts the lead in a process of its own, which outlives this one.
 
     Args:
         listener: the listening socket, which is closed here.
-        settings: `Settings`.
+        settings: `Settings`, some of which the first worker may change.
         secret: bytes that the workers know.
         job: str, identifies the cluster among others at the same address.
         ends_with_starter: bool, whether the lead ends when this process has ended
             before a generation has begun.
-        stderr: as for `subprocess.Popen`.
+        stderr: as for `subprocess.Popen`; that of this process by default.
 
     Raises:
         ClusterError: if the limit of open files is too low.
@@ -136,8 +138,8 @@ def client_tls() -> ssl.SSLContext | None:
     return context
 
 
-def main(given: dict[str, Any]) -> None:
-    """Runs a lead; see `start_lead`."""
+def main(given: dict[str, Any]) -> int:
+    """Runs a lead, as started by `start_lead`; returns its exit code."""
     settings = given["settings"]
     settings["addresses"] = tuple(settings["addresses"])
     settings = Settings(**settings)
@@ -145,9 +147,12 @@ def main(given: dict[str, Any]) -> None:
     secret = os.environ.get(SECRET, "").encode()
     listener = socket.socket(fileno=given["listener"])
 
-    async def serve() -> None:
-        await LeadServer(
+    async def serve() -> LeadState:
+        lead = LeadServer(
             listener, settings, secret, given["job"], given["starter"], server_tls()
-        ).serve()
+        )
+        await lead.serve()
+        return lead.state
 
-    asyncio.run(serve())
+    state = asyncio.run(serve())
+    return 0 if state.is_over and not state.verdict else UNFINISHED

@@ -7,6 +7,7 @@ here are connections, time and messages.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
 import os
 import secrets
@@ -40,6 +41,7 @@ from keras_strategies.lead.state import (
     LeadState,
     Settings,
     ranks_of,
+    replace,
 )
 from keras_strategies.lead.wire import Session, WireError, encoded
 
@@ -59,7 +61,7 @@ class LeadServer:
 
     Args:
         listener: the listening socket.
-        settings: `Settings`.
+        settings: `Settings`, some of which the first worker may change.
         secret: bytes that the workers know.
         job: str, identifies the cluster among others at the same address.
         starter: int, the process that has started this one; 0 for any.
@@ -96,9 +98,12 @@ class LeadServer:
         self._last_peer = 0.0
         self._stalls_of, self._stalls = 0, self._new_stalls()
         self._over = asyncio.Event()
-        self.beat_seconds = max(
-            TICK, min(settings.workers / _BEATS, settings.timeout / 4)
-        )
+
+    @property
+    def beat_seconds(self) -> float:
+        """float, seconds between the beats of a worker."""
+        settings = self._settings
+        return max(TICK, min(settings.workers / _BEATS, settings.timeout / 4))
 
     async def serve(self) -> None:
         """Serves until training has ended and all workers have left."""
@@ -211,7 +216,6 @@ class LeadServer:
             return
         connected.setblocking(False)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._detect_cut_cables(connected)
         task = self._loop.create_task(self._connect(connected))
         self._accepting.add(task)
         task.add_done_callback(self._accepting.discard)
@@ -360,6 +364,9 @@ class LeadServer:
         session = self._sessions.setdefault(uid, Session())
         peer.uid = uid
         self._peers[uid] = peer
+        if not self.state.workers and not self.state.group.number:
+            self._follow(message.get("settings", {}))
+        self._detect_cut_cables(peer.socket)
         facts = {
             "run_id": self.run_id,
             "beat_seconds": self.beat_seconds,
@@ -376,6 +383,11 @@ class LeadServer:
             return
         named = {name: message[name] for name in _NAMES}
         self._decide(Hello(uid, host=peer.host, **named))
+
+    def _follow(self, settings: dict[str, Any]) -> None:
+        """Takes the settings of the first worker, which its script has."""
+        self._settings = dataclasses.replace(self._settings, **settings)
+        self.state = replace(self.state, settings=self._settings)
 
     def _end_other_graces(self, uid: str, index: int) -> None:
         """Another process of an index: the one before it does not return."""

@@ -80,6 +80,12 @@ class Settings:
         """int, the largest generation."""
         return self.max_workers or self.workers
 
+    @property
+    def of_workers(self) -> dict[str, Any]:
+        """dict of those that workers decide; the rest describes the cluster."""
+        names = ("min_workers", "max_workers", "rejoin", "is_fixed", "timeout")
+        return {name: getattr(self, name) for name in (*names, "patience")}
+
     def named(self, indices: Iterable[int]) -> str:
         """Text such as "worker 1 (10.0.0.2:2222) and worker 3 (10.0.0.4:2222)"."""
         return " and ".join(f"worker {i}{self._address(i)}" for i in indices)

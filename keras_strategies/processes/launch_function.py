@@ -18,6 +18,7 @@ from keras_strategies.processes.launched_call import (
     CallOutcome,
     result_file,
 )
+from keras_strategies.processes.launched_lead import launched_lead
 from keras_strategies.processes.launcher import Ended, Events, ProcessLauncher
 from keras_strategies.processes.local_cluster import LocalCluster, LocalTask
 
@@ -100,9 +101,12 @@ def _run(cluster: LocalCluster, directory: Path, timeout: float | None) -> None:
     events: Events = queue.SimpleQueue()
     waiting = set(cluster.tasks)
     deadline = None if timeout is None else time.monotonic() + timeout
-    with ProcessLauncher(events, _GRACE_SECONDS) as processes:
-        outer = {**os.environ, **own_backend()}
-        for task, environment in cluster.environments(outer).items():
+    outer = {**os.environ, **own_backend()}
+    with (
+        launched_lead(cluster.environments(outer)) as environments,
+        ProcessLauncher(events, _GRACE_SECONDS) as processes,
+    ):
+        for task, environment in environments.items():
             arguments = {"directory": str(directory), "index": task.index}
             command = function_command(_ENTRY, arguments)
             processes.start(task, command, environment)

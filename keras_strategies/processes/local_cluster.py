@@ -128,7 +128,7 @@ class LocalCluster:
         # Processes share the cores instead of competing for them.
         threads = max(1, core_count() // len(self.tasks))
         devices = self._devices(visible_gpus(outer))
-        secret = {SECRET: secrets.token_hex()} if self.ps else {}
+        secret = {SECRET: secrets.token_hex()}
         outer = {k: text for k, text in outer.items() if k not in RANK_VARIABLES}
         return {
             task: {

@@ -7,9 +7,10 @@ import os
 import queue
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from keras_strategies.cluster.environment import ELASTIC
+from keras_strategies.processes.launched_lead import launched_lead
 from keras_strategies.processes.launcher import (
     Ended,
     Events,
@@ -53,11 +54,13 @@ def launch_elastic(
         int, 0, or the exit code of the last worker that failed; 128 + n after signal n.
     """
     events: Events = queue.SimpleQueue()
+    outer = {**os.environ, ELASTIC: f"{min_workers}:{workers.workers}"}
     with (
         signals_as_events(events),
+        launched_lead(workers.environments(outer)) as environments,
         ProcessLauncher(events, grace_seconds) as processes,
     ):
-        run = _ElasticRun(processes, workers, command, min_workers, max_restarts)
+        run = _ElasticRun(processes, environments, command, min_workers, max_restarts)
         run.grace_seconds = grace_seconds
         code = run.run()
     return 128 + processes.signalled.number if processes.signalled else code
@@ -87,7 +90,7 @@ class _ElasticRun:
     def __init__(
         self,
         processes: ProcessLauncher,
-        cluster: LocalCluster,
+        environments: Mapping[LocalTask, dict[str, str]],
         command: Sequence[str],
         min_workers: int,
         max_restarts: int,
@@ -97,10 +100,9 @@ class _ElasticRun:
         self._command = command
         self._min_workers = min_workers
         self._max_restarts = max_restarts
-        outer = {**os.environ, ELASTIC: f"{min_workers}:{cluster.workers}"}
         self._workers = {
             task.index: _Worker(task, environment)
-            for task, environment in cluster.environments(outer).items()
+            for task, environment in environments.items()
         }
         # Time of the first exit with code 0.
         self._done: float | None = None

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from keras_strategies.processes import task_output
+from keras_strategies.processes.launched_lead import launched_lead
 from keras_strategies.processes.launcher import (
     Ended,
     Events,
@@ -62,8 +63,11 @@ def _run(
 ) -> Ended | Signalled | None:
     """Runs the cluster once; returns its failure or a signal, None on success."""
     failed = None
-    with ProcessLauncher(events, grace_seconds) as processes:
-        for task, environment in cluster.environments(os.environ).items():
+    with (
+        launched_lead(cluster.environments(os.environ)) as environments,
+        ProcessLauncher(events, grace_seconds) as processes,
+    ):
+        for task, environment in environments.items():
             processes.start(task, command, environment)
         waiting = set(cluster.decisive)
         while waiting and failed is None:

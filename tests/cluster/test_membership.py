@@ -250,9 +250,23 @@ def test_a_pause_of_the_process_is_no_loss(joined):
 
 def test_a_start_below_the_minimum_is_an_error():
     addresses = free_addresses(3)
-    found = join_all(addresses, [0, 2], patience=1.0, min_workers=3)
+    found = join_all(addresses, [0, 2], patience=4.0, min_workers=3)
     assert [type(error) for error in found] == [WorkerError, WorkerError]
     assert f"without worker 1 ({addresses[1]})" in str(found[1])
+
+
+def test_without_any_state_the_error_names_the_last_snapshot(joined):
+    addresses = free_addresses(3)
+    joined += join_all(addresses, [0, 1])
+    joined[1].saved(8, "/runs/8")
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(join, addresses, 2, limits())
+        wait_until(lambda: not joined[0].begin_step(), "the new worker waits")
+        for each in joined:
+            each.group.abandon()
+        error = waiting.exception(TIMEOUT)
+    assert "No worker has the state of training any longer" in str(error)
+    assert "they continue at the last snapshot, '/runs/8'" in str(error)
 
 
 def test_too_few_workers_after_a_loss_are_an_error(joined):

@@ -3,7 +3,8 @@
     python elastic_until_stopped.py FOLDER [VICTIM]
 
 Each worker writes `INDEX.state` after each step: its generation, the number of workers
-and its steps. At the end it writes `INDEX.npz` and `INDEX.json`. `VICTIM` is the number
+and its steps; and a line to `PID.steps`: the time, its generation, rank and steps. At
+the end it writes `INDEX.npz` and `INDEX.json`. `VICTIM` is the number
 of a worker that kills itself once, at its 20th step.
 """
 
@@ -79,9 +80,12 @@ def main(folder: Path, victim: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            generation = strategy.workers.actions.membership.generation.number
-            state = [generation, strategy.workers.group.count, self.steps()]
+            generation = strategy.workers.actions.membership.generation
+            state = [generation.number, strategy.workers.group.count, self.steps()]
             write(folder / f"{index}.state", state)
+            numbers = [time.monotonic(), generation.number, generation.rank, state[2]]
+            with open(folder / f"{os.getpid()}.steps", "a") as file:
+                file.write(f"{json.dumps(numbers)}\n")
 
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             # The chief's decision is that of all.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -10,16 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import keras
-import numpy as np
 import pytest
 from elastic import elastic_until_stopped
-from elastic.elastic_until_stopped import fit, make_model
-from harness.forker import Forked, Forker
+from elastic.endless_runs import WORKERS, Run, States
+from harness.forker import Forker
 from harness.hosts import Hosts, NotPermittedError, connected_hosts
-from harness.processes import TIMEOUT, assert_gone, command, wait_until
-
-import keras_strategies as ks
-from keras_strategies.cluster.resolvers.local_processes import free_addresses
+from harness.processes import TIMEOUT, command, wait_until
 
 pytestmark = pytest.mark.multiprocess
 
@@ -28,103 +23,6 @@ BACKEND = keras.backend.backend()
 
 def by_day_on(*backends: str) -> list[pytest.MarkDecorator]:
     return [] if BACKEND in backends else [pytest.mark.nightly]
-
-
-WORKERS = 3
-
-
-class States:
-    """What the workers have written into a folder."""
-
-    def __init__(self, folder: Path, workers: int = WORKERS):
-        self.folder = folder
-        self.workers = workers
-
-    def of(self, index: int) -> tuple[int, int, int]:
-        """Generation, number of workers, and steps of a worker."""
-        path = self.folder / f"{index}.state"
-        generation, count, steps = (
-            json.loads(path.read_text()) if path.exists() else (-1, 0, 0)
-        )
-        return generation, count, steps
-
-    def are_together(self, workers: set[int]) -> bool:
-        """Whether these workers, and no others, have taken steps together."""
-        found = [self.of(index) for index in sorted(workers)]
-        return {each[:2] for each in found} == {(found[0][0], len(workers))}
-
-    def assert_like_one_device(self) -> None:
-        """Fails if weights or histories differ from those of one device."""
-        histories = [
-            json.loads((self.folder / f"{index}.json").read_text())
-            for index in range(self.workers)
-        ]
-        epochs = len(histories[0]["loss"])
-        with ks.OneDeviceStrategy("cpu:0").scope():
-            model = make_model()
-        expected = fit(model, epochs)
-        for index, history in enumerate(histories):
-            assert history.keys() == expected.keys()
-            for name, values in expected.items():
-                np.testing.assert_allclose(history[name], values, 1e-4, 1e-5)
-            with np.load(self.folder / f"{index}.npz") as file:
-                pairs = zip(file.values(), model.get_weights(), strict=True)
-                for found, other in pairs:
-                    np.testing.assert_allclose(found, other, 1e-4, 1e-5)
-
-
-class Run:
-    """The processes of a training."""
-
-    def __init__(self, forker: Forker, folder: Path, hosts: Hosts | None):
-        self.states = States(folder)
-        addresses = free_addresses(WORKERS)
-        if hosts is not None:
-            addresses = [f"{address}:4711" for address in hosts.addresses]
-        self.workers: list[Forked] = []
-        for index in range(WORKERS):
-            script = folder / f"script{index}.py"
-            enter = hosts.enter(index) if hosts is not None else ""
-            code = Path(elastic_until_stopped.__file__).read_text()
-            first = "from __future__ import annotations"
-            script.write_text(code.replace(first, f"{first}\n{enter}"))
-            task = {"type": "worker", "index": index}
-            self.workers.append(
-                forker.start(
-                    folder / f"{index}.log",
-                    str(script),
-                    str(folder),
-                    TF_CONFIG=json.dumps(
-                        {"cluster": {"worker": addresses}, "task": task}
-                    ),
-                    OMP_NUM_THREADS="1",
-                )
-            )
-
-    def wait_until_together(self, workers: set[int]) -> None:
-        def together() -> bool:
-            for worker in self.workers:
-                assert worker.ended() is None, self.text()
-            return self.states.are_together(workers)
-
-        try:
-            wait_until(together, f"{workers} train together")
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.text()}") from error
-
-    def end(self) -> None:
-        (self.states.folder / "stop").touch()
-        for worker in self.workers:
-            code, _ = worker.wait(TIMEOUT)
-            assert code == 0, self.text()
-
-    def text(self) -> str:
-        return "\n".join(f"{each.log.name}: {each.text()}" for each in self.workers)
-
-    def close(self) -> None:
-        for worker in self.workers:
-            worker.kill()
-        assert_gone([worker.pid for worker in self.workers])
 
 
 @pytest.fixture

@@ -339,7 +339,7 @@ class World:
         if body["is_first"] and any(g.has_run for g in self.generations.values()):
             raise Violation("a new beginning after training has run")
         snapshot = self.lead.snapshot
-        if snapshot is not None and begun < snapshot[0]:
+        if snapshot is not None and begun + 1 < snapshot[0]:
             raise Violation(f"begins at {begun}, a snapshot has {snapshot[0]}")
         self.check_members(message, begun)
         self.generations[number] = Generation(message.to, begun)

@@ -15,6 +15,7 @@ from keras_strategies.errors import ClusterError, WorkerError
 from keras_strategies.lead.client import LeadClient
 from keras_strategies.lead.client_state import GroupChanged, TrainingEnded
 from keras_strategies.lead.events import TICK
+from keras_strategies.lead.process import UNFINISHED
 
 
 @pytest.fixture
@@ -282,7 +283,7 @@ def test_all_workers_lost_end_the_lead():
     with RunningLead(2, timeout=0.5, patience=2.0) as lead:
         for client in lead.training(2):
             client.abandon()
-        assert lead.process.wait(20) == 0
+        assert lead.process.wait(20) == UNFINISHED
 
 
 def test_a_wrong_secret_and_another_job_are_errors(lead):

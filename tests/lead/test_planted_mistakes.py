@@ -23,7 +23,7 @@ MISTAKES = [
     (generations, "-_steps(w), ranks", "_steps(w), ranks"),
     (generations, "-1 if newest is None else newest + 1", "10**6"),
     (generations, "if state.has_run and newest is None:", "if False:"),
-    (generations, "state.snapshot[0] > newest", "False"),
+    (generations, "newest + 1 < state.snapshot[0]", "False"),
     (generations, "step=event.step, admits", "admits"),
     (decisions, "state.snapshot[0] >= event.step", "False"),
     (decisions, "if beat.step is not None:", "if True:"),

@@ -14,7 +14,7 @@ BACKEND = keras.backend.backend()
 pytestmark = pytest.mark.multiprocess
 
 LOST = [
-    # The others wait in the step's collectives, and for batches; a chief has the hub.
+    # The others wait in the step's collectives, and for batches.
     FaultCase("kill", "callback", victim=1, workers=3),
     FaultCase("kill", "data", victim=0),
     FaultCase("kill", "saving", victim=0),

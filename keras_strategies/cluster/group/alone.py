@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from keras_strategies.lead.client_state import JoinedGeneration, Listener, Loss
+from keras_strategies.lead.client_state import GroupListener, JoinedGeneration, Loss
 
 
 class AloneClient:
@@ -27,7 +27,7 @@ class AloneClient:
         self.index, self.timeout, self.patience = index, timeout, patience
         self.progress = ""
         self.step: int | None = None
-        self.listener = Listener()
+        self.listener = GroupListener()
         self.times_of: dict[int, tuple[float, ...]] = {}
         self.generation = JoinedGeneration(
             0, None, 0, (index,), (host,), (pid,), (), (), (), ""

@@ -8,10 +8,12 @@ import socket
 import subprocess
 import time
 
+from keras_strategies.cluster.environment import LEAD
 from keras_strategies.cluster.own_address import own_address
+from keras_strategies.cluster.spec import split_address
 from keras_strategies.errors import ClusterError, WorkerError
 from keras_strategies.lead.client import LeadClient
-from keras_strategies.lead.client_state import Listener, TrainingEnded
+from keras_strategies.lead.client_state import GroupListener, TrainingEnded
 from keras_strategies.lead.process import BACKLOG, SECRET, client_tls, start_lead
 from keras_strategies.lead.state import Settings
 
@@ -32,9 +34,9 @@ def connected(
     same: dict[str, object],
     job: str,
     timeout: float,
-    listener: Listener,
+    listener: GroupListener,
 ) -> LeadClient:
-    """A client of the cluster's lead, which worker 0 starts.
+    """A client of the cluster's lead, which the launcher or worker 0 has started.
 
     Args:
         host: str, that of the first worker.
@@ -44,7 +46,7 @@ def connected(
         same: dict of values that must agree on all workers, by name.
         job: str, identifies this cluster among others at the same address.
         timeout: float, seconds to wait for the lead.
-        listener: `Listener`.
+        listener: `GroupListener`.
 
     Raises:
         ClusterError: if worker 0 cannot listen at its address, two workers have one
@@ -52,10 +54,11 @@ def connected(
         WorkerError: if there is no lead.
     """
     until = time.monotonic() + _EARLIER_SECONDS
+    launched = _launched((host, ports[0]))
     while True:
-        addresses = [(host, port) for port in ports]
-        is_started = False
-        if index == 0:
+        addresses = launched or [(host, port) for port in ports]
+        is_started = bool(launched)
+        if index == 0 and not launched:
             server = listen(host, ports, is_shared=not settings.is_fixed)
             if server is not None:
                 addresses = [server.getsockname()[:2]]
@@ -73,6 +76,7 @@ def connected(
                 job=job,
                 timeout=limit,
                 listener=listener,
+                settings=settings,
                 tls=client_tls(),
             )
         except WorkerError as error:
@@ -84,6 +88,13 @@ def connected(
             if time.monotonic() > until:
                 raise
             time.sleep(_TICK)
+
+
+def _launched(first: tuple[str, int]) -> list[tuple[str, int]]:
+    """The address of the lead that a launcher has started; empty without one."""
+    given = [split_address(each) for each in os.environ.get(LEAD, "").split()]
+    # A process of another cluster may have inherited the variable.
+    return given[1:] if given[:1] == [first] else []
 
 
 def _secret() -> bytes:

@@ -22,8 +22,8 @@ from keras_strategies.errors import WorkerError
 from keras_strategies.lead.client import LeadClient
 from keras_strategies.lead.client_state import (
     GroupChanged,
+    GroupListener,
     JoinedGeneration,
-    Listener,
     TrainingEnded,
 )
 from keras_strategies.lead.state import Settings
@@ -132,7 +132,7 @@ class Membership:
             settings.same,
             settings.job_id,
             limits.patience,
-            Listener(),
+            GroupListener(),
         )
         self._group: WorkerGroup | None = None
         self._generation: Generation | None = None
@@ -226,6 +226,10 @@ class Membership:
     def finished(self, step: int) -> None:
         """Tells the lead of the last step that this worker has finished."""
         self._client.step = step
+
+    def saved(self, step: int, path: str) -> None:
+        """Tells the lead of a snapshot of the state after a step; from any thread."""
+        self._client.report_snapshot(step, path)
 
     def is_broken(self) -> bool:
         """Whether a worker is lost, after a call has raised `WorkerError`.

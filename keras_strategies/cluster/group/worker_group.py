@@ -27,7 +27,11 @@ from keras_strategies.cluster.spec import split_address
 from keras_strategies.cluster.startup_report import Progress
 from keras_strategies.errors import ClusterError, WorkerError
 from keras_strategies.lead.client import LeadClient
-from keras_strategies.lead.client_state import GroupChanged, Listener, TrainingEnded
+from keras_strategies.lead.client_state import (
+    GroupChanged,
+    GroupListener,
+    TrainingEnded,
+)
 from keras_strategies.lead.connection import BEAT
 from keras_strategies.lead.state import (
     EXITED,
@@ -101,7 +105,7 @@ class LostWorker:
         )
 
 
-class _Starting(Listener):
+class _Starting(GroupListener):
     """Reports the workers that connect before training, in the process of worker 0."""
 
     def __init__(self, addresses: list[str]):
@@ -117,7 +121,7 @@ class _Starting(Listener):
         )
 
 
-class WorkerGroup(Listener):
+class WorkerGroup(GroupListener):
     """The connected workers of a cluster, in one generation.
 
     Use `join`.
@@ -213,7 +217,7 @@ class WorkerGroup(Listener):
             patience=timeout,
             addresses=tuple(addresses),
         )
-        listener = _Starting(addresses) if index == 0 else Listener()
+        listener = _Starting(addresses) if index == 0 else GroupListener()
         ports = [port + each for each in shift]
         client = connected(host, ports, index, settings, same, name, timeout, listener)
 
@@ -539,7 +543,7 @@ class WorkerGroup(Listener):
                 self._end_text = self._end_text or how
             self._condition.notify_all()
 
-    # What the lead tells (see `Listener`).
+    # What the lead tells (see `GroupListener`).
 
     def own_times(self) -> tuple[float, ...]:
         return dataclasses.astuple(self.clock.times)

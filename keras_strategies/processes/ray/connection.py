@@ -70,7 +70,12 @@ def connect(address: str | None = None) -> Any:
     return ray
 
 
+def node_host() -> str:
+    """str, the address of this node, as other nodes reach it."""
+    return str(import_ray().util.get_node_ip_address())
+
+
 def node_address(port: int) -> str:
     """str, the address of this node with a port, as other nodes reach it."""
-    host = import_ray().util.get_node_ip_address()
+    host = node_host()
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -15,12 +15,14 @@ from keras_strategies.cluster.resolvers.environment import tf_config
 from keras_strategies.cluster.startup_report import Progress
 from keras_strategies.errors import ReplicaError, WorkerError
 from keras_strategies.processes.launched_call import CallOutcome
+from keras_strategies.processes.launched_lead import LaunchedLead
 from keras_strategies.processes.local_cluster import LocalTask
 from keras_strategies.processes.ray.actors import (
     Reply,
     TaskActors,
     backend_environment,
 )
+from keras_strategies.processes.ray.connection import node_host
 from keras_strategies.processes.ray.task_placement import ClusterPlan, Reservation
 from keras_strategies.types import Elastic
 
@@ -105,6 +107,7 @@ class _Run:
     _running: set[int] = field(default_factory=set)
     _outcomes: dict[int, CallOutcome] = field(default_factory=dict)
     _replaced: int = 0
+    _lead: LaunchedLead | None = None
     #: Processes of each worker that were started since its function ran.
     _starts: Counter[int] = field(default_factory=Counter)
 
@@ -114,11 +117,16 @@ class _Run:
             self._start(task)
         while len(self._addresses) < len(tasks):
             self._handle_address(self._next())
-        for task in list(self._current.values()):
-            self._call(task)
-        # Replacements that start after all others have returned are not needed.
-        while self._running or not self._outcomes:
-            self._handle(self._next())
+        addresses = [self._addresses[task.index] for task in tasks]
+        secret = secrets.token_hex()
+        # Workers are lost with their nodes; this process is needed anyway.
+        with LaunchedLead(addresses, self._name, secret, node_host()) as lead:
+            self._lead = lead
+            for task in list(self._current.values()):
+                self._call(task)
+            # Replacements that start after all others have returned are not needed.
+            while self._running or not self._outcomes:
+                self._handle(self._next())
         return [
             self._outcomes[i].value if i in self._outcomes else None
             for i in range(len(tasks))
@@ -135,6 +143,9 @@ class _Run:
         position = {"type": task.job, "index": task.index}
         config = {"cluster": cluster, "task": position, "environment": ENGINE}
         environment = {tf_config.VARIABLE: json.dumps(config), RUN_ID: self._name}
+        assert self._lead is not None
+        # A replaced worker 0 has another address.
+        environment |= self._lead.variables(self._addresses[0])
         if (elastic := self.settings.elastic) is not None:
             most = elastic.max_workers or len(self._addresses)
             environment[ELASTIC] = f"{elastic.min_workers}:{most}"

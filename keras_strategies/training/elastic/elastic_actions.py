@@ -465,6 +465,10 @@ class ElasticActions(GroupActions):
         """Ends a `fit`."""
         self._fit = None
 
+    def saving(self, path: str) -> Callable[[], None]:
+        done = self._done
+        return lambda: self._membership.saved(done, path)
+
     def leave(self) -> None:
         failure = first_causes.recorded()
         self._membership.leave("" if failure is None else failure.text)

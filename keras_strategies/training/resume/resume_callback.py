@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -185,7 +186,8 @@ class Resume(fit_position.OrderedCallback):
         self._last_point = Point()
         self._opened = self._epochs
         self._pauses = []
-        self._captured: dict[str, Any] | None = None
+        # A snapshot in memory, and what is called when it is written.
+        self._captured: tuple[dict[str, Any], Callable[[], None]] | None = None
         self._state: dict[str, Any] | None = None
         self._epoch = -1
         return self._position
@@ -429,7 +431,14 @@ class Resume(fit_position.OrderedCallback):
             return None
         self._writer.wait()
         self._files.write(self._contents(point))
+        self._saving()()
         return self._files.directory
+
+    def _saving(self) -> Callable[[], None]:
+        """To be called when a snapshot of the present state is written."""
+        if self._workers is None:
+            return lambda: None
+        return self._workers.actions.saving(str(self._files.directory))
 
     def _restore(self) -> None:
         assert self._state is not None
@@ -449,7 +458,7 @@ class Resume(fit_position.OrderedCallback):
             self._strategy.drivers.servers.finish_steps()
         contents = self._contents(point)
         if self._is_chief:
-            self._captured = contents
+            self._captured = contents, self._saving()
         self._pauses.append(time.monotonic() - begun)
         self._clock.taken(self._pauses[-1])
 
@@ -467,7 +476,7 @@ class Resume(fit_position.OrderedCallback):
     def _submit(self) -> None:
         captured, self._captured = self._captured, None
         if captured is not None:
-            self._writer.write(captured)
+            self._writer.write(*captured)
 
 
 def _check_state(state: Any) -> None:

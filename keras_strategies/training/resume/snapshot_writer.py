@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from keras_strategies.training.resume.snapshot_files import SnapshotDirectory
@@ -32,12 +33,12 @@ class SnapshotWriter:
         """bool, whether the last snapshot could not be written."""
         return self._is_failing
 
-    def write(self, state: Any) -> None:
-        """Begins to write a snapshot, after the one before it."""
+    def write(self, state: Any, written: Callable[[], None]) -> None:
+        """Begins to write a snapshot, after the one before it; then calls `written`."""
         self.wait()
         # Not a daemon: a process that ends by itself completes the file.
         self._thread = threading.Thread(
-            target=self._write, args=(state,), name="snapshot"
+            target=self._write, args=(state, written), name="snapshot"
         )
         self._thread.start()
 
@@ -59,10 +60,11 @@ class SnapshotWriter:
                 "next one is written when it is due."
             )
 
-    def _write(self, state: Any) -> None:
+    def _write(self, state: Any, written: Callable[[], None]) -> None:
         try:
             self._files.write(state)
         except Exception as error:
             self._error = error
         else:
             self._is_failing = False
+            written()

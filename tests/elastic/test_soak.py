@@ -1,0 +1,174 @@
+"""Many random losses and stops of workers, and stops of their lead, in one training."""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from elastic.endless_runs import WORKERS, Run
+from harness.forker import Forker
+from harness.processes import wait_until
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.nightly]
+
+#: Seconds for one event and what follows from it.
+SECONDS = 120
+EVENTS = ("kill", "stop", "kill the chief", "stop the chief", "pair", "stop the lead")
+
+
+@pytest.fixture
+def run(forker: Forker, tmp_path: Path) -> Iterator[Run]:
+    made = Run(forker, tmp_path, None)
+    yield made
+    made.close()
+
+
+class Soak:
+    """Disturbs a training.
+
+    Args:
+        run: the training.
+        seed: int, of the random choices.
+    """
+
+    def __init__(self, run: Run, seed: int):
+        self._run, self._random = run, random.Random(seed)
+        self.counts: collections.Counter[str] = collections.Counter()
+
+    def disturb(self) -> None:
+        """One event, and the end of what follows from it."""
+        event = self._random.choice(EVENTS)
+        self.counts[event] += 1
+        time.sleep(self._random.uniform(0, 2))
+        if event == "stop the lead":
+            self._stop([self._lead()])
+        elif event == "pair":
+            self._lose_two()
+        else:
+            chief = self._chief() if event.endswith("chief") else None
+            index = self._random.randrange(WORKERS) if chief is None else chief
+            if event.startswith("kill"):
+                self._kill(index)
+            else:
+                self._stop([self._run.workers[index].pid])
+        self.await_steps()
+
+    def await_steps(self) -> None:
+        """Waits until all workers take steps together."""
+        begun = time.monotonic()
+
+        def are_together() -> bool:
+            for worker in self._run.workers:
+                assert worker.ended() is None, self._run.text()
+            last = self._last_steps()
+            generations = {generation for _, generation, _, _ in last}
+            return (
+                len(last) == WORKERS and min(last)[0] > begun and len(generations) == 1
+            )
+
+        try:
+            wait_until(are_together, "the workers train together")
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self._run.text()}") from error
+
+    def _last_steps(self) -> list[tuple[float, int, int, int]]:
+        """The last line of each worker that has taken a step."""
+        files = [self._steps(each.pid) for each in self._run.workers]
+        lines = [each.read_text().splitlines() for each in files if each.exists()]
+        return [tuple(json.loads(each[-1])) for each in lines if each]
+
+    def _lose_two(self) -> None:
+        """Two workers are stopped or killed within two seconds."""
+        first, second = self._random.sample(range(WORKERS), 2)
+        pid = self._run.workers[first].pid
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(self._random.uniform(0, 2))
+        if self._random.random() < 0.5:
+            os.kill(pid, signal.SIGKILL)
+            self._kill(second)
+            self._run.start_again(first)
+        else:
+            self._kill(second)
+            time.sleep(self._seconds())
+            os.kill(pid, signal.SIGCONT)
+
+    def _kill(self, index: int) -> None:
+        self._run.workers[index].send_kill()
+        time.sleep(self._random.uniform(0, 2))
+        self._run.start_again(index)
+
+    def _stop(self, pids: list[int]) -> None:
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(self._seconds())
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+    def _seconds(self) -> float:
+        return min(20.0, 1.0 + self._random.expovariate(1 / 4))
+
+    def _chief(self) -> int:
+        """The chief of the last step, by the lines of the workers."""
+        return next(i for i, each in enumerate(self._last_steps()) if each[2] == 0)
+
+    def _steps(self, pid: int) -> Path:
+        return self._run.states.folder / f"{pid}.steps"
+
+    def _lead(self) -> int:
+        """The process of the lead."""
+        return next(
+            int(path.name)
+            for path in Path("/proc").iterdir()
+            if path.name.isdigit() and self._is_lead(path)
+        )
+
+    def _is_lead(self, process: Path) -> bool:
+        try:
+            command = (process / "cmdline").read_text()
+        except OSError:
+            return False
+        return "lead.process" in command and self._run.addresses[0] in command
+
+    def check_chiefs(self) -> None:
+        """Fails if two groups have trained at the same time."""
+        rows = sorted(
+            (*json.loads(line), int(file.stem))
+            for file in self._run.states.folder.glob("*.steps")
+            for line in file.read_text().splitlines()
+            # A killed process may have written half of one.
+            if line.endswith("]")
+        )
+        chiefs: dict[int, int] = {}
+        newest, late = 0, collections.Counter[tuple[int, int]]()
+        for _, generation, rank, _, pid in rows:
+            if rank == 0:
+                assert chiefs.setdefault(generation, pid) == pid, generation
+            newest = max(newest, generation)
+            if generation < newest:
+                # A stopped process writes the line of its last step when it goes on.
+                late[generation, pid] += 1
+        assert not late or max(late.values()) == 1, late
+        assert newest > 1
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(
+    "events",
+    [pytest.param(n, marks=pytest.mark.timeout(n * SECONDS)) for n in (20, 300)],
+)
+def test_no_event_changes_the_result(run: Run, events: int, seed: int) -> None:
+    soak = Soak(run, seed)
+    soak.await_steps()
+    for _ in range(events):
+        soak.disturb()
+    run.end()
+    print(f"{events} events: {dict(soak.counts)}")
+    soak.check_chiefs()
+    run.states.assert_like_one_device(1e-6)
