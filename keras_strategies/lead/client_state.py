@@ -74,9 +74,9 @@ class GroupListener:
         """Finished steps, and seconds per step without and with waits for others."""
         return ()
 
-    def position_and_wait(self) -> tuple[list[int], float]:
-        """See `StallWatch.beat`."""
-        return [0], 0.0
+    def position_and_wait(self) -> tuple[int, int, float]:
+        """The two numbers and the seconds of `StallWatch.beat`."""
+        return 0, 0, 0.0
 
     def ended(self, how: str, loss: Loss | None) -> None:
         """The generation has ended; ends the waits of the engine."""

@@ -136,6 +136,9 @@ class LeadPeer(asyncio.BufferedProtocol):
 
     def send(self, message: bytes) -> None:
         """Sends a message; a worker that does not read is given up."""
+        if self._transport.is_closing():
+            # Writing would be logged.
+            return
         self._transport.write(message)
         if self._transport.get_write_buffer_size() > _UNSENT:
             self.abort()

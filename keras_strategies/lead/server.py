@@ -313,7 +313,7 @@ class LeadServer:
         beat = Beat(message["step"], message["progress"], tuple(message["times"]))
         self._heard[uid] = beat
         if (rank := self.state.group.ranks.get(uid)) is not None:
-            numbers, waits = message["position"]
+            *numbers, waits = message["position"]
             self._stalls.beat(rank, numbers, waits, time.monotonic())
         session = self._sessions[uid]
         session.acknowledge(message["got"])

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Self
 
-from keras_strategies.cluster.environment import LEAD, SECRET, run_identifier
+from keras_strategies.cluster.environment import LEAD, SECRET
 from keras_strategies.cluster.resolvers.environment import tf_config
 from keras_strategies.lead.process import BACKLOG, start_lead
 from keras_strategies.lead.state import Settings
@@ -29,16 +29,13 @@ class LaunchedLead:
 
     Args:
         addresses: list of str, those of the workers.
-        job: str, identifies the cluster.
         secret: str, the same in the workers.
         host: str, an address of this machine that the workers reach.
     """
 
-    def __init__(
-        self, addresses: Sequence[str], job: str, secret: str, host: str = _LOCAL
-    ):
+    def __init__(self, addresses: Sequence[str], secret: str, host: str = _LOCAL):
         self._settings = Settings(len(addresses), addresses=tuple(addresses))
-        self._job, self._secret = job, secret.encode()
+        self._secret = secret.encode()
         self._host, self._port = host, 0
         self._process = self._start()
         self._ending = threading.Event()
@@ -68,7 +65,7 @@ class LaunchedLead:
         listener = socket.create_server(address, family=family, backlog=BACKLOG)
         self._port = listener.getsockname()[1]
         return start_lead(
-            listener, self._settings, self._secret, self._job, ends_with_starter=True
+            listener, self._settings, self._secret, ends_with_starter=True
         )
 
     def _restart(self) -> None:
@@ -95,7 +92,6 @@ def launched_lead(
     if len(addresses) == 1 or "ps" in tasks:
         yield {task: dict(each) for task, each in environments.items()}
         return
-    job = run_identifier(addresses, len(addresses))
-    with LaunchedLead(addresses, job, given[SECRET]) as lead:
+    with LaunchedLead(addresses, given[SECRET]) as lead:
         variables = lead.variables(addresses[0])
         yield {task: {**each, **variables} for task, each in environments.items()}

@@ -110,11 +110,11 @@ def test_workers_that_do_different_things_are_told(three):
 
 def test_one_worker_that_never_comes_is_named():
     start = time.monotonic()
-    found = join_all(3, timeout=1.0, indices=[0, 2])
+    found = join_all(3, timeout=4.0, indices=[0, 2])
     assert all(isinstance(error, WorkerError) for error in found)
     assert all("worker 1 (127.0.0.1:" in str(error) for error in found)
     assert "timeout_seconds" in str(found[0])
-    assert time.monotonic() - start < 8
+    assert time.monotonic() - start < 20
 
 
 def test_a_chief_that_never_comes_is_named():

@@ -256,14 +256,19 @@ def test_a_start_below_the_minimum_is_an_error():
 
 
 def test_without_any_state_the_error_names_the_last_snapshot(joined):
-    addresses = free_addresses(3)
+    addresses = free_addresses(2)
     joined += join_all(addresses, [0, 1])
     joined[1].saved(8, "/runs/8")
+    joined[0].group.abandon()
+
+    def is_waiting() -> bool:
+        rows = joined[1]._client.status()["workers"]
+        return any(row["waits"] for row in rows)
+
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(join, addresses, 2, limits())
-        wait_until(lambda: not joined[0].begin_step(), "the new worker waits")
-        for each in joined:
-            each.group.abandon()
+        waiting = pool.submit(join, addresses, 0, limits())
+        wait_until(is_waiting, "the new worker waits")
+        joined[1].group.abandon()
         error = waiting.exception(TIMEOUT)
     assert "No worker has the state of training any longer" in str(error)
     assert "they continue at the last snapshot, '/runs/8'" in str(error)

@@ -23,7 +23,7 @@ import numpy as np
 from harness.processes import TIMEOUT
 
 #: Seconds without heartbeats after which a worker is lost.
-SILENCE = 3.0
+SILENCE = float(os.environ.get("SILENCE", 3))
 # On JAX, only batches that divide by the number of workers are split: the last is not.
 _ROWS = 44
 _BATCH = 12

@@ -81,6 +81,9 @@ class Run:
         config = {"cluster": {"worker": self.addresses}, "task": task}
         log, variables = folder / f"{number}-{index}.log", {"OMP_NUM_THREADS": "1"}
         variables["TF_CONFIG"] = json.dumps(config)
+        if self._hosts is not None:
+            # A worker that is cut off gives up soon after it is given up.
+            variables["SILENCE"] = "10"
         self._all.append(self._forker.start(log, str(script), str(folder), **variables))
         return self._all[-1]
 

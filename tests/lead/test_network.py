@@ -296,7 +296,7 @@ def test_a_wrong_secret_and_another_job_are_errors(lead):
                 [lead.address],
                 options.pop("secret", SECRET),
                 0,
-                timeout=0.5,
+                timeout=4.0,
                 **options,
             )
 

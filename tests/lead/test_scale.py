@@ -130,7 +130,7 @@ def compare(workers, count):
 def beat(workers, count):
     for index in range(count):
         body = {"number": 1, "got": 0, "step": 0, "progress": "step 1", "times": []}
-        body["position"] = [[0], 0.0]
+        body["position"] = [0, 0, 0.0]
         workers.send(index, "beat", **body)
     workers.until("beat", count)
 

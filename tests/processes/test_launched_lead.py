@@ -25,16 +25,14 @@ def connected(lead: LaunchedLead, **settings: float) -> list[LeadClient]:
 
     def connect(index: int) -> LeadClient:
         given = Settings(2, patience=20.0, **settings)
-        return LeadClient(
-            [address], SECRET, index, job="a", timeout=20.0, settings=given
-        )
+        return LeadClient([address], SECRET, index, timeout=20.0, settings=given)
 
     return together(together(range(2), connect), begin)
 
 
 @pytest.mark.multiprocess
 def test_it_is_started_again_until_training_has_ended():
-    with LaunchedLead(ADDRESSES, "a", SECRET.decode()) as lead:
+    with LaunchedLead(ADDRESSES, SECRET.decode()) as lead:
         first = lead._process
         two = connected(lead, timeout=5.0)
         # Settings are those of the first worker of each training.
@@ -52,7 +50,7 @@ def test_it_is_started_again_until_training_has_ended():
 
 @pytest.mark.multiprocess
 def test_it_ends_with_the_launcher():
-    with LaunchedLead(ADDRESSES, "a", SECRET.decode()) as lead:
+    with LaunchedLead(ADDRESSES, SECRET.decode()) as lead:
         process = lead._process
         assert process.poll() is None
     assert process.poll() is not None and not lead._watch.is_alive()

@@ -73,7 +73,8 @@ def connected(
                 _secret(),
                 index,
                 same,
-                job=job,
+                # That of a launcher has one cluster, and its address.
+                job="" if launched else job,
                 timeout=limit,
                 listener=listener,
                 settings=settings,

@@ -548,8 +548,8 @@ class WorkerGroup(GroupListener):
     def own_times(self) -> tuple[float, ...]:
         return dataclasses.astuple(self.clock.times)
 
-    def position_and_wait(self) -> tuple[list[int], float]:
-        return self.position, self.clock.wait_seconds
+    def position_and_wait(self) -> tuple[int, int, float]:
+        return self._position, self._steps_since, self.clock.wait_seconds
 
     def ended(self, how: str, loss: Loss | None) -> None:
         lost = None if loss is None else LostWorker.of(loss)

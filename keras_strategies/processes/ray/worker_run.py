@@ -118,9 +118,8 @@ class _Run:
         while len(self._addresses) < len(tasks):
             self._handle_address(self._next())
         addresses = [self._addresses[task.index] for task in tasks]
-        secret = secrets.token_hex()
         # Workers are lost with their nodes; this process is needed anyway.
-        with LaunchedLead(addresses, self._name, secret, node_host()) as lead:
+        with LaunchedLead(addresses, secrets.token_hex(), node_host()) as lead:
             self._lead = lead
             for task in list(self._current.values()):
                 self._call(task)
