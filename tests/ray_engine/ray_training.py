@@ -85,6 +85,11 @@ def faults(folder: str, strategy: Any, victim: int | None, joins: bool) -> Any:
     return Faults()
 
 
+def has_newcomer(membership: Any) -> bool:
+    """Whether a worker waits for the next generation."""
+    return any(row["waits"] for row in membership._client.status()["workers"])
+
+
 def await_newcomer(strategy: Any, folder: Path) -> None:
     """Waits until a new worker waits at the chief, after the driver has made room."""
     workers, file = strategy.workers, folder / "joins"
@@ -92,7 +97,7 @@ def await_newcomer(strategy: Any, folder: Path) -> None:
     write(folder / "waits")
     while not file.exists():
         assert time.monotonic() < until, "no worker has joined"
-        if workers.is_chief and workers.actions.membership._listener.joining > 0:
+        if workers.is_chief and has_newcomer(workers.actions.membership):
             write(file)
         time.sleep(0.05)
 
