@@ -44,7 +44,7 @@ def main() -> None:
 
     import keras_strategies as ks
 
-    faulthandler.dump_traceback_later(TIMEOUT / 3)
+    faulthandler.dump_traceback_later(TIMEOUT - 10)
     settings = Settings(**json.loads(Path(sys.argv[1]).read_text()))
     index, is_new = int(sys.argv[2]), sys.argv[3] == "1"
     folder = Path(settings.folder)

@@ -80,6 +80,7 @@ def main(folder: Path, victim: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            faulthandler.dump_traceback_later(TIMEOUT)
             generation = strategy.workers.actions.membership.generation
             state = [generation.number, strategy.workers.group.count, self.steps()]
             write(folder / f"{index}.state", state)
