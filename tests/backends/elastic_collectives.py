@@ -73,7 +73,7 @@ class Training:
     def _take(self) -> None:
         workers, members = self.workers, self.membership.generation.members
         rank = workers.group.index
-        numbers = [member.index + 1 for member in members]
+        numbers = [index + 1 for index in members]
         own = numbers[rank]
         workers.group.progress = f"step {self.step}"
         stop = workers.group.gather_values("stop", (self.folder / "stop").exists())
@@ -93,6 +93,7 @@ class Training:
         _check(rows, [[each, self.step] for each in numbers for _ in range(each)])
         _check(chief, [numbers[0], self.step])
         self.step += 1
+        self.membership.finished(self.step)
         self._is_over = any(stop)
         if not self._is_noted:
             self._note()
@@ -110,6 +111,7 @@ class Training:
                 self.workers.replace(group)
                 self._watch(group)
                 self.step = max(group.gather_values("the step", self.step))
+                self.membership.confirm()
             except WorkerError as error:
                 print(error, flush=True)
             else:
