@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from elastic.elastic_until_stopped import SILENCE
 from elastic.endless_runs import WORKERS, Run
 from harness.forker import Forker
 from harness.processes import wait_until
@@ -48,7 +49,8 @@ class Soak:
         self.counts[event] += 1
         time.sleep(self._random.uniform(0, 2))
         if event == "stop the lead":
-            self._stop([self._lead()])
+            # Workers end when they do not hear of it for longer.
+            self._stop(self._lead(), self._random.uniform(0.5, 0.8 * SILENCE))
         elif event == "pair":
             self._lose_two()
         else:
@@ -57,7 +59,7 @@ class Soak:
             if event.startswith("kill"):
                 self._kill(index)
             else:
-                self._stop([self._run.workers[index].pid])
+                self._stop(self._run.workers[index].pid, self._seconds())
         self.await_steps()
 
     def await_steps(self) -> None:
@@ -104,12 +106,10 @@ class Soak:
         time.sleep(self._random.uniform(0, 2))
         self._run.start_again(index)
 
-    def _stop(self, pids: list[int]) -> None:
-        for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
-        time.sleep(self._seconds())
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
+    def _stop(self, pid: int, seconds: float) -> None:
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(seconds)
+        os.kill(pid, signal.SIGCONT)
 
     def _seconds(self) -> float:
         return min(20.0, 1.0 + self._random.expovariate(1 / 4))
