@@ -334,15 +334,22 @@ def _now(value: Any) -> Any:
 
 
 def _difference(now: Any, before: Any) -> Any:
-    """The name of an attribute that differs, True for other values, None if equal."""
+    """The name of an attribute that differs, True for other values, None if equal.
+
+    Attributes that calls of Keras's layers set are named only if no other one differs.
+    """
     if isinstance(before, np.ndarray):
         return None if np.array_equal(now, before) else True
     if isinstance(before, dict):
+        of_calls = None
         for name in (*before, *(key for key in now if key not in before)):
             one, other = now.get(name, _MISSING), before.get(name, _MISSING)
-            if not _is_same(one, other):
+            if _is_same(one, other):
+                continue
+            if not _is_of_calls(name):
                 return name if isinstance(name, str) else True
-        return None
+            of_calls = name
+        return of_calls
     if isinstance(before, list):
         is_same = len(now) == len(before) and all(map(_is_same, now, before))
         return None if is_same else True
