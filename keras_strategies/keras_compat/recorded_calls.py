@@ -54,6 +54,16 @@ class recorded_calls:
         _thread.calls = self._before
 
 
+class unrecorded:
+    """Context without notes: calls of the library differ from replica to replica."""
+
+    def __enter__(self) -> None:
+        self._before, _thread.calls = _thread.calls, None
+
+    def __exit__(self, *exception: Any) -> None:
+        _thread.calls = self._before
+
+
 def _install() -> None:
     """Functions and operators note their calls from now on, in threads that record."""
     with unchanged_backend():

@@ -12,6 +12,7 @@ from typing import Any
 import keras
 
 from keras_strategies.keras_compat.random_draws import draws_through
+from keras_strategies.keras_compat.recorded_calls import unrecorded
 from keras_strategies.runtime.random_numbers.row_draws import (
     OwnRows,
     RowDraws,
@@ -134,7 +135,7 @@ def _hook(draw: Callable[[KerasDraw, RowDraws], Any]) -> Callable[..., Any]:
         own = KerasDraw(original, _signature(original).bind(*args, **kwargs).arguments)
         if own.draws_nothing:
             return own.call()
-        with drawing(None):  # Functions call each other.
+        with drawing(None), unrecorded():  # Functions call each other.
             return draw(own, draws)
 
     return drawn
