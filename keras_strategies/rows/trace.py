@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -180,6 +181,8 @@ class Trace:
         self._followed = followed
         self._known_calls = 0
         self._layers: list[Any] = []
+        #: Tensors of lengths, by their ids, of which Keras's losses take the product.
+        self._lengths: dict[int, tuple[Any, Any]] = {}
 
     # Tensors.
 
@@ -252,6 +255,9 @@ class Trace:
         is_own = not type(operation).__module__.startswith("keras.src.")
         if is_own or name in _FOLLOWED:
             return operation.call(*args, **kwargs)
+        _, lengths = self._lengths.get(id(args[0]) if args else 0, (None, None))
+        if name == "Prod" and lengths and operation.axis is None:
+            return self._count(RowCount(math.prod(map(int, lengths))))
         return self.record(
             name, operation, args, kwargs, _spec(operation, args, kwargs)
         )
@@ -267,7 +273,12 @@ class Trace:
                 return self._made_of_shape(name, args, kwargs)
             if name == "arange":
                 return self._row_numbers(*args, **kwargs)
+            lengths = args[0] if args else None
             args, kwargs = self._lifted(args, kwargs)
+            found = symbolic(*args, **kwargs)
+            if name == "convert_to_tensor" and _are_lengths(lengths):
+                self._lengths[id(found)] = found, lengths
+            return found
         return symbolic(*args, **kwargs)
 
     def changed_in_place(self, before: RowTensor, after: RowTensor) -> Any:
@@ -478,6 +489,7 @@ class Trace:
     def close(self) -> None:
         """Lets go of all tensors."""
         self.nodes.clear()
+        self._lengths.clear()
         self.drawn.clear()
         self.losses.clear()
         self.state.values.clear()
@@ -582,3 +594,7 @@ def spec_of(structure: Any) -> Any:
         return keras.KerasTensor(tuple(x.shape), dtype)
 
     return tree.map_structure(spec, structure)
+
+
+def _are_lengths(value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(n, int) for n in value)
