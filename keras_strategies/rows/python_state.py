@@ -78,7 +78,8 @@ ASSIGNED_BY_TRAINING = frozenset(
         "unrolled_steps_per_execution",
     ]
 )
-_FRAMEWORKS = frozenset(["jax", "jaxlib", "tensorflow", "torch"])
+#: A strategy has connections, which change at any time.
+_FRAMEWORKS = frozenset(["jax", "jaxlib", "keras_strategies", "tensorflow", "torch"])
 #: What TensorFlow notes in layers for its checkpoints.
 OF_TENSORFLOW = "_self_"
 _REENTRANT = type(threading.RLock())
@@ -295,7 +296,7 @@ def is_array_of_keras(value: Any) -> bool:
 
 
 def is_of_framework(value: Any) -> bool:
-    """Whether a value is an object of a framework, such as a program."""
+    """Whether a value is an object of a framework, or of a strategy: a program."""
     return type(value).__module__.partition(".")[0] in _FRAMEWORKS
 
 
