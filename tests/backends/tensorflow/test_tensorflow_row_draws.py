@@ -208,7 +208,7 @@ def other_axis(x, seed):
         (lambda x, seed: tf.nn.dropout(x, 0.5), "uses 'tf'"),
         (
             lambda x, seed: _drawn_in_a_program(x, seed.next()),
-            "reads the value of a tensor",
+            "its code uses",
         ),
         (
             lambda x, seed: tf.random.stateless_normal(tf.shape(x), seed.next()),
