@@ -55,10 +55,11 @@ def save_numbered(
             shutil.rmtree(rest)
     number = _of_chief(workers, what, max(_finished(directory), default=0) + 1)
     # A name that cannot be predicted, so that no link can be planted there.
-    name = _of_chief(workers, what, f"{number}-{secrets.token_hex(8)}{_PART}")
-    part = directory / name
+    name = f"{number}-{secrets.token_hex(8)}{_PART}"
     if is_chief:
-        part.mkdir()
+        # Before the others know it, of which some writers make the folder.
+        (directory / name).mkdir()
+    part = directory / _of_chief(workers, what, name)
     groups = checkpointed_variables(model)
     write(part, groups)
     if is_chief:
