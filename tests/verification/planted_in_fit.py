@@ -372,7 +372,9 @@ CASES = [
         "scaled_by_replicas",
         "loss",
         lambda: dense(kind=DividedLoss),
-        by_day=("jax", "tensorflow"),
+        # On JAX it is found, and named as state of Python.
+        backends=("torch", "tensorflow"),
+        by_day=("tensorflow",),
     ),
     Planted(
         "multiplied_loss",
