@@ -57,6 +57,8 @@ ASSIGNED_BY_TRAINING = frozenset(
         "_distribute_strategy",
         "_eval_epoch_iterator",
         "_initial_epoch",
+        "_jax_state",
+        "_jax_state_synced",
         "_jit_compile",
         "_loss_ids",
         "_loss_tracker",
@@ -286,8 +288,8 @@ def _is_of_calls(changed: Any) -> bool:
     if not isinstance(changed, str):
         return False
     masks = ("_dropout_mask", "_recurrent_dropout_mask")
-    is_known = changed in attributes_of_layers() or changed in masks
-    return is_known or changed.startswith(OF_TENSORFLOW)
+    is_known = changed in attributes_of_layers() or changed in ASSIGNED_BY_TRAINING
+    return is_known or changed in masks or changed.startswith(OF_TENSORFLOW)
 
 
 def is_array_of_keras(value: Any) -> bool:

@@ -372,9 +372,7 @@ CASES = [
         "scaled_by_replicas",
         "loss",
         lambda: dense(kind=DividedLoss),
-        # On JAX it is found, and named as state of Python.
-        backends=("torch", "tensorflow"),
-        by_day=("tensorflow",),
+        by_day=("jax", "tensorflow"),
     ),
     Planted(
         "multiplied_loss",
