@@ -127,7 +127,7 @@ PRIVATE = (
     Private(
         "keras.src.backend.torch.layer.TorchLayer",
         ("_torch_params", "_track_variables"),
-        "Parameters of hosted variables.",
+        "Parameters of hosted variables, and of those that shards replace.",
         "torch",
     ),
     Private(

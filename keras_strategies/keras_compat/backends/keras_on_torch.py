@@ -145,3 +145,14 @@ def remat(original: Any, f: Any) -> Any:
 def assign_shards(shards: Any, value: Any) -> None:
     """Gives a DTensor the values of a tensor, each process its shard."""
     _Tensors.assign(shards, value)
+
+
+def track_parameters_again(model: Any) -> None:
+    """Takes the values of variables as torch parameters of a model and its layers.
+
+    Keras 3.15: `TorchLayer._track_variables` keeps the values that variables have then,
+    in `_torch_params`. The layers of Keras lack the `_functional` of a `Sequential`.
+    """
+    for layer in list(model.modules()):
+        if hasattr(layer, "_torch_params"):
+            layer._track_variables()

@@ -43,14 +43,21 @@ from keras_strategies.engines.torch.model_parallel.weight_packs import gathered_
 from keras_strategies.engines.torch.trainer import TorchTrainer, counted
 from keras_strategies.engines.torch.worker_collectives import TorchCommunicator
 from keras_strategies.keras_compat.backends.keras_on_jax import set_layout
-from keras_strategies.keras_compat.backends.keras_on_torch import hook_torch_dtensors
+from keras_strategies.keras_compat.backends.keras_on_torch import (
+    hook_torch_dtensors,
+    track_parameters_again,
+)
 from keras_strategies.keras_compat.models.building import all_variables
 from keras_strategies.keras_compat.optimizers.optimizer_parts import optimizers_in
+from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.keras_compat.variables.creation import (
     mix_in,
     set_variable_shape,
 )
 from keras_strategies.keras_compat.variables.dtensor_variables import DTensorVariable
+from keras_strategies.keras_compat.variables.strategy_variables import (
+    set_variable_strategy,
+)
 from keras_strategies.keras_compat.variables.values import raw_value, set_raw_value
 from keras_strategies.runtime.drivers import FitDriver, ShardingDriver
 from keras_strategies.runtime.placement import (
@@ -109,6 +116,7 @@ class ShardedTrainer(FitDriver, ShardingDriver):
         assert mesh is not None
         assert workers is None or isinstance(workers, TorchCommunicator)
         self._mesh = mesh
+        self._strategy = strategy
         self._device = torch_device(self.placement.variables)
         self._workers = start_default_group(workers)
         self._distribution = ShardedDistribution(mesh, self._device.type)
@@ -143,10 +151,30 @@ class ShardedTrainer(FitDriver, ShardingDriver):
                     updating_by_shards(optimizer, self._unsharded_ops.left)
                 )
             stack.enter_context(self.by_rows.method(model, name))
+            self._shard_weights(model)
             yield
         # Models that are built from their first batch in `predict`.
         if name != "compile":
             check_layouts(self.placement, model)
+
+    def _shard_weights(self, model: Any) -> None:
+        """Shards layers that were made outside of every scope, or given weights later.
+
+        Shards of all processes are those of the chief's values, as in the scope.
+        """
+        made = [
+            variable
+            for variable in (*model.trainable_variables, *model.non_trainable_variables)
+            if strategy_of(variable) is None and raw_value(variable) is not None
+        ]
+        if not made:
+            return
+        self.adopt(made)
+        for variable in made:
+            set_variable_strategy(variable, self._strategy)
+            self.initialized(variable)
+        # Else they keep the full values, and `zero_grad` clears no others.
+        track_parameters_again(model)
 
     def step_function(self, model: Any, kind: str, make: Callable[[], Any]) -> None:
         check_layouts(self.placement, model)
