@@ -73,7 +73,9 @@ def test_a_killed_worker_a_killed_chief_and_a_new_worker(cluster, source):
     assert found[1]["trained"] == 6 * STEPS_PER_EPOCH
     # Its rows of three, two, one and two workers, and those of repeated steps.
     assert 0.4 * 6 * ROWS < found[1]["read"] < 0.65 * 6 * ROWS, found[1]["read"]
-    assert 0 < found[2]["trained"] <= 6 * STEPS_PER_EPOCH - 8
+    # It joins at step 9 at the latest, and at the step that the kill has ended, 7 or 8,
+    # if it is there when the others form again.
+    assert 0 < found[2]["trained"] <= 6 * STEPS_PER_EPOCH - 6
     text = elastic.text()
     assert "worker 2 was lost at step 3 of fit" in text
 
