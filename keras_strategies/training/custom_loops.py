@@ -17,6 +17,7 @@ from keras_strategies.runtime.replicas.averaged_losses import (
     note_gradients,
     noting_averages,
 )
+from keras_strategies.training.model_hooks import install_hooks
 
 
 def value_and_grad(
@@ -54,6 +55,7 @@ def value_and_grad(
             "give it a `keras.Input`, or call `model.build(input_shape)` before the "
             "first step."
         )
+    install_hooks()
     noting = noting_averages(fn, has_aux)
     differentiated = get_engine().value_and_grad(noting, variables, has_aux)
 
@@ -99,6 +101,7 @@ def function(
     if fn is None:
         return lambda fn: function(fn, jit_compile=jit_compile)
     check_returns(fn, "ks.function")
+    install_hooks()
     engine = get_engine()
     make = functools.partial(engine.function, fn, jit_compile=jit_compile)
     compiled = make()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import textwrap
 
 import keras
 import numpy as np
 import pytest
+from harness.forker import run_code
 from harness.strategies import STRATEGIES
 from keras import layers, ops
 
@@ -466,3 +468,41 @@ def test_an_unbuilt_model_has_no_gradients():
     model = keras.Sequential([layers.Dense(1)])
     with pytest.raises(ValueError, match=r"no variables.*keras\.Input"):
         ks.value_and_grad(lambda: 0.0, model.trainable_variables)
+
+
+@pytest.mark.parametrize(
+    "compiled", [False, pytest.param(True, marks=pytest.mark.nightly)]
+)
+def test_a_step_before_every_strategy_is_one_of_plain_keras(tmp_path, compiled):
+    code = f"""
+        import keras
+        import numpy as np
+        import keras_strategies as ks
+
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential(
+            [
+                keras.Input((3,)),
+                keras.layers.Dense(4),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dense(2),
+            ]
+        )
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.build(model.trainable_variables)
+        x = np.arange(12, dtype="float32").reshape(4, 3) / 12
+        x, y = map(keras.ops.convert_to_tensor, (x, x[:, :2]))
+        loss_fn = keras.losses.MeanSquaredError()
+
+        def step(x, y):
+            loss, gradients = ks.value_and_grad(
+                lambda: loss_fn(y, model(x, training=True)), model.trainable_variables
+            )()
+            optimizer.apply(gradients, model.trainable_variables)
+            return loss
+
+        step = ks.function(step) if {compiled} else step
+        before, after = float(step(x, y)), float(step(x, y))
+        assert after < before, (before, after)
+    """
+    run_code(tmp_path, textwrap.dedent(code), imports_strategies=True)
