@@ -59,32 +59,21 @@ def compare_rows(rows: int, found: list[int]) -> None:
         )
 
 
-def compare_orders(
-    group: WorkerGroup,
-    rows: int,
-    order: int | None,
-    change: str = "",
-    stream: str = "",
-) -> list[str]:
+def compare_orders(group: WorkerGroup, rows: int, order: int, stream: str = "") -> None:
     """Compares the rows of a global batch of a `DataLoader` with those of others.
 
     Args:
         group: the connected workers.
-        rows: int, those of all workers.
-        order: int, a checksum of their numbers in the dataset; None, which agrees with
-            any, if that is not known any more.
-        change: str, what is told to the other workers.
+        rows: int, those of all workers; 0 at the end of the data.
+        order: int, a checksum of their numbers in the dataset.
         stream: str, see `WorkerGroup.gather`.
-
-    Returns:
-        list of str, what each worker tells.
 
     Raises:
         WorkerError: if workers have others, or one has no more batches.
     """
-    found = group.gather_values("a batch", [rows, order, change], stream)
+    found = group.gather_values("a batch", [rows, order], stream)
     for other, each in enumerate(found):
-        if None not in (order, each[1]) and each[:2] != [rows, order]:
+        if each != [rows, order]:
             # A loop of the user has no steps that are counted.
             place = f" at {group.progress}" if group.progress else ""
             raise WorkerError(
@@ -95,7 +84,6 @@ def compare_orders(
                 "`DistributedSampler`; for separate data per worker, use "
                 "ks.DatasetCreator or `strategy.distribute_datasets_from_function`."
             )
-    return [str(each[2]) for each in found]
 
 
 class WorkerSteps:

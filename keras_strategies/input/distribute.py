@@ -48,7 +48,7 @@ def dataset(
         given = given.feed.source()
         if isinstance(given, WorkersLoaderSource):
             # Its workers are those of another strategy.
-            given = given.loader
+            given = given.given
     workers = strategy.workers
     if not is_fixed(workers) and is_tf_data(given):
         auto_shard.check_global(given)
@@ -67,14 +67,13 @@ def dataset(
 
 
 def _compared(source: Source, workers: Communicator) -> Source:
-    """A source that compares the reads of workers, where that saves them reads."""
-    if not isinstance(source, LoaderSource) or source.own_batches is not None:
+    """A source that compares the orders of workers, which read their own rows."""
+    if not isinstance(source, LoaderSource) or not source.is_read_in_turn:
         return source
-    from keras_strategies.engines.torch.own_rows.loader_rows import can_read_rows
-
-    if not can_read_rows(source.given):
+    if source.own_batches is None:
+        source.warn_of_all_rows(workers)
         return source
-    return WorkersLoaderSource(source, workers)
+    return WorkersLoaderSource(source.given, workers)
 
 
 def from_function(

@@ -5,7 +5,6 @@ On Torch Keras reads the loader itself, see `engines/torch/own_rows/own_batches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -13,11 +12,7 @@ import keras
 from keras_strategies.communication.communicator import Communicator
 from keras_strategies.input.batches import loaded
 from keras_strategies.keras_compat.models.row_adapters import loader_adapter
-from keras_strategies.runtime.worker_batch import (
-    WorkerBatch,
-    WorkerRows,
-    own_rows_of,
-)
+from keras_strategies.runtime.worker_batch import WorkerRows, own_rows_of
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
@@ -29,7 +24,7 @@ _READER = "__keras_strategies_reader__"
 class _Reader:
     """Reads own rows of a loader in all methods, which copies of the loader have not.
 
-    It knows what reads have changed, and has processes that stay.
+    It has the processes that stay.
 
     Args:
         loader: a `torch.utils.data.DataLoader`.
@@ -41,13 +36,7 @@ class _Reader:
         from keras_strategies.engines.torch.own_rows.loader_rows import LoaderRows
 
         self.workers = workers
-        self._rows = LoaderRows(loader, workers, rows)
-
-    def begin(self) -> Iterator[WorkerBatch]:
-        """A pass; every worker has all rows of a batch that it does not share."""
-        for batch in self._rows.begin():
-            is_own = isinstance(batch, WorkerBatch)
-            yield batch if is_own else WorkerBatch(batch, [])
+        self.begin = LoaderRows(loader, workers, rows).begin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Pickled loaders have none: it holds connections.
@@ -62,27 +51,24 @@ def with_own_rows(value: Any, strategy: StrategyCore | None) -> Any:
         strategy: the model's strategy; None for the default one.
 
     Returns:
-        An adapter for a loader of which each worker can read its rows; other input
-        unchanged.
+        For a loader one with the random numbers of each row; or an adapter, where each
+        worker can read its rows. Other input unchanged.
     """
     torch = loaded("torch")
-    if torch is None or keras.backend.backend() == "torch":
+    if torch is None or strategy is None:
         return value
     if not isinstance(value, torch.utils.data.DataLoader):
         return value
-    rows = own_rows_of(strategy)
-    if rows is None:
-        return value
     from keras_strategies.engines.torch.own_rows import loader_rows
 
-    assert strategy is not None and strategy.workers is not None
-    # A worker that joins could not agree on what a read has changed.
-    is_fixed = strategy.workers.actions.is_fixed
-    if loader_rows.can_read_rows(value) and (
-        is_fixed or loader_rows.reads_alike(value.dataset)
-    ):
-        return _adapter(value, strategy.workers, rows)
-    return value
+    rows, workers = own_rows_of(strategy), strategy.workers
+    if rows is None or workers is None or not loader_rows.can_read_rows(value):
+        if workers is not None:
+            loader_rows.warn_of_all_rows(value, workers)
+        return loader_rows.seeded_loader(value)
+    if keras.backend.backend() == "torch":
+        return loader_rows.seeded_loader(value)
+    return _adapter(value, workers, rows)
 
 
 def _adapter(loader: Any, workers: Communicator, rows: WorkerRows) -> Any:

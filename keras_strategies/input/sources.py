@@ -11,6 +11,7 @@ from typing import Any
 
 import keras
 
+from keras_strategies.communication.communicator import Communicator
 from keras_strategies.communication.replica_counts import ReplicaCounts
 from keras_strategies.errors import InputError, InvalidArgumentError
 from keras_strategies.input.arrays import (
@@ -196,24 +197,36 @@ class LoaderSource(Source):
         # It imports Torch, which a loader has imported.
         from keras_strategies.engines.torch.own_rows import loader_rows
 
-        # Where reads may change something, those of two workers would have to agree.
+        self._loader = loader_rows.seeded_loader(given)
+        # Generators of the process are seeded for each row, from which other threads
+        # may draw.
+        self.is_read_in_turn = self._loader is not given
         # Processes that stay are those of the loader itself.
-        if (
-            loader_rows.can_read_rows(given)
-            and loader_rows.reads_alike(given.dataset)
-            and not given.persistent_workers
-        ):
+        if loader_rows.can_read_rows(given) and not given.persistent_workers:
             self.own_batches = functools.partial(loader_rows.batches_of_worker, given)
 
+    def warn_of_all_rows(self, workers: Communicator) -> None:
+        """Says once that each worker reads all rows, and why."""
+        from keras_strategies.engines.torch.own_rows import loader_rows
+
+        loader_rows.warn_of_all_rows(self.given, workers)
+
     def read(self) -> Iterator[Any]:
-        return iter(self.given)
+        return iter(self._loader)
 
     @property
     def cardinality(self) -> int | None:
         return length_of(self.given)
 
     def spec(self) -> Any:
-        return self._spec_of_first_batch()
+        from keras_strategies.engines.torch.own_rows import loader_rows
+
+        # As if it had not been read: one of the workers may ask alone.
+        first = loader_rows.first_batch(self.given)
+        if first is None:
+            return self._spec_of_first_batch()
+        check_rows(first, self.what)
+        return leaf_specs(first)
 
     def model_input(self, class_weight: dict[int, float] | None = None) -> Any:
         if self._peeked is None and not is_read_for_shapes(self.given):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ _Declared = TypeVar("_Declared")
 _OBJECTS = (keras.losses.Loss, keras.metrics.Metric, keras.KerasTensor)
 _classes: weakref.WeakSet[Any] = weakref.WeakSet()
 _layers: weakref.WeakSet[Any] = weakref.WeakSet()
+_functions: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def row_wise(layer: _Declared) -> _Declared:
@@ -43,7 +45,8 @@ def row_wise(layer: _Declared) -> _Declared:
     A declared function is one operation in the call around it: in a layer, as an
     `activation=`, in a `Lambda`, or as a loss that returns one value for each row. It
     is compared with random rows, and may neither draw random numbers nor assign
-    variables.
+    variables. A declared `collate_fn` of a `DataLoader` makes row i of a batch from
+    sample i only, so that each worker reads its own samples.
 
     On JAX nothing is split by calls, and a declaration changes nothing.
 
@@ -102,7 +105,13 @@ def _declared_function(function: Any) -> Any:
             return function(*args, **kwargs)
         return tracer.declared_call(layer, *tracer.values((args, kwargs)))
 
+    _functions.add(call)
     return call
+
+
+def is_declared_function(function: Any) -> bool:
+    """Whether a function is one that `row_wise` has returned."""
+    return isinstance(function, types.FunctionType) and function in _functions
 
 
 def is_declared(layer: Any) -> bool:

@@ -45,7 +45,7 @@ class Noisy(Rows):
         self.generator = np.random.default_rng(1)
         self.python = random.Random(2)
         self.seeds = keras.random.SeedGenerator(3)
-        self.count = 0
+        self.made: Any = None
 
     def noise(self, i: int) -> Any:
         if self.kind == "torch":
@@ -60,9 +60,12 @@ class Noisy(Rows):
             return self.python.random()
         if self.kind == "keras":
             return float(keras.random.uniform((), seed=self.seeds))
-        if self.kind == "counter":
-            self.count += 1
-            return self.count / 10
+        if self.kind == "keras global":
+            return float(keras.random.uniform(()))
+        if self.kind == "made later":
+            if self.made is None:
+                self.made = np.random.default_rng(7)
+            return self.made.random()
         # Rows of one worker, in the second epoch's batches too.
         return np.random.rand() if i == ROWS - 2 else 0.0
 

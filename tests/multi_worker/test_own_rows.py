@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import logging
 import pickle
 import random
 from typing import Any
@@ -23,7 +24,6 @@ from multi_worker.loaders import (
     Rows,
     X,
     Y,
-    forks,
     loader,
 )
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
@@ -42,8 +42,9 @@ KINDS = (
     "own python",
     "keras",
     "torch",
+    "keras global",
     "generator",
-    "counter",
+    "made later",
     "of one row",
 )
 
@@ -121,9 +122,12 @@ def test_rows_of_a_loader_are_read_by_their_worker(
 def test_samples_with_random_numbers_are_those_of_one_device(
     cluster: Any, kind: str
 ) -> None:
-    expected, _ = fitted(ks.OneDeviceStrategy("cpu:0"), kind)
-    for index, (found, _) in enumerate(cluster(fitted, kind)):
+    expected, read = fitted(ks.OneDeviceStrategy("cpu:0"), kind)
+    every = cluster(fitted, kind)
+    for index, (found, _) in enumerate(every):
         assert_same(expected, found, 1e-5, f"worker {index}")
+    # Own rows; the batch in which the dataset makes its generator is read again.
+    assert max(len(own) for _, own in every) < 0.75 * len(read)
 
 
 def with_processes(strategy: Any, kind: str, persistent: bool) -> Any:
@@ -146,6 +150,8 @@ def with_processes(strategy: Any, kind: str, persistent: bool) -> Any:
         pytest.param("torch", False, marks=pytest.mark.nightly),
         pytest.param("torch", True, marks=pytest.mark.nightly),
         pytest.param("of one row", False, marks=FORKS),
+        pytest.param("of one row", True, marks=pytest.mark.nightly),
+        pytest.param("made later", False, marks=pytest.mark.nightly),
     ],
 )
 def test_processes_of_a_loader(cluster: Any, kind: str, persistent: bool) -> None:
@@ -154,18 +160,66 @@ def test_processes_of_a_loader(cluster: Any, kind: str, persistent: bool) -> Non
         assert_same(expected, found, 1e-5, f"worker {index}")
 
 
-def with_late_draws(strategy: Any) -> str:
+def stacked(samples: Any) -> Any:
+    return tuple(torch.tensor(np.stack(each)) for each in zip(*samples, strict=True))
+
+
+def collated(strategy: Any, is_declared: bool) -> tuple[Any, int, str]:
+    """Numbers of `fit`, how many rows were read, and what is said of it."""
+    model = make_model(strategy)
+    dataset = Noisy("numpy")
+    batches = loader(
+        dataset, collate_fn=ks.row_wise(stacked) if is_declared else stacked
+    )
+    said: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: Any) -> None:
+            said.append(record.getMessage())
+
+    logger, handler = logging.getLogger("keras_strategies.own_rows"), Handler()
+    logger.addHandler(handler)
     try:
-        with_processes(strategy, "of one row", True)
+        history = model.fit(batches, epochs=2, verbose=0)
+        model.evaluate(batches, verbose=0)
+    finally:
+        logger.removeHandler(handler)
+    return summary(model, history), len(dataset.read), "\n".join(said)
+
+
+@pytest.mark.parametrize("is_declared", [False, True])
+def test_a_collate_fn_gets_own_rows_if_it_is_declared(
+    cluster: Any, is_declared: bool
+) -> None:
+    expected, read, said = collated(ks.OneDeviceStrategy("cpu:0"), is_declared)
+    assert not said
+    every = cluster(collated, is_declared)
+    for index, (found, own, text) in enumerate(every):
+        assert_same(expected, found, 1e-5, f"worker {index}")
+        if is_declared:
+            assert own < 0.75 * read and not text
+        else:
+            assert own == read
+            assert text.count("2 times the reads") == 1 and "ks.row_wise" in text
+
+
+def pairs_of(samples: Any) -> Any:
+    return stacked([*samples, *samples])
+
+
+def wrongly_declared(strategy: Any) -> str:
+    try:
+        make_model(strategy).fit(
+            loader(Rows(), collate_fn=ks.row_wise(pairs_of)), verbose=0
+        )
     except ks.errors.InputError as error:
         return str(error)
     return ""
 
 
-@forks
-def test_processes_that_stay_and_draw_later_are_an_error(cluster: Any) -> None:
-    for text in cluster(with_late_draws):
-        assert "persistent_workers=False" in text
+def test_a_wrong_declaration_of_a_collate_fn_is_an_error(cluster: Any) -> None:
+    for text in cluster(wrongly_declared):
+        assert "Its `collate_fn` made" in text
 
 
 def in_other_ways(strategy: Any, is_eager: bool = False) -> Any:

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import keras
 import numpy as np
 
 from keras_strategies.keras_compat.models.layers import sublayers
@@ -50,12 +51,59 @@ class _NotingUse:
     was_used = False
 
     def next(self, ordered: bool = True) -> Any:
-        from keras.src import backend
-
         self.was_used = True
-        # Keras 3.15 has its functions in `backend`.
-        functions = backend if hasattr(backend, "random_seed_dtype") else backend.ops
-        return np.zeros(2, functions.random_seed_dtype())
+        return np.zeros(2, _seed_dtype())
+
+
+class SeededDraws:
+    """Stands for the generator of draws without a seed while rows of data are read."""
+
+    _seed = 0
+    _count = 0
+
+    def seed(self, seed: int) -> None:
+        """Begins the draws of a row."""
+        self._seed, self._count = seed, 0
+
+    def next(self, ordered: bool = True) -> Any:
+        self._count += 1
+        return keras.ops.convert_to_tensor(_seed_values(self._seed, self._count))
+
+
+@contextlib.contextmanager
+def draws_of_rows() -> Iterator[SeededDraws]:
+    """Draws of `keras.random` without a seed are those of a row.
+
+    Keras 3.15: the global attribute "global_seed_generator".
+    """
+    from keras.src.backend.common import global_state
+
+    name = "global_seed_generator"
+    previous = global_state.get_global_attribute(name)
+    draws = SeededDraws()
+    global_state.set_global_attribute(name, draws)
+    try:
+        yield draws
+    finally:
+        global_state.set_global_attribute(name, previous)
+
+
+def set_seed_state(variable: Any, seed: int) -> None:
+    """Sets the state of a `SeedGenerator` from a seed of 64 bits."""
+    variable.assign(_seed_values(seed, 0))
+
+
+def _seed_values(seed: int, count: int) -> np.ndarray:
+    # 31 bits are in the range of every backend's dtype.
+    return np.array([seed >> 33, count], _seed_dtype())
+
+
+def _seed_dtype() -> Any:
+    from keras.src import backend
+
+    # Keras 3.15 has its functions in `backend`.
+    functions = backend if hasattr(backend, "random_seed_dtype") else backend.ops
+    return functions.random_seed_dtype()
 
 
 def create_global_generator() -> None:

@@ -1,16 +1,16 @@
-"""This worker's rows of the global batches of a map-style `DataLoader`.
+"""Rows of the global batches of a map-style `DataLoader`, and their random numbers.
 
 The order of rows is that of the loader's batch sampler, which every worker reads in
-full; of the dataset, a worker reads its own rows only. That gives the rows of one
-device if each depends on its index alone. Nothing says whether it does, so each read is
-checked: if one of the workers finds that it has drawn random numbers, all of them
-restore the state before it, and read all rows of this batch and of those that follow.
+full; of the dataset, a worker reads its own rows only. Random numbers of a row belong
+to the row (`row_order.SeededRows`), under every strategy, so that those rows are the
+rows of one device.
 """
 
 from __future__ import annotations
 
-import itertools
+import copy
 import logging
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,83 +27,25 @@ from torch.utils.data import (
 from keras_strategies.communication.communicator import Communicator
 from keras_strategies.communication.replica_counts import ReplicaCounts
 from keras_strategies.communication.worker_steps import compare_orders
-from keras_strategies.engines.torch.own_rows.own_samples import (
+from keras_strategies.engines.torch.own_rows.row_generators import RowGenerators
+from keras_strategies.engines.torch.own_rows.row_order import (
     Collated,
-    GlobalSampler,
-    OwnSamples,
-    PassOrder,
-    WorkerSampler,
+    RowOrder,
+    RowsToRead,
+    SeededRows,
+    SizedRows,
 )
 from keras_strategies.errors import InputError
 from keras_strategies.keras_compat.structures import leaves_of
+from keras_strategies.rows.declarations import is_declared_function
 from keras_strategies.runtime.row_splits import replica_ranges
 from keras_strategies.runtime.worker_batch import WorkerBatch, WorkerRows
 
 _logger = logging.getLogger("keras_strategies.own_rows")
-# What a worker tells the others, that will share the rows of the next pass again.
-_READ_BEFORE = "a worker has read the first batch of this pass for its `element_spec`"
-
-
-class _Pass:
-    """A pass over a loader: loaders for own rows, and for all rows from a step on.
-
-    Args:
-        loader: the user's loader.
-        rows: those of this worker.
-        is_checked: bool, whether the state that reads change is compared.
-        is_compared: bool, whether workers compare the order of their batches.
-    """
-
-    def __init__(
-        self, loader: Any, rows: WorkerRows, is_checked: bool, is_compared: bool
-    ):
-        self._loader = loader
-        self._order = PassOrder(loader.batch_sampler)
-        self._samples = OwnSamples(loader.dataset, is_checked, is_compared)
-        self.sampler = WorkerSampler(self._order, rows.range_of)
-        self._own = _loader_like(
-            loader, self._samples, self.sampler, Collated(loader.collate_fn)
-        )
-        self._all = _loader_like(
-            loader, loader.dataset, GlobalSampler(self._order), loader.collate_fn
-        )
-        self._generators = _LoaderGenerators(loader)
-        #: How many passes have read own rows.
-        self.count = 0
-
-    def own(self) -> Iterator[Any]:
-        self.count += 1
-        self._generators = _LoaderGenerators(self._loader)
-        return iter(self._own)
-
-    def again(self, indices: list[int]) -> Any:
-        """What the loader of own rows yields for a batch, read in this process."""
-        return self._own.collate_fn(
-            self._samples.__getitems__(self.sampler.own(indices))
-        )
-
-    def agreed(self) -> None:
-        """The workers use their rows of the last batch; it is not read again."""
-        if self._loader.num_workers == 0:
-            self._order.forget()
-
-    def all(self) -> Iterator[Any]:
-        return iter(self._all)
-
-    def all_from(self, step: int) -> Iterator[Any]:
-        """The batches from a step of the pass on, which has been read of own rows.
-
-        Processes of the loader have generators of their own, so that their reads are
-        repeated from the beginning of the pass.
-        """
-        self._order.again()
-        with self._generators.as_before():
-            batches = iter(self._all)
-        if self._loader.num_workers > 0:
-            return itertools.islice(batches, step, None)
-        if self._samples.before is not None:
-            self._samples.before.restore()
-        return batches
+_named: weakref.WeakSet[Any] = weakref.WeakSet()
+# The attribute of a loader for the one that reads its rows with seeds, which keeps
+# processes that stay.
+_SEEDED = "__keras_strategies_seeded__"
 
 
 class LoaderRows:
@@ -125,109 +67,58 @@ class LoaderRows:
         rows: WorkerRows,
         is_of_arrays: bool = False,
     ):
-        self._loader = loader
         self._workers = workers
         self._rows = rows
         self._is_of_arrays = is_of_arrays
-        self._is_known = is_of_arrays or reads_alike(loader.dataset)
         # Workers that join read by themselves: the steps of the others compare.
         self._agrees = not is_of_arrays and workers.actions.is_fixed
-        self._reads_all = False
-        self._under_way: _Pass | None = None
-        # With processes that stay for the next pass.
-        self._kept = self._new_pass() if loader.persistent_workers else None
+        loader = _users(loader)
+        draws = not is_of_arrays and not reads_alike(loader.dataset)
+        self._samples = SizedRows(loader.dataset, draws, True)
+        self._order = RowOrder(
+            loader.batch_sampler, True, loader.generator, rows.range_of
+        )
+        self._loader = _like(loader, self._samples, self._order, Collated)
 
-    def _new_pass(self) -> _Pass:
-        is_compared = not self._is_of_arrays
-        return _Pass(self._loader, self._rows, not self._is_known, is_compared)
-
-    def begin(self, stream: str = "") -> Iterator[Any]:
-        """A pass over the global batches: `WorkerBatch`, or all batches in full.
+    def begin(self, stream: str = "") -> Iterator[WorkerBatch]:
+        """A pass over the global batches.
 
         Iterators of loaders draw from Torch's random numbers when they are made, so
         this one is made now.
 
         Args:
-            stream: str, that in which workers compare reads; see `WorkerGroup.gather`.
+            stream: str, that in which workers compare their orders; see
+                `WorkerGroup.gather`.
         """
-        if self._reads_all:
-            return iter(self._loader) if self._kept is None else self._kept.all()
-        one_pass = self._under_way = self._kept or self._new_pass()
-        return self._batches(one_pass, one_pass.own(), stream)
-
-    def read_before(self, stream: str) -> None:
-        """Tells the other workers of a pass that this one reads all of its rows.
-
-        Args:
-            stream: str, see `begin`.
-        """
-        if not self._reads_all:
-            group = self._workers.group
-            found = compare_orders(group, 0, None, _READ_BEFORE, stream)
-            self._follow(_first_of(found))
+        return self._batches(iter(self._loader), stream)
 
     def read_all(self) -> None:
         """Reads all rows of the batches that follow, also in the pass under way."""
-        self._reads_all = True
-        if self._under_way is not None:
-            self._under_way.sampler.reads_all = True
+        self._order.reads_all = True
 
-    def _batches(self, one_pass: _Pass, reads: Any, stream: str) -> Iterator[Any]:
-        for step in itertools.count():
-            read = next(reads, None)
-            change = self._agreed(read, stream) if self._agrees else ""
-            if read is None:
-                return
-            if change:
-                if one_pass.count > 1 and change != _READ_BEFORE:
-                    raise _changed_later(change)
-                _logger.info(
-                    "Each worker reads all rows of a DataLoader, which is exact: %s.",
-                    change,
-                )
-                self._follow(change)
-                del reads
-                yield from one_pass.all_from(step)
-                return
-            one_pass.agreed()
-            yield self._batch(one_pass, read)
+    def _batches(self, reads: Any, stream: str) -> Iterator[WorkerBatch]:
+        for read in reads:
+            if self._agrees:
+                self._compare(len(read[0].keys), read[0].checksum, stream)
+            yield self._batch(*read)
+        if self._agrees:
+            self._compare(0, 0, stream)
 
-    def _batch(self, one_pass: _Pass, read: Any) -> WorkerBatch:
-        indices, is_own, order, _, batch = read
+    def _compare(self, rows: int, order: int, stream: str) -> None:
+        compare_orders(self._workers.group, rows, order, stream)
+
+    def _batch(self, rows: RowsToRead, batch: Any) -> WorkerBatch:
         counts = self._workers.replica_counts
+        _check_leaves(batch, rows)
 
         def again() -> WorkerBatch:
-            return self._batch(one_pass, one_pass.again(indices))
+            samples = self._samples.__getitems__(self._order.own(rows))
+            return self._batch(*self._loader.collate_fn(samples))
 
-        every = self._rows.sizes(len(indices)) if is_own else []
+        every = self._rows.sizes(len(rows.keys)) if rows.is_part else []
         is_compared = self._agrees or self._is_of_arrays
-        found = None if is_compared else (len(indices), order)
-        return WorkerBatch(batch, every, counts, again, found)
-
-    def _agreed(self, read: Any, stream: str) -> str:
-        """What the read of a batch has changed on one of the workers; "" for nothing.
-
-        Raises:
-            WorkerError: if these are not reads of the same batch.
-        """
-        rows, order, change = 0, 0, ""
-        if read is not None:
-            indices, is_own, order, change, batch = read
-            rows = len(indices)
-            if is_own and not change:
-                change = _problem(batch)
-        found = compare_orders(self._workers.group, rows, order, change, stream)
-        return _first_of(found)
-
-    def _follow(self, change: str) -> None:
-        """After a change, all workers read all rows in later passes, too."""
-        if change != _READ_BEFORE:
-            self._reads_all = True
-
-
-def _first_of(changes: list[str]) -> str:
-    """What the first worker tells that has found a change; "" if none has."""
-    return next(filter(None, changes), "")
+        order = None if is_compared else (len(rows.keys), rows.checksum)
+        return WorkerBatch(batch, every, counts, again, order)
 
 
 def batches_of_worker(
@@ -236,7 +127,7 @@ def batches_of_worker(
     """Own rows of each batch, and those of them that each local replica takes.
 
     Args:
-        loader: a loader that `can_read_rows`, of a dataset that `reads_alike`.
+        loader: a loader that `can_read_rows`.
         counts: the replicas of all workers.
     """
 
@@ -246,74 +137,115 @@ def batches_of_worker(
         # A row of a batch of which it has none, for the structure.
         return first, max(ranges[-1][1], first + 1)
 
-    order = PassOrder(loader.batch_sampler)
-    samples = OwnSamples(loader.dataset, False, False)
-    sampler = WorkerSampler(order, own_range)
-    own = _loader_like(loader, samples, sampler, Collated(loader.collate_fn))
-    for indices, _, _, _, batch in own:
-        order.forget()
-        ranges = replica_ranges(len(indices), counts)
-        first, _ = own_range(len(indices))
-        yield batch, [(a - first, b - first) for a, b in ranges]
+    loader = _users(loader)
+    samples = SizedRows(loader.dataset, not reads_alike(loader.dataset), True)
+    order = RowOrder(loader.batch_sampler, True, loader.generator, own_range)
+    for read, batch in _like(loader, samples, order, Collated):
+        ranges = replica_ranges(len(read.keys), counts)
+        yield batch, [(a - read.start, b - read.start) for a, b in ranges]
 
 
-class _LoaderGenerators:
-    """Torch's generator and that of a loader, now.
+def seeded_loader(loader: Any) -> Any:
+    """A loader that reads all rows, with the random numbers of each row.
 
     Args:
-        loader: the loader.
+        loader: `torch.utils.data.DataLoader`.
+
+    Returns:
+        `torch.utils.data.DataLoader`; `loader` itself if it is one already, or its rows
+        draw nothing, or cannot be told apart.
     """
+    dataset = loader.dataset
+    if isinstance(dataset, SeededRows) or not _has_rows(loader) or reads_alike(dataset):
+        return loader
+    found = getattr(loader, _SEEDED, None)
+    if found is None or found.of is not loader:
+        found = _SeededLoader(loader)
+        object.__setattr__(loader, _SEEDED, found)
+    return found.loader
+
+
+class _SeededLoader:
+    """What `seeded_loader` returns for a loader, which copies of it have not."""
 
     def __init__(self, loader: Any):
-        self._generators = [torch.default_generator]
-        if loader.generator is not None:
-            self._generators.append(loader.generator)
-        self._states = self._now()
+        self.of = loader
+        dataset = loader.dataset
+        kind = SizedRows if hasattr(dataset, "__len__") else SeededRows
+        is_of_batches = loader.batch_sampler is not None
+        order = RowOrder(
+            loader.batch_sampler if is_of_batches else loader.sampler,
+            is_of_batches,
+            loader.generator,
+        )
+        self.loader = _like(loader, kind(dataset), order)
 
-    def _now(self) -> list[torch.Tensor]:
-        return [generator.get_state() for generator in self._generators]
-
-    def as_before(self) -> _AsBefore:
-        return _AsBefore(self)
-
-
-class _AsBefore:
-    """Context in which generators are as at an earlier time."""
-
-    def __init__(self, generators: _LoaderGenerators):
-        self._of = generators
-
-    def __enter__(self) -> None:
-        self._now = self._of._now()
-        self._set(self._of._states)
-
-    def __exit__(self, *exception: Any) -> None:
-        self._set(self._now)
-
-    def _set(self, states: list[torch.Tensor]) -> None:
-        for generator, state in zip(self._of._generators, states, strict=True):
-            generator.set_state(state)
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return type(None), ()
 
 
-def can_read_rows(loader: Any) -> bool:
-    """Whether own rows of a loader's batches can be read.
+def _users(loader: Any) -> Any:
+    """The loader that `seeded_loader` has got."""
+    if not isinstance(loader.dataset, SeededRows):
+        return loader
+    found = copy.copy(loader)
+    name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
+    order = getattr(loader, name)
+    vars(found).update({"dataset": loader.dataset.dataset, name: order.sampler})
+    return found
 
-    Not of streams, with a function of the user that makes batches, which may pad or mix
-    their rows, or with one that starts processes, which may change the dataset, nor
-    where batches come in the order in which processes have read them.
-    """
-    return (
-        type(loader) is DataLoader
-        and not isinstance(loader.dataset, IterableDataset)
-        and loader.batch_sampler is not None
-        and loader.collate_fn is default_collate
-        and loader.worker_init_fn is None
-        and getattr(loader, "in_order", True)
+
+def _has_rows(loader: Any) -> bool:
+    """Whether it reads elements of a dataset by their keys, in Torch's own way."""
+    return type(loader).__iter__ is DataLoader.__iter__ and not isinstance(
+        loader.dataset, IterableDataset
     )
 
 
+def can_read_rows(loader: Any) -> bool:
+    """Whether own rows of a loader's batches can be read; see `reason_for_all_rows`."""
+    return not reason_for_all_rows(loader)
+
+
+def reason_for_all_rows(loader: Any) -> str:
+    """Why each worker reads all rows of a loader; "" if it reads its own.
+
+    Args:
+        loader: `torch.utils.data.DataLoader`.
+    """
+    if isinstance(loader.dataset, IterableDataset):
+        return "its dataset is a stream"
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        return f"{type(loader).__name__} iterates in its own way"
+    if loader.batch_sampler is None:
+        return "its dataset makes batches (`batch_size=None`)"
+    if not getattr(loader, "in_order", True):
+        return "its batches come in the order of its processes (`in_order=False`)"
+    collate = loader.collate_fn
+    if collate is not default_collate and not is_declared_function(collate):
+        return (
+            "its `collate_fn` may pad or mix rows. If it makes row i of a batch from "
+            "sample i only, declare it: `collate_fn=ks.row_wise(collate)`"
+        )
+    return ""
+
+
+def warn_of_all_rows(loader: Any, workers: Communicator) -> None:
+    """Says once of a loader that each worker reads all rows, and why."""
+    count = workers.group.count
+    if count > 1 and loader not in _named:
+        _named.add(loader)
+        _logger.warning(
+            "Each of %d workers reads all rows of a DataLoader, %d times the reads of "
+            "one device: %s.",
+            count,
+            count,
+            reason_for_all_rows(loader),
+        )
+
+
 def reads_alike(dataset: Any) -> bool:
-    """Whether reads of a dataset change nothing, whichever rows they read."""
+    """Whether reads of a dataset draw nothing."""
     if type(dataset) is Subset:
         return reads_alike(dataset.dataset)
     if type(dataset) is ConcatDataset:
@@ -321,39 +253,58 @@ def reads_alike(dataset: Any) -> bool:
     return type(dataset) is TensorDataset
 
 
-def _changed_later(change: str) -> InputError:
-    return InputError(
-        "Each worker reads its own rows of a DataLoader with persistent_workers=True, "
-        f"but {change}, which the first batch did not. Its processes have read other "
-        "rows by now, so that the random numbers of one device are lost. Use "
-        "persistent_workers=False, or draw in each row."
-    )
+def first_batch(loader: Any) -> Any:
+    """The first batch of the next pass, which is as if it had not been read.
+
+    Args:
+        loader: `torch.utils.data.DataLoader`.
+
+    Returns:
+        The batch; None of a loader that can be read once or is empty.
+    """
+    if not _has_rows(loader):
+        return None
+    loader = _users(loader)
+    is_of_batches = loader.batch_sampler is not None
+    sampler = loader.batch_sampler if is_of_batches else loader.sampler
+    order = RowOrder(sampler, is_of_batches, loader.generator)
+    found = _like(loader, SeededRows(loader.dataset), order)
+    vars(found).update(num_workers=0, timeout=0)
+    own = loader.generator
+    state = None if own is None else own.get_state()
+    with RowGenerators(loader.dataset).reads():
+        batch = next(iter(found), None)
+    if own is not None:
+        own.set_state(state)
+    return batch
 
 
-def _problem(batch: Any) -> str:
-    """Why a batch of own rows cannot be used, like a change; "" if it can."""
-    leaves = [leaf for leaf in leaves_of(batch) if leaf is not None]
-    if all(isinstance(leaf, torch.Tensor) and leaf.ndim for leaf in leaves):
-        return ""
-    return "its batches have values that are not tensors"
+def _check_leaves(batch: Any, rows: RowsToRead) -> None:
+    count = rows.stop - rows.start
+    for leaf in leaves_of(batch):
+        if leaf is None:
+            continue
+        if not isinstance(leaf, torch.Tensor) or leaf.ndim == 0:
+            raise InputError(
+                "Each worker reads its own rows of a DataLoader, whose batches have "
+                f"to be tensors with rows. Received: {leaf!r:.80} of type "
+                f"{type(leaf).__name__}. Return tensors, arrays or numbers for each "
+                "sample."
+            )
+        if len(leaf) != count:
+            raise InputError(
+                "Each worker reads its own rows of a DataLoader. Its `collate_fn` "
+                f"made {len(leaf)} rows of {count} samples. Declare only functions "
+                "that make row i of a batch from sample i."
+            )
 
 
-def _loader_like(loader: Any, dataset: Any, sampler: Any, collate: Any) -> Any:
-    """A loader with the options of another one."""
-    options = {}
-    if loader.num_workers > 0:
-        options = {
-            "prefetch_factor": loader.prefetch_factor,
-            "persistent_workers": loader.persistent_workers,
-            "multiprocessing_context": loader.multiprocessing_context,
-            "timeout": loader.timeout,
-        }
-    return DataLoader(
-        dataset,
-        batch_sampler=sampler,
-        num_workers=loader.num_workers,
-        collate_fn=collate,
-        pin_memory=loader.pin_memory,
-        generator=loader.generator,
-        **options,
-    )
+def _like(loader: Any, dataset: Any, order: RowOrder, collate: Any = None) -> Any:
+    """A loader with the options of another one, and with processes of its own."""
+    found = copy.copy(loader)
+    sampler = "batch_sampler" if loader.batch_sampler is not None else "sampler"
+    vars(found).update({"dataset": dataset, sampler: order, "_iterator": None})
+    vars(found).pop(_SEEDED, None)
+    if collate is not None:
+        vars(found)["collate_fn"] = collate(loader.collate_fn)
+    return found

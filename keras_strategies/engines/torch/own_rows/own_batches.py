@@ -22,7 +22,6 @@ from keras_strategies.engines.torch.devices import moved, torch_device
 from keras_strategies.engines.torch.own_rows.loader_rows import (
     LoaderRows,
     can_read_rows,
-    reads_alike,
 )
 from keras_strategies.engines.torch.tensor_primitives import PRIMITIVES
 from keras_strategies.keras_compat.models.input_adapters import (
@@ -85,9 +84,7 @@ class OwnBatchPlacer:
         if is_array_adapter(adapter):
             rows = LoaderRows(batches, self._workers, self._rows, True)
             return self._of_arrays(rows, adapter)
-        is_fixed = self._workers.actions.is_fixed
-        # A worker that joins could not agree on what a read has changed.
-        if can_read_rows(batches) and (is_fixed or reads_alike(batches.dataset)):
+        if can_read_rows(batches):
             if batches not in self._loaders:
                 rows = LoaderRows(batches, self._workers, self._rows)
                 self._loaders[batches] = rows
