@@ -71,7 +71,7 @@ class Settings:
         waits: steps at which workers wait until a new one is about to join.
         min_workers: int.
         source: str, the kind of input: "arrays", "generator", "rows", a
-            `ks.RowDataset`, or "loader", a shuffled `DataLoader` of tensors.
+            `ks.RowDataset`, or "loader", a shuffled `DataLoader` that augments.
         fails: int, seconds to wait for `min_workers`.
         every_steps: int, steps between two snapshots of `Resume`; 0 without.
         per_execution: int, `steps_per_execution` of the workers.
@@ -250,23 +250,27 @@ class Reads:
         step_function.StepFunction._step_on = counted  # type: ignore[method-assign]
 
     def loader(self, arrays: Any) -> Any:
-        """A `DataLoader` of tensors."""
+        """A `DataLoader` of rows with noise of NumPy and Torch."""
         import keras
         import torch
-        from torch.utils.data import DataLoader, TensorDataset
+        from torch.utils.data import DataLoader, Dataset
 
-        original = TensorDataset.__getitem__
+        reads = self
 
-        def counted(dataset: Any, index: Any) -> Any:
-            self.count += 1
-            return original(dataset, index)
+        class Noisy(Dataset):
+            def __len__(self) -> int:
+                return len(arrays[0])
 
-        TensorDataset.__getitem__ = counted  # type: ignore[method-assign]
-        tensors = TensorDataset(*map(torch.tensor, arrays))
+            def __getitem__(self, i: int) -> Any:
+                reads.count += 1
+                noise = 0.1 * np.random.rand() + 0.1 * float(torch.rand(()))
+                x, *others = (each[i] for each in arrays)
+                return (x + np.float32(noise), *others)
+
         if keras.backend.backend() != "torch":
             # Keras seeds it on Torch only.
             torch.manual_seed(1)
-        return DataLoader(tensors, BATCH_SIZE, shuffle=True)
+        return DataLoader(Noisy(), BATCH_SIZE, shuffle=True)
 
     def dataset(self, arrays: Any) -> Any:
         """A `ks.RowDataset` with another order in each epoch."""
