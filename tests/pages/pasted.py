@@ -22,6 +22,8 @@ PAGES = {
 BLOCK = re.compile(
     r"^(?:<!-- (runs[\w ]*) -->\n)?```(?:python|diff)\n(.*?)^```$", re.DOTALL | re.M
 )
+#: Pages that a reader pastes a block of, without those before it.
+FIRST_SCREENS = ("README.md", "docs/index.md")
 
 
 def code_blocks(page: str, marked: str = "runs") -> list[str]:

@@ -18,17 +18,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import keras
-import numpy as np
 import pytest
-from harness.forker import run_code
-from pages.pasted import BLOCK, PAGES, ROOT, code_blocks, is_diff, side_of_diff
+from pages.pasted import BLOCK, FIRST_SCREENS, PAGES, ROOT, is_diff, side_of_diff
 
 import keras_strategies as ks
-from keras_strategies.engines import get_engine
-from keras_strategies.runtime.engine import Feature
 
 LIBRARY = ROOT / "keras_strategies"
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
@@ -36,43 +31,6 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 # A row's first cell is code, in which `...` stands for what differs.
 ROW = re.compile(r"^\| (`+)(.+?)\1 \| [^|]+ \| [^|]+ \|$", re.M)
-ONLY_ON_JAX = {
-    "docs/guides/model-parallel.md",
-    "docs/guides/tpu.md",
-    "docs/migrating-from-keras-distribution.md",
-}
-ONLY_ON_TORCH = {"docs/migrating-from-torch.md"}
-#: Pages that a reader pastes a block of, without those before it.
-FIRST_SCREENS = ("README.md", "docs/index.md")
-
-
-RUNNING = [page for page in PAGES if code_blocks(page)]
-ALONE = [page for page in PAGES if code_blocks(page, "runs alone")]
-
-
-def run_pasted(code: str, page: str, names: dict[str, Any] | None = None) -> Any:
-    names = {"__name__": "__main__"} if names is None else names
-    exec(compile(code, page, "exec"), names)
-    return names
-
-
-@pytest.mark.parametrize("page", RUNNING)
-def test_code_of_a_page_runs(page: str) -> None:
-    if page in ONLY_ON_JAX and keras.backend.backend() != "jax":
-        pytest.skip("for JAX, as the page says")
-    if page in ONLY_ON_TORCH and keras.backend.backend() != "torch":
-        pytest.skip("for Torch, as the page says")
-    names: dict[str, Any] = {"__name__": "__main__"}
-    for code in code_blocks(page):
-        run_pasted(code, page, None if page in FIRST_SCREENS else names)
-
-
-@pytest.mark.nightly
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("page", ALONE)
-def test_code_of_a_page_that_starts_processes_runs(page: str, tmp_path: Path) -> None:
-    for code in code_blocks(page, "runs alone"):
-        run_code(tmp_path, code, timeout=300)
 
 
 @pytest.mark.parametrize(
@@ -81,22 +39,6 @@ def test_code_of_a_page_that_starts_processes_runs(page: str, tmp_path: Path) ->
 def test_all_code_of_first_screens_and_guides_is_run(page: str) -> None:
     marks = [mark for mark, _ in BLOCK.findall(PAGES[page])]
     assert set(marks) <= {"runs", "runs alone", "runs on ray"}
-
-
-def test_four_lines_of_a_script_change_and_no_number() -> None:
-    (diff,) = {
-        code
-        for page in FIRST_SCREENS
-        for _, code in BLOCK.findall(PAGES[page])
-        if is_diff(code)
-    }
-    assert len([line for line in diff.splitlines() if line[0] == "+"]) == 4
-    weights = [
-        run_pasted(side_of_diff(diff, sign), "diff")["model"].get_weights()
-        for sign in "-+"
-    ]
-    for before, after in zip(*weights, strict=True):
-        np.testing.assert_allclose(after, before, atol=1e-5)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -125,38 +67,6 @@ def test_the_picture_of_a_killed_run_is_that_of_its_notebook() -> None:
     ]
     shown = (ROOT / "docs" / "img" / "killed.png").read_bytes()
     assert shown in [base64.b64decode(picture) for picture in pictures]
-
-
-#: The column of the home page's table, and what an engine lacks where it says "no".
-COLUMNS = {
-    "several devices": None,
-    "several workers": Feature.WORKERS,
-    "elastic workers": Feature.ELASTIC_WORKERS,
-    "model parallel": Feature.SHARDED_VARIABLES,
-    "sharded checkpoints": Feature.SHARDED_CHECKPOINTS,
-    "parameter servers": Feature.PARAMETER_SERVERS,
-    "TPU": Feature.TPUS,
-    "own reductions": Feature.CUSTOM_REDUCTIONS,
-    "`sync_batch_norm=False`": Feature.SEPARATE_BATCH_NORM,
-}
-
-
-def test_the_table_of_what_works_where_is_what_the_package_says() -> None:
-    table = PAGES["docs/index.md"].partition("<!-- what works where -->\n")[2]
-    header, _, *rows = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in table.lstrip().partition("\n\n")[0].splitlines()
-    ]
-    names = {"JAX": "jax", "Torch": "torch", "TensorFlow": "tensorflow"}
-    assert header[1:] == list(names)
-    assert [row[0] for row in rows] == list(COLUMNS)
-    engine = get_engine()
-    column = [names.get(name) for name in header].index(engine.name)
-    said = {row[0] for row in rows if row[column].startswith("no")}
-    lacks = {name for name, feature in COLUMNS.items() if feature in engine.lacks}
-    assert said == lacks
-    # What the table leaves out is how a dataset is iterated.
-    assert {*COLUMNS.values(), Feature.DATASETS_IN_PROGRAMS} - {None} == set(Feature)
 
 
 def test_tables_of_benchmarks_are_those_of_the_results() -> None:
