@@ -1,4 +1,4 @@
-"""`make demo`: the digits on one device and on two, on every backend, and the difference.
+"""`make demo`: the digits on one device and on two, on every backend, compared.
 
 Each backend trains in a process of its own, since Keras has one backend per
 process. All begin with the same weights, which NumPy draws. The last batch is uneven on
@@ -27,14 +27,14 @@ HEADER = (
     "largest difference",
 )
 ABOUT = """\
-A small network learns scikit-learn's digits (1,437 images, 5 epochs), on one device and on
-two virtual devices of this CPU, on each backend. All begin with the same weights and see
-the same batches; the difference says how far two devices are from one. Half a minute for
-each backend, more on a busy machine; most of it is the import of the framework.
+A small network learns scikit-learn's digits (1,437 images, 5 epochs) on one device and
+on two virtual devices of this CPU, on each backend. All begin with the same weights and
+see the same batches; the difference says how far two devices are from one. Half a
+minute for each backend, more on a busy machine, mostly to import the framework.
 """
 READING = """\
-The largest difference is that of all weights and losses: float32 rounds at about 1e-7. Two
-virtual devices share one CPU and the model is tiny, so they are no faster here."""
+The largest difference is that of all weights and losses: float32 rounds at about 1e-7.
+Two virtual devices share one CPU, so they are no faster here."""
 
 
 def load_digits():

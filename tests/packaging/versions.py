@@ -32,7 +32,7 @@ def table() -> str:
     nights = jobs["nightly"]["strategy"]["matrix"]
     pythons = sorted({row["python"] for row in changes})
     lines = [
-        "| | the wheel allows | each change is tested with | each night is tested with |",
+        "| | the wheel allows | tested with each change | tested each night |",
         "|---|---|---|---|",
         f"| Python | {project['requires-python']} | {', '.join(pythons)} | "
         f"{', '.join(nights['python'])} |",
