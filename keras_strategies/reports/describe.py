@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from keras_strategies.runtime.data_parallel.call_notes import (
     notes_of,
     parallel_share,
     reason,
+    share_text,
 )
 from keras_strategies.runtime.data_parallel.row_parts import joins_of
 from keras_strategies.runtime.placement import axes_of, check_layouts
@@ -166,11 +166,6 @@ def describe(strategy: StrategyCore, model: Any) -> Description:
         tuple(reason(*each) for each in notes.items() if each[1].why),
         parallel_share(notes.values()),
     )
-
-
-def share_text(share: float) -> str:
-    """`97 % of the multiplications by weights`, never rounded up to all."""
-    return f"{math.floor(100 * share)} % of the multiplications by weights"
 
 
 def title_of(strategy: StrategyCore, model: Any) -> str:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from keras_strategies.keras_compat.models.layers import sublayers
-from keras_strategies.reports.describe import share_text
 from keras_strategies.runtime.data_parallel.call_notes import (
     notes_of,
     parallel_share,
     reason,
+    share_text,
 )
 
 if TYPE_CHECKING:

@@ -111,6 +111,11 @@ def parallel_share(notes: Iterable[CallNote]) -> float | None:
     return divided / (divided + rest) if divided + rest else None
 
 
+def share_text(share: float) -> str:
+    """`97 % of the multiplications by weights`, never rounded up to all."""
+    return f"{math.floor(100 * share)} % of the multiplications by weights"
+
+
 def reason(layer: Any, note: CallNote) -> str:
     """Why a layer is called with all rows: `layer 'a' (Dense), because ...`."""
     kind = "model" if isinstance(layer, keras.Model) else "layer"
