@@ -113,6 +113,7 @@ def table(name: str) -> str:
     import presets
     import python_time
     import random_numbers
+    import ratios
     import slow_input
     import snapshots
     import start
@@ -135,6 +136,8 @@ def table(name: str) -> str:
             "torch": model_parallel.torch_table,
         }
         return part("model_parallel", what, tables[what])
+    if file == "ratios":
+        return ratios.TABLES[what]()
     if file == "fsdp memory":
         return whole("fsdp_memory", fsdp.memory_table)
     modules = {

@@ -53,6 +53,12 @@ def test_links_lead_to_files(page: str) -> None:
     assert [link for link in LINK.findall(text) if not (ROOT / link).exists()] == []
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if "/guides/" in page])
+def test_a_guide_says_what_can_go_wrong_and_what_is_next(page: str) -> None:
+    titles = re.findall(r"^## (.*)$", PAGES[page], re.M)
+    assert titles[-2:] == ["What can go wrong", "Next"]
+
+
 def test_the_readme_stays_short() -> None:
     assert len(PAGES["README.md"].splitlines()) <= 150
 
@@ -83,7 +89,7 @@ def test_tables_of_benchmarks_are_those_of_the_results() -> None:
         *("parameter servers", "model parallelism", "steps per execution"),
         *("without strategy", "first step large"),
         *("communication", "python time", "slow input", "random numbers"),
-        "batch comparison",
+        *("batch comparison", "ratios"),
         *("fsdp", "fsdp memory", "mixing rows", "presets", "uneven rows"),
     }
 
