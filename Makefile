@@ -37,8 +37,16 @@ help: ## Show this help
 
 env: $(stamp) ## Make the environment
 
-demo: $(stamp) ## Train the digits example on each backend and print a table
-	$(bin)/python examples/demo.py
+demo: .venv-demo/.installed ## Train on one device and on two, on each backend, and compare
+	@.venv-demo/bin/python examples/demo.py
+
+.venv-demo/.installed: pyproject.toml constraints.txt
+	@echo "First this installs Keras, JAX, Torch and TensorFlow, without their GPU"
+	@echo "libraries, and scikit-learn in .venv-demo: about 2 GB, some minutes."
+	$(PYTHON) -m venv .venv-demo
+	PIP_EXTRA_INDEX_URL=$${PIP_EXTRA_INDEX_URL-https://download.pytorch.org/whl/cpu} \
+	    .venv-demo/bin/pip install --progress-bar off $(pins) $(TENSORFLOW) scikit-learn -e '.[jax,torch]'
+	touch $@
 
 check: $(stamp) ## Before a commit: lint, types and the quickest tests (2 minutes)
 	$(bin)/python tests/run.py --lint --check
@@ -79,7 +87,7 @@ docs: .venv-docs/.installed ## Build the pages as a site in site/, strictly
 	touch $@
 
 clean: ## Remove the environments, caches and logs
-	rm -rf .venv .venv-nightly .venv-newest .venv-nightly-newest .venv-docs site .test-logs .test-references build dist .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-demo .venv-nightly .venv-newest .venv-nightly-newest .venv-docs site .test-logs .test-references build dist .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 # keras-hub comes alone: it would bring tensorflow-text and with it another TensorFlow.

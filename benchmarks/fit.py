@@ -246,9 +246,9 @@ def work(backend: str, cores: int, name: str, rounds: int, devices: int) -> None
 
 def table(results: dict[str, Any]) -> str:
     """The results as a Markdown table."""
-    header = ["backend", "model", "plain Keras, 1 core", "OneDevice", "overhead"]
-    header += ["Mirrored, 2 cores", "speed-up", "plain Keras, 1 device on 2 cores"]
-    header += ["its speed-up", "peer", "ours / peer"]
+    header = ["backend", "model", "ours / peer", "peer", "Mirrored, 2 cores"]
+    header += ["speed-up", "plain Keras, 1 core", "OneDevice", "overhead"]
+    header += ["plain Keras, 1 device on 2 cores", "its speed-up"]
     rows = []
     for backend, models in by_backend(results).items():
         for name, rounds in models.items():
@@ -257,17 +257,16 @@ def table(results: dict[str, Any]) -> str:
             for i, (peer, value) in enumerate(peers.items()):
                 overhead = (ms["one_device"] / ms["plain"] - 1) * 100
                 ours = [
+                    f"{ms['mirrored']:.1f} ms",
+                    f"{ms['plain'] / ms['mirrored']:.2f}x",
                     f"{ms['plain']:.1f} ms",
                     f"{ms['one_device']:.1f} ms",
                     f"{overhead:+.1f} %",
-                    f"{ms['mirrored']:.1f} ms",
-                    f"{ms['plain'] / ms['mirrored']:.2f}x",
                     *_on_both_cores(ms),
                 ]
-                cells = [backend, name, *(ours if i == 0 else [""] * len(ours))]
+                cells = [backend, name, ratio(rounds[peer], rounds["mirrored"])]
                 cells.append(f"{peer}, {value:.1f} ms")
-                cells.append(ratio(rounds[peer], rounds["mirrored"]))
-                rows.append(cells)
+                rows.append([*cells, *(ours if i == 0 else [""] * len(ours))])
     return markdown_table(header, rows)
 
 

@@ -74,7 +74,7 @@ def summary() -> str:
         ("torch", "transformer", "DDP", "DDP"),
         ("tensorflow", "convolutional", "tf.distribute", "`tf.distribute`"),
     )
-    rows, conditions = [], {}
+    rows = []
     for backend, model, peer, shown in compared:
         found = fits.values.get(f"{backend}, {model}")
         if found is None:  # A run with a part of the models.
@@ -83,24 +83,21 @@ def summary() -> str:
         cells = [f"{median(ours):.1f} ms", f"{shown}, {median(theirs):.1f} ms"]
         cells.append(ratio(theirs, ours))
         rows.append([f"`fit`, {model}, 2 replicas", backend, *cells])
-        part = f"{backend}, {model}"
-        conditions[f"`fit`, {part}"] = fits.conditions_of(part)[part]
     speed = servers.values["speed"].get("sparse", {})
     if {"tensorflow", PEER} <= speed.keys():
         ours, theirs = (best_way(speed[side]) for side in ("tensorflow", PEER))
         cells = [f"{median(ours):.1f} steps/s"]
         cells += [f"`tf.distribute`, {median(theirs):.1f} steps/s", ratio(ours, theirs)]
         rows.append(["parameter servers, sparse model", "tensorflow", *cells])
-    header = ["workload", "backend", "this package", "peer", "ratio"]
-    conditions["parameter servers"] = servers.conditions_of("speed")["speed"]
-    return f"{markdown_table(header, rows)}\n\n{measured(conditions)}"
+    return markdown_table(
+        ["workload", "backend", "this package", "peer", "ratio"], rows
+    )
 
 
 def table(name: str) -> str:
     """The Markdown of one block."""
     import batch_comparison
     import communication
-    import demo
     import elasticity
     import faults
     import first_step
@@ -116,6 +113,7 @@ def table(name: str) -> str:
     import presets
     import python_time
     import random_numbers
+    import ratios
     import slow_input
     import snapshots
     import start
@@ -138,12 +136,13 @@ def table(name: str) -> str:
             "torch": model_parallel.torch_table,
         }
         return part("model_parallel", what, tables[what])
+    if file == "ratios":
+        return ratios.TABLES[what]()
     if file == "fsdp memory":
         return whole("fsdp_memory", fsdp.memory_table)
     modules = {
         "batch comparison": batch_comparison,
         "communication": communication,
-        "demo": demo,
         "elasticity": elasticity,
         "fit": fit,
         "fsdp": fsdp,

@@ -19,7 +19,7 @@ import os as _os
 import sys as _sys
 from types import ModuleType as _ModuleType
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def _origins() -> dict[str, str]:

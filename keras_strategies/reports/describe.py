@@ -9,6 +9,12 @@ from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.keras_compat.models.layers import sublayers
 from keras_strategies.layouts import Axes, VariableMesh
 from keras_strategies.reports.mesh_picture import draw
+from keras_strategies.runtime.data_parallel.call_notes import (
+    notes_of,
+    parallel_share,
+    reason,
+    share_text,
+)
 from keras_strategies.runtime.data_parallel.row_parts import joins_of
 from keras_strategies.runtime.placement import axes_of, check_layouts
 from keras_strategies.text_tables import Table, counted, readable_bytes
@@ -17,6 +23,7 @@ if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
 
 _SIZE = "bytes per device"
+_CALLS = "calls"
 _HEADER = ("variable", "shape", "dtype", "placement", _SIZE)
 MESH_HEADER = ("variable", "shape", "dtype", "layout", _SIZE)
 NUMBERS = frozenset({_SIZE})
@@ -29,7 +36,8 @@ class Description:
     Args:
         title: str, the strategy and its replicas.
         rows: tuple of tuples of str: name, shape, dtype, devices, bytes; where
-            variables are sharded over a mesh, the layout in place of the devices.
+            variables are sharded over a mesh, the layout in place of the devices; and
+            how their layer was called, once it was.
         totals: dict from device name to the bytes that variables take there.
         step_copies: tuple of str, devices that also get copies for the time of a
             step.
@@ -37,6 +45,10 @@ class Description:
         layouts: path, shape and layout of each variable of the model, for `plot`.
         joins: tuple of str, lines that needed all rows of outputs of the model on one
             device, and the outputs' shapes, so far.
+        all_rows: tuple of str, the layers that were called with all rows on one device,
+            and why.
+        parallel: float, the share of the multiplications by weights, in calls so far,
+            that replicas have divided; None before a call and on one replica.
     """
 
     title: str
@@ -46,6 +58,8 @@ class Description:
     mesh: VariableMesh | None = None
     layouts: tuple[tuple[str, tuple[int, ...], Axes], ...] = ()
     joins: tuple[str, ...] = ()
+    all_rows: tuple[str, ...] = ()
+    parallel: float | None = None
 
     def plot(self, largest: int = 6) -> Any:
         """A picture of the mesh and of how the largest variables are sharded.
@@ -62,10 +76,17 @@ class Description:
         return draw(self.mesh, self.layouts, largest)
 
     def _table(self) -> Table:
+        header: tuple[str, ...] = _HEADER if self.mesh is None else MESH_HEADER
+        is_called = bool(self.rows) and len(self.rows[0]) > len(header)
+        end = ("",) if is_called else ()
         totals = tuple(
-            ("total" if i == 0 else "", "", "", device, readable_bytes(nbytes))
+            ("total" if i == 0 else "", "", "", device, readable_bytes(nbytes), *end)
             for i, (device, nbytes) in enumerate(self.totals.items())
         )
+        facts = []
+        if self.parallel is not None:
+            facts.append(("in parallel", f"{share_text(self.parallel)}, so far"))
+        facts += [("all rows", text) for text in self.all_rows]
         notes: list[str] = []
         if self.step_copies:
             notes.append(
@@ -77,9 +98,10 @@ class Description:
                 "All rows of outputs were joined on one device of each worker for "
                 f"{', '.join(self.joins)}."
             )
-        header = _HEADER if self.mesh is None else MESH_HEADER
+        if is_called:
+            header = (*header, _CALLS)
         note = " ".join(notes)
-        return Table(self.title, header, self.rows, NUMBERS, totals, note=note)
+        return Table(self.title, header, self.rows, NUMBERS, totals, tuple(facts), note)
 
     def __str__(self) -> str:
         return str(self._table())
@@ -110,6 +132,9 @@ def describe(strategy: StrategyCore, model: Any) -> Description:
     mesh = strategy.placement.mesh
     rows = []
     totals: dict[str, int] = {}
+    inside = sublayers(model)
+    notes = notes_of(inside) if strategy.num_replicas_in_sync > 1 else {}
+    how = {id(v): note.how for layer, note in notes.items() for v in layer.variables}
     for variable in variables:
         copies = strategy.drivers.fit.copies(variable)
         for copy in copies:
@@ -119,9 +144,9 @@ def describe(strategy: StrategyCore, model: Any) -> Description:
         where = ", ".join(copy.device for copy in copies)
         if mesh is not None:
             where = layout_text(axes_of(mesh, variable), len(variable.shape))
-        rows.append(
-            (variable.path, shape, variable.dtype, where, " / ".join(sorted(sizes)))
-        )
+        called = (how.get(id(variable), ""),) if notes else ()
+        size = " / ".join(sorted(sizes))
+        rows.append((variable.path, shape, variable.dtype, where, size, *called))
     layouts: tuple[tuple[str, tuple[int, ...], Axes], ...] = ()
     if mesh is not None:
         layouts = tuple(
@@ -137,10 +162,9 @@ def describe(strategy: StrategyCore, model: Any) -> Description:
         tuple(visited),
         mesh,
         layouts,
-        tuple(
-            f"{line} (shape {shape})"
-            for line, shape in joins_of(sublayers(model)).items()
-        ),
+        tuple(f"{line} (shape {shape})" for line, shape in joins_of(inside).items()),
+        tuple(reason(*each) for each in notes.items() if each[1].why),
+        parallel_share(notes.values()),
     )
 
 

@@ -21,6 +21,7 @@ from keras_strategies.runtime.row_splits import batches_of_custom_step
 from keras_strategies.training import worker_training
 from keras_strategies.training.keras_rs_tables import check_table_optimizers
 from keras_strategies.training.model_input import model_arguments
+from keras_strategies.training.parallel_share import with_parallel_share
 from keras_strategies.training.saving.atomic_files import atomic_save
 
 
@@ -59,6 +60,7 @@ def arguments(model: Any, name: str, given: dict[str, Any]) -> dict[str, Any]:
     """Inside of `method`: the arguments to change, by name."""
     strategy = strategy_of(model)
     changed = model_arguments(strategy, name, given)
+    changed |= with_parallel_share(strategy, name, given | changed)
     all_of_them = given | changed
     return changed | worker_training.arguments(
         strategy, model, name, all_of_them, given

@@ -15,7 +15,7 @@ import pytest
 from architecture.framework_state import FOLDERS, state_of
 
 REPOSITORY = Path(__file__).parents[2]
-[PAGE] = (REPOSITORY / "docs/decisions").glob(
+[PAGE] = (REPOSITORY / "docs/contributors/decisions").glob(
     "*-state-of-threads-and-of-the-process.md"
 )
 TEXT = PAGE.read_text()

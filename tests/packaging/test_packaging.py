@@ -2,6 +2,8 @@
 
 import importlib.metadata
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -69,3 +71,16 @@ def test_every_requirement_of_the_tests_has_a_pin_in_its_range(extra: str) -> No
 
 def test_both_tensorflow_packages_are_pinned_to_one_version() -> None:
     assert pins()["tensorflow-cpu"] == pins()["tensorflow"]
+
+
+def test_the_newest_notes_are_of_this_version_and_dated() -> None:
+    notes = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert re.fullmatch(rf"{re.escape(ks.__version__)}, \d{{4}}-\d\d-\d\d", notes[0])
+
+
+def test_the_table_of_versions_is_that_of_ci() -> None:
+    script = str(ROOT / "tests" / "packaging" / "versions.py")
+    process = subprocess.run(
+        [sys.executable, script, "--check"], capture_output=True, text=True
+    )
+    assert process.returncode == 0, process.stderr

@@ -5,8 +5,9 @@
 
 The wheel is built from the sdist. The environment gets it with the extra of one
 backend, or with the requirement that is named in place of the extra, and nothing else:
-a requirement that is missing, or a file that is not in the wheel, is an error here. It
-needs the network; CI runs it each night.
+a requirement that is missing, or a file that is not in the wheel, is an error here.
+Versions are those of constraints.txt. It needs the network; `test_wheel.py` runs it
+each night.
 """
 
 from __future__ import annotations
@@ -33,6 +34,16 @@ assert "site-packages" in package, package
 for name in ("py.typed", "__init__.pyi", "tools/troubleshooting.md"):
     open(f"{package}/{name}").close()
 
+import importlib.metadata
+
+about = importlib.metadata.metadata("keras-strategies")
+assert about["Version"] == ks.__version__
+urls = dict(each.split(", ") for each in about.get_all("Project-URL", []))
+assert urls["Source"] == "https://example.org/project", urls
+text = about.get_payload()
+links = text.count("](") - text.count("](https://") - text.count("](#")
+assert text.startswith("# keras_strategies") and not links, text
+
 strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
 with strategy.scope():
     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
@@ -48,7 +59,9 @@ def environment(folder: Path, *requirements: str) -> Path:
     """The Python of a new environment with only these requirements."""
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
-    subprocess.run([python, "-m", "pip", "install", "-q", *requirements], check=True)
+    pins = ["-c", ROOT / "constraints.txt"]
+    install = [python, "-m", "pip", "install", "-q", *pins, *requirements]
+    subprocess.run(install, check=True)
     return python
 
 
@@ -58,7 +71,8 @@ def main() -> None:
         place = Path(folder)
         builder = environment(place / "builder", "build")
         build = [builder, "-P", "-m", "build", "--outdir", place / "dist", ROOT]
-        subprocess.run(build, cwd=place, check=True)
+        address = {"KS_PROJECT_URL": "https://example.org/project"}
+        subprocess.run(build, cwd=place, env=os.environ | address, check=True)
         (wheel,) = (place / "dist").glob("*.whl")
         package = [str(wheel), *instead] if instead else [f"{wheel}[{backend}]"]
         python = environment(place / "empty", *package)

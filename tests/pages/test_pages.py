@@ -1,13 +1,14 @@
 """README, pages, notebooks: code runs, links lead somewhere, quoted errors are real.
 
-A block of Python after the line `<!-- runs -->` is executed; the blocks of a page share
-their names. It is done on one backend: what a strategy computes on each is tested
-elsewhere. `make docs` checks the links between pages.
+All code of the README, the home page and the guides runs when it is pasted: `pasted.py`
+has the marks that say where the tests do so. What a strategy computes on each backend
+is tested elsewhere. `make docs` checks the links between pages.
 """
 
 from __future__ import annotations
 
 import ast
+import base64
 import functools
 import importlib.metadata
 import json
@@ -20,59 +21,30 @@ from pathlib import Path
 
 import keras
 import pytest
+from pages.pasted import BLOCK, FIRST_SCREENS, PAGES, ROOT, is_diff, side_of_diff
 
 import keras_strategies as ks
 
-ROOT = Path(__file__).parents[2]
 LIBRARY = ROOT / "keras_strategies"
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
-PAGES = {
-    path.relative_to(ROOT).as_posix(): path.read_text()
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-}
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-BLOCK = re.compile(r"^(<!-- runs -->\n)?```python\n(.*?)^```$", re.DOTALL | re.M)
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 # A row's first cell is code, in which `...` stands for what differs.
 ROW = re.compile(r"^\| (`+)(.+?)\1 \| [^|]+ \| [^|]+ \|$", re.M)
-ONLY_ON_JAX = {
-    "docs/guides/model-parallel.md",
-    "docs/guides/tpu.md",
-    "docs/migrating-from-keras-distribution.md",
-}
-ONLY_ON_TORCH = {"docs/migrating-from-torch.md"}
 
 
-def running_blocks(text: str) -> list[str]:
-    return [code for marked, code in BLOCK.findall(text) if marked]
-
-
-RUNNING = [page for page, text in PAGES.items() if running_blocks(text)]
-
-
-@pytest.mark.parametrize("page", RUNNING)
-def test_code_of_a_page_runs(page: str) -> None:
-    if page in ONLY_ON_JAX and keras.backend.backend() != "jax":
-        pytest.skip("for JAX, as the page says")
-    if page in ONLY_ON_TORCH and keras.backend.backend() != "torch":
-        pytest.skip("for Torch, as the page says")
-    names: dict[str, object] = {"__name__": "__main__"}
-    for code in running_blocks(PAGES[page]):
-        exec(compile(code, page, "exec"), names)
-
-
-def test_the_pages_that_should_run_do() -> None:
-    guides = {page for page in PAGES if page.startswith("docs/guides/")}
-    # These start processes; test_examples.py and tests of clusters run their scripts.
-    starting = ("multi-worker", "parameter-servers", "kubernetes", "ray")
-    guides -= {f"docs/guides/{name}.md" for name in starting}
-    assert {"README.md", *guides} <= set(RUNNING)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page in FIRST_SCREENS or "/guides/" in page]
+)
+def test_all_code_of_first_screens_and_guides_is_run(page: str) -> None:
+    marks = [mark for mark, _ in BLOCK.findall(PAGES[page])]
+    assert set(marks) <= {"runs", "runs alone", "runs on ray"}
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_code_of_a_page_is_python(page: str) -> None:
     for _, code in BLOCK.findall(PAGES[page]):
-        ast.parse(code)
+        ast.parse(side_of_diff(code, "+") if is_diff(code) else code)
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
@@ -81,8 +53,26 @@ def test_links_lead_to_files(page: str) -> None:
     assert [link for link in LINK.findall(text) if not (ROOT / link).exists()] == []
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if "/guides/" in page])
+def test_a_guide_says_what_can_go_wrong_and_what_is_next(page: str) -> None:
+    titles = re.findall(r"^## (.*)$", PAGES[page], re.M)
+    assert titles[-2:] == ["What can go wrong", "Next"]
+
+
 def test_the_readme_stays_short() -> None:
-    assert len(PAGES["README.md"].splitlines()) <= 200
+    assert len(PAGES["README.md"].splitlines()) <= 150
+
+
+def test_the_picture_of_a_killed_run_is_that_of_its_notebook() -> None:
+    notebook = json.loads(
+        (ROOT / "notebooks" / "06_elastic_training.ipynb").read_text()
+    )
+    outputs = [o for cell in notebook["cells"] for o in cell.get("outputs", [])]
+    pictures = [
+        o["data"]["image/png"] for o in outputs if "image/png" in o.get("data", {})
+    ]
+    shown = (ROOT / "docs" / "img" / "killed.png").read_bytes()
+    assert shown in [base64.b64decode(picture) for picture in pictures]
 
 
 def test_tables_of_benchmarks_are_those_of_the_results() -> None:
@@ -97,9 +87,9 @@ def test_tables_of_benchmarks_are_those_of_the_results() -> None:
         *("fit", "first step", "loops", "two workers", "faults"),
         *("elasticity", "snapshots", "fit gpu", "start", "memory"),
         *("parameter servers", "model parallelism", "steps per execution"),
-        *("demo", "without strategy", "first step large"),
+        *("without strategy", "first step large"),
         *("communication", "python time", "slow input", "random numbers"),
-        "batch comparison",
+        *("batch comparison", "ratios"),
         *("fsdp", "fsdp memory", "mixing rows", "presets", "uneven rows"),
     }
 

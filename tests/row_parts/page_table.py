@@ -13,7 +13,7 @@ from pathlib import Path
 
 from row_parts.functions import LABELS, LOSSES, METRICS, NEWER_LOSSES, Function
 
-PAGE = Path(__file__).parents[2] / "docs" / "split-calls.md"
+PAGE = Path(__file__).parents[2] / "docs" / "contributors" / "split-calls.md"
 _BLOCK = re.compile(
     r"(<!-- losses and metrics: begin -->\n).*(<!-- losses and metrics: end -->)",
     re.DOTALL,

@@ -26,7 +26,7 @@ from row_proofs.proofs import built, prover
 from row_proofs.row_case import BATCH, SIZES, RowCase
 
 RESULTS = Path(__file__).with_suffix(".json")
-PAGE = Path(__file__).parents[2] / "docs" / "split-calls.md"
+PAGE = Path(__file__).parents[2] / "docs" / "contributors" / "split-calls.md"
 BEGIN, END = "<!-- generated: begin -->\n", "<!-- generated: end -->\n"
 BACKENDS = {"torch": "Torch", "tensorflow": "TensorFlow"}
 #: By type, by its operations, not split since rows mix by definition, not split though

@@ -48,6 +48,31 @@ def test_without_a_name_all_entries_are_listed(capsys) -> None:
 
 
 @pytest.mark.parametrize(
+    ("typed", "title"),
+    [
+        ("ks.errors.BatchError", "BatchError"),
+        ("keras_strategies.errors.workererror", "WorkerError"),
+        ("hang", "A hang"),
+        ("it hangs", "A hang"),
+        ("slow", "Two devices are slower than one"),
+        ("out of memory", "Out of memory"),
+        ("ResourceExhaustedError", "Out of memory"),
+        ("No module named 'tensorflow'", "No module named 'tensorflow'"),
+        (
+            "ValueError: devices names cpu:7, which does not exist here. Use cpu:0.",
+            "UnknownDeviceError",
+        ),
+        (
+            "This process is in another JAX cluster, with 2 processes",
+            "BackendInUseError",
+        ),
+    ],
+)
+def test_what_a_person_types_is_found(typed, title) -> None:
+    assert explain(typed).splitlines()[0] == title
+
+
+@pytest.mark.parametrize(
     ("name", "message"),
     [
         ("BatchErr0r", "No entries have the name 'BatchErr0r'. Use BatchError"),

@@ -23,6 +23,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -30,10 +31,12 @@ import keras
 from keras_strategies.keras_compat.models.building import is_built
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.layers import sublayers
+from keras_strategies.rows.declarations import is_declared
 from keras_strategies.rows.layer_calls import LayerCall, argument_leaves
 from keras_strategies.rows.row_placements import RowProof
 from keras_strategies.rows.row_proofs import RowProofs, is_plain
 from keras_strategies.rows.row_prover import RowProver
+from keras_strategies.runtime.data_parallel.call_notes import CallNote, note_of
 from keras_strategies.runtime.data_parallel.call_on_replicas import call_on_replicas
 from keras_strategies.runtime.data_parallel.proof_replica import proof_surroundings
 from keras_strategies.runtime.data_parallel.replica_executor import (
@@ -83,10 +86,11 @@ class DataParallelCall:
         self.reduction = LocalReduction.of(strategy)
         self._primitives = primitives
         self._driver = driver
-        self._not_on_replicas: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._foreign: weakref.WeakKeyDictionary[Any, bool] = (
+        # Why, as the end of a sentence; empty for layers without foreign variables.
+        self._not_on_replicas: weakref.WeakKeyDictionary[Any, str] = (
             weakref.WeakKeyDictionary()
         )
+        self._foreign: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._problems: weakref.WeakKeyDictionary[Any, set[str]] = (
             weakref.WeakKeyDictionary()
         )
@@ -117,24 +121,43 @@ class DataParallelCall:
         with layer_calls_through(None):
             if layer in self._in_unsplit_calls and self._driver.may_recompute():
                 # Both passes have to compute the same tensors.
-                return call(*args, **kwargs)
+                return _with_all_rows(layer, call, args, kwargs)
             unsplit = self._driver.unsplit
             leaves = argument_leaves(args, kwargs)
-            if layer in self._not_on_replicas or not is_built(layer):
+            if not is_built(layer):
                 return unsplit(layer, call, args, kwargs)
             if any(isinstance(leaf, keras.KerasTensor) for leaf in leaves):
                 return call(*args, **kwargs)
+            note = note_of(layer)
+
+            def all_rows(why: str) -> Any:
+                note.unsplit(why, has_notes_inside=False)
+                return unsplit(layer, note.counting(layer, call), args, kwargs)
+
+            problem = self._not_on_replicas.get(layer)
+            if problem is not None:
+                return all_rows(f"it {problem}")
             leaves = [_as_tensor(leaf) for leaf in leaves]
             rows = _rows(leaves)
             if rows is None:
-                return unsplit(layer, call, args, kwargs)
+                return all_rows("it has no argument with rows")
             layer_call = LayerCall(layer, call, (args, kwargs), leaves, rows)
             row_split = self._row_split(layer_call)
             if row_split is None:
-                return unsplit(layer, call, args, kwargs)
-            proof, is_new, (is_split, outputs) = self._proved(layer_call, row_split)
+                return all_rows(
+                    self._foreign.get(layer)
+                    or "the batch has too few rows, or a tensor that replicas cannot "
+                    "have parts of"
+                )
+            proof, is_new, (is_split, outputs) = self._proved(
+                layer_call, row_split, note
+            )
             if proof.problem is None:
-                return outputs if is_split else call(*args, **kwargs)
+                if not is_split:
+                    return all_rows(f"it {self._not_on_replicas[layer]}")
+                note.divided(_how(layer, proof))
+                return outputs
+            note.unsplit(proof.problem, has_notes_inside=True)
             self._in_unsplit_calls.update(sublayers(layer)[1:])
             is_inner = self._unsplit_call.is_open
             self._unsplit_call.is_open = True
@@ -143,6 +166,7 @@ class DataParallelCall:
                     outputs = unsplit(layer, call, args, kwargs)
             finally:
                 self._unsplit_call.is_open = is_inner
+            note.count_own(layer, outputs)
             if is_new and not is_inner:
                 self._warn_once(layer, proof.problem)
             return outputs
@@ -189,17 +213,24 @@ class DataParallelCall:
             return found
 
     def _proved(
-        self, layer_call: LayerCall, row_split: RowSplit
+        self,
+        layer_call: LayerCall,
+        row_split: RowSplit,
+        note: CallNote | None = None,
     ) -> tuple[RowProof, bool, tuple[bool, Any]]:
         """The proof of a call, whether it is new, and `_on_replicas` if it is split."""
         with_rows = _with_rows(layer_call)
         sizes = row_split.every if isinstance(layer_call.rows, int) else ()
+        counted = layer_call
+        if note is not None and note.work is None:
+            counting = note.counting(layer_call.layer, layer_call.call)
+            counted = replace(layer_call, call=counting)
         while True:
             proof, is_new = self._row_proofs.of(layer_call, with_rows, sizes)
             if proof.problem is not None:
                 return proof, is_new, (False, None)
             try:
-                return proof, is_new, self._on_replicas(layer_call, row_split, proof)
+                return proof, is_new, self._on_replicas(counted, row_split, proof)
             except UnprovedCallError:
                 self._row_proofs.drop(layer_call, proof)
 
@@ -220,7 +251,7 @@ class DataParallelCall:
             "one device with the unsplit batch, which is exact but not parallel. "
             f"{remedy} to run the layer on all replicas."
         )
-        self._not_on_replicas.add(layer)
+        self._not_on_replicas[layer] = problem
         return False, None
 
     def _inner_call(
@@ -236,7 +267,7 @@ class DataParallelCall:
         """
         if len(sublayers(layer)) > 1:
             return self(layer, call, args, kwargs)
-        return call(*args, **kwargs)
+        return _with_all_rows(layer, call, args, kwargs)
 
     def _row_split(self, layer_call: LayerCall) -> RowSplit | None:
         """The rows of each replica that takes part; None to call the layer unsplit."""
@@ -259,7 +290,7 @@ class DataParallelCall:
         known = self._foreign.get(layer)
         if known is None:
             what = self._driver.foreign_variables(layer)
-            known = self._foreign[layer] = what is not None
+            known = self._foreign[layer] = f"it contains {what}" if what else ""
             if known:
                 warn_user(
                     f"Layer {layer.name!r} contains {what}. Replicas cannot have "
@@ -267,7 +298,7 @@ class DataParallelCall:
                     "with the unsplit batch, which is exact but not parallel. Use "
                     "`add_weight` and Keras layers to run it on all replicas."
                 )
-        return known
+        return bool(known)
 
     def _split_of_parts(self, layer_call: LayerCall) -> RowSplit | None:
         """The rows of an argument that is on its replicas; None without one."""
@@ -311,6 +342,22 @@ class DataParallelCall:
             "each row from its own inputs, and move computations on the full batch out "
             "of the layer, for example to the loss."
         )
+
+
+def _with_all_rows(
+    layer: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Calls a layer in one that is not split."""
+    note = note_of(layer)
+    note.unsplit("", has_notes_inside=False)
+    return note.counting(layer, call)(*args, **kwargs)
+
+
+def _how(layer: Any, proof: RowProof) -> str:
+    """How a call was split, for `describe`."""
+    if is_declared(layer):
+        return "split as declared"
+    return "split by type" if proof.is_by_type else "split by rows"
 
 
 def _with_rows(layer_call: LayerCall) -> list[bool]:

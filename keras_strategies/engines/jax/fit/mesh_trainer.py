@@ -24,6 +24,7 @@ from keras_strategies.keras_compat.backends.keras_on_jax import (
     set_layout,
 )
 from keras_strategies.keras_compat.variables.values import raw_value
+from keras_strategies.runtime.data_parallel.call_notes import note_program
 from keras_strategies.runtime.drivers import ShardingDriver
 from keras_strategies.runtime.placement import StepCost
 
@@ -63,6 +64,8 @@ class DistributionTrainer(JaxTrainer, ShardingDriver):
 
     def keras_step(self, model: Any, kind: str) -> compiled_steps.Step:
         """The step of Keras or of the user."""
+        if compiled_steps.compiles(model):
+            note_program(model)
         rows = self.mesh_placer.row_sharding
         return compiled_steps.keras_step(model, kind, rows)
 
