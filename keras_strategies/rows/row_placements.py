@@ -66,6 +66,8 @@ class RowProof:
         updates: placements of the values that the call assigns, by `id(variable)`.
         problem: str, why the call cannot be split by rows exactly, as the end of the
             sentence "Layer 'x' cannot be split by rows: ..."; None if it can be.
+        mixes: bool, whether the problem is an operation by which rows of the outputs or
+            losses depend on one another, as far as rules tell.
         draws: for each draw of random numbers, in their order, the entries of its axis
             0 for each row; 0 for a draw that all rows share.
         drawn: the names of the functions that draw them with a parameter for each
@@ -83,6 +85,7 @@ class RowProof:
     losses: Sequence[RowPlacement] = ()
     updates: Mapping[int, RowPlacement] = field(default_factory=dict)
     problem: str | None = None
+    mixes: bool = False
     draws: Sequence[int] = ()
     drawn: Sequence[str] = ()
     operations: Sequence[str] = ()

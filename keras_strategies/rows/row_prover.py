@@ -18,10 +18,7 @@ from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.layers import get_mask, set_mask
 from keras_strategies.keras_compat.structures import leaves_of
 from keras_strategies.keras_compat.symbolic_backend import tracing
-from keras_strategies.keras_compat.variables.generator_seeds import (
-    create_global_generator,
-    is_seed_state,
-)
+from keras_strategies.keras_compat.variables.generator_seeds import is_seed_state
 from keras_strategies.rows.code_names import checked_code
 from keras_strategies.rows.layer_calls import LayerCall
 from keras_strategies.rows.placed import (
@@ -178,7 +175,7 @@ class _Attempt:
         except UnknownUse:
             raise
         except MixesRows as error:
-            return RowProof(problem=f"its code {error}")
+            return RowProof(problem=f"its code {error}", mixes=True)
         except Exception as error:  # Of the user's code, or of a framework.
             name = type(error).__name__
             if isinstance(error, MemoryError) or name in _OF_MEMORY:
@@ -198,8 +195,6 @@ class _Attempt:
 
     def _proof_without_left(self) -> RowProof:
         proof = self._proof()
-        if any(traced.trace.draws_without_seed for traced in self._traced):
-            create_global_generator()
         references = [each for traced in self._traced for each in traced.trace.made]
         self._close()
         if proof.problem is None and _are_alive(references):
@@ -228,10 +223,10 @@ class _Attempt:
         outputs = self._outputs(placements)
         losses = placements.placed([trace.losses for trace in traces])
         updates = self._updates(placements)
-        results = [*outputs, *(each.joined() for each in losses), *updates.values()]
-        for placement in results:
+        results = [*outputs, *(each.joined() for each in losses)]
+        for i, placement in enumerate([*results, *updates.values()]):
             if placement is not None and placement.kind is RowKind.MIXED:
-                return RowProof(problem=placement.reason)
+                return RowProof(problem=placement.reason, mixes=i < len(results))
         draws = [
             each.multiple if each.is_rows else 0
             for each in (placements.known[x.index] for _, x in traces[0].drawn)
