@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from keras_strategies.keras_compat.recorded_calls import Calls
+from keras_strategies.rows.code_names import Lines
 
 
 class RowKind(enum.Enum):
@@ -77,6 +78,7 @@ class RowProof:
         calls: where calls are eager, what replicas with a number of rows called just
             after the proof, by this number. A replica that calls something else has
             computed what is not proved.
+        lines: the lines of the user's code that ran in the traces; empty if unknown.
         every_output, every_loss, every_update: the placement of all outputs, losses and
             updates, of a call that is known by type; None where they are listed.
     """
@@ -90,6 +92,7 @@ class RowProof:
     drawn: Sequence[str] = ()
     operations: Sequence[str] = ()
     calls: dict[int, Calls] = field(default_factory=dict, compare=False)
+    lines: Lines = field(default_factory=set, compare=False)
     every_output: RowPlacement | None = None
     every_loss: RowPlacement | None = None
     every_update: RowPlacement | None = None

@@ -8,7 +8,7 @@ import gc
 import operator
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras
@@ -19,7 +19,7 @@ from keras_strategies.keras_compat.models.layers import get_mask, set_mask
 from keras_strategies.keras_compat.structures import leaves_of
 from keras_strategies.keras_compat.symbolic_backend import tracing
 from keras_strategies.keras_compat.variables.generator_seeds import is_seed_state
-from keras_strategies.rows.code_names import checked_code
+from keras_strategies.rows.code_names import Lines, checked_code
 from keras_strategies.rows.layer_calls import LayerCall
 from keras_strategies.rows.placed import (
     SAME,
@@ -132,6 +132,7 @@ class _Traced:
     trace: Trace
     inputs: list[Any]
     outputs: Any = None
+    lines: Lines = field(default_factory=set)
 
 
 class _Attempt:
@@ -238,7 +239,14 @@ class _Attempt:
             draws=draws,
             drawn=[name for name, _ in traces[0].drawn],
             operations=placements.operations,
+            lines=self._lines(placements),
         )
+
+    def _lines(self, placements: Propagation) -> Lines:
+        """The lines that ran; none with declared code, which a trace does not call."""
+        if "row_wise" in placements.operations:
+            return set()
+        return set().union(*(traced.lines for traced in self._traced))
 
     def _trace(self, rows: int) -> None:
         call = self._call
@@ -257,7 +265,7 @@ class _Attempt:
             self._surroundings(trace, call.rows, self._replicas),
             layer_calls_through(None),
             tracing(trace),
-            checked_code(),
+            checked_code() as traced.lines,
             scope,
         ):
             outputs = call.call(*args, **kwargs)

@@ -21,6 +21,7 @@ from harness.training import assert_same, state_of
 from keras import layers, ops
 
 import keras_strategies as ks
+from keras_strategies.runtime.data_parallel import layer_call
 from row_proofs.proofs import needs_split
 
 pytestmark = needs_split
@@ -195,6 +196,34 @@ def test_what_a_flag_changes(kind: str, draw: Any) -> None:
     """Random numbers that replicas drew before are drawn again."""
     texts = check(in_config(), CHANGES[kind], draw)
     assert bool(texts) == (kind != "draws")
+
+
+def test_flag_that_changes_after_the_proof(monkeypatch: Any) -> None:
+    """As by another thread: what replicas call first is not what was proved."""
+    flag = in_config()
+    split_call = layer_call.call_on_replicas
+
+    def later(*arguments: Any) -> Any:
+        flag.set(True)
+        return split_call(*arguments)
+
+    monkeypatch.setattr(layer_call, "call_on_replicas", later)
+
+    def step(strategy: Any) -> Any:
+        keras.utils.set_random_seed(7)
+        with strategy.scope():
+            layer = Toggled(flag.get, center)
+            model = keras.Sequential([keras.Input((6,)), layers.Dense(6), layer])
+            model.compile("sgd", "mse", run_eagerly=True)
+        return [float(model.train_on_batch(X, X)) for _ in range(2)]
+
+    flag.set(True)
+    expected = step(ks.OneDeviceStrategy("cpu:0"))
+    flag.set(False)
+    with pytest.warns(UserWarning, match="'Subtract'"):
+        found = step(ks.MirroredStrategy(DEVICES))
+    flag.set(False)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 class Rounded(layers.Layer):
