@@ -82,6 +82,28 @@ def end_use(groups: tuple[str, ...]) -> None:
             _remove_unused(group)
 
 
+def wrap_original(owner: Any, name: str, wrapped: Callable[..., Any]) -> None:
+    """Replaces an attribute of Keras for good, underneath a patch that is installed."""
+    with _lock:
+        for group, rows in installed.items():
+            for i, (of, patched, _) in enumerate(rows):
+                if of is owner and patched == name:
+                    rows[i] = owner, name, wrapped
+                    around = _replacements(group)[i][2]
+                    setattr(owner, name, _wrapped(wrapped, around))
+                    return
+        setattr(owner, name, wrapped)
+
+
+def original_of(owner: Any, name: str) -> Any:
+    """An attribute of Keras without a patch that is installed."""
+    for rows in installed.values():
+        for of, patched, original in rows:
+            if of is owner and patched == name:
+                return original
+    return vars(owner)[name]
+
+
 @contextlib.contextmanager
 def unchanged() -> Iterator[None]:
     """A block of code in which other threads install and remove no patches."""

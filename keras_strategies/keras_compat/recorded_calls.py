@@ -16,7 +16,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_strategies.keras_compat.manifest import GROUPS
+from keras_strategies.keras_compat import patching
 from keras_strategies.keras_compat.symbolic_backend import (
     OPERATORS,
     routed_functions,
@@ -26,8 +26,12 @@ from keras_strategies.keras_compat.symbolic_backend import (
 #: What a replica has called, in its order.
 Calls = list[tuple[Any, ...]]
 _PLAIN = frozenset([bool, complex, float, int, str, type(None)])
-#: They are in most other functions, and compute nothing of their own.
-_CONVERSIONS = frozenset(["cast", "convert_to_tensor", "is_tensor", "shape"])
+#: They compute nothing of their own.
+_OF_SHAPES = frozenset(["is_tensor", "shape"])
+#: They are in most other functions, and are noted where they may round.
+_CONVERSIONS = frozenset(["cast", "convert_to_tensor"])
+#: Bytes of an array whose values are compared, such as those of indices.
+_LARGEST = 4096
 #: Operators that have their own rows at `OPERATORS`.
 _OF_TENSORS = f"{OPERATORS} __matmul__ __rmatmul__ __neg__ __abs__ __invert__"
 
@@ -69,15 +73,15 @@ def _install() -> None:
     with unchanged_backend():
         if _installed:
             return
-        # Those may be replaced, and put back, at any time.
-        others = {patch.name for group in GROUPS.values() for patch in group.patches}
         wrapped: dict[int, Any] = {}
-        for module, name, original in routed_functions():
-            if name in _CONVERSIONS or name in others:
+        for module, name, _ in routed_functions():
+            if name in _OF_SHAPES:
                 continue
+            original = patching.original_of(module, name)
             if id(original) not in wrapped:
-                wrapped[id(original)] = _noting(name, original)
-            setattr(module, name, wrapped[id(original)])
+                note = _noting_rounding if name in _CONVERSIONS else _noting
+                wrapped[id(original)] = note(name, original)
+            patching.wrap_original(module, name, wrapped[id(original)])
             _installed.append((module, name))
         kind = _tensor_class()
         for name in _OF_TENSORS.split():
@@ -104,6 +108,19 @@ def _noting(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _noting_rounding(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Notes conversions to integers, which round."""
+
+    @functools.wraps(original)
+    def call(x: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        calls = _thread.calls
+        if calls is not None and dtype is not None and "float" not in str(dtype):
+            calls.append((name, str(dtype)))
+        return original(x, dtype, *args, **kwargs)
+
+    return call
+
+
 def _static(value: Any) -> Any:
     """An argument without the values of tensors, to compare."""
     kind = type(value)
@@ -117,4 +134,6 @@ def _static(value: Any) -> Any:
         return tuple((key, _static(each)) for key, each in value.items())
     if isinstance(value, np.generic):
         return value.item()
+    if isinstance(value, np.ndarray) and value.nbytes <= _LARGEST:
+        return value.shape, value.dtype.str, value.tobytes()
     return kind.__name__

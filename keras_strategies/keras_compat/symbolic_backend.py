@@ -68,7 +68,7 @@ class Tracer(Protocol):
             kwargs: its keyword arguments.
         """
 
-    def operator(self, original: Function, tensor: Any, args: Any) -> Any:
+    def operator(self, name: str, original: Function, tensor: Any, args: Any) -> Any:
         """`original(tensor, *args)`, an operator of the framework's tensors."""
 
     def add_to_variable(self, original: Function, variable: Any, value: Any) -> Any:
@@ -298,7 +298,7 @@ def _replacements_of_classes() -> list[tuple[Any, str, Any]]:
     if "tensorflow" in sys.modules:
         tensor = sys.modules["tensorflow"].Tensor
         found += [
-            (tensor, name, _operator(vars(tensor)[name]))
+            (tensor, name, _operator(name, vars(tensor)[name]))
             for name in OPERATORS.split()
             if name in vars(tensor)
         ]
@@ -310,12 +310,12 @@ def _replacements_of_classes() -> list[tuple[Any, str, Any]]:
     return found
 
 
-def _operator(original: Function) -> Function:
+def _operator(name: str, original: Function) -> Function:
     def call(self: Any, *args: Any) -> Any:
         tracer = _thread.tracer
         if tracer is None:
             return original(self, *args)
-        return tracer.operator(original, self, args)
+        return tracer.operator(name, original, self, args)
 
     return call
 

@@ -48,12 +48,19 @@ _TOGETHER = (
     frozenset(["sys", "modules"]),
 )
 _OF_CLASSES = frozenset(["__name__", "__qualname__"])
+#: Code objects and the numbers of lines in them.
+Lines = set[tuple[types.CodeType, int]]
+#: Packages there run other lines where they have computed something before.
+_INSTALLED = "-packages"
 _PYTHON = str(Path(random.__file__).parent)
 
 
 @contextlib.contextmanager
-def checked_code() -> Iterator[None]:
+def checked_code() -> Iterator[Lines]:
     """A context in which a function of the user's that cannot be traced does not begin.
+
+    Yields:
+        The lines of the user's that run.
 
     Raises:
         NotTraced: in place of the function.
@@ -69,27 +76,69 @@ def checked_code() -> Iterator[None]:
     else:
         raise NotTraced("runs under a debugger and a profiler")
     try:
-        yield
+        yield check.lines
     finally:
         reset(None)
 
 
-class _Check:
+@contextlib.contextmanager
+def noted_lines() -> Iterator[Lines]:
+    """A context that notes the lines of the user's that this thread runs.
+
+    None are noted under a debugger.
+    """
+    lines: Lines = set()
+    if sys.gettrace() is not None:
+        yield lines
+        return
+    sys.settrace(_Lines(lines))
+    try:
+        yield lines
+    finally:
+        sys.settrace(None)
+
+
+class _Lines:
+    """Notes the lines of functions of the user's, as a trace function of Python."""
+
+    def __init__(self, lines: Lines):
+        self.lines = lines
+        # The code objects stay, as their `id`s are those of others otherwise.
+        self._seen: dict[int, tuple[Any, bool]] = {}
+
+    def __call__(self, frame: types.FrameType, event: str, argument: Any) -> Any:
+        if event != "call":
+            return None
+        code = frame.f_code
+        if id(code) not in self._seen:
+            file = _file(frame)
+            is_known = _is_known(file)
+            self._seen[id(code)] = code, not (is_known or _INSTALLED in file)
+            if not is_known:
+                self.begins(frame)
+        return self._note if self._seen[id(code)][1] else None
+
+    def _note(self, frame: types.FrameType, event: str, argument: Any) -> Any:
+        self.lines.add((frame.f_code, frame.f_lineno))
+        return self._note
+
+    def begins(self, frame: types.FrameType) -> None:
+        """Is called where a function of the user's begins for the first time."""
+
+
+class _Check(_Lines):
     """Is called for each call of a function."""
 
     def __init__(self) -> None:
-        # The code objects stay, as their `id`s are those of others otherwise.
-        self._seen: dict[int, Any] = {}
+        super().__init__(set())
         self._framework = keras.backend.backend()
 
-    def __call__(self, frame: types.FrameType, event: str, argument: Any) -> None:
-        code = frame.f_code
-        if current_tracer() is None:
-            return  # What declared layers compute is not traced.
-        if event == "call" and id(code) not in self._seen:
-            self._seen[id(code)] = code
-            if not _is_known(code.co_filename):
-                self._check(frame)
+    def __call__(self, frame: types.FrameType, event: str, argument: Any) -> Any:
+        # What declared layers compute is not traced.
+        return None if current_tracer() is None else super().__call__(frame, event, 0)
+
+    def begins(self, frame: types.FrameType) -> None:
+        self._check(frame)
 
     def _check(self, frame: types.FrameType) -> None:
         code = frame.f_code
@@ -130,7 +179,14 @@ def _tells_traces(code: types.CodeType, texts: set[str]) -> bool:
     return asks or is_int or together or by_text
 
 
+def _file(frame: types.FrameType) -> str:
+    """The file of a function; of one that is generated, that of its module."""
+    file = frame.f_code.co_filename
+    is_generated = file.startswith("<")
+    return str(frame.f_globals.get("__file__", file)) if is_generated else file
+
+
 def _is_known(file: str) -> bool:
     if is_library(file) or f"{os.sep}keras_hub{os.sep}" in file:
         return True  # Keras's models ask which kernels their framework has.
-    return file.startswith(_PYTHON) and "site-packages" not in file
+    return file.startswith(_PYTHON) and _INSTALLED not in file

@@ -46,6 +46,11 @@ _GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]]
         lambda g, state: setattr(g.bit_generator, "state", state),
     ),
 }
+#: Other threads draw from them, too: see `PythonState.noting_draws`.
+_OF_PROCESS: tuple[Any, ...] = (
+    random.random.__self__,  # type: ignore[attr-defined]
+    np.random.random.__self__,  # type: ignore[attr-defined]
+)
 #: Attributes that calls and training assign; no call depends on them.
 ASSIGNED_BY_TRAINING = frozenset(
     [
@@ -134,6 +139,8 @@ class PythonState:
             return
         self._seen.add(id(value))
         generator = _generator_kind(value)
+        if any(value is each for each in _OF_PROCESS):
+            return
         if isinstance(value, types.MethodType):
             self._add(where, value.__self__, depth)
         elif isinstance(value, types.FunctionType):
@@ -243,7 +250,7 @@ def _calls_of_python_noted() -> Iterator[Callable[[], bool]]:
         # A profiler of the user, which stays: the draws may be those of this thread.
         yield lambda: True
         return
-    generator = random.random.__self__  # type: ignore[attr-defined]
+    generator, _ = _OF_PROCESS
     calls = list[str]()
 
     def note(frame: FrameType, event: str, function: Any) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from keras_strategies.keras_compat.recorded_calls import Calls
+from keras_strategies.rows.code_names import Lines
 
 
 class RowKind(enum.Enum):
@@ -66,6 +67,8 @@ class RowProof:
         updates: placements of the values that the call assigns, by `id(variable)`.
         problem: str, why the call cannot be split by rows exactly, as the end of the
             sentence "Layer 'x' cannot be split by rows: ..."; None if it can be.
+        mixes: bool, whether the problem is an operation by which rows of the outputs or
+            losses depend on one another, as far as rules tell.
         draws: for each draw of random numbers, in their order, the entries of its axis
             0 for each row; 0 for a draw that all rows share.
         drawn: the names of the functions that draw them with a parameter for each
@@ -75,6 +78,7 @@ class RowProof:
         calls: where calls are eager, what replicas with a number of rows called just
             after the proof, by this number. A replica that calls something else has
             computed what is not proved.
+        lines: the lines of the user's code that ran in the traces; empty if unknown.
         every_output, every_loss, every_update: the placement of all outputs, losses and
             updates, of a call that is known by type; None where they are listed.
     """
@@ -83,10 +87,12 @@ class RowProof:
     losses: Sequence[RowPlacement] = ()
     updates: Mapping[int, RowPlacement] = field(default_factory=dict)
     problem: str | None = None
+    mixes: bool = False
     draws: Sequence[int] = ()
     drawn: Sequence[str] = ()
     operations: Sequence[str] = ()
     calls: dict[int, Calls] = field(default_factory=dict, compare=False)
+    lines: Lines = field(default_factory=set, compare=False)
     every_output: RowPlacement | None = None
     every_loss: RowPlacement | None = None
     every_update: RowPlacement | None = None

@@ -217,7 +217,9 @@ class RowProofs:
         if problem:
             return RowProof(problem=problem)
         found = self._prover.prove(call, with_rows, () if by_type else sizes)
-        problem = found.problem or self._why_unsplit(call.layer, found)
+        if found.problem is not None:
+            return found
+        problem = self._why_unsplit(call.layer, found)
         if problem:
             return RowProof(problem=problem)
         if by_type:

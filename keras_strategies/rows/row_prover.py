@@ -8,7 +8,7 @@ import gc
 import operator
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras
@@ -18,11 +18,8 @@ from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.layers import get_mask, set_mask
 from keras_strategies.keras_compat.structures import leaves_of
 from keras_strategies.keras_compat.symbolic_backend import tracing
-from keras_strategies.keras_compat.variables.generator_seeds import (
-    create_global_generator,
-    is_seed_state,
-)
-from keras_strategies.rows.code_names import checked_code
+from keras_strategies.keras_compat.variables.generator_seeds import is_seed_state
+from keras_strategies.rows.code_names import Lines, checked_code
 from keras_strategies.rows.layer_calls import LayerCall
 from keras_strategies.rows.placed import (
     SAME,
@@ -135,6 +132,7 @@ class _Traced:
     trace: Trace
     inputs: list[Any]
     outputs: Any = None
+    lines: Lines = field(default_factory=set)
 
 
 class _Attempt:
@@ -178,7 +176,7 @@ class _Attempt:
         except UnknownUse:
             raise
         except MixesRows as error:
-            return RowProof(problem=f"its code {error}")
+            return RowProof(problem=f"its code {error}", mixes=True)
         except Exception as error:  # Of the user's code, or of a framework.
             name = type(error).__name__
             if isinstance(error, MemoryError) or name in _OF_MEMORY:
@@ -198,8 +196,6 @@ class _Attempt:
 
     def _proof_without_left(self) -> RowProof:
         proof = self._proof()
-        if any(traced.trace.draws_without_seed for traced in self._traced):
-            create_global_generator()
         references = [each for traced in self._traced for each in traced.trace.made]
         self._close()
         if proof.problem is None and _are_alive(references):
@@ -228,10 +224,10 @@ class _Attempt:
         outputs = self._outputs(placements)
         losses = placements.placed([trace.losses for trace in traces])
         updates = self._updates(placements)
-        results = [*outputs, *(each.joined() for each in losses), *updates.values()]
-        for placement in results:
+        results = [*outputs, *(each.joined() for each in losses)]
+        for i, placement in enumerate([*results, *updates.values()]):
             if placement is not None and placement.kind is RowKind.MIXED:
-                return RowProof(problem=placement.reason)
+                return RowProof(problem=placement.reason, mixes=i < len(results))
         draws = [
             each.multiple if each.is_rows else 0
             for each in (placements.known[x.index] for _, x in traces[0].drawn)
@@ -243,7 +239,14 @@ class _Attempt:
             draws=draws,
             drawn=[name for name, _ in traces[0].drawn],
             operations=placements.operations,
+            lines=self._lines(placements),
         )
+
+    def _lines(self, placements: Propagation) -> Lines:
+        """The lines that ran; none with declared code, which a trace does not call."""
+        if "row_wise" in placements.operations:
+            return set()
+        return set().union(*(traced.lines for traced in self._traced))
 
     def _trace(self, rows: int) -> None:
         call = self._call
@@ -262,7 +265,7 @@ class _Attempt:
             self._surroundings(trace, call.rows, self._replicas),
             layer_calls_through(None),
             tracing(trace),
-            checked_code(),
+            checked_code() as traced.lines,
             scope,
         ):
             outputs = call.call(*args, **kwargs)

@@ -288,9 +288,12 @@ class Trace:
         found.is_own, found.is_inner = before.is_own, before.is_inner
         return found
 
-    def operator(self, original: Any, tensor: Any, args: Any) -> Any:
+    def operator(self, name: str, original: Any, tensor: Any, args: Any) -> Any:
         if self.is_any and _has(args, RowCount):
             refuse_count()
+        if isinstance(args[0] if args else None, RowTensor) and name != "__getitem__":
+            # TensorFlow raises an error where others leave it to the second operand.
+            return getattr(self._constant(tensor), name)(*args)
         return original(tensor, *args)
 
     def add_to_variable(self, original: Any, variable: Any, value: Any) -> Any:

@@ -49,6 +49,11 @@ ROW_OPERATIONS = [
     function("sort along columns", lambda x: ops.sort(x, axis=1), (6,)),
     function("top_k", lambda x: ops.top_k(x, 2)[0], (6,)),
     function("argmax one-hot", lambda x: x * ops.one_hot(ops.argmax(x, -1), 6), (6,)),
+    function(
+        "constant that is compared",
+        lambda x: x * ops.cast(ops.linspace(-1.0, 1.0, 6) >= x, FLOAT),
+        (6,),
+    ),
     function("columns by number", lambda x: ops.take(x, [0, 2], axis=1), (6,)),
     function(
         "take along axis",

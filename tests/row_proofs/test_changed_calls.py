@@ -21,6 +21,7 @@ from harness.training import assert_same, state_of
 from keras import layers, ops
 
 import keras_strategies as ks
+from keras_strategies.runtime.data_parallel import layer_call
 from row_proofs.proofs import needs_split
 
 pytestmark = needs_split
@@ -122,15 +123,26 @@ def center(x: Any) -> Any:
     return x - ops.mean(x, axis=0)
 
 
+def turned(x: Any) -> Any:
+    return ops.take(x * 0.5, np.arange(x.shape[0])[::-1].copy(), axis=0)
+
+
+def first_repeated(x: Any) -> Any:
+    counts = np.eye(1, x.shape[0], dtype="int32")[0] * x.shape[0]
+    return ops.repeat(x * 0.5, counts, axis=0)
+
+
 CHANGES = {
     "operation": center,
     "operator": lambda x: x * 0.5 + x[:1],
     "axis": lambda x: ops.flip(x, axis=0) * 0.5,
+    "take": turned,
+    "repeat": first_repeated,
     "draws": lambda x: x + keras.random.normal(ops.shape(x)[1:], seed=3),
 }
 
 
-def trained(flag: Flag, change: Any, devices: list[str], draw: Any = None) -> Any:
+def trained(flag: Flag, layer: Any, devices: list[str], draw: Any = None) -> Any:
     keras.utils.set_random_seed(7)
     strategy = (ks.MirroredStrategy if len(devices) > 1 else ks.OneDeviceStrategy)(
         devices if len(devices) > 1 else devices[0]
@@ -139,8 +151,7 @@ def trained(flag: Flag, change: Any, devices: list[str], draw: Any = None) -> An
         inputs = keras.Input((6,))
         x = layers.Dense(6)(inputs)
         x = draw()(x) if draw else x
-        x = Toggled(flag.get, change)(x)
-        model = keras.Model(inputs, layers.Dense(1)(x))
+        model = keras.Model(inputs, layers.Dense(1)(layer()(x)))
         model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse", run_eagerly=True)
         toggle = keras.callbacks.LambdaCallback(
             on_epoch_begin=lambda epoch, logs: flag.set(epoch == 1)
@@ -152,12 +163,15 @@ def trained(flag: Flag, change: Any, devices: list[str], draw: Any = None) -> An
     return {**state_of(model), "loss": np.array(history.history["loss"])}
 
 
-def check(flag: Flag, change: Any = center, draw: Any = None) -> list[str]:
+def check(
+    flag: Flag, change: Any = center, draw: Any = None, layer: Any = None
+) -> list[str]:
     """Fails if two replicas give other numbers; returns the warnings."""
-    expected = trained(flag, change, DEVICES[:1], draw)
+    layer = layer or (lambda: Toggled(flag.get, change))
+    expected = trained(flag, layer, DEVICES[:1], draw)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = trained(flag, change, DEVICES, draw)
+        found = trained(flag, layer, DEVICES, draw)
     assert_same(expected, found, 1e-5, "two replicas")
     return [str(w.message) for w in caught if "cannot be split" in str(w.message)]
 
@@ -180,13 +194,73 @@ def test_setting_of_an_installed_package(package_flag: Flag) -> None:
 @pytest.mark.parametrize("draw", [None, lambda: layers.Dropout(0.5), Unseeded])
 def test_what_a_flag_changes(kind: str, draw: Any) -> None:
     """Random numbers that replicas drew before are drawn again."""
-    texts = check(in_array(), CHANGES[kind], draw)
+    texts = check(in_config(), CHANGES[kind], draw)
     assert bool(texts) == (kind != "draws")
+
+
+def test_flag_that_changes_after_the_proof(monkeypatch: Any) -> None:
+    """As by another thread: what replicas call first is not what was proved."""
+    flag = in_config()
+    split_call = layer_call.call_on_replicas
+
+    def later(*arguments: Any) -> Any:
+        flag.set(True)
+        return split_call(*arguments)
+
+    monkeypatch.setattr(layer_call, "call_on_replicas", later)
+
+    def step(strategy: Any) -> Any:
+        keras.utils.set_random_seed(7)
+        with strategy.scope():
+            layer = Toggled(flag.get, center)
+            model = keras.Sequential([keras.Input((6,)), layers.Dense(6), layer])
+            model.compile("sgd", "mse", run_eagerly=True)
+        return [float(model.train_on_batch(X, X)) for _ in range(2)]
+
+    flag.set(True)
+    expected = step(ks.OneDeviceStrategy("cpu:0"))
+    flag.set(False)
+    with pytest.warns(UserWarning, match="'Subtract'"):
+        found = step(ks.MirroredStrategy(DEVICES))
+    flag.set(False)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+class Rounded(layers.Layer):
+    """A loss that is rounded if a flag is on: the conversion alone differs."""
+
+    def __init__(self, is_on: Callable[[], Any]) -> None:
+        super().__init__()
+        self.is_on = is_on
+
+    def call(self, x: Any) -> Any:
+        loss = ops.mean(ops.square(x)) * 37.0
+        if self.is_on():
+            loss = ops.cast(ops.cast(loss, "int32"), "float32")
+        self.add_loss(loss)
+        return x
+
+
+def test_conversion_that_rounds() -> None:
+    flag = in_config()
+    (text,) = check(flag, layer=lambda: Rounded(flag.get))
+    assert "rounds a sum over rows" in text
+
+
+def test_number_of_rows_in_an_array() -> None:
+    """The same functions are called, with other values of an array."""
+    flag = in_config()
+
+    def scaled(x: Any) -> Any:
+        factor = x.shape[0] / 16 if flag.get() else 0.5
+        return ops.multiply(x, np.array([factor], "float32"))
+
+    assert check(flag, layer=lambda: Toggled(lambda: True, scaled))
 
 
 def test_changed_call_that_is_row_wise_is_split_again() -> None:
     ROWS.clear()
-    assert not check(in_array(), tanh)
+    assert not check(in_config(), tanh)
     assert {4, 1} <= set(ROWS) and ROWS.count(8) <= 4, ROWS
 
 

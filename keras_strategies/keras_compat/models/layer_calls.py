@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from keras_strategies.keras_compat import patching
@@ -61,6 +62,20 @@ class noting_layer_calls(layer_calls_through):
             return outputs
 
         super().__init__(route)
+
+
+@contextlib.contextmanager
+def layer_calls_seen_by(route: CallRoute) -> Iterator[None]:
+    """Sends this thread's outermost layer calls to `route` in a block of code.
+
+    Unlike `layer_calls_through` it leaves nothing replaced.
+    """
+    with patching.installed_while("routes"):
+        previous, thread_route.call = thread_route.call, route
+        try:
+            yield
+        finally:
+            thread_route.call = previous
 
 
 def routed_call(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -28,6 +28,7 @@ from keras_strategies.keras_compat.recorded_calls import recorded_calls
 from keras_strategies.keras_compat.structures import with_leaves
 from keras_strategies.keras_compat.variables.generator_seeds import is_seed_state
 from keras_strategies.keras_compat.variables.values import raw_value
+from keras_strategies.rows.code_names import noted_lines
 from keras_strategies.rows.layer_calls import LayerCall
 from keras_strategies.rows.row_placements import SAME, RowKind
 from keras_strategies.runtime.data_parallel.added_sums import AddedSums
@@ -101,7 +102,8 @@ def call_on_replicas(plan: SplitPlan, driver: LayerCallDriver) -> Any:
         if is_noted:
             _compare_calls(plan, results)
     except (UnprovedCallError, BatchError) as error:
-        if not is_noted or not plan.proof.calls:
+        is_first = not plan.proof.calls and isinstance(error, BatchError)
+        if not is_noted or is_first:
             raise  # It is a fault of the first call after the proof.
         executor.undo_draws()
         raise UnprovedCallError from error
@@ -151,6 +153,8 @@ def _call_on_replica(
 ) -> CallOnReplica:
     """The call of a layer on one replica, with slices of the tensors at `places`."""
     noting = recorded_calls if is_noted else contextlib.nullcontext
+    is_first = is_noted and not plan.proof.calls and bool(plan.proof.lines)
+    noting_lines = noted_lines if is_first else contextlib.nullcontext
     call = plan.layer_call
 
     def run(
@@ -164,9 +168,14 @@ def _call_on_replica(
                 setter(leaves[i], own)
         args, kwargs = call.arguments(leaves)
         draws = plan.draws(OwnRows(0, 0, 0) if rows is None else rows)
-        with state.scope() as scope, drawing(draws), noting() as calls:
+        with (
+            state.scope() as scope,
+            drawing(draws),
+            noting() as calls,
+            noting_lines() as lines,
+        ):
             outputs = call.call(*args, **kwargs)
-        return ReplicaResult(outputs, state, scope.losses, calls)
+        return ReplicaResult(outputs, state, scope.losses, calls, lines)
 
     return run
 
@@ -174,11 +183,15 @@ def _call_on_replica(
 def _compare_calls(plan: SplitPlan, results: Sequence[ReplicaResult]) -> None:
     """Compares what replicas called with the first call after the proof.
 
+    The lines of the user's that this one ran are compared with those of the proof.
+
     So a flag may be anywhere: in a module, in a configuration, in a file.
     """
     proved = plan.proof.calls
     for result, rows in zip(results, plan.row_split.sizes, strict=True):
         assert result.calls is not None
+        if result.lines is not None and not result.lines <= plan.proof.lines:
+            raise UnprovedCallError
         if proved.setdefault(rows, result.calls) != result.calls:
             raise UnprovedCallError
 

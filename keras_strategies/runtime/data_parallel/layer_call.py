@@ -18,11 +18,12 @@ Only results of code *inside* the layer have to be combined: batch statistics (s
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,9 @@ import keras
 from keras_strategies.keras_compat.models.building import is_built
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.layers import sublayers
+from keras_strategies.keras_compat.variables.generator_seeds import (
+    create_global_generator,
+)
 from keras_strategies.rows.declarations import is_declared
 from keras_strategies.rows.layer_calls import LayerCall, argument_leaves
 from keras_strategies.rows.row_placements import RowProof
@@ -54,6 +58,7 @@ from keras_strategies.runtime.state.replica_state import has_rows
 from keras_strategies.user_warnings import warn_user
 
 if TYPE_CHECKING:
+    from keras_strategies.rows.trace import Trace
     from keras_strategies.runtime.engine import StrategyCore
 
 
@@ -98,7 +103,7 @@ class DataParallelCall:
         self._in_unsplit_calls: weakref.WeakSet[Any] = weakref.WeakSet()
         self._unsplit_call = _UnsplitCall()
         self._row_proofs = RowProofs(
-            RowProver(functools.partial(proof_surroundings, strategy, driver)),
+            RowProver(functools.partial(_surroundings, strategy, driver)),
             driver.why_unsplit,
             strategy.sync_batch_norm,
             driver.tracing,
@@ -358,6 +363,21 @@ def _how(layer: Any, proof: RowProof) -> str:
     if is_declared(layer):
         return "split as declared"
     return "split by type" if proof.is_by_type else "split by rows"
+
+
+@contextlib.contextmanager
+def _surroundings(
+    strategy: StrategyCore,
+    driver: LayerCallDriver,
+    trace: Trace,
+    rows: Any,
+    replicas: int,
+) -> Iterator[None]:
+    """See `proof_surroundings`."""
+    with proof_surroundings(strategy, driver.tracing, trace, rows, replicas):
+        yield
+    if trace.draws_without_seed:
+        create_global_generator()
 
 
 def _with_rows(layer_call: LayerCall) -> list[bool]:

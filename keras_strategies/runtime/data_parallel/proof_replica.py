@@ -20,9 +20,10 @@ from keras_strategies.types import ReduceOp
 
 if TYPE_CHECKING:
     from keras_strategies.rows.trace import Trace
-    from keras_strategies.runtime.data_parallel.replica_executor import LayerCallDriver
     from keras_strategies.runtime.engine import StrategyCore
 
+#: A context around code that is traced; gets a function for why it cannot be.
+Tracing = Callable[[Callable[[str], None]], contextlib.AbstractContextManager[Any]]
 #: In a program for any number of rows: those of all replicas.
 _ANY_TOTAL = 2017
 
@@ -30,7 +31,7 @@ _ANY_TOTAL = 2017
 @contextlib.contextmanager
 def proof_surroundings(
     strategy: StrategyCore,
-    driver: LayerCallDriver,
+    tracing: Tracing,
     trace: Trace,
     rows: Any,
     replicas: int,
@@ -39,7 +40,7 @@ def proof_surroundings(
 
     Args:
         strategy: the strategy.
-        driver: the replicas of the engine.
+        tracing: see `LayerCallDriver.tracing`.
         trace: the trace.
         rows: the number of rows of the call.
         replicas: int, how many replicas have rows.
@@ -52,7 +53,7 @@ def proof_surroundings(
     )
     with (
         patching.installed_while("replicas"),
-        driver.tracing(trace.note_problem),
+        tracing(trace.note_problem),
         context.on_replica(replica),
     ):
         yield

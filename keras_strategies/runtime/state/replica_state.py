@@ -14,6 +14,7 @@ from keras_strategies.keras_compat.recorded_calls import Calls
 from keras_strategies.keras_compat.state_scope import StatePolicy
 from keras_strategies.keras_compat.structures import leaves_of
 from keras_strategies.keras_compat.variables.values import autocast_dtype
+from keras_strategies.rows.code_names import Lines
 
 # Sums of these over replicas are taken in float32, and rounded once.
 HALF = ("float16", "bfloat16")
@@ -145,12 +146,14 @@ class ReplicaResult:
         state: the variables that were read and assigned.
         losses: the losses that were added.
         calls: what the call computed with; None where it is not noted.
+        lines: the lines of the user's that ran; None where they are not noted.
     """
 
     outputs: Any
     state: CallState
     losses: list[Any]
     calls: Calls | None = None
+    lines: Lines | None = None
     leaves: list[Any] = field(init=False)
     masks: list[Any] = field(init=False)
 

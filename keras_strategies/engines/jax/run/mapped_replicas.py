@@ -28,6 +28,7 @@ from keras_strategies.engines.jax.run.refused_functions import (
     needs_a_value,
 )
 from keras_strategies.engines.jax.run.replica_mesh import ReplicaMesh
+from keras_strategies.engines.jax.run.row_numbers import rows_of_parts
 from keras_strategies.engines.jax.run.traced_reductions import sums_over
 from keras_strategies.engines.jax.run.traced_replica_state import (
     MergedState,
@@ -134,10 +135,13 @@ class MappedReplicas(TracedReplicas):
             self._mesh.strategy, replica_id, self, on_read=self._note_read
         )
 
-    def _call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """The result of the function."""
+    def _call(self, args: Sequence[Any], kwargs: dict[str, Any], number: int) -> Any:
+        """The result of the function, with the rows of one replica."""
+        sizes = rows_of_parts(self._arguments.parts)
+        own = sizes[number] if sizes else 0
         try:
-            return self._fn(*args, **kwargs)
+            with self._mesh.mixed_rows.checked(sizes, own):
+                return self._fn(*args, **kwargs)
         except Exception as error:
             if self._has_read_number and needs_a_value(error):
                 raise NumberNeededError(error) from error

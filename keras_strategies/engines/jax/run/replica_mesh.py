@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import jax
 
 from keras_strategies.engines.jax.function.state_refs import OnReadValues
+from keras_strategies.runtime.replicas.mixed_rows import MixedRows
 
 if TYPE_CHECKING:
     from keras_strategies.runtime.engine import StrategyCore
@@ -21,11 +22,13 @@ class ReplicaMesh:
         strategy: the strategy.
         mesh: the mesh.
         on_read_values: the replica values of on-read variables.
+        mixed_rows: checks layer calls of replicas.
     """
 
     strategy: StrategyCore
     mesh: jax.sharding.Mesh
     on_read_values: OnReadValues
+    mixed_rows: MixedRows
 
     @property
     def axis(self) -> str:

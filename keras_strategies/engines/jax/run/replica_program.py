@@ -58,6 +58,7 @@ from keras_strategies.keras_compat.state_scope import current_policy
 from keras_strategies.runtime import context
 from keras_strategies.runtime.random_numbers.keras_draws import seeing_draws
 from keras_strategies.runtime.replicas.collectives import SingleReplica
+from keras_strategies.runtime.replicas.mixed_rows import MixedRows
 from keras_strategies.runtime.state.run_state import CREATE_ONCE
 
 if TYPE_CHECKING:
@@ -103,7 +104,9 @@ class ReplicaProgram:
             sharding_of,
         )
         self.on_read_values = OnReadValues(len(devices), split)
-        self._mesh = ReplicaMesh(strategy, mesh, self.on_read_values)
+        self._mesh = ReplicaMesh(
+            strategy, mesh, self.on_read_values, MixedRows(strategy)
+        )
         # By code and shapes, the state that functions under `shard_map` have read: what
         # a trace begins with. It is right for every function, also for one that closes
         # over other values.

@@ -30,9 +30,17 @@ def draws_of(parts: Sequence[Sequence[Any]], replica: Any) -> DrawsOfRun:
         parts: for each array argument that replicas do not share, those of all.
         replica: scalar of the trace, the replica.
     """
-    rows = next((part[0].shape[0] for part in parts if part[0].ndim), None)
-    own = None if rows is None else OwnRows(replica * rows, rows, rows * len(parts[0]))
+    every = rows_of_parts(parts)
+    own = OwnRows(replica * every[0], every[0], sum(every)) if every else None
     return DrawsOfRun(lambda: own)
+
+
+def rows_of_parts(parts: Sequence[Sequence[Any]]) -> list[int]:
+    """The rows of each replica, of the first argument with rows; empty without one."""
+    for every in parts:
+        if all(each.ndim for each in every):
+            return [each.shape[0] for each in every]
+    return []
 
 
 def drawn(draw: KerasDraw, draws: RowDraws) -> Any:

@@ -98,7 +98,7 @@ class ShardMapReplicas(MappedReplicas):
         args, kwargs = self._arguments.build(replicated, components)
         draws = draws_of(self._arguments.parts, self._replica_id)
         with context.on_replica(replica), own.scope(), drawing(draws):
-            result = self._call(args, kwargs)
+            result = self._call(args, kwargs, 0)
             outputs = self._sorted_outputs(result)
         return (*outputs, *self._new_state(own))
 

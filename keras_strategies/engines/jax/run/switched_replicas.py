@@ -35,6 +35,7 @@ from keras_strategies.engines.jax.function.trace_state import (
 from keras_strategies.engines.jax.run.mapped_replicas import MappedReplicas
 from keras_strategies.engines.jax.run.refused_functions import NotUniformError
 from keras_strategies.engines.jax.run.replica_mesh import ReplicaMesh
+from keras_strategies.engines.jax.run.row_numbers import rows_of_parts
 from keras_strategies.engines.jax.run.shard_map_replicas import Leaf
 from keras_strategies.engines.jax.run.traced_replica_state import (
     MergedState,
@@ -233,7 +234,7 @@ class SwitchedReplicas(MappedReplicas):
         draws = DrawsOfRun(lambda: self._rows_of(branch, replica_id))
         try:
             with context.on_replica(own.replica), own.scope(), drawing(draws):
-                result = self._call(args, kwargs)
+                result = self._call(args, kwargs, self._branch_of.index(branch.number))
         finally:
             self._branch = None
         outputs: list[Any] = []
@@ -269,10 +270,9 @@ class SwitchedReplicas(MappedReplicas):
         return self._read(VariableRef(variable))
 
     def _rows_of(self, branch: _Branch, replica_id: Any) -> OwnRows | None:
-        columns = [c for c in self._arguments.parts if all(each.ndim for each in c)]
-        if not columns:
+        rows = rows_of_parts(self._arguments.parts)
+        if not rows:
             return None
-        rows = [each.shape[0] for each in columns[0]]
         before = np.asarray([*itertools.accumulate(rows, initial=0)], "int32")
         own = rows[self._branch_of.index(branch.number)]
         return OwnRows(jnp.asarray(before)[replica_id], own, sum(rows))

@@ -1,0 +1,129 @@
+"""Layers in `run` on JAX by which a replica's results depend on its other rows."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import keras_strategies as ks
+
+pytestmark = pytest.mark.skipif(
+    keras.backend.backend() != "jax", reason="checked where replicas are traced"
+)
+X = np.random.default_rng(0).normal(size=(7, 3)).astype("float32")
+DEVICES = ["cpu:0", "cpu:1"]
+NAMED = "depends on which rows a replica has"
+
+
+class Center(layers.Layer):
+    def call(self, x: Any) -> Any:
+        return x - ops.mean(x, axis=0)
+
+
+class CenterOfAll(layers.Layer):
+    """Exact where replicas have equally many rows."""
+
+    def call(self, x: Any) -> Any:
+        mean = ops.mean(x, axis=0)
+        replica = ks.get_replica_context()
+        return x - (mean if replica is None else replica.all_reduce("MEAN", mean))
+
+
+class Counted(layers.Layer):
+    """A sum over replicas that its variable asks for."""
+
+    def build(self, shape: Any) -> None:
+        self.seen = self.add_weight(
+            shape=(), initializer="zeros", trainable=False, aggregation="sum"
+        )
+
+    def call(self, x: Any) -> Any:
+        self.seen.assign(ops.sum(x * 0.0 + 1.0))
+        return x
+
+
+@ks.row_wise
+class Declared(layers.Layer):
+    def call(self, x: Any) -> Any:
+        return x - ops.mean(x, axis=0) * 0.0
+
+
+class OfJax(layers.Layer):
+    def call(self, x: Any) -> Any:
+        import jax.numpy as jnp
+
+        return jnp.tanh(x)
+
+
+def results(strategy: Any, make: Any, rows: int, batch: int, compiled: bool) -> Any:
+    """The outputs of a model with the layer, of all batches."""
+    with strategy.scope():
+        keras.utils.set_random_seed(1)
+        inputs = keras.Input((3,))
+        x = layers.Dense(4)(inputs)
+        # Of uneven rows it is refused.
+        x = x if rows % 2 else layers.BatchNormalization()(x)
+        model = keras.Model(inputs, layers.Dense(2)(make()(x)))
+
+    def step(x: Any) -> Any:
+        return strategy.run(lambda x: model(x, training=True), args=(x,))
+
+    step = ks.function(step) if compiled else step
+    batches = strategy.experimental_distribute_dataset(X[:rows], batch_size=batch)
+    return np.concatenate([np.asarray(strategy.gather(step(x), 0)) for x in batches])
+
+
+def check(make: Any, rows: int, batch: int, compiled: bool = False) -> list[str]:
+    """The warnings; fails unless these say whether one device computes the same."""
+    alone = ks.OneDeviceStrategy("cpu:0")
+    expected = results(alone, make, rows, batch, compiled)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = results(ks.MirroredStrategy(DEVICES), make, rows, batch, compiled)
+    texts = [str(w.message) for w in caught if NAMED in str(w.message)]
+    assert np.allclose(expected, found, atol=1e-5) == (not texts)
+    return texts
+
+
+# Of 7 rows replicas have 4 and 3.
+@pytest.mark.parametrize("rows, batch, compiled", [(4, 2, False), (7, 7, True)])
+def test_layer_and_operation_are_named_once(
+    rows: int, batch: int, compiled: bool
+) -> None:
+    (text,) = check(lambda: Center(name="center"), rows, batch, compiled)
+    assert "Layer 'functional" in text and "'Subtract' (in layer 'center'" in text
+    assert "test_mixed_rows.py:" in text and "of 2 replicas" in text
+
+
+@pytest.mark.parametrize(
+    "make", [CenterOfAll, Counted, Declared, OfJax, lambda: layers.Dropout(0.5)]
+)
+def test_others_are_not_named(make: Callable[[], Any]) -> None:
+    assert not check(make, 4, 4)
+
+
+def test_uneven_rows_are_not_named() -> None:
+    assert not check(lambda: layers.Dense(4, activation="softmax"), 7, 7)
+
+
+def test_tensors_without_the_rows_are_not_named() -> None:
+    strategy = ks.MirroredStrategy(DEVICES)
+    with strategy.scope():
+        center = Center()
+        center.build((None, 3))
+        dense = layers.Dense(4)
+        dense.build((None, 3))
+
+    def step(x: Any) -> Any:
+        return dense(x) + ops.sum(center(ops.ones((5, 3))))
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=f".*{NAMED}")
+        for x in strategy.experimental_distribute_dataset(X, batch_size=4):
+            strategy.run(step, args=(x,))
