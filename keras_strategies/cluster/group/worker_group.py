@@ -381,17 +381,19 @@ class WorkerGroup(GroupListener):
         """
         self._client.saved(os.path.basename(path), error)
 
-    def wait_saved(self, path: str) -> None:
+    def wait_saved(self, path: str, *, again: bool = False) -> None:
         """Waits for the chief's call that corresponds to one of this worker.
 
         Args:
             path: str; empty for targets that are not files.
+            again: bool, whether a wait for it in another generation was interrupted: a
+                chief that goes on without saving has it then.
 
         Raises:
             WorkerError: if the chief is lost, fails, or does not make the call.
         """
         with self.clock.waiting(), self._lead_errors():
-            self._client.wait_saved(os.path.basename(path))
+            self._client.wait_saved(os.path.basename(path), again=again)
 
     # Stop after a common step.
 
@@ -413,6 +415,15 @@ class WorkerGroup(GroupListener):
         """
         with self._lead_errors():
             return self._client.begin_step()
+
+    def await_lease(self) -> None:
+        """Waits until the lead has confirmed that the generation has not ended.
+
+        Raises:
+            WorkerError: if a worker is lost.
+        """
+        with self._lead_errors():
+            self._client.await_lease()
 
     def resume(self) -> None:
         """Clears the request to stop, and counts steps from 0 again."""
