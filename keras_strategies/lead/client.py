@@ -224,7 +224,7 @@ class LeadClient(ClientState):
 
         with self._changed:
             check()
-            self._wait(lambda: key in self._results, True, check)
+            self._wait(lambda: key in self._results, True, check, is_answer=True)
             answer = self._results.pop(key)
             rank, members = self.generation.rank, self.generation.members
         if "error" in answer:
@@ -284,7 +284,7 @@ class LeadClient(ClientState):
             key = (position, len(names))
             body = {"position": position, "name": name, "calls": len(names)}
             self._send_in_generation("awaitsfile", {**body, "same": names.count(name)})
-            self._wait(lambda: key in self._files, in_generation=True)
+            self._wait(lambda: key in self._files, True, is_answer=True)
             error = self._files.pop(key)
         if error and not (again and error == WENT_ON):
             raise WorkerError(
