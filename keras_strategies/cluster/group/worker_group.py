@@ -312,7 +312,7 @@ class WorkerGroup(GroupListener):
             self._ended_by(str(error))
             raise WorkerError(self._error_text(str(error))) from error
         except WorkerError as error:
-            if self._loss is not None or self._end_text:
+            if self.has_ended:
                 raise WorkerError(self._error_text(error.text)) from error
             if error.text.startswith("Not all workers"):
                 raise WorkerError(f"{error.text} {self._hint()}".rstrip()) from error
@@ -430,6 +430,11 @@ class WorkerGroup(GroupListener):
         self._client.resume_steps()
 
     # Heartbeats and losses.
+
+    @property
+    def has_ended(self) -> bool:
+        """bool, whether a worker is lost, or workers form another group."""
+        return self._loss is not None or bool(self._end_text)
 
     def check(self) -> None:
         """Raises `WorkerError` if a worker is lost."""
@@ -565,7 +570,7 @@ class WorkerGroup(GroupListener):
     def ended(self, how: str, loss: Loss | None) -> None:
         lost = None if loss is None else LostWorker.of(loss)
         with self._condition:
-            if self._loss is not None or self._end_text or self._is_closed:
+            if self.has_ended or self._is_closed:
                 return
             if lost is None:
                 self._end_text = how
