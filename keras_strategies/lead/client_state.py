@@ -252,9 +252,10 @@ class ClientState:
         where, seconds = f"{host}:{port}", f"{self.timeout:g} s"
         if was_reached:
             text = (
-                f"Worker {self.index} has lost the lead at {where}: {problem}. Start "
-                "all workers again; with ks.callbacks.Resume they continue at their "
-                "last snapshot."
+                f"Worker {self.index} has lost the lead at {where}: {problem}. If the "
+                "others train on, start this worker again, and it joins them. "
+                "Otherwise start all workers again; with ks.callbacks.Resume they "
+                "continue at their last snapshot."
             )
         else:
             text = (
