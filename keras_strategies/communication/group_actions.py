@@ -158,6 +158,28 @@ class GroupActions(abc.ABC):
         """
 
     @abc.abstractmethod
+    def await_chief(self, wait: Callable[[bool], None], model: Any) -> bool:
+        """Waits, on another worker than the chief, for what the chief alone does.
+
+        Args:
+            wait: waits; the argument tells whether a wait before was interrupted.
+            model: the model that is saved, for example.
+
+        Returns:
+            False if this worker has become the chief, and has to do it.
+        """
+
+    @abc.abstractmethod
+    def confirm_chief(self, model: Any) -> None:
+        """Called on the chief, before a file of it replaces another one.
+
+        The others may have another chief if this process was stopped.
+
+        Raises:
+            WorkerError: if so.
+        """
+
+    @abc.abstractmethod
     def begin_method(self, name: str) -> None:
         """Called before a method of a model begins, such as `"fit"`."""
 
@@ -236,6 +258,13 @@ class FixedActions(GroupActions):
 
     def call(self, what: str, call: Callable[[], T], model: Any = None) -> T:
         return call()
+
+    def await_chief(self, wait: Callable[[bool], None], model: Any) -> bool:
+        wait(False)
+        return True
+
+    def confirm_chief(self, model: Any) -> None:
+        pass
 
     def begin_method(self, name: str) -> None:
         pass

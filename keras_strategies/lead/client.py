@@ -11,6 +11,7 @@ from keras_strategies.lead.client_state import (
     GroupChanged,
     JoinedGeneration,
 )
+from keras_strategies.lead.files import WENT_ON
 
 
 class LeadClient(ClientState):
@@ -110,6 +111,15 @@ class LeadClient(ClientState):
                 return False
             self._begun += 1
             return True
+
+    def await_lease(self) -> None:
+        """Waits until this worker is known not to be given up.
+
+        Raises:
+            GroupChanged: if the generation has ended.
+        """
+        with self._changed:
+            self._wait(self._connection.has_lease, in_generation=True)
 
     def _may_decide(self) -> bool:
         is_deciding = self._is_pausing and self._last_step is None
@@ -214,7 +224,7 @@ class LeadClient(ClientState):
 
         with self._changed:
             check()
-            self._wait(lambda: key in self._results, True, check)
+            self._wait(lambda: key in self._results, True, check, is_answer=True)
             answer = self._results.pop(key)
             rank, members = self.generation.rank, self.generation.members
         if "error" in answer:
@@ -254,8 +264,12 @@ class LeadClient(ClientState):
             body = {"position": self._numbers.get("", 0), "name": name}
             self._send_in_generation("saved", {**body, "error": error})
 
-    def wait_saved(self, name: str) -> None:
+    def wait_saved(self, name: str, *, again: bool = False) -> None:
         """Waits until the chief has saved a file.
+
+        Args:
+            name: str.
+            again: bool, whether the chief may have it from an earlier generation.
 
         Raises:
             GroupChanged: if a worker is lost.
@@ -270,9 +284,9 @@ class LeadClient(ClientState):
             key = (position, len(names))
             body = {"position": position, "name": name, "calls": len(names)}
             self._send_in_generation("awaitsfile", {**body, "same": names.count(name)})
-            self._wait(lambda: key in self._files, in_generation=True)
+            self._wait(lambda: key in self._files, True, is_answer=True)
             error = self._files.pop(key)
-        if error:
+        if error and not (again and error == WENT_ON):
             raise WorkerError(
                 f"Worker {self.index} waited for the chief, worker "
                 f"{self.generation.members[0]}, which saves {name!r} for all workers: "

@@ -195,9 +195,17 @@ class ClientState:
         is_done: Callable[[], bool],
         in_generation: bool = False,
         meanwhile: Callable[[], None] = lambda: None,
+        *,
+        is_answer: bool = False,
     ) -> None:
-        """Waits; `_changed` is held. The lead sets the limits of waits."""
+        """Waits; `_changed` is held. The lead sets the limits of waits.
+
+        With `is_answer`, an answer counts that came before the end of the generation:
+        other members have it, too.
+        """
         while True:
+            if is_answer and is_done():
+                return
             self._check(in_generation)
             if is_done():
                 return
@@ -244,9 +252,10 @@ class ClientState:
         where, seconds = f"{host}:{port}", f"{self.timeout:g} s"
         if was_reached:
             text = (
-                f"Worker {self.index} has lost the lead at {where}: {problem}. Start "
-                "all workers again; with ks.callbacks.Resume they continue at their "
-                "last snapshot."
+                f"Worker {self.index} has lost the lead at {where}: {problem}. If the "
+                "others train on, start this worker again, and it joins them. "
+                "Otherwise start all workers again; with ks.callbacks.Resume they "
+                "continue at their last snapshot."
             )
         else:
             text = (

@@ -13,7 +13,8 @@ import math
 from keras_strategies.lead.events import AwaitsFile, Message, Saved
 from keras_strategies.lead.state import ChiefFile, FileWait, LeadState, Out, replace
 
-_WENT_ON = "it went on without saving. All workers must make the same calls"
+#: Error of a wait for a file that the chief does not save.
+WENT_ON = "it went on without saving. All workers must make the same calls"
 # Seconds after the patience in which a call with another name may follow.
 _MORE = 2.0
 
@@ -73,7 +74,7 @@ def _error(state: LeadState, wait: FileWait) -> str | None:
     if len(files) >= wait.calls:
         return files[wait.calls - 1].error
     if has_begun:
-        return _WENT_ON
+        return WENT_ON
     return (
         f"it did not save it within {patience:g} s"
         if waited > patience + _MORE

@@ -91,6 +91,12 @@ class Ended:
     def __str__(self) -> str:
         return f"{self.task} {self.how}"
 
+    @property
+    def is_cause(self) -> bool:
+        """bool, whether it has failed by itself."""
+        # Also with exit code 0, as by `sys.exit()` in a callback.
+        return not self.is_caused and bool(self.code or self.failure)
+
 
 @dataclass(frozen=True)
 class Signalled:
@@ -100,11 +106,6 @@ class Signalled:
 
 
 Events = queue.SimpleQueue[Ended | Signalled]
-
-
-def _is_cause(ended: Ended) -> bool:
-    # Also with exit code 0, as by `sys.exit()` in a callback.
-    return not ended.is_caused and bool(ended.code or ended.failure)
 
 
 @contextmanager
@@ -149,7 +150,8 @@ class ProcessLauncher:
         self._groups: set[ProcessGroup] = set()
         self._threads: dict[LocalTask, list[threading.Thread]] = {}
         self._last_errors: dict[LocalTask, str] = {}
-        self._ended: list[Ended] = []
+        #: All ends, in their order.
+        self.ended: list[Ended] = []
         self._guard: ProcessGroup
         self._folder: tempfile.TemporaryDirectory[str]
         # The last signal that was received, also while processes were being ended.
@@ -250,7 +252,7 @@ class ProcessLauncher:
                 self._notify_guard(f"-{process.pid}")
             else:
                 self._left[event.task] = process
-            self._ended.append(event)
+            self.ended.append(event)
         else:
             self.signalled = event
         return event
@@ -264,7 +266,7 @@ class ProcessLauncher:
         """
         until = time.monotonic() + _CAUSE_SECONDS
         while ended.is_caused and self.signalled is None:
-            causes = [each for each in self._ended if _is_cause(each)]
+            causes = [each for each in self.ended if each.is_cause]
             if causes:
                 return causes[0]
             left = until - time.monotonic()

@@ -19,7 +19,7 @@ from keras_strategies.processes.launcher import (
     signals_as_events,
 )
 from keras_strategies.processes.local_cluster import LocalCluster, LocalTask
-from keras_strategies.tools.launch_command import print_line
+from keras_strategies.tools.launch_command import print_line, print_traceback
 
 #: Default number of restarts of a task.
 DEFAULT_RESTARTS = 3
@@ -51,7 +51,8 @@ def launch_elastic(
         grace_seconds: float, seconds that workers get to end before they are killed.
 
     Returns:
-        int, 0, or the exit code of the last worker that failed; 128 + n after signal n.
+        int, 0, or the exit code of the worker whose failure has ended training; 128 + n
+        after signal n.
     """
     events: Events = queue.SimpleQueue()
     outer = {**os.environ, ELASTIC: f"{min_workers}:{workers.workers}"}
@@ -106,7 +107,8 @@ class _ElasticRun:
         }
         # Time of the first exit with code 0.
         self._done: float | None = None
-        self._code = 0
+        # The last failure before too few workers were left.
+        self._failed: Ended | None = None
 
     def run(self) -> int:
         """Runs the workers; returns the exit code."""
@@ -122,7 +124,30 @@ class _ElasticRun:
             if isinstance(event, Ended):
                 self._ended(event)
             self._start_due()
-        return 0 if self._done is not None else self._code
+        if self._done is not None or self._processes.signalled or self._failed is None:
+            return 0
+        first = self._first_failure(self._failed)
+        print_traceback(first)
+        return first.exit_code or self._failed.exit_code
+
+    def _first_failure(self, failed: Ended) -> Ended:
+        """The failure that has caused the last one.
+
+        Of each worker, that of its last process. Those that are ended here count if
+        they have failed before.
+        """
+        before = len(self._processes.ended)
+        self._processes.end()
+        ended = self._processes.ended
+        last = {each.task.index: each for each in ended}
+        causes = [
+            each
+            for number, each in enumerate(ended)
+            if last[each.task.index] is each
+            and each.is_cause
+            and (number < before or each.failure is not None)
+        ]
+        return next(iter(causes), failed)
 
     def _is_going_on(self) -> bool:
         left = [worker for worker in self._workers.values() if worker.is_left]
@@ -177,7 +202,7 @@ class _ElasticRun:
             return
         # Ends its child processes, which may use its address and devices.
         self._processes.kill(event.task)
-        self._code = event.exit_code
+        self._failed = event
         if self._done is not None:
             print_line(f"{event} after the end of training.")
             return

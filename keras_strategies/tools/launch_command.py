@@ -80,10 +80,8 @@ def _run(
                 waiting.discard(event.task)
                 if event.code:
                     failed = _first_failure(processes, event)
-    own = None if failed is None or failed.is_caused else failed.failure
-    if failed is not None and own is not None and len(cluster.tasks) > 1:
-        # Last, since the others' tracebacks follow from it.
-        print_line(f"{failed.task} failed first:\n{own.traceback}")
+    if failed is not None and len(cluster.tasks) > 1:
+        print_traceback(failed)
     # A signal while the others are ended also prevents a restart.
     return processes.signalled or failed
 
@@ -97,6 +95,12 @@ def _first_failure(processes: ProcessLauncher, ended: Ended) -> Ended:
     # It has exited with 0 in the middle of training, as by `sys.exit()`.
     print_line(f"{first} before the others, and {ended}; ending the others.")
     return dataclasses.replace(first, code=ended.code)
+
+
+def print_traceback(first: Ended) -> None:
+    """Prints the traceback of the first failure; last, since others follow from it."""
+    if first.failure is not None and not first.is_caused:
+        print_line(f"{first.task} failed first:\n{first.failure.traceback}")
 
 
 def print_line(text: str) -> None:

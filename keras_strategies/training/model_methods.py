@@ -113,8 +113,12 @@ def saves(model: Any, path: Any) -> bool:
         return True
     with _reading(model):
         pass
-    workers.group.wait_saved(_path_text(path))
-    return False
+    name = _path_text(path)
+
+    def wait(again: bool) -> None:
+        workers.group.wait_saved(name, again=again)
+
+    return not workers.actions.await_chief(wait, model)
 
 
 @contextlib.contextmanager
@@ -126,6 +130,8 @@ def writing(model: Any, path: Any) -> Iterator[Any]:
         atomic_save(path, seed_states(model)) as target,
     ):
         yield target
+        if (workers := strategy_of(model).workers) is not None:
+            workers.actions.confirm_chief(model)
 
 
 def exporting(model: Any) -> contextlib.AbstractContextManager[None]:

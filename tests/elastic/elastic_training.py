@@ -81,6 +81,7 @@ class Settings:
         lags: int, a worker that waits for a loss, for `LAG` seconds, before it
             validates for the second time; None for none.
         mixes_rows: bool, whether a layer computes from all rows, and is not split.
+        sorts_rows: bool, whether the loss is of sorted rows, and is not split.
         compiles: float, seconds for which worker 1 traces its step after the first
             loss; the chief kills itself meanwhile.
         starting: str, a function of `ENGINE_STARTS`, in which the chief kills itself
@@ -104,6 +105,7 @@ class Settings:
     unfinished: list[tuple[int, int]] = field(default_factory=list)
     lags: int | None = None
     mixes_rows: bool = False
+    sorts_rows: bool = False
     compiles: float = 0.0
     starting: str = ""
     timeout: float = TIMEOUT
@@ -216,6 +218,14 @@ def _generator(arrays: Any) -> Any:
     while True:
         for start in range(0, ROWS, BATCH_SIZE):
             yield tuple(array[start : start + BATCH_SIZE] for array in arrays)
+
+
+def sorted_rows_loss(y_true: Any, y_pred: Any) -> Any:
+    """A loss of each row that depends on all rows of the batch."""
+    from keras import ops
+
+    difference = ops.sort(y_pred, axis=0) - ops.sort(y_true, axis=0)
+    return ops.mean(difference**2, axis=-1) + ops.mean((y_true - y_pred) ** 2, axis=-1)
 
 
 class Reads:
@@ -462,7 +472,7 @@ def train() -> None:
         auc = keras.metrics.AUC(num_thresholds=20, name="auc")
         model.compile(
             keras.optimizers.Adam(0.03),
-            "binary_crossentropy",
+            sorted_rows_loss if settings.sorts_rows else "binary_crossentropy",
             weighted_metrics=[auc],
             steps_per_execution=settings.per_execution if index >= 0 else 1,
         )

@@ -4,8 +4,9 @@
 
 Each worker writes `INDEX.state` after each step: its generation, the number of workers
 and its steps; and a line to `PID.steps`: the time, its generation, rank and steps. At
-the end it writes `INDEX.npz` and `INDEX.json`. `VICTIM` is the number
-of a worker that kills itself once, at its 20th step.
+the end it writes `INDEX.npz` and `INDEX.json`. `VICTIM` is the number of a worker that
+kills itself once, at its 20th step; with a file `INDEX.PLACE`, a worker kills itself in
+one of `PLACES`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ _ROWS = 44
 _BATCH = 12
 # Seconds between steps.
 _PACE = 0.05
+#: Where a worker kills itself: in a callback, in evaluation, in saving.
+PLACES = ("callback", "evaluation", "saving")
 
 
 def make_model() -> Any:
@@ -40,6 +43,7 @@ def make_model() -> Any:
             keras.Input((4,)),
             keras.layers.Dense(6, "tanh"),
             keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.2),
             keras.layers.Dense(1),
         ]
     )
@@ -52,6 +56,7 @@ def fit(model: Any, epochs: int, callbacks: Any = ()) -> dict[str, list[float]]:
     x = rng.normal(size=(_ROWS, 4)).astype("float32")
     y = x[:, :1] - x[:, 1:2]
     options = {"batch_size": _BATCH, "epochs": epochs, "verbose": 0}
+    options |= {"validation_data": (x[:23], y[:23]), "validation_batch_size": _BATCH}
     return dict(model.fit(x, y, callbacks=list(callbacks), **options).history)
 
 
@@ -71,6 +76,12 @@ def main(folder: Path, victim: int) -> None:
     with strategy.scope():
         model = make_model()
 
+    def die(place: str) -> None:
+        order = folder / f"{index}.{place}"
+        if order.exists():
+            order.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+
     class Steps(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
             time.sleep(_PACE)
@@ -87,6 +98,10 @@ def main(folder: Path, victim: int) -> None:
             numbers = [time.monotonic(), generation.number, generation.rank, state[2]]
             with open(folder / f"{os.getpid()}.steps", "a") as file:
                 file.write(f"{json.dumps(numbers)}\n")
+            die("callback")
+
+        def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+            die("evaluation")
 
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             # The chief's decision is that of all.
@@ -95,7 +110,13 @@ def main(folder: Path, victim: int) -> None:
         def steps(self) -> int:
             return int(keras.ops.convert_to_numpy(self.model.optimizer.iterations))
 
-    history = fit(model, 10**6, [Steps()])
+    class Saving(keras.callbacks.ModelCheckpoint):
+        def _save_model(self, *args: Any, **kwargs: Any) -> None:
+            die("saving")
+            super()._save_model(*args, **kwargs)
+
+    saving = Saving(folder / "saved.weights.h5", save_weights_only=True)
+    history = fit(model, 10**6, [Steps(), saving])
     np.savez(folder / f"{index}.npz", *model.get_weights())
     write(folder / f"{index}.json", history)
 

@@ -205,6 +205,14 @@ def test_batches_ahead_are_those_of_the_next_steps(cluster):
 
 
 @pytest.mark.nightly
+def test_a_loss_that_mixes_rows_continues_when_a_worker_returns(cluster):
+    elastic = cluster(kills=[Kill(2, 6)], waits={"8": 1}, sorts_rows=True)
+    elastic.await_kill(2)
+    elastic.start(2, is_new=True)
+    assert_like_one_device(elastic)
+
+
+@pytest.mark.nightly
 def test_several_steps_in_one_execution(cluster):
     elastic = cluster(
         kills=[Kill(2, 3), Kill(0, 7, "end")], waits={"9": 1}, per_execution=2

@@ -81,6 +81,15 @@ def test_the_first_failure_is_named_with_its_code_and_traceback(tmp_path, kind):
     assert "was lost" in process.stderr
 
 
+def test_elastic_workers_end_with_the_first_failure(tmp_path):
+    path = group_script(tmp_path, "raise ValueError('my bug')", slow=0.0)
+    process = launch("--elastic", "2:2", "--max-restarts", "0", path)
+    assert process.returncode == 1, process.stderr
+    lines = process.stderr.splitlines()
+    assert "[launch] worker 1 failed first:" in lines
+    assert lines[-1] == "[launch] ValueError: my bug"
+
+
 def test_an_error_between_the_calls_of_all_workers_is_named(tmp_path):
     body = "if index == 1: raise ValueError('between')\ntrain()\n"
     process = launch("--workers", "2", group_script(tmp_path, "pass", body))

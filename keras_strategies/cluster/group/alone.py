@@ -56,7 +56,10 @@ class AloneClient:
     def saved(self, name: str, error: str = "") -> None:
         pass
 
-    def wait_saved(self, name: str) -> None:
+    def wait_saved(self, name: str, *, again: bool = False) -> None:
+        pass
+
+    def await_lease(self) -> None:
         pass
 
     def request_stop(self) -> None:

@@ -196,6 +196,14 @@ class Membership:
         self.group.check()
         return self.group.begin_step()
 
+    def await_lease(self) -> None:
+        """Waits until the lead has confirmed that the generation has not ended.
+
+        Raises:
+            WorkerError: if it has.
+        """
+        self.group.await_lease()
+
     @property
     def count(self) -> int:
         """int, the workers of the cluster, members or not."""

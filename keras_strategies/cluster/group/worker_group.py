@@ -312,7 +312,7 @@ class WorkerGroup(GroupListener):
             self._ended_by(str(error))
             raise WorkerError(self._error_text(str(error))) from error
         except WorkerError as error:
-            if self._loss is not None or self._end_text:
+            if self.has_ended:
                 raise WorkerError(self._error_text(error.text)) from error
             if error.text.startswith("Not all workers"):
                 raise WorkerError(f"{error.text} {self._hint()}".rstrip()) from error
@@ -381,17 +381,19 @@ class WorkerGroup(GroupListener):
         """
         self._client.saved(os.path.basename(path), error)
 
-    def wait_saved(self, path: str) -> None:
+    def wait_saved(self, path: str, *, again: bool = False) -> None:
         """Waits for the chief's call that corresponds to one of this worker.
 
         Args:
             path: str; empty for targets that are not files.
+            again: bool, whether a wait for it in another generation was interrupted: a
+                chief that goes on without saving has it then.
 
         Raises:
             WorkerError: if the chief is lost, fails, or does not make the call.
         """
         with self.clock.waiting(), self._lead_errors():
-            self._client.wait_saved(os.path.basename(path))
+            self._client.wait_saved(os.path.basename(path), again=again)
 
     # Stop after a common step.
 
@@ -414,11 +416,25 @@ class WorkerGroup(GroupListener):
         with self._lead_errors():
             return self._client.begin_step()
 
+    def await_lease(self) -> None:
+        """Waits until the lead has confirmed that the generation has not ended.
+
+        Raises:
+            WorkerError: if a worker is lost.
+        """
+        with self._lead_errors():
+            self._client.await_lease()
+
     def resume(self) -> None:
         """Clears the request to stop, and counts steps from 0 again."""
         self._client.resume_steps()
 
     # Heartbeats and losses.
+
+    @property
+    def has_ended(self) -> bool:
+        """bool, whether a worker is lost, or workers form another group."""
+        return self._loss is not None or bool(self._end_text)
 
     def check(self) -> None:
         """Raises `WorkerError` if a worker is lost."""
@@ -554,7 +570,7 @@ class WorkerGroup(GroupListener):
     def ended(self, how: str, loss: Loss | None) -> None:
         lost = None if loss is None else LostWorker.of(loss)
         with self._condition:
-            if self._loss is not None or self._end_text or self._is_closed:
+            if self.has_ended or self._is_closed:
                 return
             if lost is None:
                 self._end_text = how

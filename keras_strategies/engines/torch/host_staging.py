@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,7 +54,10 @@ class _Work:
         self._tensors = tensors
         self._copies = copies
 
-    def wait(self) -> None:
-        self._work.wait()
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def wait(self, *timeout: datetime.timedelta) -> None:
+        self._work.wait(*timeout)
         for tensor, copy in zip(self._tensors, self._copies, strict=True):
             tensor.copy_(copy)

@@ -23,6 +23,7 @@ from keras_strategies.engines.torch.compat import (
     gloo_device,
     reduce_scatter_into,
 )
+from keras_strategies.engines.torch.gloo_waits import keep_to_the_end, wait_for
 from keras_strategies.engines.torch.host_staging import gloo_for
 from keras_strategies.engines.torch.memory_formats import (
     axis_order,
@@ -169,6 +170,7 @@ class TorchCommunicator(Communicator):
         # A thread that returned from C++ after the end of the interpreter would end the
         # process with "terminate called".
         is_free = self._aborting.acquire(timeout=_ABORT_SECONDS)
+        keep_to_the_end()
         self._groups.clear()
         if self._default:
             self._default.clear()
@@ -231,11 +233,18 @@ class TorchCommunicator(Communicator):
         try:
             with self.group.clock.waiting():
                 work = begin()
-                work.wait()
+                if self._uses_nccl(device):
+                    work.wait()
+                else:
+                    wait_for(work, self._groups.get("gloo"), self._has_ended)
         except RuntimeError as error:
             raise lost_worker(self.group, error) from error
         if self._uses_nccl(device):
             self._works.add(work)
+
+    def _has_ended(self) -> bool:
+        group = self.group
+        return group.has_ended or group.failure_since(FAILURE_GRACE) is not None
 
     def confirm(self) -> None:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import weakref
@@ -158,6 +159,37 @@ class ElasticActions(GroupActions):
     def call(self, what: str, call: Callable[[], T], model: Any = None) -> T:
         return cast(T, self._run_step(call, lambda: _nothing_to_undo, model, False))
 
+    def await_chief(self, wait: Callable[[bool], None], model: Any) -> bool:
+        if self._is_inside or not self.has_joined:
+            wait(False)
+            return True
+        again = False
+        while not self._is_chief():
+            if not self._is_interrupted(functools.partial(wait, again), model):
+                return True
+            again = True
+        return False
+
+    def confirm_chief(self, model: Any) -> None:
+        if self._is_inside or not self.has_joined:
+            return
+        while self._is_interrupted(self._membership.await_lease, model):
+            pass
+        if not self._is_chief():
+            raise WorkerError(
+                "The others had no heartbeat of this worker while it saved a file, and "
+                "another worker has become the chief, which saves it. Restart this "
+                "worker."
+            )
+
+    def _is_interrupted(self, wait: Callable[[], None], model: Any) -> bool:
+        """Whether the group has changed in a wait between actions."""
+        with self.inside():
+            change = self._try_step(wait, lambda: _nothing_to_undo, model, False, 0)
+        if change is not None and self.loop.is_active:
+            raise self.loop.changed(change)
+        return change is not None
+
     def _run_step(
         self,
         take: Callable[[], Any],
@@ -206,8 +238,9 @@ class ElasticActions(GroupActions):
         save_state: Callable[[], Callable[[], bool]],
         model: Any,
         admits: bool,
+        actions: int = 1,
     ) -> Change | None:
-        """Takes an action; returns the change of the group that has undone it."""
+        """Takes `actions`; returns the change of the group that has undone them."""
         counts = [workers.steps.count for workers in self._workers]
         restore = save_state()
         try:
@@ -221,7 +254,7 @@ class ElasticActions(GroupActions):
             self._is_clean = restore()
             for workers, count in zip(self._workers, counts, strict=True):
                 workers.steps.count = count
-        return self._reform(model, admits)
+        return self._reform(model, admits, actions)
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
@@ -252,8 +285,11 @@ class ElasticActions(GroupActions):
                 if workers.group is group:
                     workers.end_waits()
 
-    def _reform(self, model: Any, admits: bool) -> Change:
-        """Forms generations until one has the same state on all of its workers."""
+    def _reform(self, model: Any, admits: bool, actions: int) -> Change:
+        """Forms generations until one has the same state on all of its workers.
+
+        A worker receives the results of as many `actions` that it is behind.
+        """
         progress = self._membership.group.progress
         lost: set[int] = set()
         joined: set[int] = set()
@@ -265,7 +301,7 @@ class ElasticActions(GroupActions):
                 generation = self._membership.reform(step, admits=admits)
             except WorkerError as error:
                 raise WorkerError(f"{error.text} {self._last_state()}") from error
-            if self._fit is not None and self._is_far_behind(generation):
+            if self._fit is not None and self._is_behind(generation, actions):
                 self._begin_again(model)
             lost = (lost | set(generation.lost)) - set(generation.joined)
             joined |= set(generation.joined)
@@ -288,10 +324,10 @@ class ElasticActions(GroupActions):
             return "Nothing was saved."
         return self._fit.save()
 
-    def _is_far_behind(self, generation: Generation) -> bool:
-        """Whether the others have taken steps without this worker."""
+    def _is_behind(self, generation: Generation, actions: int) -> bool:
+        """Whether the others have taken more `actions` without this worker."""
         is_behind = generation.rank in generation.behind
-        return is_behind and (generation.step or 0) > self._done + 1
+        return is_behind and (generation.step or 0) > self._done + actions
 
     def _begin_again(self, model: Any) -> NoReturn:
         """Ends the `fit` of a worker that then joins the others in a new one.

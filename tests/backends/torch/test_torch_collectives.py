@@ -16,6 +16,7 @@ import torch
 
 from keras_strategies.collectives import reduce_gather
 from keras_strategies.engines import get_engine
+from keras_strategies.engines.torch.gloo_waits import wait_for
 from keras_strategies.engines.torch.replicas.nccl_reduce import nccl_all_reduce
 from keras_strategies.runtime.replicas.local_reduction import LocalReduction
 from keras_strategies.runtime.tensor_packs import pack, unpack
@@ -130,3 +131,39 @@ def test_values_are_reduced_along_an_axis_where_they_are(monkeypatch, op):
     values = ks.PerReplica([torch.ones(3, 2, device=device) for device in DEVICES])
     strategy.reduce(op, values, axis=0)
     assert found == [DEVICES]
+
+
+class Wait:
+    """A wait of Gloo.
+
+    Args:
+        looks: int, the looks at the group before it ends; None for one without an end.
+        error: str, with which it ends; empty for none.
+    """
+
+    def __init__(self, looks, error=""):
+        self.looks, self.error, self.count = looks, error, 0
+
+    def is_completed(self):
+        return self.looks is not None and self.count > self.looks
+
+    def wait(self, timeout=None):
+        self.count += 1
+        if not self.is_completed():
+            raise RuntimeError("Operation timed out!")
+        if self.error:
+            raise RuntimeError(self.error)
+
+
+def test_a_wait_of_gloo_without_an_end_is_given_up_when_the_group_has_ended():
+    work = Wait(None)
+    with pytest.raises(RuntimeError, match="timed out"):
+        wait_for(work, None, lambda: work.count >= 3)
+    # The second look after the end: a wait may need a moment for its own error.
+    assert work.count == 4
+
+
+def test_a_long_wait_of_gloo_ends_by_itself():
+    wait_for(Wait(5), None, lambda: False)
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        wait_for(Wait(1, "closed by peer"), None, lambda: True)

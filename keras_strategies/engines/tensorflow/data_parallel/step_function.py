@@ -90,6 +90,7 @@ class StepFunction:
             _warn_of_jit_compile(model)
         self._has_begun = False
         # Whether the step computes with all rows, which each worker has of arrays.
+        # Programs show it, in a fixed group: a worker that joins has traced none.
         self._joins_rows = model.run_eagerly
         self._traces = StepTraces(model)
         self._make_programs()
@@ -114,7 +115,8 @@ class StepFunction:
         def on_parts(data: Any) -> Any:
             batch = in_parts(data, place, call)
             found = routed(batch)
-            self._joins_rows = self._joins_rows or are_joined(batch)
+            if self._rollback is None:
+                self._joins_rows = self._joins_rows or are_joined(batch)
             return found
 
         self._of_workers = self._program(on_parts)
