@@ -107,7 +107,7 @@ class _Lines:
         self._seen: dict[int, tuple[Any, bool]] = {}
 
     def __call__(self, frame: types.FrameType, event: str, argument: Any) -> Any:
-        if event != "call":
+        if event != "call" or not self.follows():
             return None
         code = frame.f_code
         if id(code) not in self._seen:
@@ -122,6 +122,10 @@ class _Lines:
         self.lines.add((frame.f_code, frame.f_lineno))
         return self._note
 
+    def follows(self) -> bool:
+        """Whether calls are noted now."""
+        return True
+
     def begins(self, frame: types.FrameType) -> None:
         """Is called where a function of the user's begins for the first time."""
 
@@ -133,9 +137,9 @@ class _Check(_Lines):
         super().__init__(set())
         self._framework = keras.backend.backend()
 
-    def __call__(self, frame: types.FrameType, event: str, argument: Any) -> Any:
+    def follows(self) -> bool:
         # What declared layers compute is not traced.
-        return None if current_tracer() is None else super().__call__(frame, event, 0)
+        return current_tracer() is not None
 
     def begins(self, frame: types.FrameType) -> None:
         self._check(frame)
