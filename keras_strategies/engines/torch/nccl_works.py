@@ -38,10 +38,19 @@ _INTERVAL = 5e-5
 
 
 class NcclWorks:
-    """Collectives whose results the host has not yet confirmed."""
+    """Collectives whose results the host has not yet confirmed.
+
+    Attributes:
+        are_used: bool, whether results of some were used all the same.
+    """
 
     def __init__(self) -> None:
         self._works: list[Any] = []
+        self.are_used = False
+
+    def use(self) -> None:
+        """Lets the host go on with results that are confirmed later."""
+        self.are_used = self.are_used or bool(self._works)
 
     def add(self, work: Any) -> None:
         """Adds a collective whose `wait` was called."""
@@ -66,6 +75,7 @@ class NcclWorks:
         for work in works:
             # Does not wait any more, and raises the error of a failed collective.
             work.wait()
+        self.are_used = False
 
 
 def create_nccl_group(

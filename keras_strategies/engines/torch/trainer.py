@@ -164,6 +164,7 @@ class TorchTrainer(FitDriver):
         is_compiled = model.jit_compile
         outputs = with_plain_outputs(call) if is_compiled else call.__call__
         route = torch.compiler.disable(outputs)
+        owner = weakref.ref(model)
 
         def step(data: Any) -> Any:
             check_steps(data, workers)
@@ -171,12 +172,11 @@ class TorchTrainer(FitDriver):
                 data = list(map(self.placer.place, data))
             if is_compiled:
                 data = keras.tree.map_structure(plain, data)
-            with layer_calls_through(route), self.variables.in_step():
-                found = function(data)
-            if kind == "predict":
-                found = keras.tree.map_structure(on_host, found)
-            if workers is not None:
-                workers.confirm()
+            with confirmed(owner(), workers):
+                with layer_calls_through(route), self.variables.in_step():
+                    found = function(data)
+                if kind == "predict":
+                    found = keras.tree.map_structure(on_host, found)
             return found
 
         return step
@@ -231,6 +231,42 @@ def counted(
         return replace(cost, source=source)
     source = f"{cost.source}; the peak is what Torch tracks without values"
     return replace(cost, peak=peak + others, source=source)
+
+
+@contextlib.contextmanager
+def confirmed(model: Any, workers: Communicator | None) -> Iterator[None]:
+    """A step whose collectives are confirmed at its end, before its results are read.
+
+    The host launches the optimizer's kernels while gradients are still summed. If a
+    worker is lost then, the sums of an aborted collective are partial, and the weights
+    that were updated by them are overwritten by NaN.
+
+    Args:
+        model: the model.
+        workers: the workers; None without any.
+
+    Raises:
+        WorkerError: if a worker is lost.
+    """
+    try:
+        yield
+        if workers is not None:
+            workers.confirm()
+    except BaseException:
+        if isinstance(workers, TorchCommunicator) and workers.has_used_unconfirmed:
+            spoil(model)
+        raise
+
+
+def spoil(model: Any) -> None:
+    """Overwrites the weights and the optimizer's variables of a model by NaN."""
+    optimizer = getattr(model, "optimizer", None)
+    variables = [*model.trainable_variables, *getattr(optimizer, "variables", ())]
+    with torch.no_grad():
+        for variable in variables:
+            value = raw_value(variable)
+            if value.is_floating_point():
+                value.fill_(float("nan"))
 
 
 def _partitioned(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -254,6 +254,22 @@ class TorchCommunicator(Communicator):
         except RuntimeError as error:
             raise lost_worker(self.group, error) from error
 
+    def use_unconfirmed(self) -> None:
+        """Lets the host go on with results that the end of the step confirms.
+
+        An elastic group confirms them first: it repeats a step from weights that were
+        not changed.
+        """
+        if self.actions.is_fixed:
+            self._works.use()
+        else:
+            self.confirm()
+
+    @property
+    def has_used_unconfirmed(self) -> bool:
+        """Whether results were used that were not confirmed since."""
+        return self._works.are_used
+
     # Collectives.
 
     def all_reduce(

@@ -1,14 +1,17 @@
 """A training on `nccl_double`, one worker of which is killed in a backward pass.
 
-    python nccl_training.py FOLDER INDEX [elastic]
+    python nccl_training.py FOLDER INDEX [elastic | counts]
 
 Index -1 trains on one device. Worker 1 is killed in step `VICTIM_STEP`, in the backward
-pass before the first layer. Each worker writes the weights after each step.
+pass before the first layer. Each worker writes the weights after each step. With
+`counts` nobody is killed, and each worker prints, for each step, how often its host
+waits for a device between the beginning of the step and its last update.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -21,6 +24,7 @@ import torch
 from backends.torch import nccl_double
 
 import keras_strategies as ks
+from keras_strategies.engines.torch.nccl_works import NcclWorks
 
 STEPS, BATCH, VICTIM_STEP = 5, 6, 3
 
@@ -47,6 +51,47 @@ class Layer(keras.layers.Layer):
         return Killing.apply(x) if is_call and x.requires_grad else x
 
 
+class Waits(keras.callbacks.Callback):
+    """Counts calls in which the host waits for a device, or looks at its progress."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[list[str]] = []
+        self._is_in_step = False
+        for name in ("item", "tolist", "cpu", "__float__", "__bool__", "__int__"):
+            self._count(torch.Tensor, name)
+        for name in ("wait", "is_completed"):
+            self._count(nccl_double.Work, name)
+        self._count(NcclWorks, "confirm")
+
+    def _count(self, owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def counted(this: Any, *args: Any, **kwargs: Any) -> Any:
+            # `wait` orders streams the first time, which the double cannot do.
+            if self._is_in_step and name != "wait":
+                self.steps[-1].append(f"{owner.__name__}.{name}")
+            return original(this, *args, **kwargs)
+
+        setattr(owner, name, counted)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        update = self.model.optimizer.apply
+
+        def apply(*args: Any, **kwargs: Any) -> None:
+            update(*args, **kwargs)
+            self._is_in_step = False
+
+        self.model.optimizer.apply = apply
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.steps.append([])
+        self._is_in_step = True
+
+    def on_train_end(self, logs: Any = None) -> None:
+        print("waits", json.dumps(self.steps))
+
+
 class Steps(keras.callbacks.Callback):
     def __init__(self, layer: Layer, is_victim: bool):
         super().__init__()
@@ -64,7 +109,8 @@ class Steps(keras.callbacks.Callback):
         self.weights[str(name)] = np.concatenate(values)
 
 
-def main(folder: Path, index: int, is_elastic: bool) -> None:
+def main(folder: Path, index: int, option: str) -> None:
+    is_elastic, counts = option == "elastic", option == "counts"
     strategy = None
     if index >= 0:
         nccl_double.install()
@@ -93,13 +139,14 @@ def main(folder: Path, index: int, is_elastic: bool) -> None:
             ]
         )
         model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
-    steps = Steps(layer, index == 1)
+    steps = Steps(layer, index == 1 and not counts)
+    callbacks = [steps, *([Waits()] if counts else [])]
     try:
-        model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[steps])
+        model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=callbacks)
     finally:
         steps.note("end")
         np.savez(folder / f"weights{index}.npz", **steps.weights)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:] == ["elastic"])
+    main(Path(sys.argv[1]), int(sys.argv[2]), "".join(sys.argv[3:]))

@@ -214,10 +214,11 @@ class WorkerSums:
                     largest = results[i]
                     assert largest is not None
                     results[i] = self._shards.shards_of(largest, target.tensor)
-        # Before anything depends on a value: sums of an aborted collective are partial.
-        self._workers.confirm()
+        self._workers.use_unconfirmed()
         if self._packs:
-            counts = self._packs[-1].found_flags()
+            own = [bool(_present(self._found[i])) for i in self._order]
+            # The host waits for the flags of others only where it has no gradient.
+            counts = own if all(own) else self._packs[-1].found_flags()
             for i, count in zip(self._order, counts, strict=True):
                 if count:
                     total = self._targets[i].rounded(self._ops, totals[i])
@@ -403,7 +404,7 @@ class GradientPack:
             self._wait = self._flat = None
             self._views.clear()
 
-    def found_flags(self) -> list[float]:
+    def found_flags(self) -> Sequence[float]:
         """The sums of the flags of all workers."""
         assert self._own is not None
         found: list[float] = self._own[-self.flags :].tolist()
