@@ -11,6 +11,7 @@ import keras
 
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.keras_compat.models.building import symbolic_build
+from keras_strategies.keras_compat.models.running_methods import running_methods
 from keras_strategies.keras_compat.state_scope import ShapesOnly
 from keras_strategies.keras_compat.variables.deferred import (
     build_optimizer_without_values,
@@ -184,6 +185,8 @@ def plan(
         strategy.scope(),
         discarding_deferred_variables(),
         ShapesOnly().scope(),
+        # Its calls of the model train nothing.
+        running_methods.one(is_long=False),
     ):
         model = build_fn()
         if not isinstance(model, keras.Model) or not model.compiled:

@@ -158,7 +158,7 @@ def fit_into(
     equal to those of the whole batch, but for layers that compute a row from others too
     (batch normalization).
     """
-    limit = _parsed_bytes(memory)
+    limit = parsed_bytes(memory)
     rows = _rows_of(batch_shapes)
     options: dict[str, Any] = {
         "cluster_resolver": cluster_resolver,
@@ -291,7 +291,12 @@ def _is_shape(value: Any) -> bool:
     )
 
 
-def _parsed_bytes(memory: str | int) -> int:
+def parsed_bytes(memory: str | int) -> int:
+    """Bytes of a device, given as int or as text such as `"16 GiB"`.
+
+    Raises:
+        ValueError: for anything else.
+    """
     if isinstance(memory, int) and not isinstance(memory, bool) and memory > 0:
         return memory
     found = None

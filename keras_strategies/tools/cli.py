@@ -13,6 +13,7 @@ from typing import Any
 from keras_strategies import __version__
 from keras_strategies.errors import InvalidArgumentError, KerasStrategiesError
 from keras_strategies.processes.local_cluster import LocalCluster
+from keras_strategies.tools.choose_command import ChooseOptions, choose_command
 from keras_strategies.tools.doctor import doctor
 from keras_strategies.tools.elastic_launch import DEFAULT_RESTARTS, launch_elastic
 from keras_strategies.tools.explain import explain
@@ -44,6 +45,13 @@ _VERIFY = (
     "`data`. Exit code: 0 if all\nis equal, 1 if not, 2 for an error.\n\n"
     "    keras-strategies verify train.py:build --strategy mirrored --devices 2\n"
 )
+_CHOOSE = (
+    "Plan a step of the model of a script, and name a strategy, the command that "
+    "starts the\nscript and the rows of each device. Nothing is trained. The script "
+    "defines a function\nthat makes and compiles the model, and `data`, of which the "
+    "shapes are used.\n\n"
+    "    keras-strategies choose train.py:build --batch 512 --memory 16GiB\n"
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,9 +77,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "explain":
             print(explain(options.name))
             return 0
+        given = {k: v for k, v in vars(options).items() if k != "command"}
         if options.command == "verify":
-            given = {k: v for k, v in vars(options).items() if k != "command"}
             return verify_command(VerifyOptions(**given))
+        if options.command == "choose":
+            return choose_command(ChooseOptions(**given))
         return _launch(options)
     except KerasStrategiesError as error:
         print(f"keras-strategies {options.command}: {error}", file=sys.stderr)
@@ -232,10 +242,48 @@ def _parser() -> argparse.ArgumentParser:
         "name",
         metavar="NAME",
         nargs="?",
-        help="class of the error, such as BatchError (default: list all entries)",
+        help="class of the error, such as BatchError, a message, or words of what "
+        "happens, such as slow (default: list all entries)",
     )
     _add_verify(commands, raw)
+    _add_choose(commands, raw)
     return parser
+
+
+def _add_choose(commands: Any, raw: Any) -> None:
+    choose = commands.add_parser(
+        "choose",
+        help="name a strategy, a launcher and numbers for a script's model",
+        description=_CHOOSE,
+        formatter_class=raw,
+    )
+    choose.add_argument("target", metavar="SCRIPT:BUILD")
+    choose.add_argument(
+        "--batch",
+        type=_count,
+        metavar="N",
+        required=True,
+        help="rows of a global batch",
+    )
+    choose.add_argument(
+        "--data",
+        metavar="NAME",
+        default="data",
+        help="name of the data, or of a function that returns it (default: data)",
+    )
+    choose.add_argument(
+        "--devices",
+        type=_count,
+        metavar="N",
+        default=0,
+        help="accelerators of each machine (default: those of this one, or 2)",
+    )
+    choose.add_argument(
+        "--machines", type=_count, metavar="N", default=1, help="machines (default: 1)"
+    )
+    choose.add_argument(
+        "--memory", metavar="SIZE", default="", help='of each device, such as "16 GiB"'
+    )
 
 
 def _add_verify(commands: Any, raw: Any) -> None:

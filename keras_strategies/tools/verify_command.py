@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.tools.script_names import loaded, named, target
 
 STRATEGIES = ("mirrored", "one_device", "central_storage", "fsdp", "auto")
 #: Exit codes.
@@ -52,7 +49,7 @@ def verify_command(options: VerifyOptions) -> int:
     Raises:
         ValueError: if the script or a name in it is missing.
     """
-    script(options)
+    target(options.target)
     if options.workers:
         from keras_strategies.processes.launch_function import launch
 
@@ -67,23 +64,6 @@ def verify_command(options: VerifyOptions) -> int:
     return EQUAL if report.equal else DIFFERENT
 
 
-def script(options: VerifyOptions) -> tuple[Path, str]:
-    """The file and the name of the function.
-
-    Raises:
-        ValueError: if the target has another form, or there is no such file.
-    """
-    file, colon, name = options.target.rpartition(":")
-    if not colon or not name.isidentifier():
-        raise InvalidArgumentError(
-            f"{options.target!r} is not FILE:FUNCTION, such as train.py:build. The "
-            "function makes and compiles the model."
-        )
-    if not Path(file).is_file():
-        raise InvalidArgumentError(f"Script {file!r} not found in {Path.cwd()}.")
-    return Path(file), name
-
-
 def _on_worker(options: VerifyOptions) -> Any:
     import keras_strategies as ks
 
@@ -93,33 +73,10 @@ def _on_worker(options: VerifyOptions) -> Any:
 def _verified(options: VerifyOptions, strategy: Any) -> Any:
     from keras_strategies.verification.verify import verify
 
-    file, name = script(options)
-    module = _module(file)
-    build, data = _named(module, name), _named(module, options.data)
-    step = _named(module, options.step) if options.step else None
+    module, build = loaded(options.target)
+    data = named(module, options.data)
+    step = named(module, options.step) if options.step else None
     return verify(build, data, strategy, options.steps, options.tolerance, step=step)
-
-
-def _module(file: Path) -> Any:
-    sys.path.insert(0, str(file.parent.resolve()))
-    module = importlib.import_module(file.stem)
-    found = getattr(module, "__file__", None)
-    if found is None or not Path(found).samefile(file):
-        raise InvalidArgumentError(
-            f"Script {str(file)!r} cannot be imported, because its name is that of "
-            f"another module, {found}. Rename it."
-        )
-    return module
-
-
-def _named(module: Any, name: str) -> Any:
-    if not hasattr(module, name):
-        raise InvalidArgumentError(
-            f"Script {module.__file__!r} has no {name!r} at its top level. It needs a "
-            "function that makes and compiles the model, and `data`: arrays `(x, y)`, "
-            "a dict of arguments of `fit`, or a function that returns them."
-        )
-    return getattr(module, name)
 
 
 def _strategy(options: VerifyOptions) -> Any:
