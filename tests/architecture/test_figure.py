@@ -8,7 +8,7 @@ from architecture.figure import README, current, with_figure
 from architecture.package_source import PACKAGE, REPOSITORY, package_source
 
 PACKAGE_FOLDER = REPOSITORY / PACKAGE
-DECISIONS = sorted((REPOSITORY / "docs" / "decisions").glob("*.md"))
+DECISIONS = sorted((REPOSITORY / "docs" / "contributors" / "decisions").glob("*.md"))
 FILES = {
     path.relative_to(REPOSITORY).as_posix()
     for folder in ("keras_strategies", "tests", "benchmarks", "docs")

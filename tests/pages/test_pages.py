@@ -21,6 +21,8 @@ from pathlib import Path
 
 import keras
 import pytest
+from exactness import cases as exactness_cases
+from exactness import single_cases
 from pages.pasted import BLOCK, FIRST_SCREENS, PAGES, ROOT, is_diff, side_of_diff
 
 import keras_strategies as ks
@@ -181,3 +183,18 @@ def test_outputs_of_a_notebook_are_those_of_its_code(path: Path) -> None:
     figures = [data for data in shown if data.get("text/plain", "")[:7] == "<Figure"]
     assert [data for data in figures if "image/png" not in data] == []
     assert "You will see" in notebook.cells[0].source
+
+
+def test_features_of_keras_have_tests() -> None:
+    features = runpy.run_path(str(ROOT / "tests" / "pages" / "features.py"))
+    text = PAGES["docs/keras-features.md"]
+    assert features["rewritten"](text) == text
+    groups = set(re.findall(r"<!-- features: ([\w ]+) -->", text))
+    assert groups == set(features["FEATURES"])
+    cases = {case.name for case in [*exactness_cases.CASES, *single_cases.CASES]}
+    for group in features["FEATURES"].values():
+        for feature in group:
+            for test in feature.tests.split():
+                file, _, name = test.rpartition("::")
+                source = (ROOT / "tests" / file).read_text() if file else ""
+                assert f"\ndef {name}(" in source or test in cases, test
