@@ -84,8 +84,10 @@ def test_code_of_a_page_runs(page: str, script: Script) -> None:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("page", ALONE)
 def test_code_of_a_page_that_starts_processes_runs(page: str, tmp_path: Path) -> None:
+    # Files of the script belong to the test.
+    start = f"import os\nos.chdir({str(tmp_path)!r})\n"
     for code in code_blocks(page, "runs alone"):
-        run_code(tmp_path, code, timeout=300)
+        run_code(tmp_path, start + code, timeout=300)
 
 
 def test_four_lines_of_a_script_change_and_no_number(script: Script) -> None:
