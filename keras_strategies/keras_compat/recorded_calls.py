@@ -68,6 +68,11 @@ class unrecorded:
         _thread.calls = self._before
 
 
+def are_recorded() -> bool:
+    """Whether calls of this thread are noted now."""
+    return _thread.calls is not None
+
+
 def _install() -> None:
     """Functions and operators note their calls from now on, in threads that record."""
     with unchanged_backend():

@@ -18,6 +18,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_strategies.keras_compat.recorded_calls import are_recorded
 from keras_strategies.keras_compat.symbolic_backend import current_tracer
 from keras_strategies.rows.row_tensors import NotTraced, is_library
 
@@ -83,7 +84,7 @@ def checked_code() -> Iterator[Lines]:
 
 @contextlib.contextmanager
 def noted_lines() -> Iterator[Lines]:
-    """A context that notes the lines of the user's that this thread runs.
+    """A context that notes the lines of the user's where calls are recorded.
 
     None are noted under a debugger.
     """
@@ -91,7 +92,7 @@ def noted_lines() -> Iterator[Lines]:
     if sys.gettrace() is not None:
         yield lines
         return
-    sys.settrace(_Lines(lines))
+    sys.settrace(_LinesOfReplica(lines))
     try:
         yield lines
     finally:
@@ -128,6 +129,11 @@ class _Lines:
 
     def begins(self, frame: types.FrameType) -> None:
         """Is called where a function of the user's begins for the first time."""
+
+
+class _LinesOfReplica(_Lines):
+    def follows(self) -> bool:
+        return are_recorded()
 
 
 class _Check(_Lines):

@@ -100,3 +100,34 @@ def test_settings_that_one_worker_changes_in_each_step(cluster):
     first, second = cluster(program)
     for one, other in zip(first, second, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+class Flagged(layers.Layer):
+    """Mixes rows if a setting of Keras says so."""
+
+    def call(self, x):
+        is_on = keras.config.epsilon() > 1e-6
+        return x - ops.mean(x, axis=0) if is_on else x * 0.5
+
+
+@pytest.mark.nightly
+def test_flag_that_all_workers_change(cluster):
+    """What replicas call differs from the proof on all workers."""
+
+    def program(strategy):
+        with strategy.scope():
+            keras.utils.set_random_seed(5)
+            model = keras.Sequential([keras.Input((4,)), layers.Dense(4), Flagged()])
+            model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=True)
+        losses = []
+        try:
+            for epsilon in (1e-7, 1e-5, 1e-7):
+                keras.config.set_epsilon(epsilon)
+                losses.append(float(model.train_on_batch(X, Y)))
+        finally:
+            keras.config.set_epsilon(1e-7)
+        return losses
+
+    expected = program(ks.OneDeviceStrategy("cpu:0"))
+    for losses in cluster(program):
+        np.testing.assert_allclose(losses, expected, rtol=1e-5)

@@ -133,7 +133,7 @@ def test_fit_says_nothing_without_output_or_a_second_replica(mirrored, capfd) ->
         (lambda: layers.DepthwiseConv2D(3), (8, 8, 2), 6 * 6 * 3 * 3 * 2),
         (lambda: layers.Embedding(1000, 16), (5,), 5 * 16),
         (
-            lambda: layers.EinsumDense("abc,cde->abde", (5, 2, 4)),
+            lambda: layers.EinsumDense("abc,cde->abde", (5, 2, 4), bias_axes="de"),
             (5, 8),
             5 * 8 * 2 * 4,
         ),

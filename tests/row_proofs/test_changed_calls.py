@@ -226,6 +226,21 @@ def test_flag_that_changes_after_the_proof(monkeypatch: Any) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+class WithVariables(layers.Layer):
+    """The library reads the property in a call, and not in a proof."""
+
+    @property
+    def variables(self) -> list[Any]:
+        return [*super().variables]
+
+    def call(self, x: Any) -> Any:
+        return x * 0.5
+
+
+def test_property_that_the_library_reads() -> None:
+    assert not check(in_config(), layer=WithVariables)
+
+
 class Rounded(layers.Layer):
     """A loss that is rounded if a flag is on: the conversion alone differs."""
 

@@ -17,6 +17,7 @@ import keras
 
 from keras_strategies.keras_compat.models.layer_calls import noting_layer_calls
 from keras_strategies.keras_compat.models.layers import own_layers
+from keras_strategies.keras_compat.recorded_calls import unrecorded
 from keras_strategies.keras_compat.structures import leaves_of
 
 ALL_ROWS = "all rows"
@@ -139,8 +140,14 @@ def multiplications(layer: Any, outputs: Any) -> int:
     entries = math.prod(int(n) for n in shape[1:])
     if isinstance(layer, keras.layers.Embedding):
         return entries
-    inner = {id(v) for own in own_layers(layer) for v in own.variables}
-    weights = [v for v in layer.variables if id(v) not in inner and len(v.shape) > 1]
+    # Properties of the user's may compute them, with calls that are no replica's.
+    with unrecorded():
+        inner = {id(v) for own in own_layers(layer) for v in own.variables}
+        variables = layer.variables
+    weights = [v for v in variables if id(v) not in inner and len(v.shape) > 1]
+    if isinstance(layer, keras.layers.EinsumDense):
+        # A bias of attention has two axes.
+        weights = [v for v in weights if len(v.shape) == len(_kernel_labels(layer))]
     return sum(
         math.prod(weight.shape) * entries // _channels(layer, weight, shape)
         for weight in weights
@@ -150,9 +157,13 @@ def multiplications(layer: Any, outputs: Any) -> int:
 def _channels(layer: Any, weight: Any, shape: tuple[int, ...]) -> int:
     """The entries of the outputs at one position, each of its own weights."""
     if isinstance(layer, keras.layers.EinsumDense):
-        inputs, _, result = layer.equation.partition("->")
-        labels = inputs.rpartition(",")[2]
-        sizes = dict(zip(labels, weight.shape, strict=True))
+        sizes = dict(zip(_kernel_labels(layer), weight.shape, strict=True))
+        result = layer.equation.partition("->")[2]
         return math.prod(sizes.get(label, 1) for label in result)
     is_first = getattr(layer, "data_format", "") == "channels_first"
     return int(shape[1 if is_first else -1])
+
+
+def _kernel_labels(layer: Any) -> str:
+    """`bc` of `ab,bc->ac`."""
+    return str(layer.equation.partition("->")[0].rpartition(",")[2])
