@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from elastic.elastic_until_stopped import PLACES, SILENCE
 from elastic.endless_runs import WORKERS, Run
+from harness.elastic_processes import lead_process
 from harness.forker import Forker
 from harness.processes import wait_until
 
@@ -62,7 +63,8 @@ class Soak:
             self._kill_in(event)
         elif event == "stop the lead":
             # Workers end when they do not hear of it for longer.
-            self._stop(self._lead(), self._random.uniform(0.5, 0.8 * SILENCE))
+            lead = lead_process(self._run.addresses[0])
+            self._stop(lead, self._random.uniform(0.5, 0.8 * SILENCE))
         elif event == "pair":
             self._lose_two()
         else:
@@ -160,21 +162,6 @@ class Soak:
 
     def _steps(self, pid: int) -> Path:
         return self._run.states.folder / f"{pid}.steps"
-
-    def _lead(self) -> int:
-        """The process of the lead."""
-        return next(
-            int(path.name)
-            for path in Path("/proc").iterdir()
-            if path.name.isdigit() and self._is_lead(path)
-        )
-
-    def _is_lead(self, process: Path) -> bool:
-        try:
-            command = (process / "cmdline").read_text()
-        except OSError:
-            return False
-        return "lead.process" in command and self._run.addresses[0] in command
 
     def check_chiefs(self) -> None:
         """Fails if two groups have trained at the same time."""
