@@ -31,6 +31,8 @@ pytestmark = [
 
 KINDS = ("descriptors of the lead", "descriptors of all", "stop of the lead", "cable")
 RUNS = 50
+# Seconds for the end of a training.
+_LAST = 30.0
 
 
 @contextlib.contextmanager
@@ -92,8 +94,12 @@ class Disturbed(Soak):
         """Ends the training, which may have ended by an error before."""
         time.sleep(self._random.uniform(2, 6))
         (self._run.states.folder / "stop").touch()
+        # If all were lost, a worker that was started again waits for the others.
+        until = time.monotonic() + _LAST
         for worker in self._run.workers:
-            worker.wait(TIMEOUT)
+            while worker.ended() is None and time.monotonic() < until:
+                time.sleep(0.05)
+            worker.kill()
 
 
 @pytest.mark.parametrize("seed", range(RUNS))
