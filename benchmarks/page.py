@@ -105,6 +105,7 @@ def table(name: str) -> str:
     import fit
     import fit_gpu
     import fsdp
+    import lead_costs
     import loops
     import memory
     import mixing_rows
@@ -138,6 +139,8 @@ def table(name: str) -> str:
         return part("model_parallel", what, tables[what])
     if file == "ratios":
         return ratios.TABLES[what]()
+    if file == "soak":
+        return whole("soak", lead_costs.soak_table)
     if file == "fsdp memory":
         return whole("fsdp_memory", fsdp.memory_table)
     modules = {
@@ -146,6 +149,7 @@ def table(name: str) -> str:
         "elasticity": elasticity,
         "fit": fit,
         "fsdp": fsdp,
+        "lead costs": lead_costs,
         "loops": loops,
         "faults": faults,
         "memory": memory,

@@ -12,8 +12,9 @@ from typing import Any
 
 from harness.elastic_processes import join, run, write, write_members
 
-from keras_strategies.cluster.group.membership import Generation, Membership
+from keras_strategies.cluster.group.membership import Membership
 from keras_strategies.errors import WorkerError
+from keras_strategies.lead.client_state import JoinedGeneration
 
 ROWS = 7
 _MODULUS = 2**31 - 1
@@ -84,8 +85,9 @@ class Training:
         self._note(self.membership.reform(self.step))
         self._synchronize()
 
-    def _note(self, generation: Generation) -> None:
-        self.events.append(str(generation))
+    def _note(self, generation: JoinedGeneration) -> None:
+        changes = {"lost": generation.lost, "added": generation.joined}
+        self.events.append(" and ".join(name for name in changes if changes[name]))
 
     def _synchronize(self) -> None:
         """Takes the state of the worker that has finished the last step."""

@@ -22,7 +22,7 @@ from harness.elastic_processes import Workers
 from harness.processes import TIMEOUT, assert_gone, wait_until
 
 from keras_strategies.cluster.group.group_settings import GroupSettings, Limits
-from keras_strategies.cluster.group.membership import Generation, Membership
+from keras_strategies.cluster.group.membership import Membership
 from keras_strategies.cluster.resolvers.local_processes import free_addresses
 from keras_strategies.cluster.spec import split_address
 from keras_strategies.errors import ClusterError, WorkerError
@@ -370,14 +370,6 @@ def test_a_member_waits_for_the_end_of_the_chiefs_step(joined):
         time.sleep(4 * timeout)
         assert not second.done(), second.exception()
         assert joined[0].reform(3).members == second.result(TIMEOUT).members
-
-
-def test_a_generation_names_what_has_changed():
-    generation = Generation(3, 0, (1, 2, 0), 7, (1, 2), lost=(3,), joined=(0,))
-    assert str(generation) == (
-        "worker 3 was lost after step 7, worker 0 was added after step 7; training "
-        "continues with 3 workers, 3 before"
-    )
 
 
 def test_no_thread_is_left(joined):

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 from harness.batches_ahead import prepare_ahead
+from harness.elastic_processes import lead_process
 from harness.forker import Forked, Forker
 from harness.processes import TIMEOUT, wait_until
 
@@ -51,7 +52,7 @@ class Kill:
         index: int, its number.
         step: int, counted from 1 over all epochs.
         place: str, "begin" or "end" of the step, "layer" in the middle of it,
-            "validation", or "epoch end".
+            "validation", or "epoch end"; "lead" kills the lead at the beginning.
     """
 
     index: int
@@ -427,6 +428,8 @@ def train() -> None:
     step = 0
 
     def die(place: str) -> None:
+        if place == "begin" and Kill(index, step, "lead") in mine:
+            os.kill(lead_process(settings.addresses[0]), signal.SIGKILL)
         if any(kill.step == step and kill.place == place for kill in mine):
             os.kill(os.getpid(), signal.SIGKILL)
 

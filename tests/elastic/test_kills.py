@@ -264,6 +264,23 @@ def test_snapshots_continue_on_a_new_chief_and_after_total_loss(cluster, steps):
     assert found[0]["trained"] < 6 * STEPS_PER_EPOCH
 
 
+@pytest.mark.nightly
+def test_training_resumes_after_the_machine_of_the_lead_is_lost(cluster):
+    elastic = cluster(kills=[Kill(0, 7, "lead")], every_steps=2, timeout=4.0)
+    for index in range(3):
+        code, _ = elastic.processes[index].wait(TIMEOUT)
+        assert code == 1, elastic.text()
+    assert elastic.text().count("has lost the lead at") >= 3
+    for index in range(3):
+        elastic.start(index, is_new=True)
+    found = assert_like_one_device(elastic)
+    # The state after step 6 or 7: each worker saves its own, if it is newer.
+    assert {each["trained"] for each in found.values()} <= {
+        6 * STEPS_PER_EPOCH - 6,
+        6 * STEPS_PER_EPOCH - 7,
+    }
+
+
 #: Places in which a worker is lost: the worker, the step and the place.
 PLACES = [
     Kill(1, 2, "begin"),

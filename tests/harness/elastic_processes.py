@@ -92,3 +92,17 @@ def run(train: Callable[[dict[str, Any], int], Membership]) -> None:
     # Workers that leave are no losses.
     membership.group.barrier("the end")
     membership.leave()
+
+
+def lead_process(address: str) -> int:
+    """The number of the process that leads the workers of an address."""
+    found = (each for each in Path("/proc").iterdir() if each.name.isdigit())
+    return next(int(each.name) for each in found if _is_lead(each, address))
+
+
+def _is_lead(process: Path, address: str) -> bool:
+    try:
+        command = (process / "cmdline").read_text()
+    except OSError:
+        return False
+    return "lead.process" in command and address in command

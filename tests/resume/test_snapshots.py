@@ -468,3 +468,23 @@ def test_the_beginning_is_said_in_one_line(
             "to do.",
         )
     ]
+
+
+def test_an_older_state_does_not_replace_a_newer_snapshot(tmp_path):
+    """As of a worker that was cut off, while the others train on."""
+    resume = ks.callbacks.Resume(tmp_path, every_steps=100, every_seconds=None)
+    directory = SnapshotDirectory(tmp_path)
+    found: list[Any] = []
+
+    class Saves(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            if batch == 2 and not found:
+                found.append(resume.save(0, 2))
+                state = parsed(directory.read() or b"")
+                state["point"]["done"] = 3
+                found.append(directory.write(state))
+                found.append(resume.save(0, 2))
+                found.append(files(tmp_path)[-1])
+
+    fit(model_of(), resume, Saves(), epochs=1)
+    assert found == [tmp_path, found[1], None, found[1]]

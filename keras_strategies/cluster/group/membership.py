@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
 from typing import Self
 
 from keras_strategies.cluster.group.alone import AloneClient
@@ -35,59 +34,6 @@ _ENDED = (
     "The workers that trained have ended, so this one cannot join them. Restart all "
     "workers."
 )
-
-
-@dataclass(frozen=True)
-class Generation:
-    """The workers between two changes.
-
-    Args:
-        number: int, counted from 1.
-        rank: int, this worker's place in `members`.
-        members: the workers' numbers in the cluster, by rank; the first is the chief.
-        step: int, the last finished step; None if no worker has training state.
-        behind: ranks of the workers that need the state of the chief.
-        lost: indices of the previous generation's workers that are not members.
-        joined: indices of the members that were not in the previous generation.
-    """
-
-    number: int
-    rank: int
-    members: tuple[int, ...]
-    step: int | None
-    behind: tuple[int, ...]
-    lost: tuple[int, ...]
-    joined: tuple[int, ...]
-
-    @classmethod
-    def of(cls, found: JoinedGeneration) -> Self:
-        """The generation that the lead has begun."""
-        return cls(
-            found.number,
-            found.rank,
-            found.members,
-            found.step,
-            found.behind,
-            found.lost,
-            found.joined,
-        )
-
-    def __str__(self) -> str:
-        at = "" if self.step is None else f" after step {self.step}"
-        count = len(self.members)
-        before = count - len(self.joined) + len(self.lost)
-        parts = []
-        if self.lost:
-            parts.append(f"{_workers(self.lost)} lost{at}")
-        if self.joined:
-            parts.append(f"{_workers(self.joined)} added{at}")
-        text = f"training continues with {count} workers, {before} before"
-        return f"{', '.join(parts) or 'the group was formed again'}; {text}"
-
-
-def _workers(indices: tuple[int, ...]) -> str:
-    named = " and ".join(map(str, indices))
-    return f"worker {named} was" if len(indices) == 1 else f"workers {named} were"
 
 
 class Membership:
@@ -135,7 +81,7 @@ class Membership:
             GroupListener(),
         )
         self._group: WorkerGroup | None = None
-        self._generation: Generation | None = None
+        self._generation: JoinedGeneration | None = None
 
     @classmethod
     def join(cls, settings: GroupSettings, *, is_ready: bool = True) -> Self:
@@ -177,7 +123,7 @@ class Membership:
         return self._group
 
     @property
-    def generation(self) -> Generation:
+    def generation(self) -> JoinedGeneration:
         """The current generation."""
         assert self._generation is not None
         return self._generation
@@ -259,7 +205,7 @@ class Membership:
                 return False
             time.sleep(_TICK)
 
-    def reform(self, step: int | None, *, admits: bool = True) -> Generation:
+    def reform(self, step: int | None, *, admits: bool = True) -> JoinedGeneration:
         """Leaves the generation, and waits for the next one.
 
         Args:
@@ -270,8 +216,8 @@ class Membership:
                 wait for a later generation.
 
         Returns:
-            A `Generation`; the workers in `behind` need the state of the chief. Then
-            call `confirm`.
+            A `JoinedGeneration`; the workers in `behind` need the state of the chief.
+            Then call `confirm`.
 
         Raises:
             WorkerError: if training cannot continue: there are fewer than `min_workers`
@@ -284,7 +230,7 @@ class Membership:
         except TrainingEnded as error:
             raise WorkerError(_ENDED) from error
         self._group = WorkerGroup.over(self._client)
-        self._generation = Generation.of(found)
+        self._generation = found
         return self._generation
 
     def confirm(self) -> None:

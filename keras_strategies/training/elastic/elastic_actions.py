@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, TypeVar, cast
 
 from keras_strategies.cluster import first_causes
-from keras_strategies.cluster.group.membership import Generation, Membership
+from keras_strategies.cluster.group.membership import Membership
 from keras_strategies.cluster.group.worker_group import WorkerGroup
 from keras_strategies.communication.communicator import Communicator
 from keras_strategies.communication.group_actions import WRITERS, GroupActions
 from keras_strategies.errors import InvalidArgumentError, WorkerError
 from keras_strategies.keras_compat.hooks import MethodRestart
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
+from keras_strategies.lead.client_state import JoinedGeneration
 from keras_strategies.runtime.drivers import Drivers, RollbackDriver
 from keras_strategies.runtime.state.variable_sync import are_synced, set_synced
 from keras_strategies.training.elastic.chief_callbacks import (
@@ -324,10 +325,9 @@ class ElasticActions(GroupActions):
             return "Nothing was saved."
         return self._fit.save()
 
-    def _is_behind(self, generation: Generation, actions: int) -> bool:
+    def _is_behind(self, generation: JoinedGeneration, actions: int) -> bool:
         """Whether the others have taken more `actions` without this worker."""
-        is_behind = generation.rank in generation.behind
-        return is_behind and (generation.step or 0) > self._done + actions
+        return generation.is_behind and (generation.step or 0) > self._done + actions
 
     def _begin_again(self, model: Any) -> NoReturn:
         """Ends the `fit` of a worker that then joins the others in a new one.
@@ -353,7 +353,7 @@ class ElasticActions(GroupActions):
         self._drop_checks(model, True)
         raise MethodRestart("fit")
 
-    def _replaced(self, model: Any, generation: Generation) -> bool:
+    def _replaced(self, model: Any, generation: JoinedGeneration) -> bool:
         """Whether a generation has begun; False if a worker was lost meanwhile."""
         try:
             self._replace()
@@ -377,7 +377,7 @@ class ElasticActions(GroupActions):
             drivers.run.workers_changed()
         self._watch(group)
 
-    def _synchronize(self, model: Any, generation: Generation) -> None:
+    def _synchronize(self, model: Any, generation: JoinedGeneration) -> None:
         """Sends the state of the chief, with all finished actions, to those behind."""
         if not generation.behind:
             return
@@ -387,7 +387,7 @@ class ElasticActions(GroupActions):
         if generation.rank == 0:
             own = packed(self._state(model if finished is None else finished))
         found = self._workers[0].broadcast_bytes(_STATE, own)
-        if generation.rank in generation.behind:
+        if generation.is_behind:
             state = parsed(found)
             state["random"] = state["finished"]
             self._receive(finished if model is None else model, state)
@@ -420,7 +420,11 @@ class ElasticActions(GroupActions):
         self._is_clean = True
 
     def _report(
-        self, generation: Generation, lost: set[int], joined: set[int], progress: str
+        self,
+        generation: JoinedGeneration,
+        lost: set[int],
+        joined: set[int],
+        progress: str,
     ) -> None:
         if generation.rank != 0 or not (lost or joined):
             return
@@ -463,7 +467,7 @@ class ElasticActions(GroupActions):
         own = frozenset([members[generation.rank]])
         return Change(frozenset(), own, len(members))
 
-    def _join(self) -> tuple[Generation, dict[str, Any]]:
+    def _join(self) -> tuple[JoinedGeneration, dict[str, Any]]:
         while True:
             step = None if self._kept is None else self._kept[0]
             generation = self._membership.reform(step)
@@ -476,7 +480,7 @@ class ElasticActions(GroupActions):
                 if not self._membership.is_broken():
                     raise
 
-    def _joined(self, generation: Generation) -> dict[str, Any]:
+    def _joined(self, generation: JoinedGeneration) -> dict[str, Any]:
         self._replace()
         own = self._kept[1] if self._kept and generation.rank == 0 else None
         found = self._workers[0].broadcast_bytes(_STATE, own)

@@ -419,7 +419,8 @@ class Resume(fit_position.OrderedCallback):
             done: int, its finished steps; possibly 0 before the next step begins.
 
         Returns:
-            The directory; None at the end of an epoch, which is not repeated.
+            The directory; None at the end of an epoch, which is not repeated, and if
+            there is a snapshot that is not older: others may train without this worker.
 
         Raises:
             OSError: if it cannot be written.
@@ -430,6 +431,11 @@ class Resume(fit_position.OrderedCallback):
         if self._position.num_batches in (None, point.done):
             return None
         self._writer.wait()
+        last = self._files.read(_check_state)
+        if last is not None:
+            found = Point(**parsed(last)["point"])
+            if (found.epoch, found.done) >= (point.epoch, point.done):
+                return None
         self._files.write(self._contents(point))
         self._saving()()
         return self._files.directory
