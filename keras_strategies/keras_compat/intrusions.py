@@ -73,7 +73,8 @@ INTRUSIONS = (
     Intrusion(
         "keras_compat.recorded_calls",
         "function",
-        "Replicas note what they call, from the first eager call that is proved on.",
+        "Replicas note what they call, and exchange sums, from the first call that is "
+        "proved on.",
     ),
     Intrusion(
         "communication.engine_sockets",

@@ -7,16 +7,18 @@ have computed other things.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import keras
 import numpy as np
 
 from keras_strategies.keras_compat import patching
+from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.symbolic_backend import (
     OPERATORS,
     routed_functions,
@@ -36,8 +38,27 @@ _LARGEST = 4096
 _OF_TENSORS = f"{OPERATORS} __matmul__ __rmatmul__ __neg__ __abs__ __invert__"
 
 
+class CallHandler(Protocol):
+    """What replicas do where code of theirs calls layers, and functions."""
+
+    def layer_call(
+        self,
+        layer: Any,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """`call(*args, **kwargs)`, a call of a layer."""
+
+    def function_call(
+        self, name: str, original: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """`original(*args, **kwargs)`, a function of Keras or an operator."""
+
+
 class _Thread(threading.local):
     calls: Calls | None = None
+    handler: CallHandler | None = None
 
 
 _thread = _Thread()
@@ -62,10 +83,24 @@ class unrecorded:
     """Context without notes: calls of the library differ from replica to replica."""
 
     def __enter__(self) -> None:
-        self._before, _thread.calls = _thread.calls, None
+        self._before = _thread.calls, _thread.handler
+        _thread.calls = _thread.handler = None
 
     def __exit__(self, *exception: Any) -> None:
-        _thread.calls = self._before
+        _thread.calls, _thread.handler = self._before
+
+
+@contextlib.contextmanager
+def calls_handled_by(handler: CallHandler) -> Iterator[None]:
+    """Context in which an object makes the calls of this thread."""
+    if not _installed:
+        _install()
+    before, _thread.handler = _thread.handler, handler
+    try:
+        with layer_calls_through(handler.layer_call):
+            yield
+    finally:
+        _thread.handler = before
 
 
 def are_recorded() -> bool:
@@ -108,6 +143,9 @@ def _noting(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
             if kwargs:
                 given += [(key, _static(kwargs[key])) for key in kwargs]
             calls.append((name, *given))
+        handler = _thread.handler
+        if handler is not None:
+            return handler.function_call(name, original, args, kwargs)
         return original(*args, **kwargs)
 
     return call

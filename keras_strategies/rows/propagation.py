@@ -10,6 +10,7 @@ import keras
 
 import keras_strategies.rows.rules  # noqa: F401  Registers the rules.
 from keras_strategies.keras_compat.structures import leaves_of
+from keras_strategies.rows.exchanges import Exchanges
 from keras_strategies.rows.placed import (
     SAME,
     Counts,
@@ -21,6 +22,7 @@ from keras_strategies.rows.placed import (
     mixed,
     place_constant,
 )
+from keras_strategies.rows.row_placements import RowPlacement
 from keras_strategies.rows.row_tensors import RowTensor, is_array, shape_of, tensors_in
 from keras_strategies.rows.rules.indexing import are_row_numbers
 from keras_strategies.rows.rules.step import RULES, TENSORS_AS_ATTRIBUTES, Step
@@ -62,9 +64,17 @@ class Propagation:
     Args:
         counts: the numbers of rows of the traces.
         is_any: bool, whether they stand for any number.
+        exchanges: the sums over rows that replicas exchange; None if they exchange
+            none.
     """
 
-    def __init__(self, counts: Counts, is_any: bool = False):
+    def __init__(
+        self,
+        counts: Counts,
+        is_any: bool = False,
+        exchanges: Exchanges | None = None,
+    ):
+        self._exchanges = exchanges
         self.counts = counts
         self.is_any = is_any
         #: By the index of a tensor, which is the same in all traces.
@@ -100,6 +110,18 @@ class Propagation:
             return place_constant(leaves, self.counts)
         except MixesRows as error:
             return mixed(str(error))
+
+    def joined(self, leaves: Sequence[Any]) -> RowPlacement:
+        """How a result of replicas is joined, given as it is in each trace."""
+        found = self.of_leaf(leaves).joined()
+        if not found.is_joined:
+            self.want(leaves)
+        return found
+
+    def want(self, leaves: Sequence[Any]) -> None:
+        """Notes that a sum, given as it is in each trace, should be exchanged."""
+        if self._exchanges is not None:
+            self._exchanges.want(leaves[0])
 
     def are_row_numbers(self, values: Sequence[Any]) -> bool:
         """Whether an index is 0, 1, ..., n - 1 along one axis."""
@@ -152,6 +174,8 @@ class Propagation:
                 at = f" ({first.place})" if first.place else ""
                 placed = mixed(f"{first.name!r}{at} {placed.reason}")
             self.known[tensor.index] = placed
+        if self._exchanges is not None:
+            self._exchanges.follow(first, tensors, self.known)
 
     def _rounds(self, node: Node, result: RowTensor, placed: Placed) -> bool:
         """Whether a sum over rows, or a product with their number, becomes integers."""

@@ -56,6 +56,54 @@ SUM = RowPlacement(RowKind.SUM)
 MEAN = RowPlacement(RowKind.MEAN)
 
 
+#: Operations that may be sums over rows, and the functions and operators of them.
+SUMS = {
+    "CountNonzero": ("count_nonzero",),
+    "Dot": ("dot",),
+    "Einsum": ("einsum",),
+    "Inner": ("inner",),
+    "Matmul": ("matmul", "__matmul__", "__rmatmul__"),
+    "Mean": ("mean",),
+    "Nansum": ("nansum",),
+    "Sum": ("sum",),
+    "Tensordot": ("tensordot",),
+    "Vdot": ("vdot",),
+}
+FUNCTIONS_OF_SUMS = {function: name for name in SUMS for function in SUMS[name]}
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A sum over rows that replicas exchange.
+
+    Args:
+        is_mean: bool, whether it is a mean: replicas send it times their shares.
+        shape: tuple of int.
+        dtype: str.
+    """
+
+    is_mean: bool
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class ProvedEvent:
+    """What a replica calls, in a call with exchanges.
+
+    Args:
+        name: str, an operation of `SUMS`; empty for a call of a layer.
+        layer: int, the `id` of the layer; 0 for an operation.
+        is_one: bool, whether the layer's own sums are not in the list.
+        exchange: of an operation, after which replicas exchange its result.
+    """
+
+    name: str = ""
+    layer: int = 0
+    is_one: bool = False
+    exchange: Exchange | None = None
+
+
 @dataclass(frozen=True)
 class RowProof:
     """Placements of the results of one layer call, its backward pass included.
@@ -79,6 +127,9 @@ class RowProof:
             after the proof, by this number. A replica that calls something else has
             computed what is not proved.
         lines: the lines of the user's code that ran in the traces; empty if unknown.
+        events: where replicas exchange sums over rows: the sums and the layers of the
+            call, in their order.
+        problem_without: str, why the call cannot be split without exchanges.
         every_output, every_loss, every_update: the placement of all outputs, losses and
             updates, of a call that is known by type; None where they are listed.
     """
@@ -93,6 +144,8 @@ class RowProof:
     operations: Sequence[str] = ()
     calls: dict[int, Calls] = field(default_factory=dict, compare=False)
     lines: Lines = field(default_factory=set, compare=False)
+    events: Sequence[ProvedEvent] = ()
+    problem_without: str | None = None
     every_output: RowPlacement | None = None
     every_loss: RowPlacement | None = None
     every_update: RowPlacement | None = None

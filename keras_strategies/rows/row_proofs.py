@@ -152,6 +152,14 @@ class RowProofs:
         proofs.agreed.clear()
         proofs.dropped += 1
 
+    def refuse(self, call: LayerCall, proof: RowProof) -> RowProof:
+        """A proof without exchanges: replicas do not call the functions of this one."""
+        proofs = self._layers[call.layer]
+        refused = RowProof(problem=proof.problem_without)
+        for key in [k for k, v in proofs.found.items() if v is proof]:
+            proofs.found[key] = refused
+        return refused
+
     def _of_declared(
         self, proofs: _LayerProofs, call: LayerCall, with_rows: Sequence[bool]
     ) -> tuple[RowProof, bool]:
@@ -216,7 +224,11 @@ class RowProofs:
         problem = self._why_unsplit(call.layer, None)
         if problem:
             return RowProof(problem=problem)
-        found = self._prover.prove(call, with_rows, () if by_type else sizes)
+        # Losses and metrics get all rows of their arguments otherwise.
+        may_exchange = not by_type and isinstance(call.layer, keras.layers.Layer)
+        found = self._prover.prove(
+            call, with_rows, () if by_type else sizes, may_exchange
+        )
         if found.problem is not None:
             return found
         problem = self._why_unsplit(call.layer, found)
@@ -235,11 +247,14 @@ class RowProofs:
         if self._workers is None:
             return own
         every = self._workers.group.gather_values(
-            f"the row proof of layer {call.layer.name!r}", own.problem
+            f"the row proof of layer {call.layer.name!r}",
+            [own.problem, [f"{event.name} {event.exchange}" for event in own.events]],
         )
-        for problem in every:
+        for problem, _ in every:
             if problem is not None:
                 return RowProof(problem=problem)
+        if any(each != every[0] for each in every):
+            return RowProof(problem="its code computes other sums on another worker")
         return own
 
     def clear(self) -> None:

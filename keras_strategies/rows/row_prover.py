@@ -8,7 +8,7 @@ import gc
 import operator
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import keras
@@ -20,6 +20,7 @@ from keras_strategies.keras_compat.structures import leaves_of
 from keras_strategies.keras_compat.symbolic_backend import tracing
 from keras_strategies.keras_compat.variables.generator_seeds import is_seed_state
 from keras_strategies.rows.code_names import Lines, checked_code
+from keras_strategies.rows.exchanges import Exchanges
 from keras_strategies.rows.layer_calls import LayerCall
 from keras_strategies.rows.placed import (
     SAME,
@@ -79,7 +80,11 @@ class RowProver:
         self._surroundings = surroundings
 
     def prove(
-        self, call: LayerCall, with_rows: Sequence[bool], sizes: Sequence[int]
+        self,
+        call: LayerCall,
+        with_rows: Sequence[bool],
+        sizes: Sequence[int],
+        may_exchange: bool = False,
     ) -> RowProof:
         """The placements of a call's results, where each replica gets its rows.
 
@@ -92,15 +97,18 @@ class RowProver:
                 rows; others get it as it is.
             sizes: the numbers of rows of all replicas, in their order; empty in a
                 program for any number of rows. Their sum is `call.rows`.
+            may_exchange: bool, whether replicas may exchange sums over rows, if the
+                call cannot be split otherwise.
         """
         state = PythonState(call.layer, call.leaves)
         if state.problem is not None:
             return RowProof(problem=state.problem)
-        proof = self._proof(call, with_rows, sizes, state)
+        given = (call, with_rows, sizes, state, may_exchange)
+        proof = self._proof(*given)
         change = state.change()
         if change is None and state.draws_of_process_changed():
             with state.noting_draws() as noted:
-                proof = self._proof(call, with_rows, sizes, state)
+                proof = self._proof(*given)
             change = noted() or state.change()
         if change is not None and proof.problem is None:
             return RowProof(problem=change)
@@ -112,11 +120,18 @@ class RowProver:
         with_rows: Sequence[bool],
         sizes: Sequence[int],
         state: PythonState,
+        may_exchange: bool,
     ) -> RowProof:
         followed: set[int] = set()
         for _ in range(_MOST_TRIES):
             attempt = _Attempt(
-                self._surroundings, call, with_rows, sizes, followed, state
+                self._surroundings,
+                call,
+                with_rows,
+                sizes,
+                followed,
+                state,
+                may_exchange,
             )
             try:
                 return attempt.proof()
@@ -146,8 +161,10 @@ class _Attempt:
         sizes: Sequence[int],
         followed: set[int],
         state: PythonState,
+        may_exchange: bool,
     ):
         self._surroundings = surroundings
+        self._may_exchange = may_exchange
         self._call = call
         self._state = state
         self._with_rows = with_rows
@@ -219,12 +236,32 @@ class _Attempt:
             change = self._state.change()
             if change is not None:
                 return RowProof(problem=change)
-        placements = self._propagated()
+        exchanges = None
+        if self._may_exchange:
+            exchanges = Exchanges(self._traced[0].trace.events)
+        first = found = self._placed(exchanges)
+        if exchanges is None:
+            return found
+        while found.problem is not None and exchanges.choose_more():
+            found = self._placed(exchanges)
+        if found.problem is not None:
+            return first
+        events = exchanges.proved(self._call.layer)
+        return replace(found, events=events, problem_without=first.problem)
+
+    def _placed(self, exchanges: Exchanges | None) -> RowProof:
+        try:
+            placements = self._propagated(exchanges)
+        except MixesRows as error:
+            return RowProof(problem=f"its code {error}", mixes=True)
         traces = [traced.trace for traced in self._traced]
         outputs = self._outputs(placements)
-        losses = placements.placed([trace.losses for trace in traces])
+        every = [leaves_of(trace.losses) for trace in traces]
+        if len({len(losses) for losses in every}) != 1:
+            raise MixesRows("has other arguments for other numbers of rows")
+        losses = [placements.joined(loss) for loss in zip(*every, strict=True)]
         updates = self._updates(placements)
-        results = [*outputs, *(each.joined() for each in losses)]
+        results = [*outputs, *losses]
         for i, placement in enumerate([*results, *updates.values()]):
             if placement is not None and placement.kind is RowKind.MIXED:
                 return RowProof(problem=placement.reason, mixes=i < len(results))
@@ -234,7 +271,7 @@ class _Attempt:
         ]
         return RowProof(
             outputs,
-            [each.joined() for each in losses],
+            losses,
             updates,
             draws=draws,
             drawn=[name for name, _ in traces[0].drawn],
@@ -292,8 +329,8 @@ class _Attempt:
             set_mask(made, self._argument(traced, mask, has_rows))
         return made
 
-    def _propagated(self) -> Propagation:
-        found = Propagation(self._counts, self._is_any)
+    def _propagated(self, exchanges: Exchanges | None) -> Propagation:
+        found = Propagation(self._counts, self._is_any, exchanges)
         for tensors in zip(*(each.inputs for each in self._traced), strict=True):
             shapes = [shape_of(x) for x in tensors]
             found.place(tensors, rows_of_shapes(shapes, self._counts))
@@ -330,7 +367,7 @@ class _Attempt:
     ) -> RowPlacement | None:
         first = leaves[0]
         if isinstance(first, (RowTensor, RowCount)) or is_array(first):
-            placed = placements.of_leaf(leaves).joined()
+            placed = placements.joined(leaves)
             masks = [get_mask(leaf) for leaf in leaves]
             if masks[0] is not None and placements.of_leaf(masks).joined() != placed:
                 reason = "the mask of an output has other rows than the output"
@@ -355,8 +392,9 @@ class _Attempt:
             unchanged = [state.initial[key] for state in states]
             if all(map(operator.is_, values, unchanged)) or is_seed_state(variable):
                 continue
-            placement = placements.of_leaf(values).joined()
+            placement = placements.joined(values)
             if placement.is_joined and not self._may_be_assigned(placement):
+                placements.want(values)
                 reason = (
                     f"the value that it assigns to variable {variable.path!r} is "
                     f"placed by {placement.kind.value} over rows"

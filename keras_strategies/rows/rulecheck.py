@@ -27,6 +27,10 @@ _ADVICE = (
     "computations on all rows out of the layer, for example to the loss. If each row "
     "of the results does depend on its own row only, declare it with `ks.row_wise`."
 )
+_EXCHANGED = (
+    "In `fit` on Torch and TensorFlow replicas exchange its sums over rows, so that it "
+    "is split all the same. In `Strategy.run` they do not."
+)
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,11 @@ def rulecheck(layer: Any, *arguments: Any, **options: Any) -> RowReport:
     has_rows = [
         _is_tensor(leaf) and tuple(leaf.shape[:1]) == (rows,) for leaf in leaves
     ]
-    proof = RowProver().prove(call, has_rows, [rows - rows // 2, rows // 2])
+    sizes = [rows - rows // 2, rows // 2]
+    may_exchange = isinstance(layer, keras.layers.Layer)
+    proof = RowProver().prove(call, has_rows, sizes, may_exchange)
+    if proof.events:
+        return RowReport(name, proof.problem_without, advice=_EXCHANGED)
     if proof.problem is not None:
         advice = "" if "`ks.row_wise`" in proof.problem else _ADVICE
         return RowReport(name, proof.problem, advice=advice)

@@ -29,6 +29,7 @@ from keras_strategies.keras_compat.variables.values import raw_value, stored_dty
 from keras_strategies.rows.declarations import is_declared
 from keras_strategies.rows.declared_calls import are_rows, results_of_declared
 from keras_strategies.rows.layer_settings import argument_key
+from keras_strategies.rows.row_placements import FUNCTIONS_OF_SUMS, SUMS
 from keras_strategies.rows.row_tensors import (
     NotTraced,
     RowCount,
@@ -100,6 +101,25 @@ class Node:
     place: str
     bodies: tuple[Body, ...] = ()
     number: int | None = None
+
+
+@dataclass(frozen=True)
+class Event:
+    """An operation of `SUMS`, or a call of a layer, outside of loops and branches.
+
+    Args:
+        name: str, the kind of the operation; empty for a layer.
+        node: the operation; None for a layer, and for one of constants.
+        layer: the layer.
+        is_one: bool, whether its call is one operation of the trace.
+        is_repeated: bool, whether the backward pass computes it again.
+    """
+
+    name: str = ""
+    node: Node | None = None
+    layer: Any = None
+    is_one: bool = False
+    is_repeated: bool = False
 
 
 class TracedState(StatePolicy):
@@ -175,6 +195,9 @@ class Trace:
         #: The tensors that are drawn, and the functions that draw them.
         self.drawn: list[tuple[str, Any]] = []
         self.draws_without_seed = False
+        self.events: list[Event] = []
+        #: Whether a function of the backend computes constants, by others.
+        self._is_inside = False
         #: A context around calls with values, which are not those of a replica.
         self.outside: Callable[[], contextlib.AbstractContextManager[Any]] = nullcontext
         self.problem: str | None = None
@@ -268,7 +291,7 @@ class Trace:
         args, kwargs = self.values(args), self.values(kwargs)
         if not _has((args, kwargs), RowTensor):
             if not self.is_any or not _has((args, kwargs), RowCount):
-                return original(*args, **kwargs)
+                return self._of_constants(name, original, args, kwargs)
             if name in _MADE_OF_SHAPE:
                 return self._made_of_shape(name, args, kwargs)
             if name == "arange":
@@ -280,6 +303,15 @@ class Trace:
                 self._lengths[id(found)] = found, lengths
             return found
         return symbolic(*args, **kwargs)
+
+    def _of_constants(self, name: str, original: Any, args: Any, kwargs: Any) -> Any:
+        if name in FUNCTIONS_OF_SUMS and not (self.depth or self._is_inside):
+            self.events.append(Event(FUNCTIONS_OF_SUMS[name]))
+        before, self._is_inside = self._is_inside, True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._is_inside = before
 
     def changed_in_place(self, before: RowTensor, after: RowTensor) -> Any:
         """The tensor that an operator with assignment has changed to `after`."""
@@ -360,6 +392,7 @@ class Trace:
 
     def _call_layer(self, layer: Any, args: Any, kwargs: Any) -> Any:
         if is_declared(layer) and not seed_generators(layer):
+            self._note_layer(layer, is_one=True)
             return self.declared_call(layer, args, kwargs)
         ranks = [len(tensor.lengths) for tensor in tensors_in((args, kwargs))]
         if _has_own_spec(layer) and all(ranks) and is_row_wise(layer, ranks):
@@ -368,10 +401,16 @@ class Trace:
             if number not in self._followed and not seed_generators(layer):
                 outputs = layer.compute_output_spec(*args, **kwargs)
                 if _is_complete(outputs):
+                    self._note_layer(layer, is_one=True)
                     return self._known_call(layer, args, kwargs, number, outputs)
+        self._note_layer(layer)
         if getattr(layer, "quantization_mode", None) is not None:
             return layer.quantized_call(*args, **kwargs)
         return layer.call(*args, **kwargs)
+
+    def _note_layer(self, layer: Any, is_one: bool = False) -> None:
+        if not self.depth:
+            self.events.append(Event(layer=layer, is_one=is_one))
 
     def declared_call(self, layer: Any, args: Any, kwargs: Any) -> Any:
         """A declared layer or function as one operation."""
@@ -458,9 +497,10 @@ class Trace:
         if keras.backend.backend() == "torch":
             _note_memory(name, (args, kwargs), made)
         place = self._place()
-        self.nodes.append(
-            Node(name, operation, args, kwargs, made, place, bodies, number)
-        )
+        node = Node(name, operation, args, kwargs, made, place, bodies, number)
+        self.nodes.append(node)
+        if name in SUMS and number is None and not self.depth:
+            self.events.append(Event(name, node, is_repeated=self.repeated > 0))
         return made
 
     def body(self, function: Callable[..., Any], *specs: Any) -> Body:
@@ -492,6 +532,7 @@ class Trace:
     def close(self) -> None:
         """Lets go of all tensors."""
         self.nodes.clear()
+        self.events.clear()
         self._lengths.clear()
         self.drawn.clear()
         self.losses.clear()

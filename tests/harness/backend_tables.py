@@ -100,7 +100,6 @@ SHARED_CODE: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "row_proofs/test_unsplit_layers.py": {
         # One of outputs, one of state and one of losses stay.
-        "test_layers_that_mix_rows_are_exact[BalanceLoss]": _TENSORFLOW,
         "test_layers_that_mix_rows_are_exact[Centered]": _TENSORFLOW,
         "test_layers_that_mix_rows_are_exact[Ranked]": _TENSORFLOW,
     },

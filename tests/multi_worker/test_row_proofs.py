@@ -18,6 +18,10 @@ X = np.random.default_rng(3).normal(size=(14, 4)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
 
 
+#: Not empty before the step in which `Standardized` computes something else.
+CHANGES: list[int] = []
+
+
 class Scaled(layers.Layer):
     def build(self, shape):
         self.scale = self.add_weight(shape=(shape[-1],), initializer="ones")
@@ -28,10 +32,31 @@ class Scaled(layers.Layer):
 
 
 class Centered(Scaled):
-    """Subtracts the mean of the batch, which no slice of it has."""
+    """Subtracts the largest of the batch, which no slice of it has."""
 
     def call(self, x):
-        return self.scale * (x - ops.mean(x, axis=0))
+        return self.scale * (x - ops.max(x, axis=0))
+
+
+class Standardized(Scaled):
+    """Uses statistics of the batch further; once, when told so, it does not."""
+
+    def build(self, shape):
+        super().build(shape)
+        self.average = self.add_weight(shape=(shape[-1],), trainable=False)
+
+    def call(self, x):
+        if CHANGES:
+            CHANGES.clear()
+            return self.scale * x
+        h = self.scale * x
+        kept = ops.cast(x[:, 0] > 0, "float32")
+        total = ops.sum(kept * h[:, 1])
+        self.add_loss(0.1 * ops.square(total / ops.maximum(ops.sum(kept), 1)))
+        h = h - ops.mean(h, axis=0)
+        variance = ops.mean(ops.square(h), axis=0)
+        self.average.assign(0.9 * self.average + 0.1 * ops.sqrt(variance + 0.1))
+        return h / ops.sqrt(variance + 0.1)
 
 
 def fitted(strategy, mixes_rows: bool):
@@ -69,6 +94,46 @@ def test_a_problem_that_one_worker_finds_counts_on_all(cluster, who):
     expected = fitted(ks.OneDeviceStrategy("cpu:0"), mixes_rows=who == "all")
     for weights, warned in cluster(program):
         assert warned == 1
+        for one, other in zip(weights, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def standardized(strategy, eagerly, changing=False):
+    """Weights after two epochs of three batches: 5, 5 and 4 rows."""
+    keras.utils.set_random_seed(5)
+
+    class Change(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if changing and batch == 1 and self.params["steps"] == 3:
+                CHANGES.append(batch)
+
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), Standardized(), layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=eagerly)
+    model.fit(
+        X, Y, batch_size=5, epochs=2, shuffle=False, verbose=0, callbacks=[Change()]
+    )
+    return [ops.convert_to_numpy(variable) for variable in model.variables]
+
+
+@pytest.mark.parametrize("changing", ["no worker", "worker 1"])
+def test_sums_that_all_workers_exchange(cluster, changing):
+    """A worker that computes other sums in a call does not stop the others."""
+    eagerly = changing != "no worker" or keras.backend.backend() == "torch"
+
+    def program(strategy):
+        changes = changing == f"worker {strategy.workers.group.index}"
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            weights = standardized(strategy, eagerly, changes)
+        said = [str(w.message) for w in caught if "split by rows" in str(w.message)]
+        proofs = strategy.drivers.fit._call._row_proofs._layers.values()
+        found = [each for layer in proofs for each in layer.found.values()]
+        return weights, said, any(each.events for each in found)
+
+    expected = standardized(ks.OneDeviceStrategy("cpu:0"), eagerly)
+    for weights, said, is_exchanged in cluster(program):
+        assert is_exchanged and not said
         for one, other in zip(weights, expected, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 

@@ -394,6 +394,11 @@ LOSSES = {
 SPLIT = (
     "AnnealedSum",
     "SumOfExcess",
+    # Replicas exchange their sums.
+    "MeanOfKept",
+    "SumAndConstant",
+    "ZeroTimesMean",
+    "Switched",
     "Codebook",
     "Interleaved",
     "softmax",

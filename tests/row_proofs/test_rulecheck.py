@@ -32,7 +32,7 @@ class Block(layers.Layer):
 
 class Center(layers.Layer):
     def call(self, x: Any) -> Any:
-        return x - ops.mean(x, axis=0)
+        return x - ops.flip(x, axis=0)
 
 
 def softmax_of_rows(x: Any) -> Any:
@@ -96,9 +96,19 @@ def test_operation_at_fault(where: str) -> None:
     line = inspect.getsourcelines(Center.call)[1] + 1
     assert not report.is_row_wise and report.problem is not None
     assert f"test_rulecheck.py:{line}" in report.problem
-    assert "'Subtract' (in layer 'center' (Center)" in report.problem
+    assert "'Flip' (in layer 'center' (Center)" in report.problem
     assert "cannot be split by rows: " in str(report)
     assert "or example to the loss" in str(report) and "`ks.row_wise`" in str(report)
+
+
+def test_sums_that_replicas_exchange_in_fit() -> None:
+    class Mean(layers.Layer):
+        def call(self, x: Any) -> Any:
+            return x - ops.mean(x, axis=0)
+
+    report = ks.rulecheck(Mean(), (None, 8))
+    assert report.problem is not None and "'Subtract'" in report.problem
+    assert "replicas exchange its sums over rows" in report.advice
 
 
 def test_function_and_losses() -> None:

@@ -32,6 +32,7 @@ from keras_strategies.rows.code_names import noted_lines
 from keras_strategies.rows.layer_calls import LayerCall
 from keras_strategies.rows.row_placements import SAME, RowKind
 from keras_strategies.runtime.data_parallel.added_sums import AddedSums
+from keras_strategies.runtime.data_parallel.exchanged_sums import ExchangedSums
 from keras_strategies.runtime.data_parallel.gradient_boundary import (
     GradientBoundary,
     GradientTarget,
@@ -42,6 +43,7 @@ from keras_strategies.runtime.data_parallel.replica_executor import (
     CallOnReplica,
     LayerCallDriver,
     ReplicaExecutor,
+    UnmatchedSumsError,
     UnprovedCallError,
 )
 from keras_strategies.runtime.data_parallel.row_parts import parts_of
@@ -88,19 +90,26 @@ def call_on_replicas(plan: SplitPlan, driver: LayerCallDriver) -> Any:
         NotOnReplicasError: if the layer does not work on replicas.
         UnprovedCallError: if replicas computed something else than what is proved. Then
             nothing is assigned.
+        UnmatchedSumsError: if they have not called the sums of the proof.
     """
     layer = plan.layer_call.layer
     places = list(_places(plan.layer_call))
     executor = driver.executor(plan)
     is_noted = executor.is_eager and not plan.proof.is_by_type
     numbers = [(i, setter) for i, setter, _ in places]
-    call = _call_on_replica(plan, numbers, is_noted)
+    exchanged: list[ExchangedSums] = []
+    call = _call_on_replica(plan, numbers, is_noted, exchanged)
     tensors = [tensor for _, _, tensor in places]
     try:
         forward = executor.forward(tensors, call)
         results = forward.results
+        if exchanged:
+            _compare_sums(plan, exchanged, executor.is_eager)
         if is_noted:
             _compare_calls(plan, results)
+    except UnmatchedSumsError:
+        executor.undo_draws()
+        raise
     except (UnprovedCallError, BatchError) as error:
         is_first = not plan.proof.calls and isinstance(error, BatchError)
         if not is_noted or is_first:
@@ -149,9 +158,15 @@ def _places(call: LayerCall) -> Iterator[tuple[int, _Setter | None, Any]]:
 
 
 def _call_on_replica(
-    plan: SplitPlan, places: Sequence[tuple[int, _Setter | None]], is_noted: bool
+    plan: SplitPlan,
+    places: Sequence[tuple[int, _Setter | None]],
+    is_noted: bool,
+    exchanged: list[ExchangedSums],
 ) -> CallOnReplica:
-    """The call of a layer on one replica, with slices of the tensors at `places`."""
+    """The call of a layer on one replica, with slices of the tensors at `places`.
+
+    The sums that each replica exchanges are added to `exchanged`.
+    """
     noting = recorded_calls if is_noted else contextlib.nullcontext
     is_first = is_noted and not plan.proof.calls and bool(plan.proof.lines)
     noting_lines = noted_lines if is_first else contextlib.nullcontext
@@ -174,10 +189,29 @@ def _call_on_replica(
             noting() as calls,
             noting_lines() as lines,
         ):
-            outputs = call.call(*args, **kwargs)
+            if plan.proof.events:
+                sums = ExchangedSums(plan, keras.ops.shape(slices[0])[0])
+                exchanged.append(sums)
+                outputs = sums.during(lambda: call.call(*args, **kwargs))
+            else:
+                outputs = call.call(*args, **kwargs)
         return ReplicaResult(outputs, state, scope.losses, calls, lines)
 
     return run
+
+
+def _compare_sums(
+    plan: SplitPlan, exchanged: Sequence[ExchangedSums], is_eager: bool
+) -> None:
+    """Raises on all workers if a replica has called other sums than those proved."""
+    diverged = any(each.has_diverged for each in exchanged)
+    if is_eager and plan.row_split.workers is not None:
+        with plan.on_lead():
+            flag = keras.ops.convert_to_tensor(float(diverged))
+            [total] = plan.row_split.summed([flag])
+        diverged = float(total) > 0
+    if diverged:
+        raise UnprovedCallError if plan.proof.calls else UnmatchedSumsError
 
 
 def _compare_calls(plan: SplitPlan, results: Sequence[ReplicaResult]) -> None:

@@ -46,6 +46,7 @@ from keras_strategies.runtime.data_parallel.proof_replica import proof_surroundi
 from keras_strategies.runtime.data_parallel.replica_executor import (
     LayerCallDriver,
     NotOnReplicasError,
+    UnmatchedSumsError,
     UnprovedCallError,
 )
 from keras_strategies.runtime.data_parallel.row_parts import RowParts, parts_of
@@ -238,6 +239,9 @@ class DataParallelCall:
                 return proof, is_new, self._on_replicas(counted, row_split, proof)
             except UnprovedCallError:
                 self._row_proofs.drop(layer_call, proof)
+            except UnmatchedSumsError:
+                proof = self._row_proofs.refuse(layer_call, proof)
+                return proof, True, (False, None)
 
     def _on_replicas(
         self, layer_call: LayerCall, row_split: RowSplit, proof: RowProof

@@ -49,6 +49,10 @@ class UnprovedCallError(Exception):
     """Replicas have computed with other operations than those that are proved."""
 
 
+class UnmatchedSumsError(Exception):
+    """Replicas do not call the functions whose results they have to exchange."""
+
+
 @dataclass(frozen=True)
 class ForwardPass:
     """What the replicas of one layer call have computed.

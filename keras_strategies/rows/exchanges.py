@@ -1,0 +1,114 @@
+"""Sums over rows that a call uses further: replicas exchange them.
+
+A sum over rows that is multiplied by another, or subtracted from rows, is no sum over
+rows any more. If replicas exchange it where it is computed, it is that of all rows: the
+same on all of them. The gradient of an exchange is an exchange, so derivatives need no
+rules here either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from keras_strategies.rows.placed import SAME, Placed
+from keras_strategies.rows.row_placements import Exchange, ProvedEvent
+from keras_strategies.rows.row_tensors import RowTensor, tensors_in
+from keras_strategies.rows.trace import Event, Node
+
+#: One device has more digits of a sum in 16 bits than replicas could exchange.
+#: Sums that are used further may be sums of others, as the mean in a variance.
+_MOST_TRIES = 32
+_DTYPES = ("float32", "float64", "int32", "int64")
+
+
+class Exchanges:
+    """The sums over rows of a call, and which of them are exchanged.
+
+    Args:
+        events: those of the first trace.
+    """
+
+    def __init__(self, events: Sequence[Event]):
+        self._events = events
+        self._may = {
+            id(event.node) for event in events if event.node and not event.is_repeated
+        }
+        #: The exchanges, by the `id` of their nodes.
+        self._chosen: dict[int, Exchange] = {}
+        self._wanted: dict[int, Exchange] = {}
+        self._used: set[int] = set()
+        #: The sums that another sum is computed from, by its index.
+        self._origins: dict[int, dict[int, Exchange]] = {}
+        self._tries = 0
+
+    def choose_more(self) -> bool:
+        """Whether other exchanges may help; the next propagation has them."""
+        found = self._wanted
+        self._chosen |= found
+        self._tries += 1
+        self._wanted, self._used, self._origins = {}, set(), {}
+        return bool(found) and self._tries <= _MOST_TRIES
+
+    def follow(
+        self, node: Node, tensors: Sequence[RowTensor], known: dict[int, Placed]
+    ) -> None:
+        """Replaces the placement of a sum that is exchanged.
+
+        Args:
+            node: an operation that has been placed.
+            tensors: its results.
+            known: the placements of all tensors, by their indices.
+        """
+        given = tensors_in((node.args, node.kwargs))
+        placed = [known[x.index] for x in given]
+        if any(known[x.index].is_mixed for x in tensors):
+            if not any(each.is_mixed for each in placed):
+                for each in given:
+                    self.want(each)
+            return
+        origins: dict[int, Exchange] = {}
+        for each in given:
+            origins |= self._origins.get(each.index, {})
+        if id(node) in self._may and not any(each.is_sum for each in placed):
+            origins = self._exchanged(id(node), tensors[0], known)
+        for tensor in tensors:
+            self._origins[tensor.index] = origins
+
+    def _exchanged(
+        self, node: int, made: RowTensor, known: dict[int, Placed]
+    ) -> dict[int, Exchange]:
+        """The sum that a tensor is; replaces its placement if it is exchanged."""
+        dtype = keras.backend.standardize_dtype(made.dtype)
+        placed = known[made.index]
+        if not placed.is_sum or placed.power not in (0, -1) or dtype not in _DTYPES:
+            return {}
+        exchange = Exchange(placed.power == -1, made.lengths, dtype)
+        if node not in self._chosen:
+            return {node: exchange}
+        self._chosen[node] = exchange
+        self._used.add(node)
+        known[made.index] = SAME
+        return {}
+
+    def want(self, tensor: Any) -> None:
+        """Notes that a tensor should be that of all rows."""
+        if isinstance(tensor, RowTensor):
+            self._wanted |= self._origins.get(tensor.index, {})
+
+    def proved(self, layer: Any) -> list[ProvedEvent]:
+        """The events of a call of a layer; empty without exchanges."""
+        if not self._used:
+            return []
+        events = list(self._events)
+        if events[0].layer is layer:
+            del events[0]
+        found = []
+        for event in events:
+            is_used = id(event.node) in self._used
+            exchange = self._chosen[id(event.node)] if is_used else None
+            layer = 0 if event.layer is None else id(event.layer)
+            found.append(ProvedEvent(event.name, layer, event.is_one, exchange))
+        return found
