@@ -302,6 +302,8 @@ def _replacements_of_classes() -> list[tuple[Any, str, Any]]:
             for name in OPERATORS.split()
             if name in vars(tensor)
         ]
+        tensorflow = sys.modules["tensorflow"]
+        found.append((tensorflow, "gather", _gather(tensorflow.gather)))
     for path, kind, name in _GUARDED:
         owner = sys.modules.get(path)
         owner = getattr(owner, kind, None) if kind else owner
@@ -318,6 +320,22 @@ def _operator(name: str, original: Function) -> Function:
         return tracer.operator(name, original, self, args)
 
     return call
+
+
+@functools.cache
+def _gather(original: Function) -> Function:
+    """`tf.gather` along the last axis, as keras-hub's DeBERTa calls it."""
+
+    @functools.wraps(original)
+    def gather(params: Any, indices: Any, *args: Any, **kwargs: Any) -> Any:
+        tracer = _thread.tracer
+        if tracer is not None and tracer.is_tensor(params) and not args:
+            ranks = {len(params.shape), len(indices.shape)}
+            if ranks == {kwargs.get("batch_dims", 0) + 1} and len(kwargs) == 1:
+                return keras.ops.take_along_axis(params, indices, axis=-1)
+        return original(params, indices, *args, **kwargs)
+
+    return gather
 
 
 def _symbolic_call(original: Function) -> Function:
