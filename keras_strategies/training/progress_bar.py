@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,8 @@ import keras
 
 class WorkerProgress(keras.callbacks.ProgbarLogger):
     """Keras's progress bar, with `10ms/step on 2 workers` in place of `10ms/step`.
+
+    It counts forwards: an update that comes after that of a later step is left out.
 
     Args:
         computing: callable that returns the number of workers that compute now.
@@ -23,22 +26,44 @@ class WorkerProgress(keras.callbacks.ProgbarLogger):
         super().__init__()
         self._computing = computing
         self._total = total
+        # Keras calls it from several threads, in any order.
+        self._lock = threading.Lock()
+        self._last = -1
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         super().on_epoch_begin(epoch, logs)
-        self._name_the_unit()
+        self._begin()
 
     def on_test_begin(self, logs: Any = None) -> None:
         super().on_test_begin(logs)
-        self._name_the_unit()
+        self._begin()
 
     def on_predict_begin(self, logs: Any = None) -> None:
         super().on_predict_begin(logs)
-        self._name_the_unit()
+        self._begin()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        with self._lock:
+            if batch > self._last:
+                self._last = batch
+                self._name_the_unit()
+                super().on_train_batch_end(batch, logs)
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        with self._lock:
+            if batch > self._last:
+                self._last = batch
+                super().on_test_batch_end(batch, logs)
+
+    def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
+        with self._lock:
+            if batch > self._last:
+                self._last = batch
+                super().on_predict_batch_end(batch, logs)
+
+    def _begin(self) -> None:
+        self._last = -1
         self._name_the_unit()
-        super().on_train_batch_end(batch, logs)
 
     def _name_the_unit(self) -> None:
         if self.progbar is not None:

@@ -50,3 +50,19 @@ def test_the_bar_is_there_where_keras_would_add_one() -> None:
     assert with_progress(None, 0, ours) is None
     listed = keras.callbacks.CallbackList()
     assert with_progress(listed, 1, ours) is listed
+
+
+@pytest.mark.parametrize("method", ["train", "test", "predict"])
+def test_the_bar_counts_forwards(method) -> None:
+    ours = bar([1])
+    ours.set_params({"verbose": 1, "epochs": 1, "steps": 9})
+    begin = {"train": lambda: ours.on_epoch_begin(0)}.get(
+        method, lambda: getattr(ours, f"on_{method}_begin")()
+    )
+    for _ in range(2):
+        begin()
+        seen = []
+        for batch in (0, 2, 1, 4, 3):
+            getattr(ours, f"on_{method}_batch_end")(batch, {"loss": 1.0})
+            seen.append(ours.seen)
+        assert seen == [1, 3, 3, 5, 5]

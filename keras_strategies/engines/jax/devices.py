@@ -103,7 +103,7 @@ def set_virtual_cpu_devices(count: int) -> None:
             f"{existing}. Call "
             f"`keras_strategies.set_virtual_cpu_devices({count})` first in the "
             "program, before any array or model is made, or set the environment "
-            f"variable JAX_NUM_CPU_DEVICES={count}."
+            f"variable JAX_NUM_CPU_DEVICES={count}. In a notebook, restart the kernel."
         )
 
 
