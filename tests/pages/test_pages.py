@@ -91,7 +91,7 @@ def test_tables_of_benchmarks_are_those_of_the_results() -> None:
         *("parameter servers", "model parallelism", "steps per execution"),
         *("without strategy", "first step large"),
         *("communication", "python time", "slow input", "random numbers"),
-        *("batch comparison", "ratios"),
+        *("batch comparison", "ratios", "soak", "lead costs"),
         *("fsdp", "fsdp memory", "mixing rows", "presets", "uneven rows"),
     }
 
