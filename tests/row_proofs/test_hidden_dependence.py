@@ -398,6 +398,7 @@ SPLIT = (
     "MeanOfKept",
     "SumAndConstant",
     "ZeroTimesMean",
+    "Events",
     "Switched",
     "Codebook",
     "Interleaved",
