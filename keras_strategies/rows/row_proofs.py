@@ -68,6 +68,7 @@ class RowProofs:
             function for why it cannot be split, as the end of "its code ...".
         workers: the workers, which make the same calls; None without a cluster. A layer
             is split on all of them or on none.
+        may_exchange: bool, whether replicas may exchange sums over rows.
     """
 
     def __init__(
@@ -77,10 +78,12 @@ class RowProofs:
         synchronizes_batch_norm: bool,
         comparing: Comparing,
         workers: Communicator | None = None,
+        may_exchange: bool = True,
     ):
         self._prover = prover
         self._why_unsplit = why_unsplit
         self._workers = workers
+        self._may_exchange = may_exchange
         self._synchronizes = synchronizes_batch_norm
         self._comparing = comparing
         # Of a call that is known by the types of its layers.
@@ -225,7 +228,8 @@ class RowProofs:
         if problem:
             return RowProof(problem=problem)
         # Losses and metrics get all rows of their arguments otherwise.
-        may_exchange = not by_type and isinstance(call.layer, keras.layers.Layer)
+        is_layer = isinstance(call.layer, keras.layers.Layer)
+        may_exchange = self._may_exchange and not by_type and is_layer
         found = self._prover.prove(
             call, with_rows, () if by_type else sizes, may_exchange
         )

@@ -41,7 +41,11 @@ class MixedRows:
         self._strategy = strategy
         surroundings = functools.partial(proof_surroundings, strategy, _tracing)
         self._proofs = RowProofs(
-            RowProver(surroundings), lambda layer, proof: "", True, _tracing
+            RowProver(surroundings),
+            lambda layer, proof: "",
+            True,
+            _tracing,
+            may_exchange=False,
         )
         self._warned: weakref.WeakSet[Any] = weakref.WeakSet()
 
