@@ -27,6 +27,8 @@ class LayerCall:
         only_adds: bool, whether that holds only for `assign_add` and `assign_sub`; then
             its variables may not be read.
         constants: frozenset of int, the numbers of leaves without gradient.
+        exchanges: bool, whether replicas may exchange sums over rows. Losses and
+            metrics get all rows of their arguments instead.
     """
 
     layer: Any
@@ -37,6 +39,7 @@ class LayerCall:
     adds: bool = False
     only_adds: bool = False
     constants: frozenset[int] = frozenset()
+    exchanges: bool = True
 
     def arguments(self, leaves: Sequence[Any]) -> Any:
         """The pair of arguments and keyword arguments with other leaves."""

@@ -227,9 +227,7 @@ class RowProofs:
         problem = self._why_unsplit(call.layer, None)
         if problem:
             return RowProof(problem=problem)
-        # Losses and metrics get all rows of their arguments otherwise.
-        is_layer = isinstance(call.layer, keras.layers.Layer)
-        may_exchange = self._may_exchange and not by_type and is_layer
+        may_exchange = self._may_exchange and not by_type and call.exchanges
         found = self._prover.prove(
             call, with_rows, () if by_type else sizes, may_exchange
         )

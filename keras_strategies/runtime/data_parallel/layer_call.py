@@ -204,7 +204,9 @@ class DataParallelCall:
             and not self._primitives.may_have_gradient(leaf)
         )
         layer_call = LayerCall(
-            layer, call, (args, kwargs), leaves, rows, adds, only_adds, constants
+            *(layer, call, (args, kwargs), leaves, rows),
+            *(adds, only_adds, constants),
+            exchanges=False,
         )
         with layer_calls_through(None):
             if known is not None and is_plain(layer_call, _with_rows(layer_call)):
