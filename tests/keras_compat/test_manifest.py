@@ -340,6 +340,8 @@ def intrusions(module: Module) -> Iterator[str]:
                 module.is_foreign(owner) or ast.unparse(owner) == "module"
             ):
                 yield "function"
+            case ast.Call(func=ast.Attribute(attr="wrap_original")):
+                yield "function"
             case ast.Call(func=function, args=[path, *_]) if ast.unparse(function) in (
                 "os.listdir",
                 "open",
