@@ -30,8 +30,10 @@ Calls = list[tuple[Any, ...]]
 _PLAIN = frozenset([bool, complex, float, int, str, type(None)])
 #: They compute nothing of their own.
 _OF_SHAPES = frozenset(["is_tensor", "shape"])
-#: They are in most other functions, and are noted where they may round.
+#: They are in most other functions, and are noted where they may round: where
+#: `keras.ops` calls them, in these modules.
 _CONVERSIONS = frozenset(["cast", "convert_to_tensor"])
+_OF_CONVERSIONS = ("core", "ops")
 #: Bytes of an array whose values are compared, such as those of indices.
 _LARGEST = 4096
 #: Operators that have their own rows at `OPERATORS`.
@@ -115,11 +117,13 @@ def _install() -> None:
             return
         wrapped: dict[int, Any] = {}
         for module, name, _ in routed_functions():
-            if name in _OF_SHAPES:
+            is_conversion = name in _CONVERSIONS
+            is_inner = module.__name__.rpartition(".")[2] not in _OF_CONVERSIONS
+            if name in _OF_SHAPES or (is_conversion and is_inner):
                 continue
             original = patching.original_of(module, name)
             if id(original) not in wrapped:
-                note = _noting_rounding if name in _CONVERSIONS else _noting
+                note = _noting_rounding if is_conversion else _noting
                 wrapped[id(original)] = note(name, original)
             patching.wrap_original(module, name, wrapped[id(original)])
             _installed.append((module, name))

@@ -97,6 +97,8 @@ class WorkerSums:
         self._lock = threading.Lock()
         # Of the packs that have been sent.
         self._count = 0
+        # For each gradient in packs 1.0 if this worker has it.
+        self._flags: Sequence[float] = ()
         self._hooks: list[Any] = []
 
     def _in_packs(self) -> list[GradientPack]:
@@ -172,6 +174,7 @@ class WorkerSums:
                 float(first is not None or bool(_present(others)))
                 for first, *others in map(self._found.__getitem__, self._order)
             ]
+            self._flags = flags
         pack.put_all(left, own, flags)
         pack.begin(self._workers)
         if self._shards is not None and self._count:
@@ -216,9 +219,10 @@ class WorkerSums:
                     results[i] = self._shards.shards_of(largest, target.tensor)
         self._workers.use_unconfirmed()
         if self._packs:
-            own = [bool(_present(self._found[i])) for i in self._order]
             # The host waits for the flags of others only where it has no gradient.
-            counts = own if all(own) else self._packs[-1].found_flags()
+            counts = self._flags
+            if not all(counts):
+                counts = self._packs[-1].found_flags()
             for i, count in zip(self._order, counts, strict=True):
                 if count:
                     total = self._targets[i].rounded(self._ops, totals[i])
