@@ -68,6 +68,7 @@ def test_a_stopped_worker_joins_again(run, victim):
     assert f"worker {victim} was lost at step" in run.text()
 
 
+@pytest.mark.by_day
 @pytest.mark.parametrize("victim", [pytest.param(1, marks=by_day_on("torch"))])
 def test_a_worker_with_its_cable_plugged_in_again_joins(run_on_hosts, hosts, victim):
     run = run_on_hosts

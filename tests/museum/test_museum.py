@@ -74,6 +74,7 @@ def test_all_scripts_give_the_number_of_one_device_for_ours() -> None:
         check(name, found[name])
 
 
+@pytest.mark.by_day
 @on_torch_by_day
 @pytest.mark.multiprocess
 def test_a_script_that_fails_is_an_error(tmp_path: Path) -> None:

@@ -248,6 +248,7 @@ def test_values_move_and_late_updates_are_refused(tmp_path) -> None:
     assert names == {"ps-0", "ps-1"}
 
 
+@pytest.mark.by_day
 @pytest.mark.parametrize(
     ("count", "is_after"),
     [

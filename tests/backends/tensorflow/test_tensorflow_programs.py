@@ -192,6 +192,7 @@ def compiled(model, **options):
     return model
 
 
+@pytest.mark.by_day
 # The last batches have fewer rows, and fewer than there are replicas.
 @pytest.mark.parametrize(
     ("options", "by_batch"),

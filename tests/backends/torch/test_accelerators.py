@@ -127,6 +127,7 @@ def test_strategies_on_simulated_accelerators(tmp_path, count: int) -> None:
 WORKERS = ("conv_bn", "two_losses_and_a_penalty")
 
 
+@pytest.mark.by_day
 def test_two_workers_with_two_simulated_accelerators_each() -> None:
     with Forker("torch") as forker:
         pool = WorkerPool(forker, 2, 2, "simulated")
