@@ -154,6 +154,20 @@ def loader_with_global_numbers() -> Any:
     return torch.utils.data.DataLoader(rows, batch_size=5, shuffle=True)
 
 
+def augmenting_loader(shuffle: bool) -> Any:
+    import torch
+
+    class Noisy(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return ROWS
+
+        def __getitem__(self, i: int) -> Any:
+            noise = np.random.rand() + float(torch.rand(()))
+            return X[i] + np.float32(noise), Y[i]
+
+    return torch.utils.data.DataLoader(Noisy(), batch_size=5, shuffle=shuffle)
+
+
 def batches() -> list[tuple[Any, Any]]:
     return [(X[i : i + 5], Y[i : i + 5]) for i in range(0, ROWS, 5)]
 
@@ -197,6 +211,25 @@ def test_input_continues_where_it_was(kind: str, tmp_path: Path) -> None:
     data, options = INPUT[kind]
     epochs = 6 if "short" in kind else 4
     assert_resumed(tmp_path, data, epochs=epochs, **options)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_rows_of_a_loader_are_augmented_as_without_an_interruption(
+    shuffle: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = model_of
+
+    def of_strategy(*arguments: Any) -> Any:
+        if BACKEND != "torch":
+            # Keras seeds it on Torch only.
+            import torch
+
+            torch.manual_seed(7)
+        with ks.OneDeviceStrategy("cpu:0").scope():
+            return original(*arguments)
+
+    monkeypatch.setitem(globals(), "model_of", of_strategy)
+    assert_resumed(tmp_path, lambda: augmenting_loader(shuffle), epochs=4)
 
 
 def test_an_interruption_after_an_epoch(tmp_path: Path) -> None:
