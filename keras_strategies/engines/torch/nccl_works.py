@@ -63,11 +63,16 @@ class NcclWorks:
             RuntimeError: if one has failed.
             WorkerError: if a worker is lost.
         """
-        works, self._works = self._works, []
-        for work in works:
+        for work in self._works:
             while not work.is_completed():
-                group.check()
+                try:
+                    group.check()
+                except Exception:
+                    self._works = []
+                    raise
+                # An interruption by the user leaves them as they are.
                 time.sleep(_INTERVAL)
+        works, self._works = self._works, []
         if works:
             # An aborted collective is complete too, with partial results. It is aborted
             # after the loss is known.

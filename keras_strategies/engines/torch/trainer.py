@@ -250,9 +250,21 @@ def confirmed(model: Any, workers: Communicator | None) -> Iterator[None]:
     """
     try:
         yield
-        if workers is not None:
-            workers.confirm()
     except BaseException:
+        if isinstance(workers, TorchCommunicator) and workers.has_used_unconfirmed:
+            # Not by a lost worker, perhaps: by the user's code, or Ctrl-C.
+            with contextlib.suppress(Exception):
+                _confirm(model, workers)
+        raise
+    _confirm(model, workers)
+
+
+def _confirm(model: Any, workers: Communicator | None) -> None:
+    if workers is None:
+        return
+    try:
+        workers.confirm()
+    except Exception:
         if isinstance(workers, TorchCommunicator) and workers.has_used_unconfirmed:
             spoil(model)
         raise

@@ -26,6 +26,8 @@ from harness.forker import Forked, Forker
 from keras_strategies.cluster.resolvers.local_processes import free_addresses
 from keras_strategies.engines.torch import nccl_works
 from keras_strategies.engines.torch.nccl_works import NcclWorks
+from keras_strategies.engines.torch.trainer import confirmed
+from keras_strategies.engines.torch.worker_collectives import TorchCommunicator
 from keras_strategies.errors import WorkerError
 
 SECONDS = 120.0
@@ -162,6 +164,21 @@ def test_a_lost_worker_is_an_error_whatever_the_collective_says(looks):
     lost = WorkerError("Worker 1 was lost.")
     with pytest.raises(WorkerError, match="Worker 1"):
         confirm(Group(lost), Work(looks))
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_weights_are_spoiled_by_aborted_sums_and_not_by_interruptions(is_lost):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    workers = TorchCommunicator.__new__(TorchCommunicator)
+    workers.group = Group(WorkerError("Worker 1 was lost.") if is_lost else None)
+    workers._works = NcclWorks()
+    with pytest.raises(KeyboardInterrupt), confirmed(model, workers):
+        workers._works.add(Work(3))
+        workers._works.use()
+        raise KeyboardInterrupt
+    assert workers.has_used_unconfirmed == is_lost
+    assert all(np.isnan(w).all() == is_lost for w in model.get_weights())
 
 
 def test_without_collectives_a_lost_worker_is_no_error_here():
