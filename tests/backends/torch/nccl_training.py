@@ -4,7 +4,7 @@
 
 Index -1 trains on one device. Worker 1 is killed in step `VICTIM_STEP`, in the backward
 pass before the first layer. Each worker writes the weights after each step. With
-`counts` nobody is killed, and each worker prints, for each step, how often its host
+`counts` no worker is killed, and each prints, for each step, how often its host
 waits for a device between the beginning of the step and its last update.
 """
 

@@ -81,7 +81,7 @@ def test_partial_sums_of_a_lost_worker_are_not_applied(forker, tmp_path):
     last = str(VICTIM_STEP - 1)
     np.testing.assert_allclose(own[last], alone[last], 1e-5, 1e-6)
     # All variables but the moving statistics, which precede the gradients: they were
-    # updated by partial sums, and nobody can take them for weights.
+    # updated by partial sums, and cannot be taken for weights.
     size = 4 * 5 + 5 + 5
     assert np.isnan(own["end"][:size]).all() and np.isnan(own["end"][-6:]).all()
 
