@@ -79,9 +79,11 @@ def compare_orders(group: WorkerGroup, rows: int, order: int, stream: str = "") 
             raise WorkerError(
                 f"Workers {group.index} and {other} have different batches{place}, "
                 f"of {rows} and {each[0]} rows of "
-                "their DataLoaders. All workers must read the same global batches "
-                "in the same order: seed the loader's `generator`, and remove a "
-                "`DistributedSampler`; for separate data per worker, use "
+                "their DataLoaders, or draw from other states of Torch's generator. "
+                "All workers must read the same global batches in the same order: "
+                "seed the loader's `generator`, or call `torch.manual_seed` on all of "
+                "them before each pass; remove a `DistributedSampler`; for separate "
+                "data per worker, use "
                 "ks.DatasetCreator or `strategy.distribute_datasets_from_function`."
             )
 
