@@ -393,7 +393,7 @@ class _Attempt:
             if all(map(operator.is_, values, unchanged)) or is_seed_state(variable):
                 continue
             placement = placements.joined(values)
-            if placement.is_joined and not self._may_be_assigned(placement):
+            if placement.is_joined and not self._may_be_assigned(variable, placement):
                 placements.want(values)
                 reason = (
                     f"the value that it assigns to variable {variable.path!r} is "
@@ -403,7 +403,12 @@ class _Attempt:
             found[key] = placement
         return found
 
-    def _may_be_assigned(self, placement: RowPlacement) -> bool:
+    def _may_be_assigned(self, variable: Any, placement: RowPlacement) -> bool:
+        if self._call.is_in_run:
+            # By default replicas' values are averaged, however many rows they have.
+            is_local = variable.synchronization == "on_read"
+            is_aggregated = variable.aggregation not in (None, "none")
+            return is_local or is_aggregated or placement.kind is RowKind.SAME
         kinds = [RowKind.SAME, RowKind.MEAN]
         if self._call.adds:
             kinds.append(RowKind.SUM)

@@ -190,7 +190,14 @@ def _call_on_replica(
             noting_lines() as lines,
         ):
             if plan.proof.events:
-                sums = ExchangedSums(plan, keras.ops.shape(slices[0])[0])
+                own = keras.ops.shape(slices[0])[0]
+                sums = ExchangedSums(
+                    call.layer,
+                    plan.proof.events,
+                    own,
+                    lambda: plan.fractions([own])[0],
+                    plan.row_split.all_have_rows,
+                )
                 exchanged.append(sums)
                 outputs = sums.during(lambda: call.call(*args, **kwargs))
             else:

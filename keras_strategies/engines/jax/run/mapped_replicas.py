@@ -138,9 +138,12 @@ class MappedReplicas(TracedReplicas):
     def _call(self, args: Sequence[Any], kwargs: dict[str, Any], number: int) -> Any:
         """The result of the function, with the rows of one replica."""
         sizes = rows_of_parts(self._arguments.parts)
-        own = sizes[number] if sizes else 0
+        own = sizes[number] if sizes else None
         try:
-            with self._mesh.mixed_rows.checked(sizes, own):
+            # Branches of replicas with other rows have no collectives.
+            may_exchange = len(set(sizes)) == 1
+            run = self._mesh.mixed_rows.of_run(sizes, may_exchange)
+            with run.on_replica(own):
                 return self._fn(*args, **kwargs)
         except Exception as error:
             if self._has_read_number and needs_a_value(error):

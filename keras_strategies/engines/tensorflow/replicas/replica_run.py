@@ -32,6 +32,9 @@ from keras_strategies.engines.tensorflow.compiled_function import (
 from keras_strategies.engines.tensorflow.data_parallel.assigned_values import (
     assigned_value,
 )
+from keras_strategies.engines.tensorflow.data_parallel.layer_call import (
+    TensorFlowLayerCalls,
+)
 from keras_strategies.engines.tensorflow.devices import tf_device
 from keras_strategies.engines.tensorflow.functions_by_rank import FunctionsByRank
 from keras_strategies.engines.tensorflow.intercepted_draws import (
@@ -123,7 +126,12 @@ class TensorFlowRun(ReplicaRun):
             Any, tuple[ReplicaSet, FunctionsByRank]
         ] = weakref.WeakKeyDictionary()
         self._devices = [tf_device(device) for device in strategy.placement.replicas]
-        super().__init__(strategy, PRIMITIVES, VariableStorage(self._devices))
+        super().__init__(
+            strategy,
+            PRIMITIVES,
+            VariableStorage(self._devices),
+            TensorFlowLayerCalls(strategy, engine),
+        )
         self._engine = engine
         self.lead = tf_device(self.placement.variables)
 
@@ -239,6 +247,11 @@ class TensorFlowRun(ReplicaRun):
         device = self._devices[replica_id]
         with reading_on(device), padding_empty_replicas("CPU" in device):
             yield
+
+    def knows_rows(self, own: Sequence[Any]) -> bool:
+        # Workers trace programs of their own, with other rows.
+        is_alone = self.replica_set.workers is None or tf.executing_eagerly()
+        return is_alone and all(isinstance(rows, int) for rows in own)
 
     def _rows_of(
         self, args: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]]
