@@ -259,7 +259,7 @@ class _Attempt:
         every = [leaves_of(trace.losses) for trace in traces]
         if len({len(losses) for losses in every}) != 1:
             raise MixesRows("has other arguments for other numbers of rows")
-        losses = [placements.joined(loss) for loss in zip(*every, strict=True)]
+        losses = [self._joined(placements, each) for each in zip(*every, strict=True)]
         updates = self._updates(placements)
         results = [*outputs, *losses]
         for i, placement in enumerate([*results, *updates.values()]):
@@ -367,7 +367,7 @@ class _Attempt:
     ) -> RowPlacement | None:
         first = leaves[0]
         if isinstance(first, (RowTensor, RowCount)) or is_array(first):
-            placed = placements.joined(leaves)
+            placed = self._joined(placements, leaves)
             masks = [get_mask(leaf) for leaf in leaves]
             if masks[0] is not None and placements.of_leaf(masks).joined() != placed:
                 reason = "the mask of an output has other rows than the output"
@@ -381,6 +381,19 @@ class _Attempt:
         if any(type(leaf) is not type(first) or leaf != first for leaf in leaves[1:]):
             raise MixesRows("returns a value that depends on the number of rows")
         return None
+
+    def _joined(self, placements: Propagation, leaves: Sequence[Any]) -> RowPlacement:
+        """How a result of replicas is joined; in `run` they have it as it is."""
+        found = placements.joined(leaves)
+        if (
+            self._call.is_in_run
+            and placements.are_exchanged
+            and found.kind in (RowKind.SUM, RowKind.MEAN)
+        ):
+            # A quotient of a replica's sum and that of all rows is neither's.
+            placements.want(leaves)
+            return RowPlacement(RowKind.MIXED, reason="a result is a part of a sum")
+        return found
 
     def _updates(self, placements: Propagation) -> dict[int, RowPlacement]:
         states = [traced.trace.state for traced in self._traced]

@@ -386,3 +386,35 @@ def test_what_run_makes_is_equal_on_all_workers_and_is_saved_by_the_chief(
         np.testing.assert_array_equal(kernel, results[0][0])
         np.testing.assert_array_equal(restored, kernel)
     assert [file.name for file in tmp_path.iterdir()] == ["loop.ckpt"]
+
+
+@pytest.mark.skipif(keras.backend.backend() == "jax", reason="JAX warns instead")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_replicas_exchange_sums_that_a_layer_uses_further(cluster, compiled):
+    x = np.random.default_rng(3).normal(size=(7, 4)).astype("float32")
+
+    def program(strategy):
+        class Centered(keras.layers.Layer):
+            def call(self, x):
+                self.add_loss(ops.square(ops.sum(x[:, 0]) / ops.sum(ops.abs(x[:, 0]))))
+                return x - ops.mean(x, axis=0)
+
+        with strategy.scope():
+            layer = Centered()
+
+        def on_replica(x):
+            return layer(x), layer.losses[0]
+
+        def step(x):
+            return strategy.run(on_replica, args=(x,))
+
+        (batch,) = strategy.experimental_distribute_dataset(x, batch_size=7)
+        rows, losses = (ks.function(step) if compiled else step)(batch)
+        return numpy(strategy.gather(rows, 0)), local(strategy, losses)
+
+    if compiled and keras.backend.backend() == "torch":
+        pytest.skip("it compiles nothing")
+    loss = np.square(x[:, 0].sum() / np.abs(x[:, 0]).sum())
+    for rows, losses in cluster(program):
+        np.testing.assert_allclose(rows, x - x.mean(axis=0), atol=1e-6)
+        np.testing.assert_allclose(losses, loss, rtol=1e-5)

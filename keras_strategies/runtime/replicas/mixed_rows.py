@@ -47,7 +47,7 @@ class MixedRows:
     Args:
         strategy: the strategy.
         driver: how its engine traces calls; None where replicas of all workers are one
-            program.
+            program. Then nothing is exchanged, and warnings say so.
     """
 
     def __init__(self, strategy: StrategyCore, driver: LayerCallDriver | None = None):
@@ -60,18 +60,17 @@ class MixedRows:
             True,
             tracing,
             None if driver is None else strategy.placement.workers,
-            may_exchange=strategy.sync_batch_norm,
+            may_exchange=driver is not None,
         )
         self._warned: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def of_run(self, sizes: Sequence[int], may_exchange: bool = True) -> RunOfLayers:
+    def of_run(self, sizes: Sequence[int]) -> RunOfLayers:
         """The calls in one run, or in a program that is traced.
 
         Args:
             sizes: the numbers of rows of all replicas; empty for any numbers.
-            may_exchange: bool, whether replicas can call collectives in a layer.
         """
-        return RunOfLayers(self, self._strategy, sizes, may_exchange)
+        return RunOfLayers(self, self._strategy, sizes)
 
     def proof(
         self, call: LayerCall, with_rows: Sequence[bool], sizes: Sequence[int]
@@ -101,20 +100,12 @@ class RunOfLayers:
         mixed: the proofs.
         strategy: the strategy.
         sizes: see `MixedRows.of_run`.
-        may_exchange: see `MixedRows.of_run`.
     """
 
-    def __init__(
-        self,
-        mixed: MixedRows,
-        strategy: StrategyCore,
-        sizes: Sequence[int],
-        may_exchange: bool,
-    ):
+    def __init__(self, mixed: MixedRows, strategy: StrategyCore, sizes: Sequence[int]):
         self._mixed = mixed
         self._strategy = strategy
         self._sizes = tuple(sizes)
-        self._may_exchange = may_exchange
         # Layers that the first replica could not build before its call.
         self._unbuilt: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -124,8 +115,11 @@ class RunOfLayers:
         Args:
             own: the number of its rows; None without any argument with rows.
         """
+        strategy = self._strategy
+        # With one replica that has rows, sums are those of all rows.
         is_alone = len(self._sizes) - self._sizes.count(0) == 1
-        if own is None or is_alone or self._strategy.num_replicas_in_sync == 1:
+        is_alone = is_alone or strategy.num_replicas_in_sync == 1
+        if own is None or is_alone or not strategy.sync_batch_norm:
             return contextlib.nullcontext()
         return layer_calls_seen_by(
             functools.partial(self._call, own, thread_route.call)
@@ -191,7 +185,6 @@ class RunOfLayers:
             return None
         found = LayerCall(
             *(layer, call, (args, kwargs), leaves, sum(self._sizes) or None),
-            exchanges=self._may_exchange,
             is_in_run=True,
         )
         return self._mixed.proof(found, with_rows, self._sizes)

@@ -140,10 +140,7 @@ class MappedReplicas(TracedReplicas):
         sizes = rows_of_parts(self._arguments.parts)
         own = sizes[number] if sizes else None
         try:
-            # Branches of replicas with other rows have no collectives.
-            may_exchange = len(set(sizes)) == 1
-            run = self._mesh.mixed_rows.of_run(sizes, may_exchange)
-            with run.on_replica(own):
+            with self._mesh.mixed_rows.of_run(sizes).on_replica(own):
                 return self._fn(*args, **kwargs)
         except Exception as error:
             if self._has_read_number and needs_a_value(error):
