@@ -15,8 +15,6 @@ import numpy as np
 import pytest
 from harness.training import assert_same
 from keras import ops
-
-import keras_strategies as ks
 from row_proofs.test_exchanged_sums import (
     DEVICES,
     FUNCTIONS_OF_ROWS,
@@ -26,6 +24,8 @@ from row_proofs.test_exchanged_sums import (
     Y,
     model_of,
 )
+
+import keras_strategies as ks
 
 BACKEND = keras.backend.backend()
 NAMED = "depends on which rows a replica has"
