@@ -17,7 +17,7 @@ import numpy as np
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.layers import get_mask, set_mask
 from keras_strategies.keras_compat.structures import leaves_of
-from keras_strategies.keras_compat.symbolic_backend import tracing
+from keras_strategies.keras_compat.symbolic_backend import routed_backend, tracing
 from keras_strategies.keras_compat.variables.generator_seeds import is_seed_state
 from keras_strategies.rows.code_names import Lines, checked_code
 from keras_strategies.rows.exchanges import Exchanges
@@ -103,7 +103,8 @@ class RowProver:
         state = PythonState(call.layer, call.leaves)
         if state.problem is not None:
             return RowProof(problem=state.problem)
-        proof = self._proof(call, with_rows, sizes, state, may_exchange)
+        with routed_backend():
+            proof = self._proof(call, with_rows, sizes, state, may_exchange)
         change = state.change() or state.drawn()
         if change is not None and proof.problem is None:
             return RowProof(problem=change)

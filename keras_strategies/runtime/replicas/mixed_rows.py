@@ -84,8 +84,8 @@ class MixedRows:
                 f"Layer {layer.name!r} ({type(layer).__name__}) in `run` depends on "
                 f"which rows a replica has: {proof.problem}. Each of "
                 f"{self._strategy.num_replicas_in_sync} replicas calls it with its "
-                "rows only, so the results are not those of one device. Compute each row "
-                "from its own inputs, exchange values with "
+                "rows only, so the results are not those of one device. Compute each "
+                "row from its own inputs, exchange values with "
                 "`ks.get_replica_context().all_reduce`, or train with `fit`, which is "
                 "exact; `ks.rulecheck` shows what is found. If each row of the results "
                 "does depend on its own row only, declare the layer with `ks.row_wise`."
@@ -157,9 +157,9 @@ class RunOfLayers:
         if sums.has_diverged:
             raise ContextError(
                 f"Layer {layer.name!r} ({type(layer).__name__}) in `run` uses sums "
-                "over rows, which replicas exchange, and has computed other ones than a "
-                "trace of it. Make what changes an argument, an attribute of the layer "
-                "or a `keras.Variable`, and compute with `keras.ops`."
+                "over rows, which replicas exchange, and has computed other ones than "
+                "a trace of it. Make what changes an argument, an attribute of the "
+                "layer or a `keras.Variable`, and compute with `keras.ops`."
             )
         return found
 
