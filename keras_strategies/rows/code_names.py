@@ -7,7 +7,6 @@ them: then a call with symbolic tensors is another than a call with tensors.
 from __future__ import annotations
 
 import contextlib
-import dis
 import os
 import random
 import sys
@@ -163,10 +162,8 @@ class _Check(_Lines):
                 f"asks in {code.co_name!r} of which class a tensor is, or who calls it"
             )
         for name, value in named:
-            if _draws(code, name, value):
-                raise NotTraced(
-                    f"draws random numbers of Python or NumPy in {code.co_name!r}"
-                )
+            if isinstance(value, _GENERATORS):
+                raise NotTraced(f"may draw random numbers of {name!r}")
             elif self._is_of_framework(name, value):
                 at = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
                 raise NotTraced(
@@ -180,24 +177,6 @@ class _Check(_Lines):
         package = module.partition(".")[0] if isinstance(module, str) else ""
         names = (package.removesuffix("lib"), name.partition(".")[0])
         return self._framework in names or name in _OF_TRACES
-
-
-def _draws(code: types.CodeType, name: str, value: Any) -> bool:
-    """Whether a name of a function leads to random numbers of Python or NumPy."""
-    if value is random or value is np.random:
-        return True
-    if isinstance(getattr(value, "__self__", value), _GENERATORS):
-        return True
-    if "random" not in code.co_names:
-        return False
-    return value is np or name in _imported(code)
-
-
-def _imported(code: types.CodeType) -> set[str]:
-    """The modules of random numbers that a function imports."""
-    steps = dis.get_instructions(code)
-    names = {step.argval for step in steps if step.opname == "IMPORT_NAME"}
-    return names & {"random", "numpy", "numpy.random"}
 
 
 def _tells_traces(code: types.CodeType, texts: set[str]) -> bool:

@@ -9,12 +9,16 @@ for `jax.jit`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
+import sys
+import threading
 import types
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import keras
@@ -42,7 +46,7 @@ _GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]]
         lambda g, state: setattr(g.bit_generator, "state", state),
     ),
 }
-#: Other threads draw from them, too.
+#: Other threads draw from them, too: see `PythonState.noting_draws`.
 _OF_PROCESS: tuple[Any, ...] = (
     random.random.__self__,  # type: ignore[attr-defined]
     np.random.random.__self__,  # type: ignore[attr-defined]
@@ -85,7 +89,9 @@ ASSIGNED_BY_TRAINING = frozenset(
 _FRAMEWORKS = frozenset(["jax", "jaxlib", "keras_strategies", "tensorflow", "torch"])
 #: What TensorFlow notes in layers for its checkpoints.
 OF_TENSORFLOW = "_self_"
-DRAWS = "its code draws random numbers of Python or NumPy"
+_REENTRANT = type(threading.RLock())
+#: Methods of `random.Random` in C, by which all others draw.
+_DRAWS_OF_PYTHON = frozenset({"random", "getrandbits", "seed", "setstate"})
 
 
 class PythonState:
@@ -102,7 +108,6 @@ class PythonState:
         self._parts: list[tuple[str, Any, Any]] = []
         self._seen: set[int] = set()
         self._numbers = NumbersOfProcess()
-        self._holds_draws = False
         is_layer = isinstance(layer, keras.layers.Layer)
         for each in sublayers(layer) if is_layer else []:
             self._add_layer(each)
@@ -135,9 +140,8 @@ class PythonState:
         self._seen.add(id(value))
         generator = _generator_kind(value)
         if any(value is each for each in _OF_PROCESS):
-            self._holds_draws = True
             return
-        if isinstance(value, (types.MethodType, types.BuiltinMethodType)):
+        if isinstance(value, types.MethodType):
             self._add(where, value.__self__, depth)
         elif isinstance(value, types.FunctionType):
             for each in contents_of_cells(value):
@@ -189,15 +193,24 @@ class PythonState:
                 found = found or f"its code changes {name}{where}, which each replica "
         return None if found is None else f"{found}would change once"
 
-    # Random numbers of the process, from which other threads may draw. A function that
-    # names them is no part of a trace (`code_names.py`).
+    # Random numbers of the process, from which other threads may draw.
 
-    def drawn(self) -> str | None:
-        """The problem if the call may have drawn from them, which is undone."""
-        if not self._holds_draws or self._numbers.are_unchanged():
-            return None
-        self._numbers.restore()
-        return DRAWS
+    def draws_of_process_changed(self) -> bool:
+        return not self._numbers.are_unchanged()
+
+    @contextlib.contextmanager
+    def noting_draws(self) -> Iterator[Callable[[], str | None]]:
+        """Notes whether this thread draws from the generators of Python or NumPy.
+
+        Yields:
+            A function without arguments, for after the context: the problem, or None.
+        """
+        found: list[str] = []
+        with _calls_of_python_noted() as python, _numpy_noted() as numpy:
+            yield lambda: found[0] if found else None
+        if python() or numpy():
+            self._numbers.restore()
+            found.append("its code draws random numbers of Python or NumPy")
 
 
 def contents_of_cells(function: types.FunctionType) -> list[Any]:
@@ -229,6 +242,43 @@ class NumbersOfProcess:
 
 def _are_equal(first: Any, second: Any) -> bool:
     return all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@contextlib.contextmanager
+def _calls_of_python_noted() -> Iterator[Callable[[], bool]]:
+    if sys.getprofile() is not None:
+        # A profiler of the user, which stays: the draws may be those of this thread.
+        yield lambda: True
+        return
+    generator, _ = _OF_PROCESS
+    calls = list[str]()
+
+    def note(frame: FrameType, event: str, function: Any) -> None:
+        if event == "c_call" and getattr(function, "__self__", None) is generator:
+            calls.append(function.__name__)
+
+    sys.setprofile(note)
+    try:
+        yield lambda: not _DRAWS_OF_PYTHON.isdisjoint(calls)
+    finally:
+        sys.setprofile(None)
+
+
+@contextlib.contextmanager
+def _numpy_noted() -> Iterator[Callable[[], bool]]:
+    """Draws of other threads from NumPy's generator wait, and are not noted.
+
+    Where the lock is not reentrant (NumPy 2.0), this thread would wait for its own
+    draws, too: there each draw counts as one of this thread.
+    """
+    lock = np.random.get_bit_generator().lock  # type: ignore[attr-defined]
+    with lock if isinstance(lock, _REENTRANT) else contextlib.nullcontext():
+        before = np.random.get_state()
+        is_drawn = False
+        try:
+            yield lambda: is_drawn
+        finally:
+            is_drawn = not _are_equal(before, np.random.get_state())
 
 
 @functools.cache
