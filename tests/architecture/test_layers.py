@@ -12,9 +12,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from architecture.figure import GROUPS, LAYERS, box_of, edges, height_of
 from architecture.import_graph import cycles, import_graph
 from architecture.package_source import PACKAGE, Module, Source, package_source
+
+pytestmark = pytest.mark.one_backend
 
 FRAMEWORKS = {"jax": "jax", "torch": "torch", "tensorflow": "tensorflow"}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import pytest
 from architecture.import_graph import cycles
 from architecture.measures import (
     interface_members,
@@ -17,6 +18,8 @@ from architecture.measures import (
 )
 from architecture.package_source import Module, Source, package_source
 from architecture.private_names import private_names
+
+pytestmark = pytest.mark.one_backend
 
 #: Bounds from above. They only go down.
 BOUNDS = {

@@ -16,9 +16,12 @@ import pytest
 from keras_strategies.communication import engine_sockets
 from keras_strategies.communication.engine_sockets import EngineSockets
 
-pytestmark = pytest.mark.skipif(
-    not os.path.isdir("/proc/self/fd"), reason="sockets are found in /proc"
-)
+pytestmark = [
+    pytest.mark.one_backend,
+    pytest.mark.skipif(
+        not os.path.isdir("/proc/self/fd"), reason="sockets are found in /proc"
+    ),
+]
 
 SECONDS = 60.0
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 from lead.rules import Lead
 
 from keras_strategies.lead import events
 from keras_strategies.lead.events import TICK, Beat
 from keras_strategies.lead.state import Phase
+
+pytestmark = pytest.mark.one_backend
 
 
 def arrived(uid, number, value="", what="a batch", generation=1, stream=""):

@@ -10,6 +10,8 @@ from lead import model, test_decisions
 
 from keras_strategies.lead import decisions, files, generations, values
 
+pytestmark = pytest.mark.one_backend
+
 RULES = [
     each
     for name, each in vars(test_decisions).items()

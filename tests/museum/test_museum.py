@@ -14,7 +14,6 @@ from typing import Any
 
 import keras
 import pytest
-from harness.backend_tables import on_torch_by_day
 
 from museum.__main__ import chosen
 from museum.common import FRAMEWORKS, fields
@@ -58,6 +57,8 @@ def check(name: str, result: dict[str, Any]) -> None:
     assert (result["state"] == "re-enacted") == is_by_hand, f"{name}: {result}"
 
 
+@pytest.mark.one_backend("jax")
+@pytest.mark.slow(seconds=7)
 @pytest.mark.multiprocess
 def test_a_script_gives_the_number_of_one_device_for_ours() -> None:
     name = BY_DAY[keras.backend.backend()]
@@ -74,8 +75,8 @@ def test_all_scripts_give_the_number_of_one_device_for_ours() -> None:
         check(name, found[name])
 
 
-@pytest.mark.by_day
-@on_torch_by_day
+@pytest.mark.slow(seconds=15)
+@pytest.mark.one_backend("torch")
 @pytest.mark.multiprocess
 def test_a_script_that_fails_is_an_error(tmp_path: Path) -> None:
     """The runner, on a museum of one script that raises."""
@@ -106,6 +107,7 @@ def test_scripts_are_short_and_say_where_the_bug_is_published() -> None:
         assert about["Story"], name
 
 
+@pytest.mark.one_backend
 def test_the_page_is_that_of_the_last_run() -> None:
     """`python -m museum.page` writes it after a change of a docstring."""
     results = json.loads(RESULTS.read_text())

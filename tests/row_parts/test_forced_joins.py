@@ -31,6 +31,8 @@ def _parameters() -> list[Any]:
     ]
 
 
+@pytest.mark.one_backend("torch", "tensorflow")
+@pytest.mark.nightly(unless=["masked_tagger"])
 @pytest.mark.parametrize("case", _parameters())
 def test_same_as_one_device(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []

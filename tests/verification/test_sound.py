@@ -126,7 +126,7 @@ BY_DAY = {
 }
 
 
-@pytest.mark.by_day(15)
+@pytest.mark.slow(seconds=5)
 @pytest.mark.parametrize(
     "name",
     [
@@ -149,7 +149,6 @@ def test_no_alarm_under_a_strategy(strategy) -> None:
     ks.verify(dense, data, strategy, steps=3).raise_if_different()
 
 
-@pytest.mark.by_day(15)
 def test_no_alarm_on_a_sound_loop() -> None:
     case = planted_in_loops.SOUND
     assert case.build is not None
@@ -157,7 +156,6 @@ def test_no_alarm_on_a_sound_loop() -> None:
     assert report, report
 
 
-@pytest.mark.by_day(15)
 def test_a_report_is_text_a_table_and_a_file(tmp_path) -> None:
     calls = []
 
@@ -181,7 +179,6 @@ def test_a_report_is_text_a_table_and_a_file(tmp_path) -> None:
         assert len(calls) == 2 * 3
 
 
-@pytest.mark.by_day(10)
 def test_the_data_may_be_a_dataset_and_no_iterator() -> None:
     class Batches(keras.utils.PyDataset):
         def __len__(self) -> int:

@@ -157,6 +157,7 @@ IN_XLA = {
 }
 
 
+@pytest.mark.nightly(unless=["u-float32", "n-float32", "u-float64", "int32"])
 @pytest.mark.parametrize("name", IN_XLA)
 def test_entries_in_xla(name: str) -> None:
     width = (7,)
