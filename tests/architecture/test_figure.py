@@ -8,7 +8,7 @@ import pytest
 from architecture.figure import README, current, with_figure
 from architecture.package_source import PACKAGE, REPOSITORY, package_source
 
-pytestmark = pytest.mark.one_backend
+pytestmark = pytest.mark.one_backend("jax")
 
 PACKAGE_FOLDER = REPOSITORY / PACKAGE
 DECISIONS = sorted((REPOSITORY / "docs" / "contributors" / "decisions").glob("*.md"))

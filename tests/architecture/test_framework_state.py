@@ -14,7 +14,7 @@ import keras
 import pytest
 from architecture.framework_state import FOLDERS, state_of
 
-pytestmark = pytest.mark.one_backend
+pytestmark = pytest.mark.one_backend("jax")
 
 REPOSITORY = Path(__file__).parents[2]
 [PAGE] = (REPOSITORY / "docs/contributors/decisions").glob(

@@ -17,7 +17,7 @@ from architecture.figure import GROUPS, LAYERS, box_of, edges, height_of
 from architecture.import_graph import cycles, import_graph
 from architecture.package_source import PACKAGE, Module, Source, package_source
 
-pytestmark = pytest.mark.one_backend
+pytestmark = pytest.mark.one_backend("jax")
 
 FRAMEWORKS = {"jax": "jax", "torch": "torch", "tensorflow": "tensorflow"}
 

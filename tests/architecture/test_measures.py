@@ -19,7 +19,7 @@ from architecture.measures import (
 from architecture.package_source import Module, Source, package_source
 from architecture.private_names import private_names
 
-pytestmark = pytest.mark.one_backend
+pytestmark = pytest.mark.one_backend("jax")
 
 #: Bounds from above. They only go down.
 BOUNDS = {

@@ -17,7 +17,7 @@ from keras_strategies.communication import engine_sockets
 from keras_strategies.communication.engine_sockets import EngineSockets
 
 pytestmark = [
-    pytest.mark.one_backend,
+    pytest.mark.one_backend("jax"),
     pytest.mark.skipif(
         not os.path.isdir("/proc/self/fd"), reason="sockets are found in /proc"
     ),

@@ -13,7 +13,7 @@ import pytest
 from architecture.measures import lines_of
 from architecture.package_source import Module
 
-pytestmark = pytest.mark.one_backend
+pytestmark = pytest.mark.one_backend("jax")
 
 TESTS = Path(__file__).parents[1]
 #: All files of the engine, beside this one.

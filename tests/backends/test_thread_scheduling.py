@@ -10,7 +10,7 @@ import pytest
 
 from keras_strategies.runtime.thread_scheduling import scheduled_as_batch
 
-pytestmark = pytest.mark.one_backend
+pytestmark = pytest.mark.one_backend("jax")
 
 linux_only = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="scheduling policies are Linux's"

@@ -19,7 +19,7 @@ from keras import layers
 import keras_strategies as ks
 from keras_strategies.training.saving.atomic_files import atomic_file
 
-pytestmark = pytest.mark.one_backend
+pytestmark = pytest.mark.one_backend("jax")
 
 TIMEOUT = 60.0
 

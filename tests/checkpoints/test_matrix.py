@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from harness.forker import Forker
 
-pytestmark = pytest.mark.one_backend
+pytestmark = pytest.mark.one_backend("jax")
 
 SCRIPT = Path(__file__).with_name("one_backend.py")
 SECONDS = 600.0

@@ -14,7 +14,7 @@ from harness.forker import Forker
 
 import keras_strategies as ks
 
-pytestmark = pytest.mark.one_backend
+pytestmark = pytest.mark.one_backend("jax")
 
 #: Trains and saves a model, without a strategy or with one.
 SAVER = """

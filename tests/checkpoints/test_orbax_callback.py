@@ -13,7 +13,7 @@ from keras import layers
 
 pytest.importorskip("orbax.checkpoint")
 pytestmark = [
-    pytest.mark.one_backend,
+    pytest.mark.one_backend("jax"),
     pytest.mark.skipif(
         not hasattr(keras.callbacks, "OrbaxCheckpoint"),
         reason="this Keras has no OrbaxCheckpoint",

@@ -21,7 +21,7 @@ from keras_strategies.cluster.own_address import own_address
 from keras_strategies.cluster.resolvers.local_processes import free_addresses
 from keras_strategies.errors import ClusterError, WorkerError
 
-pytestmark = pytest.mark.one_backend
+pytestmark = pytest.mark.one_backend("jax")
 
 SAME = {"backend": "none"}
 

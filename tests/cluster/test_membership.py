@@ -28,7 +28,7 @@ from keras_strategies.cluster.spec import split_address
 from keras_strategies.errors import ClusterError, WorkerError
 from keras_strategies.types import Elastic
 
-pytestmark = pytest.mark.one_backend
+pytestmark = pytest.mark.one_backend("jax")
 
 # Long enough for a busy machine; only tests of stopped workers wait for it.
 SILENCE = 5.0

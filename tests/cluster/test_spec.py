@@ -11,7 +11,7 @@ import keras_strategies as ks
 from keras_strategies.cluster import spec as specs
 from keras_strategies.cluster.spec import ClusterSpec
 
-pytestmark = pytest.mark.one_backend
+pytestmark = pytest.mark.one_backend("jax")
 
 
 def test_lists_and_dicts_of_tasks() -> None:

@@ -13,7 +13,7 @@ from keras_strategies.cluster.resolvers.local_processes import free_addresses
 from keras_strategies.errors import WorkerError
 from keras_strategies.lead.stalls import StallWatch
 
-pytestmark = pytest.mark.one_backend
+pytestmark = pytest.mark.one_backend("jax")
 
 ABOUT = {"host": "10.0.0.7", "pid": 42, "progress": "step 4 of fit"}
 

@@ -17,7 +17,7 @@ from keras_strategies.cluster.group.step_clock import (
     slow_workers,
 )
 
-pytestmark = pytest.mark.one_backend
+pytestmark = pytest.mark.one_backend("jax")
 
 
 class FakeTime:

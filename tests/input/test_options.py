@@ -6,7 +6,7 @@ import pytest
 
 import keras_strategies as ks
 
-pytestmark = pytest.mark.one_backend
+pytestmark = pytest.mark.one_backend("jax")
 
 
 def test_per_replica_batch_size() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from keras_strategies.input.prefetch import Prefetcher
 
-pytestmark = pytest.mark.one_backend
+pytestmark = pytest.mark.one_backend("jax")
 
 
 def threads() -> list[threading.Thread]:

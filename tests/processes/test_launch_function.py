@@ -15,7 +15,7 @@ from harness.processes import assert_gone, pids, wait_until
 
 import keras_strategies as ks
 
-pytestmark = [pytest.mark.one_backend, pytest.mark.multiprocess]
+pytestmark = [pytest.mark.one_backend("jax"), pytest.mark.multiprocess]
 
 
 def new_children() -> list[psutil.Process]:

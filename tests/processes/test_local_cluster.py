@@ -18,7 +18,7 @@ from keras_strategies.processes.local_cluster import (
     visible_gpus,
 )
 
-pytestmark = pytest.mark.one_backend
+pytestmark = pytest.mark.one_backend("jax")
 
 
 def names(found) -> list[str]:

@@ -6,7 +6,7 @@ import pytest
 
 import keras_strategies as ks
 
-pytestmark = pytest.mark.one_backend
+pytestmark = pytest.mark.one_backend("jax")
 
 Resolver = ks.cluster_resolver.RayClusterResolver
 

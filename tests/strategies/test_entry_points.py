@@ -22,7 +22,7 @@ from keras_strategies.cluster.resolvers.local_processes import free_addresses
 from keras_strategies.engines import get_engine
 from keras_strategies.runtime.engine import Feature
 
-pytestmark = pytest.mark.one_backend
+pytestmark = pytest.mark.one_backend("jax")
 
 SECONDS = 120.0
 TWO = "['cpu:0', 'cpu:1']"

@@ -11,7 +11,7 @@ import pytest
 from keras_strategies.tools.choose_command import Needs, choose
 from keras_strategies.tools.cli import main
 
-pytestmark = pytest.mark.one_backend
+pytestmark = pytest.mark.one_backend("jax")
 
 GB = 1 << 30
 #: A model of 4 GiB of weights with Adam; 2 GiB of activations for each device.

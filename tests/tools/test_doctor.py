@@ -18,7 +18,7 @@ from keras_strategies.cluster.resolvers.local_processes import free_addresses
 from keras_strategies.tools import doctor as doctors
 from keras_strategies.tools.reachability import find_peers, listening
 
-pytestmark = pytest.mark.one_backend
+pytestmark = pytest.mark.one_backend("jax")
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from harness.processes import TIMEOUT, launch
 import keras_strategies as ks
 
 pytestmark = [
-    pytest.mark.one_backend,
+    pytest.mark.one_backend("jax"),
     pytest.mark.multiprocess,
     pytest.mark.skipif(os.name != "posix", reason="process groups are POSIX"),
 ]

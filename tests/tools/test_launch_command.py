@@ -22,7 +22,7 @@ from harness.processes import (
 )
 
 pytestmark = [
-    pytest.mark.one_backend,
+    pytest.mark.one_backend("jax"),
     pytest.mark.multiprocess,
     pytest.mark.skipif(os.name != "posix", reason="process groups are POSIX"),
 ]

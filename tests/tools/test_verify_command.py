@@ -42,7 +42,7 @@ def script(tmp_path: Path, monkeypatch) -> Iterator[str]:
     sys.modules.pop(path.stem, None)
 
 
-@pytest.mark.one_backend
+@pytest.mark.one_backend("jax")
 def test_exit_codes_text_and_file(script, tmp_path, capsys) -> None:
     file = str(tmp_path / "report.json")
     options = ["--devices", "2", "--steps", "2"]
@@ -53,7 +53,7 @@ def test_exit_codes_text_and_file(script, tmp_path, capsys) -> None:
     assert "learning_rate_scaled" in capsys.readouterr().out
 
 
-@pytest.mark.one_backend
+@pytest.mark.one_backend("jax")
 @pytest.mark.parametrize(
     ("target", "text"),
     [
