@@ -83,7 +83,7 @@ def _parameters() -> Iterator[Any]:
             yield pytest.param(case, name, marks=marks, id=f"{case.name}-{name}")
 
 
-@pytest.mark.slow(seconds=11)
+@pytest.mark.slow(seconds=18)
 @pytest.mark.parametrize("case, strategy_name", list(_parameters()))
 def test_same_as_one_device(case: Case, strategy_name: str) -> None:
     assert_same_training(case, STRATEGIES[strategy_name].make())

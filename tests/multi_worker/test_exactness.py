@@ -27,7 +27,7 @@ def marks(case: WorkerCase) -> list[pytest.MarkDecorator]:
     return [pytest.mark.one_backend(*(n for n in BACKENDS if n not in case.nightly_on))]
 
 
-@pytest.mark.slow(seconds=7)
+@pytest.mark.slow(seconds=15)
 @pytest.mark.parametrize(
     ("worker_case", "cluster"),
     [
