@@ -112,11 +112,6 @@ INTRUSIONS = (
         "TensorFlow raises classes of errors for collectives that others have too.",
     ),
     Intrusion(
-        "engines.torch.model_parallel.unsharded_ops",
-        "text",
-        "DTensor raises `RuntimeError` where a rule does not cover placements.",
-    ),
-    Intrusion(
         "processes.ray.actors",
         "text",
         "The last line of a traceback in Ray's error says why an actor ended.",
