@@ -105,7 +105,9 @@ def _item(values: Any, i: int) -> Any:
 
 def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     tensors = [t for t in tree_flatten([args, kwargs])[0] if _is_tensor(t)]
-    mesh = next(t.device_mesh for t in tensors if isinstance(t, DTensor))
+    mesh = next((t.device_mesh for t in tensors if isinstance(t, DTensor)), None)
+    if mesh is None:
+        return func(*args, **kwargs)  # Others of its list are in shards.
     like = next(filter(is_divided, tensors), None)
     if like is None:
         return _on_full_tensors(func, args, kwargs, mesh)
