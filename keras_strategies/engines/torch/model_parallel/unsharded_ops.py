@@ -108,7 +108,7 @@ def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     mesh = next((t.device_mesh for t in tensors if isinstance(t, DTensor)), None)
     if mesh is None:
         return func(*args, **kwargs)  # Others of its list are in shards.
-    like = next(filter(is_divided, tensors), None)
+    like = next(filter(_is_divided, tensors), None)
     if like is None:
         return _on_full_tensors(func, args, kwargs, mesh)
     if func is _aten.sum.default:
@@ -117,7 +117,7 @@ def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return _replicated(own, mesh)
     written = tree_flatten([args[i] for i in _written(func, args)])[0]
     is_alike = all(t.shape == like.shape or t.dim() == 0 for t in tensors)
-    if _is_of_entries(func) and is_alike and all(map(is_divided, written)):
+    if _is_of_entries(func) and is_alike and all(map(_is_divided, written)):
         return _on_shards(func, args, kwargs, like)
     return _on_full_tensors(func, args, kwargs, mesh)
 
@@ -126,7 +126,7 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def is_divided(tensor: torch.Tensor) -> bool:
+def _is_divided(tensor: torch.Tensor) -> bool:
     """Whether processes have shards of a tensor, and not all of it."""
     return isinstance(tensor, DTensor) and tensor.placements[0].is_shard()
 
@@ -211,7 +211,7 @@ def _full(value: Any) -> Any:
     """The gathered tensor; other values unchanged."""
     if not isinstance(value, DTensor):
         return value
-    if is_divided(value):
+    if _is_divided(value):
         value = value.redistribute(value.device_mesh, [Replicate()])
     return local_shard(value)
 
