@@ -1,0 +1,120 @@
+"""Records of a Keras training: logs and variables after each batch of `fit`.
+
+Gradients are part of compiled programs and not observed. Dropout is off, because its
+masks depend on devices.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import keras
+import numpy as np
+
+from keras_strategies.keras_compat.models.layers import sublayers
+from keras_strategies.verification.processes.records import Arrays, Recorder
+
+
+class KerasRecorder(Recorder):
+    """Records a training of this process.
+
+    Args:
+        steps: int, as for `Recorder`.
+        disturbance: float, by which weights are changed before the first step.
+    """
+
+    def __init__(self, steps: int, disturbance: float = 0.0):
+        super().__init__(steps)
+        self._disturbance = disturbance
+        self._fit, self._evaluate = keras.Model.fit, keras.Model.evaluate
+        self.record.versions = {"keras": keras.__version__}
+
+        @functools.wraps(self._fit)
+        def fit(model: Any, *args: Any, callbacks: Any = None, **options: Any) -> Any:
+            given = callbacks if callbacks is not None else []
+            own = given if isinstance(given, (list, tuple)) else [given]
+            every = [*own, _Observer(self)]
+            return self._fit(model, *args, callbacks=every, **options)
+
+        @functools.wraps(self._evaluate)
+        def evaluate(model: Any, *args: Any, **options: Any) -> Any:
+            found = self._evaluate(model, *args, **{**options, "return_dict": True})
+            self.add_logs({f"evaluated {name}": v for name, v in found.items()})
+            if options.get("return_dict"):
+                return found
+            values = list(found.values())
+            return values[0] if len(values) == 1 else values
+
+        keras.Model.fit, keras.Model.evaluate = fit, evaluate
+
+    def stop(self) -> None:
+        keras.Model.fit, keras.Model.evaluate = self._fit, self._evaluate
+
+    def array(self, value: Any) -> np.ndarray:
+        return np.array(keras.ops.convert_to_numpy(value))
+
+    def observe(self, model: Any, values: dict[str, Any]) -> None:
+        if model is not None:
+            self.step_begins()
+        super().observe(model, values)
+        if model is not None:
+            self.current.variables = self.variables(model)
+            self.step_ended()
+
+    def add_logs(self, logs: dict[str, Any]) -> None:
+        """Records logs of a batch or an evaluation."""
+        values = {name: np.array(float(value)) for name, value in logs.items()}
+        self.current.values.update(values)
+
+    def begins(self, model: Any) -> None:
+        """Prepares a model for the first step, and records its weights."""
+        for layer in sublayers(model):
+            rate = getattr(layer, "rate", None)
+            if isinstance(rate, float) and rate and "Dropout" in type(layer).__name__:
+                layer.rate = 0.0
+                self.record.notes["Dropout was off."] = True
+        if not model.built:
+            return
+        if self._disturbance and not self.record.start:
+            generator = np.random.default_rng(0)
+            for each in model.trainable_variables:
+                signs = generator.choice([-1.0, 1.0], tuple(each.shape))
+                each.assign(self.array(each) * (1 + self._disturbance * signs))
+        self.record.start = self.record.start or self.variables(model)
+
+    def variables(self, model: Any) -> Arrays:
+        """Values of weights by their paths, without random numbers."""
+        names: dict[str, int] = {}
+        found: Arrays = {}
+        for each in model.weights:
+            count = names[each.path] = names.get(each.path, 0) + 1
+            found[each.path if count == 1 else f"{each.path} {count}"] = self.array(
+                each
+            )
+        return found
+
+
+class _Observer(keras.callbacks.Callback):
+    def __init__(self, recorder: KerasRecorder):
+        super().__init__()
+        self._recorder = recorder
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._recorder.begins(self.model)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._recorder.step_begins()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        recorder = self._recorder
+        model = self.model  # Keras on JAX writes the state into the variables here.
+        rate = model.optimizer.learning_rate
+        recorder.current.settings["learning_rate"] = float(recorder.array(rate))
+        for name in ("clipnorm", "clipvalue", "global_clipnorm"):
+            value = getattr(model.optimizer, name, None)
+            if value is not None:
+                recorder.current.settings[name] = float(value)
+        recorder.add_logs(dict(logs or {}))
+        recorder.current.variables = recorder.variables(model)
+        recorder.step_ended()
