@@ -118,7 +118,7 @@ class Causes:
         return self.runs.alone.steps[i], [rank.steps[i] for rank in self.runs.ranks]
 
     def _of_rows(self, first: Found) -> tuple[str, str]:
-        if first.name == "rows" and first.text != EVERY_RANK:
+        if first.name == "rows" and first.step == 1 and first.text != EVERY_RANK:
             alone, ranks = self._steps(first)
             counts = {len(each.rows) for each in ranks}
             if counts == {len(alone.rows)}:
@@ -221,13 +221,12 @@ class Causes:
             return "variable_left_out", "it keeps its value"
         if (found := self._of_unequal(own[0], own[1:], moved))[0]:
             return found
+        if clips := [name for name in alone.settings if "clip" in name]:
+            return "per_replica_function", f"losses are equal, and there is {clips[0]}"
         found = self._factor(own[0], own[1], moved)
         if found[0]:
             text = found[1].replace("it is", "the update is")
             return "learning_rate_scaled", text
-        settings = self.runs.alone.steps[i].settings
-        if clips := [name for name in settings if "clip" in name]:
-            return "per_replica_function", f"losses are equal, and there is {clips[0]}"
         if not alone.gradients:  # Of programs.
             return "mean_of_means", "losses are equal, and the update is not"
         return "per_replica_function", "gradients are equal, and the update is not"

@@ -99,12 +99,12 @@ def differences(runs: Runs) -> Iterator[Found]:
 def _of_step(runs: Runs, i: int) -> Iterator[Found]:
     alone, ranks = runs.alone.steps[i], [rank.steps[i] for rank in runs.ranks]
     noisy = None if runs.noisy is None else runs.noisy.steps[i]
-    if problem := rows_problem(alone, ranks, runs.ranks[0].sharded):
-        yield Found("batch", "rows", i + 1, text=problem)
-        return
     settings = {name: np.array(value) for name, value in alone.settings.items()}
     every = [{n: np.array(v) for n, v in each.settings.items()} for each in ranks]
     yield from _of(runs, "setting", i + 1, settings, every, None)
+    if problem := rows_problem(alone, ranks, runs.ranks[0].sharded):
+        yield Found("batch", "rows", i + 1, text=problem)
+        return
     joined = joined_outputs(alone, ranks)
     if joined is not None:
         own = noisy.outputs() if noisy else None
@@ -113,6 +113,7 @@ def _of_step(runs: Runs, i: int) -> Iterator[Found]:
         ("metric", "values"),
         ("gradient", "gradients"),
         ("variable", "variables"),
+        ("metric", "after"),
     ):
         others = [getattr(each, name) for each in ranks]
         disturbed = None if noisy is None else getattr(noisy, name)
@@ -128,10 +129,11 @@ def _of_end(runs: Runs) -> Iterator[Found]:
         yield Found("batch", "steps", min(counts) + 1, text=text)
         return
     last = len(alone.steps)
-    evaluated = Counter(row for rank in ranks for row in rank.evaluated)
-    alone_evaluated = Counter(alone.evaluated)
+    own = [Counter(rank.evaluated + rank.end.rows) for rank in ranks]
+    evaluated, alone_evaluated = sum(own, Counter[int]()), Counter(alone.evaluated)
+    alone_evaluated.update(alone.end.rows)
     # Where each rank evaluates all rows, as often as one process, all is well.
-    is_shared = any(Counter(rank.evaluated) != alone_evaluated for rank in ranks)
+    is_shared = any(each != alone_evaluated for each in own)
     if evaluated and is_shared and evaluated != alone_evaluated:
         text = _rows_text(alone_evaluated, evaluated)
         yield Found("batch", "rows without gradients", last, text=text)
@@ -142,8 +144,8 @@ def _of_end(runs: Runs) -> Iterator[Found]:
     # Ranks that save nothing leave it to others.
     saved = [rank.saved for rank in ranks if rank.saved]
     if saved or alone.saved:
-        own = None if runs.noisy is None else runs.noisy.saved
-        yield from _of(runs, "saved", last, alone.saved, saved or [{}], own)
+        disturbed = None if runs.noisy is None else runs.noisy.saved
+        yield from _of(runs, "saved", last, alone.saved, saved or [{}], disturbed)
 
 
 def rows_problem(alone: StepRecord, ranks: list[StepRecord], is_sharded: bool) -> str:

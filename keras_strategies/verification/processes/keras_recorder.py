@@ -28,6 +28,7 @@ class KerasRecorder(Recorder):
         super().__init__(steps)
         self._disturbance = disturbance
         self._fit, self._evaluate = keras.Model.fit, keras.Model.evaluate
+        self._train_on_batch = keras.Model.train_on_batch
         self.record.versions = {"keras": keras.__version__}
 
         @functools.wraps(self._fit)
@@ -46,10 +47,20 @@ class KerasRecorder(Recorder):
             values = list(found.values())
             return values[0] if len(values) == 1 else values
 
+        @functools.wraps(self._train_on_batch)
+        def train_on_batch(model: Any, *args: Any, **options: Any) -> Any:
+            self.step_begins()
+            self.begins(model)
+            found = self._train_on_batch(model, *args, **options)
+            self.updated(model, found if isinstance(found, dict) else {})
+            return found
+
         keras.Model.fit, keras.Model.evaluate = fit, evaluate
+        keras.Model.train_on_batch = train_on_batch
 
     def stop(self) -> None:
         keras.Model.fit, keras.Model.evaluate = self._fit, self._evaluate
+        keras.Model.train_on_batch = self._train_on_batch
 
     def array(self, value: Any) -> np.ndarray:
         return np.array(keras.ops.convert_to_numpy(value))
@@ -83,6 +94,19 @@ class KerasRecorder(Recorder):
                 each.assign(self.array(each) * (1 + self._disturbance * signs))
         self.record.start = self.record.start or self.variables(model)
 
+    def updated(self, model: Any, logs: dict[str, Any]) -> None:
+        """Records a step that has ended."""
+        settings = self.current.settings
+        rate = self.array(model.optimizer.learning_rate)
+        settings["learning_rate"] = float(rate)
+        for name in ("clipnorm", "clipvalue", "global_clipnorm"):
+            value = getattr(model.optimizer, name, None)
+            if value is not None:
+                settings[name] = float(value)
+        self.add_logs(logs)
+        self.current.variables = self.variables(model)
+        self.step_ended()
+
     def variables(self, model: Any) -> Arrays:
         """Values of weights by their paths, without random numbers."""
         names: dict[str, int] = {}
@@ -107,14 +131,5 @@ class _Observer(keras.callbacks.Callback):
         self._recorder.step_begins()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        recorder = self._recorder
         model = self.model  # Keras on JAX writes the state into the variables here.
-        rate = model.optimizer.learning_rate
-        recorder.current.settings["learning_rate"] = float(recorder.array(rate))
-        for name in ("clipnorm", "clipvalue", "global_clipnorm"):
-            value = getattr(model.optimizer, name, None)
-            if value is not None:
-                recorder.current.settings[name] = float(value)
-        recorder.add_logs(dict(logs or {}))
-        recorder.current.variables = recorder.variables(model)
-        recorder.step_ended()
+        self._recorder.updated(model, dict(logs or {}))

@@ -37,6 +37,7 @@ class StepRecord:
         losses: list of float, the values that `backward` began with.
         settings: dict, of the optimizer.
         values: dict of what the script has passed to `ks.observe`, and of logs.
+        after: dict of those that were passed after the update.
         gradients, variables: dicts by name; gradients as they were in the update,
             variables after it.
     """
@@ -45,6 +46,7 @@ class StepRecord:
     losses: list[float] = field(default_factory=list)
     settings: dict[str, float] = field(default_factory=dict)
     values: Arrays = field(default_factory=dict)
+    after: Arrays = field(default_factory=dict)
     gradients: Arrays = field(default_factory=dict)
     variables: Arrays = field(default_factory=dict)
 
@@ -133,7 +135,7 @@ class Recorder:
         if has_begun or not self.record.steps or self.record.evaluated:
             self.current.values.update(own)
         else:  # Of the step that the update has ended.
-            self.record.steps[-1].values.update(own)
+            self.record.steps[-1].after.update(own)
 
     def array(self, value: Any) -> np.ndarray:
         return np.asarray(value)

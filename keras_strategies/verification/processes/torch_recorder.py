@@ -57,6 +57,7 @@ class TorchRecorder(Recorder):
         self._call = Call()
         self._models: list[Any] = []
         self._drawn = 0
+        self._scaled: set[int | None] = set()
         self._stops: list[Callable[[], None]] = []
         modules = torch.nn.modules.module
         for handle in (
@@ -272,8 +273,11 @@ class TorchRecorder(Recorder):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        if batch_size is not None and kwargs.get("batch_sampler") is None:
+        # Frameworks make a loader again from the settings of the script's.
+        is_scaled = batch_size in self._scaled
+        if batch_size and not is_scaled and kwargs.get("batch_sampler") is None:
             batch_size *= scale
+            self._scaled.add(batch_size)
         original(loader, dataset, batch_size, *args, **kwargs)
 
 

@@ -153,7 +153,7 @@ class _Verification:
     def report(self) -> VerificationReport:
         ranks = self._run(self.processes, replace(self.options, devices=self.devices))
         [alone] = self._run(1, self.options)
-        if not alone.steps and not alone.end.values and not alone.saved:
+        if alone == ProcessRecord(versions=alone.versions):
             raise InvalidArgumentError(
                 "The function took no step that can be observed: no `torch.optim` "
                 "optimizer was stepped, no Keras model was fitted, and `ks.observe` "
@@ -259,7 +259,7 @@ def _of_masks(runs: Runs) -> list[Found]:
     """Whether ranks draw the same masks for different rows."""
     ranks = runs.ranks
     rows = [sorted(step.rows) for rank in ranks for step in rank.steps[:1]]
-    if len(ranks) < 2 or all(each == rows[0] for each in rows):
+    if len(ranks) < 2 or (rows and all(each == rows[0] for each in rows)):
         return []
     one, other = ranks[0].masks, ranks[1].masks
     equal = sum(a == b and a != 0 for a, b in zip(one, other, strict=False))
