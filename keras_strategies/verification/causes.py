@@ -110,6 +110,11 @@ CAUSES = {
         "`model.trainable_variables` to the gradients and to the optimizer on each "
         "replica."
     ),
+    "lost_at_resume": (
+        "It is no part of the snapshot. Keep it in a `keras.Variable` that the model "
+        "or its optimizer tracks; a callback saves its state by `get_state` and "
+        "`set_state`."
+    ),
     "copies_differ": (
         "The copies of a variable on replicas are different. Assign the same value on "
         "all of them; if nothing in the script assigns it, suspect the device."
