@@ -6,7 +6,6 @@ masks depend on devices.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import keras
@@ -27,51 +26,41 @@ class KerasRecorder(Recorder):
     def __init__(self, steps: int, disturbance: float = 0.0):
         super().__init__(steps)
         self._disturbance = disturbance
-        self._fit, self._evaluate = keras.Model.fit, keras.Model.evaluate
-        self._train_on_batch = keras.Model.train_on_batch
         self.record.versions = {"keras": keras.__version__}
+        for name in ("fit", "evaluate", "train_on_batch"):
+            self.replace(keras.Model, name, getattr(self, f"_{name}"))
 
-        @functools.wraps(self._fit)
-        def fit(model: Any, *args: Any, callbacks: Any = None, **options: Any) -> Any:
-            given = callbacks if callbacks is not None else []
-            own = given if isinstance(given, (list, tuple)) else [given]
-            every = [*own, _Observer(self)]
-            return self._fit(model, *args, callbacks=every, **options)
+    def _fit(
+        self,
+        original: Any,
+        model: Any,
+        *args: Any,
+        callbacks: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        given = callbacks if callbacks is not None else []
+        own = given if isinstance(given, (list, tuple)) else [given]
+        return original(model, *args, callbacks=[*own, _Observer(self)], **kwargs)
 
-        @functools.wraps(self._evaluate)
-        def evaluate(model: Any, *args: Any, **options: Any) -> Any:
-            found = self._evaluate(model, *args, **{**options, "return_dict": True})
-            self.add_logs({f"evaluated {name}": v for name, v in found.items()})
-            if options.get("return_dict"):
-                return found
-            values = list(found.values())
-            return values[0] if len(values) == 1 else values
-
-        @functools.wraps(self._train_on_batch)
-        def train_on_batch(model: Any, *args: Any, **options: Any) -> Any:
-            self.step_begins()
-            self.begins(model)
-            found = self._train_on_batch(model, *args, **options)
-            self.updated(model, found if isinstance(found, dict) else {})
+    def _evaluate(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        found = original(model, *args, **{**kwargs, "return_dict": True})
+        self.add_logs({f"evaluated {name}": v for name, v in found.items()})
+        if kwargs.get("return_dict"):
             return found
+        values = list(found.values())
+        return values[0] if len(values) == 1 else values
 
-        keras.Model.fit, keras.Model.evaluate = fit, evaluate
-        keras.Model.train_on_batch = train_on_batch
-
-    def stop(self) -> None:
-        keras.Model.fit, keras.Model.evaluate = self._fit, self._evaluate
-        keras.Model.train_on_batch = self._train_on_batch
+    def _train_on_batch(
+        self, original: Any, model: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        self.step_begins()
+        self.begins(model)
+        found = original(model, *args, **kwargs)
+        self.updated(model, found if isinstance(found, dict) else {})
+        return found
 
     def array(self, value: Any) -> np.ndarray:
         return np.array(keras.ops.convert_to_numpy(value))
-
-    def observe(self, model: Any, values: dict[str, Any]) -> None:
-        if model is not None:
-            self.step_begins()
-        super().observe(model, values)
-        if model is not None:
-            self.current.variables = self.variables(model)
-            self.step_ended()
 
     def add_logs(self, logs: dict[str, Any]) -> None:
         """Records logs of a batch or an evaluation."""
@@ -92,7 +81,7 @@ class KerasRecorder(Recorder):
             for each in model.trainable_variables:
                 signs = generator.choice([-1.0, 1.0], tuple(each.shape))
                 each.assign(self.array(each) * (1 + self._disturbance * signs))
-        self.record.start = self.record.start or self.variables(model)
+        self.record.start = self.record.start or self.variables_of(model)
 
     def updated(self, model: Any, logs: dict[str, Any]) -> None:
         """Records a step that has ended."""
@@ -104,10 +93,10 @@ class KerasRecorder(Recorder):
             if value is not None:
                 settings[name] = float(value)
         self.add_logs(logs)
-        self.current.variables = self.variables(model)
+        self.current.variables = self.variables_of(model)
         self.step_ended()
 
-    def variables(self, model: Any) -> Arrays:
+    def variables_of(self, model: Any) -> Arrays:
         """Values of weights by their paths, without random numbers."""
         names: dict[str, int] = {}
         found: Arrays = {}

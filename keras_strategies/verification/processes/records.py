@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -98,7 +100,7 @@ class EnoughSteps(BaseException):
     """Ends the function after the steps to compare; no `except Exception` stops it."""
 
 
-class Recorder:
+class Recorder(ABC):
     """Records a training of this process, until `stop`.
 
     Args:
@@ -108,6 +110,24 @@ class Recorder:
     def __init__(self, steps: int):
         self.steps = steps
         self.record = ProcessRecord()
+        self.stops: list[Callable[[], None]] = []
+
+    def replace(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+        """Replaces a function of the framework until `stop`.
+
+        Args:
+            owner: a module or class.
+            name: str, its attribute.
+            replacement: callable of the original function and its arguments.
+        """
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            return replacement(original, *args, **kwargs)
+
+        setattr(owner, name, replaced)
+        self.stops.append(lambda: setattr(owner, name, original))
 
     @property
     def current(self) -> StepRecord:
@@ -130,18 +150,30 @@ class Recorder:
 
     def observe(self, model: Any, values: dict[str, Any]) -> None:
         """Records values that the script has passed to `ks.observe`."""
+        if model is not None:
+            self.step_begins()
         own = {name: self.array(value) for name, value in values.items()}
         has_begun = self.current.calls or self.current.losses or model is not None
         if has_begun or not self.record.steps or self.record.evaluated:
             self.current.values.update(own)
         else:  # Of the step that the update has ended.
             self.record.steps[-1].after.update(own)
+        if model is not None:
+            self.current.variables = self.variables_of(model)
+            self.step_ended()
 
+    @abstractmethod
     def array(self, value: Any) -> np.ndarray:
-        return np.asarray(value)
+        """A copy of a tensor or a number."""
+
+    @abstractmethod
+    def variables_of(self, model: Any) -> Arrays:
+        """Values of a model's variables by name."""
 
     def stop(self) -> None:
         """Undoes everything that is replaced in the framework."""
+        for stop in reversed(self.stops):
+            stop()
 
 
 _recorders: list[Recorder] = []

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -58,7 +57,6 @@ class TorchRecorder(Recorder):
         self._models: list[Any] = []
         self._drawn = 0
         self._scaled: set[int | None] = set()
-        self._stops: list[Callable[[], None]] = []
         modules = torch.nn.modules.module
         for handle in (
             modules.register_module_forward_pre_hook(self._before_call),
@@ -68,30 +66,16 @@ class TorchRecorder(Recorder):
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ):
-            self._stops.append(handle.remove)
+            self.stops.append(handle.remove)
         functional = torch.nn.functional
         for name in _DROPOUTS:
-            self._replace(functional, name, self._dropout)
-        self._replace(functional, "scaled_dot_product_attention", self._attention)
-        self._replace(torch.autograd, "backward", self._backward)
-        self._replace(torch, "save", self._save)
+            self.replace(functional, name, self._dropout)
+        self.replace(functional, "scaled_dot_product_attention", self._attention)
+        self.replace(torch.autograd, "backward", self._backward)
+        self.replace(torch, "save", self._save)
         if scale > 1:
             loader = functools.partial(self._loader, scale)
-            self._replace(torch.utils.data.DataLoader, "__init__", loader)
-
-    def stop(self) -> None:
-        for stop in reversed(self._stops):
-            stop()
-
-    def _replace(self, owner: Any, name: str, replacement: Any) -> None:
-        original = getattr(owner, name)
-
-        @functools.wraps(original)
-        def replaced(*args: Any, **kwargs: Any) -> Any:
-            return replacement(original, *args, **kwargs)
-
-        setattr(owner, name, replaced)
-        self._stops.append(lambda: setattr(owner, name, original))
+            self.replace(torch.utils.data.DataLoader, "__init__", loader)
 
     def array(self, value: Any) -> np.ndarray:
         """A copy of a tensor; of a sharded one, joined from all processes."""
@@ -185,6 +169,11 @@ class TorchRecorder(Recorder):
                     each.mul_(factor.to(each.dtype))
         self.record.start.update(self._variables([model]))
 
+    def variables_of(self, model: Any) -> dict[str, np.ndarray]:
+        if model not in self._models:
+            self._models.append(model)
+        return self._variables([model])
+
     def _variables(self, models: list[Any]) -> dict[str, np.ndarray]:
         found = {}
         for name, each in self._named(models, buffers=True):
@@ -252,7 +241,7 @@ class TorchRecorder(Recorder):
         p = given[4] if len(given) > 4 else kwargs.get("dropout_p", 0.0)
         if p:
             query = args[0] if args else kwargs["query"]
-            self._dropout(self._torch.nn.functional.dropout.__wrapped__, query, p)
+            self._torch.nn.functional.dropout(query, p)  # The one that is recorded.
             given[4:5] = [0.0] if len(given) > 4 else []
             kwargs = {**kwargs, "dropout_p": 0.0} if len(given) <= 4 else kwargs
         return original(*given, **kwargs)
