@@ -135,6 +135,10 @@ from keras_strategies.types import VariableSynchronization as VariableSynchroniz
 from keras_strategies.values import DistributedValues as DistributedValues
 from keras_strategies.values import Mirrored as Mirrored
 from keras_strategies.values import PerReplica as PerReplica
+from keras_strategies.verification.processes.records import observe as observe
+from keras_strategies.verification.processes.verify_processes import (
+    verify_processes as verify_processes,
+)
 from keras_strategies.verification.report import (
     VerificationReport as VerificationReport,
 )
