@@ -168,7 +168,6 @@ class TensorFlowRun(ReplicaRun):
 
             found = FunctionsByRank(
                 program,
-                reduce_retracing=True,
                 # XLA compiles programs for one device.
                 jit_compile=is_for_xla(fn)
                 if self.replica_set.counts.total == 1
