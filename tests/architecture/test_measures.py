@@ -31,7 +31,7 @@ BOUNDS = {
     # Those of `Engine`, `FitDriver`, `RunDriver` and `ReplicaCollectives`.
     "required members of an engine": 19,
     # One is the gradient of max pooling, which XLA partitions wrong along the rows.
-    "attributes replaced for the process": 29,
+    "attributes replaced for the process": 27,
     # While a step, a scope or a save is open. One is `repeat` on Torch's device "meta",
     # without which each worker calls models with `UpSampling2D` on all rows, one a loss
     # that copies all logits.

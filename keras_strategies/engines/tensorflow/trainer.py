@@ -26,7 +26,9 @@ from keras_strategies.engines.tensorflow.data_parallel.rollback import (
 from keras_strategies.engines.tensorflow.data_parallel.step_function import StepFunction
 from keras_strategies.engines.tensorflow.devices import device_of, tf_device
 from keras_strategies.engines.tensorflow.epoch_datasets import EpochDatasets
-from keras_strategies.engines.tensorflow.intercepted_draws import intercept_draws
+from keras_strategies.engines.tensorflow.random_numbers.intercepted_draws import (
+    intercept_draws,
+)
 from keras_strategies.engines.tensorflow.replicas.empty_replicas import pad_kernels
 from keras_strategies.engines.tensorflow.replicas.lockstep_replicas import (
     ReplicaEngine,

@@ -25,7 +25,7 @@ from keras_strategies.engines.torch.devices import (
     memories,
     torch_device,
 )
-from keras_strategies.engines.torch.own_rows.own_batches import OwnBatchPlacer
+from keras_strategies.engines.torch.own_batches import OwnBatchPlacer
 from keras_strategies.engines.torch.random_numbers.row_numbers import partitioned_step
 from keras_strategies.engines.torch.replicas.replica_threads import ReplicaThreads
 from keras_strategies.engines.torch.replicas.replica_variables import ReplicaVariables

@@ -31,7 +31,9 @@ from keras_strategies.engines.tensorflow.data_parallel.row_parts import (
     own_rows,
 )
 from keras_strategies.engines.tensorflow.devices import tf_device
-from keras_strategies.engines.tensorflow.intercepted_draws import replica_draws
+from keras_strategies.engines.tensorflow.random_numbers.intercepted_draws import (
+    replica_draws,
+)
 from keras_strategies.engines.tensorflow.replicas.captured_variables import (
     CapturedVariable,
 )
