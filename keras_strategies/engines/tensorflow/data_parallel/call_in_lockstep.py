@@ -74,6 +74,7 @@ from keras_strategies.runtime.data_parallel.split_plan import (
     SplitPlan,
 )
 from keras_strategies.runtime.random_numbers.row_draws import OwnRows
+from keras_strategies.runtime.replica_context import ReplicaContext
 from keras_strategies.runtime.replicas.tensor_primitives import is_float
 from keras_strategies.runtime.state.replica_state import (
     AddedState,
@@ -240,7 +241,7 @@ class CallInLockstep(ReplicaExecutor):
         counts = self._row_split.replica_set.counts
 
         def in_context(replica_id: int) -> Callable[[], Any]:
-            replica = context.ReplicaContext(
+            replica = ReplicaContext(
                 self.plan.strategy,
                 counts.first + replica_id,
                 self._collectives,
