@@ -17,7 +17,7 @@ from keras_strategies.engines.tensorflow.compat.variables import (
     is_resource_variable,
     new_variable,
 )
-from keras_strategies.engines.tensorflow.data_parallel.layer_call import (
+from keras_strategies.engines.tensorflow.data_parallel.layer_call_driver import (
     TensorFlowLayerCalls,
 )
 from keras_strategies.engines.tensorflow.data_parallel.rollback import (
@@ -62,7 +62,7 @@ from keras_strategies.keras_compat.variables.values import (
 )
 from keras_strategies.runtime import context
 from keras_strategies.runtime.colocation import colocation_reference
-from keras_strategies.runtime.data_parallel.layer_call import DataParallelCall
+from keras_strategies.runtime.data_parallel.data_parallel_call import DataParallelCall
 from keras_strategies.runtime.drivers import FitDriver
 from keras_strategies.runtime.placement import (
     StepCost,

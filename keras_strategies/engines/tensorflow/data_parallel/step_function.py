@@ -48,7 +48,9 @@ if TYPE_CHECKING:
     from keras_strategies.engines.tensorflow.data_parallel.rollback import (
         TensorFlowRollback,
     )
-    from keras_strategies.runtime.data_parallel.layer_call import DataParallelCall
+    from keras_strategies.runtime.data_parallel.data_parallel_call import (
+        DataParallelCall,
+    )
 
 
 class StepFunction:
