@@ -11,7 +11,6 @@ import numpy as np
 import tensorflow as tf
 
 from keras_strategies.engines.tensorflow.data_parallel.first_step import (
-    collection_paused,
     optimizer_options,
 )
 from keras_strategies.engines.tensorflow.data_parallel.own_batches import (
@@ -135,13 +134,7 @@ class StepFunction:
     def _program(self, step: Callable[[Any], Any]) -> Any:
         if self._model.run_eagerly:
             return step
-
-        def traced(data: Any) -> Any:
-            with collection_paused():
-                return step(data)
-
-        own = tf.autograph.experimental.do_not_convert(traced)
-        return FunctionsByRank(own)
+        return FunctionsByRank(tf.autograph.experimental.do_not_convert(step))
 
     def __call__(self, batches: Iterable[Any]) -> Any:
         """Runs `steps_per_execution` steps.
