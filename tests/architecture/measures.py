@@ -204,6 +204,18 @@ def _groups(module: Module, *, is_temporary: bool) -> list[int]:
     ]
 
 
+def listed_private_names(source: Source) -> int:
+    """Private names in the tables of the files that use them."""
+    return sum(
+        len(names.elts)
+        for module in source.modules
+        for node in module.nodes
+        if isinstance(node, ast.Call) and dotted(node.func) == "Private"
+        for names in node.args[1:2]
+        if isinstance(names, ast.Tuple)
+    )
+
+
 def _foreign_assignments(module: Module) -> Iterator[str]:
     """Assignments to attributes of what is imported from another package."""
     for node in module.nodes:
@@ -329,6 +341,7 @@ def measures(source: Source) -> dict[str, int]:
         "import cycles": len(groups),
         "modules in import cycles": sum(map(len, groups)),
         "private names outside of compat files": len(private_names(source)),
+        "private names of Keras and frameworks": listed_private_names(source),
     }
 
 

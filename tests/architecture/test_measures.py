@@ -9,6 +9,7 @@ from architecture.import_graph import cycles
 from architecture.measures import (
     interface_members,
     lines,
+    listed_private_names,
     measures,
     overriding_classes,
     replaced_attributes,
@@ -47,6 +48,7 @@ BOUNDS = {
     "import cycles": 0,
     "modules in import cycles": 0,
     "private names outside of compat files": 0,
+    "private names of Keras and frameworks": 292,
 }
 
 
@@ -115,6 +117,11 @@ def test_replaced_attributes_are_counted_in_a_manifest(tmp_path: Path) -> None:
     source = package(tmp_path, keras_compat__manifest=text)
     assert replaced_attributes(source) == {"keras_compat.manifest": 2}
     assert temporary_attributes(source) == 1
+
+
+def test_private_names_are_counted_in_tables(tmp_path: Path) -> None:
+    text = "A = (Private('torch', ('_a', '_b'), ''), Private('keras.src', ('c',), ''))"
+    assert listed_private_names(package(tmp_path, compat=text)) == 3
 
 
 def test_lines_are_counted_by_kind(tmp_path: Path) -> None:
