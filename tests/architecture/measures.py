@@ -336,6 +336,9 @@ def measures(source: Source) -> dict[str, int]:
         + by_kind["raises"],
         "lines": by_kind.total(),
         "files": folders.total(),
+        "files of more than 500 lines of code": sum(
+            lines_of(module)["code"] > 500 for module in source.modules
+        ),
         "folders of more than 12 files": sum(n > 12 for n in folders.values()),
         "files of the largest folder": max(folders.values()),
         "import cycles": len(groups),

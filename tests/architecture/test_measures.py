@@ -49,6 +49,8 @@ BOUNDS = {
     "modules in import cycles": 0,
     "private names outside of compat files": 0,
     "private names of Keras and frameworks": 292,
+    # The manifest, a table.
+    "files of more than 500 lines of code": 1,
 }
 
 
