@@ -77,7 +77,7 @@ INTRUSIONS = (
         "proved on.",
     ),
     Intrusion(
-        "communication.engine_sockets",
+        "engines.engine_sockets",
         "sockets",
         "Connections of an engine to lost workers are shut down.",
     ),

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from keras_strategies.communication import engine_sockets
-from keras_strategies.communication.engine_sockets import EngineSockets
+from keras_strategies.engines import engine_sockets
+from keras_strategies.engines.engine_sockets import EngineSockets
 
 pytestmark = [
     pytest.mark.one_backend("jax"),

@@ -30,7 +30,7 @@ from row_parts.functions import (
 )
 
 import keras_strategies as ks
-from keras_strategies.runtime.data_parallel.layer_call import DataParallelCall
+from keras_strategies.runtime.data_parallel.data_parallel_call import DataParallelCall
 
 #: On TensorFlow, where each case traces programs, those by day whose code differs.
 BY_DAY = (

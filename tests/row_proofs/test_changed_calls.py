@@ -21,7 +21,7 @@ from harness.training import assert_same, state_of
 from keras import layers, ops
 
 import keras_strategies as ks
-from keras_strategies.runtime.data_parallel import layer_call
+from keras_strategies.runtime.data_parallel import data_parallel_call
 from row_proofs.proofs import needs_split
 
 pytestmark = needs_split
@@ -204,13 +204,13 @@ def test_what_a_flag_changes(kind: str, draw: Any) -> None:
 def test_flag_that_changes_after_the_proof(monkeypatch: Any) -> None:
     """As by another thread: what replicas call first is not what was proved."""
     flag = in_config()
-    split_call = layer_call.call_on_replicas
+    split_call = data_parallel_call.call_on_replicas
 
     def later(*arguments: Any) -> Any:
         flag.set(True)
         return split_call(*arguments)
 
-    monkeypatch.setattr(layer_call, "call_on_replicas", later)
+    monkeypatch.setattr(data_parallel_call, "call_on_replicas", later)
 
     def step(strategy: Any) -> Any:
         keras.utils.set_random_seed(7)

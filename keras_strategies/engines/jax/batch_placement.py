@@ -128,10 +128,10 @@ class MeshPlacer(JaxBatchPlacer):
         rows = [sum(each) for each in counts.split(batch.every)]
         total = sum(rows)
         if batch.every != padded_sizes(total, len(batch.every)) or not self._pads:
-            whole = jax.tree.map(
+            joined = jax.tree.map(
                 lambda leaf: workers.gather_rows_on_host(leaf, rows), batch.batch
             )
-            return self.place(whole)
+            return self.place(joined)
         check_batch(batch.batch)
         first, length = sum(rows[: counts.worker]), padded_length(total, self._size)
 

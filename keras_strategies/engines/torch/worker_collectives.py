@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from keras_strategies.cluster.group import FAILURE_GRACE, WorkerGroup
 from keras_strategies.communication.communicator import Communicator, lost_worker
-from keras_strategies.communication.engine_sockets import EngineSockets
 from keras_strategies.communication.packing import pack_indices
+from keras_strategies.engines.engine_sockets import EngineSockets
 from keras_strategies.engines.torch.compat import (
     all_gather_into,
     create_gloo_group,

@@ -15,7 +15,7 @@ if keras.backend.backend() != "tensorflow":
 import tensorflow as tf
 
 from keras_strategies.engines.tensorflow.data_parallel.graph_copies import ReplicaTraces
-from keras_strategies.runtime.data_parallel.layer_call import DataParallelCall
+from keras_strategies.runtime.data_parallel.data_parallel_call import DataParallelCall
 
 ks.set_virtual_cpu_devices(4)
 # The replicas that were traced; layers that count their calls are not split.

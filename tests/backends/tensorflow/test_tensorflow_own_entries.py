@@ -14,7 +14,7 @@ if keras.backend.backend() != "tensorflow":
     pytest.skip("draws of TensorFlow", allow_module_level=True)
 
 from keras_strategies.engines.tensorflow.compat import operations  # noqa: E402
-from keras_strategies.engines.tensorflow.intercepted_draws import (  # noqa: E402
+from keras_strategies.engines.tensorflow.random_numbers.intercepted_draws import (  # noqa: E402
     drawing_entries,
     intercept_draws,
 )

@@ -26,9 +26,9 @@ from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.cluster.group.exit_watchdog import GRACE, ExitWatchdog
 from keras_strategies.cluster.group.worker_group import LostWorker
 from keras_strategies.communication.communicator import Communicator, lost_worker
-from keras_strategies.communication.engine_sockets import EngineSockets
 from keras_strategies.communication.packing import pack_indices
 from keras_strategies.devices import Device, parse_device
+from keras_strategies.engines.engine_sockets import EngineSockets
 from keras_strategies.engines.jax import compat
 from keras_strategies.engines.jax.devices import jax_device
 from keras_strategies.engines.jax.workers.coordination_relay import Relay

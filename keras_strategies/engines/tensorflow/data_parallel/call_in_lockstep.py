@@ -31,7 +31,9 @@ from keras_strategies.engines.tensorflow.data_parallel.row_parts import (
     own_rows,
 )
 from keras_strategies.engines.tensorflow.devices import tf_device
-from keras_strategies.engines.tensorflow.intercepted_draws import replica_draws
+from keras_strategies.engines.tensorflow.random_numbers.intercepted_draws import (
+    replica_draws,
+)
 from keras_strategies.engines.tensorflow.replicas.captured_variables import (
     CapturedVariable,
 )
@@ -72,6 +74,7 @@ from keras_strategies.runtime.data_parallel.split_plan import (
     SplitPlan,
 )
 from keras_strategies.runtime.random_numbers.row_draws import OwnRows
+from keras_strategies.runtime.replica_context import ReplicaContext
 from keras_strategies.runtime.replicas.tensor_primitives import is_float
 from keras_strategies.runtime.state.replica_state import (
     AddedState,
@@ -238,7 +241,7 @@ class CallInLockstep(ReplicaExecutor):
         counts = self._row_split.replica_set.counts
 
         def in_context(replica_id: int) -> Callable[[], Any]:
-            replica = context.ReplicaContext(
+            replica = ReplicaContext(
                 self.plan.strategy,
                 counts.first + replica_id,
                 self._collectives,
@@ -430,15 +433,15 @@ class CallInLockstep(ReplicaExecutor):
 
         Their gradients are gathered to the global batch where a tape needs them.
         """
-        if not target.by_rows or target.apart is not None:
+        if not target.by_rows or target.as_row_parts is not None:
             return target.tensor
         with self.plan.on_lead():
             return own_rows(self._row_split, target.tensor)
 
     def connect(self, boundary: GradientBoundary) -> list[Any]:
         tensors = list(map(self._of_worker, boundary.targets))
-        if any(channel.is_apart for channel in boundary.channels) or any(
-            target.apart is not None for target in boundary.targets
+        if any(channel.is_in_parts for channel in boundary.channels) or any(
+            target.as_row_parts is not None for target in boundary.targets
         ):
             return self._connect_parts(boundary, tensors)
 
@@ -461,7 +464,7 @@ class CallInLockstep(ReplicaExecutor):
         with without_recording():
             columns = [
                 [for_tapes(part) for part in channel.parts]
-                if channel.is_apart
+                if channel.is_in_parts
                 else [for_tapes(combined(self.plan, channel))]
                 for channel in channels
             ]
@@ -481,7 +484,9 @@ class CallInLockstep(ReplicaExecutor):
     ) -> list[Any]:
         """The tensor of each channel, from its parts or from itself."""
         return [
-            self.plan.apart(column, channel.multiple) if channel.is_apart else column[0]
+            self.plan.as_row_parts(column, channel.multiple)
+            if channel.is_in_parts
+            else column[0]
             for channel, column in zip(channels, columns, strict=True)
         ]
 
@@ -620,7 +625,11 @@ class CallInLockstep(ReplicaExecutor):
                     gradient = of_variables.pop(id(target.variable), None)
                 if gradient is not None and gradient.dtype != target.tensor.dtype:
                     gradient = tf.cast(gradient, target.tensor.dtype)
-                if gradient is not None and target.by_rows and target.apart is None:
+                if (
+                    gradient is not None
+                    and target.by_rows
+                    and target.as_row_parts is None
+                ):
                     gradient = own_rows(self._row_split, gradient)
                 returned.append(gradient)
             return returned
