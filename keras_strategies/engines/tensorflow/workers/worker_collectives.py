@@ -97,7 +97,7 @@ class TensorFlowCommunicator(Communicator):
 
     def _replicas_set(self) -> None:
         if self._server.group is not self.group:
-            with self._starting():
+            with self.starting():
                 self._start()
 
     def _reconnected(self) -> None:
@@ -109,7 +109,7 @@ class TensorFlowCommunicator(Communicator):
             abort_collectives(tf.errors.UNAVAILABLE, reason)
 
     @contextlib.contextmanager
-    def _starting(self) -> Iterator[None]:
+    def starting(self) -> Iterator[None]:
         try:
             yield
         except tf.errors.OpError as error:
