@@ -210,7 +210,7 @@ class Communicator(abc.ABC):
         """
         self._reconnect(group)
         self.group = group
-        self.steps.group = group
+        self.steps.follow(group)
         if self.has_replicas:
             self._count_replicas(self.replica_counts.count, self.replica_counts.span)
             self._replicas_set()

@@ -387,7 +387,7 @@ def die_in_exchange(number: int) -> None:
     """Makes this worker kill itself instead of an exchange of values with others."""
     from keras_strategies.cluster.group.worker_group import WorkerGroup
 
-    exchange, numbers = WorkerGroup._exchange, itertools.count(1)
+    exchange, numbers = WorkerGroup._begin_exchange, itertools.count(1)
 
     def exchange_or_die(*args: Any) -> Any:
         if next(numbers) == number:
@@ -395,7 +395,7 @@ def die_in_exchange(number: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return exchange(*args)
 
-    WorkerGroup._exchange = exchange_or_die  # type: ignore[method-assign]
+    WorkerGroup._begin_exchange = exchange_or_die  # type: ignore[method-assign]
 
 
 def kills_of(settings: Settings, index: int, is_eager: bool) -> list[Kill]:

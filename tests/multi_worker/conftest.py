@@ -30,6 +30,7 @@ EVERYWHERE = {
         "test_preempted_training_takes_the_steps_that_were_left[fit-2]",
     ),
     "test_restarts": (),
+    "test_comparisons_of_steps": ("test_a_step_awaits_no_comparison",),
     "test_slow_workers": (
         # Engines show their waits in different ways.
         "test_a_slow_worker_is_named_once_and_an_equal_one_never[three]",

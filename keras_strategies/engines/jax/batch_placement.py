@@ -89,6 +89,18 @@ class MeshPlacer(JaxBatchPlacer):
         self.reads_own_rows = workers is not None
         self.use_mesh(mesh)
 
+    def _begin(self, batch: Any) -> Callable[[], Any]:
+        placed = self.place(batch)
+        if self._workers is None:
+            return lambda: placed
+        await_checks = self._workers.steps.later_checks()
+
+        def arrived() -> Any:
+            await_checks()
+            return placed
+
+        return arrived
+
     def _compare(self, batch: Any) -> None:
         if self._workers is not None:
             self._workers.steps.check_batch(batch)

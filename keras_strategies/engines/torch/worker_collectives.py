@@ -94,6 +94,7 @@ class TorchCommunicator(Communicator):
 
     def _engine(self, device: torch.device) -> Any:
         """The process group for tensors of a device, created on demand."""
+        self.steps.await_checks()
         if self._before_exchange is not None:
             self._before_exchange()
         use_nccl = self._uses_nccl(device)
