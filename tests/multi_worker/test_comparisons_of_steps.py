@@ -33,6 +33,7 @@ class Comparisons(keras.callbacks.Callback):
         #: Of each step: the comparisons that it reads, and those without an answer.
         self.read: list[list[int]] = []
         self._offered: list[tuple[Any, Any]] = []
+        self._finished: set[Any] = set()
         self._client = LeadClient
         self._methods = LeadClient.offer, LeadClient.compared
         offer, compared = self._methods
@@ -47,6 +48,7 @@ class Comparisons(keras.callbacks.Callback):
             if (client, offered[:2]) in self._offered and self.read:
                 self.read[-1][0] += 1
                 self.read[-1][1] += offered[:2] not in client._results
+            self._finished.add(offered[:2])
             return compared(client, offered, *rest)
 
         LeadClient.offer, LeadClient.compared = noted, counted
@@ -58,7 +60,8 @@ class Comparisons(keras.callbacks.Callback):
         from harness.processes import wait_until
 
         client, key = self._offered[-1]
-        wait_until(lambda: key in client._results, "the answer")
+        if key not in self._finished:
+            wait_until(lambda: key in client._results, "the answer")
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if BACKEND == "jax" and batch < STEPS - 1:
