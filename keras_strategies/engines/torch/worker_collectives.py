@@ -16,6 +16,7 @@ import torch.distributed as dist
 from keras_strategies.cluster.group import FAILURE_GRACE, WorkerGroup
 from keras_strategies.communication.communicator import Communicator, lost_worker
 from keras_strategies.communication.engine_sockets import EngineSockets
+from keras_strategies.communication.open_files import reserve_files
 from keras_strategies.communication.packing import pack_indices
 from keras_strategies.engines.torch.compat import (
     all_gather_into,
@@ -122,6 +123,7 @@ class TorchCommunicator(Communicator):
             kind: str, of the collectives that begin.
             uuid: str, the GPU of this worker, for NCCL.
         """
+        reserve_files(self.group.count)
         if self._store is None and self.group.is_chief:
             self._store = _served_store(self.group, self._timeout)
         port = self._store.port if self.group.is_chief else 0

@@ -27,6 +27,7 @@ from keras_strategies.cluster.group.exit_watchdog import GRACE, ExitWatchdog
 from keras_strategies.cluster.group.worker_group import LostWorker
 from keras_strategies.communication.communicator import Communicator, lost_worker
 from keras_strategies.communication.engine_sockets import EngineSockets
+from keras_strategies.communication.open_files import reserve_files
 from keras_strategies.communication.packing import pack_indices
 from keras_strategies.devices import Device, parse_device
 from keras_strategies.engines.jax import compat
@@ -101,6 +102,7 @@ class JaxCommunicator(Communicator):
                 self._start(self.group)
 
     def _start(self, group: WorkerGroup) -> None:
+        reserve_files(group.count)
         with _naming_lost_worker(group):
             self._start_runtime(group)
         self._runtime.group = group
