@@ -10,6 +10,7 @@ ends prove that they know the secret: each signs the random bytes of both.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
 import json
@@ -24,8 +25,8 @@ PROOF = NONCE + SIGNATURE
 LARGEST = 1 << 26
 _LENGTH = struct.Struct("!I")
 _encode = json.JSONEncoder(separators=(",", ":")).encode
-_scan = json.JSONDecoder().scan_once
-# Bytes of a message that is not parsed again.
+_decode = json.JSONDecoder().raw_decode
+# Bytes, at most, of a message that is kept.
 _SMALL = 1 << 16
 
 
@@ -57,13 +58,6 @@ def encoded(kind: str, body: dict[str, Any]) -> bytes:
     return _LENGTH.pack(len(content)) + content
 
 
-class _Last:
-    """The last message that was parsed: in a comparison, those of workers are equal."""
-
-    content = b""
-    message: dict[str, Any] = {}  # noqa: RUF012
-
-
 def take_messages(received: bytearray) -> list[dict[str, Any]]:
     """Takes the complete messages from the received bytes.
 
@@ -80,26 +74,27 @@ def take_messages(received: bytearray) -> list[dict[str, Any]]:
         end = start + _LENGTH.size + size
         if len(received) < end:
             break
-        found.append(_parsed(bytes(received[start + _LENGTH.size : end])))
+        parse = _parsed_again if size <= _SMALL else _parsed
+        found.append(parse(bytes(received[start + _LENGTH.size : end])).copy())
         start = end
     del received[:start]
     return found
 
 
 def _parsed(content: bytes) -> dict[str, Any]:
-    if content == _Last.content:
-        return _Last.message.copy()
     try:
         text = content.decode()
-        message, end = _scan(text, 0)
-    except (ValueError, StopIteration, RecursionError) as error:
+        message, end = _decode(text)
+    except (ValueError, RecursionError) as error:
         raise WireError("no JSON") from error
     is_one = isinstance(message, dict) and end == len(text)
     if not is_one or not isinstance(message.get("kind"), str):
         raise WireError("no message")
-    if len(content) <= _SMALL:
-        _Last.content, _Last.message = content, message.copy()
     return message  # type: ignore[no-any-return]
+
+
+# In a comparison, the messages of workers are equal.
+_parsed_again = functools.lru_cache(maxsize=1)(_parsed)
 
 
 class Session:
