@@ -78,7 +78,7 @@ class Communicator(abc.ABC):
             span: int, how many workers form one replica, each with a shard of it.
         """
 
-        def counted() -> Self:
+        def counted() -> Any:
             own = copy.copy(self)
             own.steps = WorkerSteps(self.group)
             own.has_replicas = True
@@ -88,7 +88,7 @@ class Communicator(abc.ABC):
             own._count_replicas(count, span)
             return own
 
-        own = self.actions.prepare(counted)
+        own: Self = self.actions.prepare(counted)
         self.actions.register(own)
         self.actions.prepare(own._replicas_set)
         return own

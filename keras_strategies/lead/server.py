@@ -49,7 +49,7 @@ from keras_strategies.lead.wire import Session, WireError, encoded
 # Errors of `accept` that pass when descriptors or memory are free again.
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 # Beats that the lead answers in a second, of all workers together.
-_BEATS = 200
+_BEATS = 100
 # Workers with times in the answer to a beat of the chief.
 _TIMES = 16
 # Seconds without a worker after which a lead ends whose group has not formed.

@@ -98,7 +98,7 @@ class TensorFlowCommunicator(Communicator):
 
     def _replicas_set(self) -> None:
         if self._server.group is not self.group:
-            with self.starting():
+            with self._starting():
                 self._start()
 
     def _reconnected(self) -> None:
@@ -110,7 +110,7 @@ class TensorFlowCommunicator(Communicator):
             abort_collectives(tf.errors.UNAVAILABLE, reason)
 
     @contextlib.contextmanager
-    def starting(self) -> Iterator[None]:
+    def _starting(self) -> Iterator[None]:
         try:
             yield
         except tf.errors.OpError as error:
