@@ -105,7 +105,7 @@ class LoaderRows:
             self._compare(0, 0, stream)
 
     def _compare(self, rows: int, order: int, stream: str) -> None:
-        compare_orders(self._workers.group, rows, order, stream)
+        compare_orders(self._workers.group, rows, order, stream)()
 
     def _batch(self, rows: RowsToRead, batch: Any) -> WorkerBatch:
         counts = self._workers.replica_counts

@@ -21,6 +21,10 @@ from keras_strategies.cluster.group.exit_watchdog import GRACE
 
 pytestmark = pytest.mark.multiprocess
 
+#: Exchanges between workers while a strategy is made: addresses of the engine's
+#: services, their starts, the numbers of replicas, devices, random numbers.
+EXCHANGES = {"jax": 7, "torch": 2, "tensorflow": 4}
+
 
 def assert_like_one_device(cluster: ElasticCluster) -> dict[int, Any]:
     """Fails if a worker's weights, history or log differ from those of one device."""
@@ -73,6 +77,24 @@ def test_a_killed_worker_a_killed_chief_and_a_new_worker(cluster, source):
     assert 0 < found[2]["trained"] <= 6 * STEPS_PER_EPOCH - 6
     text = elastic.text()
     assert "worker 2 was lost at step 3 of fit" in text
+
+
+@pytest.mark.parametrize(
+    ("index", "exchange"),
+    [
+        pytest.param(
+            index, number, marks=[pytest.mark.nightly] * (number != 2 or index > 0)
+        )
+        for index in (0, 2)
+        for number in range(1, EXCHANGES[keras.backend.backend()] + 1)
+    ],
+)
+def test_a_worker_is_lost_while_strategies_are_made(cluster, index, exchange):
+    elastic = cluster(kills=[Kill(index, exchange, "exchange")], epochs=2)
+    elastic.await_kill(index)
+    elastic.start(index, is_new=True)
+    found = assert_like_one_device(elastic)
+    assert found[1]["trained"] == 2 * STEPS_PER_EPOCH
 
 
 for_each_survivor = pytest.mark.parametrize(

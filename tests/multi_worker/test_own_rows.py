@@ -353,6 +353,7 @@ def steps_of_other_orders(strategy: Any) -> list[str]:
     for order in (7, strategy.workers.group.index):
         try:
             strategy.workers.steps.check_rows(4, (4, order))
+            strategy.workers.steps.await_checks()
             found.append("")
         except ks.errors.WorkerError as error:
             found.append(str(error))

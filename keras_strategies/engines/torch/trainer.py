@@ -177,6 +177,9 @@ class TorchTrainer(FitDriver):
                     found = function(data)
                 if kind == "predict":
                     found = keras.tree.map_structure(on_host, found)
+                if workers is not None:
+                    # A step without collectives has not waited for them.
+                    workers.steps.await_checks()
             return found
 
         return step
@@ -323,7 +326,7 @@ def warn_of_jit_compile(model: Any) -> None:
 
 
 def check_steps(data: Any, workers: Communicator | None) -> None:
-    """Compares the batches of the next steps with those of other workers."""
+    """Begins to compare the batches of the next steps with those of other workers."""
     if workers is not None:
         workers.steps.begin_steps(len(data))
     for batch in data:

@@ -199,6 +199,7 @@ class StepFunction:
                 self._workers.steps.check_batch(batch)
         else:
             self._workers.steps.check_batch(batch)
+        self._workers.steps.await_checks()
         with self._workers.watched():
             return self._step_on(batch, spec)
 
