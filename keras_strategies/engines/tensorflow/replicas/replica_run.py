@@ -32,7 +32,7 @@ from keras_strategies.engines.tensorflow.compiled_function import (
 from keras_strategies.engines.tensorflow.data_parallel.assigned_values import (
     assigned_value,
 )
-from keras_strategies.engines.tensorflow.data_parallel.layer_call import (
+from keras_strategies.engines.tensorflow.data_parallel.layer_call_driver import (
     TensorFlowLayerCalls,
 )
 from keras_strategies.engines.tensorflow.devices import tf_device
