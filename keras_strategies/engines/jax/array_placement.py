@@ -71,10 +71,13 @@ def put_by_shards(array: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Arr
     """Puts an array on the devices of this process, one shard after the other.
 
     Transfers are asynchronous and hold what they read; here there is one at a time.
+    `jax.device_put` copies a transposed array faster than NumPy.
     """
     own = sharding.addressable_devices_indices_map(array.shape)
     parts = [
-        jax.block_until_ready(jax.device_put(host_copy(array[index]), device))
+        jax.block_until_ready(
+            jax.device_put(array[index], device, may_alias=False)
+        )
         for device, index in own.items()
     ]
     return jax.make_array_from_single_device_arrays(array.shape, sharding, parts)

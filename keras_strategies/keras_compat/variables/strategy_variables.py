@@ -11,6 +11,7 @@ from keras_strategies.keras_compat.backends import keras_on_jax, keras_on_tensor
 from keras_strategies.keras_compat.hooks import installed_hooks
 from keras_strategies.keras_compat.strategy_attribute import STRATEGY_ATTRIBUTE
 from keras_strategies.keras_compat.thread_state import current_stateless_scope
+from keras_strategies.keras_compat.variables import loaded_variables
 
 
 class StrategyVariable:
@@ -21,9 +22,17 @@ class StrategyVariable:
         installed_hooks().initialized(self)
 
     def _initialize_with_initializer(self, initializer: Any) -> None:
+        if loaded_variables.wait(self, initializer):
+            return
         # Keras 3.16 does not call `_initialize` for a variable with a layout.
         super()._initialize_with_initializer(initializer)  # type: ignore[misc]
         installed_hooks().initialized(self)
+
+    def _direct_assign(self, value: Any) -> None:
+        if loaded_variables.end_wait(self):
+            self._initialize(value)
+        else:
+            super()._direct_assign(value)  # type: ignore[misc]
 
     def assign(self, value: Any) -> Any:
         if isinstance(value, np.ndarray) and current_stateless_scope() is None:
