@@ -59,6 +59,18 @@ def compare_rows(rows: int, found: list[int]) -> None:
         )
 
 
+def chiefs_seed(group: WorkerGroup, own: int, stream: str = "") -> int:
+    """The chief's seed of the random numbers of rows, once for each pass.
+
+    Args:
+        group: the connected workers.
+        own: int, the seed of this worker.
+        stream: str, see `WorkerGroup.gather`.
+    """
+    seed: int = group.gather_values("the seed of a pass", own, stream)[0]
+    return seed
+
+
 def compare_orders(group: WorkerGroup, rows: int, order: int, stream: str = "") -> None:
     """Compares the rows of a global batch of a `DataLoader` with those of others.
 
@@ -79,7 +91,7 @@ def compare_orders(group: WorkerGroup, rows: int, order: int, stream: str = "") 
             raise WorkerError(
                 f"Workers {group.index} and {other} have different batches{place}, "
                 f"of {rows} and {each[0]} rows of "
-                "their DataLoaders, or draw from other states of Torch's generator. "
+                "their DataLoaders. "
                 "All workers must read the same global batches in the same order: "
                 "seed the loader's `generator`, or call `torch.manual_seed` on all of "
                 "them before each pass; remove a `DistributedSampler`; for separate "
