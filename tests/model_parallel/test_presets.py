@@ -162,13 +162,14 @@ def test_a_model_of_a_file_trains_as_before(tmp_path, drawn, is_compiled) -> Non
     path = str(tmp_path / "model.keras")
     alone.save(path)
     drawn.clear()
-    with several().scope():
+    strategy = several()
+    with strategy.scope():
         model = keras.models.load_model(path)
     assert bool(drawn) == is_compiled
     assert_equal(model, alone)
     for each in (alone, model):
         if not is_compiled:
-            with several().scope() if each is model else contextlib.nullcontext():
+            with strategy.scope() if each is model else contextlib.nullcontext():
                 each.compile(keras.optimizers.Adam(0.01), "mse")
         each.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0)
     for own, one in zip(values(model), values(alone), strict=True):

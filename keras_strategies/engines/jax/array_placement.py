@@ -75,9 +75,7 @@ def put_by_shards(array: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Arr
     """
     own = sharding.addressable_devices_indices_map(array.shape)
     parts = [
-        jax.block_until_ready(
-            jax.device_put(array[index], device, may_alias=False)
-        )
+        jax.block_until_ready(jax.device_put(array[index], device, may_alias=False))
         for device, index in own.items()
     ]
     return jax.make_array_from_single_device_arrays(array.shape, sharding, parts)

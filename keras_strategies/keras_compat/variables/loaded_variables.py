@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import sys
 import threading
 from collections.abc import Iterator
@@ -11,16 +12,22 @@ from typing import Any
 
 from keras_strategies.keras_compat import patching
 from keras_strategies.keras_compat.saving.mapped_tensors import mapping_tensors
+from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.keras_compat.thread_state import current_stateless_scope
 from keras_strategies.keras_compat.variables.creation import variable_maker
 
 
 class _Loading(threading.local):
-    #: Variables without values by id, in the order of creation; None outside of a block.
+    #: Variables without values by id, in their order; None outside of a block.
     waiting: dict[int, Any] | None = None
     #: Layers whose parameters, on Torch, are registered at the end of the block.
     untracked: list[Any]
+    #: Progress in variables, of large models; None before the first one is loaded.
+    bar: Any = None
 
+
+#: Entries of a model whose progress is shown.
+_LARGE = 2**28
 
 _loading = _Loading()
 
@@ -39,7 +46,7 @@ def values_of_files() -> Iterator[None]:
     if _loading.waiting is not None or current_stateless_scope() is not None:
         yield
         return
-    _loading.waiting, _loading.untracked = {}, []
+    _loading.waiting, _loading.untracked, _loading.bar = {}, [], None
     try:
         with patching.installed_while("loading"), mapping_tensors():
             yield
@@ -52,12 +59,14 @@ def _initialize_all() -> None:
     waiting, _loading.waiting = _loading.waiting or {}, None
     for variable in waiting.values():
         variable._deferred_initialize()
+    if waiting and _loading.bar is not None:
+        _loading.bar.add(len(waiting))
     for layer in _loading.untracked:
         layer._track_variables()
 
 
 def wait(variable: Any, initializer: Any) -> bool:
-    """Whether a variable that is being made waits for a value, instead of an initial one.
+    """Whether a variable that is being made waits for a value of a file.
 
     Keras 3.15: as in a `StatelessScope`, the variable has `_initializer` and no
     `_value`. On JAX its layout is that of the variable's path.
@@ -80,10 +89,27 @@ def wait(variable: Any, initializer: Any) -> bool:
 def end_wait(variable: Any) -> bool:
     """Whether a variable has waited until now, for the value that it gets."""
     waiting = _loading.waiting
-    if not waiting or waiting.pop(id(variable), None) is None:
+    if not waiting or id(variable) not in waiting:
         return False
+    if _loading.bar is None:
+        _loading.bar = _progress_bar(list(waiting.values()))
+    del waiting[id(variable)]
+    _loading.bar.add(1)
     variable._initializer = None
     return True
+
+
+def _progress_bar(variables: list[Any]) -> Any:
+    """Keras's bar; a silent one of small models, and on workers but the chief."""
+    import keras
+
+    workers = getattr(strategy_of(variables[0]), "workers", None)
+    is_shown = sum(math.prod(v.shape) for v in variables) >= _LARGE and (
+        workers is None or workers.is_chief
+    )
+    return keras.utils.Progbar(
+        len(variables), verbose=int(is_shown), unit_name="variable"
+    )
 
 
 def is_waiting(variable: Any) -> bool:
@@ -118,7 +144,7 @@ def _is_reproducible(initializer: Any) -> bool:
 
 
 def load_presets_into_variables() -> None:
-    """Makes `from_preset` of keras_hub, if it is imported, a block of `values_of_files`."""
+    """Makes `from_preset` of an imported keras_hub a block of `values_of_files`."""
     keras_hub = sys.modules.get("keras_hub")
     models = getattr(keras_hub, "models", None)
     for kind in (getattr(models, name, None) for name in ("Backbone", "Task")):

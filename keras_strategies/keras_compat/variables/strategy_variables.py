@@ -7,7 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from keras_strategies.keras_compat.backends import keras_on_jax, keras_on_tensorflow
+from keras_strategies.keras_compat.backends import (
+    keras_on_jax,
+    keras_on_tensorflow,
+    keras_on_torch,
+)
 from keras_strategies.keras_compat.hooks import installed_hooks
 from keras_strategies.keras_compat.strategy_attribute import STRATEGY_ATTRIBUTE
 from keras_strategies.keras_compat.thread_state import current_stateless_scope
@@ -31,6 +35,7 @@ class StrategyVariable:
     def _direct_assign(self, value: Any) -> None:
         if loaded_variables.end_wait(self):
             self._initialize(value)
+            keras_on_torch.own_memory(self, value)
         else:
             super()._direct_assign(value)  # type: ignore[misc]
 
