@@ -143,7 +143,7 @@ def network() -> Any:
     model = keras.Sequential(
         [
             keras.Input((5,)),
-            keras.layers.Dense(8, kernel_initializer="random_normal"),
+            keras.layers.Dense(8, use_bias=False, kernel_initializer="random_normal"),
             keras.layers.BatchNormalization(),
             keras.layers.Dense(2, kernel_initializer="random_normal"),
         ]

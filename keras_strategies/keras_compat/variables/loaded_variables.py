@@ -73,10 +73,6 @@ def wait(variable: Any, initializer: Any) -> bool:
     """
     if _loading.waiting is None or current_stateless_scope() is not None:
         return False
-    if _is_of_optimizer():
-        # It reads its variables: their values and layouts.
-        _initialize_all()
-        return False
     if variable.synchronization == "on_read" or not _is_reproducible(initializer):
         return False
     variable._value, variable._initializer = None, initializer
@@ -125,10 +121,12 @@ def track_variables(original: Any, layer: Any) -> None:
         original(layer)
 
 
-def _is_of_optimizer() -> bool:
+def end_waits_for_optimizer() -> None:
+    """Called when a variable is made: optimizers read values of other variables."""
     import keras
 
-    return isinstance(variable_maker(), keras.optimizers.Optimizer)
+    if _loading.waiting and isinstance(variable_maker(), keras.optimizers.Optimizer):
+        _initialize_all()
 
 
 def _is_reproducible(initializer: Any) -> bool:

@@ -22,10 +22,12 @@ class StrategyVariable:
     """A variable of a strategy. It stands before the variable's own class."""
 
     def _initialize(self, value: Any) -> None:
+        loaded_variables.end_waits_for_optimizer()
         keras_on_tensorflow.initialize(self, super()._initialize, value)  # type: ignore[misc]
         installed_hooks().initialized(self)
 
     def _initialize_with_initializer(self, initializer: Any) -> None:
+        loaded_variables.end_waits_for_optimizer()
         if loaded_variables.wait(self, initializer):
             return
         # Keras 3.16 does not call `_initialize` for a variable with a layout.
