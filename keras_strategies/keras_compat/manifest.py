@@ -595,7 +595,7 @@ GROUPS: dict[str, Group] = {
         (
             Patch(
                 f"{_TORCH}.layer.TorchLayer",
-                "_track_variables",
+                "_post_build",
                 "(self)",
                 "variables.loaded_variables.track_variables",
                 "It reads the values of variables that have none yet.",

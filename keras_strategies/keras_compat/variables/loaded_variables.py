@@ -30,6 +30,8 @@ class _Loading(threading.local):
 _LARGE = 2**28
 
 _loading = _Loading()
+# Classes of keras_hub whose `from_preset` is such a block.
+_presets: set[Any] = set()
 
 
 @contextlib.contextmanager
@@ -114,7 +116,7 @@ def is_waiting(variable: Any) -> bool:
 
 
 def track_variables(original: Any, layer: Any) -> None:
-    """`TorchLayer._track_variables`: registers values, once all are there."""
+    """`TorchLayer._post_build`: registers values, once all are there."""
     if any(map(is_waiting, layer.variables)):
         _loading.untracked.append(layer)
     else:
@@ -152,13 +154,13 @@ def load_presets_into_variables() -> None:
 
 
 def _wrap(kind: Any, original: Any) -> None:
-    if hasattr(original, "_keras_strategies_original"):
+    if kind in _presets:
         return
+    _presets.add(kind)
 
     @functools.wraps(original)
     def from_preset(cls: Any, *args: Any, **kwargs: Any) -> Any:
         with values_of_files():
             return original(cls, *args, **kwargs)
 
-    from_preset._keras_strategies_original = original  # type: ignore[attr-defined]
     kind.from_preset = classmethod(from_preset)
