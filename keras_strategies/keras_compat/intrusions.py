@@ -82,7 +82,7 @@ INTRUSIONS = (
         "proved on.",
     ),
     Intrusion(
-        "communication.engine_sockets",
+        "engines.engine_sockets",
         "sockets",
         "Connections of an engine to lost workers are shut down.",
     ),
@@ -115,11 +115,6 @@ INTRUSIONS = (
         "engines.tensorflow.workers.worker_collectives",
         "text",
         "TensorFlow raises classes of errors for collectives that others have too.",
-    ),
-    Intrusion(
-        "engines.torch.model_parallel.unsharded_ops",
-        "text",
-        "DTensor raises `RuntimeError` where a rule does not cover placements.",
     ),
     Intrusion(
         "processes.ray.actors",

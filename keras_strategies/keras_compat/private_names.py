@@ -160,7 +160,6 @@ PRIVATE = (
             "_clear_losses",
             "_flatten_layers",
             "_layers",
-            "_non_trainable_variables",
             "_remat_mode",
             "_trainable_variables",
         ),
@@ -269,11 +268,6 @@ PRIVATE = (
         "keras.src.saving.keras_saveable",
         ("KerasSaveable",),
         "Objects that are sent to workers.",
-    ),
-    Private(
-        "keras.src.saving.keras_saveable.KerasSaveable",
-        ("_unpickle_model",),
-        "Pickled models.",
     ),
     Private(
         "keras.src.utils.tracking",
@@ -393,7 +387,7 @@ PRIVATE = (
     ),
     Private(
         f"{_ADAPTERS}.array_slicing",
-        ("convert_to_sliceable", "train_validation_split"),
+        ("convert_to_sliceable",),
         "`validation_split` of `fit`, and rows of arrays.",
     ),
     Private(

@@ -41,6 +41,7 @@ from keras_strategies.runtime.data_parallel.row_functions import (
     update_of_rows,
 )
 from keras_strategies.runtime.random_numbers.row_draws import drawing
+from keras_strategies.runtime.replica_context import ReplicaContext
 from keras_strategies.runtime.replicas.averaged_losses import check_gradients, note_loss
 from keras_strategies.runtime.row_splits import check_batch
 from keras_strategies.runtime.state import run_state
@@ -294,7 +295,7 @@ def _made_in_run(variable: Any) -> None:
 
 
 def _largest_once(
-    replica: context.ReplicaContext, grads: Any, overwritten: Sequence[int]
+    replica: ReplicaContext, grads: Any, overwritten: Sequence[int]
 ) -> Any:
     """Gradients whose sum is the largest one, for overwritten variables.
 

@@ -194,6 +194,7 @@ def test_the_gradient_of_an_all_reduce_is_the_same_all_reduce(cluster):
             place += 1
 
 
+@pytest.mark.one_backend
 @BOTH
 @pytest.mark.parametrize(
     ("aggregation", "assigned", "added"),
@@ -223,6 +224,7 @@ def test_on_write_variables_agree_everywhere(cluster, aggregation, assigned, add
         assert found == [assigned, added]
 
 
+@pytest.mark.one_backend
 @BOTH
 def test_on_read_variables_are_read_together(cluster):
     def program(strategy):
@@ -317,6 +319,8 @@ def loops() -> list:
     ]
 
 
+@pytest.mark.one_backend("torch", "tensorflow")
+@pytest.mark.nightly(unless=["eager-two"])
 @pytest.mark.parametrize(
     ("cluster", "compiled"), loops(), indirect=["cluster"], scope="session"
 )
@@ -328,6 +332,7 @@ def test_the_portable_loop_equals_one_device(cluster, compiled):
         assert_same(found[0], results, 0.0, f"worker {index} beside worker 0")
 
 
+@pytest.mark.one_backend
 @BOTH
 def test_random_layers_draw_the_masks_of_one_device(cluster):
     def program(strategy):
@@ -361,6 +366,7 @@ def test_an_error_in_a_replica_keeps_its_type(cluster):
     assert cluster(program) == ['"of the user\'s"'] * 2
 
 
+@pytest.mark.one_backend
 @BOTH
 def test_what_run_makes_is_equal_on_all_workers_and_is_saved_by_the_chief(
     cluster, tmp_path

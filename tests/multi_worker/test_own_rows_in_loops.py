@@ -70,6 +70,8 @@ def check(alone: Any, every: list[Any]) -> None:
             np.testing.assert_array_equal(joined, rows)
 
 
+@pytest.mark.one_backend
+@pytest.mark.slow(seconds=6)
 @ALL
 def test_a_worker_reads_its_own_rows(cluster: Any) -> None:
     alone = looped(ks.OneDeviceStrategy("cpu:0"), "rows")
@@ -94,6 +96,7 @@ def test_a_late_draw_is_that_of_one_device(cluster: Any) -> None:
     check(alone, every)
 
 
+@pytest.mark.nightly(unless=["two-rows-False"])
 @forks
 @pytest.mark.parametrize(
     ("kind", "persistent"), [("rows", False), ("rows", True), ("torch", False)]
@@ -179,6 +182,7 @@ def trained(strategy: Any) -> Any:
     return losses, [np.asarray(weight) for weight in model.get_weights()]
 
 
+@pytest.mark.one_backend("torch")
 @ALL
 def test_a_loop_trains_as_on_one_device(cluster: Any) -> None:
     losses, weights = trained(ks.OneDeviceStrategy("cpu:0"))
@@ -207,6 +211,8 @@ def in_another_order(strategy: Any) -> None:
     list(strategy.experimental_distribute_dataset(loader(Rows())))
 
 
+@pytest.mark.one_backend
+@pytest.mark.slow(seconds=6)
 def test_other_orders_are_an_error_in_a_loop(forker: Any) -> None:
     pool = WorkerPool(forker, 2)
     try:

@@ -27,6 +27,8 @@ OPTIMIZERS = {
 AT_NIGHT = ("adagrad", "adamw")
 
 
+@pytest.mark.one_backend
+@pytest.mark.nightly(unless=["nadam_schedule"])
 @pytest.mark.parametrize(
     "name",
     [
@@ -163,6 +165,7 @@ def test_only_touched_rows_travel(asynchronous) -> None:
     assert large < 40_000 * 4 * 4 / 10
 
 
+@pytest.mark.one_backend("tensorflow")
 def test_a_step_that_raises_reaches_the_caller_and_fit_works_again(
     asynchronous,
 ) -> None:

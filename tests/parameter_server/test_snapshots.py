@@ -136,6 +136,7 @@ def test_a_folder_that_is_a_file_is_said_at_once(tmp_path) -> None:
         server.handle(("snapshot", None))
 
 
+@pytest.mark.one_backend
 @pytest.mark.parametrize(
     "damage", ["truncated", "empty", "head", "values", "directory"]
 )
@@ -300,6 +301,7 @@ def changed_while_written(folder) -> ParameterServer:
     return server
 
 
+@pytest.mark.one_backend
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_server_goes_on_while_its_snapshot_is_written(
     tmp_path, slow_writes, ends

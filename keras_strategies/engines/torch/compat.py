@@ -31,7 +31,6 @@ from keras_strategies.runtime.thread_scheduling import scheduled_as_batch
 
 __all__ = [
     "PRIVATE_NAMES",
-    "RANDOM_FUNCTIONS",
     "DeviceContext",
     "StorageWeakRef",
     "TorchDispatchMode",
@@ -39,7 +38,6 @@ __all__ = [
     "changed_buffers",
     "compile_graph",
     "create_gloo_group",
-    "decomposition_of",
     "default_mps_generator",
     "disabled_torch_function",
     "dispatch_modes",
@@ -61,7 +59,6 @@ __all__ = [
     "schema_arguments",
     "set_timeout",
     "shards_like",
-    "silent_fake_tensors",
     "spec_of",
     "storage_key",
     "tensor_without_memory",
@@ -75,11 +72,6 @@ __all__ = [
 ]
 
 PRIVATE_NAMES = (
-    Private(
-        "torch.autograd.graph",
-        ("_engine_run_backward",),
-        "Row proofs: a mode for functions sees the backward pass.",
-    ),
     Private(
         "torch.distributed.ProcessGroupGloo",
         ("_allgather_base", "_reduce_scatter_base"),
@@ -95,11 +87,6 @@ PRIVATE_NAMES = (
         "torch.multiprocessing.reductions",
         ("StorageWeakRef",),
         "Whether the memory of a gathered weight is still there.",
-    ),
-    Private(
-        "torch",
-        ("_sample_dirichlet", "_standard_gamma"),
-        "Random numbers of replicas.",
     ),
     Private("torch.Tensor", ("_version",), "Whether a tensor has changed in place."),
     Private("torch._C", ("_is_fwd_grad_enabled",), "State of the caller's thread."),
@@ -117,11 +104,6 @@ PRIVATE_NAMES = (
         "torch._C._autograd",
         ("_get_current_graph_task_keep_graph",),
         "Whether replicas retain the graph for a second backward pass.",
-    ),
-    Private(
-        "torch._decomp",
-        ("decomposition_table",),
-        "Row proofs: operations in terms of others.",
     ),
     Private(
         "torch._C._autograd",
@@ -147,8 +129,8 @@ PRIVATE_NAMES = (
     ),
     Private(
         "torch._subclasses.fake_tensor",
-        ("FakeTensorMode", "log"),
-        "Row proofs: tensors without values.",
+        ("FakeTensorMode",),
+        "Plans: tensors without values.",
     ),
     Private(
         "torch._subclasses.fake_tensor.FakeTensorMode",
@@ -234,38 +216,6 @@ version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
 #: The `__torch_function__` of subclasses whose operations return plain tensors.
 disabled_torch_function = torch._C._disabled_torch_function_impl
-
-#: Functions behind `torch.distributions`.
-RANDOM_FUNCTIONS = (torch._standard_gamma, torch._sample_dirichlet)
-
-
-def gradients_in_modes(
-    outputs: Sequence[torch.Tensor],
-    inputs: Sequence[torch.Tensor],
-    gradients: Sequence[torch.Tensor],
-) -> tuple[torch.Tensor | None, ...]:
-    """As `torch.autograd.grad`, which leaves modes for functions before it begins.
-
-    Code of Python in the backward pass is called in these modes here.
-
-    Args:
-        outputs: what is differentiated; the graph is kept.
-        inputs: by what.
-        gradients: those of the outputs.
-
-    Returns:
-        For each of `inputs` its gradient, or None if no output depends on it.
-    """
-    found: tuple[torch.Tensor | None, ...] = torch.autograd.graph._engine_run_backward(
-        tuple(outputs),
-        tuple(gradients),
-        True,  # The graph is kept,
-        False,  # the gradients have none,
-        tuple(inputs),
-        True,  # and inputs may be unused.
-        accumulate_grad=False,
-    )
-    return found
 
 
 def is_graph_retained() -> bool:
@@ -378,19 +328,6 @@ def fake_tensor_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-@contextlib.contextmanager
-def silent_fake_tensors() -> Iterator[None]:
-    """Leaves out the log of operations that fail on fake tensors; they raise."""
-    from torch._subclasses.fake_tensor import log
-
-    was_disabled = log.disabled
-    log.disabled = True
-    try:
-        yield
-    finally:
-        log.disabled = was_disabled
-
-
 def memory_tracker() -> Any:
     """A mode that tracks the memory of the tensors that operations make."""
     from torch.distributed._tools.mem_tracker import MemTracker
@@ -428,14 +365,6 @@ def tracked_bytes(tracker: Any, kind: str) -> int:
 
     found = tracker.get_tracker_snapshot(kind)
     return sum(int(each[_TOTAL_KEY]) for each in found.values())
-
-
-def decomposition_of(operation: Any) -> Callable[..., Any] | None:
-    """A function of other operations that computes an ATen operation; None without."""
-    from torch._decomp import decomposition_table
-
-    found: Callable[..., Any] | None = decomposition_table.get(operation)
-    return found
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -14,7 +14,7 @@ import torch
 from keras_strategies.communication.communicator import Communicator
 from keras_strategies.devices import Device
 from keras_strategies.engines.torch.cuda_batches import batch_prefetcher
-from keras_strategies.engines.torch.data_parallel.layer_call import (
+from keras_strategies.engines.torch.data_parallel.layer_call_driver import (
     TorchLayerCalls,
     with_plain_outputs,
 )
@@ -25,7 +25,7 @@ from keras_strategies.engines.torch.devices import (
     memories,
     torch_device,
 )
-from keras_strategies.engines.torch.own_rows.own_batches import OwnBatchPlacer
+from keras_strategies.engines.torch.own_batches import OwnBatchPlacer
 from keras_strategies.engines.torch.random_numbers.row_numbers import partitioned_step
 from keras_strategies.engines.torch.replicas.replica_threads import ReplicaThreads
 from keras_strategies.engines.torch.replicas.replica_variables import ReplicaVariables
@@ -41,7 +41,7 @@ from keras_strategies.keras_compat.models.input_adapters import (
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.variables.values import raw_value, set_raw_value
 from keras_strategies.rows.row_tensors import error_text
-from keras_strategies.runtime.data_parallel.layer_call import DataParallelCall
+from keras_strategies.runtime.data_parallel.data_parallel_call import DataParallelCall
 from keras_strategies.runtime.data_parallel.row_parts import has_row_parts
 from keras_strategies.runtime.drivers import FitDriver
 from keras_strategies.runtime.placement import (
@@ -177,6 +177,9 @@ class TorchTrainer(FitDriver):
                     found = function(data)
                 if kind == "predict":
                     found = keras.tree.map_structure(on_host, found)
+                if workers is not None:
+                    # A step without collectives has not waited for them.
+                    workers.steps.await_checks()
             return found
 
         return step
@@ -323,7 +326,7 @@ def warn_of_jit_compile(model: Any) -> None:
 
 
 def check_steps(data: Any, workers: Communicator | None) -> None:
-    """Compares the batches of the next steps with those of other workers."""
+    """Begins to compare the batches of the next steps with those of other workers."""
     if workers is not None:
         workers.steps.begin_steps(len(data))
     for batch in data:

@@ -285,7 +285,9 @@ def _targets(
             tensor,
             slices,
             True,
-            apart=plan.apart if parts_of(tensor, plan.row_split) is not None else None,
+            as_row_parts=plan.as_row_parts
+            if parts_of(tensor, plan.row_split) is not None
+            else None,
         )
         for tensor, slices in inputs
     ]

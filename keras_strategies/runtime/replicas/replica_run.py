@@ -19,6 +19,7 @@ from keras_strategies.runtime.random_numbers.row_draws import (
     drawing,
     rows_of_arguments,
 )
+from keras_strategies.runtime.replica_context import ReplicaContext
 from keras_strategies.runtime.replicas.collectives import ReplicaCollectives
 from keras_strategies.runtime.replicas.gradient_sums import (
     largest_over_replicas,
@@ -142,7 +143,7 @@ class ReplicaRun(RunDriver):
         found = []
         for i, (own_args, own_kwargs) in enumerate(zip(args, kwargs, strict=True)):
             replica_id = self.replica_set.counts.first + i
-            replica = context.ReplicaContext(self.strategy, replica_id, collectives)
+            replica = ReplicaContext(self.strategy, replica_id, collectives)
             state = self._state(i, replica, made, merging)
             merging.states.append(state)
             draws = self._draws(replica_id, rows)
@@ -160,7 +161,7 @@ class ReplicaRun(RunDriver):
     def _state(
         self,
         i: int,
-        replica: context.ReplicaContext,
+        replica: ReplicaContext,
         made: CreatedVariables,
         merging: MergeContext,
     ) -> RunState:
@@ -179,7 +180,7 @@ class ReplicaRun(RunDriver):
         fn: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        replica: context.ReplicaContext,
+        replica: ReplicaContext,
         state: RunState,
         draws: RowDraws,
     ) -> Callable[[], Any]:

@@ -36,7 +36,8 @@ from keras_strategies.engines.jax.run.traced_replica_state import (
     TracedReplicaState,
     merged_value,
 )
-from keras_strategies.runtime import context
+from keras_strategies.runtime.frames import merged_replicas
+from keras_strategies.runtime.replica_context import ReplicaContext
 from keras_strategies.runtime.state import run_state
 
 
@@ -125,13 +126,13 @@ class MappedReplicas(TracedReplicas):
     ) -> tuple[list[Any], ...]:
         """The program on a device."""
 
-    def _replica(self, replica_id: Any) -> context.ReplicaContext:
+    def _replica(self, replica_id: Any) -> ReplicaContext:
         """The replica context of the trace.
 
         Args:
             replica_id: the number of the replica, a tensor.
         """
-        return context.ReplicaContext(
+        return ReplicaContext(
             self._mesh.strategy, replica_id, self, on_read=self._note_read
         )
 
@@ -231,7 +232,7 @@ class MappedReplicas(TracedReplicas):
             present = [g for g in gradients if g is not None]
             summed = iter(sums_over(present, self._axis))
             gradients = [None if g is None else next(summed) for g in gradients]
-        with context.merged_replicas(self._mesh.strategy), self._merged(state):
+        with merged_replicas(self._mesh.strategy), self._merged(state):
             update(gradients)
 
     def value_and_grad(

@@ -34,7 +34,7 @@ from keras_strategies.engines.tensorflow.data_parallel.assigned_values import (
 )
 from keras_strategies.engines.tensorflow.devices import tf_device
 from keras_strategies.engines.tensorflow.functions_by_rank import FunctionsByRank
-from keras_strategies.engines.tensorflow.intercepted_draws import (
+from keras_strategies.engines.tensorflow.random_numbers.intercepted_draws import (
     replica_draws,
 )
 from keras_strategies.engines.tensorflow.replicas.empty_replicas import (
@@ -168,7 +168,6 @@ class TensorFlowRun(ReplicaRun):
 
             found = FunctionsByRank(
                 program,
-                reduce_retracing=True,
                 # XLA compiles programs for one device.
                 jit_compile=is_for_xla(fn)
                 if self.replica_set.counts.total == 1

@@ -47,6 +47,7 @@ from keras_strategies.runtime.data_parallel.replica_executor import (
 )
 from keras_strategies.runtime.data_parallel.row_parts import parts_of
 from keras_strategies.runtime.data_parallel.split_plan import SplitPlan
+from keras_strategies.runtime.replica_context import ReplicaContext
 from keras_strategies.runtime.replicas.tensor_primitives import is_float
 from keras_strategies.runtime.state.replica_state import (
     AddedState,
@@ -182,7 +183,7 @@ class CallOnThreads(ReplicaExecutor):
         counts = self._row_split.replica_set.counts
 
         def in_context(i: int, task: Callable[[], Any]) -> Callable[[], Any]:
-            replica = context.ReplicaContext(
+            replica = ReplicaContext(
                 self.plan.strategy, counts.first + i, self._collectives, counts.total
             )
 

@@ -321,8 +321,8 @@ class _AllGather(torch.autograd.Function):
         ctx.call = (collectives, replica_id, number, axis)
         ctx.lengths = lengths
         return tuple(
-            whole.to(own.device, copy=True)
-            for own, whole in zip(tensors, found, strict=True)
+            joined.to(own.device, copy=True)
+            for own, joined in zip(tensors, found, strict=True)
         )
 
     @staticmethod
@@ -339,7 +339,7 @@ class _AllGather(torch.autograd.Function):
         )
         place = collectives.first + replica_id
         own = [
-            whole.narrow(axis, sum(lengths[:place]), lengths[place]).to(own.device)
-            for own, whole, lengths in zip(gradients, total, ctx.lengths, strict=True)
+            joined.narrow(axis, sum(lengths[:place]), lengths[place]).to(own.device)
+            for own, joined, lengths in zip(gradients, total, ctx.lengths, strict=True)
         ]
         return (None, None, None, None, None, *own)

@@ -27,16 +27,16 @@ from torch.utils.data import (
 from keras_strategies.communication.communicator import Communicator
 from keras_strategies.communication.replica_counts import ReplicaCounts
 from keras_strategies.communication.worker_steps import chiefs_seed, compare_orders
-from keras_strategies.engines.torch.own_rows.row_generators import RowGenerators
-from keras_strategies.engines.torch.own_rows.row_order import (
+from keras_strategies.errors import InputError
+from keras_strategies.keras_compat.structures import leaves_of
+from keras_strategies.loaders.row_generators import RowGenerators
+from keras_strategies.loaders.row_order import (
     Collated,
     RowOrder,
     RowsToRead,
     SeededRows,
     SizedRows,
 )
-from keras_strategies.errors import InputError
-from keras_strategies.keras_compat.structures import leaves_of
 from keras_strategies.rows.declarations import is_declared_function
 from keras_strategies.runtime.row_splits import replica_ranges
 from keras_strategies.runtime.worker_batch import WorkerBatch, WorkerRows
@@ -110,7 +110,7 @@ class LoaderRows:
             self._compare(0, 0, stream)
 
     def _compare(self, rows: int, order: int, stream: str) -> None:
-        compare_orders(self._workers.group, rows, order, stream)
+        compare_orders(self._workers.group, rows, order, stream)()
 
     def _batch(self, rows: RowsToRead, batch: Any) -> WorkerBatch:
         counts = self._workers.replica_counts

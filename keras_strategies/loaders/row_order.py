@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from keras_strategies.engines.torch.own_rows.row_generators import (
+from keras_strategies.loaders.row_generators import (
     RowGenerators,
     mixed,
 )

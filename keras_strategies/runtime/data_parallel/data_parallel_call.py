@@ -319,7 +319,7 @@ class DataParallelCall:
                 and leaf.caller is self
                 and has_rows(leaf, layer_call.rows)
                 and leaf.parts is not None
-                and self._driver.takes(layer_call, leaf.row_split)
+                and self._driver.accepts_parts(layer_call, leaf.row_split)
             ):
                 return leaf.row_split
         return None
@@ -404,6 +404,6 @@ def _rows(leaves: list[Any]) -> Any:
     """The rows of the first tensor with a batch axis; None without one."""
     for leaf in leaves:
         if keras.ops.is_tensor(leaf) and len(leaf.shape) > 0:
-            is_apart = isinstance(leaf, RowParts)
-            return leaf.rows if is_apart else keras.ops.shape(leaf)[0]
+            is_in_parts = isinstance(leaf, RowParts)
+            return leaf.rows if is_in_parts else keras.ops.shape(leaf)[0]
     return None

@@ -19,16 +19,16 @@ from keras_strategies.engines.torch.data_parallel.row_parts import (
     row_parts,
 )
 from keras_strategies.engines.torch.devices import moved, torch_device
-from keras_strategies.engines.torch.own_rows.loader_rows import (
-    LoaderRows,
-    can_read_rows,
-)
 from keras_strategies.engines.torch.tensor_primitives import PRIMITIVES
 from keras_strategies.keras_compat.models.input_adapters import (
     is_array_adapter,
     own_batches,
 )
 from keras_strategies.keras_compat.structures import leaves_of, with_leaves
+from keras_strategies.loaders.loader_rows import (
+    LoaderRows,
+    can_read_rows,
+)
 from keras_strategies.runtime.batch_prefetch import prefetch_one
 from keras_strategies.runtime.data_parallel.row_parts import RowPartsCaller
 from keras_strategies.runtime.placement import Placement

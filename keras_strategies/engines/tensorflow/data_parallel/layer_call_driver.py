@@ -79,7 +79,7 @@ class TensorFlowLayerCalls(LayerCallDriver):
         sizes = [base + tf.cast(i < larger, base.dtype) for i in range(count)]
         return sizes, needs_rows
 
-    def takes(self, layer_call: LayerCall, row_split: RowSplit) -> bool:
+    def accepts_parts(self, layer_call: LayerCall, row_split: RowSplit) -> bool:
         return row_split.all_have_rows or not fails_on_zero_rows(layer_call)
 
     def _at_least_one_each(self, layer: Any, rows: Any) -> Any:

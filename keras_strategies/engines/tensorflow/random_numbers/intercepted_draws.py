@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from keras_strategies.engines.tensorflow.compat.graphs import is_in_control_flow_of
 from keras_strategies.engines.tensorflow.compat.operations import replace_draws
-from keras_strategies.engines.tensorflow.own_entries import (
+from keras_strategies.engines.tensorflow.random_numbers.own_entries import (
     own_entries,
     rows_of_length,
 )
