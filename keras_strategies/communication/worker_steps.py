@@ -105,9 +105,10 @@ def _different_orders(
     return WorkerError(
         f"Workers {group.index} and {other} have different batches{place}, of {rows} "
         f"and {others} rows of their DataLoaders. All workers must read the same "
-        "global batches in the same order: seed the loader's `generator`, or call `torch.manual_seed` on all of them "
-        "before each pass; remove a `DistributedSampler`; for separate data per "
-        "worker, use ks.DatasetCreator or `strategy.distribute_datasets_from_function`."
+        "global batches in the same order: seed the loader's `generator`, or call "
+        "`torch.manual_seed` on all of them before each pass; "
+        "remove a `DistributedSampler`; for separate data per worker, use "
+        "ks.DatasetCreator or `strategy.distribute_datasets_from_function`."
     )
 
 
