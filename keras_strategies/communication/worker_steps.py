@@ -60,6 +60,18 @@ def compare_rows(rows: int, found: list[int]) -> None:
         )
 
 
+def chiefs_seed(group: WorkerGroup, own: int, stream: str = "") -> int:
+    """The chief's seed of the random numbers of rows, once for each pass.
+
+    Args:
+        group: the connected workers.
+        own: int, the seed of this worker.
+        stream: str, see `WorkerGroup.gather`.
+    """
+    seed: int = group.gather_values("the seed of a pass", own, stream)[0]
+    return seed
+
+
 def compare_orders(
     group: WorkerGroup, rows: int, order: int, stream: str = ""
 ) -> Callable[[], None]:
@@ -92,11 +104,11 @@ def _different_orders(
     place = f" at {group.progress}" if group.progress else ""
     return WorkerError(
         f"Workers {group.index} and {other} have different batches{place}, of {rows} "
-        f"and {others} rows of their DataLoaders, or draw from other states of Torch's "
-        "generator. All workers must read the same global batches in the same order: "
-        "seed the loader's `generator`, or call `torch.manual_seed` on all of them "
-        "before each pass; remove a `DistributedSampler`; for separate data per "
-        "worker, use ks.DatasetCreator or `strategy.distribute_datasets_from_function`."
+        f"and {others} rows of their DataLoaders. All workers must read the same "
+        "global batches in the same order: seed the loader's `generator`, or call "
+        "`torch.manual_seed` on all of them before each pass; "
+        "remove a `DistributedSampler`; for separate data per worker, use "
+        "ks.DatasetCreator or `strategy.distribute_datasets_from_function`."
     )
 
 

@@ -30,6 +30,11 @@ INTRUSIONS = (
         "A model of a strategy has methods that call the hooks.",
     ),
     Intrusion(
+        "keras_compat.saving.mapped_tensors",
+        "function",
+        "keras_hub reads entire tensors with `safetensors.safe_open`.",
+    ),
+    Intrusion(
         "keras_compat.optimizers.optimizer_classes",
         "class",
         "Optimizers without the methods of `TFOptimizer`, and of the public classes "

@@ -67,6 +67,7 @@ PRIVATE = (
             "_dtype",
             "_initialize",
             "_initialize_with_initializer",
+            "_initializer",
             "_maybe_autocast",
             "_path",
             "_shape",
@@ -76,7 +77,7 @@ PRIVATE = (
     ),
     Private(
         "keras.src.backend.jax.core.Variable | keras.src.backend.Variable",
-        ("_layout",),
+        ("_initialize_layout", "_layout"),
         "Layouts.",
         "jax",
     ),

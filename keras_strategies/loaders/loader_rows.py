@@ -26,7 +26,7 @@ from torch.utils.data import (
 
 from keras_strategies.communication.communicator import Communicator
 from keras_strategies.communication.replica_counts import ReplicaCounts
-from keras_strategies.communication.worker_steps import compare_orders
+from keras_strategies.communication.worker_steps import chiefs_seed, compare_orders
 from keras_strategies.errors import InputError
 from keras_strategies.keras_compat.structures import leaves_of
 from keras_strategies.loaders.row_generators import RowGenerators
@@ -90,6 +90,11 @@ class LoaderRows:
             stream: str, that in which workers compare their orders; see
                 `WorkerGroup.gather`.
         """
+        if self._agrees:
+            # Not before the pass: a state that the sampler changes is read then.
+            self._order.agree = lambda own: chiefs_seed(
+                self._workers.group, own, stream
+            )
         return self._batches(iter(self._loader), stream)
 
     def read_all(self) -> None:

@@ -61,6 +61,8 @@ class RowOrder:
 
     Attributes:
         reads_all: bool, whether the next batches are read with all rows.
+        agree: callable of the seed of this process, which returns that of the next
+            pass; None to take it.
     """
 
     def __init__(
@@ -78,9 +80,12 @@ class RowOrder:
         # Passes since the generator's state has changed.
         self._repeats = 0
         self.reads_all = own_range is None
+        self.agree: Callable[[int], int] | None = None
 
     def __iter__(self) -> Iterator[RowsToRead]:
         seed, first = self._pass_seed(), 0
+        if self.agree is not None:
+            seed = self.agree(seed)
         for batch in self.sampler:
             keys = list(batch) if self._is_of_batches else [batch]
             yield self.own(RowsToRead(keys, seed, first, 0, len(keys)))

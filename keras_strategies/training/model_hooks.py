@@ -27,7 +27,11 @@ from keras_strategies.keras_compat.variables.generator_seeds import seed_states
 from keras_strategies.keras_compat.variables.strategy_variables import (
     set_variable_strategy,
 )
-from keras_strategies.keras_compat.variables.values import guard_value, raw_value
+from keras_strategies.keras_compat.variables.values import (
+    declared_shape,
+    guard_value,
+    raw_value,
+)
 from keras_strategies.runtime import context
 from keras_strategies.runtime.data_parallel.added_sums import sent_together
 from keras_strategies.runtime.data_parallel.row_functions import (
@@ -180,8 +184,7 @@ class StrategyHooks:
 
     def array_to_assign(self, variable: Any, value: Any) -> Any:
         sharding = strategy_of(variable).drivers.sharding
-        raw = raw_value(variable)
-        if sharding is None or raw is None or tuple(raw.shape) != value.shape:
+        if sharding is None or declared_shape(variable) != value.shape:
             return value
         return sharding.from_host(variable, value)
 

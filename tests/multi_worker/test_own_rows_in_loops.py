@@ -222,3 +222,28 @@ def test_other_orders_are_an_error_in_a_loop(forker: Any) -> None:
     errors = [error for error, _ in outcomes]
     assert all("different batches, of 5 and 5 rows" in each for each in errors), errors
     assert all("seed the loader's `generator`" in each for each in errors), errors
+
+
+def unequal_states(strategy: Any, kind: str) -> list[np.ndarray]:
+    """The rows of this worker, whose generators are in a state of their own."""
+    index = 0 if strategy.workers is None else strategy.workers.group.index
+    keras.utils.set_random_seed(5 + index)
+    dataset: Any = Rows() if kind == "rows" else Noisy(kind)
+    given = torch.utils.data.DataLoader(dataset, BATCH)
+    found = []
+    for batch in strategy.experimental_distribute_dataset(given):
+        local = strategy.experimental_local_results(batch)
+        found.append(np.concatenate([np.asarray(each[0]) for each in local]))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["rows", "torch"])
+def test_generators_of_workers_may_differ_where_nothing_is_shuffled(
+    cluster: Any, kind: str
+) -> None:
+    """Rows are augmented with the chief's numbers: those of one device."""
+    alone = unequal_states(ks.OneDeviceStrategy("cpu:0"), kind)
+    every = cluster(unequal_states, kind)
+    for step, expected in enumerate(alone):
+        joined = np.concatenate([rows[step] for rows in every])
+        np.testing.assert_array_equal(joined, expected)
