@@ -15,6 +15,7 @@ import numpy as np
 
 from keras_strategies.errors import PeerError, SnapshotError
 from keras_strategies.parameter_server.engines import parameter_server_engine
+from keras_strategies.parameter_server.server.changed_rows import ChangedRows
 from keras_strategies.parameter_server.server.loss_scale import apply_scale_report
 from keras_strategies.parameter_server.server.optimizer_updater import OptimizerUpdater
 from keras_strategies.parameter_server.server.snapshots import SnapshotFiles
@@ -51,7 +52,6 @@ class ParameterServer:
     ):
         self._index = index
         self._engine = parameter_server_engine()
-        self._store = VariableStore()
         self._updaters: dict[int, OptimizerUpdater] = {}
         self._optimizers: dict[int, bytes] = {}
         # Name of the coordinator that owns the variables.
@@ -60,6 +60,7 @@ class ParameterServer:
         # The last transfer of shards to this server.
         self._adopted: str | None = None
         self._snapshots = SnapshotFiles(snapshots, index) if snapshots else None
+        self._store = self._new_store()
         self._interval = interval
         self._saved_at = time.monotonic()
         self._saved_version = -1
@@ -77,6 +78,9 @@ class ParameterServer:
         self.is_restored = self._restore()
         self.is_stopped = False
 
+    def _new_store(self) -> VariableStore:
+        return VariableStore(None if self._snapshots is None else ChangedRows())
+
     def _restore(self) -> bool:
         """Restores the files of an earlier process; returns whether there were any."""
         if self._snapshots is None:
@@ -89,6 +93,7 @@ class ParameterServer:
         if found is None:
             return False
         self._store, self.damage = found.store, found.damage
+        self._store.changes = ChangedRows()
         if found.extra is not None:
             self._owner, self._optimizers, self._adopted = found.extra
             for number in self._optimizers:
@@ -171,7 +176,7 @@ class ParameterServer:
     def _clear(self) -> None:
         if self._snapshots is not None:
             self._attempt(self._snapshots.clear)
-        self._store, self._adopted = VariableStore(), None
+        self._store, self._adopted = self._new_store(), None
         self._updaters, self._optimizers = {}, {}
 
     def on_retire(self, argument: None = None) -> None:
@@ -267,7 +272,7 @@ class ParameterServer:
         transfer, keys = argument
         if self._adopted == transfer:
             return
-        self._store.arrays |= self._staged.take(keys)
+        self._store.adopt(self._staged.take(keys))
         self._adopted = transfer
         self._store.version += 1
         self._save()
@@ -302,7 +307,7 @@ class ParameterServer:
 
     def _delete(self, keys: list[Key]) -> None:
         for key in keys:
-            self._store.arrays.pop(key, None)
+            self._store.delete(key)
 
     def on_release(self, number: int) -> None:
         """Deletes an optimizer that no longer exists."""
