@@ -21,6 +21,9 @@ from keras_strategies.parameter_server.server.optimizer_updater import Optimizer
 from keras_strategies.parameter_server.server.snapshots import SnapshotFiles
 from keras_strategies.parameter_server.server.staged_shards import StagedShards
 from keras_strategies.parameter_server.server.variable_store import VariableStore
+from keras_strategies.parameter_server.variables.initial_values import (
+    ShardInitializer,
+)
 from keras_strategies.parameter_server.wire.arrays.array_messages import COPY_BYTES
 from keras_strategies.parameter_server.wire.arrays.row_arrays import (
     Empty,
@@ -56,6 +59,8 @@ class ParameterServer:
         self._optimizers: dict[int, bytes] = {}
         # Name of the coordinator that owns the variables.
         self._owner: str | None = None
+        # Of shards without the values of all rows.
+        self._initializers: dict[Key, ShardInitializer] = {}
         self._staged = StagedShards()
         # The last transfer of shards to this server.
         self._adopted: str | None = None
@@ -177,7 +182,7 @@ class ParameterServer:
         if self._snapshots is not None:
             self._attempt(self._snapshots.clear)
         self._store, self._adopted = self._new_store(), None
-        self._updaters, self._optimizers = {}, {}
+        self._updaters, self._optimizers, self._initializers = {}, {}, {}
 
     def on_retire(self, argument: None = None) -> None:
         """Ends the process, and removes its snapshots."""
@@ -213,8 +218,35 @@ class ParameterServer:
     def on_create(self, shards: list[tuple[Key, Any]]) -> None:
         """Creates shards: pairs of a key and an array or a pickled initializer."""
         new = [(key, value) for key, value in shards if key not in self._store.arrays]
-        self._create(new)
+        for key, value in new:
+            if isinstance(value, bytes):
+                initializer = pickle.loads(value)
+                value = initializer.empty()
+                first, *following = initializer.requests()
+                initializer.fill(value, *first)
+                if following:
+                    self._initializers[key] = initializer
+            self._store.create(key, value)
         self._note("shards", new)
+
+    def on_initialize(self, argument: tuple[Key, int, int]) -> None:
+        """Computes initial values of consecutive rows, until those of the last ones.
+
+        After a restart all rows have them, from the journal.
+        """
+        key, first, last = argument
+        initializer = self._initializers.get(key)
+        if initializer is None:
+            return
+        initializer.fill(self._store.get(key), first, last)
+        if last == initializer.rows:
+            del self._initializers[key]
+
+    def _initialize_all(self) -> None:
+        """Computes what is missing of shards, which a snapshot would not have."""
+        for key, initializer in self._initializers.items():
+            initializer.fill(self._store.get(key), 0, initializer.rows)
+        self._initializers.clear()
 
     def _create(self, shards: list[tuple[Key, Any]]) -> None:
         for key, value in shards:
@@ -308,6 +340,7 @@ class ParameterServer:
     def _delete(self, keys: list[Key]) -> None:
         for key in keys:
             self._store.delete(key)
+            self._initializers.pop(key, None)
 
     def on_release(self, number: int) -> None:
         """Deletes an optimizer that no longer exists."""
@@ -341,6 +374,7 @@ class ParameterServer:
             self._report(None)
             return
         self._has_lost_notes = False
+        self._initialize_all()
         self._snapshots.begin(self._store, self._extra)
         self._begun_version = self._store.version
 
@@ -378,7 +412,7 @@ class ParameterServer:
             self._finish_snapshot(waits=False)
             # Early, so that the snapshot is complete within the interval.
             is_due = time.monotonic() - self._saved_at >= _EARLY * self._interval
-            if is_due and not self._snapshots.is_writing:
+            if is_due and not (self._snapshots.is_writing or self._initializers):
                 self._begin_snapshot()
         except SnapshotError as error:
             self._report(error.text)
