@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 
+from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.parameter_server.server.request_handler import ParameterServer
 from keras_strategies.parameter_server.variables import initial_values
 from keras_strategies.parameter_server.variables.initial_values import (
@@ -137,3 +138,14 @@ def test_a_server_that_is_killed_while_it_creates(
     third = ParameterServer(0, str(tmp_path))
     create(third, requests[killed_after:])
     assert np.array_equal(third.handle(("read", ((0, 0), 0, ROWS))), expected)
+
+
+def test_more_rows_than_ids_are_refused_on_jax() -> None:
+    with servers_in_process.start(1) as strategy, strategy.scope():
+        shape = (2**31 + 1, 1)
+        if keras.backend.backend() != "jax":
+            # No memory is taken before it is written.
+            keras.Variable(NAMES.Zeros(), shape, dtype="float32")
+            return
+        with pytest.raises(InvalidArgumentError, match="computes ids in int32"):
+            keras.Variable(NAMES.Zeros(), shape, dtype="float32")

@@ -146,9 +146,7 @@ class ChangedRows:
                 if marks[key].view(bool).any()
             }
 
-    def _pending_marks(
-        self, key: Key, array: np.ndarray, is_full: bool
-    ) -> np.ndarray:
+    def _pending_marks(self, key: Key, array: np.ndarray, is_full: bool) -> np.ndarray:
         marks = self._marks.get(key)
         if marks is None or is_full:
             rows = len(array) if array.ndim else 1

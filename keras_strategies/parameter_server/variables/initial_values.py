@@ -119,9 +119,7 @@ class ShardInitializer:
             generator = np.random.Generator(np.random.SFC64(seed))
             return self.initializer(generator, shape)  # type: ignore[no-any-return]
         number = sum(s * 7919**i for i, s in enumerate(self.seed))
-        set_initializer_seed(
-            self.initializer, (number + block * 1_000_003) % 2**31
-        )
+        set_initializer_seed(self.initializer, (number + block * 1_000_003) % 2**31)
         return _values(self.initializer, shape, self.dtype)
 
 
@@ -187,7 +185,10 @@ def _uniform(
 
 
 def _normal(
-    mean: float, deviation: float, generator: np.random.Generator, shape: tuple[int, ...]
+    mean: float,
+    deviation: float,
+    generator: np.random.Generator,
+    shape: tuple[int, ...],
 ) -> np.ndarray:
     values = generator.standard_normal(shape, np.float32)
     values *= np.float32(deviation)
@@ -196,7 +197,10 @@ def _normal(
 
 
 def _truncated(
-    mean: float, deviation: float, generator: np.random.Generator, shape: tuple[int, ...]
+    mean: float,
+    deviation: float,
+    generator: np.random.Generator,
+    shape: tuple[int, ...],
 ) -> np.ndarray:
     values = generator.standard_normal(shape, np.float32).reshape(-1)
     while len(outside := np.flatnonzero(np.abs(values) > 2)):

@@ -17,15 +17,13 @@ class TransferProgress:
     """Context manager: a bar of Keras, for what takes more than some seconds.
 
     Args:
-        what: str, such as `"Creating embedding/embeddings"`.
-        total: int, parts of it.
-        unit: str, what a part is.
+        what: str, such as `"creating embedding/embeddings"`.
+        nbytes: int, bytes of the transfer.
     """
 
-    def __init__(self, what: str, total: int, unit: str):
+    def __init__(self, what: str, nbytes: int):
         self._what = what
-        self._total = total
-        self._unit = unit
+        self._nbytes = nbytes
         self._report = Progress()
         self._done = 0
         self._begun = time.monotonic()
@@ -36,13 +34,13 @@ class TransferProgress:
 
     def __exit__(self, kind: Any, *error: Any) -> None:
         if self._bar is not None and kind is None:
-            self._bar.update(self._total, finalize=True)
+            self._bar.update(self._bar.target, finalize=True)
 
-    def advance(self, parts: int = 1) -> None:
-        """Shows that further parts are done."""
-        self._done += parts
+    def advance(self, nbytes: int) -> None:
+        """Shows that further bytes are done."""
+        self._done += nbytes
         if self._bar is None and time.monotonic() - self._begun >= _QUIET_SECONDS:
             self._report.report(self._what)
-            self._bar = keras.utils.Progbar(self._total, unit_name=self._unit)
-        if self._bar is not None and self._done < self._total:
-            self._bar.update(self._done)
+            self._bar = keras.utils.Progbar(self._nbytes >> 20, unit_name="MB")
+        if self._bar is not None and self._done < self._nbytes:
+            self._bar.update(self._done >> 20, finalize=False)

@@ -20,6 +20,7 @@ from keras_strategies.keras_compat.optimizers.optimizer_classes import plain_opt
 from keras_strategies.keras_compat.optimizers.optimizer_parts import is_optimizer
 from keras_strategies.keras_compat.variables.creation import mix_in, variable_maker
 from keras_strategies.keras_compat.variables.values import declared_shape, stored_dtype
+from keras_strategies.parameter_server.engines import parameter_server_engine
 from keras_strategies.parameter_server.variables.coordinator_variables import (
     CoordinatorVariables,
 )
@@ -129,6 +130,14 @@ class VariableRegistry:
 
     def _register(self, variable: Any, shape: tuple[int, ...]) -> VariableDescription:
         self.delete_released()
+        most = parameter_server_engine().most_rows
+        if shape and shape[0] > most:
+            raise InvalidArgumentError(
+                f"Variable {variable.path!r} has {shape[0]:,} rows. JAX computes ids in "
+                f"int32, which has {most:,}: others would be wrapped to those of other "
+                "rows. Call `jax.config.update('jax_enable_x64', True)`, or use several "
+                "tables."
+            )
         with self.lock:
             number = next(self._numbers)
             kind, reference = self._kind(variable, shape)
@@ -222,17 +231,17 @@ class VariableRegistry:
             new.setdefault(place.server, []).append((key, pickled(made)))
             rest = [(key, *rows) for rows in made.requests()][1:]
             ranges.setdefault(place.server, []).extend(rest)
-        total = max(map(len, ranges.values()))
-        with TransferProgress(
-            f"creating {description.path}", total, "request"
-        ) as progress:
+        with self._progress("creating", description) as progress:
             self._servers.request_all("create", new)
             for step in itertools.zip_longest(*ranges.values()):
-                asked = zip(ranges, step, strict=True)
-                self._servers.request_all(
-                    "initialize", {s: rows for s, rows in asked if rows is not None}
-                )
-                progress.advance()
+                asked = {
+                    server: rows
+                    for server, rows in zip(ranges, step, strict=True)
+                    if rows is not None
+                }
+                self._servers.request_all("initialize", asked)
+                rows = sum(last - first for _, first, last in asked.values())
+                progress.advance(rows * _row_bytes(description))
 
     # Using variables
 
@@ -309,7 +318,7 @@ class VariableRegistry:
         with self._progress("reading", description) as progress:
             for start, rows in self._servers.pieces(description):
                 yield start, rows
-                progress.advance(len(rows))
+                progress.advance(rows.nbytes)
 
     def write_pieces(
         self, variable: Any, pieces: Iterable[tuple[int, np.ndarray]]
@@ -318,11 +327,14 @@ class VariableRegistry:
         with self._progress("writing", description) as progress:
             for start, rows in pieces:
                 self._servers.write_rows(description, start, rows)
-                progress.advance(len(rows))
+                progress.advance(rows.nbytes)
 
-    def _progress(self, what: str, description: VariableDescription) -> TransferProgress:
-        rows = description.shape[0]
-        return TransferProgress(f"{what} {description.path}", rows, "row")
+    def _progress(
+        self, what: str, description: VariableDescription
+    ) -> TransferProgress:
+        rows = description.shape[0] if description.shape else 1
+        nbytes = rows * _row_bytes(description)
+        return TransferProgress(f"{what} {description.path}", nbytes)
 
     def places(self, variable: Any) -> list[tuple[str, int, int]]:
         return shard_devices(self.describe(variable))
