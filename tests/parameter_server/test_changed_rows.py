@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 
 from keras_strategies.parameter_server.server import changed_rows
-from keras_strategies.parameter_server.server.changed_rows import ChangedRows
+from keras_strategies.parameter_server.server.changed_rows import (
+    ChangedRows,
+    ShardPiece,
+)
 from keras_strategies.parameter_server.server.request_handler import ParameterServer
 from keras_strategies.parameter_server.server.variable_store import VariableStore
 from keras_strategies.parameter_server.wire.step_messages import StepRequest
@@ -118,8 +121,9 @@ def test_a_thread_copies_the_rows_of_one_moment() -> None:
     found = {key: np.zeros_like(array) for key, array in store.arrays.items()}
     for is_full in (True, *itertools.repeat(False, 15)):
         store.changes.begin(store.arrays, is_full)
-        expected, pieces = copies(store), []
-        thread = threading.Thread(target=lambda: pieces.extend(store.changes.pieces()))
+        expected = copies(store)
+        pieces: list[ShardPiece] = []
+        thread = threading.Thread(target=pieces.extend, args=(store.changes.pieces(),))
         thread.start()
         for _ in range(10):
             updates.make()

@@ -147,5 +147,5 @@ def test_more_rows_than_ids_are_refused_on_jax() -> None:
             # No memory is taken before it is written.
             keras.Variable(NAMES.Zeros(), shape, dtype="float32")
             return
-        with pytest.raises(InvalidArgumentError, match="computes ids in int32"):
+        with pytest.raises(InvalidArgumentError, match="ids in int32"):
             keras.Variable(NAMES.Zeros(), shape, dtype="float32")

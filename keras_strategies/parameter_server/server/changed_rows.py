@@ -1,7 +1,7 @@
 """Rows that have changed since the last snapshot, and copy on write for the next one.
 
 A snapshot has the rows of one moment, and a thread copies them while the server goes on
-with updates. Before a row is updated that the snapshot still needs, its value is copied.
+with updates. Before a row is updated that the snapshot still needs, it is copied.
 These copies are written with the next piece, so they take little memory: a row that is
 updated is copied once for each snapshot, and a forked process would copy a page.
 """

@@ -152,7 +152,7 @@ def _read_pieces(reader: RecordReader, arrays: list[np.ndarray]) -> list[int]:
             if start != pieces:
                 break
             return counts
-        is_inside = 0 <= place < len(arrays) and 0 <= start and 0 <= count
+        is_inside = 0 <= place < len(arrays) and start >= 0 and count >= 0
         if not is_inside or start + count > len(rows[place]) or width not in (0, 4, 8):
             break
         _read_piece(reader, rows[place], start, count, width)

@@ -133,10 +133,10 @@ class VariableRegistry:
         most = parameter_server_engine().most_rows
         if shape and shape[0] > most:
             raise InvalidArgumentError(
-                f"Variable {variable.path!r} has {shape[0]:,} rows. JAX computes ids in "
-                f"int32, which has {most:,}: others would be wrapped to those of other "
-                "rows. Call `jax.config.update('jax_enable_x64', True)`, or use several "
-                "tables."
+                f"Variable {variable.path!r} has {shape[0]:,} rows. JAX computes ids "
+                f"in int32, which has {most:,}: others would be wrapped to ids of other "
+                "rows. Call `jax.config.update('jax_enable_x64', True)`, or use "
+                "several tables."
             )
         with self.lock:
             number = next(self._numbers)
