@@ -191,5 +191,5 @@ def test_a_large_table_that_each_step_sends_in_full_is_named() -> None:
         with pytest.warns(UserWarning, match=r"All rows of .*, 18.3 MiB, are sent"):
             model.fit(ids, y, batch_size=4, verbose=0)
         with warnings.catch_warnings():
-            warnings.simplefilter("error")
+            warnings.filterwarnings("error", "All rows of")
             model.fit(ids, y, batch_size=4, verbose=0)

@@ -134,8 +134,8 @@ class VariableRegistry:
         if shape and shape[0] > most:
             raise InvalidArgumentError(
                 f"Variable {variable.path!r} has {shape[0]:,} rows. JAX computes ids "
-                f"in int32, which has {most:,}: others would be wrapped to ids of other "
-                "rows. Call `jax.config.update('jax_enable_x64', True)`, or use "
+                f"in int32, which has {most:,}: others would be wrapped to ids of "
+                "other rows. Call `jax.config.update('jax_enable_x64', True)`, or use "
                 "several tables."
             )
         with self.lock:
