@@ -200,8 +200,9 @@ def test_large_variables_are_streamed(
     row = np.arange(columns)
     registry = synchronous.registry
     slot = model.optimizer.variables[-1]
-    registry.write_rows(slot, 7, np.full((1, columns), 3.0))
-    registry.write_rows(model.weights[0], rows - 1, row[None].astype("float32"))
+    registry.write_pieces(slot, [(7, np.full((1, columns), 3.0))])
+    last = row[None].astype("float32")
+    registry.write_pieces(model.weights[0], [(rows - 1, last)])
 
     def peak(function) -> int:
         """The smallest peak of three: imports and other threads allocate too."""
