@@ -50,7 +50,9 @@ def residual() -> keras.Model:
 def noisy() -> keras.Model:
     """Draws with and without a generator, and losses that layers add."""
     vectors = keras.Input((6,))
-    x = layers.Dense(8, "tanh", activity_regularizer=keras.regularizers.L2(0.1))(vectors)
+    x = layers.Dense(8, "tanh", activity_regularizer=keras.regularizers.L2(0.1))(
+        vectors
+    )
     x = layers.GaussianNoise(0.1, seed=3)(layers.Dropout(0.3)(x))
     x = layers.Dropout(0.3, seed=5, noise_shape=(None, 1))(x)
     return keras.Model(vectors, layers.Dense(3)(x), name="noisy")
@@ -120,9 +122,9 @@ def assert_equal(
 @contextlib.contextmanager
 def counted_programs() -> Iterator[list[Any]]:
     """The numbers of rows of which programs are called, those of training."""
-    from keras_strategies.engines.torch.data_parallel.call_programs import CallProgram
-
     import torch
+
+    from keras_strategies.engines.torch.data_parallel.call_programs import CallProgram
 
     found, call = [], CallProgram.call
 

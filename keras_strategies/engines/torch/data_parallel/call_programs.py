@@ -294,7 +294,9 @@ def _assigned(
 
 def _value(values: dict[int, torch.Tensor], variable: Any) -> torch.Tensor:
     if id(variable) not in values:
-        raise NotCompiledError(f"it reads variable {variable.path!r} in some calls only")
+        raise NotCompiledError(
+            f"it reads variable {variable.path!r} in some calls only"
+        )
     return values[id(variable)]
 
 

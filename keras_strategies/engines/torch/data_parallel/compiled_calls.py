@@ -16,8 +16,10 @@ from __future__ import annotations
 import collections
 import contextlib
 import contextvars
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +47,9 @@ if TYPE_CHECKING:
 _OCCURRENCES = 3
 # Numbers of rows, and settings of layers, that are compiled for one kind of calls.
 _MOST = 4
+# Seconds between messages of a worker that compiles.
+_INTERVAL = 20.0
+_MANY_ROWS = f"batches have more numbers of rows than are compiled ({_MOST})"
 
 _is_compiled: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "is_compiled", default=False
@@ -151,14 +156,15 @@ class CompiledCalls:
         if kind.occurrences[every] < _OCCURRENCES or not kind.variables:
             return None
         if every not in kind.programs:
-            problem = _problem(kind, plan, has_shards)
             known: dict[Any, tuple[Any, CallProgram]] = {}
-            problem = problem or _compile(kind, plan, devices, known, make)
             kind.programs[every] = known
-            workers = plan.row_split.workers
-            if workers is not None and is_fixed(workers):
-                what = f"the compiled call of layer {layer.name!r}"
-                problem = max(workers.group.gather_values(what, problem))
+            problem = _agreed(
+                plan,
+                lambda: (
+                    _problem(kind, plan, has_shards)
+                    or _compile(kind, plan, devices, known, make)
+                ),
+            )
             if problem:
                 kind.programs[every] = None
                 self._warn(layer, problem)
@@ -168,9 +174,9 @@ class CompiledCalls:
         problem = _compile(kind, plan, devices, found, make)
         if problem and plan.row_split.workers is not None:
             raise ContextError(
-                f"Layer {layer.name!r} has other attributes than before on this worker, "
-                f"for which its call cannot be compiled: {problem}. Other workers call "
-                "a program. Use `jit_compile=False`."
+                f"Layer {layer.name!r} has other attributes than before on this "
+                f"worker, for which its call cannot be compiled: {problem}. Other "
+                "workers call a program. Use `jit_compile=False`."
             )
         if problem:
             self._warn(layer, problem)
@@ -186,6 +192,37 @@ class CompiledCalls:
                 f"Layer {layer.name!r} ({type(layer).__name__}) is called eagerly, "
                 f"though `jit_compile=True`: {problem}."
             )
+
+
+def _agreed(plan: SplitPlan, problem: Callable[[], str]) -> str:
+    """What a function says, or another worker's: all call their programs, or none.
+
+    A thread tells the others now and then that this worker is still compiling, so that
+    none of them takes it for lost.
+    """
+    workers = plan.row_split.workers
+    if workers is None or not is_fixed(workers):
+        return problem()
+    group, own, is_done = workers.group, ["it was interrupted"], threading.Event()
+
+    def answers() -> str:
+        every: list[str | None] = [None]
+        while None in every:
+            is_done.wait(_INTERVAL)
+            every = group.gather_values(
+                f"the compiled call of layer {plan.layer_call.layer.name!r}",
+                own[0] if is_done.is_set() else None,
+                "compiled calls",
+            )
+        return max(each for each in every if each is not None)
+
+    with ThreadPoolExecutor(1, "compiled-calls") as thread:
+        answer = thread.submit(answers)
+        try:
+            own[0] = problem()
+        finally:
+            is_done.set()
+        return answer.result()
 
 
 def _compile(
@@ -230,8 +267,7 @@ def _problem(kind: _Kind, plan: SplitPlan, has_shards: bool) -> str:
     leaves = [leaf for leaf in plan.layer_call.leaves if keras.ops.is_tensor(leaf)]
     compiled = [each for each in kind.programs.values() if each is not None]
     reasons = {
-        "batches have more numbers of rows than are compiled "
-        f"({_MOST})": len(compiled) >= _MOST,
+        _MANY_ROWS: len(compiled) > _MOST,
         "workers may come and go": not is_fixed(plan.row_split.workers),
         "its variables are in shards": has_shards,
         "it is rematerialized in the backward pass": rematerializes(layer),

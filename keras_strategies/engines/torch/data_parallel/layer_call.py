@@ -90,9 +90,7 @@ class TorchLayerCalls(LayerCallDriver):
         return None if all(map(is_declared, wrappers)) else "torch modules"
 
     def executor(self, plan: SplitPlan) -> CallOnThreads:
-        return CallOnThreads(
-            plan, self._threads, self._variables, self._compiled
-        )
+        return CallOnThreads(plan, self._threads, self._variables, self._compiled)
 
     def unsplit(
         self,
