@@ -73,6 +73,7 @@ __all__ = [
     "version_of",
     "why_saved_tensors_hooks_are_disabled",
     "with_forward_gradients",
+    "without_donated_buffers",
 ]
 
 PRIVATE_NAMES = (
@@ -530,6 +531,17 @@ def compile_graph(graph: Any, inputs: list[Any]) -> Callable[..., Any]:
     return compiled
 
 
+def without_donated_buffers() -> contextlib.AbstractContextManager[None]:
+    """A context in which a backward program keeps what the forward one has saved.
+
+    Entered to compile it, and where its graph is retained for a second backward pass.
+    """
+    from torch._functorch import config
+
+    found: contextlib.AbstractContextManager[None] = config.patch(donated_buffer=False)
+    return found
+
+
 class _Function(torch.nn.Module):
     """A function of tensors, for a compiler that takes modules."""
 
@@ -582,8 +594,8 @@ def compile_call(
         functorch_config.patch(
             enable_autograd_cache=False,
             force_non_lazy_backward_lowering=True,
-            donated_buffer=False,
         ),
+        without_donated_buffers(),
         config.patch(compile_threads=1),
     ):
         compiled: Callable[..., Any] = compile_fx(module, fakes, inner_compile=lowered)

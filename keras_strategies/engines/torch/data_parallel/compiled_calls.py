@@ -33,7 +33,11 @@ from keras_strategies.engines.torch.compat import (
     saved_tensors_hooks_of_thread,
 )
 from keras_strategies.errors import ContextError
-from keras_strategies.keras_compat.models.layers import get_mask, rematerializes
+from keras_strategies.keras_compat.models.layers import (
+    get_mask,
+    rematerializes,
+    sublayers,
+)
 from keras_strategies.rows.declarations import is_declared
 from keras_strategies.rows.layer_settings import argument_key
 from keras_strategies.runtime.data_parallel.split_plan import SplitPlan
@@ -245,7 +249,9 @@ def _compile(
     if all(key in known for key in keys):
         return ""
     if len({id(proof) for proof, _ in known.values()}) >= _MOST:
-        return "attributes of its layers change from call to call"
+        if plan.row_split.workers is None:
+            return "attributes of its layers change from call to call"
+        known.clear()  # Other workers may call a program, where nothing has changed.
     try:
         for i, key in enumerate(keys):
             if key not in known:
@@ -272,8 +278,8 @@ def _problem(kind: _Kind, plan: SplitPlan, has_shards: bool) -> str:
         "its variables are in shards": has_shards,
         "it is rematerialized in the backward pass": rematerializes(layer),
         "it reads variables in float16": kind.in_half,
-        "it is declared to be row-wise, and what else its code reads is not known": (
-            is_declared(layer)
+        "what code of a layer reads that is declared as row-wise is not known": (
+            any(map(is_declared, sublayers(layer)))
         ),
         "it draws random numbers as Keras without a strategy": (
             bool(proof.draws) and not plan.strategy.partitions_draws
