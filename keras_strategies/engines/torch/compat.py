@@ -10,7 +10,7 @@ import contextlib
 import datetime
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,7 @@ __all__ = [
     "TorchDispatchMode",
     "all_gather_into",
     "changed_buffers",
+    "compile_call",
     "compile_graph",
     "create_gloo_group",
     "default_mps_generator",
@@ -69,6 +70,7 @@ __all__ = [
     "version_of",
     "why_saved_tensors_hooks_are_disabled",
     "with_forward_gradients",
+    "without_donated_buffers",
 ]
 
 PRIVATE_NAMES = (
@@ -118,7 +120,17 @@ PRIVATE_NAMES = (
         ("peek_interpreter_stack",),
         "Calls in transforms of `torch.func` are not split.",
     ),
+    Private(
+        "torch._functorch.config",
+        ("donated_buffer", "enable_autograd_cache", "force_non_lazy_backward_lowering"),
+        "Compiled layer calls: two backward passes, and programs of functions.",
+    ),
     Private("torch._inductor", ("compile", "config"), "Compiled steps of workers."),
+    Private(
+        "torch._inductor.compile_fx",
+        ("compile_fx", "compile_fx_inner"),
+        "Compiled layer calls: a program of a function, and of its gradient.",
+    ),
     Private(
         "torch._inductor.config", ("compile_threads",), "No pool of processes for them."
     ),
@@ -445,6 +457,79 @@ def compile_graph(graph: Any, inputs: list[Any]) -> Callable[..., Any]:
     # No pool of compiler processes.
     with config.patch(compile_threads=1):
         compiled: Callable[..., Any] = compile(graph, inputs)
+    return compiled
+
+
+def without_donated_buffers() -> contextlib.AbstractContextManager[None]:
+    """A context in which a backward program keeps what the forward one has saved.
+
+    Entered to compile it, and where its graph is retained for a second backward pass.
+    """
+    from torch._functorch import config
+
+    found: contextlib.AbstractContextManager[None] = config.patch(donated_buffer=False)
+    return found
+
+
+class _Function(torch.nn.Module):
+    """A function of tensors, for a compiler that takes modules."""
+
+    def __init__(self, function: Callable[..., Any]):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        return self.function(*tensors)
+
+
+def compile_call(
+    function: Callable[..., Any],
+    like: Sequence[torch.Tensor],
+    prepare: Callable[[Any], None],
+) -> Callable[..., Any]:
+    """Compiles a function and its gradient, by AOTAutograd and TorchInductor.
+
+    Python of the function runs on tensors without values, more than once. Sizes are
+    constants of the programs.
+
+    Args:
+        function: from tensors to a tuple of tensors.
+        like: the arguments, whose values are not read.
+        prepare: called with each `torch.fx.Graph` before it is lowered.
+    """
+    from torch._functorch import config as functorch_config
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        fakes = [
+            torch.empty_strided(
+                *(each.shape, each.stride()),
+                dtype=each.dtype,
+                device=each.device,
+                requires_grad=each.requires_grad,
+            )
+            for each in like
+        ]
+
+    def lowered(module: Any, inputs: Any, **options: Any) -> Any:
+        prepare(module.graph)
+        module.recompile()
+        return compile_fx_inner(module, inputs, **options)
+
+    module = _Function(function)
+    with (
+        functorch_config.patch(
+            enable_autograd_cache=False,
+            force_non_lazy_backward_lowering=True,
+        ),
+        without_donated_buffers(),
+        config.patch(compile_threads=1),
+    ):
+        compiled: Any = compile_fx(cast(Any, module), fakes, inner_compile=lowered)
+    # What is compiled refers to the module, and the function to the layer.
+    del module.function
     return compiled
 
 

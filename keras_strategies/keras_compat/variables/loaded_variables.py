@@ -112,7 +112,7 @@ def _progress_bar(variables: list[Any]) -> Any:
 
 def is_waiting(variable: Any) -> bool:
     """Whether a variable has no value before it is assigned."""
-    return bool(_loading.waiting) and id(variable) in _loading.waiting
+    return id(variable) in (_loading.waiting or ())
 
 
 def track_variables(original: Any, layer: Any) -> None:

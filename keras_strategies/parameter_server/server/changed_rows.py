@@ -121,7 +121,7 @@ class ChangedRows:
             if marks is None:
                 found += array.nbytes
             elif len(marks):
-                changed = np.count_nonzero(marks.view(bool))
+                changed = int(np.count_nonzero(marks.view(bool)))
                 found += changed * (array.nbytes // len(marks))
         return found
 

@@ -86,9 +86,9 @@ def write_snapshot(
     for key, start, ids, rows in pieces:
         width = 0 if ids is None else ids.itemsize
         header = _PIECE.pack(places[key], start, len(rows), width)
-        parts = [] if ids is None else [memoryview(ids)]
+        parts = [] if ids is None else [ids.data]
         if rows.size:
-            parts.append(memoryview(rows.reshape(-1)))
+            parts.append(rows.reshape(-1).data)
         write_record(file, header, *parts)
         count += 1
     write_record(file, _PIECE.pack(_END, count, 0, 0))
@@ -167,13 +167,13 @@ def _read_piece(
     target = rows[start : start + count]
     if width == 0:
         if target.size:
-            reader.read_into(memoryview(target.reshape(-1)))
+            reader.read_into(target.reshape(-1).data)
         reader.check()
         return
     ids = np.frombuffer(reader.read(count * width), f"u{width}").astype(np.int64)
     values = np.empty_like(target)
     if values.size:
-        reader.read_into(memoryview(values.reshape(-1)))
+        reader.read_into(values.reshape(-1).data)
     reader.check()
     if len(ids) and start + int(ids.max()) >= len(rows):
         raise reader.damaged()

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import keras
 import torch
 
 from keras_strategies.engines.torch.compat import (
@@ -19,7 +18,7 @@ from keras_strategies.engines.torch.compat import (
     saved_tensors_hooks_of_thread,
 )
 from keras_strategies.engines.torch.data_parallel.call_on_threads import CallOnThreads
-from keras_strategies.engines.torch.data_parallel.tensor_on_demand import plain
+from keras_strategies.engines.torch.data_parallel.compiled_calls import CompiledCalls
 from keras_strategies.engines.torch.devices import torch_device
 from keras_strategies.engines.torch.random_numbers.replica_generators import (
     generator_of,
@@ -63,6 +62,7 @@ class TorchLayerCalls(LayerCallDriver):
         self._strategy = strategy
         self._threads = threads
         self._variables = variables
+        self._compiled = CompiledCalls()
         self._has_warned = False
         hook_torch_modules(module_copy, changed_buffers)
 
@@ -90,7 +90,7 @@ class TorchLayerCalls(LayerCallDriver):
         return None if all(map(is_declared, wrappers)) else "torch modules"
 
     def executor(self, plan: SplitPlan) -> CallOnThreads:
-        return CallOnThreads(plan, self._threads, self._variables)
+        return CallOnThreads(plan, self._threads, self._variables, self._compiled)
 
     def unsplit(
         self,
@@ -147,16 +147,3 @@ class TorchLayerCalls(LayerCallDriver):
     def may_recompute(self) -> bool:
         hooks, shards = saved_tensors_hooks_of_thread(), self._variables.shards
         return hooks is not None and (shards is None or not shards.saves(hooks))
-
-
-def with_plain_outputs(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Calls of layers of which no output stays on its replicas.
-
-    Args:
-        call: the data-parallel calls of the strategy.
-    """
-
-    def outputs(*arguments: Any) -> Any:
-        return keras.tree.map_structure(plain, call(*arguments))
-
-    return outputs

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from keras_strategies.engines.torch.compat import is_transformed, version_of
-from keras_strategies.engines.torch.data_parallel.layer_call_driver import TorchLayerCalls
+from keras_strategies.engines.torch.data_parallel.layer_call_driver import (
+    TorchLayerCalls,
+)
 from keras_strategies.engines.torch.devices import moved, torch_device
 from keras_strategies.engines.torch.random_numbers.replica_generators import (
     ReplicaGenerators,
