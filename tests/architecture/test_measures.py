@@ -30,20 +30,21 @@ BOUNDS = {
     # batch statistics, a third of TensorFlow's operations, one for components that are
     # one array on JAX. One for the status of collectives, one for accelerators that
     # are left to other processes, one for the device of operations. One for variables
-    # that a loop holds, in place of three questions for the name of the backend.
-    "members of engine interfaces": 114,
+    # that a loop holds, in place of three questions for the name of the backend. One
+    # for sums that replicas exchange in `run`.
+    "members of engine interfaces": 115,
     # Those of `Engine`, `FitDriver`, `RunDriver` and `ReplicaCollectives`.
     "required members of an engine": 19,
     # One is the gradient of max pooling, which XLA partitions wrong along the rows.
     "attributes replaced for the process": 27,
     # While a step, a scope or a save is open. One is `repeat` on Torch's device "meta",
     # without which each worker calls models with `UpSampling2D` on all rows, one a loss
-    # that copies all logits.
-    "attributes replaced for a time": 33,
+    # that copies all logits. One is how keras_hub reads files of presets.
+    "attributes replaced for a time": 34,
     "StatelessScope subclasses": 1,
     "communicators": 2,
     # Defaults of optional methods are none.
-    "classes that override a concrete method": 14,
+    "classes that override a concrete method": 15,
     # `process_group`, the lead, which outlives its starter, the fork server of the
     # tests, and the copy of a server that writes its snapshot.
     "modules that start processes": 4,
@@ -51,7 +52,7 @@ BOUNDS = {
     "import cycles": 0,
     "modules in import cycles": 0,
     "private names outside of compat files": 0,
-    "private names of Keras and frameworks": 292,
+    "private names of Keras and frameworks": 299,
     # The manifest, a table.
     "files of more than 500 lines of code": 1,
 }

@@ -108,6 +108,14 @@ def test_a_table_is_created_by_several_requests(small_requests, monkeypatch) -> 
             assert (ones.numpy() == 1).all()
 
 
+@pytest.mark.parametrize("name", ["Ones", "RandomNormal", "RandomUniform"])
+def test_a_scalar_has_a_value(name) -> None:
+    initializer = getattr(NAMES, name)(**({} if name == "Ones" else {"seed": 1}))
+    found = shard_initializers(initializer, (), "float32")(0, 1)()
+    assert found.shape == () and found.dtype == "float32"
+    assert found == 1 if name == "Ones" else found != 0
+
+
 @pytest.mark.parametrize("killed_after", [1, 2, 5])
 def test_a_server_that_is_killed_while_it_creates(
     tmp_path, small_requests, killed_after

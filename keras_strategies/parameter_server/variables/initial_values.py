@@ -77,7 +77,7 @@ class ShardInitializer:
 
     def empty(self) -> np.ndarray:
         """An array for the values; of zeros if all are zero."""
-        dtype = np.asarray(_values(keras.initializers.Zeros(), (), self.dtype)).dtype
+        dtype = np.asarray(_values(keras.initializers.Zeros(), (1,), self.dtype)).dtype
         # Memory of zeros is taken when it is first written.
         return np.zeros(self.shape, dtype)
 
@@ -91,8 +91,9 @@ class ShardInitializer:
         """
         if type(self.initializer) is keras.initializers.Zeros or not array.size:
             return
-        if not self.shape or isinstance(self.initializer, CONSTANTS):
-            array[first:last] = _values(self.initializer, (), self.dtype)
+        array = array if self.shape else array.reshape(1)
+        if isinstance(self.initializer, CONSTANTS):
+            array[first:last] = _values(self.initializer, (1,), self.dtype)
             return
         rows = max(1, _BLOCK_SIZE // max(1, math.prod(self._row_shape)))
         begin, end = self.start + first, self.start + last

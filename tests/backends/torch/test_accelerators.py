@@ -15,6 +15,7 @@ import keras
 import pytest
 from harness.devices import VARIABLE
 from harness.forker import Forker
+from harness.marks import ROTATION
 from harness.training import alone, assert_same, train
 from harness.worker_pool import WorkerPool
 from multi_worker.worker_cases import WORKER_CASES
@@ -108,7 +109,13 @@ def run_suite(folder: Path, devices: str, suite: tuple[str, ...]) -> None:
             folder / "pytest.log",
             str(PYTEST),
             *(*options, *marks, *files),
-            **{VARIABLE: devices, "OMP_NUM_THREADS": "1", **EXACT_PRODUCTS},
+            **{
+                VARIABLE: devices,
+                "OMP_NUM_THREADS": "1",
+                # The tests that are named run here on any day.
+                ROTATION: "",
+                **EXACT_PRODUCTS,
+            },
         )
         code, _ = process.wait(600)
     text = process.text()
