@@ -123,6 +123,12 @@ class Servers(ServerConnections):
             reply = self.servers[server].handle((name, argument))
         return reply
 
+    def _begin(self, server: int, name: str, argument):
+        return self.request(server, name, argument)
+
+    def _piece(self, shard, start: int, request):
+        return shard.start + start, request
+
     def restart(self, server: int) -> None:
         self.servers[server] = ParameterServer(server, str(self._folder))
 
