@@ -110,17 +110,15 @@ class Cluster:
         ]
         self._name = f"{kind} on {backend}"
 
-    def wait(self) -> None:
+    def wait(self, seconds: float = START_SECONDS) -> None:
         """Until all are ready to train."""
-        until = time.monotonic() + START_SECONDS
+        until = time.monotonic() + seconds
         for process in self._processes:
             left = max(0.0, until - time.monotonic())
             is_there, _, _ = select.select([process.stdout], [], [], left)
             if not is_there or process.stdout.readline().strip() != "ready":
                 self.close(seconds=0)
-                why = (
-                    "failed in" if is_there else f"took more than {START_SECONDS} s for"
-                )
+                why = "failed in" if is_there else f"took more than {seconds:g} s for"
                 raise RuntimeError(f"{self._name} {why} its first epoch.")
 
     def __call__(self) -> float:
@@ -309,7 +307,11 @@ def fit_of_own_rows(
 
 
 def torch_peer(
-    workload: Workload, index: int, count: int, has_keras_loss: bool = False
+    workload: Workload,
+    index: int,
+    count: int,
+    has_keras_loss: bool = False,
+    is_compiled: bool = False,
 ) -> Callable[[], float]:
     import keras
     import torch
@@ -322,6 +324,8 @@ def torch_peer(
     model = workload.build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     model = torch.nn.parallel.DistributedDataParallel(model)
+    if is_compiled:
+        model = torch.compile(model)
     x, y = (torch.as_tensor(part) for part in own_rows(workload, index, count))
 
     def epoch() -> float:

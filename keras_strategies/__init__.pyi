@@ -53,12 +53,12 @@ from keras_strategies.reports.worker_status import WorkerStatus as WorkerStatus
 from keras_strategies.rows.declarations import row_wise as row_wise
 from keras_strategies.rows.rulecheck import RowReport as RowReport
 from keras_strategies.rows.rulecheck import rulecheck as rulecheck
-from keras_strategies.runtime.context import ReplicaContext as ReplicaContext
 from keras_strategies.runtime.context import has_strategy as has_strategy
 from keras_strategies.runtime.context import (
     in_cross_replica_context as in_cross_replica_context,
 )
 from keras_strategies.runtime.placement import VariableCopy as VariableCopy
+from keras_strategies.runtime.replica_context import ReplicaContext as ReplicaContext
 from keras_strategies.strategies.base.strategy import Strategy as Strategy
 from keras_strategies.strategies.base.strategy_extended import (
     StrategyExtended as StrategyExtended,
@@ -135,6 +135,10 @@ from keras_strategies.types import VariableSynchronization as VariableSynchroniz
 from keras_strategies.values import DistributedValues as DistributedValues
 from keras_strategies.values import Mirrored as Mirrored
 from keras_strategies.values import PerReplica as PerReplica
+from keras_strategies.verification.processes.records import observe as observe
+from keras_strategies.verification.processes.verify_processes import (
+    verify_processes as verify_processes,
+)
 from keras_strategies.verification.report import (
     VerificationReport as VerificationReport,
 )

@@ -17,7 +17,7 @@ from museum.common import FRAMEWORKS, fields, installed
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results.json"
 PAGE = FOLDER.parent / "docs" / "silent-bugs.md"
-NO_SCRIPTS = {"__init__", "__main__", "common", "page"}
+NO_SCRIPTS = {"__init__", "__main__", "common", "page", "verify"}
 STATES = {
     "alive": "Alive in the installed releases",
     "re-enacted": "Re-enacted by hand",
@@ -144,8 +144,9 @@ This page is made from runs of {dates}, on two CPU cores, with {versions}. Not
 installed: {absent}; their mistakes are re-enacted by hand in the framework that they
 are built on.
 
-To check a script of your own, train a step on one device and on two, from the same
-weights and without dropout, and compare losses and weights.
+To check a script of your own, whatever its framework, run
+`keras-strategies verify train.py:train --processes 2`:
+[Is my run equal to one device?](guides/verify.md)
 """
 TEXTS = {
     "alive": """\

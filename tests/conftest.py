@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from pathlib import Path
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -14,7 +13,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import keras
 import pytest
-from harness import backend_tables, by_day, devices, fork_server, leaks, references
+from harness import devices, fork_server, leaks, marks
 from harness.strategies import STRATEGIES, StrategyCase
 
 import keras_strategies as ks
@@ -35,10 +34,11 @@ gc.freeze()
 gc.set_threshold(100_000, 20, 20)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # After the folders' own, and before pytest takes those without wanted marks away.
-    backend_tables.mark_shared_code(items, Path(__file__).parent)
-    by_day.mark_long(items, Path(__file__).parent, keras.backend.backend())
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    # Before pytest takes those without wanted marks away.
+    marks.apply(config, items, keras.backend.backend())
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -55,13 +55,6 @@ def gpu_or_skip(request, four_cpu_devices) -> None:
     kinds = {device.kind for device in engines.get_engine().local_devices()}
     if "gpu" not in kinds:
         pytest.skip(f"needs a GPU; {keras.backend.backend()} sees none")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def trainer_of_references():
-    """Started by the first test that needs a missing reference."""
-    yield
-    references.close()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -80,6 +80,7 @@ def test_two_strategies_nested(model, assert_still_exact) -> None:
     assert_still_exact()
 
 
+@pytest.mark.one_backend
 def test_a_dataset_that_is_not_batched(model, assert_still_exact) -> None:
     tf = pytest.importorskip("tensorflow")
     dataset = tf.data.Dataset.from_tensor_slices((X, Y))
@@ -193,6 +194,8 @@ def compiled(function):
     return tf.function(function)
 
 
+@pytest.mark.one_backend("jax")
+@pytest.mark.nightly(unless=["predict"])
 @pytest.mark.skipif(
     keras.backend.backend() == "torch", reason="Torch has no programs around `fit`."
 )

@@ -98,6 +98,8 @@ def test_set_strategy_inside_a_scope_is_an_error(mirrored) -> None:
     assert not ks.has_strategy()
 
 
+@pytest.mark.one_backend("jax")
+@pytest.mark.slow(seconds=7)
 def test_scopes_that_are_open_at_exit_are_closed() -> None:
     script = (
         "import keras_strategies as ks; ks.set_virtual_cpu_devices(2)\n"
@@ -138,6 +140,8 @@ WEIGHTS = [
 ]
 
 
+@pytest.mark.one_backend("torch")
+@pytest.mark.nightly(unless=["one_device", "mirrored_2", "mirrored_4"])
 def test_a_scope_outlasts_clear_session(strategy) -> None:
     expected = trained(built_model(), WEIGHTS)
     with strategy.scope():
@@ -148,6 +152,7 @@ def test_a_scope_outlasts_clear_session(strategy) -> None:
     assert keras.distribution.distribution() is None
 
 
+@pytest.mark.one_backend("jax")
 def test_a_set_strategy_outlasts_clear_session(mirrored) -> None:
     expected = trained(built_model(), WEIGHTS)
     ks.experimental_set_strategy(mirrored)
@@ -162,6 +167,8 @@ def test_a_set_strategy_outlasts_clear_session(mirrored) -> None:
     assert keras.distribution.distribution() is None
 
 
+@pytest.mark.one_backend
+@pytest.mark.slow(seconds=10)
 def test_no_hook_is_installed_before_a_scope_is_opened(tmp_path: Path) -> None:
     body = (
         "import keras_strategies as ks\n"

@@ -13,6 +13,8 @@ import keras_strategies as ks
 from keras_strategies.processes.portable_exceptions import PortableException
 from keras_strategies.tools import cli
 
+pytestmark = pytest.mark.one_backend("jax")
+
 CLASSES = [value for value in vars(ks.errors).values() if isinstance(value, type)]
 
 

@@ -17,6 +17,8 @@ from keras_strategies.parameter_server.parameter_server_strategy import (
 )
 from keras_strategies.parameter_server.wire.task_messages import WorkerReference
 
+pytestmark = pytest.mark.one_backend("jax")
+
 STUB = Path(ks.__file__).with_suffix(".pyi")
 CLUSTER = {"chief": ["a:1"], "worker": ["b:1"], "ps": ["c:1"]}
 

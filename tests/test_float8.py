@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 from harness.strategies import TWO_REPLICAS_BY_DAY
 from keras import layers, ops
 
@@ -77,10 +78,12 @@ def assert_equal(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
         np.testing.assert_allclose(own, other, rtol=2**-7, atol=1e-3)
 
 
+@pytest.mark.one_backend("tensorflow")
 @TWO_REPLICAS_BY_DAY
 def test_fit_overwrites_as_on_one_device(strategy) -> None:
     assert_equal(fitted(strategy), fitted(None))
 
 
+@pytest.mark.one_backend
 def test_a_custom_loop_overwrites_as_on_one_device(mirrored) -> None:
     assert_equal(looped(mirrored), looped(ks.OneDeviceStrategy("cpu:0")))

@@ -13,7 +13,6 @@ import keras_strategies as ks
 pytest.importorskip("keras_rs", reason="keras_rs is not installed")
 
 import keras_rs
-from harness.backend_tables import on_torch_by_day
 from harness.keras_rs_models import BATCH, ranking_data, ranking_model
 from harness.strategies import STRATEGIES
 
@@ -39,7 +38,7 @@ def trained(loss: str) -> tuple[Any, dict[str, list[float]], np.ndarray]:
     return model, history.history, model.predict(x, batch_size=BATCH, verbose=0)
 
 
-@on_torch_by_day
+@pytest.mark.one_backend("torch")
 @pytest.mark.parametrize(
     ("strategy", "loss"),
     [
@@ -61,7 +60,7 @@ def test_it_trains_as_on_one_device(strategy: str, loss: str) -> None:
     assert model.count_params() == 40 * 4 + 60 * 6 + 14 * 14 + 14 + 14 * 4 + 4
 
 
-@on_torch_by_day
+@pytest.mark.one_backend("torch")
 @pytest.mark.parametrize("optimizer", ["sgd", "object"])
 def test_an_optimizer_of_a_table_is_used_or_refused(optimizer: str) -> None:
     x, y = ranking_data(BATCH)
@@ -78,7 +77,7 @@ def test_an_optimizer_of_a_table_is_used_or_refused(optimizer: str) -> None:
             other.fit(x, y, verbose=0)
 
 
-@on_torch_by_day
+@pytest.mark.one_backend("torch")
 def test_tables_have_the_optimizer_that_the_error_advises() -> None:
     x, y = ranking_data(BATCH)
     found = []

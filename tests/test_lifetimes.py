@@ -135,6 +135,7 @@ def check_nothing_is_left(
         time.sleep(0.1)
 
 
+@pytest.mark.nightly(unless=["one_device"])
 @pytest.mark.parametrize(
     "name",
     [
@@ -169,6 +170,7 @@ def megabytes_of_keras() -> float:
 
 
 # Thirty programs are compiled on other backends than Torch.
+@pytest.mark.nightly(unless=["custom_loop"])
 @pytest.mark.parametrize(
     "name",
     [

@@ -149,6 +149,7 @@ def policies(*names: str) -> list[Any]:
     ]
 
 
+@pytest.mark.one_backend("tensorflow")
 @pytest.mark.parametrize(
     "policy", policies("float16", "bfloat16", "mixed_float16", "mixed_bfloat16")
 )
@@ -174,6 +175,7 @@ def test_replicas_are_off_by_what_another_order_of_summation_is(policy: str) -> 
 
 
 # Layers of a pure policy begin with other weights.
+@pytest.mark.one_backend
 @pytest.mark.parametrize("policy", policies("mixed_float16", "mixed_bfloat16"))
 def test_halves_on_one_device_are_within_the_rounding_of_the_policy(policy) -> None:
     """What replicas are compared with is float32's training, rounded."""
@@ -201,6 +203,7 @@ def strategy() -> Any:
     return ks.MirroredStrategy([f"cpu:{i}" for i in range(4)])
 
 
+@pytest.mark.one_backend
 def test_gradients_of_fit(strategy, terms, request) -> None:
     """Keras's own sum on one device is a matrix product of the dtype.
 

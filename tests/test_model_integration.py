@@ -115,6 +115,8 @@ def ready(name: str | None = "mirrored_2") -> Ready:
     return Ready(name and strategies.STRATEGIES[name].make())
 
 
+@pytest.mark.one_backend("torch")
+@pytest.mark.nightly(unless=["one_device", "central"])
 @on_strategies("one_device", "mirrored_2", "central", "fsdp_2x2")
 def test_compile_outside_of_the_scope_and_fit_again(strategy_case) -> None:
     model, strategy = ready(strategy_case.name)(), ready(strategy_case.name).strategy
@@ -144,6 +146,7 @@ def assert_describe_adds_up(strategy, model: keras.Model) -> None:
     assert table.totals == expected
 
 
+@pytest.mark.one_backend("jax")
 @on_strategies("mirrored_2")
 def test_fit_may_stand_in_the_scope(strategy) -> None:
     with strategy.scope():
@@ -154,6 +157,7 @@ def test_fit_may_stand_in_the_scope(strategy) -> None:
     np.testing.assert_allclose(model.evaluate(X, Y, verbose=0), inside, rtol=1e-6)
 
 
+@pytest.mark.one_backend
 def test_central_storage_keeps_one_copy_of_everything() -> None:
     model, strategy = ready("central")(), ready("central").strategy
     fit(model)
@@ -172,6 +176,7 @@ def test_describe_of_a_model_made_elsewhere(mirrored) -> None:
         mirrored.describe(build())
 
 
+@pytest.mark.one_backend
 def test_callbacks_do_what_they_do_on_one_device(tmp_path) -> None:
     def callbacks(folder):
         return [
@@ -203,6 +208,7 @@ def test_tensorboard_writes_its_events(tmp_path) -> None:
     assert list(tmp_path.rglob("events.*"))
 
 
+@pytest.mark.one_backend
 def test_a_callback_evaluates_predicts_saves_and_changes_the_rate(tmp_path) -> None:
     def train(model):
         seen = []
@@ -249,6 +255,8 @@ def test_an_interrupted_run_resumes_from_its_backup(tmp_path) -> None:
     assert_trained(again, history, 4)
 
 
+@pytest.mark.one_backend("jax")
+@pytest.mark.nightly(unless=["mirrored_2"])
 @on_strategies("mirrored_2", "central", "fsdp_2x2")
 def test_a_saved_model_opens_with_and_without_a_strategy(
     strategy_case, tmp_path
@@ -278,7 +286,7 @@ def test_a_file_saved_in_the_scope_is_an_ordinary_one(mirrored, tmp_path) -> Non
     assert b"keras_strategies" not in (tmp_path / "inside.keras").read_bytes()
 
 
-@pytest.mark.by_day(20)
+@pytest.mark.slow(seconds=10)
 def test_a_saved_model_opens_on_another_backend(
     mirrored, tmp_path, backend_name
 ) -> None:
@@ -323,6 +331,7 @@ def frozen_alone() -> tuple[list[float], list[np.ndarray]]:
     return freeze_and_unfreeze(build())
 
 
+@pytest.mark.one_backend
 @on_strategies("mirrored_2")
 def test_freezing_and_unfreezing_between_fits(strategy) -> None:
     with strategy.scope():
@@ -334,6 +343,7 @@ def test_freezing_and_unfreezing_between_fits(strategy) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.one_backend
 def test_two_strategies_one_after_the_other() -> None:
     model = ready("mirrored_2")()
     assert_trained(model, fit(model), 1)
@@ -343,6 +353,7 @@ def test_two_strategies_one_after_the_other() -> None:
     assert_trained(model, fit(model), 1)
 
 
+@pytest.mark.one_backend
 def test_a_model_evaluated_under_another_number_of_replicas(tmp_path) -> None:
     two = ks.MirroredStrategy(["cpu:0", "cpu:1"])
     four = ks.MirroredStrategy([f"cpu:{i}" for i in range(4)])
@@ -358,6 +369,7 @@ def test_a_model_evaluated_under_another_number_of_replicas(tmp_path) -> None:
     )
 
 
+@pytest.mark.one_backend
 def test_a_clone_belongs_to_the_scope_that_it_is_made_in(mirrored) -> None:
     with mirrored.scope():
         model = build()
@@ -368,6 +380,7 @@ def test_a_clone_belongs_to_the_scope_that_it_is_made_in(mirrored) -> None:
     assert_trained(clone, fit(clone), 1)
 
 
+@pytest.mark.one_backend
 def test_random_layers_repeat_with_the_seed_and_differ_between_replicas(
     mirrored,
 ) -> None:
@@ -397,6 +410,7 @@ def test_random_layers_repeat_with_the_seed_and_differ_between_replicas(
     assert not np.array_equal(first[:2], first[2:])
 
 
+@pytest.mark.one_backend
 def test_paths_of_the_optimizers_variables_are_those_of_keras(mirrored) -> None:
     def paths(scope) -> list[str]:
         with scope:
@@ -413,6 +427,7 @@ def test_paths_of_the_optimizers_variables_are_those_of_keras(mirrored) -> None:
     assert paths(mirrored.scope()) == paths(contextlib.nullcontext())
 
 
+@pytest.mark.one_backend
 def test_variables_say_what_they_are_and_where(mirrored) -> None:
     with mirrored.scope():
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="d")])

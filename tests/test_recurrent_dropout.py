@@ -22,6 +22,8 @@ def convolutional(**options: Any) -> Any:
     )
 
 
+@pytest.mark.one_backend("torch", "tensorflow")
+@pytest.mark.nightly(unless=["SimpleRNN"])
 @pytest.mark.parametrize(
     "kind",
     [layers.SimpleRNN, layers.GRU, layers.LSTM, convolutional],

@@ -67,6 +67,8 @@ def assert_trains_as_on_one_device(strategy: Any, *layers: Any) -> None:
         np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.one_backend
+@pytest.mark.nightly(unless=["one_device-True", "mirrored_2-True"])
 @pytest.mark.parametrize("mixes_rows", [False, True])
 @pytest.mark.parametrize(
     "name",
@@ -121,6 +123,7 @@ def test_replicas_take_turns_where_a_call_sets_an_attribute(mode) -> None:
     assert is_row_wise(layer, [2]) == (mode != "activations")
 
 
+@pytest.mark.one_backend
 def test_activations_that_are_computed_again(mirrored) -> None:
     """Keras puts `layer.activation` aside in each call; replicas share the layer."""
 
@@ -149,6 +152,8 @@ class Rematerialized(keras.layers.Layer):
         return keras.remat(lambda given: self.inner(given, training=training))(x)
 
 
+@pytest.mark.one_backend("torch", "tensorflow")
+@pytest.mark.nightly(unless=["<lambda>"])
 @pytest.mark.skipif(
     BACKEND == "jax",
     reason="plain Keras raises: assigned values leave the function that JAX traces",

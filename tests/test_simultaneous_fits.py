@@ -128,6 +128,8 @@ def one_after_the_other() -> list[list[np.ndarray]]:
 MARKS = [pytest.mark.nightly] if keras.backend.backend() == "jax" else []
 
 
+@pytest.mark.one_backend("torch", "tensorflow")
+@pytest.mark.nightly(unless=["False"])
 @pytest.mark.parametrize(
     "of_one_strategy", [pytest.param(each, marks=MARKS) for each in (True, False)]
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -50,29 +50,56 @@ class Communicator(abc.ABC):
         #: Whether all read the same global batches, whatever a dataset's policy says:
         #: processes of one machine, of which the script does not know.
         self.are_device_processes = False
+        #: bool, whether it is that of a strategy, made by `with_replicas`.
+        self.has_replicas = False
         #: The calls in which workers exchange values.
         self.actions: GroupActions = FixedActions(group)
 
-    def _set_replicas(self, count: int, span: int = 1) -> None:
-        """Exchanges the number of replicas between all workers.
+    def start(self) -> None:  # noqa: B027
+        """Starts what the engine needs before its devices are listed.
 
-        Args:
-            count: int, replicas of this worker.
-            span: int, how many workers form one replica, each with a shard of it.
+        Called again if a worker is lost meanwhile; then `replace` may have started it.
         """
+
+    def _count_replicas(self, count: int, span: int) -> None:
+        """Exchanges the number of replicas between all workers."""
         found = self.group.gather_values("the number of replicas", count)
         self.replica_counts = ReplicaCounts(tuple(found), self.group.index, span)
-        self._replicas_set()
 
     def _replicas_set(self) -> None:  # noqa: B027
         """Called when the numbers of replicas of all workers are known."""
 
-    def with_replicas(self, count: int, span: int = 1) -> Self:
-        """The same workers for another strategy."""
-        own = copy.copy(self)
-        own.steps = WorkerSteps(self.group)
-        own._set_replicas(count, span)
+    def with_replicas(self, choose: Callable[[], int], span: int = 1) -> Self:
+        """The same workers for another strategy.
+
+        Args:
+            choose: chooses the devices, and returns the replicas of this worker;
+                called again if a worker is lost meanwhile.
+            span: int, how many workers form one replica, each with a shard of it.
+        """
+
+        def counted() -> Any:
+            own = copy.copy(self)
+            own.steps = WorkerSteps(self.group)
+            own.has_replicas = True
+            with self.starting():
+                count = choose()
+            # Nothing may follow in which a worker is lost: all count them, or none.
+            own._count_replicas(count, span)
+            return own
+
+        own: Self = self.actions.prepare(counted)
+        self.actions.register(own)
+        self.actions.prepare(own._replicas_set)
         return own
+
+    def starting(self) -> contextlib.AbstractContextManager[Any]:
+        """Entered around the start of the engine's devices.
+
+        Raises:
+            WorkerError: in place of the engine's error, if a worker is lost.
+        """
+        return contextlib.nullcontext()
 
     def with_options(self, options: CommunicationOptions) -> Self:
         """The same workers, with the options of another strategy.
@@ -183,15 +210,17 @@ class Communicator(abc.ABC):
         """
         self._reconnect(group)
         self.group = group
-        self.steps.group = group
-        self._set_replicas(self.replica_counts.count, self.replica_counts.span)
-        self._reconnected()
+        self.steps.follow(group)
+        if self.has_replicas:
+            self._count_replicas(self.replica_counts.count, self.replica_counts.span)
+            self._replicas_set()
+            self._reconnected()
 
     def _reconnect(self, group: WorkerGroup) -> None:  # noqa: B027
         """Replaces the engine's communicators, before `group` is this object's."""
 
     def _reconnected(self) -> None:  # noqa: B027
-        """Called when `group` is this object's."""
+        """Called when `group` is that of the communicator of a strategy."""
 
     @contextlib.contextmanager
     def method(self, name: str) -> Iterator[bool]:

@@ -158,6 +158,17 @@ class GroupActions(abc.ABC):
         """
 
     @abc.abstractmethod
+    def prepare(self, call: Callable[[], T]) -> T:
+        """Makes a call before the first action, such as a part of a strategy.
+
+        Args:
+            call: callable; it is repeated if a worker is lost, after
+                `Communicator.replace`. It has no effects, or those that `replace` has,
+                or it ends with an exchange of values by the group, after which all
+                workers have made it.
+        """
+
+    @abc.abstractmethod
     def await_chief(self, wait: Callable[[bool], None], model: Any) -> bool:
         """Waits, on another worker than the chief, for what the chief alone does.
 
@@ -257,6 +268,9 @@ class FixedActions(GroupActions):
         return take()
 
     def call(self, what: str, call: Callable[[], T], model: Any = None) -> T:
+        return call()
+
+    def prepare(self, call: Callable[[], T]) -> T:
         return call()
 
     def await_chief(self, wait: Callable[[bool], None], model: Any) -> bool:

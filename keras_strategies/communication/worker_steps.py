@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -59,8 +60,22 @@ def compare_rows(rows: int, found: list[int]) -> None:
         )
 
 
-def compare_orders(group: WorkerGroup, rows: int, order: int, stream: str = "") -> None:
-    """Compares the rows of a global batch of a `DataLoader` with those of others.
+def chiefs_seed(group: WorkerGroup, own: int, stream: str = "") -> int:
+    """The chief's seed of the random numbers of rows, once for each pass.
+
+    Args:
+        group: the connected workers.
+        own: int, the seed of this worker.
+        stream: str, see `WorkerGroup.gather`.
+    """
+    seed: int = group.gather_values("the seed of a pass", own, stream)[0]
+    return seed
+
+
+def compare_orders(
+    group: WorkerGroup, rows: int, order: int, stream: str = ""
+) -> Callable[[], None]:
+    """Begins to compare the rows of a `DataLoader`'s global batch with those of others.
 
     Args:
         group: the connected workers.
@@ -68,28 +83,40 @@ def compare_orders(group: WorkerGroup, rows: int, order: int, stream: str = "") 
         order: int, a checksum of their numbers in the dataset.
         stream: str, see `WorkerGroup.gather`.
 
-    Raises:
-        WorkerError: if workers have others, or one has no more batches.
+    Returns:
+        A callable that waits for the others. It raises `WorkerError` if they have other
+        rows, or one has no more batches.
     """
-    found = group.gather_values("a batch", [rows, order], stream)
-    for other, each in enumerate(found):
-        if each != [rows, order]:
-            # A loop of the user has no steps that are counted.
-            place = f" at {group.progress}" if group.progress else ""
-            raise WorkerError(
-                f"Workers {group.index} and {other} have different batches{place}, "
-                f"of {rows} and {each[0]} rows of "
-                "their DataLoaders, or draw from other states of Torch's generator. "
-                "All workers must read the same global batches in the same order: "
-                "seed the loader's `generator`, or call `torch.manual_seed` on all of "
-                "them before each pass; remove a `DistributedSampler`; for separate "
-                "data per worker, use "
-                "ks.DatasetCreator or `strategy.distribute_datasets_from_function`."
-            )
+    gathered = group.begin_gather("a batch", [rows, order], stream)
+
+    def finish() -> None:
+        for other, each in enumerate(gathered()):
+            if each != [rows, order]:
+                raise _different_orders(group, other, rows, each[0])
+
+    return finish
+
+
+def _different_orders(
+    group: WorkerGroup, other: int, rows: int, others: int
+) -> WorkerError:
+    # A loop of the user has no steps that are counted.
+    place = f" at {group.progress}" if group.progress else ""
+    return WorkerError(
+        f"Workers {group.index} and {other} have different batches{place}, of {rows} "
+        f"and {others} rows of their DataLoaders. All workers must read the same "
+        "global batches in the same order: seed the loader's `generator`, or call "
+        "`torch.manual_seed` on all of them before each pass; "
+        "remove a `DistributedSampler`; for separate data per worker, use "
+        "ks.DatasetCreator or `strategy.distribute_datasets_from_function`."
+    )
 
 
 class WorkerSteps:
     """The steps of a method on one worker.
+
+    Batches are compared while a step begins: `check_rows` and `check_batch` send what
+    is compared, and `await_checks` waits, before the first collective of the step.
 
     Args:
         group: the connected workers.
@@ -101,6 +128,9 @@ class WorkerSteps:
         self._steps = 0
         # What is compared: "batches", "rows" or nothing.
         self._checks = ""
+        # Wait for comparisons that have begun.
+        self._begun: list[Callable[[], None]] = []
+        self._awaiting = threading.Lock()
         # Host and process id of workers that have been warned about.
         self._slow: set[tuple[str, int]] = set()
         self._seen_times: tuple[Any, ...] = ()
@@ -195,6 +225,39 @@ class WorkerSteps:
                     "`strategy.status()` has the times of all workers."
                 )
 
+    def follow(self, group: WorkerGroup) -> None:
+        """Takes the steps that follow with another group."""
+        self.group = group
+        self._begun.clear()
+
+    def await_checks(self) -> None:
+        """Waits until all workers have the batches that were compared here.
+
+        Raises:
+            WorkerError: if they differ, or a worker has no more.
+        """
+        if not self._begun:
+            return
+        # Torch has collectives on several threads.
+        with self._awaiting:
+            try:
+                while self._begun:
+                    self._begun[0]()
+                    del self._begun[0]
+            except BaseException:
+                self._begun.clear()
+                raise
+
+    def later_checks(self) -> Callable[[], None]:
+        """The wait for the last checks; for a batch that is prepared ahead."""
+        begun, self._begun = self._begun, []
+
+        def wait() -> None:
+            for each in begun:
+                each()
+
+        return wait
+
     def check(self, what: str) -> None:
         """Sets what is compared until the method ends.
 
@@ -204,29 +267,24 @@ class WorkerSteps:
         self._checks = what
 
     def check_rows(self, rows: int, order: tuple[int, int] | None = None) -> None:
-        """Compares the rows of a global batch of which each worker has its own.
+        """Begins to compare a global batch of which each worker has its own rows.
 
         Args:
             rows: int, those of all workers.
             order: pair of int, see `WorkerBatch`; None to compare the rows alone.
-
-        Raises:
-            WorkerError: if they differ, or a worker has no more batches.
         """
         if order is not None:
-            compare_orders(self.group, *order)
+            self._begun.append(compare_orders(self.group, *order))
         elif self._checks == "rows":
-            compare_rows(rows, self.group.gather_values("a batch", rows))
+            gathered = self.group.begin_gather("a batch", rows)
+            self._begun.append(lambda: compare_rows(rows, gathered()))
 
     def check_batch(self, batch: Any) -> None:
-        """Compares a global batch with those that the other workers have read.
+        """Begins to compare a global batch with those of the other workers.
 
         Arrays are compared once, before the loop. Other input, such as a generator or a
         `PyDataset`, may end or shuffle differently: shapes of every batch are compared,
         and contents of the first ones.
-
-        Raises:
-            WorkerError: if batches differ, or a worker has no more.
         """
         if self._checks != "batches":
             return
@@ -234,7 +292,10 @@ class WorkerSteps:
         facts: list[Any] = [[list(leaf.shape) for leaf in leaves]]
         if self._steps <= _COMPARED_BATCHES:
             facts.append([_checksum(leaf) for leaf in leaves])
-        found = self.group.gather_values("a batch", facts)
+        gathered = self.group.begin_gather("a batch", facts)
+        self._begun.append(lambda: self._compare(_names(batch), facts, gathered()))
+
+    def _compare(self, names: list[str], facts: list[Any], found: list[Any]) -> None:
         for other, each in enumerate(found):
             if each[0] != facts[0]:
                 raise WorkerError(
@@ -246,7 +307,7 @@ class WorkerSteps:
                 )
             if each != facts:
                 differ = [a != b for a, b in zip(each[-1], facts[-1], strict=True)]
-                name = next(itertools.compress(_names(batch), differ))
+                name = next(itertools.compress(names, differ))
                 raise WorkerError(
                     f"Workers {self.group.index} and {other} have batches of the "
                     f"same shapes but different contents at {self.group.progress}, "

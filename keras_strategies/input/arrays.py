@@ -119,8 +119,8 @@ class ArrayDataset:
             return None
         if self.batch_size is None:
             return self.rows * self.repeats
-        whole, rest = divmod(self.rows, self.batch_size)
-        return (whole + bool(rest and not self.drop_remainder)) * self.repeats
+        full, rest = divmod(self.rows, self.batch_size)
+        return (full + bool(rest and not self.drop_remainder)) * self.repeats
 
     def __len__(self) -> int:
         count = self.cardinality()

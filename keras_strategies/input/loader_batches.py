@@ -1,6 +1,6 @@
 """Own rows of a `DataLoader` in `fit`, where Keras reads it as NumPy arrays.
 
-On Torch Keras reads the loader itself, see `engines/torch/own_rows/own_batches.py`.
+On Torch Keras reads the loader itself, see `engines/torch/own_batches.py`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Reader:
     """
 
     def __init__(self, loader: Any, workers: Communicator, rows: WorkerRows):
-        from keras_strategies.engines.torch.own_rows.loader_rows import LoaderRows
+        from keras_strategies.loaders.loader_rows import LoaderRows
 
         self.workers = workers
         self.begin = LoaderRows(loader, workers, rows).begin
@@ -59,7 +59,7 @@ def with_own_rows(value: Any, strategy: StrategyCore | None) -> Any:
         return value
     if not isinstance(value, torch.utils.data.DataLoader):
         return value
-    from keras_strategies.engines.torch.own_rows import loader_rows
+    from keras_strategies.loaders import loader_rows
 
     rows, workers = own_rows_of(strategy), strategy.workers
     if rows is None or workers is None or not loader_rows.can_read_rows(value):

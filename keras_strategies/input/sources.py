@@ -195,7 +195,7 @@ class LoaderSource(Source):
     def __init__(self, given: Any):
         super().__init__(given)
         # It imports Torch, which a loader has imported.
-        from keras_strategies.engines.torch.own_rows import loader_rows
+        from keras_strategies.loaders import loader_rows
 
         self._loader = loader_rows.seeded_loader(given)
         # Generators of the process are seeded for each row, from which other threads
@@ -207,7 +207,7 @@ class LoaderSource(Source):
 
     def warn_of_all_rows(self, workers: Communicator) -> None:
         """Says once that each worker reads all rows, and why."""
-        from keras_strategies.engines.torch.own_rows import loader_rows
+        from keras_strategies.loaders import loader_rows
 
         loader_rows.warn_of_all_rows(self.given, workers)
 
@@ -219,7 +219,7 @@ class LoaderSource(Source):
         return length_of(self.given)
 
     def spec(self) -> Any:
-        from keras_strategies.engines.torch.own_rows import loader_rows
+        from keras_strategies.loaders import loader_rows
 
         # As if it had not been read: one of the workers may ask alone.
         first = loader_rows.first_batch(self.given)

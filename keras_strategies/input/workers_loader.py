@@ -27,7 +27,7 @@ class WorkersLoaderSource(LoaderSource):
 
     def __init__(self, given: Any, workers: Communicator):
         super().__init__(given)
-        from keras_strategies.engines.torch.own_rows.loader_rows import LoaderRows
+        from keras_strategies.loaders.loader_rows import LoaderRows
 
         rows = WorkerRows(lambda: workers.replica_counts)
         self._rows = LoaderRows(given, workers, rows)

@@ -17,6 +17,10 @@ from keras_strategies.keras_compat.thread_state import (
     current_stateless_scope,
     restore_scope_state,
 )
+from keras_strategies.keras_compat.variables.loaded_variables import (
+    load_presets_into_variables,
+    values_of_files,
+)
 
 
 class MethodRestart(BaseException):
@@ -152,6 +156,7 @@ def install(hooks: ModelHooks) -> None:
         global _hooks
         _hooks = hooks
         patching.install("strategies")
+    load_presets_into_variables()
 
 
 def installed_hooks() -> ModelHooks:
@@ -279,7 +284,7 @@ def epochs(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def load_model(original: Any, fileobj: Any, *args: Any, **kwargs: Any) -> Any:
-    with streamed_files():
+    with streamed_files(), values_of_files():
         model = original(fileobj, *args, **kwargs)
     installed_hooks().loaded(model, fileobj)
     return model

@@ -30,6 +30,11 @@ INTRUSIONS = (
         "A model of a strategy has methods that call the hooks.",
     ),
     Intrusion(
+        "keras_compat.saving.mapped_tensors",
+        "function",
+        "keras_hub reads entire tensors with `safetensors.safe_open`.",
+    ),
+    Intrusion(
         "keras_compat.optimizers.optimizer_classes",
         "class",
         "Optimizers without the methods of `TFOptimizer`, and of the public classes "
@@ -77,7 +82,7 @@ INTRUSIONS = (
         "proved on.",
     ),
     Intrusion(
-        "communication.engine_sockets",
+        "engines.engine_sockets",
         "sockets",
         "Connections of an engine to lost workers are shut down.",
     ),
@@ -110,11 +115,6 @@ INTRUSIONS = (
         "engines.tensorflow.workers.worker_collectives",
         "text",
         "TensorFlow raises classes of errors for collectives that others have too.",
-    ),
-    Intrusion(
-        "engines.torch.model_parallel.unsharded_ops",
-        "text",
-        "DTensor raises `RuntimeError` where a rule does not cover placements.",
     ),
     Intrusion(
         "processes.ray.actors",

@@ -590,6 +590,20 @@ GROUPS: dict[str, Group] = {
             ),
         ),
     ),
+    "loading": Group(
+        "While a model is made whose variables are loaded.",
+        (
+            Patch(
+                f"{_TORCH}.layer.TorchLayer",
+                "_post_build",
+                "(self)",
+                "variables.loaded_variables.track_variables",
+                "It reads the values of variables that have none yet.",
+                backend="torch",
+            ),
+        ),
+        is_temporary=True,
+    ),
     "streaming": Group(
         "While a model of a strategy is saved, or a model is loaded.",
         (

@@ -67,6 +67,7 @@ PRIVATE = (
             "_dtype",
             "_initialize",
             "_initialize_with_initializer",
+            "_initializer",
             "_maybe_autocast",
             "_path",
             "_shape",
@@ -76,7 +77,7 @@ PRIVATE = (
     ),
     Private(
         "keras.src.backend.jax.core.Variable | keras.src.backend.Variable",
-        ("_layout",),
+        ("_initialize_layout", "_layout"),
         "Layouts.",
         "jax",
     ),
@@ -159,7 +160,6 @@ PRIVATE = (
             "_clear_losses",
             "_flatten_layers",
             "_layers",
-            "_non_trainable_variables",
             "_remat_mode",
             "_trainable_variables",
         ),
@@ -268,11 +268,6 @@ PRIVATE = (
         "keras.src.saving.keras_saveable",
         ("KerasSaveable",),
         "Objects that are sent to workers.",
-    ),
-    Private(
-        "keras.src.saving.keras_saveable.KerasSaveable",
-        ("_unpickle_model",),
-        "Pickled models.",
     ),
     Private(
         "keras.src.utils.tracking",
@@ -392,7 +387,7 @@ PRIVATE = (
     ),
     Private(
         f"{_ADAPTERS}.array_slicing",
-        ("convert_to_sliceable", "train_validation_split"),
+        ("convert_to_sliceable",),
         "`validation_split` of `fit`, and rows of arrays.",
     ),
     Private(

@@ -34,6 +34,8 @@ _OF_SHAPES = frozenset(["is_tensor", "shape"])
 #: `keras.ops` calls them, in these modules.
 _CONVERSIONS = frozenset(["cast", "convert_to_tensor"])
 _OF_CONVERSIONS = ("core", "ops")
+#: Torch's tensors in the trace of a program.
+_NAMES = {"FunctionalTensor": "Tensor"}
 #: Bytes of an array whose values are compared, such as those of indices.
 _LARGEST = 4096
 #: Operators that have their own rows at `OPERATORS`.
@@ -183,4 +185,4 @@ def _static(value: Any) -> Any:
         return value.item()
     if isinstance(value, np.ndarray) and value.nbytes <= _LARGEST:
         return value.shape, value.dtype.str, value.tobytes()
-    return kind.__name__
+    return _NAMES.get(kind.__name__, kind.__name__)

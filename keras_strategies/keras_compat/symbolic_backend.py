@@ -83,6 +83,7 @@ class Tracer(Protocol):
 
 class _Thread(threading.local):
     tracer: Tracer | None = None
+    is_routed = False
 
 
 _thread = _Thread()
@@ -106,14 +107,31 @@ def tracing_paused() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def tracing(tracer: Tracer) -> Iterator[None]:
-    """A context in which this thread's calls of Keras's functions are traced."""
+def routed_backend() -> Iterator[None]:
+    """A context around traces of this thread, which replaces functions once for all.
+
+    To replace them takes longer than the trace of a small layer.
+    """
+    if _thread.is_routed:
+        yield
+        return
     with unchanged_backend(), _replaced(_replacements()):
-        _thread.tracer = tracer
+        _thread.is_routed = True
         try:
             yield
         finally:
-            _thread.tracer = None
+            _thread.is_routed = False
+
+
+@contextlib.contextmanager
+def tracing(tracer: Tracer) -> Iterator[None]:
+    """A context in which this thread's calls of Keras's functions are traced."""
+    with routed_backend():
+        before, _thread.tracer = _thread.tracer, tracer
+        try:
+            yield
+        finally:
+            _thread.tracer = before
 
 
 def compute_spec(function: Function, *args: Any, **kwargs: Any) -> Any:

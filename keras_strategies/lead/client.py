@@ -92,7 +92,8 @@ class LeadClient(ClientState):
         """
         with self._changed:
             self._send_in_generation("holds", {"step": step or 0})
-            self._wait(lambda: self._is_going, in_generation=True)
+            # If it has begun and ended, this worker has the state, as the others.
+            self._wait(lambda: self._is_going, in_generation=True, is_answer=True)
             self.step = step or 0
 
     def begin_step(self) -> bool:

@@ -57,20 +57,23 @@ class Ready(NamedTuple):
         step: int, the last finished step; None without a state.
         is_planned: bool, whether it left after the step to stop after.
         admits: bool, whether new workers can begin after its step.
+        others: uids of processes that have sent the same.
     """
 
     uid: str
     step: int | None
     is_planned: bool = False
     admits: bool = True
+    others: tuple[str, ...] = ()
 
 
 class Holds(NamedTuple):
-    """A member has the state with which its generation begins."""
+    """A member has the state with which its generation begins; `others` as well."""
 
     uid: str
     generation: int
     step: int
+    others: tuple[str, ...] = ()
 
 
 class Begun(NamedTuple):
@@ -97,6 +100,7 @@ class Arrived(NamedTuple):
         number: int, counts the comparisons of a stream.
         what: str, name of the value, the same on all workers.
         value: str.
+        others: uids of processes that have sent the same.
     """
 
     uid: str
@@ -105,6 +109,7 @@ class Arrived(NamedTuple):
     number: int
     what: str
     value: str
+    others: tuple[str, ...] = ()
 
 
 class Saved(NamedTuple):
@@ -233,6 +238,9 @@ class Message(NamedTuple):
     kind: str
     body: dict[str, Any]
 
+
+#: Those that many workers send at the same time, with the same values.
+JOINT = frozenset({"ready", "holds", "arrived"})
 
 #: Events that workers send, by the kind of their message.
 EVENTS: dict[str, Any] = {

@@ -274,39 +274,48 @@ def _go(state: LeadState, out: Out) -> LeadState:
 
 
 def holds(state: LeadState, event: Holds, out: Out) -> LeadState:
-    """A member has the state."""
+    """Members have the state."""
     group = state.group
     is_current = event.generation == group.number and group.phase is Phase.SYNCING
-    if not is_current or event.uid not in group.awaited:
+    uids = group.awaited.intersection((event.uid, *event.others))
+    if not is_current or not uids:
         return state
-    state = changed_worker(state, event.uid, step=event.step)
-    return advance(changed_group(state, awaited=group.awaited - {event.uid}), out)
+    state = changed_worker(state, *uids, step=event.step)
+    return advance(changed_group(state, awaited=group.awaited - uids), out)
 
 
 def ready(state: LeadState, event: Ready, out: Out) -> LeadState:
-    """A worker waits for a generation."""
-    worker, group, settings = state.workers.get(event.uid), state.group, state.settings
-    if worker is None:
+    """Workers wait for a generation."""
+    group, settings = state.group, state.settings
+    uids = [uid for uid in (event.uid, *event.others) if uid in state.workers]
+    if state.has_run and not settings.rejoin:
+        for uid in [each for each in uids if each not in group.ranks]:
+            uids.remove(uid)
+            state = _without_newcomer(state, uid, out)
+    if not uids:
         return state
-    if state.has_run and not settings.rejoin and event.uid not in group.ranks:
-        why = (
-            f"Worker {worker.index} cannot join: the others train with "
-            "`Elastic(rejoin=False)`. Restart all workers, or set `rejoin=True`."
-        )
-        body = {"error": why, "is_misuse": False, "loss": None}
-        out.append(Message((event.uid,), "over", body))
-        return without(state, event.uid)
-    state = changed_worker(state, event.uid, step=event.step, admits=event.admits)
-    state = left_phase(state, event.uid)
-    state = replace(state, waiting=state.waiting | {event.uid})
+    state = changed_worker(state, *uids, step=event.step, admits=event.admits)
+    state = left_phase(state, *uids)
+    state = replace(state, waiting=state.waiting.union(uids))
     is_planned = group.phase is Phase.STOPPING and event.is_planned
-    if group.is_active and event.uid in group.ranks and not is_planned:
-        how = f"{worker} could not continue"
+    members = [uid for uid in uids if uid in group.ranks]
+    if group.is_active and members and not is_planned:
+        how = f"{state.workers[members[0]]} could not continue"
         if group.failures >= settings.failures:
             return over(state, f"{how}, {group.failures} times in a row.", out)
         failed = changed_group(state, failures=group.failures + 1)
         state = end(failed, set(), how, out)
     return advance(state, out)
+
+
+def _without_newcomer(state: LeadState, uid: str, out: Out) -> LeadState:
+    why = (
+        f"Worker {state.workers[uid].index} cannot join: the others train with "
+        "`Elastic(rejoin=False)`. Restart all workers, or set `rejoin=True`."
+    )
+    body = {"error": why, "is_misuse": False, "loss": None}
+    out.append(Message((uid,), "over", body))
+    return without(state, uid)
 
 
 # Joins, and stops after a common step

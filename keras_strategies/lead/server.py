@@ -20,6 +20,7 @@ from typing import Any
 from keras_strategies.lead.decisions import step
 from keras_strategies.lead.events import (
     EVENTS,
+    JOINT,
     TICK,
     Beat,
     Gone,
@@ -48,7 +49,7 @@ from keras_strategies.lead.wire import Session, WireError, encoded
 # Errors of `accept` that pass when descriptors or memory are free again.
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 # Beats that the lead answers in a second, of all workers together.
-_BEATS = 200
+_BEATS = 100
 # Workers with times in the answer to a beat of the chief.
 _TIMES = 16
 # Seconds without a worker after which a lead ends whose group has not formed.
@@ -93,6 +94,8 @@ class LeadServer:
         self._lost: dict[str, asyncio.TimerHandle] = {}
         self._pending: dict[LeadPeer, None] = {}
         self._heard: dict[str, Beat] = {}
+        # Equal messages that have come together, with the workers that have sent them.
+        self._joint: dict[tuple[str, Any], list[str]] = {}
         self._accepting: set[asyncio.Task[Any]] = set()
         self._next_times = 0
         self._last_peer = 0.0
@@ -297,7 +300,10 @@ class LeadServer:
             # A beat before it has an older step.
             before = self._heard.get(uid, Beat())
             progress = message.pop("progress", before.progress)
-            self._heard[uid] = before._replace(step=None, progress=progress)
+            self._heard[uid] = Beat(None, progress, before.times)
+            if kind in JOINT:
+                self._collect(uid, kind, message)
+                return
             if kind == "broken":
                 self._end_graces()
                 return
@@ -400,7 +406,22 @@ class LeadServer:
         peer.send(encoded("refused", {"error": error, "is_final": is_final}))
         peer.close()
 
+    def _collect(self, uid: str, kind: str, message: dict[str, Any]) -> None:
+        """Decides about equal messages together, when all that are here are read."""
+        if not self._joint:
+            self._loop.call_soon(self._decide_joint)
+        key = kind, EVENTS[kind]("", **message)
+        self._joint.setdefault(key, []).append(uid)
+
+    def _decide_joint(self) -> None:
+        joint, self._joint = self._joint, {}
+        for (_, event), (uid, *others) in joint.items():
+            self._decide(event._replace(uid=uid, others=tuple(others)))
+
     def _decide(self, event: Any) -> None:
+        if self._joint:
+            # They came before.
+            self._decide_joint()
         self.state, messages = step(self.state, event)
         for to, kind, body in messages:
             self._send(to, kind, body)

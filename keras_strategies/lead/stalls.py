@@ -28,12 +28,10 @@ class _Position:
 
     Args:
         numbers: its collectives, and the steps since.
-        since: float, the time of the last change of `numbers`.
         waits: float, seconds for which it has waited for others; 0 if not known.
     """
 
     numbers: tuple[int, ...] = ()
-    since: float = 0.0
     waits: float = 0.0
 
 
@@ -68,6 +66,8 @@ class StallWatch:
         self._ask = ask
         self._about = about
         self._positions: dict[int, _Position] = {}
+        # When one of them has changed.
+        self._moved = 0.0
         # Collectives that some workers have reached, and since when.
         self._pending: dict[Hashable, float] = {}
         self._stall: _Stall | None = None
@@ -91,7 +91,7 @@ class StallWatch:
         position = self._positions.setdefault(index, _Position())
         position.waits = waits
         if position.numbers != tuple(numbers):
-            position.numbers, position.since = tuple(numbers), now
+            position.numbers, self._moved = tuple(numbers), now
 
     def answered(self, index: int, where: str) -> None:
         """Receives where a worker is."""
@@ -163,12 +163,13 @@ class StallWatch:
     def _of_positions(self, now: float) -> _Stall | None:
         """Workers that the others wait for in an engine's collectives."""
         positions = self._positions
-        if len(positions) < 2:
+        since, waits = self._moved, 0.0
+        if len(positions) > 1:
+            waits = max(each.waits for each in positions.values())
+        if max(now - since, waits) < self._after or len(positions) < 2:
             return None
-        since = max(each.since for each in positions.values())
         found = {index: each.numbers for index, each in sorted(positions.items())}
         first, last = min(found.values()), max(found.values())
-        waits = max(each.waits for each in positions.values())
         if first != last and now - since >= self._after:
             awaited = tuple(i for i, numbers in found.items() if numbers == first)
         elif first == last and waits >= self._after:

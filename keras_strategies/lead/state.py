@@ -211,11 +211,11 @@ class Comparison:
         """str, name of the first value."""
         return next(iter(self.values))[0]
 
-    def add(self, what: str, value: str, rank: int) -> Comparison:
-        """The comparison with the value of another rank."""
-        key, bit = (what, value), 1 << rank
-        values = {**self.values, key: self.values.get(key, 0) | bit}
-        return replace(self, values=values, arrived=self.arrived | bit)
+    def add(self, what: str, value: str, ranks: int) -> Comparison:
+        """The comparison with the value of other ranks, bits of a number."""
+        key = what, value
+        values = {**self.values, key: self.values.get(key, 0) | ranks}
+        return replace(self, values=values, arrived=self.arrived | ranks)
 
 
 class ChiefFile(NamedTuple):
@@ -301,10 +301,10 @@ def changed_group(state: LeadState, **changes: Any) -> LeadState:
     return replace(state, group=replace(state.group, **changes))
 
 
-def changed_worker(state: LeadState, uid: str, **changes: Any) -> LeadState:
-    """The state with a changed worker."""
-    changed = replace(state.workers[uid], **changes)
-    return replace(state, workers={**state.workers, uid: changed})
+def changed_worker(state: LeadState, *uids: str, **changes: Any) -> LeadState:
+    """The state with changed workers."""
+    changed = {uid: replace(state.workers[uid], **changes) for uid in uids}
+    return replace(state, workers={**state.workers, **changed})
 
 
 def without(state: LeadState, uid: str) -> LeadState:
@@ -313,13 +313,13 @@ def without(state: LeadState, uid: str) -> LeadState:
     return left_phase(replace(state, workers=workers), uid)
 
 
-def left_phase(state: LeadState, uid: str) -> LeadState:
-    """The worker is neither awaited nor waits."""
-    if uid in state.file_waits:
-        waits = {key: each for key, each in state.file_waits.items() if key != uid}
-        state = replace(state, file_waits=waits)
-    state = replace(state, waiting=state.waiting - {uid})
-    return changed_group(state, awaited=state.group.awaited - {uid})
+def left_phase(state: LeadState, *uids: str) -> LeadState:
+    """The workers are neither awaited nor wait."""
+    waits = state.file_waits
+    if not waits.keys().isdisjoint(uids):
+        waits = {key: each for key, each in waits.items() if key not in uids}
+    state = replace(state, waiting=state.waiting.difference(uids), file_waits=waits)
+    return changed_group(state, awaited=state.group.awaited.difference(uids))
 
 
 def is_present(state: LeadState, worker: KnownWorker | None) -> bool:

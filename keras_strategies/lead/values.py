@@ -32,18 +32,25 @@ _MORE = 1.0
 
 
 def arrived(state: LeadState, event: Arrived, out: Out) -> LeadState:
-    """A member compares a value."""
+    """Members compare a value."""
     group, key = state.group, (event.stream, event.number)
-    rank = group.ranks.get(event.uid)
-    if rank is None or event.generation != group.number or not group.is_active:
+    if event.generation != group.number or not group.is_active:
         return state
-    worker = state.workers[event.uid]
-    if worker.failure or worker.line:
-        state = changed_worker(state, event.uid, failure="", line="")
-    if rank == 0 and not event.stream:
+    bits = 0
+    for uid in (event.uid, *event.others):
+        rank = group.ranks.get(uid)
+        if rank is None:
+            continue
+        bits |= 1 << rank
+        worker = state.workers[uid]
+        if worker.failure or worker.line:
+            state = changed_worker(state, uid, failure="", line="")
+    if not bits:
+        return state
+    if bits & 1 and not event.stream:
         state = files.chief_compares(state, event.number, out)
     found = state.comparisons.get(key) or Comparison(state.clock)
-    found = found.add(event.what, event.value, rank)
+    found = found.add(event.what, event.value, bits)
     comparisons = {**state.comparisons, key: found}
     if found.arrived == (1 << len(group.ranks)) - 1:
         del comparisons[key]

@@ -10,6 +10,7 @@ ends prove that they know the secret: each signs the random bytes of both.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
 import json
@@ -23,6 +24,10 @@ PROOF = NONCE + SIGNATURE
 #: Largest message in bytes.
 LARGEST = 1 << 26
 _LENGTH = struct.Struct("!I")
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+_decode = json.JSONDecoder().raw_decode
+# Bytes, at most, of a message that is kept.
+_SMALL = 1 << 16
 
 
 class WireError(Exception):
@@ -45,7 +50,7 @@ def encoded(kind: str, body: dict[str, Any]) -> bytes:
     Raises:
         ValueError: if it is too large.
     """
-    content = json.dumps({"kind": kind, **body}, separators=(",", ":")).encode()
+    content = _encode({"kind": kind, **body}).encode()
     if len(content) > LARGEST:
         raise ValueError(
             f"a message of {len(content)} bytes; at most {LARGEST} go through the lead"
@@ -55,6 +60,8 @@ def encoded(kind: str, body: dict[str, Any]) -> bytes:
 
 def take_messages(received: bytearray) -> list[dict[str, Any]]:
     """Takes the complete messages from the received bytes.
+
+    Their values must not be changed: several messages may share them.
 
     Raises:
         WireError: if the bytes are no messages.
@@ -67,20 +74,27 @@ def take_messages(received: bytearray) -> list[dict[str, Any]]:
         end = start + _LENGTH.size + size
         if len(received) < end:
             break
-        found.append(_parsed(received[start + _LENGTH.size : end]))
+        parse = _parsed_again if size <= _SMALL else _parsed
+        found.append(parse(bytes(received[start + _LENGTH.size : end])).copy())
         start = end
     del received[:start]
     return found
 
 
-def _parsed(content: bytearray) -> dict[str, Any]:
+def _parsed(content: bytes) -> dict[str, Any]:
     try:
-        message = json.loads(content.decode())
+        text = content.decode()
+        message, end = _decode(text)
     except (ValueError, RecursionError) as error:
         raise WireError("no JSON") from error
-    if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
+    is_one = isinstance(message, dict) and end == len(text)
+    if not is_one or not isinstance(message.get("kind"), str):
         raise WireError("no message")
-    return message
+    return message  # type: ignore[no-any-return]
+
+
+# In a comparison, the messages of workers are equal.
+_parsed_again = functools.lru_cache(maxsize=1)(_parsed)
 
 
 class Session:

@@ -44,6 +44,11 @@ class Exchanges:
         self._origins: dict[int, dict[int, Exchange]] = {}
         self._tries = 0
 
+    @property
+    def are_chosen(self) -> bool:
+        """Whether there is any."""
+        return bool(self._chosen)
+
     def choose_more(self) -> bool:
         """Whether other exchanges may help; the next propagation has them."""
         found = self._wanted

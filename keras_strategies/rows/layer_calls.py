@@ -29,6 +29,8 @@ class LayerCall:
         constants: frozenset of int, the numbers of leaves without gradient.
         exchanges: bool, whether replicas may exchange sums over rows. Losses and
             metrics get all rows of their arguments instead.
+        is_in_run: bool, whether replicas call it in `run`. There what they assign to a
+            variable has to be equal on them, unless it has an aggregation.
     """
 
     layer: Any
@@ -40,6 +42,7 @@ class LayerCall:
     only_adds: bool = False
     constants: frozenset[int] = frozenset()
     exchanges: bool = True
+    is_in_run: bool = False
 
     def arguments(self, leaves: Sequence[Any]) -> Any:
         """The pair of arguments and keyword arguments with other leaves."""

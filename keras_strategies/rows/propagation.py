@@ -123,6 +123,11 @@ class Propagation:
         if self._exchanges is not None:
             self._exchanges.want(leaves[0])
 
+    @property
+    def are_exchanged(self) -> bool:
+        """Whether replicas exchange a sum of the call."""
+        return self._exchanges is not None and self._exchanges.are_chosen
+
     def are_row_numbers(self, values: Sequence[Any]) -> bool:
         """Whether an index is 0, 1, ..., n - 1 along one axis."""
         if isinstance(values[0], RowTensor):

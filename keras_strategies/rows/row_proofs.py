@@ -44,8 +44,9 @@ class _LayerProofs:
     found: dict[Any, RowProof] = field(default_factory=dict)
     # The last result of this worker by the arguments, and that of all workers.
     agreed: dict[Any, tuple[RowProof | None, RowProof]] = field(default_factory=dict)
-    # Whether a call is known by the types of its layers, and whether it may draw.
-    row_wise: dict[Any, tuple[bool, bool]] = field(default_factory=dict)
+    # The proof of a call that is known by the types of its layers, None of others, and
+    # whether it may draw.
+    row_wise: dict[Any, tuple[RowProof | None, bool]] = field(default_factory=dict)
     # How many proofs did not hold for a later call.
     dropped: int = 0
     is_declared: bool = False
@@ -122,8 +123,8 @@ class RowProofs:
             proofs = self._layers[layer] = _LayerProofs(agreed=proofs.agreed)
         settings = proofs.settings.number(layer)
         by_type, may_draw = self._by_types(proofs, call, with_rows, settings)
-        if by_type and not may_draw:
-            return self._by_type, False
+        if by_type is not None and not may_draw:
+            return by_type, False
         arguments: tuple[Any, ...] = _kinds(call, with_rows)
         if not by_type:
             rows = call.rows if isinstance(call.rows, int) else None
@@ -138,7 +139,7 @@ class RowProofs:
                 found = proofs.found[arguments] = RowProof(problem=_OFTEN)
                 return found, True
             return found, False
-        own = self._proved(call, with_rows, sizes, by_type)
+        own = self._proved(call, with_rows, sizes, by_type is not None)
         before, agreed = proofs.agreed.get(arguments, (None, own))
         # Settings can change on one worker alone, such as a counter of saved files.
         # Workers exchange results where these change, which is so on all of them.
@@ -199,10 +200,10 @@ class RowProofs:
         call: LayerCall,
         with_rows: Sequence[bool],
         settings: int,
-    ) -> tuple[bool, bool]:
-        """Whether a call is known by types of layers, and whether it may draw."""
+    ) -> tuple[RowProof | None, bool]:
+        """The proof of a call that is known by types, and whether it may draw."""
         if not is_plain(call, with_rows):
-            return False, False
+            return None, False
         layer = call.layer
         ranks = tuple(len(leaf.shape) for leaf in call.leaves if _is_tensor(leaf))
         known = proofs.row_wise.get((settings, ranks))
@@ -212,9 +213,11 @@ class RowProofs:
             is_known = is_row_wise(layer, ranks) and not (
                 may_draw and rematerializes(layer)
             )
-            known = proofs.row_wise[settings, ranks] = is_known, may_draw
-        if known[0] and self._why_unsplit(layer, None):
-            return False, known[1]
+            # One for these settings, by which programs of the call are found again.
+            proof = replace(self._by_type, calls={}) if is_known else None
+            known = proofs.row_wise[settings, ranks] = proof, may_draw
+        if known[0] is not None and self._why_unsplit(layer, None):
+            return None, known[1]
         return known
 
     def _proved(

@@ -17,7 +17,7 @@ import numpy as np
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.layers import get_mask, set_mask
 from keras_strategies.keras_compat.structures import leaves_of
-from keras_strategies.keras_compat.symbolic_backend import tracing
+from keras_strategies.keras_compat.symbolic_backend import routed_backend, tracing
 from keras_strategies.keras_compat.variables.generator_seeds import is_seed_state
 from keras_strategies.rows.code_names import Lines, checked_code
 from keras_strategies.rows.exchanges import Exchanges
@@ -104,12 +104,13 @@ class RowProver:
         if state.problem is not None:
             return RowProof(problem=state.problem)
         given = (call, with_rows, sizes, state, may_exchange)
-        proof = self._proof(*given)
-        change = state.change()
-        if change is None and state.draws_of_process_changed():
-            with state.noting_draws() as noted:
-                proof = self._proof(*given)
-            change = noted() or state.change()
+        with routed_backend():
+            proof = self._proof(*given)
+            change = state.change()
+            if change is None and state.draws_of_process_changed():
+                with state.noting_draws() as noted:
+                    proof = self._proof(*given)
+                change = noted() or state.change()
         if change is not None and proof.problem is None:
             return RowProof(problem=change)
         return proof
@@ -259,7 +260,7 @@ class _Attempt:
         every = [leaves_of(trace.losses) for trace in traces]
         if len({len(losses) for losses in every}) != 1:
             raise MixesRows("has other arguments for other numbers of rows")
-        losses = [placements.joined(loss) for loss in zip(*every, strict=True)]
+        losses = [self._joined(placements, each) for each in zip(*every, strict=True)]
         updates = self._updates(placements)
         results = [*outputs, *losses]
         for i, placement in enumerate([*results, *updates.values()]):
@@ -367,7 +368,7 @@ class _Attempt:
     ) -> RowPlacement | None:
         first = leaves[0]
         if isinstance(first, (RowTensor, RowCount)) or is_array(first):
-            placed = placements.joined(leaves)
+            placed = self._joined(placements, leaves)
             masks = [get_mask(leaf) for leaf in leaves]
             if masks[0] is not None and placements.of_leaf(masks).joined() != placed:
                 reason = "the mask of an output has other rows than the output"
@@ -382,6 +383,19 @@ class _Attempt:
             raise MixesRows("returns a value that depends on the number of rows")
         return None
 
+    def _joined(self, placements: Propagation, leaves: Sequence[Any]) -> RowPlacement:
+        """How a result of replicas is joined; in `run` they have it as it is."""
+        found = placements.joined(leaves)
+        if (
+            self._call.is_in_run
+            and placements.are_exchanged
+            and found.kind in (RowKind.SUM, RowKind.MEAN)
+        ):
+            # A quotient of a replica's sum and that of all rows is neither's.
+            placements.want(leaves)
+            return RowPlacement(RowKind.MIXED, reason="a result is a part of a sum")
+        return found
+
     def _updates(self, placements: Propagation) -> dict[int, RowPlacement]:
         states = [traced.trace.state for traced in self._traced]
         initial = states[0].initial
@@ -393,7 +407,7 @@ class _Attempt:
             if all(map(operator.is_, values, unchanged)) or is_seed_state(variable):
                 continue
             placement = placements.joined(values)
-            if placement.is_joined and not self._may_be_assigned(placement):
+            if placement.is_joined and not self._may_be_assigned(variable, placement):
                 placements.want(values)
                 reason = (
                     f"the value that it assigns to variable {variable.path!r} is "
@@ -403,7 +417,12 @@ class _Attempt:
             found[key] = placement
         return found
 
-    def _may_be_assigned(self, placement: RowPlacement) -> bool:
+    def _may_be_assigned(self, variable: Any, placement: RowPlacement) -> bool:
+        if self._call.is_in_run:
+            # By default replicas' values are averaged, however many rows they have.
+            is_local = variable.synchronization == "on_read"
+            is_aggregated = variable.aggregation not in (None, "none")
+            return is_local or is_aggregated or placement.kind is RowKind.SAME
         kinds = [RowKind.SAME, RowKind.MEAN]
         if self._call.adds:
             kinds.append(RowKind.SUM)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.runtime import context
-from keras_strategies.runtime.context import ReplicaContext
+from keras_strategies.runtime.replica_context import ReplicaContext
 from keras_strategies.strategies.base.strategy import Strategy
 from keras_strategies.strategies.default import DefaultStrategy
 

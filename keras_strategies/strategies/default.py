@@ -13,6 +13,7 @@ from keras_strategies.input import distribute
 from keras_strategies.runtime import context
 from keras_strategies.runtime.engine import Engine
 from keras_strategies.runtime.placement import Placement
+from keras_strategies.runtime.replica_context import ReplicaContext
 from keras_strategies.runtime.replicas.collectives import SingleReplica
 from keras_strategies.strategies.base import unused
 from keras_strategies.strategies.base.strategy import Strategy
@@ -45,11 +46,11 @@ class DefaultStrategy(Strategy):
         unused.used(self)  # It is that of models without a strategy.
 
     @functools.cached_property
-    def _replica(self) -> context.ReplicaContext:
-        return context.ReplicaContext(self, 0, SingleReplica())
+    def _replica(self) -> ReplicaContext:
+        return ReplicaContext(self, 0, SingleReplica())
 
     @property
-    def default_replica_context(self) -> context.ReplicaContext:
+    def default_replica_context(self) -> ReplicaContext:
         return self._replica
 
     def run(

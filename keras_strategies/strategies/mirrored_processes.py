@@ -90,7 +90,7 @@ def join_device_processes(
         resolver, engine, options or CommunicationOptions(), absence=absence
     )
     assert workers is not None
-    workers = workers.with_replicas(1)
+    workers = workers.with_replicas(lambda: 1)
     workers.are_device_processes = True
     return DeviceWorker(device, workers, resolver)
 

@@ -181,7 +181,7 @@ class ModelParallelStrategy(Strategy):
         width = 1 if engine.gathers_shards else len(found) // shape[0]
         replicas = own[::width]
         if workers is not None:
-            workers = workers.with_replicas(len(replicas), _span(every, width))
+            workers = workers.with_replicas(lambda: len(replicas), _span(every, width))
         super().__init__(
             Placement(
                 replicas,

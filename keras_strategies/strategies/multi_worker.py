@@ -31,7 +31,7 @@ from keras_strategies.communication.joined_workers import (
     joined_workers,
     set_joined_cluster,
 )
-from keras_strategies.devices import as_devices
+from keras_strategies.devices import Device, as_devices
 from keras_strategies.engines import get_engine
 from keras_strategies.errors import ClusterError
 from keras_strategies.processes.device_processes import end_others
@@ -138,19 +138,29 @@ class MultiWorkerMirroredStrategy(Strategy):
             engine, cluster_resolver, communication_options, elastic
         )
         self._cluster_resolver = resolver
-        if devices is None:
-            replicas = default_devices(engine)
+        replicas: list[Device] = []
+
+        def choose() -> int:
+            replicas[:] = (
+                default_devices(engine)
+                if devices is None
+                else choose_devices(engine, devices)
+            )
+            check_implementation(options, engine.name, replicas)
+            return len(replicas)
+
+        if workers is None:
+            choose()
         else:
-            replicas = choose_devices(engine, devices)
-        check_implementation(options, engine.name, replicas)
-        if workers is not None:
-            workers = workers.with_replicas(len(replicas))
-            workers.actions.register(workers)
-        placement = Placement(replicas, replicas[0], mirrored=True, workers=workers)
+            workers = workers.with_replicas(choose)
+        placement = Placement(
+            tuple(replicas), replicas[0], mirrored=True, workers=workers
+        )
         super().__init__(placement, cross_device_ops, sync_batch_norm, random_numbers)
         if workers is not None:
-            workers.actions.follow(self)
-            sync_random_numbers(engine, workers.group)
+            actions, group = workers.actions, workers
+            actions.follow(self)
+            actions.prepare(lambda: sync_random_numbers(engine, group.group))
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
@@ -242,12 +252,14 @@ def join_workers(
         group = membership.group
     try:
         workers = engine.connect(group, options)
+        if actions is not None:
+            workers.actions = actions
+            actions.register(workers)
+        workers.actions.prepare(workers.start)
     except BaseException as error:
         group.report(error)
         group.leave()
         raise
-    if actions is not None:
-        workers.actions = actions
     set_joined_cluster(JoinedCluster(tuple(addresses), index, workers))
     return workers
 

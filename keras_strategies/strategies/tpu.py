@@ -118,7 +118,7 @@ class TPUStrategy(Strategy):
             workers = join_workers(resolver, engine, CommunicationOptions())
         rows = _cores(engine, assignment)
         if workers is not None:
-            workers = workers.with_replicas(len(rows))
+            workers = workers.with_replicas(lambda: len(rows))
         is_sharded = bool(experimental_spmd_xla_partitioning) and len(rows[0]) > 1
         if is_sharded and workers is not None:
             raise InvalidArgumentError(

@@ -44,6 +44,10 @@ _VERIFY = (
     "why. The script\ndefines a function that makes and compiles the model, and "
     "`data`. Exit code: 0 if all\nis equal, 1 if not, 2 for an error.\n\n"
     "    keras-strategies verify train.py:build --strategy mirrored --devices 2\n"
+    "    keras-strategies verify train.py:train --processes 2\n\n"
+    "The second form compares a training function of another framework: with "
+    "--processes\nas under torchrun (DDP, FSDP2, Accelerate, Fabric), with --processes "
+    "1 --devices 2\nunder keras.distribution or tf.distribute.\n"
 )
 _CHOOSE = (
     "Plan a step of the model of a script, and name a strategy, the command that "
@@ -303,7 +307,8 @@ def _add_verify(commands: Any, raw: Any) -> None:
         verify.add_argument(f"--{name}", metavar="NAME", default=default, help=text)
     verify.add_argument("--strategy", choices=STRATEGIES, default="mirrored")
     for name, count, text in (
-        ("devices", 2, "accelerators, or virtual CPU devices (default: 2)"),
+        ("devices", 0, "accelerators, or virtual CPU devices (default: 2 in all)"),
+        ("processes", 0, "processes of a training function of another framework"),
         ("workers", 0, "processes of MultiWorkerMirroredStrategy (default: none)"),
         ("steps", 4, "steps to compare (default: 4)"),
     ):

@@ -167,5 +167,5 @@ def _wrapped(text: str, indent: str = "") -> str:
 def _plain(text: str) -> str:
     """Without links, and without the marks of text that is code from end to end."""
     text = _LINK.sub(r"\1", text).replace("\\|", "|")
-    whole = _CODE.fullmatch(text)
-    return whole[2].strip() if whole and whole[1] not in whole[2] else text
+    listed = _CODE.fullmatch(text)
+    return listed[2].strip() if listed and listed[1] not in listed[2] else text

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.tools.script_names import loaded, named, target
 
 STRATEGIES = ("mirrored", "one_device", "central_storage", "fsdp", "auto")
@@ -17,27 +18,58 @@ class VerifyOptions:
     """What the command was given.
 
     Args:
-        target: str, `script.py:build`.
+        target: str, `script.py:build`; `script.py:train` with `processes`.
         data: str, the name of the data, or of a function that returns it.
         step: str, the name of the step of a custom loop; empty for `fit`.
         strategy: str, one of `STRATEGIES`.
-        devices: int, the number of devices.
+        devices: int, the number of devices, of each process; 0 for two in all.
         workers: int, processes of `ks.MultiWorkerMirroredStrategy`, each with the
             devices; 0 for one process with `strategy`.
         steps: int, steps to compare.
         tolerance: float or None, as for `ks.verify`.
         save: str, the JSON file; empty for none.
+        processes: int, processes of a training function of another framework; 0 for
+            none.
     """
 
     target: str
     data: str = "data"
     step: str = ""
     strategy: str = "mirrored"
-    devices: int = 2
+    devices: int = 0
     workers: int = 0
     steps: int = 4
     tolerance: float | None = None
     save: str = ""
+    processes: int = 0
+
+    @property
+    def devices_of_process(self) -> int:
+        """The number of devices of each process."""
+        is_split = max(self.processes, self.workers) > 1
+        return self.devices or (1 if is_split else 2)
+
+
+@dataclass(frozen=True)
+class TrainingFunction:
+    """The training function of a script, for processes that load it themselves.
+
+    Args:
+        target: str, `script.py:train`.
+    """
+
+    target: str
+
+    @property
+    def __name__(self) -> str:
+        return self.target
+
+    def load(self) -> Any:
+        """Imports the script, and with it its framework."""
+        return loaded(self.target)[1]
+
+    def __call__(self) -> None:
+        self.load()()
 
 
 def verify_command(options: VerifyOptions) -> int:
@@ -50,11 +82,16 @@ def verify_command(options: VerifyOptions) -> int:
         ValueError: if the script or a name in it is missing.
     """
     target(options.target)
-    if options.workers:
+    if options.processes:
+        report = _of_processes(options)
+    elif options.workers:
         from keras_strategies.processes.launch_function import launch
 
         report, *_ = launch(
-            _on_worker, options.workers, (options,), devices_per_worker=options.devices
+            _on_worker,
+            options.workers,
+            (options,),
+            devices_per_worker=options.devices_of_process,
         )
     else:
         report = _verified(options, _strategy(options))
@@ -62,6 +99,25 @@ def verify_command(options: VerifyOptions) -> int:
     if options.save:
         report.save(options.save)
     return EQUAL if report.equal else DIFFERENT
+
+
+def _of_processes(options: VerifyOptions) -> Any:
+    from keras_strategies.verification.processes.verify_processes import (
+        verify_processes,
+    )
+
+    if options.workers or options.step:
+        raise InvalidArgumentError(
+            "`--processes` runs a training function of another framework as it is. "
+            "Omit `--workers` and `--step`, which are for functions that make a model."
+        )
+    return verify_processes(
+        TrainingFunction(options.target),
+        options.processes,
+        options.devices_of_process,
+        options.steps,
+        options.tolerance,
+    )
 
 
 def _on_worker(options: VerifyOptions) -> Any:
@@ -83,14 +139,15 @@ def _strategy(options: VerifyOptions) -> Any:
     import keras_strategies as ks
     from keras_strategies.engines import get_engine
 
+    count = options.devices_of_process
     kinds = [each.kind for each in get_engine().local_devices() if each.kind != "cpu"]
-    kind = kinds[0] if len(kinds) >= options.devices else "cpu"
-    devices = [f"{kind}:{i}" for i in range(options.devices)]
+    kind = kinds[0] if len(kinds) >= count else "cpu"
+    devices = [f"{kind}:{i}" for i in range(count)]
     if options.strategy == "one_device":
         return ks.OneDeviceStrategy(devices[0])
     if options.strategy == "central_storage":
         return ks.CentralStorageStrategy(devices)
     if options.strategy in ("fsdp", "auto"):
-        width = 1 if options.strategy == "fsdp" else options.devices
+        width = 1 if options.strategy == "fsdp" else count
         return ks.ModelParallelStrategy(options.strategy, devices, width)
     return ks.MirroredStrategy(devices, processes=False)

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from keras_strategies.runtime.context import ReplicaContext
+from keras_strategies.runtime.replica_context import ReplicaContext
 from keras_strategies.types import ReduceOp
 
 

@@ -12,11 +12,11 @@ from keras_strategies.engines import get_engine
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.keras_compat.variables.materialized import materialized
 from keras_strategies.runtime.compiled_functions import register_compiled
-from keras_strategies.runtime.context import check_returns
 from keras_strategies.runtime.replicas.averaged_losses import (
     note_gradients,
     noting_averages,
 )
+from keras_strategies.runtime.replicas.returned_values import check_returns
 from keras_strategies.training.model_hooks import install_hooks
 
 

@@ -27,7 +27,11 @@ from keras_strategies.keras_compat.variables.generator_seeds import seed_states
 from keras_strategies.keras_compat.variables.strategy_variables import (
     set_variable_strategy,
 )
-from keras_strategies.keras_compat.variables.values import guard_value, raw_value
+from keras_strategies.keras_compat.variables.values import (
+    declared_shape,
+    guard_value,
+    raw_value,
+)
 from keras_strategies.runtime import context
 from keras_strategies.runtime.data_parallel.added_sums import sent_together
 from keras_strategies.runtime.data_parallel.row_functions import (
@@ -37,6 +41,7 @@ from keras_strategies.runtime.data_parallel.row_functions import (
     update_of_rows,
 )
 from keras_strategies.runtime.random_numbers.row_draws import drawing
+from keras_strategies.runtime.replica_context import ReplicaContext
 from keras_strategies.runtime.replicas.averaged_losses import check_gradients, note_loss
 from keras_strategies.runtime.row_splits import check_batch
 from keras_strategies.runtime.state import run_state
@@ -179,8 +184,7 @@ class StrategyHooks:
 
     def array_to_assign(self, variable: Any, value: Any) -> Any:
         sharding = strategy_of(variable).drivers.sharding
-        raw = raw_value(variable)
-        if sharding is None or raw is None or tuple(raw.shape) != value.shape:
+        if sharding is None or declared_shape(variable) != value.shape:
             return value
         return sharding.from_host(variable, value)
 
@@ -291,7 +295,7 @@ def _made_in_run(variable: Any) -> None:
 
 
 def _largest_once(
-    replica: context.ReplicaContext, grads: Any, overwritten: Sequence[int]
+    replica: ReplicaContext, grads: Any, overwritten: Sequence[int]
 ) -> Any:
     """Gradients whose sum is the largest one, for overwritten variables.
 

@@ -122,12 +122,18 @@ def saves(model: Any, path: Any) -> bool:
 
 
 @contextlib.contextmanager
-def writing(model: Any, path: Any) -> Iterator[Any]:
-    """Entered around the writing of a file; returns the path to write to."""
+def writing(model: Any, path: Any, has_seeds: bool = True) -> Iterator[Any]:
+    """Entered around the writing of a file; returns the path to write to.
+
+    Args:
+        model: the model that is saved.
+        path: the argument of `save`.
+        has_seeds: bool, whether the file gets the states of seed generators.
+    """
     with (
         _reported(model, path),
         _reading(model),
-        atomic_save(path, seed_states(model)) as target,
+        atomic_save(path, seed_states(model) if has_seeds else ()) as target,
     ):
         yield target
         if (workers := strategy_of(model).workers) is not None:

@@ -53,6 +53,8 @@ def _subclass(kind: Any) -> Any:
         # Keras serializes, clones and names models by it.
         "__class__": property(lambda self: kind),
     }
+    if hasattr(kind, "save_lora_weights"):
+        names["save_lora_weights"] = _save_lora_weights
     own = StrategyModel if issubclass(kind, keras.Model) else StrategyTrainer
     bases = (own,) if kind is keras.Model else (kind, own)
     return types.new_class(kind.__name__, bases, {}, lambda body: body.update(names))
@@ -103,6 +105,16 @@ def _write(model: Any, name: str, filepath: Any, *args: Any, **kwargs: Any) -> A
         if not overwrites and not may_replace(filepath):
             return None
         return getattr(super(StrategyModel, model), name)(path, *args, **kwargs)
+
+
+def _save_lora_weights(self: Any, filepath: Any) -> None:
+    """`save_lora_weights` of keras_hub, in the process that saves."""
+    if not model_methods.saves(self, filepath):
+        return
+    # The method is that of a class before `StrategyModel` among the bases.
+    original = self.__class__.save_lora_weights
+    with model_methods.writing(self, filepath, has_seeds=False) as path:
+        original(self, path)
 
 
 class StrategyTrainer(TrainerOfStrategy):

@@ -110,6 +110,11 @@ CAUSES = {
         "`model.trainable_variables` to the gradients and to the optimizer on each "
         "replica."
     ),
+    "lost_at_resume": (
+        "It is no part of the snapshot. Keep it in a `keras.Variable` that the model "
+        "or its optimizer tracks; a callback saves its state by `get_state` and "
+        "`set_state`."
+    ),
     "copies_differ": (
         "The copies of a variable on replicas are different. Assign the same value on "
         "all of them; if nothing in the script assigns it, suspect the device."
@@ -199,7 +204,7 @@ class Situation:
         one, other = alone.values[key], found.values.get(key)
         if other is None or other.shape != one.shape:
             return "unknown", "the output is missing, or has another shape"
-        for text, factor in _factors(self.replicas):
+        for text, factor in factors(self.replicas):
             if relative_gap(one * factor, other, 0.0) < 1e-4:
                 return "scaled_by_replicas", f"it is {text} that of one device"
         outputs = [
@@ -250,7 +255,7 @@ class Situation:
             return "variable_left_out", "its gradient is zero"
         parts = [np.asarray(each.values[key], "float64") for each in self._of_each_part]
         count, rows = len(parts), [part.rows for part in self._parts]
-        scaled = [(f"{text} that of one device", c) for text, c in _factors(count)]
+        scaled = [(f"{text} that of one device", c) for text, c in factors(count)]
         candidates = [("scaled_by_replicas", text, alone * c) for text, c in scaled]
         total = np.sum(parts, axis=0)
         weights = [n / sum(rows) for n in rows]
@@ -291,7 +296,7 @@ class Situation:
         if not np.any(other) and np.any(moved):
             return "variable_left_out", "it keeps its value"
         count = len(self._parts)
-        for text, factor in _factors(count):
+        for text, factor in factors(count):
             if kind == "variable" and relative_gap(moved * factor, other, 0.0) < 1e-2:
                 return (
                     "learning_rate_scaled",
@@ -305,7 +310,8 @@ class Situation:
         return "unknown", ""
 
 
-def _factors(count: int) -> list[tuple[str, float]]:
+def factors(count: int) -> list[tuple[str, float]]:
+    """Factors that a number of replicas may have caused, in words."""
     return [
         (f"{count} times", count),
         (f"1/{count} of", 1 / count),

@@ -62,6 +62,7 @@ class VerificationReport:
         checksums: dict of the checksums of the batches, and of the weights at the end
             on one device and under the strategy.
         versions: dict of the versions of Python, Keras, the framework and this package.
+        advice: str, what to do; empty for what `causes()` says.
     """
 
     strategy: str
@@ -76,6 +77,10 @@ class VerificationReport:
     seed: int
     checksums: dict[str, str]
     versions: dict[str, str]
+    advice: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "advice", self.advice or CAUSES[self.cause])
 
     @property
     def equal(self) -> bool:
@@ -106,7 +111,7 @@ class VerificationReport:
         Args:
             path: the file.
         """
-        found = {"equal": self.equal, **asdict(self), "advice": CAUSES[self.cause]}
+        found = {"equal": self.equal, **asdict(self)}
         Path(path).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
     def _verdict(self) -> str:
@@ -133,7 +138,7 @@ class VerificationReport:
         if self.cause:
             shown = f" ({self.evidence})" if self.evidence else ""
             facts.append(("probable cause", f"{self.cause}{shown}"))
-            facts.append(("what to do", CAUSES[self.cause]))
+            facts.append(("what to do", self.advice))
         more = len(self.differences) - len(rows)
         if more > 0:
             facts.append(("not shown", f"{more} differences"))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import signal
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +20,7 @@ from keras_strategies.keras_compat.variables.generator_seeds import (
     is_seed_state,
 )
 from keras_strategies.runtime.state.model_values import copied_value
+from keras_strategies.training.resume.resume_callback import Resume
 from keras_strategies.values import PerReplica
 from keras_strategies.verification.batches import Batch, fit_arguments, read_batches
 from keras_strategies.verification.layer_outputs import OutputNames, model_of_outputs
@@ -49,6 +53,7 @@ class Script:
     step: Step | None
     steps: int
     seed: int
+    resume_after: int | None = None
 
 
 #: A kind, and the number of a value of that kind: names count up within a process.
@@ -168,8 +173,12 @@ class Training:
         with self.strategy.scope():
             return read_batches(fit_arguments(self.script.data), most, False)
 
-    def train(self, steps: int) -> list[Observed]:
+    def train(self, steps: int, more: Sequence[Any] = ()) -> list[Observed]:
         """Takes steps as the script does.
+
+        Args:
+            steps: int.
+            more: callbacks of `fit`; one of them may interrupt it.
 
         Returns:
             list of what is observed after each step.
@@ -184,8 +193,15 @@ class Training:
         recorder = _Recorder(self, records, steps)
         with self.strategy.scope():
             given = fit_arguments(self.script.data)
-        callbacks = [*(given.pop("callbacks", None) or []), recorder]
-        self.model.fit(**given, epochs=steps, verbose=0, callbacks=callbacks)
+        callbacks = [*(given.pop("callbacks", None) or []), recorder, *more]
+        with contextlib.ExitStack() as stack:
+            if more:
+                stack.enter_context(contextlib.suppress(KeyboardInterrupt))
+            elif self.script.resume_after is not None:
+                # `Resume` shuffles arrays in an order of its own.
+                folder = stack.enter_context(tempfile.TemporaryDirectory())
+                callbacks.append(Resume(folder))
+            self.model.fit(**given, epochs=steps, verbose=0, callbacks=callbacks)
         return records
 
     def _observed(self, logs: dict[str, Any]) -> Observed:
@@ -274,6 +290,36 @@ class Training:
                 else each
                 for each in outputs
             ]
+
+
+def resumed(script: Script, make: Callable[[], Training]) -> list[Observed]:
+    """Steps of a training that is interrupted, and continued with another model.
+
+    Args:
+        script: the script, with `resume_after`.
+        make: returns a training from the initial weights.
+    """
+    assert script.resume_after is not None
+    with tempfile.TemporaryDirectory() as directory:
+        resume = Resume(directory)
+        interruption = _Interruption(script.resume_after)
+        first = make().train(script.steps, [resume, interruption])
+        resume = Resume(directory)
+        left = script.steps - len(first)
+        return first + make().train(script.steps, [resume, _Interruption(left)])
+
+
+class _Interruption(keras.callbacks.Callback):
+    """Presses Ctrl-C in a step, after which `fit` ends with a snapshot."""
+
+    def __init__(self, steps: int):
+        super().__init__()
+        self._left = steps
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._left -= 1
+        if not self._left:
+            signal.raise_signal(signal.SIGINT)
 
 
 class _Recorder(keras.callbacks.Callback):

@@ -43,6 +43,7 @@ from keras_strategies.verification.trainings import (
     Script,
     Step,
     Training,
+    resumed,
 )
 
 
@@ -55,6 +56,7 @@ def verify(
     *,
     step: Step | None = None,
     seed: int = 0,
+    resume_after: int | None = None,
 ) -> VerificationReport:
     """Trains a model on one device and under a strategy, and compares every step.
 
@@ -79,6 +81,9 @@ def verify(
             with a distributed batch and `model.optimizer`, and returns the loss or a
             dict of scalars; None for `fit`.
         seed: int, the seed of weights, data and random numbers.
+        resume_after: int, the step after which `fit` under the strategy is interrupted
+            as by Ctrl-C, and continued by `ks.callbacks.Resume` with a new model;
+            None for never.
 
     Returns:
         A `VerificationReport`, true if all values are equal.
@@ -95,7 +100,8 @@ def verify(
     >>> report.save("verified.json")
     """
     _check(build, strategy, steps, tolerance)
-    script = Script(build, data, step, steps, seed)
+    _check_resume(resume_after, steps, step)
+    script = Script(build, data, step, steps, seed, resume_after)
     return _Verification(script, strategy, tolerance).report()
 
 
@@ -120,6 +126,17 @@ def _check(build: Any, strategy: Any, steps: Any, tolerance: Any) -> None:
         )
 
 
+def _check_resume(resume_after: Any, steps: int, step: Any) -> None:
+    if resume_after is None:
+        return
+    is_int = isinstance(resume_after, int) and not isinstance(resume_after, bool)
+    if not is_int or not 1 <= resume_after < steps or step is not None:
+        raise InvalidArgumentError(
+            "`resume_after` of `verify` must be a step of `fit` before the last one, "
+            f"with `step=None`. Received: {resume_after!r} of {steps} steps"
+        )
+
+
 def reference_of(strategy: Strategy) -> Strategy:
     """The strategy of one device that draws the random numbers of another."""
     partitioned = strategy.random_numbers == "partitioned"
@@ -141,6 +158,7 @@ class _Verification:
         self.own = Training(self.script, self.strategy, self.initial)
         self.precision = Precision.of(self.alone.model, self.tolerance)
         self.experiments: list[Training] = []
+        self.alone_steps: list[Observed] = []
         self.notes: list[str] = []
         self.evidence = self.cause = ""
         self.checksums: dict[str, str] = {}
@@ -294,8 +312,8 @@ class _Verification:
         return self._experiment(self.reference, self.initial).train(self.script.steps)
 
     def _of_steps(self) -> Iterator[Difference]:
-        alone = self.alone.train(self.script.steps)
-        found = self.own.train(self.script.steps)
+        alone = self.alone_steps = self.alone.train(self.script.steps)
+        found = self._of_strategy()
         self._add_checksums(alone[-1], found[-1])
         if len(alone) != len(found):
             self._found("data_depends_on_replicas")
@@ -320,6 +338,27 @@ class _Verification:
             yield changed
         yield from self._of_copies()
 
+    def _of_strategy(self) -> list[Observed]:
+        if self.script.resume_after is None:
+            return self.own.train(self.script.steps)
+        makes = (self._fresh(), self.own)
+        return resumed(self.script, iter(makes).__next__)
+
+    def _fresh(self) -> Training:
+        training = Training(self.script, self.strategy, self.initial)
+        self.experiments.append(training)
+        return training
+
+    def _is_lost_at_resume(self, index: int) -> bool:
+        """Whether a step equals that of one device without the interruption."""
+        after = self.script.resume_after
+        if after is None or index < after:
+            return False
+        one = self.alone_steps[index]
+        other = self._fresh().train(self.script.steps)[index]
+        gap = gaps(one, other, self.precision, self.initial, index + 1)
+        return not any(differing(gap, {}, self.precision.tolerance))
+
     def _of_copies(self) -> Iterator[Difference]:
         variables = [v for kind, _, v in self.own.variables() if kind in _KEPT]
         for name, one, other in differing_copies(self.strategy, variables):
@@ -339,6 +378,16 @@ class _Verification:
         noise: dict[Key, float],
     ) -> Iterator[Difference]:
         """Repeats the step from its state, with outputs and gradients observed."""
+        if self._is_lost_at_resume(index):
+            after = self.script.resume_after
+            self._found(
+                "lost_at_resume", f"equal without an interruption after {after}"
+            )
+            for key in keys:
+                texts = few(one.values[key]), few(other.values[key])
+                name, size = one.names[key], gap[key]
+                yield Difference(index + 1, key[0], name, size, noise.get(key), *texts)
+            return
         batch = self.alone.batches[index % len(self.alone.batches)]
         noisy = disturbed(before, self.precision.disturbance)
         states = (

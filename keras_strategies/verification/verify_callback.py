@@ -142,12 +142,12 @@ class Verify(keras.callbacks.Callback):
 
         every = outputs(values(lambda i: x))
         parts = outputs(values(lambda i: x[i * self.rows : (i + 1) * self.rows]))
-        for whole, part in zip(every, parts, strict=True):
-            self._compare(strategy, layer, whole, part)
+        for of_all, part in zip(every, parts, strict=True):
+            self._compare(strategy, layer, of_all, part)
 
-    def _compare(self, strategy: Any, layer: Any, whole: Any, part: Any) -> None:
+    def _compare(self, strategy: Any, layer: Any, of_all: Any, part: Any) -> None:
         tolerance = _TOLERANCE.get(layer.compute_dtype, _OF_HALVES)
-        one, *others = _arrays(strategy, whole)
+        one, *others = _arrays(strategy, of_all)
         where = f"layer {layer.name!r} after step {self._steps}"
         for i, other in enumerate(others, 1):
             gap = relative_gap(one, other, 0.0)

@@ -24,6 +24,7 @@ LAYERS = (
     ("training", "reports"),
     ("input", "collectives"),
     ("engines",),
+    ("loaders",),
     ("runtime",),
     ("rows",),
     ("processes", "communication"),

@@ -204,6 +204,18 @@ def _groups(module: Module, *, is_temporary: bool) -> list[int]:
     ]
 
 
+def listed_private_names(source: Source) -> int:
+    """Private names in the tables of the files that use them."""
+    return sum(
+        len(names.elts)
+        for module in source.modules
+        for node in module.nodes
+        if isinstance(node, ast.Call) and dotted(node.func) == "Private"
+        for names in node.args[1:2]
+        if isinstance(names, ast.Tuple)
+    )
+
+
 def _foreign_assignments(module: Module) -> Iterator[str]:
     """Assignments to attributes of what is imported from another package."""
     for node in module.nodes:
@@ -324,11 +336,15 @@ def measures(source: Source) -> dict[str, int]:
         + by_kind["raises"],
         "lines": by_kind.total(),
         "files": folders.total(),
+        "files of more than 500 lines of code": sum(
+            lines_of(module)["code"] > 500 for module in source.modules
+        ),
         "folders of more than 12 files": sum(n > 12 for n in folders.values()),
         "files of the largest folder": max(folders.values()),
         "import cycles": len(groups),
         "modules in import cycles": sum(map(len, groups)),
         "private names outside of compat files": len(private_names(source)),
+        "private names of Keras and frameworks": listed_private_names(source),
     }
 
 

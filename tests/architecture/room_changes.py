@@ -37,6 +37,8 @@ OF_TENSORS = (
     "engines/torch/engine:",
     "engines/torch/tensor_primitives:",
     "runtime/context:",
+    "runtime/frames:",
+    "runtime/replica_context:",
     "runtime/data_parallel/row_parts:",
     "runtime/replicas/replica_set:",
     "runtime/replicas/tensor_primitives:",

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from architecture.figure import README, current, with_figure
 from architecture.package_source import PACKAGE, REPOSITORY, package_source
+
+pytestmark = pytest.mark.one_backend("jax")
 
 PACKAGE_FOLDER = REPOSITORY / PACKAGE
 DECISIONS = sorted((REPOSITORY / "docs" / "contributors" / "decisions").glob("*.md"))

@@ -14,6 +14,8 @@ import keras
 import pytest
 from architecture.framework_state import FOLDERS, state_of
 
+pytestmark = pytest.mark.one_backend("jax")
+
 REPOSITORY = Path(__file__).parents[2]
 [PAGE] = (REPOSITORY / "docs/contributors/decisions").glob(
     "*-state-of-threads-and-of-the-process.md"

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from harness.forker import run_code
 
+pytestmark = pytest.mark.one_backend("jax")
+
 SCRIPT = """
 import json, os, sys, threading
 import keras

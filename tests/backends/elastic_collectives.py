@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +49,21 @@ class Training:
         self._ending = threading.Lock()
         group = membership.group
         self.workers: Communicator = get_engine().connect(group, CommunicationOptions())
-        # Of the actions of such workers, only `is_fixed` is read here.
+        # Of the actions of such workers, only these are read here.
         self.workers.actions = self  # type: ignore[assignment]
-        self.workers = self.workers.with_replicas(1)
+        self.workers.start()
+        self.workers = self.workers.with_replicas(lambda: 1)
         if hasattr(self.workers, "devices_of"):
             self.workers.devices_of([Device("cpu", 0)])
         if hasattr(self.workers, "use_device"):
             self.workers.use_device("/device:CPU:0")
         self._watch(group)
+
+    def prepare(self, call: Callable[[], Any]) -> Any:
+        return call()
+
+    def register(self, workers: Communicator) -> None:
+        pass
 
     def run(self) -> None:
         if not self.membership.is_member:

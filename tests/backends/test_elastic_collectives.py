@@ -81,6 +81,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         yield Cluster(forker, tmp_path)
 
 
+@pytest.mark.nightly
 def test_a_killed_worker_and_a_killed_chief_are_replaced(cluster):
     cluster.send(2, signal.SIGKILL)
     cluster.await_members({0, 1})
@@ -95,6 +96,7 @@ def test_a_killed_worker_and_a_killed_chief_are_replaced(cluster):
     assert [len(found[index]["times"]) for index in range(3)] == [1, 4, 3]
 
 
+@pytest.mark.one_backend("jax", "tensorflow")
 def test_a_worker_is_lost_before_the_first_collective(cluster):
     """The connections of a generation are made when no other has taken a step."""
     second = cluster.processes[1]

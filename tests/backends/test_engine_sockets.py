@@ -13,12 +13,15 @@ from typing import Any
 
 import pytest
 
-from keras_strategies.communication import engine_sockets
-from keras_strategies.communication.engine_sockets import EngineSockets
+from keras_strategies.engines import engine_sockets
+from keras_strategies.engines.engine_sockets import EngineSockets
 
-pytestmark = pytest.mark.skipif(
-    not os.path.isdir("/proc/self/fd"), reason="sockets are found in /proc"
-)
+pytestmark = [
+    pytest.mark.one_backend("jax"),
+    pytest.mark.skipif(
+        not os.path.isdir("/proc/self/fd"), reason="sockets are found in /proc"
+    ),
+]
 
 SECONDS = 60.0
 

@@ -9,8 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from architecture.measures import lines_of
 from architecture.package_source import Module
+
+pytestmark = pytest.mark.one_backend("jax")
 
 TESTS = Path(__file__).parents[1]
 #: All files of the engine, beside this one.
@@ -28,6 +31,7 @@ LOOPS = (
 NOT_REPEATED = "not (with and (global_clipnorm or average or accumulation))"
 
 
+@pytest.mark.slow(seconds=37)
 def test_custom_loops_pass_on_the_numpy_engine() -> None:
     files = [str(TESTS / "custom_loops" / name) for name in LOOPS]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]

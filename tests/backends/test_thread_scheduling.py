@@ -10,6 +10,8 @@ import pytest
 
 from keras_strategies.runtime.thread_scheduling import scheduled_as_batch
 
+pytestmark = pytest.mark.one_backend("jax")
+
 linux_only = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="scheduling policies are Linux's"
 )

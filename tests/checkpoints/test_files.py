@@ -19,6 +19,8 @@ from keras import layers
 import keras_strategies as ks
 from keras_strategies.training.saving.atomic_files import atomic_file
 
+pytestmark = pytest.mark.one_backend("jax")
+
 TIMEOUT = 60.0
 
 # Saves a model of 64 MB again and again; all weights say how often it has done so.
@@ -37,8 +39,8 @@ while True:
 """
 
 
-@pytest.mark.by_day
 # Both write a part beside the file, and rename it.
+@pytest.mark.slow(seconds=6)
 @pytest.mark.parametrize(
     "way, name",
     [

@@ -19,6 +19,8 @@ from keras_strategies.errors import DamagedCheckpointError
 from keras_strategies.parameter_server.server.request_handler import ParameterServer
 from keras_strategies.training.resume import resume_callback
 
+pytestmark = pytest.mark.one_backend("jax")
+
 X = np.arange(24, dtype="float32").reshape(12, 2)
 
 

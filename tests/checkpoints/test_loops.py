@@ -13,6 +13,8 @@ from keras import layers, ops
 
 import keras_strategies as ks
 
+pytestmark = pytest.mark.one_backend("jax")
+
 X = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
 Y = X[:, :1] - 2 * X[:, 1:2]
 

@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 from harness.forker import Forker
 
+pytestmark = pytest.mark.one_backend("jax")
+
 SCRIPT = Path(__file__).with_name("one_backend.py")
 SECONDS = 600.0
 BACKENDS = ("jax", "torch", "tensorflow")
@@ -102,6 +104,7 @@ def has_seeds(key: str) -> bool:
     )
 
 
+@pytest.mark.slow(seconds=59)
 def test_backends_agree_without_interruption(matrix) -> None:
     saved, _, _ = matrix
     expected = saved["jax uninterrupted"]
@@ -109,7 +112,7 @@ def test_backends_agree_without_interruption(matrix) -> None:
         assert close(saved[f"{backend} uninterrupted"]["losses"], expected["losses"])
 
 
-@pytest.mark.by_day
+@pytest.mark.slow(seconds=16)
 def test_every_strategy_was_saved_and_every_one_has_gone_on(matrix) -> None:
     _, continued, pairs = matrix
     expected = {f"{a} > {b}: weights" for a in pairs for b in pairs}

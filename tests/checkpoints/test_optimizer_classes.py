@@ -14,6 +14,8 @@ from harness.forker import Forker
 
 import keras_strategies as ks
 
+pytestmark = pytest.mark.one_backend("jax")
+
 #: Trains and saves a model, without a strategy or with one.
 SAVER = """
 import sys

@@ -12,10 +12,13 @@ from harness.strategies import STRATEGIES
 from keras import layers
 
 pytest.importorskip("orbax.checkpoint")
-pytestmark = pytest.mark.skipif(
-    not hasattr(keras.callbacks, "OrbaxCheckpoint"),
-    reason="this Keras has no OrbaxCheckpoint",
-)
+pytestmark = [
+    pytest.mark.one_backend("jax"),
+    pytest.mark.skipif(
+        not hasattr(keras.callbacks, "OrbaxCheckpoint"),
+        reason="this Keras has no OrbaxCheckpoint",
+    ),
+]
 
 
 def made(strategy, sequential=True, units=16):
@@ -77,6 +80,7 @@ def _crossings():
         yield pytest.param(*crossing, marks=marks)
 
 
+@pytest.mark.slow(seconds=8)
 @pytest.mark.parametrize(("name", "sequential", "how"), list(_crossings()))
 def test_training_goes_on(name, sequential, how, tmp_path) -> None:
     strategy = STRATEGIES[name].make()

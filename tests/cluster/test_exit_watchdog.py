@@ -12,6 +12,8 @@ import pytest
 from keras_strategies.cluster.group import LostWorker
 from keras_strategies.cluster.group.exit_watchdog import ExitWatchdog
 
+pytestmark = pytest.mark.one_backend("jax")
+
 GRACE = 0.3
 LOSS = LostWorker(1, "it was stopped", "step 3 of fit", "10.0.0.2", 77)
 

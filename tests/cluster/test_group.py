@@ -21,6 +21,8 @@ from keras_strategies.cluster.own_address import own_address
 from keras_strategies.cluster.resolvers.local_processes import free_addresses
 from keras_strategies.errors import ClusterError, WorkerError
 
+pytestmark = pytest.mark.one_backend("jax")
+
 SAME = {"backend": "none"}
 
 
@@ -319,6 +321,7 @@ def start_processes(folder: Path, count: int) -> list[subprocess.Popen[str]]:
     return started
 
 
+@pytest.mark.slow(seconds=5)
 @pytest.mark.parametrize("victim", [0, 1], ids=["chief", "worker"])
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_process_is_named_by_the_others(tmp_path, victim, fault):

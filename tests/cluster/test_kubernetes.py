@@ -63,6 +63,7 @@ def objects(name: str, kind: str) -> list[dict[str, Any]]:
 # --- The API ------------------------------------------------------------------
 
 
+@pytest.mark.one_backend("jax")
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_manifests_have_the_types_of_the_api(name: str) -> None:
     for manifest in MANIFESTS[name]:
@@ -73,6 +74,7 @@ def container(job: dict[str, Any]) -> dict[str, Any]:
     return job["spec"]["template"]["spec"]["containers"][0]
 
 
+@pytest.mark.one_backend("jax")
 @pytest.mark.parametrize(
     ("plant", "message"),
     [
@@ -113,6 +115,7 @@ def test_a_planted_mistake_is_found(
         validate(job)
 
 
+@pytest.mark.one_backend("jax")
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_objects_refer_to_each_other(name: str) -> None:
     [service], [policy] = objects(name, "Service"), objects(name, "NetworkPolicy")
@@ -147,6 +150,7 @@ def test_objects_refer_to_each_other(name: str) -> None:
 # --- What the pods find -------------------------------------------------------
 
 
+@pytest.mark.one_backend("jax")
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_each_pod_finds_its_task_at_its_own_address(name: str, monkeypatch) -> None:
     for variable in cluster_variables():
@@ -226,6 +230,7 @@ def _texts(processes: list[Forked]) -> str:
     return "".join(process.text() for process in processes)
 
 
+@pytest.mark.one_backend("jax")
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("name", "script", "printed"),

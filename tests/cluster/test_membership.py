@@ -28,6 +28,8 @@ from keras_strategies.cluster.spec import split_address
 from keras_strategies.errors import ClusterError, WorkerError
 from keras_strategies.types import Elastic
 
+pytestmark = pytest.mark.one_backend("jax")
+
 # Long enough for a busy machine; only tests of stopped workers wait for it.
 SILENCE = 5.0
 
@@ -114,6 +116,7 @@ def cluster(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
         assert_gone([process.pid for process in each.all])
 
 
+@pytest.mark.slow(seconds=7)
 @pytest.mark.parametrize("victim", [0, 1], ids=["chief", "worker"])
 def test_a_killed_worker_is_replaced_by_a_new_one(cluster, victim):
     three = cluster(3)
@@ -128,6 +131,7 @@ def test_a_killed_worker_is_replaced_by_a_new_one(cluster, victim):
     three.check(lost=1, joined=1)
 
 
+@pytest.mark.slow(seconds=7)
 @pytest.mark.parametrize("victim", [0, 1], ids=["chief", "worker"])
 def test_a_stopped_worker_is_excluded_and_rejoins(cluster, victim):
     three = cluster(3, timeout=2.0)
@@ -138,6 +142,7 @@ def test_a_stopped_worker_is_excluded_and_rejoins(cluster, victim):
     three.check(lost=1, joined=1)
 
 
+@pytest.mark.slow(seconds=13)
 def test_a_stopped_worker_rejoins_workers_outside_of_its_last_generation(cluster):
     """When it continues, all workers that it trained with are stopped themselves."""
     three = cluster(3, timeout=2.0)
@@ -255,6 +260,7 @@ def test_a_start_below_the_minimum_is_an_error():
     assert f"without worker 1 ({addresses[1]})" in str(found[1])
 
 
+@pytest.mark.slow(seconds=6)
 def test_without_any_state_the_error_names_the_last_snapshot(joined):
     addresses = free_addresses(2)
     joined += join_all(addresses, [0, 1])
@@ -311,6 +317,7 @@ def test_a_new_worker_with_another_version_is_refused(joined):
         join(addresses, 1, limits(), version="2")
 
 
+@pytest.mark.slow(seconds=8)
 def test_a_port_in_use_is_an_error_at_once():
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"

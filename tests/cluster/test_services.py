@@ -24,6 +24,8 @@ from googleapiclient import discovery
 from keras_strategies import cluster
 from keras_strategies.cluster.resolvers.services import service_members
 
+pytestmark = pytest.mark.one_backend("jax")
+
 Answer = Callable[[str, dict[str, list[str]], dict], tuple[int, object]]
 
 

@@ -11,6 +11,8 @@ import keras_strategies as ks
 from keras_strategies.cluster import spec as specs
 from keras_strategies.cluster.spec import ClusterSpec
 
+pytestmark = pytest.mark.one_backend("jax")
+
 
 def test_lists_and_dicts_of_tasks() -> None:
     spec = ClusterSpec({"worker": ["a:1", "b:1"], "ps": {"1": "c:1", 3: "d:1"}})

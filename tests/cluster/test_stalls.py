@@ -13,6 +13,8 @@ from keras_strategies.cluster.resolvers.local_processes import free_addresses
 from keras_strategies.errors import WorkerError
 from keras_strategies.lead.stalls import StallWatch
 
+pytestmark = pytest.mark.one_backend("jax")
+
 ABOUT = {"host": "10.0.0.7", "pid": 42, "progress": "step 4 of fit"}
 
 
@@ -125,6 +127,7 @@ load_batch()
 """
 
 
+@pytest.mark.slow(seconds=8)
 def test_a_real_worker_that_hangs_is_named_with_its_line(tmp_path, caplog):
     script = tmp_path / "train.py"
     script.write_text(HANGS)

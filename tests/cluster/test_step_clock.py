@@ -17,6 +17,8 @@ from keras_strategies.cluster.group.step_clock import (
     slow_workers,
 )
 
+pytestmark = pytest.mark.one_backend("jax")
+
 
 class FakeTime:
     """Wall and processor time that pass on request."""

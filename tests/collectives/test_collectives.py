@@ -48,6 +48,7 @@ def test_reduce_to_several_devices_gives_each_a_copy(mirrored, cross_device_ops)
         np.testing.assert_allclose(ops.convert_to_numpy(component), [4.0, 6.0])
 
 
+@pytest.mark.one_backend
 @pytest.mark.parametrize("num_packs", [0, 1, 2, 7])
 def test_batch_reduce_in_packs_gives_each_value_its_own(mirrored, num_packs) -> None:
     shapes = [(3,), (2, 2), (), (5, 1)]

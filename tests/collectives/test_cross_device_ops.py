@@ -138,6 +138,7 @@ def own_value(strategy, *values):
     )
 
 
+@pytest.mark.nightly(unless=["stepped"])
 @own_ops
 @pytest.mark.parametrize("train", [fitted, stepped])
 def test_gradients_are_reduced_by_it(train) -> None:
@@ -151,6 +152,7 @@ def test_gradients_are_reduced_by_it(train) -> None:
     assert_close(wrong, expected(train, 5, 0.2))
 
 
+@pytest.mark.one_backend("torch")
 @own_ops
 @pytest.mark.parametrize("kind", [ByReduce, OnlyBatch, OnlyBroadcast, OfNccl])
 def test_one_overridden_method_is_used_everywhere(kind) -> None:
@@ -207,6 +209,7 @@ def test_the_same_gradient_on_all_replicas_counts_for_each() -> None:
         assert float(numpy(variable)) == 0.5
 
 
+@pytest.mark.one_backend
 @pytest.mark.parametrize(
     "kind",
     [

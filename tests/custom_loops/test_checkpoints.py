@@ -97,6 +97,7 @@ def test_a_plain_variable_is_restored_from_it_and_the_other_way_round(
     assert total(model) == 8
 
 
+@pytest.mark.one_backend
 @pytest.mark.skipif(keras.backend.backend() == "numpy", reason="no `fit`")
 def test_a_metric_goes_on_counting_from_a_file(mirrored, tmp_path):
     with mirrored.scope():

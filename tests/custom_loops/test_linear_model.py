@@ -95,6 +95,7 @@ class Loop:
         self.merged.append(len(strategy.experimental_local_results(count)))
 
 
+@pytest.mark.one_backend
 @pytest.mark.parametrize("sums_by_hand", [False, True])
 def test_a_linear_model_on_uneven_rows_equals_one_device(
     mirrored: Any, sums_by_hand: bool

@@ -35,6 +35,7 @@ def apply(optimizer: Any, variable: Any) -> Any:
     return lambda gradient: optimizer.apply([gradient], [variable])
 
 
+@pytest.mark.one_backend
 @pytest.mark.parametrize("compiled", [False, True])
 def test_gradients_are_summed_before_they_are_clipped(two, compiled):
     optimizer = keras.optimizers.SGD(1.0, clipvalue=2.0)
@@ -154,7 +155,6 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.by_day(8)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_loop_equals_one_device_with(mirrored, name):
     found = train(mirrored, OPTIMIZERS[name]())
@@ -164,6 +164,7 @@ def test_a_loop_equals_one_device_with(mirrored, name):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.one_backend
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_loss_scale_steps_over_what_is_not_finite(two, compiled):
     inner = keras.optimizers.SGD(1.0)
@@ -251,6 +252,7 @@ def built_in_first_apply(strategy: Any) -> dict[str, np.ndarray]:
     return {name: variables[name].numpy() for name in every}
 
 
+@pytest.mark.one_backend("torch")
 def test_optimizers_are_built_in_their_first_apply(two):
     assert set(EVERY_OPTIMIZER) == {
         name

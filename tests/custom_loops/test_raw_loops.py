@@ -93,6 +93,7 @@ def test_it_says_so_once():
     assert found[0].filename == __file__
 
 
+@pytest.mark.one_backend("jax")
 def test_what_is_no_raw_loop_says_nothing(tmp_path):
     strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
     with warnings.catch_warnings():

@@ -155,6 +155,7 @@ def test_one_replica_has_nothing_to_multiply() -> None:
 # Reduced values beside variables.
 
 
+@pytest.mark.one_backend
 @pytest.mark.parametrize("name", ["one_device", "mirrored_2", "central"])
 def test_reduced_values_are_used_with_variables(name) -> None:
     """There: the same numbers."""

@@ -92,6 +92,7 @@ def alone(make):
     return train_with_tape(ks.get_strategy(), whole, False, make)
 
 
+@pytest.mark.nightly(unless=["False-unbuilt"])
 @pytest.mark.parametrize("make", [built, unbuilt, regularized])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_tape_in_the_replica_function_equals_one_device(mirrored, compiled, make):
@@ -295,6 +296,7 @@ def test_a_loop_over_a_dataset_that_is_not_converted_is_told_so(mirrored):
         epoch()
 
 
+@pytest.mark.nightly(unless=["mirrored"])
 @pytest.mark.parametrize(
     "make",
     [

@@ -126,6 +126,7 @@ CROSSED = [
 ]
 
 
+@pytest.mark.one_backend("torch")
 @pytest.mark.parametrize(
     ("name", "rows", "batch", "build"),
     [
@@ -138,6 +139,8 @@ def test_the_portable_loop_equals_one_device(name, rows, batch, build):
     assert_alike(found, alone(rows, batch))
 
 
+@pytest.mark.one_backend
+@pytest.mark.slow(seconds=6)
 def test_a_loop_without_function_equals_one_device(mirrored):
     assert_alike(loop(mirrored, 35, compile=False), alone(35))
 
@@ -285,6 +288,7 @@ def test_frozen_parts_stay_as_they_are_and_none_is_no_gradient(mirrored):
     assert float(unused.numpy()) == 3
 
 
+@pytest.mark.one_backend
 def test_several_runs_in_one_step_as_in_reinforcement_learning(mirrored):
     def train(strategy):
         with strategy.scope():
@@ -470,6 +474,7 @@ def test_an_unbuilt_model_has_no_gradients():
         ks.value_and_grad(lambda: 0.0, model.trainable_variables)
 
 
+@pytest.mark.one_backend
 @pytest.mark.parametrize(
     "compiled", [False, pytest.param(True, marks=pytest.mark.nightly)]
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import faulthandler
 import importlib
+import itertools
 import json
 import os
 import signal
@@ -52,7 +53,9 @@ class Kill:
         index: int, its number.
         step: int, counted from 1 over all epochs.
         place: str, "begin" or "end" of the step, "layer" in the middle of it,
-            "validation", or "epoch end"; "lead" kills the lead at the beginning.
+            "validation", or "epoch end"; "lead" kills the lead at the beginning;
+            "exchange" is that before the exchange of the number `step`, counted from
+            the start, when the others wait in it.
     """
 
     index: int
@@ -380,6 +383,21 @@ def die_in_start(membership: Any, name: str) -> None:
     setattr(module, attribute, start)
 
 
+def die_in_exchange(number: int) -> None:
+    """Makes this worker kill itself instead of an exchange of values with others."""
+    from keras_strategies.cluster.group.worker_group import WorkerGroup
+
+    exchange, numbers = WorkerGroup._begin_exchange, itertools.count(1)
+
+    def exchange_or_die(*args: Any) -> Any:
+        if next(numbers) == number:
+            time.sleep(0.5)  # The others begin to wait.
+            os.kill(os.getpid(), signal.SIGKILL)
+        return exchange(*args)
+
+    WorkerGroup._begin_exchange = exchange_or_die  # type: ignore[method-assign]
+
+
 def kills_of(settings: Settings, index: int, is_eager: bool) -> list[Kill]:
     """The kills of one worker, as far as its steps are eager."""
     kills = [Kill(**each) for each in settings.kills if each["index"] == index]
@@ -416,6 +434,9 @@ def train() -> None:
         # Its random numbers are those of workers.
         strategy: Any = ks.OneDeviceStrategy("cpu:0")
     else:
+        for each in [] if is_new else settings.kills:
+            if each["index"] == index and each["place"] == "exchange":
+                die_in_exchange(each["step"])
         elastic = Elastic(settings.min_workers, timeout_seconds=settings.fails)
         options = ks.CommunicationOptions(timeout_seconds=settings.timeout)
         strategy = ks.MultiWorkerMirroredStrategy(

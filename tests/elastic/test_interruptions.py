@@ -48,7 +48,8 @@ def run_on_hosts(forker: Forker, tmp_path: Path, hosts: Hosts) -> Iterator[Run]:
     made.close()
 
 
-@pytest.mark.by_day
+@pytest.mark.one_backend("jax", "torch")
+@pytest.mark.slow(seconds=11)
 @pytest.mark.parametrize(
     "victim",
     [
@@ -68,7 +69,7 @@ def test_a_stopped_worker_joins_again(run, victim):
     assert f"worker {victim} was lost at step" in run.text()
 
 
-@pytest.mark.by_day
+@pytest.mark.slow(seconds=14)
 @pytest.mark.parametrize("victim", [pytest.param(1, marks=by_day_on("torch"))])
 def test_a_worker_with_its_cable_plugged_in_again_joins(run_on_hosts, hosts, victim):
     run = run_on_hosts

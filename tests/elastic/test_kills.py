@@ -21,10 +21,9 @@ from keras_strategies.cluster.group.exit_watchdog import GRACE
 
 pytestmark = pytest.mark.multiprocess
 
-
-def by_day_on_torch(test: Any) -> Any:
-    """Elsewhere at night, since each process compiles its programs."""
-    return test if keras.backend.backend() == "torch" else pytest.mark.nightly(test)
+#: Exchanges between workers while a strategy is made: addresses of the engine's
+#: services, their starts, the numbers of replicas, devices, random numbers.
+EXCHANGES = {"jax": 7, "torch": 2, "tensorflow": 4}
 
 
 def assert_like_one_device(cluster: ElasticCluster) -> dict[int, Any]:
@@ -47,7 +46,7 @@ def assert_like_one_device(cluster: ElasticCluster) -> dict[int, Any]:
     return found
 
 
-@pytest.mark.by_day(40)
+@pytest.mark.slow(seconds=11)
 @pytest.mark.parametrize(
     "source",
     [
@@ -80,11 +79,30 @@ def test_a_killed_worker_a_killed_chief_and_a_new_worker(cluster, source):
     assert "worker 2 was lost at step 3 of fit" in text
 
 
+@pytest.mark.parametrize(
+    ("index", "exchange"),
+    [
+        pytest.param(
+            index, number, marks=[pytest.mark.nightly] * (number != 2 or index > 0)
+        )
+        for index in (0, 2)
+        for number in range(1, EXCHANGES[keras.backend.backend()] + 1)
+    ],
+)
+def test_a_worker_is_lost_while_strategies_are_made(cluster, index, exchange):
+    elastic = cluster(kills=[Kill(index, exchange, "exchange")], epochs=2)
+    elastic.await_kill(index)
+    elastic.start(index, is_new=True)
+    found = assert_like_one_device(elastic)
+    assert found[1]["trained"] == 2 * STEPS_PER_EPOCH
+
+
 for_each_survivor = pytest.mark.parametrize(
     "index", [0, pytest.param(1, marks=pytest.mark.nightly)]
 )
 
 
+@pytest.mark.nightly
 @for_each_survivor
 @pytest.mark.parametrize(
     "source", ["generator", pytest.param("arrays", marks=pytest.mark.nightly)]
@@ -98,6 +116,7 @@ def test_a_worker_that_did_not_finish_a_step_takes_its_result(cluster, index, so
     assert [found[i]["trained"] for i in (0, 1)] == [2 * STEPS_PER_EPOCH] * 2
 
 
+@pytest.mark.nightly
 @for_each_survivor
 @pytest.mark.parametrize(
     "mixes_rows", [pytest.param(False, marks=pytest.mark.nightly), True]
@@ -117,6 +136,7 @@ def test_a_worker_that_is_slow_in_validation_is_one_step_behind_at_most(
     assert_like_one_device(elastic)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(
     keras.backend.backend() != "jax", reason="the engine with an exit watchdog"
 )
@@ -132,6 +152,7 @@ def test_a_worker_that_compiles_when_the_chief_is_lost_continues(cluster):
     assert found[1]["trained"] == 2 * STEPS_PER_EPOCH
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(
     keras.backend.backend() != "jax", reason="the engine that waits in its own code"
 )
@@ -151,6 +172,7 @@ def test_the_chief_is_lost_while_the_runtime_starts_again(cluster, function):
     assert found[1]["trained"] == 2 * STEPS_PER_EPOCH
 
 
+@pytest.mark.one_backend("jax")
 def test_too_few_workers_are_an_error_after_a_wait(cluster):
     elastic = cluster(workers=2, kills=[Kill(1, 2)], min_workers=2, fails=1.0)
     elastic.await_kill(1)
@@ -162,7 +184,7 @@ def test_too_few_workers_are_an_error_after_a_wait(cluster):
     assert "At least 2 are needed (`ks.Elastic(min_workers=...)`)" in text
 
 
-@by_day_on_torch
+@pytest.mark.one_backend("torch")
 def test_a_new_worker_in_another_fit_is_refused(cluster):
     elastic = cluster(workers=2, kills=[Kill(1, 3)], waits={"5": 1}, fits=2)
     elastic.await_kill(1)
@@ -175,11 +197,10 @@ def test_a_new_worker_in_another_fit_is_refused(cluster):
     )
 
 
-@pytest.mark.by_day(30)
 @pytest.mark.parametrize(
     "model", ["transformer", pytest.param("cnn", marks=pytest.mark.nightly)]
 )
-@by_day_on_torch
+@pytest.mark.one_backend("torch")
 def test_random_numbers_are_those_of_one_device(cluster, model):
     """Of rows, on three, two, one and two workers."""
     elastic = cluster(
@@ -191,10 +212,11 @@ def test_random_numbers_are_those_of_one_device(cluster, model):
     assert_like_one_device(elastic)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(
     keras.backend.backend() == "jax", reason="elastic steps place their batches"
 )
-@by_day_on_torch
+@pytest.mark.one_backend("torch")
 def test_batches_ahead_are_those_of_the_next_steps(cluster):
     kills = [Kill(2, 3), Kill(0, 7, "end")]
     elastic = cluster(kills=kills, waits={"9": 1}, ahead=True)
@@ -224,7 +246,8 @@ def test_several_steps_in_one_execution(cluster):
     assert found[1]["trained"] == 6 * STEPS_PER_EPOCH // 2
 
 
-@by_day_on_torch
+@pytest.mark.nightly
+@pytest.mark.one_backend("torch")
 def test_training_resumes_after_too_few_were_left(cluster):
     elastic = cluster(
         kills=[Kill(0, 3), Kill(2, 7)], min_workers=2, fails=5.0, every_steps=100

@@ -461,7 +461,8 @@ OPTIONS = [
         compile={"jit_compile": True},
         compile_alone={"jit_compile": False} if TORCH else {},
         script=fit_traced,
-        nightly=BACKEND == "jax",
+        # On JAX it is the default, and TorchDynamo takes half a minute.
+        nightly=BACKEND != "tensorflow",
     ),
     # On JAX it is the same as `run_eagerly`.
     Case(

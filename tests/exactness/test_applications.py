@@ -71,6 +71,7 @@ def learned(model: keras.Model) -> tuple[float, np.ndarray]:
     return history.history["loss"][0], weights() - before
 
 
+@pytest.mark.one_backend("torch")
 @pytest.mark.parametrize(
     "name",
     [

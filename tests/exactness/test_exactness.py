@@ -21,7 +21,7 @@ import keras
 import numpy as np
 import pytest
 from exactness import cases, single_cases
-from harness import by_day, data, models
+from harness import data, models
 from harness.strategies import STRATEGIES
 from harness.training import (
     Case,
@@ -64,6 +64,10 @@ if "default_options" in STRATEGIES:
         "conv_bn": "all accelerators of the machine, found by the strategy",
     }
 
+# Cases of two mirrored replicas that `make test` trains on every backend, because they
+# reach most of what each has of its own; of the others it trains each on one.
+EVERYWHERE = ("conv_bn", "frozen", "int8", "jit_compile", "no_jit_compile", "size_3")
+
 
 def _parameters() -> Iterator[Any]:
     others = [
@@ -72,16 +76,20 @@ def _parameters() -> Iterator[Any]:
     for case in CASES:
         for name in others:
             is_named = name == "mirrored_2" or case.name in PATHS[name]
-            marks = [] if is_named and not case.nightly else [pytest.mark.nightly]
+            if case.nightly or not is_named:
+                marks = [pytest.mark.nightly]
+            else:
+                marks = [] if case.name in EVERYWHERE else [pytest.mark.one_backend]
             yield pytest.param(case, name, marks=marks, id=f"{case.name}-{name}")
 
 
-@pytest.mark.by_day(by_day.CASES)
+@pytest.mark.slow(seconds=18)
 @pytest.mark.parametrize("case, strategy_name", list(_parameters()))
 def test_same_as_one_device(case: Case, strategy_name: str) -> None:
     assert_same_training(case, STRATEGIES[strategy_name].make())
 
 
+@pytest.mark.one_backend
 @pytest.mark.parametrize(
     "strategy_name",
     ["mirrored_2", pytest.param("mirrored_4", marks=pytest.mark.nightly)],
@@ -119,6 +127,7 @@ def _dropout(strategy: Any, seed: int) -> Results:
     return _fit_with_dropout(model, seed)
 
 
+@pytest.mark.one_backend("jax")
 @pytest.mark.parametrize(
     "strategy_name",
     [
@@ -141,6 +150,7 @@ def test_names_of_cases_are_unique() -> None:
     assert sorted(set(names)) == sorted(names)
 
 
+@pytest.mark.one_backend
 def test_paths_name_cases_that_make_test_trains() -> None:
     trained = {case.name for case in cases.CASES if not case.nightly}
     for strategy, paths in PATHS.items():

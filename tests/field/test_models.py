@@ -10,6 +10,7 @@ from field import models
 from field.compare import FieldCase, assert_trains_as_one_device, parameters
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("case, options", parameters(models.CASES))
 def test_model_of_keras_hub(case: FieldCase, options: str) -> None:
     assert_trains_as_one_device(case, options)

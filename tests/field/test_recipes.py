@@ -8,6 +8,8 @@ from field import recipes
 from field.compare import FieldCase, assert_trains_as_one_device, parameters
 
 
+@pytest.mark.one_backend("jax")
+@pytest.mark.nightly(unless=["diffusion"])
 @pytest.mark.parametrize("case, options", parameters(recipes.CASES))
 def test_recipe(case: FieldCase, options: str) -> None:
     assert_trains_as_one_device(case, options)

@@ -28,7 +28,7 @@ def prepare_ahead(strategy: Any) -> Callable[[], None]:
         cuda_batches.pinned = lambda leaf: leaf.clone()
         trainer.placer = cuda_batches.PinningPrefetcher()
         if strategy.workers is not None:
-            from keras_strategies.engines.torch.own_rows.own_batches import (
+            from keras_strategies.engines.torch.own_batches import (
                 OwnBatchPlacer,
             )
 

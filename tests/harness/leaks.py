@@ -14,7 +14,7 @@ import keras
 import psutil
 
 import keras_strategies as ks
-from harness import fork_server, references
+from harness import fork_server
 from keras_strategies.keras_compat.models import layer_calls
 from keras_strategies.keras_compat.thread_state import current_stateless_scope
 
@@ -120,7 +120,7 @@ def _is_idle(thread: threading.Thread) -> bool:
 
 def _children(before: Snapshot) -> list[str]:
     # These serve the whole session.
-    known = before.children | references.trainer_pids() | fork_server.pids()
+    known = before.children | fork_server.pids()
     new = [c for c in psutil.Process().children() if c.pid not in known]
     _, alive = psutil.wait_procs(new, timeout=_GRACE_SECONDS if new else 0)
     return [f"the process {child.pid} is still running" for child in alive]

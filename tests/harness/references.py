@@ -8,9 +8,7 @@ everything that a result depends on: the sources of the cases, the versions of K
 of the framework, and the options of their compilers and graphs.
 
 A test gets references by `harness.training.alone`. One that is missing is trained then,
-in a process that is started once per session. All of them beforehand:
-
-    KERAS_BACKEND=jax python -m harness.references   # with tests/ on PYTHONPATH
+by this file as a script, in a fork of a process that has imported Keras.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
-import gc
 import hashlib
 import importlib
 import importlib.metadata
@@ -27,29 +24,22 @@ import json
 import os
 import pickle
 import platform
-import subprocess
 import sys
-import tempfile
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
 
 import keras
 
-from harness import by_day
 from harness.case import Case, Results, train, without_phantom_step
 from harness.fork_server import PLAIN_GRAPHS
-from keras_strategies.processes.process_group import ProcessGroup
+from harness.forker import Forker
 
 TESTS = Path(__file__).resolve().parent.parent
 FOLDER = TESTS.parent / ".test-references"
 BACKEND = keras.backend.backend()
 
-# Modules of cases that `make test` trains; each has a list CASES.
-MODULES = ["exactness.cases", "multi_worker.worker_cases"]
-if BACKEND in ("jax", "torch"):
-    MODULES += ["model_parallel.model_parallel_cases"]
+# That a training on one device may take.
+_SECONDS = 300.0
 # What starts processes, without Keras and a framework, which processes of tests import.
 _OF_PROCESSES = {
     "keras_strategies.processes",
@@ -83,8 +73,7 @@ _VARIABLES = (
 def load(case: Case) -> Results:
     """The case's reference, trained now if no process has done so yet."""
     name = case.reference or case.name
-    file = _made(case.module, name, lambda file: _process().train(case, name, file))
-    return _read(file)
+    return _read(_made(case.module, name))
 
 
 @functools.cache
@@ -94,8 +83,8 @@ def _read(file: Path) -> Results:
     return found
 
 
-def _made(module: str, name: str, make: Callable[[Path], None]) -> Path:
-    """The file of a reference; `make` writes it where no process has yet."""
+def _made(module: str, name: str) -> Path:
+    """The file of a reference, which is trained if no process has done so yet."""
     file = _folder(module) / f"{name}.pickle"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -103,7 +92,7 @@ def _made(module: str, name: str, make: Callable[[Path], None]) -> Path:
             # Of two processes that need the same reference, one waits.
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not file.exists():
-                make(file)
+                _train_in_a_fork(module, name, file)
     return file
 
 
@@ -166,107 +155,15 @@ def _without_programs(case: Case) -> Iterator[None]:
         tf.config.run_functions_eagerly(False)
 
 
-# --- The process that trains what is missing -----------------------------------
-
-
-class Trainer:
-    """A process that trains one case after the other, with Keras alone."""
-
-    def __init__(self) -> None:
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        self._process = ProcessGroup(
-            [sys.executable, "-m", "harness.references", "--serve"],
-            {**os.environ, "PYTHONPATH": _python_path(), "KERAS_BACKEND": BACKEND},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            is_text=True,
-        )
-        self.pid = self._process.pid
-
-    def train(self, case: Case, name: str, file: Path) -> None:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps([case.module, name, str(file)]) + "\n")
-        answer = self._process.stdout.readline()
-        if not answer:
-            self._log.seek(0)
-            raise AssertionError(
-                f"The process that trains references ended, with {case.name!r}:\n"
-                f"{self._log.read()[-3000:]}"
-            )
-        if problem := json.loads(answer):
-            raise AssertionError(f"Without a strategy {name!r} failed:\n{problem}")
-
-    def close(self) -> None:
-        self._process.close(60)
-        self._log.close()
-
-
-# By process, because a fork inherits it and has to start one of its own.
-_trainers: dict[int, Trainer] = {}
-
-
-def _process() -> Trainer:
-    if os.getpid() not in _trainers:
-        _trainers[os.getpid()] = Trainer()
-    return _trainers[os.getpid()]
-
-
-def trainer_pids() -> set[int]:
-    """The processes that this one has started to train references."""
-    return {trainer.pid for pid, trainer in _trainers.items() if pid == os.getpid()}
-
-
-def close() -> None:
-    """Ends this process's trainer, if there is one."""
-    if trainer := _trainers.pop(os.getpid(), None):
-        trainer.close()
-
-
-def _python_path() -> str:
-    given = [path for path in sys.path if path and path != str(TESTS)]
-    return os.pathsep.join([str(TESTS), *given])
-
-
-def _serve(orders: TextIO, answers: TextIO) -> None:
-    for line in orders:
-        module, name, file = json.loads(line)
-        problem = ""
-        try:
-            _train(module, name, Path(file))
-        except Exception:
-            problem = traceback.format_exc()
-        print(json.dumps(problem), file=answers, flush=True)
-
-
-@contextlib.contextmanager
-def _answers() -> Iterator[TextIO]:
-    """Standard output for answers only: what else is printed goes to the log."""
-    with os.fdopen(os.dup(1), "w") as stream:
-        os.dup2(2, 1)
-        yield stream
-
-
-def _train_all() -> None:
-    """Trains what `make test` needs; what another process trains is waited for."""
-    is_day = bool(os.environ.get(PLAIN_GRAPHS))
-    for module in MODULES:
-        for case in importlib.import_module(module).CASES:
-            if case.nightly or case.reference or BACKEND in case.refused_by:
-                continue
-            if is_day and not by_day.needs_case(BACKEND, case.name):
-                continue
-            _made(module, case.name, functools.partial(_train, module, case.name))
+def _train_in_a_fork(module: str, name: str, file: Path) -> None:
+    log = file.with_suffix(".log")
+    with Forker(imports_strategies=False) as forker:
+        script = forker.start(log, __file__, module, name, str(file))
+        code, _ = script.wait(_SECONDS)
+    if code:
+        raise AssertionError(f"Without a strategy {name!r} failed:\n{script.text()}")
 
 
 if __name__ == "__main__":
-    gc.freeze()
-    gc.set_threshold(100_000, 20, 20)  # As in the processes of tests.
-    if os.environ.get(PLAIN_GRAPHS) and BACKEND == "tensorflow":
-        # A process that was not forked from one where this is so.
-        importlib.import_module("harness.tensorflow_graphs").set_optimized(False)
-    if "--serve" in sys.argv:
-        with _answers() as stream:
-            _serve(sys.stdin, stream)
-    else:
-        _train_all()
+    module, name, file = sys.argv[1:]
+    _train(module, name, Path(file))

@@ -89,6 +89,8 @@ class Source:
         return dataset.with_options(options)
 
 
+@pytest.mark.one_backend
+@pytest.mark.nightly(unless=["central"])
 @pytest.mark.parametrize("name", ["mirrored_2", "central"])
 def test_a_batch_is_read_ahead_and_no_more(name: str) -> None:
     source = Source(6)
@@ -110,6 +112,7 @@ def test_a_batch_is_read_ahead_and_no_more(name: str) -> None:
         assert count <= step + 2 + spare
 
 
+@pytest.mark.one_backend("jax")
 @pytest.mark.parametrize(
     ("name", "several", "stops"),
     [
@@ -142,6 +145,7 @@ def test_training_is_the_same(name: str, several: int, stops: bool) -> None:
     assert train(True) == train(False)
 
 
+@pytest.mark.one_backend("torch")
 def test_an_error_of_the_source_is_raised_in_its_step() -> None:
     model = model_of(strategy_of("mirrored_2", is_ahead=True))
     source = Source(3, OSError("the disk is gone"))
@@ -151,6 +155,7 @@ def test_an_error_of_the_source_is_raised_in_its_step() -> None:
     assert np.isfinite(model.fit(*batch(0), verbose=0).history["loss"]).all()
 
 
+@pytest.mark.one_backend("jax")
 @pytest.mark.parametrize("stops_at", [None, 1])
 def test_no_thread_is_left(stops_at: int | None) -> None:
     model = model_of(strategy_of("mirrored_2", is_ahead=True))
@@ -175,6 +180,8 @@ def aligned(array: Any) -> Any:
     return found.reshape(array.shape)
 
 
+@pytest.mark.one_backend("jax")
+@pytest.mark.nightly(unless=["one_device-7", "one_device-8", "mirrored_2-7"])
 @pytest.mark.skipif(BACKEND == "tensorflow", reason="tf.data copies batches")
 @pytest.mark.parametrize("rows", [ROWS, 8])
 @pytest.mark.parametrize("name", ["one_device", "mirrored_2"])

@@ -58,6 +58,7 @@ def test_a_for_loop_sees_every_row(mirrored, dataset) -> None:
         assert (float(found), int(steps)) == (45, 3)
 
 
+@pytest.mark.one_backend("torch", "tensorflow")
 def test_a_loop_may_be_left(mirrored, dataset) -> None:
     @ks.function
     def until(dataset: Any) -> Any:
@@ -122,6 +123,7 @@ def test_optional_batches_end_a_loop(mirrored, dataset) -> None:
     assert float(steps(iter(dataset))) == 45
 
 
+@pytest.mark.one_backend("torch", "tensorflow")
 def test_a_model_learns_in_a_loop_as_on_one_device(mirrored) -> None:
     def train(strategy: Any) -> Any:
         with strategy.scope():

@@ -6,6 +6,8 @@ import pytest
 
 import keras_strategies as ks
 
+pytestmark = pytest.mark.one_backend("jax")
+
 
 def test_per_replica_batch_size() -> None:
     context = ks.InputContext(num_replicas_in_sync=6)

@@ -9,6 +9,8 @@ import pytest
 
 from keras_strategies.input.prefetch import Prefetcher
 
+pytestmark = pytest.mark.one_backend("jax")
+
 
 def threads() -> list[threading.Thread]:
     return [t for t in threading.enumerate() if t.name == "ks-input"]

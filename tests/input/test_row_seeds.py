@@ -47,6 +47,8 @@ def test_a_row_is_the_same_in_batches_of_any_size(kind: str) -> None:
     assert len(np.unique(noise.round(5))) == 2 * ROWS
 
 
+@pytest.mark.nightly(unless=["numpy"])
+@pytest.mark.slow(seconds=11)
 @forks
 @pytest.mark.parametrize(
     "kind", ["torch", "numpy", "python", "generator", "made later"]
@@ -58,6 +60,7 @@ def test_a_row_is_the_same_in_processes_of_a_loader(kind: str) -> None:
         np.testing.assert_array_equal(passes(given)[0], expected[0])
 
 
+@pytest.mark.slow(seconds=6)
 @forks
 def test_processes_that_stay_draw_other_numbers_in_each_pass() -> None:
     given = loader(
@@ -140,6 +143,7 @@ def fitted(strategy: Any, kind: str, **options: Any) -> list[np.ndarray]:
     return [np.asarray(weight) for weight in model.get_weights()]
 
 
+@pytest.mark.one_backend("torch")
 @pytest.mark.parametrize("kind", ["torch", "keras"])
 def test_fit_on_two_replicas_is_that_of_one_device(mirrored: Any, kind: str) -> None:
     expected = fitted(one_device(), kind)

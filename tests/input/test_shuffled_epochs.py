@@ -138,6 +138,8 @@ def steps(strategy: Any, name: str, model: Any = None) -> list[Any]:
     return model.steps
 
 
+@pytest.mark.one_backend
+@pytest.mark.nightly(unless=["endless"])
 @pytest.mark.parametrize("name", INPUT)
 def test_epochs_read_the_rows_of_keras(name: str) -> None:
     plain = steps(None, name)
@@ -148,6 +150,8 @@ def test_epochs_read_the_rows_of_keras(name: str) -> None:
 
 
 # Keras on Torch has steps_per_execution=1 only.
+@pytest.mark.one_backend("jax", "tensorflow")
+@pytest.mark.nightly(unless=["unknown length"])
 @pytest.mark.parametrize(
     "name", ["seed", "unknown length"] if BACKEND != "torch" else []
 )
@@ -165,6 +169,9 @@ AHEAD = {
 }
 
 
+@pytest.mark.nightly(
+    unless=["PyDataset-mirrored_2", "seed-one_device", "unknown length-one_device"]
+)
 @pytest.mark.parametrize("device", ["one_device", "mirrored_2"])
 @pytest.mark.parametrize("name", AHEAD[BACKEND])
 def test_with_batches_ahead_on_a_device(
@@ -183,6 +190,8 @@ def test_with_batches_ahead_on_a_device(
     assert steps(strategy, name) == steps(None, name)
 
 
+@pytest.mark.one_backend("jax")
+@pytest.mark.nightly(unless=["PER_WORKER"])
 @pytest.mark.parametrize("replication", ["PER_WORKER", "PER_REPLICA"])
 def test_datasets_from_a_function(replication: str) -> None:
     """The batches of two replicas, joined: those that the datasets have in Keras."""
@@ -214,6 +223,7 @@ class Interrupted(Exception):
     """An interruption of training."""
 
 
+@pytest.mark.one_backend
 def test_resumed_epochs_read_the_rows_of_keras(tmp_path: Any) -> None:
     def interrupt(batch: int, logs: Any) -> None:
         del logs

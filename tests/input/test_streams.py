@@ -43,6 +43,7 @@ def made(strategy, kind: str):
     return dataset
 
 
+@pytest.mark.one_backend("torch")
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_batch_is_seen_once(mirrored, kind) -> None:
     with mirrored.scope():
@@ -54,6 +55,7 @@ def test_every_batch_is_seen_once(mirrored, kind) -> None:
     assert streams.steps(trained) == batches
 
 
+@pytest.mark.one_backend
 @pytest.mark.parametrize("kind", ["generator", "tf_data", "loader"])
 def test_every_batch_is_seen_once_on_one_device(one_device, kind) -> None:
     with one_device.scope():
@@ -62,6 +64,8 @@ def test_every_batch_is_seen_once_on_one_device(one_device, kind) -> None:
     np.testing.assert_allclose(history["loss"], [streams.LOSS], rtol=1e-5)
 
 
+@pytest.mark.one_backend
+@pytest.mark.nightly(unless=["generator", "loader"])
 @pytest.mark.parametrize("kind", ["generator", "tf_data", "loader"])
 def test_evaluation_and_validation_see_every_batch(mirrored, kind) -> None:
     x, y = streams.BATCHES[1]

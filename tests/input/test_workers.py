@@ -9,6 +9,8 @@ from keras_strategies.input.auto_shard import resolve_policy
 from keras_strategies.runtime.row_splits import replica_ranges
 from keras_strategies.types import AutoShardPolicy
 
+pytestmark = pytest.mark.one_backend("jax")
+
 
 @pytest.mark.parametrize(
     ("rows", "counts", "ranges"),

@@ -9,6 +9,7 @@ import textwrap
 from typing import Any
 
 import keras
+import pytest
 
 from keras_strategies.keras_compat.models.layers import keeps_masks
 
@@ -70,6 +71,7 @@ def layer_classes() -> list[Any]:
     ]
 
 
+@pytest.mark.one_backend
 def test_what_layers_write_in_a_call_is_known() -> None:
     """Where it is not, replicas of one process must not call the layer together."""
     written = {kind: written_in_calls(kind) for kind in layer_classes()}

@@ -387,6 +387,7 @@ def searches_text(function: ast.FunctionDef) -> bool:
     )
 
 
+@pytest.mark.one_backend
 def test_every_other_intrusion_has_a_row() -> None:
     found = {
         (module.name, kind)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import keras
 import pytest
-from harness.backend_tables import on_torch_by_day
 from harness.forker import run_code
 
 import keras_strategies as ks
@@ -83,7 +82,8 @@ ON_TENSORFLOW = {"TFOptimizer._all_reduce_sum_gradients"}
 
 
 # One installer wraps what each backend's rows name, and fits under a profiler are slow.
-@on_torch_by_day
+@pytest.mark.nightly
+@pytest.mark.one_backend("torch")
 def test_they_run_through_no_wrapper(tmp_path: Path) -> None:
     code = f"import os; os.chdir({str(tmp_path)!r})\n{SCRIPT}"
     found = json.loads(run_code(tmp_path, code).splitlines()[-1])

@@ -219,7 +219,21 @@ class World:
         elif kind == "bye":
             self.feed(events.Bye(uid, True, ""))
         else:
-            self.feed(events.EVENTS[kind](uid, *rest))
+            event = events.EVENTS[kind](uid, *rest)
+            if kind in events.JOINT and self.rng.random() < 0.5:
+                event = event._replace(others=self.joint(w, (kind, *rest)))
+            self.feed(event)
+
+    def joint(self, w: Worker, message: tuple[Any, ...]) -> tuple[str, ...]:
+        """Takes the same message of the others, if it is their next one."""
+        found = []
+        for other in self.workers.values():
+            box = self.outbox[other.uid]
+            if other is not w and other.connected and box and box[0] == message:
+                box.popleft()
+                self.heard[other.uid] = Beat()
+                found.append(other.uid)
+        return tuple(found)
 
     def deliver_to_worker(self, w: Worker) -> None:
         if not w.runs or not self.inbox[w.uid]:

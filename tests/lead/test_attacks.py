@@ -21,6 +21,8 @@ from keras_strategies.lead.client import LeadClient
 from keras_strategies.lead.peers import PENDING, RareWarnings
 from keras_strategies.lead.process import client_tls
 
+pytestmark = pytest.mark.one_backend
+
 
 @pytest.fixture
 def lead(tmp_path):
@@ -105,7 +107,7 @@ def test_half_open_connections_hold_neither_threads_nor_descriptors(lead):
     wait_until(lambda: lead.descriptors == before, "the descriptors are free again")
 
 
-@pytest.mark.by_day(8)
+@pytest.mark.slow(seconds=6)
 def test_a_peer_has_five_seconds_for_its_proof(lead):
     begun = time.monotonic()
     assert ends(connect(lead))

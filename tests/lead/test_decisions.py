@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 from lead.rules import Lead
 
 from keras_strategies.lead import events
 from keras_strategies.lead.events import TICK, Beat
 from keras_strategies.lead.state import Phase
+
+pytestmark = pytest.mark.one_backend
 
 
 def arrived(uid, number, value="", what="a batch", generation=1, stream=""):
@@ -37,6 +40,22 @@ def test_a_loss_ends_the_generation_and_the_others_begin_at_the_newest_step():
     begin = lead.feed(events.Ready("2a", 7))["begin"].body
     assert begin["step"] == 7 and begin["members"] == (2, 1) and begin["behind"] == [1]
     assert begin["lost"] == [0] and begin["joined"] == []
+
+
+def test_equal_messages_that_come_together_are_as_one_after_the_other():
+    lead = Lead(4)
+    lead.run("0a", "1a", "2a", "3a")
+    value = arrived("2a", 0, "x")
+    assert "compared" not in lead.feed(value._replace(others=("0a", "4z")))
+    found = lead.feed(arrived("1a", 0, "y")._replace(others=("3a",)))["compared"]
+    values = [("a batch", "x", "5"), ("a batch", "y", "a")]
+    assert found.to == ("0a", "1a", "2a", "3a") and found.body["values"] == values
+    end = lead.feed(events.Ready("1a", 3, others=("2a",)))["end"]
+    assert end.to == ("0a", "3a") and "worker 1" in end.body["how"]
+    begin = lead.feed(events.Ready("3a", 3, others=("0a",)))["begin"]
+    assert begin.to == ("0a", "1a", "2a", "3a") and begin.body["step"] == 3
+    assert "go" not in lead.feed(events.Holds("0a", 2, 3, others=("1a", "4z")))
+    assert "go" in lead.feed(events.Holds("2a", 2, 3, others=("3a",)))
 
 
 def test_a_stopped_worker_is_lost_and_its_state_counts_when_it_returns():

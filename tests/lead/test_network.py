@@ -17,6 +17,8 @@ from keras_strategies.lead.client_state import GroupChanged, TrainingEnded
 from keras_strategies.lead.events import TICK
 from keras_strategies.lead.process import UNFINISHED
 
+pytestmark = pytest.mark.one_backend
+
 
 @pytest.fixture
 def lead():
@@ -286,6 +288,7 @@ def test_all_workers_lost_end_the_lead():
         assert lead.process.wait(20) == UNFINISHED
 
 
+@pytest.mark.slow(seconds=9)
 def test_a_wrong_secret_and_another_job_are_errors(lead):
     for options, problem in (
         ({"secret": b"wrong"}, "it does not accept this worker's secret"),

@@ -10,6 +10,8 @@ from lead import model, test_decisions
 
 from keras_strategies.lead import decisions, files, generations, values
 
+pytestmark = pytest.mark.one_backend
+
 RULES = [
     each
     for name, each in vars(test_decisions).items()
@@ -55,7 +57,14 @@ MISTAKES = [
         "if 0: return over",
     ),
     (generations, "_pause(state, out) if state.is_stop_asked else", ""),
-    (generations, "not settings.rejoin and", "False and"),
+    (generations, "not settings.rejoin:", "False:"),
+    (generations, "(event.uid, *event.others) if uid", "(event.uid,) if uid"),
+    (
+        generations,
+        "intersection((event.uid, *event.others))",
+        "intersection(event[:1])",
+    ),
+    (values, "in (event.uid, *event.others):", "in event[:1]:"),
     (generations, "if not (state.workers or state.group.number):", "if False:"),
     (decisions, "min(passed, 2 * TICK)", "passed"),
     (decisions, "if (why := _difference(state, event)) is not None:", "if False:"),

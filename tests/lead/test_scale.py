@@ -12,7 +12,7 @@ from lead.simulated_workers import SimulatedWorkers, ask_for_status, beat, compa
 from keras_strategies.lead.events import TICK
 
 
-@pytest.fixture(params=[64, pytest.param(1000, marks=pytest.mark.by_day(20))])
+@pytest.fixture(params=[64, 1000])
 def group(request):
     """A lead, and simulated workers that train."""
     count = request.param
@@ -26,6 +26,7 @@ def group(request):
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.mark.one_backend
 def test_threads_memory_messages_and_bytes(group):
     lead, workers, count = group
     assert lead.threads == 1

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from lead import model, small_groups
 
+pytestmark = pytest.mark.one_backend
 
-@pytest.mark.by_day(30)
+
 @pytest.mark.parametrize("first", range(0, 10_000, 2_500))
 def test_random_sequences_keep_the_invariants(first):
     for seed in range(first, first + 2_500):

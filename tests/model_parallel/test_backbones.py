@@ -54,6 +54,8 @@ def sharded_share(case: FieldCase) -> float:
     return cut / sum(map(nbytes_of, model.variables))
 
 
+@pytest.mark.one_backend("jax")
+@pytest.mark.nightly(unless=["resnet"])
 @pytest.mark.parametrize(
     "case",
     [

@@ -18,6 +18,8 @@ from keras_strategies.layouts import (
     mesh_shape,
 )
 
+pytestmark = pytest.mark.one_backend("jax")
+
 AUTO = AutoLayouts("model", 4, min_shard_bytes=0)
 
 

@@ -42,6 +42,7 @@ def resident() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+@pytest.mark.one_backend("jax", "tensorflow")
 @not_torch
 def test_a_model_far_larger_than_memory_is_planned() -> None:
     before = resident()
@@ -71,6 +72,7 @@ PLANNED = [
 ]
 
 
+@pytest.mark.one_backend("torch")
 @pytest.mark.parametrize(
     "name, built",
     [
@@ -251,6 +253,7 @@ def test_a_plan_and_a_description_are_readable() -> None:
     assert "(-, model)" in description._repr_html_()
 
 
+@pytest.mark.one_backend("jax", "tensorflow")
 @not_torch
 def test_the_picture_has_every_device_and_the_largest_variables() -> None:
     strategy = model_parallel()

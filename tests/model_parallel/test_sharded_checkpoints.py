@@ -69,6 +69,8 @@ TARGETS = {
 }
 
 
+@pytest.mark.one_backend("tensorflow")
+@pytest.mark.nightly(unless=["mirrored_2", "one_device"])
 @one_process
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_checkpoint_goes_on_under_another_mesh(target, saved) -> None:
@@ -151,6 +153,7 @@ while True:
 """
 
 
+@pytest.mark.one_backend
 def test_a_process_killed_while_it_saves_leaves_the_last_one(tmp_path) -> None:
     folder = tmp_path / "saved"
     folder.mkdir()

@@ -54,6 +54,8 @@ def _parameters():
             yield pytest.param(case, name, marks=marks, id=f"{case.name}-{name}")
 
 
+@pytest.mark.one_backend("jax", "tensorflow")
+@pytest.mark.nightly(unless=["dense_bn_3-model_4x1"])
 @pytest.mark.parametrize("case, name", list(_parameters()))
 def test_same_as_one_device(case, name) -> None:
     assert_same_training(case, MODEL_PARALLEL[name].make())
@@ -101,6 +103,7 @@ def parts(variable):
     return {device: value.shape for device, value in shards(variable).items()}
 
 
+@pytest.mark.one_backend("jax", "tensorflow")
 @pytest.mark.parametrize("when", ["made", "trained", "loaded"])
 def test_variables_and_slots_are_in_parts(when, tmp_path) -> None:
     strategy = ks.ModelParallelStrategy("auto", DEVICES, 2, min_shard_bytes=0)
@@ -125,6 +128,7 @@ def test_variables_and_slots_are_in_parts(when, tmp_path) -> None:
     assert "in parts on cpu:0, cpu:1, cpu:2, cpu:3" in repr(up)
 
 
+@pytest.mark.one_backend("jax", "tensorflow")
 def test_fsdp_keeps_a_share_of_everything_large() -> None:
     strategy = ks.ModelParallelStrategy("fsdp", DEVICES, min_shard_bytes=64)
     model = made(strategy)
@@ -146,6 +150,7 @@ def test_fsdp_keeps_a_share_of_everything_large() -> None:
     assert totals["cpu:0"] == whole - cut + cut // 4 + metric
 
 
+@pytest.mark.one_backend("jax", "tensorflow")
 def test_a_layout_map_of_keras_brings_its_mesh() -> None:
     mesh = DeviceMesh((2, 2), ("data", "tp"), np.array(DEVICES[::-1]))
     layout_map = LayoutMap(mesh)
@@ -169,6 +174,8 @@ def test_a_layout_map_of_keras_brings_its_mesh() -> None:
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.one_backend("jax")
+@pytest.mark.nightly(unless=["model_1x4"])
 @pytest.mark.parametrize(
     "name",
     [
@@ -347,6 +354,7 @@ def test_slots_made_outside_of_the_scope_are_sharded_in_fit() -> None:
 # Layout maps with patterns that match nothing.
 
 
+@pytest.mark.one_backend("jax", "tensorflow")
 @pytest.mark.parametrize("built", [True, False], ids=["built", "from the first batch"])
 @pytest.mark.parametrize("use", ["fit", "evaluate", "predict", "describe", "plan"])
 def test_a_pattern_that_matches_no_variable_is_an_error(use, built) -> None:

@@ -47,6 +47,7 @@ def data_of(size: int) -> bytes:
     return (b"0123456" * (size // 7 + 1))[:size]
 
 
+@pytest.mark.one_backend("torch")
 @pytest.mark.parametrize("source", [0, 1, 2])
 @pytest.mark.parametrize("cluster", ["three"], indirect=True, scope="session")
 def test_bytes_of_a_worker_arrive_and_do_not_pass_the_lead(

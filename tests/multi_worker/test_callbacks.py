@@ -9,6 +9,7 @@ from pathlib import Path
 
 import keras
 import numpy as np
+import pytest
 from harness.training import assert_same
 
 import keras_strategies as ks
@@ -194,6 +195,7 @@ def test_a_backup_is_resumed_by_all_workers(cluster, tmp_path):
         assert_same(weights(whole), results, 1e-5, f"worker {index}")
 
 
+@pytest.mark.one_backend
 def test_decisions_are_the_chiefs(cluster):
     def program(strategy):
         chief = strategy.workers.group.is_chief
@@ -268,6 +270,7 @@ def test_a_worker_alone_may_have_a_callback_of_batches(cluster):
     assert_same(chief, other, 0.0, "worker 1")
 
 
+@pytest.mark.one_backend
 def test_callbacks_may_evaluate_and_predict_on_every_worker(cluster):
     def program(strategy):
         found = []

@@ -26,6 +26,7 @@ def fitted(strategy, learning_rate):
     return [ops.convert_to_numpy(variable) for variable in model.trainable_variables]
 
 
+@pytest.mark.one_backend("torch", "tensorflow")
 @pytest.mark.skipif(
     keras.backend.backend() == "jax", reason="JAX takes the classes of this package"
 )

@@ -194,6 +194,7 @@ def test_the_gradient_of_an_all_reduce_is_the_same_all_reduce(cluster):
             place += 1
 
 
+@pytest.mark.one_backend
 @BOTH
 @pytest.mark.parametrize(
     ("aggregation", "assigned", "added"),
@@ -223,6 +224,7 @@ def test_on_write_variables_agree_everywhere(cluster, aggregation, assigned, add
         assert found == [assigned, added]
 
 
+@pytest.mark.one_backend
 @BOTH
 def test_on_read_variables_are_read_together(cluster):
     def program(strategy):
@@ -317,6 +319,8 @@ def loops() -> list:
     ]
 
 
+@pytest.mark.one_backend("torch", "tensorflow")
+@pytest.mark.nightly(unless=["eager-two"])
 @pytest.mark.parametrize(
     ("cluster", "compiled"), loops(), indirect=["cluster"], scope="session"
 )
@@ -328,6 +332,7 @@ def test_the_portable_loop_equals_one_device(cluster, compiled):
         assert_same(found[0], results, 0.0, f"worker {index} beside worker 0")
 
 
+@pytest.mark.one_backend
 @BOTH
 def test_random_layers_draw_the_masks_of_one_device(cluster):
     def program(strategy):
@@ -361,6 +366,7 @@ def test_an_error_in_a_replica_keeps_its_type(cluster):
     assert cluster(program) == ['"of the user\'s"'] * 2
 
 
+@pytest.mark.one_backend
 @BOTH
 def test_what_run_makes_is_equal_on_all_workers_and_is_saved_by_the_chief(
     cluster, tmp_path
@@ -386,3 +392,35 @@ def test_what_run_makes_is_equal_on_all_workers_and_is_saved_by_the_chief(
         np.testing.assert_array_equal(kernel, results[0][0])
         np.testing.assert_array_equal(restored, kernel)
     assert [file.name for file in tmp_path.iterdir()] == ["loop.ckpt"]
+
+
+@pytest.mark.skipif(keras.backend.backend() == "jax", reason="JAX warns instead")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_replicas_exchange_sums_that_a_layer_uses_further(cluster, compiled):
+    x = np.random.default_rng(3).normal(size=(7, 4)).astype("float32")
+
+    def program(strategy):
+        class Centered(keras.layers.Layer):
+            def call(self, x):
+                self.add_loss(ops.square(ops.sum(x[:, 0]) / ops.sum(ops.abs(x[:, 0]))))
+                return x - ops.mean(x, axis=0)
+
+        with strategy.scope():
+            layer = Centered()
+
+        def on_replica(x):
+            return layer(x), layer.losses[0]
+
+        def step(x):
+            return strategy.run(on_replica, args=(x,))
+
+        (batch,) = strategy.experimental_distribute_dataset(x, batch_size=7)
+        rows, losses = (ks.function(step) if compiled else step)(batch)
+        return numpy(strategy.gather(rows, 0)), local(strategy, losses)
+
+    if compiled and keras.backend.backend() == "torch":
+        pytest.skip("it compiles nothing")
+    loss = np.square(x[:, 0].sum() / np.abs(x[:, 0]).sum())
+    for rows, losses in cluster(program):
+        np.testing.assert_allclose(rows, x - x.mean(axis=0), atol=1e-6)
+        np.testing.assert_allclose(losses, loss, rtol=1e-5)

@@ -81,7 +81,7 @@ def run_script(
     return done
 
 
-@pytest.mark.by_day(80)
+@pytest.mark.slow(seconds=41)
 @needs_torch
 def test_a_script_trains_in_a_process_for_each_accelerator(tmp_path) -> None:
     import pickle
@@ -113,7 +113,7 @@ facts = [list(kernel.value.to_local().shape), repr(kernel)]
 """
 
 
-@pytest.mark.by_day
+@pytest.mark.slow(seconds=33)
 @needs_torch
 def test_a_script_shards_variables_over_processes(tmp_path) -> None:
     import pickle
@@ -147,6 +147,7 @@ if "KS_DEVICE_PROCESS" not in os.environ:
 """
 
 
+@pytest.mark.nightly
 @needs_torch
 @pytest.mark.parametrize(
     ("body", "how"),
@@ -188,6 +189,7 @@ print(json.dumps(losses))
 """
 
 
+@pytest.mark.nightly
 @needs_torch
 def test_a_strategy_of_one_process_may_come_first(tmp_path) -> None:
     """The processes that the second one starts make the first one, too."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import keras
 import pytest
+from harness.marks import BACKENDS
 from harness.training import alone, assert_same, train
 from multi_worker.worker_cases import WORKER_CASES, WorkerCase
 
@@ -20,14 +21,20 @@ def train_case(strategy, name: str):
     return train(case, strategy)
 
 
-@pytest.mark.by_day(8)
+def marks(case: WorkerCase) -> list[pytest.MarkDecorator]:
+    if BACKEND in case.nightly_on:
+        return [pytest.mark.nightly]
+    return [pytest.mark.one_backend(*(n for n in BACKENDS if n not in case.nightly_on))]
+
+
+@pytest.mark.slow(seconds=15)
 @pytest.mark.parametrize(
     ("worker_case", "cluster"),
     [
         pytest.param(
             *(each, each.cluster),
             id=f"{each.case.name}-{each.cluster}",
-            marks=pytest.mark.nightly if BACKEND in each.nightly_on else (),
+            marks=marks(each),
         )
         for each in WORKER_CASES
     ],

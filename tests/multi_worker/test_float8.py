@@ -64,6 +64,8 @@ def looped(strategy) -> list[np.ndarray]:
     return values(model)
 
 
+@pytest.mark.one_backend
+@pytest.mark.nightly(unless=["two_by_two-looped"])
 @pytest.mark.parametrize("train", [fitted, looped])
 @pytest.mark.parametrize("cluster", ["two", "two_by_two"], indirect=True)
 def test_variables_are_overwritten_as_on_one_device(cluster, train) -> None:

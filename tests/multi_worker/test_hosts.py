@@ -97,6 +97,7 @@ def start(forker: Forker, hosts: Hosts, index: int, folder: Path) -> Forked:
     )
 
 
+@pytest.mark.nightly
 def test_workers_on_two_hosts_train_and_see_that_the_cable_is_cut(
     forker, hosts, tmp_path
 ):

@@ -44,6 +44,8 @@ def trained(strategy: Any, is_sharded: bool = False) -> dict[str, Any]:
     }
 
 
+@pytest.mark.one_backend
+@pytest.mark.nightly(unless=["two-mirrored"])
 @pytest.mark.parametrize("is_sharded", KINDS.values(), ids=KINDS.keys())
 @pytest.mark.parametrize("cluster", ["two"], indirect=True, scope="session")
 def test_workers_train_the_backbone_of_the_chief(cluster: Any, is_sharded) -> None:

@@ -75,8 +75,9 @@ def saved(folder: Any, name: str) -> tuple[str, float]:
     return path, float(keras.ops.convert_to_numpy(alone.layers[-1].kernel)[5, 7])
 
 
+@pytest.mark.one_backend("jax", "tensorflow")
+@pytest.mark.slow(seconds=18)
 @pytest.mark.skipif(TORCH, reason="a process has one device")
-@pytest.mark.by_day(5)
 @pytest.mark.parametrize(
     "name",
     [
@@ -96,6 +97,9 @@ def test_the_file_is_never_in_memory(name, tmp_path) -> None:
     assert saving.after - saving.before < SIZE / 4
 
 
+@pytest.mark.one_backend("torch")
+@pytest.mark.nightly(unless=["two-model.weights.json"])
+@pytest.mark.slow(seconds=5)
 @pytest.mark.parametrize("name", ["model.keras", "model.weights.json"])
 def test_the_file_is_in_the_memory_of_no_process(cluster, tmp_path, name) -> None:
     path, expected = saved(tmp_path, name)
@@ -148,6 +152,7 @@ def tensors_in(folder: Any) -> tuple[str, float]:
     return path, float(tensors[str(COUNT - 1)][7, 5])
 
 
+@pytest.mark.one_backend("tensorflow")
 @pytest.mark.skipif(TORCH, reason="a process has one device")
 def test_tensors_are_read_one_by_one(tmp_path) -> None:
     path, expected = tensors_in(tmp_path)

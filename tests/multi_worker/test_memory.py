@@ -80,6 +80,9 @@ def peaks(strategy: Any) -> tuple[int, int]:
     return peak_of_fit(strategy), peak_of_fit(ks.OneDeviceStrategy("cpu:0"))
 
 
+@pytest.mark.one_backend("torch", "tensorflow")
+@pytest.mark.nightly(unless=["two"])
+@pytest.mark.slow(seconds=6)
 @pytest.mark.parametrize("cluster", ["two", "three"], indirect=True, scope="session")
 def test_the_memory_of_a_step_is_divided(cluster: Any) -> None:
     if keras.backend.backend() == "tensorflow" and not tensorflow_counts_memory():

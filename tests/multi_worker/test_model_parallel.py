@@ -91,6 +91,8 @@ def train_cut(strategy, name, layout_map, width):
     return as_arrays(results), elsewhere(model)
 
 
+@pytest.mark.one_backend("tensorflow")
+@pytest.mark.nightly(unless=["fsdp-dense_bn_3"])
 @pytest.mark.parametrize(
     ("name", "layout_map", "width", "cluster"),
     crossings(),
@@ -131,7 +133,7 @@ def fit(model, callbacks=None):
     return values([*model.weights, *model.optimizer.variables])
 
 
-@pytest.mark.by_day(5)
+@pytest.mark.slow(seconds=6)
 @pytest.mark.parametrize(
     "builds", [False, pytest.param(True, marks=pytest.mark.nightly)]
 )
@@ -178,6 +180,7 @@ def test_a_worker_saves_only_its_own_parts(cluster, tmp_path, builds):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.one_backend("jax", "tensorflow")
 def test_a_plan_has_the_memory_of_a_step_on_every_worker(cluster):
     def program(strategy):
         shapes = (64, 8), (64, 4)
@@ -195,6 +198,7 @@ def test_a_plan_has_the_memory_of_a_step_on_every_worker(cluster):
             assert max(totals.values()) < peak
 
 
+@pytest.mark.one_backend("jax", "tensorflow")
 def test_the_ordinary_file_is_the_chiefs(cluster, tmp_path):
     def program(strategy, folder):
         model = network(cut(strategy, "fsdp", 1))
@@ -264,6 +268,8 @@ if TENSORFLOW:
     ]
 
 
+@pytest.mark.one_backend("jax", "tensorflow")
+@pytest.mark.nightly(unless=["two_by_two-auto-2-True"])
 @pytest.mark.parametrize(
     ("cluster", "layout_map", "width", "compiles"),
     LOOPS,

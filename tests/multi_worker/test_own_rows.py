@@ -92,6 +92,8 @@ def fitted(
     return summary(model, history, evaluated, draws), read
 
 
+@pytest.mark.one_backend
+@pytest.mark.nightly(unless=["distributed-two"])
 @ALL
 @pytest.mark.parametrize("distributed", [False, True], ids=["given", "distributed"])
 def test_rows_of_a_loader_are_read_by_their_worker(
@@ -112,6 +114,8 @@ def test_rows_of_a_loader_are_read_by_their_worker(
     assert max(len(own) for _, own in every) < len(read)
 
 
+@pytest.mark.one_backend("torch")
+@pytest.mark.nightly(unless=["two-generator", "two-made later"])
 @pytest.mark.parametrize(
     "kind",
     [
@@ -142,6 +146,8 @@ def with_processes(strategy: Any, kind: str, persistent: bool) -> Any:
     return summary(model, history, draws)
 
 
+@pytest.mark.nightly(unless=["two-of one row-False"])
+@pytest.mark.slow(seconds=6)
 @pytest.mark.parametrize(
     ("kind", "persistent"),
     [
@@ -187,6 +193,7 @@ def collated(strategy: Any, is_declared: bool) -> tuple[Any, int, str]:
     return summary(model, history), len(dataset.read), "\n".join(said)
 
 
+@pytest.mark.one_backend("torch")
 @pytest.mark.parametrize("is_declared", [False, True])
 def test_a_collate_fn_gets_own_rows_if_it_is_declared(
     cluster: Any, is_declared: bool
@@ -256,6 +263,8 @@ def in_other_ways(strategy: Any, is_eager: bool = False) -> Any:
     return summary(model, history, predicted)
 
 
+@pytest.mark.one_backend
+@pytest.mark.nightly(unless=["two"])
 @ALL
 def test_loaders_in_other_ways(cluster: Any) -> None:
     expected = in_other_ways(ks.OneDeviceStrategy("cpu:0"))
@@ -299,6 +308,7 @@ def of_arrays(strategy: Any, is_custom: bool) -> Any:
     return summary(model, history, predicted, evaluated), found
 
 
+@pytest.mark.nightly(unless=["two_by_two"])
 @ALL
 @OF_TORCH
 def test_rows_of_arrays(cluster: Any) -> None:
@@ -343,6 +353,7 @@ def steps_of_other_orders(strategy: Any) -> list[str]:
     for order in (7, strategy.workers.group.index):
         try:
             strategy.workers.steps.check_rows(4, (4, order))
+            strategy.workers.steps.await_checks()
             found.append("")
         except ks.errors.WorkerError as error:
             found.append(str(error))

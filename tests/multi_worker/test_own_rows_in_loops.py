@@ -70,6 +70,8 @@ def check(alone: Any, every: list[Any]) -> None:
             np.testing.assert_array_equal(joined, rows)
 
 
+@pytest.mark.one_backend
+@pytest.mark.slow(seconds=6)
 @ALL
 def test_a_worker_reads_its_own_rows(cluster: Any) -> None:
     alone = looped(ks.OneDeviceStrategy("cpu:0"), "rows")
@@ -94,6 +96,7 @@ def test_a_late_draw_is_that_of_one_device(cluster: Any) -> None:
     check(alone, every)
 
 
+@pytest.mark.nightly(unless=["two-rows-False"])
 @forks
 @pytest.mark.parametrize(
     ("kind", "persistent"), [("rows", False), ("rows", True), ("torch", False)]
@@ -179,6 +182,7 @@ def trained(strategy: Any) -> Any:
     return losses, [np.asarray(weight) for weight in model.get_weights()]
 
 
+@pytest.mark.one_backend("torch")
 @ALL
 def test_a_loop_trains_as_on_one_device(cluster: Any) -> None:
     losses, weights = trained(ks.OneDeviceStrategy("cpu:0"))
@@ -207,6 +211,8 @@ def in_another_order(strategy: Any) -> None:
     list(strategy.experimental_distribute_dataset(loader(Rows())))
 
 
+@pytest.mark.one_backend
+@pytest.mark.slow(seconds=6)
 def test_other_orders_are_an_error_in_a_loop(forker: Any) -> None:
     pool = WorkerPool(forker, 2)
     try:
@@ -216,3 +222,28 @@ def test_other_orders_are_an_error_in_a_loop(forker: Any) -> None:
     errors = [error for error, _ in outcomes]
     assert all("different batches, of 5 and 5 rows" in each for each in errors), errors
     assert all("seed the loader's `generator`" in each for each in errors), errors
+
+
+def unequal_states(strategy: Any, kind: str) -> list[np.ndarray]:
+    """The rows of this worker, whose generators are in a state of their own."""
+    index = 0 if strategy.workers is None else strategy.workers.group.index
+    keras.utils.set_random_seed(5 + index)
+    dataset: Any = Rows() if kind == "rows" else Noisy(kind)
+    given = torch.utils.data.DataLoader(dataset, BATCH)
+    found = []
+    for batch in strategy.experimental_distribute_dataset(given):
+        local = strategy.experimental_local_results(batch)
+        found.append(np.concatenate([np.asarray(each[0]) for each in local]))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["rows", "torch"])
+def test_generators_of_workers_may_differ_where_nothing_is_shuffled(
+    cluster: Any, kind: str
+) -> None:
+    """Rows are augmented with the chief's numbers: those of one device."""
+    alone = unequal_states(ks.OneDeviceStrategy("cpu:0"), kind)
+    every = cluster(unequal_states, kind)
+    for step, expected in enumerate(alone):
+        joined = np.concatenate([rows[step] for rows in every])
+        np.testing.assert_array_equal(joined, expected)

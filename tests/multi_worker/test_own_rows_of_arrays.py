@@ -109,6 +109,8 @@ def trained(strategy: Any, several: int, by_class: bool) -> Any:
     return numbers, [sum(fit), sum(evaluate), sum(predict)]
 
 
+@pytest.mark.one_backend("torch")
+@pytest.mark.nightly(unless=["1-False-three"])
 @ALL
 @pytest.mark.parametrize(("several", "by_class"), [(1, False), (2, True)])
 def test_rows_of_arrays_are_read_by_their_worker(
@@ -147,6 +149,7 @@ def predicted(strategy: Any, is_built: bool) -> Any:
     return found, np.concatenate(every) @ kernel + bias
 
 
+@pytest.mark.one_backend
 @pytest.mark.parametrize("is_built", [True, False])
 def test_predictions_of_separate_batches_of_several_sizes(
     cluster: Any, is_built: bool
@@ -181,6 +184,7 @@ def with_custom_step(strategy: Any) -> Any:
     return {"losses": {"all": np.asarray(losses)}, "weights": weights}, epochs
 
 
+@pytest.mark.one_backend
 def test_a_step_that_computes_with_all_rows(cluster: Any) -> None:
     expected, _ = with_custom_step(ks.OneDeviceStrategy("cpu:0"))
     every = cluster(with_custom_step)
@@ -249,6 +253,9 @@ def resumed(
     return found, interrupts.steps, Counted.count
 
 
+@pytest.mark.one_backend
+@pytest.mark.nightly(unless=["False-1"])
+@pytest.mark.slow(seconds=10)
 @pytest.mark.parametrize(("by_class", "several"), [(False, 1), (True, 2)])
 def test_shuffled_rows_with_resume_are_read_by_their_worker(
     forker: Any, tmp_path: Path, by_class: bool, several: int

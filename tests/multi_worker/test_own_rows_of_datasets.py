@@ -132,6 +132,8 @@ def trained(
     return numbers, [dataset.read for dataset in every]
 
 
+@pytest.mark.one_backend
+@pytest.mark.nightly(unless=["7-True-1-1-True-two"])
 @ALL
 @pytest.mark.parametrize(
     ("batch", "by_class", "several", "workers", "distributed"),
@@ -193,6 +195,9 @@ def trained_in_parts(strategy: Any, arguments: dict[str, Any]) -> Any:
     return numbers
 
 
+@pytest.mark.one_backend
+@pytest.mark.nightly(unless=["two-serial"])
+@pytest.mark.slow(seconds=6)
 @pytest.mark.parametrize(
     "arguments",
     [{}, {"workers": 2}, {"workers": 2, "use_multiprocessing": True}],
@@ -233,6 +238,8 @@ def interrupted(strategy: Any, folder: str, after: int | None, workers: int) -> 
     return {"weights": weights}, interrupts.steps, dataset.read
 
 
+@pytest.mark.one_backend("torch")
+@pytest.mark.nightly(unless=["1"])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_an_interrupted_fit_resumes(forker: Any, tmp_path: Path, workers: int) -> None:
     expected, whole, once = interrupted(
@@ -338,6 +345,8 @@ def of_loader(strategy: Any, processes: int) -> Any:
     return steps, len(read)
 
 
+@pytest.mark.one_backend("torch")
+@pytest.mark.nightly(unless=["0-two", "0-three", "0-two_by_two", "2-two"])
 @ALL
 @pytest.mark.parametrize("processes", [0, 2])
 def test_a_distributed_loader_of_tensors_reads_own_rows(
@@ -385,6 +394,8 @@ def trained_on_arrays(strategy: Any, shuffled: bool, by_class: bool) -> Any:
     return numbers, Counted.taken
 
 
+@pytest.mark.one_backend("torch")
+@pytest.mark.nightly(unless=["order-two_by_two"])
 @ALL
 @pytest.mark.parametrize(
     ("shuffled", "by_class"), [(False, True), (True, False)], ids=["order", "shuffled"]
@@ -409,6 +420,7 @@ def trained_after_another_pass(strategy: Any) -> None:
     model.fit(strategy.experimental_distribute_dataset(rows), verbose=0)
 
 
+@pytest.mark.one_backend
 def test_arrays_in_another_order_are_an_error(forker: Any) -> None:
     pool = WorkerPool(forker, 2)
     try:
@@ -432,6 +444,7 @@ def trained_on_fewer_rows(strategy: Any) -> None:
     model.fit(FewerRows(({"one": X, "two": 2 * X}, Y, WEIGHTS), 5), verbose=0)
 
 
+@pytest.mark.one_backend
 def test_fewer_rows_than_asked_for_are_an_error(forker: Any) -> None:
     pool = WorkerPool(forker, 2)
     try:
@@ -458,6 +471,8 @@ def trained_on_other_rows(strategy: Any) -> None:
     model.fit(dataset, verbose=0)
 
 
+@pytest.mark.one_backend
+@pytest.mark.slow(seconds=7)
 def test_other_numbers_of_rows_are_an_error(forker: Any) -> None:
     pool = WorkerPool(forker, 2)
     try:

@@ -118,6 +118,8 @@ def results(folder: Path, kind: str) -> dict[str, np.ndarray]:
         return dict(file)
 
 
+@pytest.mark.one_backend
+@pytest.mark.nightly(unless=["fit-1"])
 @pytest.mark.parametrize(("kind", "workers"), [("fit", 2), ("fit", 1), ("loop", 2)])
 def test_preempted_training_takes_the_steps_that_were_left(
     kind, workers, forker, tmp_path
@@ -158,6 +160,7 @@ def test_a_watcher_and_an_exit_of_ones_own(tmp_path):
     assert again.total_run_calls > 0
 
 
+@pytest.mark.one_backend
 @pytest.mark.parametrize("checkpoint", [None, 5, object()])
 def test_what_cannot_be_saved_is_refused(checkpoint, tmp_path):
     with pytest.raises(ValueError, match=r"keras\.Model"):

@@ -76,6 +76,7 @@ def calls_of_keras(depth: int) -> int:
     return calls_of_a_step(None, depth)
 
 
+@pytest.mark.nightly(unless=["two"])
 @pytest.mark.parametrize("cluster", ["two", "four"], indirect=True, scope="session")
 def test_a_step_calls_few_functions_more_than_plain_keras(cluster: Any) -> None:
     few, many = 4, 16

@@ -86,6 +86,7 @@ def drawn_in_run(strategy, sizes, compiled):
     return found
 
 
+@pytest.mark.nightly(unless=["two-False"])
 @pytest.mark.parametrize(
     ("cluster", "compiled"),
     # On JAX an array of one replica is the same on all workers in a `ks.function`.
@@ -106,6 +107,7 @@ def test_run_with_uneven_workers_draws_the_numbers_of_one_device(cluster, compil
         np.testing.assert_allclose(np.concatenate(parts), one, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.one_backend("jax")
 def test_uneven_batches_have_the_numbers_of_one_device(cluster):
     expected = fitted(ks.OneDeviceStrategy("cpu:0"))
     for found in cluster(fitted):
@@ -145,6 +147,7 @@ def lengths_of_workers(strategy, sizes, compiled):
 BACKEND = keras.backend.backend()
 
 
+@pytest.mark.nightly(unless=["two-False"])
 @pytest.mark.parametrize("compiled", [False, *[True] * (BACKEND == "tensorflow")])
 def test_other_lengths_are_equal_on_workers_whatever_runs_came_before(
     cluster, compiled

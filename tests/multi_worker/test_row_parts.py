@@ -180,6 +180,7 @@ def check_numbers(expected: Any, found: Any) -> None:
         np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("is_masked", [False, True])
 @pytest.mark.parametrize(
     "cluster",
@@ -211,6 +212,7 @@ def test_a_metric_that_is_no_sum_has_all_rows(cluster: Any) -> None:
         assert found["fit"]["gathered"] == OUTPUTS
 
 
+@pytest.mark.one_backend("torch")
 def test_a_step_that_reads_outputs_has_all_of_them(cluster: Any) -> None:
     expected = trained(ks.OneDeviceStrategy("cpu:0"), True, False)
     for found in cluster(trained, True, False):

@@ -71,6 +71,7 @@ def fitted(strategy, mixes_rows: bool):
     return [ops.convert_to_numpy(variable) for variable in model.trainable_variables]
 
 
+@pytest.mark.one_backend("torch", "tensorflow")
 @pytest.mark.parametrize("who", ["all", "worker 1"])
 def test_a_problem_that_one_worker_finds_counts_on_all(cluster, who):
     def program(strategy):
@@ -116,6 +117,7 @@ def standardized(strategy, eagerly, changing=False):
     return [ops.convert_to_numpy(variable) for variable in model.variables]
 
 
+@pytest.mark.one_backend("torch", "tensorflow")
 @pytest.mark.parametrize("changing", ["no worker", "worker 1"])
 def test_sums_that_all_workers_exchange(cluster, changing):
     """A worker that computes other sums in a call does not stop the others."""

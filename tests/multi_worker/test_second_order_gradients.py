@@ -23,7 +23,10 @@ import keras_strategies as ks
 BACKEND = keras.backend.backend()
 if BACKEND == "jax":
     pytest.skip("JAX differentiates one program of all rows", allow_module_level=True)
-pytestmark = pytest.mark.filterwarnings("ignore:A gradient through layer")
+pytestmark = [
+    pytest.mark.one_backend("torch"),
+    pytest.mark.filterwarnings("ignore:A gradient through layer"),
+]
 
 ROWS, WIDTH, BATCH, CLASSES = 23, 6, 9, 4
 _random = np.random.default_rng(4)

@@ -50,6 +50,7 @@ def assigned(way: str) -> tuple[int, int, int]:
     return made, stays, first
 
 
+@pytest.mark.nightly(unless=["two-eager", "two-program"])
 @pytest.mark.skipif(
     keras.backend.backend() != "tensorflow", reason="parts of tensors of TensorFlow"
 )

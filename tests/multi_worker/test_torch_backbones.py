@@ -42,6 +42,8 @@ def _parameters() -> Any:
             yield pytest.param(case, layout, "two", marks=marks, id=name)
 
 
+@pytest.mark.nightly(unless=["gemma-auto"])
+@pytest.mark.slow(seconds=8)
 @pytest.mark.parametrize(
     ("case", "layout", "cluster"),
     list(_parameters()),

@@ -59,6 +59,9 @@ def train_cut(strategy, name, layout_map, width):
     return as_arrays(results), parts
 
 
+@pytest.mark.nightly(
+    unless=["global_clipnorm_ema-model_2x1", "accumulation-fsdp_2", "eager-fsdp_2"]
+)
 @pytest.mark.parametrize(
     ("name", "layout_map", "width", "cluster"),
     list(_parameters()),
@@ -288,6 +291,7 @@ def fit_language_model(scope, is_rematerialized):
     return as_arrays(history.history | state_of(model))
 
 
+@pytest.mark.nightly(unless=["two-False"])
 @pytest.mark.parametrize("is_rematerialized", [False, True])
 def test_a_language_model_with_and_without_remat(cluster, is_rematerialized):
     # Dropout of Keras 3.16 draws another mask when it is computed again.
@@ -302,6 +306,7 @@ def test_a_language_model_with_and_without_remat(cluster, is_rematerialized):
             assert_same(expected, found, 1e-4, layout_map)
 
 
+@pytest.mark.nightly(unless=["two-None"])
 @pytest.mark.parametrize("layout_map", ["fsdp", None])
 def test_a_rematerialized_model_in_a_model(cluster, layout_map):
     """The model itself is computed again too, and calls its layers then."""

@@ -41,6 +41,7 @@ class FailingModel(keras.Sequential):
         return super().train_step(data)
 
 
+@pytest.mark.nightly(unless=["step-True"])
 @pytest.mark.parametrize("is_sharded", [True, False])
 @pytest.mark.parametrize("place", ["callback", "step"])
 def test_an_error_in_one_process_is_named_in_the_others(forker, place, is_sharded):

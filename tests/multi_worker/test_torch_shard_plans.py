@@ -41,6 +41,7 @@ def test_a_plan_says_what_then_is(cluster, layout_map, width):
         assert "reduce-scatter of gradients" in text
 
 
+@pytest.mark.nightly(unless=["two-fsdp-1-2", "two-auto-2-2"])
 @pytest.mark.parametrize("layers", [2, 6])
 @pytest.mark.parametrize(("layout_map", "width"), [("fsdp", 1), ("auto", 2)])
 def test_a_plan_counts_what_a_step_sends(cluster, layout_map, width, layers):
@@ -124,6 +125,7 @@ def test_packs_of_full_weights_are_small_parts_of_a_model(cluster):
         assert sent == pytest.approx(2**26, rel=0.01)
 
 
+@pytest.mark.nightly(unless=["two-auto-2"])
 @pytest.mark.parametrize(("layout_map", "width"), [("fsdp", 1), ("auto", 2)])
 def test_the_peak_of_a_step_is_what_the_plan_says(cluster, layout_map, width):
     """Wide layers: shards, packs of weights and activations all count."""

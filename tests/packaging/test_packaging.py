@@ -14,6 +14,8 @@ from packaging.version import Version
 
 import keras_strategies as ks
 
+pytestmark = pytest.mark.one_backend("jax")
+
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]

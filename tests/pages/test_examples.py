@@ -21,6 +21,7 @@ from pages.digits import use_few_digits
 from keras_strategies.cluster.resolvers.local_processes import free_addresses
 
 
+@pytest.mark.one_backend("tensorflow")
 def test_demo_trains_as_one_device_does_on_few_rows(monkeypatch, capsys) -> None:
     use_few_digits(monkeypatch, 500)
     monkeypatch.setattr(sys, "argv", ["demo.py", "--backend", keras.backend.backend()])

@@ -29,6 +29,7 @@ NOTEBOOKS = [
 ]
 
 
+@pytest.mark.nightly
 def test_the_cells_of_the_first_notebook_run_and_draw(monkeypatch) -> None:
     import matplotlib
 

@@ -27,6 +27,8 @@ from pages.pasted import BLOCK, FIRST_SCREENS, PAGES, ROOT, is_diff, side_of_dif
 
 import keras_strategies as ks
 
+pytestmark = pytest.mark.one_backend("jax")
+
 LIBRARY = ROOT / "keras_strategies"
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))

@@ -69,6 +69,7 @@ def with_marks(page: str) -> Any:
     return pytest.param(page, marks=() if is_quick else pytest.mark.nightly)
 
 
+@pytest.mark.nightly(unless=["docs/index.md", "docs/migrating-from-torch.md"])
 @pytest.mark.parametrize("page", [with_marks(page) for page in RUNNING])
 def test_code_of_a_page_runs(page: str, script: Script) -> None:
     if page in ONLY_ON_JAX and BACKEND != "jax":
@@ -90,6 +91,7 @@ def test_code_of_a_page_that_starts_processes_runs(page: str, tmp_path: Path) ->
         run_code(tmp_path, start + code, timeout=300)
 
 
+@pytest.mark.one_backend
 def test_four_lines_of_a_script_change_and_no_number(script: Script) -> None:
     (diff,) = {
         code

@@ -60,6 +60,8 @@ def assert_goes_on(model, uninterrupted) -> None:
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.one_backend
+@pytest.mark.nightly(unless=["3"])
 @pytest.mark.parametrize("count", [1, 3, 4])
 def test_training_goes_on_with_another_number_of_parts(
     synchronous, saved, uninterrupted, count
@@ -71,6 +73,7 @@ def test_training_goes_on_with_another_number_of_parts(
     assert_goes_on(model, uninterrupted)
 
 
+@pytest.mark.one_backend
 @pytest.mark.parametrize(
     "make",
     [
@@ -106,6 +109,7 @@ def test_what_another_strategy_saved_goes_on_here(
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.slow(seconds=8)
 def test_training_goes_on_on_another_backend(saved, uninterrupted, tmp_path) -> None:
     """A process with another backend and no strategy."""
     other = "torch" if keras.backend.backend() != "torch" else "jax"
@@ -155,6 +159,8 @@ def test_checkpoints_of_callbacks(synchronous, uninterrupted, tmp_path) -> None:
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.one_backend
+@pytest.mark.nightly(unless=["float32-w.weights.json"])
 @pytest.mark.parametrize("name", ["w.weights.h5", "w.keras", "w.weights.json"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_large_variables_are_streamed(
@@ -194,8 +200,9 @@ def test_large_variables_are_streamed(
     row = np.arange(columns)
     registry = synchronous.registry
     slot = model.optimizer.variables[-1]
-    registry.write_rows(slot, 7, np.full((1, columns), 3.0))
-    registry.write_rows(model.weights[0], rows - 1, row[None].astype("float32"))
+    registry.write_pieces(slot, [(7, np.full((1, columns), 3.0))])
+    last = row[None].astype("float32")
+    registry.write_pieces(model.weights[0], [(rows - 1, last)])
 
     def peak(function) -> int:
         """The smallest peak of three: imports and other threads allocate too."""

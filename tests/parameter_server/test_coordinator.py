@@ -25,6 +25,7 @@ def coordinator(strategy):
     return ks.ClusterCoordinator(strategy)
 
 
+@pytest.mark.one_backend
 def test_there_is_one_coordinator(strategy, coordinator) -> None:
     assert ks.ClusterCoordinator(strategy) is coordinator
     with pytest.raises(ks.errors.InvalidArgumentError, match="ParameterServerStrategy"):
@@ -33,6 +34,7 @@ def test_there_is_one_coordinator(strategy, coordinator) -> None:
         coordinator.schedule(3)
 
 
+@pytest.mark.one_backend
 def test_functions_run_once_each_and_update_variables(strategy, coordinator) -> None:
     with strategy.scope():
         total = keras.Variable(0.0, name="total", trainable=False)
@@ -69,6 +71,7 @@ def test_workers_do_not_preempt_the_server_that_wakes_them(coordinator) -> None:
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
 
+@pytest.mark.one_backend
 def test_a_custom_loop_over_each_workers_dataset(strategy, coordinator) -> None:
     with strategy.scope():
         table = keras.Variable(np.zeros((1000, 2)), name="table", dtype="float32")
@@ -109,6 +112,7 @@ def test_a_custom_loop_over_each_workers_dataset(strategy, coordinator) -> None:
     assert status.steps >= 6
 
 
+@pytest.mark.one_backend
 @pytest.mark.parametrize(
     ("cost", "expected"),
     [

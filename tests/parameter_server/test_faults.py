@@ -70,6 +70,7 @@ def test_a_worker_that_is_killed_is_replaced(recovered, coordinator, total) -> N
     assert deaths(recovered, "worker", 0) == before + 1
 
 
+@pytest.mark.one_backend
 def test_a_push_counts_once_when_its_closure_runs_again(
     coordinator, total, tmp_path
 ) -> None:
@@ -94,6 +95,7 @@ def test_a_push_counts_once_when_its_closure_runs_again(
     assert float(total.numpy()) == 111.0
 
 
+@pytest.mark.slow(seconds=6)
 def test_a_stopped_worker_is_replaced(recovered, coordinator, total) -> None:
     before = deaths(recovered, "worker", 1)
     step = counting(total)
@@ -110,6 +112,7 @@ def test_a_stopped_worker_is_replaced(recovered, coordinator, total) -> None:
     clusters.wait_until(lambda: not psutil.pid_exists(pid), "the stopped one is gone")
 
 
+@pytest.mark.slow(seconds=6)
 def test_fit_goes_on_while_a_worker_stands_still(recovered) -> None:
     """Callbacks wait for its step, other workers do not."""
     x, y = clusters.clicks(rows=1200)
@@ -154,6 +157,7 @@ DEADLY = {
 }
 
 
+@pytest.mark.one_backend
 @pytest.mark.parametrize("number", DEADLY)
 def test_a_function_that_ends_its_workers_is_given_up(coordinator, number) -> None:
     def deadly():
@@ -171,6 +175,7 @@ def test_a_function_that_ends_its_workers_is_given_up(coordinator, number) -> No
     assert coordinator.schedule(lambda: 5).fetch(clusters.SECONDS) == 5
 
 
+@pytest.mark.slow(seconds=7)
 def test_preempted_workers_do_not_count_against_the_step_that_they_run() -> None:
     """Workers are killed four times each while their steps wait for a server."""
     x, y = clusters.clicks(rows=160)
@@ -281,6 +286,7 @@ def updates(strategy, coordinator, table, optimizer):
     return run
 
 
+@pytest.mark.one_backend
 def test_nothing_is_lost_that_is_in_a_snapshot(recovered, coordinator) -> None:
     with recovered.scope():
         table = keras.Variable(np.zeros((10, 2)), name="table", dtype="float32")
@@ -316,6 +322,7 @@ def without_a_folder(folder: Path):
         aside.rename(folder)
 
 
+@pytest.mark.slow(seconds=11)
 def test_snapshots_that_cannot_be_written(
     recovered, coordinator, total, monkeypatch
 ) -> None:
@@ -412,6 +419,7 @@ def test_factored_moments_are_in_a_snapshot(recovered, coordinator) -> None:
         np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow(seconds=6)
 def test_a_stopped_server_is_replaced(recovered, coordinator, total) -> None:
     server = recovered.registry.describe(total).shards[0].server
     before = deaths(recovered, "ps", server)
@@ -441,6 +449,7 @@ def test_a_worker_joins_and_works(recovered, coordinator) -> None:
     assert f"worker {index}" in str(coordinator.status())
 
 
+@pytest.mark.one_backend("tensorflow")
 def test_fit_and_evaluate_are_exact_while_workers_die(recovered) -> None:
     class Killer(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):

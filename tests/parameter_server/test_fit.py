@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import keras
 import numpy as np
 import pytest
@@ -27,6 +29,8 @@ OPTIMIZERS = {
 AT_NIGHT = ("adagrad", "adamw")
 
 
+@pytest.mark.one_backend
+@pytest.mark.nightly(unless=["nadam_schedule"])
 @pytest.mark.parametrize(
     "name",
     [
@@ -163,6 +167,7 @@ def test_only_touched_rows_travel(asynchronous) -> None:
     assert large < 40_000 * 4 * 4 / 10
 
 
+@pytest.mark.one_backend("tensorflow")
 def test_a_step_that_raises_reaches_the_caller_and_fit_works_again(
     asynchronous,
 ) -> None:
@@ -173,3 +178,21 @@ def test_a_step_that_raises_reaches_the_caller_and_fit_works_again(
     with pytest.raises(ks.errors.InvalidArgumentError, match="was looked up, which"):
         model.fit(wrong, y, batch_size=8, verbose=0)
     model.fit(x, y, batch_size=8, verbose=0)
+
+
+def test_a_large_table_that_each_step_sends_in_full_is_named() -> None:
+    """Its regularizer needs all rows; a kernel of that size is not named."""
+    with clusters.start(workers=1, ps=2) as strategy:
+        with strategy.scope():
+            table = keras.layers.Embedding(
+                600_000, 8, embeddings_regularizer=keras.regularizers.L2(1e-3)
+            )
+            layers = [keras.Input((2,)), table, keras.layers.Flatten()]
+            model = keras.Sequential([*layers, keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        ids, y = np.zeros((8, 2), "int32"), np.zeros((8, 1), "float32")
+        with pytest.warns(UserWarning, match=r"All rows of .*, 18.3 MiB, are sent"):
+            model.fit(ids, y, batch_size=4, verbose=0)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "All rows of")
+            model.fit(ids, y, batch_size=4, verbose=0)

@@ -45,6 +45,7 @@ def test_batches_of_dtypes_that_jax_converts_alike(x64) -> None:
     assert len(traced) == (6 if x64 else 3)
 
 
+@pytest.mark.nightly
 def test_settings_and_weak_types_are_programs_of_their_own() -> None:
     program, traced = doubled_program()
     array = np.ones((), "int64")

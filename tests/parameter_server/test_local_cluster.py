@@ -22,7 +22,8 @@ pytestmark = pytest.mark.multiprocess
 SCRIPT = Path(__file__).with_name("killed_coordinator.py")
 
 
-@pytest.mark.by_day(40)
+@pytest.mark.one_backend("jax")
+@pytest.mark.slow(seconds=17)
 def test_what_dies_is_replaced_and_a_killed_coordinator_leaves_nothing(
     forker, synchronous, tmp_path
 ) -> None:

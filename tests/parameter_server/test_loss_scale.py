@@ -147,6 +147,8 @@ def in_order(request):
         yield strategy
 
 
+@pytest.mark.one_backend
+@pytest.mark.nightly(unless=["one server-accumulated"])
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", INNER)
 def test_without_staleness_it_equals_one_device(in_order, name) -> None:
@@ -253,6 +255,7 @@ def overflowing(optimizer):
     return keras.ops.where(gradient > 1024, math.inf, gradient)
 
 
+@pytest.mark.one_backend
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("where", ["inside", "outside", "between"])
 def test_steps_that_overflow_in_several_workers_halve_once(

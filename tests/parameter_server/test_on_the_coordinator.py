@@ -31,6 +31,7 @@ def squares(table, ids):
     return lambda: keras.ops.sum(keras.ops.take(table, ids, axis=0) ** 2)
 
 
+@pytest.mark.one_backend
 def test_a_partitioned_variable_and_its_parts(synchronous, table) -> None:
     assert isinstance(table, ks.ShardedVariable) and isinstance(table, keras.Variable)
     assert [part.shape for part in table.variables] == [(5, 2), (5, 2)]
@@ -57,6 +58,7 @@ def test_a_partitioned_variable_and_its_parts(synchronous, table) -> None:
         _ = table.device
 
 
+@pytest.mark.one_backend
 def test_variables_in_one_part(synchronous, table) -> None:
     with synchronous.scope():
         whole = keras.Variable(3.0)
@@ -214,6 +216,7 @@ def test_checkpoints_lookups_and_saved_models_of_tensorflow(
     assert history["loss"][-1] < history["loss"][0]
 
 
+@pytest.mark.one_backend("torch", "tensorflow")
 @pytest.mark.skipif(BACKEND == "jax", reason="its export takes half a minute")
 def test_a_model_is_exported(model, tmp_path) -> None:
     (dense, codes), _ = clusters.clicks(8)

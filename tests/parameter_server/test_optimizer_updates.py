@@ -60,6 +60,8 @@ def train(strategy, ours, theirs) -> None:
         theirs.optimizer.apply(list(tensors), theirs.trainable_variables)
 
 
+@pytest.mark.one_backend("torch")
+@pytest.mark.nightly(unless=["lion", "nadam", "rmsprop"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_updates_are_those_of_one_device(in_process, name) -> None:
     with in_process.scope(), clusters.parts(in_process, 1):
@@ -72,6 +74,8 @@ def test_updates_are_those_of_one_device(in_process, name) -> None:
         assert not np.array_equal(old, new)
 
 
+@pytest.mark.one_backend
+@pytest.mark.slow(seconds=5)
 @pytest.mark.parametrize("name", COMPLETE_WITH_LAZY_ROWS)
 def test_lazy_rows_do_not_change_what_needs_the_table(lazy, name) -> None:
     make = COMPLETE_WITH_LAZY_ROWS[name]
@@ -82,6 +86,7 @@ def test_lazy_rows_do_not_change_what_needs_the_table(lazy, name) -> None:
     assert_equal(ours, theirs)
 
 
+@pytest.mark.one_backend("jax")
 @pytest.mark.parametrize("clipping", ["clipnorm", "global_clipnorm", "clipvalue"])
 def test_gradients_of_shards_are_clipped_together(in_process, clipping) -> None:
     def optimizer():

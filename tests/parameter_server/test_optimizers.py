@@ -36,6 +36,8 @@ def data():
 BY_DAY = ("adafactor_accumulating", "adamw")
 
 
+@pytest.mark.one_backend
+@pytest.mark.slow(seconds=8)
 @pytest.mark.parametrize(
     "name",
     [
@@ -55,6 +57,7 @@ def test_an_optimizer_does_what_it_does_on_one_device(synchronous, name) -> None
     assert_equal(ours, theirs)
 
 
+@pytest.mark.one_backend
 @pytest.mark.parametrize("name", ["adafactor", "lamb", "muon"])
 def test_what_needs_whole_variables_does_not_get_parts(synchronous, name) -> None:
     x, y = data()
@@ -259,6 +262,8 @@ def alone():
         yield strategy
 
 
+@pytest.mark.one_backend
+@pytest.mark.nightly(unless=["lamb"])
 @pytest.mark.parametrize("name", WITHOUT_BOUND)
 def test_touched_rows_are_updated_with_the_whole_table(alone, name) -> None:
     x, y = data()

@@ -23,6 +23,7 @@ from keras_strategies.parameter_server.variables.variable_partitioners import (
 from keras_strategies.parameter_server.wire.variable_description import ShardRange
 
 
+@pytest.mark.one_backend
 @pytest.mark.parametrize(
     ("rows", "parts", "sizes"),
     [
@@ -40,6 +41,7 @@ def test_rows_are_split_div(rows, parts, sizes) -> None:
     assert ranges[0][0] == 0 and ranges[-1][1] == rows
 
 
+@pytest.mark.one_backend
 @pytest.mark.parametrize(
     ("partitioner", "shape", "dtype", "expected"),
     [
@@ -122,6 +124,7 @@ def test_subclasses_define_parts_or_the_call() -> None:
         number_of_parts(Partitioner(), (4, 8), "float32")
 
 
+@pytest.mark.one_backend
 @pytest.mark.parametrize("rows", [1, 7, 24, 100])
 @pytest.mark.parametrize("limit", [1, 16, 40, 64, 100, 10_000])
 def test_parts_have_the_sizes_of_their_limits(rows, limit) -> None:
@@ -135,6 +138,7 @@ def test_parts_have_the_sizes_of_their_limits(rows, limit) -> None:
     assert max(sizes) <= max(limit, row)
 
 
+@pytest.mark.one_backend
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -151,6 +155,7 @@ def test_numbers_that_cannot_be(make, message) -> None:
         make()
 
 
+@pytest.mark.one_backend
 @pytest.mark.parametrize(
     ("returned", "message"),
     [

@@ -159,6 +159,8 @@ def trained(model, x, y, missed):
     return weights
 
 
+@pytest.mark.one_backend
+@pytest.mark.nightly(unless=["True-1"])
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("pull_ahead", "missed"), [(True, 1), (False, 0)])
 def test_a_step_misses_the_update_before_it_and_no_other(pull_ahead, missed):
@@ -182,6 +184,7 @@ def test_a_step_misses_the_update_before_it_and_no_other(pull_ahead, missed):
         assert worker.staleness == EPOCHS * missed * (STEPS - 1)
 
 
+@pytest.mark.one_backend
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("steps_per_execution", [1, 5])
 def test_steps_read_their_own_values_from_shared_memory(steps_per_execution):

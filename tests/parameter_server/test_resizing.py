@@ -47,6 +47,7 @@ def bytes_of(groups, assigned, servers: int) -> list[int]:
     return found
 
 
+@pytest.mark.one_backend
 @pytest.mark.parametrize(("before", "after"), [(1, 4), (2, 3), (3, 2), (4, 1), (2, 2)])
 def test_servers_have_nearly_equal_shares_after_few_moves(before, after) -> None:
     groups = [ShardGroup(((i, 0),), i % before, 10 + i % 3) for i in range(24)]
@@ -248,7 +249,7 @@ def test_values_move_and_late_updates_are_refused(tmp_path) -> None:
     assert names == {"ps-0", "ps-1"}
 
 
-@pytest.mark.by_day
+@pytest.mark.slow(seconds=35)
 @pytest.mark.parametrize(
     ("count", "is_after"),
     [

@@ -16,6 +16,8 @@ import keras_strategies as ks
 from keras_strategies.parameter_server.wire.row_indexing import indexed_by_rows
 from parameter_server import clusters
 
+pytestmark = pytest.mark.one_backend
+
 ARRAY = np.arange(7 * 3 * 2, dtype="float32").reshape(7, 3, 2)
 
 FIRST = [

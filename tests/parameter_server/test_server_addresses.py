@@ -15,6 +15,8 @@ from keras_strategies.parameter_server.wire.request_service import Service, serv
 from keras_strategies.parameter_server.wire.server_addresses import ServerAddresses
 from parameter_server import clusters
 
+pytestmark = pytest.mark.one_backend("jax")
+
 KEYS = Keys.new()
 
 

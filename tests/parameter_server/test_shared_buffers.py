@@ -48,6 +48,7 @@ def test_arrays_arrive_and_begin_where_frameworks_like_it() -> None:
     writer.close()
 
 
+@pytest.mark.one_backend
 @pytest.mark.parametrize("unanswered", [0, 1])
 def test_regions_take_turns_once_the_peer_has_answered(unanswered: int) -> None:
     writer, reader = SharedBufferWriter(2 + unanswered), SharedBufferReader()

@@ -28,6 +28,8 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.one_backend
+@pytest.mark.nightly(unless=["average"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_they_equal_one_device_without_staleness(synchronous, name) -> None:
     x, y = clusters.clicks(88)  # The last of 11 steps accumulates.

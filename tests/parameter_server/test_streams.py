@@ -22,6 +22,8 @@ def made(strategy, kind: str):
     return dataset
 
 
+@pytest.mark.one_backend("torch")
+@pytest.mark.nightly(unless=["generator"])
 @pytest.mark.parametrize("kind", [*streams.STREAMS, "distributed_loader"])
 def test_every_batch_is_seen_once(synchronous, kind) -> None:
     with synchronous.scope():

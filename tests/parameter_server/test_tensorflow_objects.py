@@ -44,6 +44,7 @@ def numbers():
     return tf.data.Dataset.range(1, 6).batch(2)
 
 
+@pytest.mark.one_backend
 def test_a_dataset_is_each_workers(strategy, batches) -> None:
     expected = [[1, 2], [3, 4], [5]]
     assert batches(numbers()) == expected

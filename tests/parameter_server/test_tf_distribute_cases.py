@@ -29,6 +29,7 @@ def dataset(start: int, stop: int):
     return tf.data.Dataset.range(start, stop)
 
 
+@pytest.mark.one_backend
 def test_outcomes_are_those_of_tf_distribute() -> None:
     partitioner = ks.experimental.partitioners.FixedShardsPartitioner(2)
     cases = dict(CASES)

@@ -113,6 +113,7 @@ def pair(synchronous):
     return ours, theirs, theirs.get_weights()
 
 
+@pytest.mark.one_backend("torch")
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_input(synchronous, pair, kind) -> None:
     ours, theirs, weights = pair
@@ -128,6 +129,7 @@ def test_every_kind_of_input(synchronous, pair, kind) -> None:
         np.testing.assert_allclose(found.history[name], numbers, rtol=1e-5)
 
 
+@pytest.mark.one_backend("jax")
 def test_methods_on_batches_and_weights_of_rows(pair) -> None:
     ours, theirs, weights = pair
     x, y = data()
@@ -147,6 +149,8 @@ def test_methods_on_batches_and_weights_of_rows(pair) -> None:
 WIDE = ["int64", "float64", *["uint64"][: keras.backend.backend() != "torch"]]
 
 
+@pytest.mark.one_backend("torch")
+@pytest.mark.nightly(unless=["int64"])
 @pytest.mark.parametrize("dtype", WIDE)
 def test_arrays_of_64_bits_in_batches_and_in_fit(synchronous, dtype) -> None:
     """`fit` converts arrays as the backend does, a batch arrives as it is."""
@@ -214,6 +218,7 @@ def test_arguments_that_it_does_not_take(synchronous) -> None:
         model.train_on_batch(x, y, sample_weight=y, class_weight={0: 1.0})
 
 
+@pytest.mark.one_backend
 def test_several_steps_in_one_message(synchronous) -> None:
     x, y = data()
     seen = []
@@ -268,6 +273,7 @@ def test_callbacks_change_the_learning_rate_and_stop(synchronous) -> None:
     assert_alike(*models)
 
 
+@pytest.mark.one_backend("torch")
 def test_schedules_count_all_workers_steps(asynchronous) -> None:
     with asynchronous.scope():
         schedule = keras.optimizers.schedules.PiecewiseConstantDecay([20], [1.0, 0.0])
@@ -305,6 +311,7 @@ def test_mixed_precision(synchronous) -> None:
     assert_alike(ours, theirs, tolerance=2e-2)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("jit_compile", ["auto", True])
 def test_compiled_steps(synchronous, jit_compile) -> None:
     """Tables, uneven batches and weights; Torch's own compiler takes a minute."""
@@ -348,6 +355,7 @@ def test_compiled_steps(synchronous, jit_compile) -> None:
     assert logs[0] == pytest.approx(logs[1], rel=1e-4)
 
 
+@pytest.mark.one_backend("jax")
 def test_a_step_of_ones_own(synchronous) -> None:
     """`train_step` through the public `compute_loss` of each backend."""
 
@@ -374,6 +382,7 @@ def test_a_step_of_ones_own(synchronous) -> None:
     np.testing.assert_allclose(logs[0]["loss"], logs[1]["loss"], rtol=1e-5)
 
 
+@pytest.mark.one_backend
 def test_a_table_of_ones_own_is_looked_up_by_rows(synchronous) -> None:
     class Table(keras.layers.Layer):
         def build(self, shape):
@@ -421,6 +430,7 @@ def test_thousands_of_lookups(synchronous) -> None:
     assert_alike(ours, theirs)
 
 
+@pytest.mark.one_backend
 @pytest.mark.parametrize(
     ("options", "message"),
     [

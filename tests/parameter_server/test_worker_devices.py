@@ -84,6 +84,8 @@ def accelerated(forks):
             yield strategy
 
 
+@pytest.mark.one_backend("torch")
+@pytest.mark.nightly(unless=["without dropout"])
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", MODELS)
 def test_steps_on_an_accelerator_equal_those_of_one_device(accelerated, name) -> None:
@@ -95,6 +97,7 @@ def test_steps_on_an_accelerator_equal_those_of_one_device(accelerated, name) ->
     )
 
 
+@pytest.mark.one_backend
 @pytest.mark.multiprocess
 def test_scheduled_functions_are_on_the_accelerator(accelerated) -> None:
     with accelerated.scope():
@@ -153,6 +156,7 @@ def test_buffers_are_read_on_the_cpu_only(monkeypatch) -> None:
     assert isinstance(found, np.ndarray) and found.tolist() == [1.0, 1.0]
 
 
+@pytest.mark.one_backend
 @pytest.mark.parametrize(
     "gpus, workers, expected",
     [

@@ -13,6 +13,8 @@ import pytest
 
 from keras_strategies.processes.device_processes import Program, own_process
 
+pytestmark = pytest.mark.one_backend("jax")
+
 ROOT = Path(__file__).parents[2]
 PRINT = """
 import json, threading

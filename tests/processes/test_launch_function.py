@@ -15,7 +15,7 @@ from harness.processes import assert_gone, pids, wait_until
 
 import keras_strategies as ks
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.one_backend("jax"), pytest.mark.multiprocess]
 
 
 def new_children() -> list[psutil.Process]:
@@ -105,6 +105,7 @@ def test_a_result_that_cannot_be_sent_says_so():
         ks.launch(threading.Lock, workers=1)
 
 
+@pytest.mark.slow(seconds=5)
 def test_after_the_timeout_it_says_who_was_not_ready(tmp_path):
     def waits(folder):
         if own_task()[0] == 1:

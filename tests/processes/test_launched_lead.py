@@ -14,6 +14,8 @@ from keras_strategies.lead.state import Settings
 from keras_strategies.processes.launched_lead import LaunchedLead, launched_lead
 from keras_strategies.processes.local_cluster import LocalCluster
 
+pytestmark = pytest.mark.one_backend("jax")
+
 ADDRESSES = ["127.0.0.1:1", "127.0.0.1:2"]
 
 

@@ -18,6 +18,8 @@ from keras_strategies.processes.local_cluster import (
     visible_gpus,
 )
 
+pytestmark = pytest.mark.one_backend("jax")
+
 
 def names(found) -> list[str]:
     return sorted(str(task) for task in found)

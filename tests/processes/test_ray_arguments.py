@@ -6,6 +6,8 @@ import pytest
 
 import keras_strategies as ks
 
+pytestmark = pytest.mark.one_backend("jax")
+
 Resolver = ks.cluster_resolver.RayClusterResolver
 
 

@@ -116,6 +116,7 @@ def trained(is_small: bool) -> list[np.ndarray]:
 IS_SMALL = keras.backend.backend() != "torch"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "is_small",
     [IS_SMALL, pytest.param(not IS_SMALL, marks=pytest.mark.nightly)],

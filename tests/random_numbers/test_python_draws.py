@@ -74,6 +74,7 @@ def trained(
     return weights, (random.random(), counted)
 
 
+@pytest.mark.one_backend("torch")
 @pytest.mark.filterwarnings("ignore:Layer .* cannot be split")
 @pytest.mark.parametrize(
     ("by", "metrics", "losses"),

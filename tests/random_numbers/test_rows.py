@@ -88,7 +88,20 @@ def reference(random_numbers: str) -> Any:
     return None
 
 
-@pytest.mark.by_day(8)
+@pytest.mark.nightly(
+    unless=[
+        "Dropout-keras-3",
+        "Dropout-no-seed-partitioned-3",
+        "RandomFlip-partitioned-3",
+        "uniform-generator-partitioned-3",
+        "categorical-generator-keras-3",
+        "gamma-generator-keras-3",
+        "several-generator-partitioned-3",
+        "several-generator-keras-3",
+        "python-generator-partitioned-3",
+        "framework-generator-partitioned-3",
+    ]
+)
 @pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.nightly), 3])
 @pytest.mark.parametrize(
     ("case", "random_numbers"), [each for case in CASES for each in with_numbers(case)]

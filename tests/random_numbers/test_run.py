@@ -63,6 +63,7 @@ def rows_of_replicas(sizes: tuple[int, ...]) -> Any:
     return ks.PerReplica([ops.convert_to_tensor(part) for part in parts])
 
 
+@pytest.mark.one_backend
 @pytest.mark.parametrize("random_numbers", ["partitioned", "keras"])
 @pytest.mark.parametrize("sizes", [(6, 6), (5, 4, 3)])
 @pytest.mark.parametrize(
@@ -147,6 +148,7 @@ def of_length(count: Any) -> Callable[[Any, Any], Any]:
     return draw
 
 
+@pytest.mark.one_backend
 @pytest.mark.parametrize(
     ("count", "runs"),
     [

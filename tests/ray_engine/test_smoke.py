@@ -14,7 +14,8 @@ pytestmark = pytest.mark.multiprocess
 NODES, NODE = 1, {"num_cpus": 2, "num_gpus": 2}
 
 
-@pytest.mark.by_day(40)
+@pytest.mark.one_backend("jax")
+@pytest.mark.slow(seconds=20)
 def test_workers_have_places_results_and_errors(ray_nodes):
     resolver = ks.cluster_resolver.RayClusterResolver(
         ray_nodes.address,

@@ -63,6 +63,7 @@ def test_before_any_call_there_is_no_column(mirrored) -> None:
     assert "calls" not in str(described) and described.parallel is None
 
 
+@pytest.mark.one_backend
 def test_layers_of_keras_are_split_by_type(mirrored, capfd) -> None:
     model = trained(mirrored, layers.Dense(16, "relu"))
     expected = "one program" if IS_ONE_PROGRAM else "split by type"

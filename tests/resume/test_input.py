@@ -206,6 +206,8 @@ def _distributed(dataset: Any) -> Any:
     return strategy.experimental_distribute_dataset(dataset)
 
 
+@pytest.mark.one_backend("jax")
+@pytest.mark.nightly(unless=["arrays in short epochs"])
 @pytest.mark.parametrize("kind", INPUT)
 def test_input_continues_where_it_was(kind: str, tmp_path: Path) -> None:
     data, options = INPUT[kind]
@@ -213,6 +215,7 @@ def test_input_continues_where_it_was(kind: str, tmp_path: Path) -> None:
     assert_resumed(tmp_path, data, epochs=epochs, **options)
 
 
+@pytest.mark.one_backend
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_rows_of_a_loader_are_augmented_as_without_an_interruption(
     shuffle: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -240,6 +243,7 @@ def test_the_first_epoch_need_not_be_zero(tmp_path: Path) -> None:
     assert_resumed(tmp_path, arrays, initial_epoch=2, epochs=6)
 
 
+@pytest.mark.one_backend("jax")
 @pytest.mark.skipif(BACKEND == "torch", reason="Keras takes single steps on Torch")
 def test_several_steps_in_one_execution(tmp_path: Path) -> None:
     options = {"steps_per_execution": 2, "epochs": 4}
@@ -249,6 +253,7 @@ def test_several_steps_in_one_execution(tmp_path: Path) -> None:
         fit(tmp_path / "other", arrays, steps_per_execution=4, epochs=4)
 
 
+@pytest.mark.one_backend("jax")
 def test_input_of_unknown_length(tmp_path: Path) -> None:
     class Rows:
         def __iter__(self) -> Iterator[Any]:

@@ -30,7 +30,8 @@ def killed_after(seed: int, count: int) -> list[int]:
 _ALL = pytest.param(2, marks=[] if BACKEND == "torch" else pytest.mark.nightly)
 
 
-@pytest.mark.by_day
+@pytest.mark.one_backend("jax")
+@pytest.mark.slow(seconds=9)
 @pytest.mark.parametrize("kills", [_ALL] if BACKEND == "torch" else [1, _ALL])
 def test_a_killed_training_ends_as_one_that_is_not(
     forker: Forker, tmp_path: Path, kills: int
@@ -50,6 +51,7 @@ def test_a_killed_training_ends_as_one_that_is_not(
     assert_same_end(again, expected, 1e-6)
 
 
+@pytest.mark.nightly
 def test_the_strategy_changes_between_kills(forker: Forker, tmp_path: Path) -> None:
     *killed_under, last = STRATEGIES[BACKEND]
     # Random numbers on Torch are those of a strategy.
@@ -68,6 +70,7 @@ def test_the_strategy_changes_between_kills(forker: Forker, tmp_path: Path) -> N
 _CNN = pytest.param("cnn", marks=[] if BACKEND == "torch" else pytest.mark.nightly)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "model", [_CNN, pytest.param("transformer", marks=pytest.mark.nightly)]
 )
@@ -85,6 +88,7 @@ def test_random_numbers_are_those_of_one_device(
     assert_same_end(found, expected, ADAM_TOLERANCE)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(BACKEND != "torch", reason="a pair of backends is enough")
 def test_the_backend_changes_between_kills(forker: Forker, tmp_path: Path) -> None:
     killed = Resumed(forker, tmp_path / "killed")

@@ -176,6 +176,8 @@ def expected(
     return of
 
 
+@pytest.mark.one_backend("torch")
+@pytest.mark.nightly(unless=["15-1-epoch 1-arrays-epoch 3 of 3, step 1 of 5"])
 @pytest.mark.parametrize(
     ("number", "workers", "stops_at", "kind", "place"),
     [
@@ -238,6 +240,7 @@ def test_a_signal_saves_and_training_continues(
         assert "is finished, after 3 of 3 epochs: nothing to do." in text
 
 
+@pytest.mark.one_backend
 def test_a_second_interrupt_ends_at_once(forker: Forker, tmp_path: Path) -> None:
     training = Training(forker, tmp_path)
     (process,) = training.start("step 2")

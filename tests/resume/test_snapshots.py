@@ -93,6 +93,7 @@ def damage(path: Path, kind: str) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.one_backend
 @pytest.mark.parametrize("kind", ["truncated", "empty", "one bit"])
 def test_a_damaged_snapshot_is_not_used(kind: str, tmp_path: Path) -> None:
     directory = SnapshotDirectory(tmp_path)
@@ -140,6 +141,7 @@ def test_a_full_disk_is_a_warning_and_training_continues(tmp_path: Path) -> None
     assert not files(tmp_path)
 
 
+@pytest.mark.one_backend
 def test_a_finished_training_has_nothing_to_do(tmp_path: Path) -> None:
     first = model_of()
     history = fit(first, ks.callbacks.Resume(tmp_path)).history
@@ -184,6 +186,7 @@ def test_a_directory_is_of_one_fit(tmp_path: Path) -> None:
     assert len(model.fit(X, Y, epochs=2, verbose=0).history["loss"]) == 2
 
 
+@pytest.mark.one_backend
 @pytest.mark.parametrize(
     ("other", "difference"),
     [
@@ -247,6 +250,7 @@ def test_other_callbacks_than_before_are_a_warning(tmp_path: Path) -> None:
     assert "states of callbacks that `fit` was not given: Counter" in texts
 
 
+@pytest.mark.one_backend
 @pytest.mark.parametrize("kind", ["backup", "preemption", "resume"])
 def test_two_positions_are_an_error(kind: str, tmp_path: Path) -> None:
     model = model_of()
@@ -262,6 +266,7 @@ def test_two_positions_are_an_error(kind: str, tmp_path: Path) -> None:
         fit(model, ks.callbacks.Resume(tmp_path), other)
 
 
+@pytest.mark.one_backend
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -346,6 +351,7 @@ def other_rows(array: Any) -> Any:
     return np.ascontiguousarray(array[::-1])
 
 
+@pytest.mark.one_backend
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize(
     ("change", "difference"),
@@ -419,6 +425,7 @@ def test_a_rate_that_a_callback_has_changed_is_that_of_the_snapshot(
     assert float(again.optimizer.learning_rate) == pytest.approx(rate)
 
 
+@pytest.mark.one_backend
 @pytest.mark.parametrize(
     ("before", "now", "text"),
     [

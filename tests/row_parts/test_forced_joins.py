@@ -14,7 +14,7 @@ from exactness import cases
 from harness.strategies import STRATEGIES
 from harness.training import Case, assert_same_training
 
-from keras_strategies.runtime.data_parallel.layer_call import DataParallelCall
+from keras_strategies.runtime.data_parallel.data_parallel_call import DataParallelCall
 
 #: These are trained by day.
 BY_DAY = {"losses", "masked_tagger"}
@@ -31,6 +31,8 @@ def _parameters() -> list[Any]:
     ]
 
 
+@pytest.mark.one_backend("torch", "tensorflow")
+@pytest.mark.nightly(unless=["masked_tagger"])
 @pytest.mark.parametrize("case", _parameters())
 def test_same_as_one_device(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []

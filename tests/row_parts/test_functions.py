@@ -30,7 +30,7 @@ from row_parts.functions import (
 )
 
 import keras_strategies as ks
-from keras_strategies.runtime.data_parallel.layer_call import DataParallelCall
+from keras_strategies.runtime.data_parallel.data_parallel_call import DataParallelCall
 
 #: On TensorFlow, where each case traces programs, those by day whose code differs.
 BY_DAY = (
@@ -124,6 +124,16 @@ def check(function: Function, problems: list[str | None]) -> None:
             assert problem is None
 
 
+@pytest.mark.nightly(
+    unless=[
+        "Dice-",
+        "Dice-weights",
+        "MeanAbsoluteError-",
+        "MeanAbsoluteError-weights",
+        "MeanAbsolutePercentageError-weights",
+        "Poisson-",
+    ]
+)
 @pytest.mark.parametrize(("function", "has_weights"), cases(LOSSES))
 def test_losses(function: Function, has_weights: bool, problems: Any) -> None:
     weights = WEIGHTS if has_weights else None
@@ -151,6 +161,7 @@ def test_all_losses_are_in_the_table() -> None:
     assert names == {function.name for function in LOSSES}
 
 
+@pytest.mark.one_backend("torch")
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_masked_losses(reduction: str, problems: Any) -> None:
     def losses() -> dict[str, Any]:
@@ -192,6 +203,7 @@ def test_masked_losses_with_weights(problems: Any) -> None:
     assert problems == [in_place if is_torch else None]
 
 
+@pytest.mark.one_backend("torch", "tensorflow")
 def test_ctc(problems: Any) -> None:
     targets = np.clip(TARGETS["steps"][:, :2], 1, 4)
     arguments = differentiated(lambda: {"loss": keras.losses.CTC()}), SEQUENCES, targets
@@ -243,6 +255,7 @@ def of_function(fn: Any) -> Any:
     return loss
 
 
+@pytest.mark.one_backend("torch", "tensorflow")
 def test_losses_of_users(problems: Any) -> None:
     def losses() -> dict[str, Any]:
         return {
@@ -307,6 +320,7 @@ class Counting(Ratio):
         return super().call(y_true, y_pred)
 
 
+@pytest.mark.one_backend("torch", "tensorflow")
 def test_losses_that_change_are_called_as_often_as_on_one_device(
     problems: Any,
 ) -> None:
@@ -370,6 +384,7 @@ def updated(function: Function) -> Any:
 _WITHOUT_WEIGHTS = ("BinaryIoU",)
 
 
+@pytest.mark.one_backend("torch")
 @pytest.mark.parametrize(("function", "has_weights"), cases(METRICS))
 def test_metrics(function: Function, has_weights: bool, problems: Any) -> None:
     has_weights = has_weights and function.name not in _WITHOUT_WEIGHTS

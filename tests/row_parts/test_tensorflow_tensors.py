@@ -210,6 +210,7 @@ USES = {
 }
 
 
+@pytest.mark.nightly(unless=["of_traits-11"])
 @pytest.mark.filterwarnings("ignore:A gradient through layer")
 @pytest.mark.parametrize("batch_size", [11, 4])
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)

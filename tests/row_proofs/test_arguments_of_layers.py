@@ -140,6 +140,7 @@ def assert_same_on_replicas(
         assert bool(said) != is_split, said
 
 
+@pytest.mark.one_backend("torch")
 @needs_split
 @pytest.mark.parametrize("name", MODELS)
 def test_arguments_that_mix_rows(name: str) -> None:
@@ -152,6 +153,7 @@ def test_arguments_that_mix_rows(name: str) -> None:
     assert_same_on_replicas(compiled(MODELS[name], **options), fit, (2,))
 
 
+@pytest.mark.one_backend("torch", "tensorflow")
 @needs_split
 @pytest.mark.parametrize("name", ["Squeeze", "Mask"])
 @pytest.mark.parametrize("batch", [2, 3])
@@ -189,6 +191,7 @@ def test_classes_along_the_rows_of_a_metric() -> None:
     assert_same_on_replicas(make, fit, (2,), is_split=True)
 
 
+@pytest.mark.nightly(unless=["slice"])
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="objects of TensorFlow")
 @pytest.mark.parametrize("kind", ["scatter_sub", "slice", "table"])
 def test_objects_that_a_call_changes(kind: str) -> None:

@@ -368,6 +368,7 @@ def assert_refused_or_equal(
     assert_equal(expected, split_numbers(layer, values, [True], sizes, proof))
 
 
+@pytest.mark.one_backend("torch", "tensorflow")
 @needs_split
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions(name: str) -> None:
@@ -388,12 +389,14 @@ def test_functions_for_any_number_of_rows(name: str) -> None:
         assert_refused_or_equal(Apply(function), (5, 3), any_rows=True)
 
 
+@pytest.mark.one_backend("torch", "tensorflow")
 @needs_split
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses(name: str) -> None:
     assert_refused_or_equal(AddLoss(LOSSES[name]), (5, 3))
 
 
+@pytest.mark.one_backend("torch", "tensorflow")
 @needs_split
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers(name: str) -> None:

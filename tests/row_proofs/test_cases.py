@@ -38,6 +38,8 @@ def parameters() -> Iterator[Any]:
             yield pytest.param(case, id=case.name, marks=marks)
 
 
+@pytest.mark.one_backend("torch", "tensorflow")
+@pytest.mark.slow(seconds=6)
 @needs_split
 @pytest.mark.parametrize("case", parameters())
 def test_placements(case: RowCase) -> None:

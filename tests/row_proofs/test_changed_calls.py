@@ -21,7 +21,7 @@ from harness.training import assert_same, state_of
 from keras import layers, ops
 
 import keras_strategies as ks
-from keras_strategies.runtime.data_parallel import layer_call
+from keras_strategies.runtime.data_parallel import data_parallel_call
 from row_proofs.proofs import needs_split
 
 pytestmark = needs_split
@@ -176,6 +176,8 @@ def check(
     return [str(w.message) for w in caught if "cannot be split" in str(w.message)]
 
 
+@pytest.mark.one_backend("torch", "tensorflow")
+@pytest.mark.nightly(unless=["in_config", "in_schedule", "in_array"])
 @pytest.mark.parametrize("make", [in_config, in_absl, in_schedule, in_array])
 def test_flag_of_other_objects(make: Callable[[], Flag]) -> None:
     (text,) = check(make())
@@ -190,6 +192,7 @@ def test_setting_of_an_installed_package(package_flag: Flag) -> None:
     assert check(package_flag)
 
 
+@pytest.mark.one_backend("torch")
 @pytest.mark.parametrize("kind", CHANGES)
 @pytest.mark.parametrize("draw", [None, lambda: layers.Dropout(0.5), Unseeded])
 def test_what_a_flag_changes(kind: str, draw: Any) -> None:
@@ -201,13 +204,13 @@ def test_what_a_flag_changes(kind: str, draw: Any) -> None:
 def test_flag_that_changes_after_the_proof(monkeypatch: Any) -> None:
     """As by another thread: what replicas call first is not what was proved."""
     flag = in_config()
-    split_call = layer_call.call_on_replicas
+    split_call = data_parallel_call.call_on_replicas
 
     def later(*arguments: Any) -> Any:
         flag.set(True)
         return split_call(*arguments)
 
-    monkeypatch.setattr(layer_call, "call_on_replicas", later)
+    monkeypatch.setattr(data_parallel_call, "call_on_replicas", later)
 
     def step(strategy: Any) -> Any:
         keras.utils.set_random_seed(7)
@@ -279,6 +282,7 @@ def test_changed_call_that_is_row_wise_is_split_again() -> None:
     assert {4, 1} <= set(ROWS) and ROWS.count(8) <= 4, ROWS
 
 
+@pytest.mark.one_backend("torch", "tensorflow")
 def test_numbers_that_change_in_each_call_end_the_split() -> None:
     """Each of them would need a proof."""
     count = [0.0]

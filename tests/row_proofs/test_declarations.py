@@ -179,6 +179,7 @@ def were_split() -> bool:
     return {10, 11} <= set(ROWS) and ROWS.count(21) <= 2
 
 
+@pytest.mark.one_backend("torch")
 @pytest.mark.parametrize("eagerly", [False, True])
 @pytest.mark.parametrize("make", [model_of, Chain])
 def test_declared_class_is_split(make: Any, eagerly: bool) -> None:
@@ -201,6 +202,7 @@ def test_declared_layer_in_a_layer() -> None:
     assert were_split(), ROWS
 
 
+@pytest.mark.one_backend("torch", "tensorflow")
 @pytest.mark.parametrize("make", [model_of, Chain])
 def test_wrong_declaration_is_refused(make: Any) -> None:
     texts = check(lambda: make(Wrong()))
@@ -254,6 +256,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.one_backend("torch")
 @pytest.mark.parametrize("where", FUNCTIONS)
 def test_declared_function_is_split(where: str) -> None:
     assert not check(lambda: model_of(FUNCTIONS[where](declared_tanh)))
@@ -261,6 +264,7 @@ def test_declared_function_is_split(where: str) -> None:
     assert declared_tanh.__name__ == "declared_tanh"
 
 
+@pytest.mark.one_backend("torch", "tensorflow")
 @pytest.mark.parametrize("where", FUNCTIONS)
 def test_wrong_function_is_refused(where: str) -> None:
     (text,) = check(lambda: model_of(FUNCTIONS[where](wrong_center)))

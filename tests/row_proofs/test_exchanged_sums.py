@@ -166,8 +166,15 @@ def exchanges(strategy: Any, layer: Any = None) -> bool:
 PROGRAMS = [True] if BACKEND == "torch" else [True, False]
 
 
+@pytest.mark.nightly(
+    unless=[
+        "minibatch_deviation-3-True",
+        "codebook-3-True",
+        "balance-3-True",
+        "stopped-3-True",
+    ]
+)
 @needs_split
-@pytest.mark.by_day(5)
 @pytest.mark.parametrize("eagerly", PROGRAMS)
 @pytest.mark.parametrize("replicas", [3, pytest.param(2, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", FUNCTIONS_OF_ROWS)
@@ -235,6 +242,7 @@ UNSPLIT = {
 }
 
 
+@pytest.mark.nightly(unless=["before_the_sum", "in_a_branch", "in_python"])
 @needs_split
 @pytest.mark.parametrize("name", UNSPLIT)
 def test_what_needs_the_rows_of_others_is_unsplit(name: str) -> None:
@@ -262,6 +270,7 @@ def changing(layer: Statistics, x: Any) -> Any:
     return centered(layer, x)
 
 
+@pytest.mark.one_backend("torch")
 @needs_split
 @pytest.mark.parametrize("replica", [0, 1])
 def test_replica_that_computes_other_sums(replica: int) -> None:

@@ -101,6 +101,7 @@ KINDS: dict[str, tuple[Callable[[], Any], Any, Any]] = {
 }
 
 
+@pytest.mark.one_backend("torch")
 @pytest.mark.skipif(BACKEND not in SPLITS, reason="this backend has no prover")
 @pytest.mark.parametrize("name", KINDS)
 def test_a_setting_in_an_object_is_proved_again(name: str) -> None:
@@ -217,6 +218,7 @@ def test_slots_are_seen(keeps: bool) -> None:
         assert layer.counter[0].last.shape == (22, 4)
 
 
+@pytest.mark.one_backend("torch", "tensorflow")
 @pytest.mark.skipif(BACKEND not in SPLITS, reason="this backend has no prover")
 def test_calls_and_training_change_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     proofs = []

@@ -470,8 +470,8 @@ def trained(name: str, strategy: Any) -> tuple[Any, list[str]]:
     return results, said
 
 
-@pytest.mark.by_day(10)
 # Three replicas differ from two by an uneven batch for each pair of them.
+@pytest.mark.one_backend
 @pytest.mark.parametrize("replicas", [3, pytest.param(2, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", MODELS)
 def test_numbers_are_those_of_one_device(name: str, replicas: int) -> None:

@@ -88,6 +88,8 @@ def trained(make: Any, strategy: Any, hook: Any = None) -> tuple[Any, list[str]]
     return results, said
 
 
+@pytest.mark.one_backend("jax")
+@pytest.mark.nightly(unless=["Quantizer-3"])
 @pytest.mark.parametrize("replicas", [2, 3])
 @pytest.mark.parametrize(
     "layer", [Quantizer, AveragedRange, RangeOfExcess, BranchOnRange]

@@ -69,6 +69,7 @@ def head() -> Any:
     return keras.Sequential([keras.Input((6,)), layers.Dense(6, "tanh")])
 
 
+@pytest.mark.one_backend("torch", "tensorflow")
 @needs_split
 @pytest.mark.parametrize(
     ("inner", "use"),
@@ -143,6 +144,7 @@ def test_gradients_through_a_known_layer_are_proved() -> None:
     assert found.problem is not None
 
 
+@pytest.mark.one_backend("torch", "tensorflow")
 @needs_split
 def test_masks_updates_and_draws() -> None:
     model = keras.Sequential(

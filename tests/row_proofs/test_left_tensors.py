@@ -180,6 +180,7 @@ MODELS: dict[str, Callable[[], keras.Model]] = {
 }
 
 
+@pytest.mark.one_backend("torch")
 @pytest.mark.parametrize("name", MODELS)
 def test_numbers_are_those_of_one_device(name: str) -> None:
     found = []

@@ -99,6 +99,7 @@ def trained_with(drawer: Drawer, draw: Any = None) -> list[str]:
     return [str(each.message) for each in found]
 
 
+@pytest.mark.one_backend("torch", "tensorflow")
 def test_numbers_that_another_thread_draws_are_not_drawn_again() -> None:
     # Such as the thread of a dataset that reads ahead from a generator.
     drawer = Drawer(5)
@@ -108,6 +109,8 @@ def test_numbers_that_another_thread_draws_are_not_drawn_again() -> None:
     assert not [text for text in texts if "cannot be split" in text]
 
 
+@pytest.mark.one_backend("torch", "tensorflow")
+@pytest.mark.nightly(unless=["<lambda>"])
 @pytest.mark.parametrize(
     "draw", [np.random.random, random.random, lambda: random.choice([1, 2])]
 )

@@ -94,6 +94,7 @@ def trained(name: str, strategy: Any) -> Any:
     return as_arrays((history.history["loss"], model.get_weights()))
 
 
+@pytest.mark.one_backend("torch")
 @pytest.mark.parametrize("name", [*STATES, "tensor"])
 def test_state_is_that_of_one_device(name: str) -> None:
     expected = trained(name, ks.OneDeviceStrategy("cpu:0"))

@@ -126,6 +126,7 @@ CASES = {
 }
 
 
+@pytest.mark.one_backend("torch", "tensorflow")
 @SPLITS
 @pytest.mark.parametrize("name", CASES)
 def test_layers_that_mix_rows_are_exact(name: str) -> None:
@@ -300,6 +301,7 @@ def many_kinds() -> keras.Model:
 
 # Parts differ most in bfloat16. With mixed_float16 replicas keep statistics of their
 # own. Outside of the nightly run Torch, where it takes little, has all.
+@pytest.mark.nightly(unless=["mixed_float16"])
 @SPLITS
 @pytest.mark.parametrize(
     "policy",
@@ -324,6 +326,7 @@ def test_layers_of_keras_are_split(policy: str) -> None:
         model.predict_on_batch(words)
 
 
+@pytest.mark.one_backend("torch", "tensorflow")
 @SPLITS
 def test_quantized_layers_are_split() -> None:
     with mirrored().scope():
@@ -473,6 +476,8 @@ BATCHES = {
 }
 
 
+@pytest.mark.one_backend
+@pytest.mark.nightly(unless=["graph"])
 @pytest.mark.parametrize("name", BATCHES)
 def test_rows_that_do_not_correspond_are_exact(name: str) -> None:
     make, batch = BATCHES[name]
@@ -508,6 +513,7 @@ class Waiting(layers.Layer):
         return inputs - ops.max(inputs, axis=0)
 
 
+@pytest.mark.one_backend("jax")
 def test_a_layer_is_named_while_another_thread_is_in_an_unsplit_call() -> None:
     if BACKEND == "jax":
         pytest.skip("no layer call is split there")

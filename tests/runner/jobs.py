@@ -1,173 +1,137 @@
-"""Jobs of a run: groups of files with tests, and commands."""
+"""Jobs of a run: groups of files with tests, and style and types."""
 
 from __future__ import annotations
 
-import json
+import contextlib
+import os
+import re
+import signal
+import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from runner.settings import BACKENDS, DURATIONS, LOGS, ROOT, Settings
+from harness import environment
+from harness.fork_server import SERVERS, ForkServer
+from harness.forker import Forker
+from harness.marks import BACKENDS
 
-# What does not depend on a backend, or starts processes on each, runs once, on the
-# first backend: JAX is the quickest to import.
-ONCE = (
-    "tests/architecture",
-    "tests/checkpoints",
-    "tests/processes",
-    "tests/runner",
-    "tests/cluster",
-    "tests/input/test_options.py",
-    "tests/input/test_prefetch.py",
-    "tests/input/test_workers.py",
-    "tests/model_parallel/test_layouts.py",
-    # Sockets, and policies of Linux for threads.
-    "tests/backends/test_engine_sockets.py",
-    "tests/backends/test_thread_scheduling.py",
-    "tests/packaging",
-    "tests/tools",
-    "tests/test_errors.py",
-    "tests/test_exported_members.py",
-    "tests/backends/test_numpy_engine.py",
-    "tests/runtime/test_replica_set.py",
-    # The hooks into Keras are installed in the same way on each backend.
-    "tests/strategies/test_entry_points.py",
-    # Code of the pages; what strategies compute on each backend is tested elsewhere.
-    "tests/pages/test_pages.py",
-    # Bytes on their way, and processes that meet: no backend has a part in it.
-    "tests/parameter_server/test_local_cluster.py",
-    "tests/parameter_server/test_server.py",
-    "tests/parameter_server/test_server_addresses.py",
-    "tests/ray_engine/test_smoke.py",
-)
-
-GROUP_SECONDS = 45.0
-# Of a file that no run has recorded.
-UNKNOWN_SECONDS = 20.0
-
-LINT = {
-    "ruff check": ("ruff", "check", "."),
-    "ruff format": ("ruff", "format", "--check", "."),
-    "mypy": ("mypy",),
-}
+ROOT = Path(__file__).resolve().parents[2]
+LOGS = ROOT / ".test-logs"
+#: Of the tests of a job, as `seconds_of` estimates them.
+JOB_SECONDS = 45.0
+LINT = "ruff check . && ruff format --check . && mypy"
 
 
 @dataclass(frozen=True)
 class Job:
-    """Files that one pytest runs, or a command.
+    """Files that one pytest runs on a backend; without a backend, `LINT`."""
 
-    Args:
-        name: what the report calls it.
-        backend: the KERAS_BACKEND of the process; empty for any.
-        arguments: what pytest gets, or the command; with a backend, a script that uses
-            Keras alone.
-        seconds: how long it is expected to take.
-        is_command: bool, whether it is a command.
-        after: name of a job that has to end before.
-    """
-
-    name: str
-    backend: str
-    arguments: tuple[str, ...]
-    seconds: float
-    is_command: bool = False
-    after: str = ""
+    name: str = "style and types"
+    backend: str = ""
+    files: tuple[str, ...] = ()
 
     def file(self, ending: str) -> Path:
         return LOGS / f"{self.name.replace('/', '.').replace(' ', '-')}.{ending}"
 
 
-def test_files(settings: Settings) -> list[str]:
-    """The files of tests that are asked for, or ids of tests, by path."""
-    found = []
-    for given in settings.paths or ("tests",):
-        path = ROOT / given
-        files = sorted(path.rglob("test_*.py")) if path.is_dir() else [path]
-        found += [file.relative_to(ROOT).as_posix() for file in files]
-    return found
+def test_jobs(backends: Iterable[str], paths: Iterable[str]) -> list[Job]:
+    """Neighbouring files in groups, longest first."""
+    found: list[tuple[float, Job]] = []
+    for backend in backends:
+        others = [f"/backends/{name}/" for name in BACKENDS if name != backend]
+        groups: list[dict[str, float]] = [{}]
+        for file in _test_files(paths or ("tests",)):
+            if any(other in file for other in others):
+                continue
+            seconds = seconds_of((ROOT / file.partition("::")[0]).read_text())
+            if sum(groups[-1].values()) + seconds > JOB_SECONDS:
+                groups.append({})
+            groups[-1][file] = seconds
+        found += [(sum(g.values()), _job(backend, *g)) for g in groups if g]
+    return [job for _, job in sorted(found, key=lambda each: -each[0])]
 
 
-def runs_once(file: str) -> bool:
-    return file.partition("::")[0].startswith(ONCE)
+def _test_files(paths: Iterable[str]) -> Iterable[str]:
+    """The files of tests that are asked for, or ids of tests."""
+    for path in paths:
+        folder = ROOT / path
+        files = sorted(folder.rglob("test_*.py")) if folder.is_dir() else [folder]
+        yield from (file.relative_to(ROOT).as_posix() for file in files)
 
 
-def is_of_another(file: str, backend: str) -> bool:
-    """Whether these are tests of one backend that is not this one."""
-    others = [name for name in BACKENDS if name != backend]
-    return any(file.startswith(f"tests/backends/{name}/") for name in others)
+def seconds_of(source: str) -> float:
+    """An estimate by the tests of a file, and what their marks say."""
+    slow = sum(map(float, re.findall(r"mark\.slow\(seconds=(\d+)", source)))
+    return 1.0 + slow + 0.5 * len(re.findall(r"^ *def test_", source, re.MULTILINE))
 
 
-def lint_jobs() -> list[Job]:
-    folder = Path(sys.executable).parent
-    return [
-        Job(name, "", (str(folder / command[0]), *command[1:]), 0.0, is_command=True)
-        for name, command in LINT.items()
-    ]
+def _job(backend: str, first: str, *others: str) -> Job:
+    name = first.removeprefix("tests/").removesuffix(".py")
+    more = f" and {len(others)} more" if others else ""
+    return Job(f"{backend} {name}{more}", backend, (first, *others))
 
 
-def reference_jobs(settings: Settings) -> list[Job]:
-    """The trainings on one device that tests compare with, which would otherwise be
-    made on demand, by a process of each job."""
-    script = str(ROOT / "tests" / "harness" / "references.py")
-    # TensorFlow's take longest.
-    return [
-        Job(f"{backend} references", backend, (script,), 0.0, is_command=True)
-        for backend in sorted(settings.backends, key="tensorflow jax torch".index)
-    ]
+class Processes:
+    """Runs jobs; pytest in forks of one process for each backend."""
+
+    def __init__(self, nightly: bool, side_by_side: int) -> None:
+        self._nightly = nightly
+        self._timeout = float(os.environ.get("KS_TIMEOUT") or (1500, 7200)[nightly])
+        # Jobs that run side by side share the cores instead of competing for them.
+        self._threads = max(1, (os.cpu_count() or 1) // max(1, side_by_side - 1))
+        self._folder = tempfile.TemporaryDirectory(prefix="ks-fork-")
+        os.environ[SERVERS] = self._folder.name
+        self._lock = threading.Lock()
+        self._started: dict[str, tuple[ForkServer, Forker]] = {}
+
+    def close(self) -> None:
+        for server, forker in self._started.values():
+            forker.close()
+            server.close()
+        self._folder.cleanup()
+
+    def run(self, job: Job) -> str:
+        """Runs the job and returns what went wrong, or an empty string."""
+        if not job.backend:
+            with job.file("log").open("wb") as log:
+                done = subprocess.run(
+                    LINT, shell=True, cwd=ROOT, stdout=log, stderr=log, env=_on_path()
+                )
+            return f"exit code {done.returncode}" if done.returncode else ""
+        script = str(ROOT / "tests" / "harness" / "pytest_process.py")
+        marks = "not gpu" if self._nightly else "not gpu and not nightly"
+        options = [f"--rootdir={ROOT}", f"--junit-xml={job.file('xml')}", "-m", marks]
+        options += ["-p", "no:cacheprovider", "--durations=20", *job.files]
+        forked = self._forker(job.backend).start(job.file("log"), script, *options)
+        try:
+            code, _ = forked.wait(self._timeout)
+            return f"pytest ended with exit code {code}" if code else ""
+        except AssertionError:
+            # pytest's faulthandler answers this signal with a traceback of each thread.
+            os.kill(forked.pid, signal.SIGABRT)
+            with contextlib.suppress(AssertionError):
+                forked.wait(10)
+            return f"not finished after {self._timeout:g} s (KS_TIMEOUT)"
+        finally:
+            # The tests' own processes go too.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(forked.pid, signal.SIGKILL)
+
+    def _forker(self, backend: str) -> Forker:
+        with self._lock:
+            if backend not in self._started:
+                given = environment.of_tests(backend, self._nightly, self._threads)
+                log = LOGS / f"{backend}-imports.log"
+                server = ForkServer(backend, Path(self._folder.name), given, log)
+                self._started[backend] = server, Forker(backend)
+            return self._started[backend][1]
 
 
-def test_jobs(settings: Settings) -> list[Job]:
-    """The files of each backend in groups, longest first."""
-    known = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
-    files = test_files(settings)
-    jobs = []
-    for backend in settings.backends:
-        first = backend == settings.backends[0]
-        own = [
-            file
-            for file in files
-            if (first or not runs_once(file)) and not is_of_another(file, backend)
-        ]
-        if settings.check:
-            jobs.append(Job(f"{backend} check", backend, tuple(own), UNKNOWN_SECONDS))
-            continue
-        times = {
-            file: float(known.get(f"{backend} {file}", UNKNOWN_SECONDS)) for file in own
-        }
-        jobs += groups(backend, times)
-    return sorted(jobs, key=lambda job: -job.seconds)
-
-
-def groups(backend: str, times: dict[str, float]) -> Iterable[Job]:
-    """Neighbouring files, so many that a job pays for the start of its process."""
-    group: list[str] = []
-    for file, seconds in times.items():
-        if seconds >= GROUP_SECONDS:
-            yield job_of(backend, [file], seconds)
-            continue
-        group.append(file)
-        total = sum(times[name] for name in group)
-        if total >= GROUP_SECONDS:
-            yield job_of(backend, group, total)
-            group = []
-    if group:
-        yield job_of(backend, group, sum(times[name] for name in group))
-
-
-def job_of(backend: str, files: list[str], seconds: float) -> Job:
-    name = files[0].removeprefix("tests/").removesuffix(".py")
-    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
-    return Job(f"{backend} {name}{more}", backend, tuple(files), seconds)
-
-
-def all_jobs(settings: Settings) -> list[Job]:
-    """In the order in which they begin."""
-    lint = lint_jobs() if settings.lint else []
-    tests = test_jobs(settings)
-    if settings.paths:
-        return [*lint, *tests]
-    tests = [replace(job, after=f"{job.backend} references") for job in tests]
-    # One after the other, so that tests begin soon.
-    first, *others = reference_jobs(settings)
-    return [first, *lint, *others, *tests]
+def _on_path() -> dict[str, str]:
+    """The environment, with the programs of this Python's environment."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {**os.environ, "PATH": path}

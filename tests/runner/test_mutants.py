@@ -8,6 +8,8 @@ import mutants
 import pytest
 from mutants import Outcome
 
+pytestmark = pytest.mark.one_backend
+
 
 @pytest.mark.parametrize(
     ("test", "suite"),

@@ -9,6 +9,8 @@ import pytest
 from harness import references
 from harness.fork_server import PLAIN_GRAPHS
 
+pytestmark = pytest.mark.one_backend
+
 
 def folder() -> Path:
     return references._folder.__wrapped__("exactness.cases")

@@ -9,6 +9,8 @@ from backends.numpy_replicas import NumpyPrimitives, on_workers
 from keras_strategies.runtime.replicas.replica_set import ReplicaSet, RowSplit
 from keras_strategies.types import ReduceOp
 
+pytestmark = pytest.mark.one_backend("jax")
+
 PRIMITIVES = NumpyPrimitives()
 COUNTS = [(3,), (2, 1), (1, 3, 2)]
 REDUCED = {

@@ -22,6 +22,8 @@ from keras_strategies.cluster.resolvers.local_processes import free_addresses
 from keras_strategies.engines import get_engine
 from keras_strategies.runtime.engine import Feature
 
+pytestmark = pytest.mark.one_backend("jax")
+
 SECONDS = 120.0
 TWO = "['cpu:0', 'cpu:1']"
 CORES = "[['cpu:0'], ['cpu:1']]"
@@ -106,6 +108,7 @@ def result(script: Forked) -> dict[str, Any]:
     return dict(json.loads(line[1]))
 
 
+@pytest.mark.slow(seconds=7)
 @pytest.mark.parametrize("code", list(ways_to_strategies()))
 def test_strategy_trains_its_models(
     forker: Forker, on_torch: Forker, tmp_path: Path, code: str
@@ -143,6 +146,7 @@ def test_workers_train_together(on_torch: Forker, tmp_path: Path) -> None:
     assert [result(script)["owns"] for script in scripts] == [True, True]
 
 
+@pytest.mark.slow(seconds=5)
 def test_parameter_servers_train(forker: Forker, tmp_path: Path) -> None:
     code = (
         "import keras_strategies as ks; from keras_strategies import cluster\n"

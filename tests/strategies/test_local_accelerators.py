@@ -227,6 +227,7 @@ open(os.path.join(sys.argv[1], rank), "w").write(" ".join(map(str, found)))
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(BACKEND != "torch", reason="a launcher of Torch")
 @pytest.mark.multiprocess
 def test_processes_of_torchrun_have_different_gpus(tmp_path):

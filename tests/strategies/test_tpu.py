@@ -59,6 +59,7 @@ def test_an_engine_that_lacks_tpus(monkeypatch) -> None:
         ks.TPUStrategy()
 
 
+@pytest.mark.one_backend
 def test_an_assignment_gives_each_replica_its_core(expected):
     strategy = ks.TPUStrategy(
         experimental_device_assignment=ks.DeviceAssignment([["cpu:1"], ["cpu:2"]])
@@ -69,6 +70,7 @@ def test_an_assignment_gives_each_replica_its_core(expected):
     assert_same(expected, found, ADAM_TOLERANCE, f"{strategy!r}")
 
 
+@pytest.mark.one_backend("jax", "tensorflow")
 @pytest.mark.skipif(BACKEND == "torch", reason="a process has one device")
 def test_spmd_partitioning_cuts_variables_over_the_cores_of_a_replica(expected):
     assignment = ks.DeviceAssignment([["cpu:0", "cpu:1"], ["cpu:2", "cpu:3"]])

@@ -36,6 +36,9 @@ else:
 """
 
 
+@pytest.mark.one_backend("torch")
+@pytest.mark.nightly(unless=["forgotten"])
+@pytest.mark.slow(seconds=7)
 @pytest.mark.parametrize("kind", ["forgotten", "compared"])
 def test_it_is_named_at_exit(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "script.py"

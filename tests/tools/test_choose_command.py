@@ -11,6 +11,8 @@ import pytest
 from keras_strategies.tools.choose_command import Needs, choose
 from keras_strategies.tools.cli import main
 
+pytestmark = pytest.mark.one_backend("jax")
+
 GB = 1 << 30
 #: A model of 4 GiB of weights with Adam; 2 GiB of activations for each device.
 LARGE = Needs(20 * GB, 18 * GB, 8 * GB, 6 * GB, 4 * GB, 0.1, True)
@@ -63,7 +65,6 @@ def script(tmp_path: Path, monkeypatch) -> Iterator[str]:
 
 
 @pytest.mark.filterwarnings("error:.*called for training outside")
-@pytest.mark.by_day(10)
 def test_a_script_is_planned(script, monkeypatch, capsys) -> None:
     import keras_strategies as ks
 

@@ -18,6 +18,8 @@ from keras_strategies.cluster.resolvers.local_processes import free_addresses
 from keras_strategies.tools import doctor as doctors
 from keras_strategies.tools.reachability import find_peers, listening
 
+pytestmark = pytest.mark.one_backend("jax")
+
 
 @pytest.fixture
 def start_doctor(tmp_path) -> Iterator[Callable[..., Forked]]:
@@ -195,6 +197,7 @@ def test_what_cannot_be_is_shown(capsys, monkeypatch) -> None:
     assert "TF_CONFIG is not JSON" in printed
 
 
+@pytest.mark.slow(seconds=18)
 @pytest.mark.multiprocess
 def test_doctors_on_all_tasks_find_each_other(start_doctor) -> None:
     chief, worker = free_addresses(2)

@@ -13,6 +13,8 @@ import keras_strategies as ks
 from keras_strategies.tools.cli import main
 from keras_strategies.tools.explain import explain
 
+pytestmark = pytest.mark.one_backend("jax")
+
 PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 
 

@@ -14,6 +14,7 @@ from harness.processes import TIMEOUT, launch
 import keras_strategies as ks
 
 pytestmark = [
+    pytest.mark.one_backend("jax"),
     pytest.mark.multiprocess,
     pytest.mark.skipif(os.name != "posix", reason="process groups are POSIX"),
 ]
@@ -114,6 +115,7 @@ def test_an_error_that_the_script_has_handled_is_not_the_first_cause(tmp_path):
     assert "handled" not in process.stderr
 
 
+@pytest.mark.slow(seconds=9)
 def test_launched_functions_raise_the_first_error():
     pytest.importorskip("cloudpickle")
 

@@ -22,6 +22,7 @@ from harness.processes import (
 )
 
 pytestmark = [
+    pytest.mark.one_backend("jax"),
     pytest.mark.multiprocess,
     pytest.mark.skipif(os.name != "posix", reason="process groups are POSIX"),
 ]
@@ -130,6 +131,7 @@ def test_gpus_are_shared_among_those_that_compute(script):
     assert "need 4 GPUs, but 3 are visible: 0, 1, 2" in too_many.stderr
 
 
+@pytest.mark.slow(seconds=6)
 def test_devices_per_worker_are_the_strategys():
     # The doctor is a command, too, and says what a strategy would take.
     doctor = ("-m", "keras_strategies", "doctor", "--timeout", "0.1")
@@ -342,6 +344,7 @@ def test_after_the_last_restart_its_exit_code_is_returned(script, tmp_path):
 # --- Elastic workers ----------------------------------------------------------
 
 
+@pytest.mark.slow(seconds=6)
 def test_an_elastic_worker_that_is_lost_is_started_again(script, tmp_path):
     path = script(
         "(here / (me + '.log')).open('a').write(\n"

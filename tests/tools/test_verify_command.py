@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import keras
 import pytest
 
 from keras_strategies.tools.cli import main
@@ -42,7 +43,7 @@ def script(tmp_path: Path, monkeypatch) -> Iterator[str]:
     sys.modules.pop(path.stem, None)
 
 
-@pytest.mark.by_day(10)
+@pytest.mark.one_backend("jax")
 def test_exit_codes_text_and_file(script, tmp_path, capsys) -> None:
     file = str(tmp_path / "report.json")
     options = ["--devices", "2", "--steps", "2"]
@@ -53,6 +54,7 @@ def test_exit_codes_text_and_file(script, tmp_path, capsys) -> None:
     assert "learning_rate_scaled" in capsys.readouterr().out
 
 
+@pytest.mark.one_backend("jax")
 @pytest.mark.parametrize(
     ("target", "text"),
     [
@@ -74,3 +76,45 @@ def test_workers_are_processes(script, capsys) -> None:
     options = ["--workers", "2", "--devices", "1", "--steps", "2"]
     assert main(["verify", f"{script}:build", *options]) == 0
     assert "equal in 2 steps" in capsys.readouterr().out
+
+
+TORCH_SCRIPT = """
+import os, numpy as np, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+def train(scaled=False):
+    rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo")
+    x = torch.arange(6.0)[:, None]
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(2):
+        loss = (model(x[rank::count]) - 1.0).square().mean() * (count if scaled else 1)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+def scaled():
+    train(True)
+"""
+
+
+@pytest.mark.skipif(keras.backend.backend() != "torch", reason="a script of Torch")
+@pytest.mark.nightly
+@pytest.mark.multiprocess
+def test_a_training_function_on_processes(script, tmp_path, capsys) -> None:
+    Path(script).write_text(TORCH_SCRIPT)
+    file = str(tmp_path / "report.json")
+    options = ["--processes", "2", "--save", file]
+    assert main(["verify", f"{script}:train", *options]) == 0
+    assert "equal in 2 steps" in capsys.readouterr().out
+    assert main(["verify", f"{script}:scaled", *options]) == 1
+    assert "2 times that of one device" in capsys.readouterr().out
+    assert json.loads(Path(file).read_text())["cause"] == "scaled_by_replicas"
+
+
+def test_processes_are_for_training_functions(script, capsys) -> None:
+    options = ["--processes", "2", "--workers", "2"]
+    assert main(["verify", f"{script}:build", *options]) == 2
+    assert "Omit `--workers` and `--step`" in capsys.readouterr().err

@@ -171,6 +171,7 @@ def test_text() -> None:
     both(train)
 
 
+@pytest.mark.one_backend
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_lora(when: str) -> None:
     def train(strategy: Any, made: Any) -> Any:

@@ -80,6 +80,8 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
         np.testing.assert_allclose(found[key], value, rtol=1e-4, atol=2e-5, err_msg=key)
 
 
+@pytest.mark.one_backend
+@pytest.mark.slow(seconds=11)
 @BY_DAY
 @pytest.mark.parametrize("trainable", [True, False], ids=["trainable", "frozen"])
 def test_a_backbone_from_outside_trains_as_on_one_device(
@@ -89,6 +91,8 @@ def test_a_backbone_from_outside_trains_as_on_one_device(
     assert_same(found, trained_alone(trainable))
 
 
+@pytest.mark.one_backend
+@pytest.mark.slow(seconds=8)
 @BY_DAY
 @pytest.mark.parametrize("other", ["one_device", "mirrored_4"])
 def test_a_backbone_of_another_strategy(strategy, other, tmp_path) -> None:
@@ -127,6 +131,7 @@ def loop_losses(
     return losses, model.get_weights()
 
 
+@pytest.mark.one_backend("torch")
 @BY_DAY
 @pytest.mark.parametrize("compiled", [True, False], ids=["function", "run"])
 def test_a_backbone_from_outside_in_a_custom_loop(strategy, compiled) -> None:

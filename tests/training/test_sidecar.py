@@ -14,7 +14,6 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
-from harness.backend_tables import on_torch_by_day
 from harness.forker import Forker
 from harness.processes import launch, wait_until, write_script
 
@@ -65,6 +64,7 @@ def train(folder: Path, pattern: str, epochs: int = 3) -> list[dict[str, float]]
     return found
 
 
+@pytest.mark.one_backend
 @pytest.mark.parametrize("pattern", ["{epoch}.keras", "{epoch}.weights.h5"])
 def test_each_checkpoint_gives_what_training_saw(tmp_path, pattern) -> None:
     expected = train(tmp_path, pattern)
@@ -86,7 +86,7 @@ def test_each_checkpoint_gives_what_training_saw(tmp_path, pattern) -> None:
         assert evaluation.logs == pytest.approx(logs, rel=1e-5)
 
 
-@on_torch_by_day
+@pytest.mark.one_backend("torch")
 def test_a_file_that_is_written_again_is_evaluated_again(tmp_path) -> None:
     evaluator = ks.SidecarEvaluator(
         model(), data(1), tmp_path / "later", timeout_seconds=SECONDS
@@ -119,6 +119,7 @@ def test_what_is_no_checkpoint_of_the_model_is_an_error(tmp_path) -> None:
         evaluator.start()
 
 
+@pytest.mark.one_backend
 def test_nothing_comes(tmp_path) -> None:
     evaluator = ks.SidecarEvaluator(model(), data(1), tmp_path, timeout_seconds=0.1)
     with pytest.raises(ks.errors.ClusterTimeoutError, match="0 evaluations"):
@@ -191,7 +192,7 @@ def forker() -> Iterator[Forker]:
         yield made
 
 
-@on_torch_by_day
+@pytest.mark.one_backend("torch")
 @pytest.mark.multiprocess
 def test_an_evaluator_task_sees_every_checkpoint(forker, tmp_path) -> None:
     """Without the launcher: when training has ended, the evaluator gets a signal."""
@@ -220,7 +221,7 @@ def test_an_evaluator_task_sees_every_checkpoint(forker, tmp_path) -> None:
     assert_evaluated(tmp_path, text)
 
 
-@on_torch_by_day
+@pytest.mark.one_backend("torch")
 @pytest.mark.multiprocess
 def test_a_signal_lets_it_finish(forker, tmp_path) -> None:
     train(tmp_path, "{epoch}.weights.h5", epochs=2)

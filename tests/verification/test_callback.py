@@ -22,7 +22,6 @@ def made(build: Any) -> Any:
         return build()
 
 
-@pytest.mark.by_day(10)
 def test_a_sound_model_passes_all_checks() -> None:
     verify = Verify(every=2)
     model = made(lambda: dense(keras.layers.BatchNormalization()))
@@ -41,7 +40,6 @@ class Wrong(keras.layers.Layer):
         return x * (1 + 0.01 * number)
 
 
-@pytest.mark.by_day(10)
 @pytest.mark.filterwarnings("ignore:Layer .* cannot be split")
 def test_a_replica_that_computes_wrong_is_named() -> None:
     model = made(lambda: dense(Wrong(name="wrong")))
@@ -86,7 +84,6 @@ def corrupted(value: Any) -> Any:
     return None
 
 
-@pytest.mark.by_day(10)
 def test_a_corrupt_copy_is_named() -> None:
     model = made(dense)
     model.fit(**data(), verbose=0)
@@ -106,7 +103,6 @@ def test_a_corrupt_copy_is_named() -> None:
         verify.check()
 
 
-@pytest.mark.by_day(10)
 def test_a_check_is_below_half_a_percent_of_its_steps() -> None:
     """Counted: rows of layer calls and elements of variables that are read."""
     batch, every = 64, 100

@@ -22,7 +22,6 @@ def test_there_are_forty() -> None:
     assert len({case.name for case in CASES}) == len(CASES) >= 40
 
 
-@pytest.mark.by_day(40)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "case", [_parameter(case) for case in CASES if BACKEND in case.backends]

@@ -126,7 +126,7 @@ BY_DAY = {
 }
 
 
-@pytest.mark.by_day(15)
+@pytest.mark.slow(seconds=5)
 @pytest.mark.parametrize(
     "name",
     [
@@ -149,7 +149,6 @@ def test_no_alarm_under_a_strategy(strategy) -> None:
     ks.verify(dense, data, strategy, steps=3).raise_if_different()
 
 
-@pytest.mark.by_day(15)
 def test_no_alarm_on_a_sound_loop() -> None:
     case = planted_in_loops.SOUND
     assert case.build is not None
@@ -157,7 +156,37 @@ def test_no_alarm_on_a_sound_loop() -> None:
     assert report, report
 
 
-@pytest.mark.by_day(15)
+class Rising(keras.callbacks.Callback):
+    """Keeps the rate as an attribute and assigns it in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate = 0.1
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.rate *= 1.5
+        self.model.optimizer.learning_rate = self.rate
+
+
+@pytest.mark.one_backend
+@pytest.mark.slow(seconds=15)
+def test_an_interruption_changes_nothing() -> None:
+    """With slots, dropout and an epoch that shuffles."""
+    build = lambda: dense(keras.layers.Dropout(0.3), optimizer=adam())  # noqa: E731
+    arguments = lambda: {**data(), "shuffle": True}  # noqa: E731
+    report = ks.verify(build, arguments, mirrored(), steps=5, resume_after=2)
+    assert report, report
+    assert "equal in 5 steps" in str(report)
+
+
+@pytest.mark.one_backend
+@pytest.mark.slow(seconds=15)
+def test_what_a_snapshot_lacks_is_found_and_named() -> None:
+    arguments = lambda: {**data(), "callbacks": [Rising()]}  # noqa: E731
+    report = ks.verify(dense, arguments, mirrored(), steps=4, resume_after=2)
+    assert (report.cause, report.first and report.first.step) == ("lost_at_resume", 3)
+
+
 def test_a_report_is_text_a_table_and_a_file(tmp_path) -> None:
     calls = []
 
@@ -181,7 +210,6 @@ def test_a_report_is_text_a_table_and_a_file(tmp_path) -> None:
         assert len(calls) == 2 * 3
 
 
-@pytest.mark.by_day(10)
 def test_the_data_may_be_a_dataset_and_no_iterator() -> None:
     class Batches(keras.utils.PyDataset):
         def __len__(self) -> int:
@@ -205,6 +233,7 @@ def test_the_data_may_be_a_dataset_and_no_iterator() -> None:
         ({"strategy": "mirrored"}, "must be a strategy"),
         ({"steps": 0}, "1 or more"),
         ({"tolerance": 0.0}, "above 0"),
+        ({"resume_after": 4}, "before the last one"),
     ],
 )
 def test_bad_input_is_an_error_at_once(arguments: dict[str, Any], text: str) -> None:

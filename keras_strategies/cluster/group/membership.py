@@ -107,10 +107,10 @@ class Membership:
             if membership._client.is_running and not is_ready:
                 membership.begin_alone()
                 return membership
-            generation = membership.reform(None)
-            if generation.step is None:
+            while membership.reform(None).step is None:
                 # All workers begin with the chief's weights.
-                membership.confirm()
+                if membership._has_confirmed():
+                    break
         except BaseException:
             membership.leave()
             raise
@@ -243,6 +243,16 @@ class Membership:
             self._client.confirm(self.generation.step)
         except GroupChanged as error:
             raise WorkerError(str(error)) from error
+
+    def _has_confirmed(self) -> bool:
+        """Whether the first generation has begun; False if a worker was lost."""
+        try:
+            self.confirm()
+        except WorkerError:
+            if not self.is_broken():
+                raise
+            return False
+        return True
 
     def leave(self, how: str = "") -> None:
         """Leaves the group; the others continue without this worker.

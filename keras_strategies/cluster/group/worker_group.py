@@ -280,25 +280,30 @@ class WorkerGroup(GroupListener):
             WorkerError: if a worker is lost, or gathers something else.
         """
         text = base64.b64encode(payload).decode()
-        return self._exchange(what, text, stream, base64.b64decode)
+        return self._begin_exchange(what, text, stream, base64.b64decode)()
 
-    def _exchange(
+    def _begin_exchange(
         self, what: str, text: str, stream: str, parse: Callable[[str], Any]
-    ) -> list[Any]:
+    ) -> Callable[[], list[Any]]:
         if not stream:
             self._steps_since = 0
             self._position += 1
-        # Waits of other threads, such as for a later batch, delay no step.
-        wait = contextlib.nullcontext() if stream else self.clock.waiting()
-        with wait, self._lead_errors():
+        with self._lead_errors():
             offered = self._client.offer(what, text, stream)
-            found = self._client.compared(offered, self._check_failure)
-        values: list[Any] = [None] * self.count
-        for value, ranks in found:
-            parsed = parse(value)
-            for rank in ranks:
-                values[rank] = parsed
-        return values
+
+        def finish() -> list[Any]:
+            # Waits of other threads, such as for a later batch, delay no step.
+            wait = contextlib.nullcontext() if stream else self.clock.waiting()
+            with wait, self._lead_errors():
+                found = self._client.compared(offered, self._check_failure)
+            values: list[Any] = [None] * self.count
+            for value, ranks in found:
+                parsed = parse(value)
+                for rank in ranks:
+                    values[rank] = parsed
+            return values
+
+        return finish
 
     @contextlib.contextmanager
     def _lead_errors(self) -> Iterator[None]:
@@ -345,7 +350,13 @@ class WorkerGroup(GroupListener):
 
     def gather_values(self, what: str, value: Any, stream: str = "") -> list[Any]:
         """Every worker's JSON value, on every worker."""
-        return self._exchange(what, json.dumps(value), stream, json.loads)
+        return self.begin_gather(what, value, stream)()
+
+    def begin_gather(
+        self, what: str, value: Any, stream: str = ""
+    ) -> Callable[[], list[Any]]:
+        """Sends a JSON value to the others; the result waits for theirs."""
+        return self._begin_exchange(what, json.dumps(value), stream, json.loads)
 
     def broadcast(self, what: str, payload: bytes | None) -> bytes:
         """The chief's bytes on every worker."""

@@ -74,10 +74,19 @@ def put_by_shards(array: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Arr
     """
     own = sharding.addressable_devices_indices_map(array.shape)
     parts = [
-        jax.block_until_ready(jax.device_put(host_copy(array[index]), device))
+        jax.block_until_ready(jax.device_put(_copied_once(array[index]), device))
         for device, index in own.items()
     ]
     return jax.make_array_from_single_device_arrays(array.shape, sharding, parts)
+
+
+def _copied_once(part: np.ndarray) -> np.ndarray:
+    """What `jax.device_put` copies, faster than NumPy where an array is transposed.
+
+    JAX 0.10 shares the memory of an aligned array in row-major order, also with
+    `may_alias=False`.
+    """
+    return host_copy(part) if part.flags.c_contiguous else part  # type: ignore[no-any-return]
 
 
 def host_copy(array: Any) -> Any:

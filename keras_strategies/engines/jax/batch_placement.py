@@ -66,8 +66,17 @@ class JaxBatchPlacer(abc.ABC):
 
     def _begin(self, batch: Any) -> Callable[[], Any]:
         # The transfer is asynchronous: programs wait for their inputs.
-        placed = self.place(batch)
-        return lambda: placed
+        placed, await_checks = self.place(batch), self._later_checks()
+
+        def arrived() -> Any:
+            if await_checks is not None:
+                await_checks()
+            return placed
+
+        return arrived
+
+    def _later_checks(self) -> Callable[[], None] | None:  # noqa: B027
+        """The wait for the comparison of the last batch; None without one."""
 
 
 class MeshPlacer(JaxBatchPlacer):
@@ -88,6 +97,9 @@ class MeshPlacer(JaxBatchPlacer):
         self._workers = workers
         self.reads_own_rows = workers is not None
         self.use_mesh(mesh)
+
+    def _later_checks(self) -> Callable[[], None] | None:
+        return None if self._workers is None else self._workers.steps.later_checks()
 
     def _compare(self, batch: Any) -> None:
         if self._workers is not None:
@@ -128,10 +140,10 @@ class MeshPlacer(JaxBatchPlacer):
         rows = [sum(each) for each in counts.split(batch.every)]
         total = sum(rows)
         if batch.every != padded_sizes(total, len(batch.every)) or not self._pads:
-            whole = jax.tree.map(
+            joined = jax.tree.map(
                 lambda leaf: workers.gather_rows_on_host(leaf, rows), batch.batch
             )
-            return self.place(whole)
+            return self.place(joined)
         check_batch(batch.batch)
         first, length = sum(rows[: counts.worker]), padded_length(total, self._size)
 

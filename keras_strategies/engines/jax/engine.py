@@ -21,7 +21,7 @@ from keras_strategies.engines.jax.fit.central_storage_trainer import (
 from keras_strategies.engines.jax.fit.mesh_trainer import MeshTrainer
 from keras_strategies.engines.jax.fit.one_device_trainer import OneDeviceTrainer
 from keras_strategies.engines.jax.function import compiled_function, trace_state
-from keras_strategies.engines.jax.pool_gradients import use_whole_windows
+from keras_strategies.engines.jax.pool_gradients import use_unsharded_windows
 from keras_strategies.engines.jax.run import value_and_grad
 from keras_strategies.engines.jax.run.run_driver import JaxRun
 from keras_strategies.engines.jax.run.traceable_optimizers import traceable_apply
@@ -158,7 +158,7 @@ class JaxEngine(Engine):
             one = OneDeviceTrainer(strategy)
             return Drivers(one, JaxRun(strategy, lambda: one.devices), checkpoints=one)
         use_signed_indices()
-        use_whole_windows()
+        use_unsharded_windows()
         if placement.mesh is not None:
             sharded = ModelParallelTrainer(strategy)
             mesh = sharded.distribution.device_mesh.backend_mesh

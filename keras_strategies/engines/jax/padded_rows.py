@@ -22,7 +22,7 @@ from jax import numpy as jnp
 
 from keras_strategies.engines.jax.array_placement import host_copy, put_one
 
-_Rest = tuple[int, jax.NamedSharding, bool]
+_Static = tuple[int, jax.NamedSharding, bool]
 
 
 @jax.tree_util.register_pytree_node_class
@@ -62,14 +62,14 @@ class PaddedRows:
             return jax.lax.with_sharding_constraint(rows, self.sharding)
         return _replicated_rows(self.array, self.rows, self.sharding.mesh)
 
-    def tree_flatten(self) -> tuple[tuple[Any], _Rest]:
-        """The children and the rest, for JAX."""
+    def tree_flatten(self) -> tuple[tuple[Any], _Static]:
+        """The children and the static data, for JAX."""
         return (self.array,), (self.rows, self.sharding, self.stacked)
 
     @classmethod
-    def tree_unflatten(cls, rest: _Rest, children: tuple[Any]) -> PaddedRows:
+    def tree_unflatten(cls, static: _Static, children: tuple[Any]) -> PaddedRows:
         """The inverse of `tree_flatten`, for JAX."""
-        rows, sharding, stacked = rest
+        rows, sharding, stacked = static
         return cls(children[0], rows, sharding, stacked)
 
 

@@ -19,7 +19,7 @@ from keras_strategies.engines.jax.grouped_convolutions import rows_of_program
 _installed: list[Any] = []
 
 
-def use_whole_windows() -> None:
+def use_unsharded_windows() -> None:
     """Replaces JAX's derivative of pooling by a maximum or a minimum."""
     if not _installed:
         _installed.append(ad.primitive_transposes[lax.select_and_gather_add_p])
@@ -34,15 +34,15 @@ def _transpose(
     window_dimensions: tuple[int, ...],
     **options: Any,
 ) -> Any:
-    cotangent = _with_whole_windows(cotangent, window_dimensions)
-    operand = _with_whole_windows(operand, window_dimensions)
+    cotangent = _with_unsharded_windows(cotangent, window_dimensions)
+    operand = _with_unsharded_windows(operand, window_dimensions)
     found, none = _installed[0](
         cotangent, tangents, operand, window_dimensions=window_dimensions, **options
     )
-    return [_with_whole_windows(found, window_dimensions), none]
+    return [_with_unsharded_windows(found, window_dimensions), none]
 
 
-def _with_whole_windows(array: Any, window: tuple[int, ...]) -> Any:
+def _with_unsharded_windows(array: Any, window: tuple[int, ...]) -> Any:
     rows = rows_of_program()
     if (
         rows is None

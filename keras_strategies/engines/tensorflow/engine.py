@@ -29,13 +29,13 @@ from keras_strategies.engines.tensorflow.devices import (
     set_virtual_cpus,
     tf_device,
 )
-from keras_strategies.engines.tensorflow.global_random import (
-    random_state,
-    set_random_state,
-)
 from keras_strategies.engines.tensorflow.program_iteration import (
     ProgramIterator,
     loop_over,
+)
+from keras_strategies.engines.tensorflow.random_numbers.global_random import (
+    random_state,
+    set_random_state,
 )
 from keras_strategies.engines.tensorflow.replicas.replica_run import TensorFlowRun
 from keras_strategies.engines.tensorflow.sharded_checkpoints import (

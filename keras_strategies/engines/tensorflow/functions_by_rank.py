@@ -19,23 +19,32 @@ class FunctionsByRank:
 
     Args:
         function: the Python function.
-        **options: of `tf.function`.
+        jit_compile: as for `tf.function`.
     """
 
-    def __init__(self, function: Callable[..., Any], **options: Any):
+    def __init__(self, function: Callable[..., Any], jit_compile: bool | None = None):
         self._function = function
-        self._options = options
-        self._by_ranks: dict[tuple[int | None, ...], Any] = {}
+        self._jit_compile = jit_compile
+        self._by_ranks: dict[Any, Any] = {}
 
-    def of(self, arguments: Any) -> Any:
-        """The `tf.function` for a structure of arguments or `tf.TypeSpec`s."""
+    def of(self, arguments: Any, is_for_shape: bool = False) -> Any:
+        """The `tf.function` for a structure of arguments or `tf.TypeSpec`s.
+
+        Args:
+            arguments: the structure.
+            is_for_shape: bool, whether each shape has a trace; else a second one
+                makes a trace for any sizes.
+        """
         ranks = tuple(_rank(leaf) for leaf in keras.tree.flatten(arguments))
-        if ranks not in self._by_ranks:
+        key = ranks, is_for_shape
+        if key not in self._by_ranks:
             # TensorFlow warns of retracing by code object, which functions of several
             # models share; a partial function has none and is counted separately.
             own = functools.partial(self._function)
-            self._by_ranks[ranks] = tf.function(own, **self._options)
-        return self._by_ranks[ranks]
+            self._by_ranks[key] = tf.function(
+                own, reduce_retracing=not is_for_shape, jit_compile=self._jit_compile
+            )
+        return self._by_ranks[key]
 
 
 def with_ranks_of(batch: Any, spec: Any) -> Any:

@@ -17,7 +17,7 @@ from keras_strategies.engines.tensorflow.compat.variables import (
     is_resource_variable,
     new_variable,
 )
-from keras_strategies.engines.tensorflow.data_parallel.layer_call import (
+from keras_strategies.engines.tensorflow.data_parallel.layer_call_driver import (
     TensorFlowLayerCalls,
 )
 from keras_strategies.engines.tensorflow.data_parallel.rollback import (
@@ -26,7 +26,9 @@ from keras_strategies.engines.tensorflow.data_parallel.rollback import (
 from keras_strategies.engines.tensorflow.data_parallel.step_function import StepFunction
 from keras_strategies.engines.tensorflow.devices import device_of, tf_device
 from keras_strategies.engines.tensorflow.epoch_datasets import EpochDatasets
-from keras_strategies.engines.tensorflow.intercepted_draws import intercept_draws
+from keras_strategies.engines.tensorflow.random_numbers.intercepted_draws import (
+    intercept_draws,
+)
 from keras_strategies.engines.tensorflow.replicas.empty_replicas import pad_kernels
 from keras_strategies.engines.tensorflow.replicas.lockstep_replicas import (
     ReplicaEngine,
@@ -60,7 +62,7 @@ from keras_strategies.keras_compat.variables.values import (
 )
 from keras_strategies.runtime import context
 from keras_strategies.runtime.colocation import colocation_reference
-from keras_strategies.runtime.data_parallel.layer_call import DataParallelCall
+from keras_strategies.runtime.data_parallel.data_parallel_call import DataParallelCall
 from keras_strategies.runtime.drivers import FitDriver
 from keras_strategies.runtime.placement import (
     StepCost,

@@ -10,7 +10,7 @@ import contextlib
 import datetime
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -31,15 +31,14 @@ from keras_strategies.runtime.thread_scheduling import scheduled_as_batch
 
 __all__ = [
     "PRIVATE_NAMES",
-    "RANDOM_FUNCTIONS",
     "DeviceContext",
     "StorageWeakRef",
     "TorchDispatchMode",
     "all_gather_into",
     "changed_buffers",
+    "compile_call",
     "compile_graph",
     "create_gloo_group",
-    "decomposition_of",
     "default_mps_generator",
     "disabled_torch_function",
     "dispatch_modes",
@@ -61,7 +60,6 @@ __all__ = [
     "schema_arguments",
     "set_timeout",
     "shards_like",
-    "silent_fake_tensors",
     "spec_of",
     "storage_key",
     "tensor_without_memory",
@@ -72,14 +70,10 @@ __all__ = [
     "version_of",
     "why_saved_tensors_hooks_are_disabled",
     "with_forward_gradients",
+    "without_donated_buffers",
 ]
 
 PRIVATE_NAMES = (
-    Private(
-        "torch.autograd.graph",
-        ("_engine_run_backward",),
-        "Row proofs: a mode for functions sees the backward pass.",
-    ),
     Private(
         "torch.distributed.ProcessGroupGloo",
         ("_allgather_base", "_reduce_scatter_base"),
@@ -95,11 +89,6 @@ PRIVATE_NAMES = (
         "torch.multiprocessing.reductions",
         ("StorageWeakRef",),
         "Whether the memory of a gathered weight is still there.",
-    ),
-    Private(
-        "torch",
-        ("_sample_dirichlet", "_standard_gamma"),
-        "Random numbers of replicas.",
     ),
     Private("torch.Tensor", ("_version",), "Whether a tensor has changed in place."),
     Private("torch._C", ("_is_fwd_grad_enabled",), "State of the caller's thread."),
@@ -119,11 +108,6 @@ PRIVATE_NAMES = (
         "Whether replicas retain the graph for a second backward pass.",
     ),
     Private(
-        "torch._decomp",
-        ("decomposition_table",),
-        "Row proofs: operations in terms of others.",
-    ),
-    Private(
         "torch._C._autograd",
         (
             "_saved_tensors_hooks_get_disabled_error_message",
@@ -136,7 +120,17 @@ PRIVATE_NAMES = (
         ("peek_interpreter_stack",),
         "Calls in transforms of `torch.func` are not split.",
     ),
+    Private(
+        "torch._functorch.config",
+        ("donated_buffer", "enable_autograd_cache", "force_non_lazy_backward_lowering"),
+        "Compiled layer calls: two backward passes, and programs of functions.",
+    ),
     Private("torch._inductor", ("compile", "config"), "Compiled steps of workers."),
+    Private(
+        "torch._inductor.compile_fx",
+        ("compile_fx", "compile_fx_inner"),
+        "Compiled layer calls: a program of a function, and of its gradient.",
+    ),
     Private(
         "torch._inductor.config", ("compile_threads",), "No pool of processes for them."
     ),
@@ -147,8 +141,8 @@ PRIVATE_NAMES = (
     ),
     Private(
         "torch._subclasses.fake_tensor",
-        ("FakeTensorMode", "log"),
-        "Row proofs: tensors without values.",
+        ("FakeTensorMode",),
+        "Plans: tensors without values.",
     ),
     Private(
         "torch._subclasses.fake_tensor.FakeTensorMode",
@@ -234,38 +228,6 @@ version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
 #: The `__torch_function__` of subclasses whose operations return plain tensors.
 disabled_torch_function = torch._C._disabled_torch_function_impl
-
-#: Functions behind `torch.distributions`.
-RANDOM_FUNCTIONS = (torch._standard_gamma, torch._sample_dirichlet)
-
-
-def gradients_in_modes(
-    outputs: Sequence[torch.Tensor],
-    inputs: Sequence[torch.Tensor],
-    gradients: Sequence[torch.Tensor],
-) -> tuple[torch.Tensor | None, ...]:
-    """As `torch.autograd.grad`, which leaves modes for functions before it begins.
-
-    Code of Python in the backward pass is called in these modes here.
-
-    Args:
-        outputs: what is differentiated; the graph is kept.
-        inputs: by what.
-        gradients: those of the outputs.
-
-    Returns:
-        For each of `inputs` its gradient, or None if no output depends on it.
-    """
-    found: tuple[torch.Tensor | None, ...] = torch.autograd.graph._engine_run_backward(
-        tuple(outputs),
-        tuple(gradients),
-        True,  # The graph is kept,
-        False,  # the gradients have none,
-        tuple(inputs),
-        True,  # and inputs may be unused.
-        accumulate_grad=False,
-    )
-    return found
 
 
 def is_graph_retained() -> bool:
@@ -378,19 +340,6 @@ def fake_tensor_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-@contextlib.contextmanager
-def silent_fake_tensors() -> Iterator[None]:
-    """Leaves out the log of operations that fail on fake tensors; they raise."""
-    from torch._subclasses.fake_tensor import log
-
-    was_disabled = log.disabled
-    log.disabled = True
-    try:
-        yield
-    finally:
-        log.disabled = was_disabled
-
-
 def memory_tracker() -> Any:
     """A mode that tracks the memory of the tensors that operations make."""
     from torch.distributed._tools.mem_tracker import MemTracker
@@ -428,14 +377,6 @@ def tracked_bytes(tracker: Any, kind: str) -> int:
 
     found = tracker.get_tracker_snapshot(kind)
     return sum(int(each[_TOTAL_KEY]) for each in found.values())
-
-
-def decomposition_of(operation: Any) -> Callable[..., Any] | None:
-    """A function of other operations that computes an ATen operation; None without."""
-    from torch._decomp import decomposition_table
-
-    found: Callable[..., Any] | None = decomposition_table.get(operation)
-    return found
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -516,6 +457,79 @@ def compile_graph(graph: Any, inputs: list[Any]) -> Callable[..., Any]:
     # No pool of compiler processes.
     with config.patch(compile_threads=1):
         compiled: Callable[..., Any] = compile(graph, inputs)
+    return compiled
+
+
+def without_donated_buffers() -> contextlib.AbstractContextManager[None]:
+    """A context in which a backward program keeps what the forward one has saved.
+
+    Entered to compile it, and where its graph is retained for a second backward pass.
+    """
+    from torch._functorch import config
+
+    found: contextlib.AbstractContextManager[None] = config.patch(donated_buffer=False)
+    return found
+
+
+class _Function(torch.nn.Module):
+    """A function of tensors, for a compiler that takes modules."""
+
+    def __init__(self, function: Callable[..., Any]):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        return self.function(*tensors)
+
+
+def compile_call(
+    function: Callable[..., Any],
+    like: Sequence[torch.Tensor],
+    prepare: Callable[[Any], None],
+) -> Callable[..., Any]:
+    """Compiles a function and its gradient, by AOTAutograd and TorchInductor.
+
+    Python of the function runs on tensors without values, more than once. Sizes are
+    constants of the programs.
+
+    Args:
+        function: from tensors to a tuple of tensors.
+        like: the arguments, whose values are not read.
+        prepare: called with each `torch.fx.Graph` before it is lowered.
+    """
+    from torch._functorch import config as functorch_config
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        fakes = [
+            torch.empty_strided(
+                *(each.shape, each.stride()),
+                dtype=each.dtype,
+                device=each.device,
+                requires_grad=each.requires_grad,
+            )
+            for each in like
+        ]
+
+    def lowered(module: Any, inputs: Any, **options: Any) -> Any:
+        prepare(module.graph)
+        module.recompile()
+        return compile_fx_inner(module, inputs, **options)
+
+    module = _Function(function)
+    with (
+        functorch_config.patch(
+            enable_autograd_cache=False,
+            force_non_lazy_backward_lowering=True,
+        ),
+        without_donated_buffers(),
+        config.patch(compile_threads=1),
+    ):
+        compiled: Any = compile_fx(cast(Any, module), fakes, inner_compile=lowered)
+    # What is compiled refers to the module, and the function to the layer.
+    del module.function
     return compiled
 
 

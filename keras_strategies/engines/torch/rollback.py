@@ -12,7 +12,7 @@ from keras_strategies.engines.torch.compat import version_of
 from keras_strategies.engines.torch.worker_collectives import TorchCommunicator
 from keras_strategies.keras_compat.models.building import all_variables
 from keras_strategies.keras_compat.variables.values import raw_value
-from keras_strategies.runtime.data_parallel.layer_call import DataParallelCall
+from keras_strategies.runtime.data_parallel.data_parallel_call import DataParallelCall
 from keras_strategies.runtime.drivers import RollbackDriver
 from keras_strategies.runtime.state.model_values import model_state, restore_model
 

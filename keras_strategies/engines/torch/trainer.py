@@ -14,18 +14,19 @@ import torch
 from keras_strategies.communication.communicator import Communicator
 from keras_strategies.devices import Device
 from keras_strategies.engines.torch.cuda_batches import batch_prefetcher
-from keras_strategies.engines.torch.data_parallel.layer_call import (
+from keras_strategies.engines.torch.data_parallel.compiled_calls import (
+    compiled_calls,
+)
+from keras_strategies.engines.torch.data_parallel.layer_call_driver import (
     TorchLayerCalls,
-    with_plain_outputs,
 )
 from keras_strategies.engines.torch.data_parallel.row_parts import on_host
-from keras_strategies.engines.torch.data_parallel.tensor_on_demand import plain
 from keras_strategies.engines.torch.devices import (
     device_of,
     memories,
     torch_device,
 )
-from keras_strategies.engines.torch.own_rows.own_batches import OwnBatchPlacer
+from keras_strategies.engines.torch.own_batches import OwnBatchPlacer
 from keras_strategies.engines.torch.random_numbers.row_numbers import partitioned_step
 from keras_strategies.engines.torch.replicas.replica_threads import ReplicaThreads
 from keras_strategies.engines.torch.replicas.replica_variables import ReplicaVariables
@@ -41,7 +42,7 @@ from keras_strategies.keras_compat.models.input_adapters import (
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.variables.values import raw_value, set_raw_value
 from keras_strategies.rows.row_tensors import error_text
-from keras_strategies.runtime.data_parallel.layer_call import DataParallelCall
+from keras_strategies.runtime.data_parallel.data_parallel_call import DataParallelCall
 from keras_strategies.runtime.data_parallel.row_parts import has_row_parts
 from keras_strategies.runtime.drivers import FitDriver
 from keras_strategies.runtime.placement import (
@@ -52,7 +53,6 @@ from keras_strategies.runtime.placement import (
 )
 from keras_strategies.runtime.row_splits import check_batch
 from keras_strategies.runtime.worker_batch import WorkerBatch
-from keras_strategies.user_warnings import warn_user
 
 if TYPE_CHECKING:
     from keras_strategies.engines.torch.model_parallel.counted_reads import (
@@ -62,9 +62,6 @@ if TYPE_CHECKING:
         PackedWeights,
     )
     from keras_strategies.runtime.engine import StrategyCore
-
-# Models for which `jit_compile=True` has been warned about.
-_warned: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class TorchTrainer(FitDriver):
@@ -129,9 +126,9 @@ class TorchTrainer(FitDriver):
                 set_raw_value(variable, moved)
 
     def step_function(self, model: Any, kind: str, make: Callable[[], Any]) -> None:
-        function = keras_function(model, kind, make)
-        if self._call is not None:
-            warn_of_jit_compile(model)
+        # Of a step that is split, layer calls are compiled (`compiled_calls.py`).
+        with uncompiled(model) if self._call else contextlib.nullcontext():
+            function = keras_function(model, kind, make)
         step = self._repeated(model, kind, self._routed(model, kind, function))
         setattr(model, f"{kind}_function", step)
 
@@ -154,29 +151,26 @@ class TorchTrainer(FitDriver):
     ) -> Callable[..., Any]:
         workers = self.placement.workers
         call = self._call
-        if self._partitions_draws and not model.jit_compile:
+        if self._partitions_draws and not (call is None and model.jit_compile):
             function = _partitioned(function)
         if call is None:
             return function
-
-        # Dynamo cannot follow threads; it traces the rest of a compiled step, with
-        # plain tensors.
-        is_compiled = model.jit_compile
-        outputs = with_plain_outputs(call) if is_compiled else call.__call__
-        route = torch.compiler.disable(outputs)
+        if model.jit_compile:
+            function = compiled_calls()(function)
         owner = weakref.ref(model)
 
         def step(data: Any) -> Any:
             check_steps(data, workers)
             if isinstance(self.placer, OwnBatchPlacer):
                 data = list(map(self.placer.place, data))
-            if is_compiled:
-                data = keras.tree.map_structure(plain, data)
             with confirmed(owner(), workers):
-                with layer_calls_through(route), self.variables.in_step():
+                with layer_calls_through(call), self.variables.in_step():
                     found = function(data)
                 if kind == "predict":
                     found = keras.tree.map_structure(on_host, found)
+                if workers is not None:
+                    # A step without collectives has not waited for them.
+                    workers.steps.await_checks()
             return found
 
         return step
@@ -308,22 +302,19 @@ def keras_function(
     return function
 
 
-def warn_of_jit_compile(model: Any) -> None:
-    """Warns once that replicas call the layers of a compiled model eagerly."""
-    if not model.jit_compile or model in _warned:
-        return
-    _warned.add(model)
-    warn_user(
-        f"Model {model.name!r} was compiled with `jit_compile=True`. `torch.compile` "
-        "does not follow a step to its replicas, so layer calls, forward and backward, "
-        "run eagerly; only the code around them, such as the optimizer, is compiled. "
-        "Results are the same. Omit `jit_compile=True` to save the time of compiling, "
-        "or use ks.OneDeviceStrategy to compile layer calls too."
-    )
+@contextlib.contextmanager
+def uncompiled(model: Any) -> Iterator[None]:
+    """Context in which Keras makes steps that it does not compile."""
+    is_compiled = model.jit_compile
+    model.jit_compile = False
+    try:
+        yield
+    finally:
+        model.jit_compile = is_compiled
 
 
 def check_steps(data: Any, workers: Communicator | None) -> None:
-    """Compares the batches of the next steps with those of other workers."""
+    """Begins to compare the batches of the next steps with those of other workers."""
     if workers is not None:
         workers.steps.begin_steps(len(data))
     for batch in data:

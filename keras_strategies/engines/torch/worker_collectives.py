@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 from keras_strategies.cluster.group import FAILURE_GRACE, WorkerGroup
 from keras_strategies.communication.communicator import Communicator, lost_worker
-from keras_strategies.communication.engine_sockets import EngineSockets
+from keras_strategies.communication.open_files import reserve_files
 from keras_strategies.communication.packing import pack_indices
+from keras_strategies.engines.engine_sockets import EngineSockets
 from keras_strategies.engines.torch.compat import (
     all_gather_into,
     create_gloo_group,
@@ -79,7 +80,8 @@ class TorchCommunicator(Communicator):
         self._groups: dict[str, Any] = {}
         self._works = NcclWorks()
         self._sockets = EngineSockets()
-        self._store = _store(group, self._timeout, self._sockets)
+        # The store of addresses, which the first collective creates.
+        self._store: Any = None
         self._before_exchange: Callable[[], None] | None = None
         # The Gloo groups of torch's default process group, if it was created here.
         self._default: list[Any] = []
@@ -93,6 +95,7 @@ class TorchCommunicator(Communicator):
 
     def _engine(self, device: torch.device) -> Any:
         """The process group for tensors of a device, created on demand."""
+        self.steps.await_checks()
         if self._before_exchange is not None:
             self._before_exchange()
         use_nccl = self._uses_nccl(device)
@@ -102,9 +105,7 @@ class TorchCommunicator(Communicator):
                 # Waits are on the GPU, where the clock cannot measure them.
                 self.group.clock.sees_waits = False
             # Raises if a worker is lost; processes that connect would wait for it.
-            what = f"the first collective by {kind}"
-            uuid = gpu_uuid(device) if use_nccl else ""
-            check_own_gpus(self.group.gather_values(what, uuid, stream=kind))
+            self._connect(kind, gpu_uuid(device) if use_nccl else "")
             ranks = self.group.index, self.group.count
             store = dist.PrefixStore(kind, self._store)
             self._groups[kind] = (
@@ -114,6 +115,25 @@ class TorchCommunicator(Communicator):
             )
         group = self._groups[kind]
         return group if use_nccl else gloo_for(group, device)
+
+    def _connect(self, kind: str, uuid: str = "") -> None:
+        """Connects this worker with the store, which is in the chief's process.
+
+        Args:
+            kind: str, of the collectives that begin.
+            uuid: str, the GPU of this worker, for NCCL.
+        """
+        reserve_files(self.group.count)
+        if self._store is None and self.group.is_chief:
+            self._store = _served_store(self.group, self._timeout)
+        port = self._store.port if self.group.is_chief else 0
+        what = f"the first collective by {kind}"
+        found = self.group.gather_values(what, [uuid, port], stream=kind)
+        check_own_gpus([each for each, _ in found])
+        host, port = str(self.group.members[0]["host"]), found[0][1]
+        self._sockets.add(host, port)
+        if self._store is None:
+            self._store = _reached_store(host, port, self.group, self._timeout)
 
     def _uses_nccl(self, device: torch.device) -> bool:
         is_ring = self.options.implementation is CommunicationImplementation.RING
@@ -159,11 +179,7 @@ class TorchCommunicator(Communicator):
             # Copies of this object, for other strategies, share the dict.
             self._groups.clear()
             self._groups, self._sockets = {}, EngineSockets()
-            self._works = NcclWorks()
-        try:
-            self._store = _store(group, self._timeout, self._sockets)
-        except RuntimeError as error:
-            raise lost_worker(group, error) from error
+            self._works, self._store = NcclWorks(), None
         group.clock.sees_waits = True
 
     def close(self) -> None:
@@ -197,6 +213,7 @@ class TorchCommunicator(Communicator):
                     "strategy creates the group."
                 )
             return
+        self._connect("default")
         # Torch's operations exchange shards, which the clock cannot measure.
         self.group.clock.sees_waits = False
 
@@ -435,42 +452,43 @@ class Pack:
         return found
 
 
-def _store(
-    group: WorkerGroup, timeout: datetime.timedelta, sockets: EngineSockets
-) -> Any:
+def _served_store(group: WorkerGroup, timeout: datetime.timedelta) -> Any:
     """Store for the addresses of process groups, in the chief's process."""
-    store = None
-    port = b""
-    if group.is_chief:
-        # On the network interface of the cluster's address only.
-        host = group.own_host
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        server = socket.create_server((host, 0), family=family)
-        number = server.getsockname()[1]
+    # On the network interface of the cluster's address only.
+    host = group.own_host
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    server = socket.create_server((host, 0), family=family)
+    return dist.TCPStore(
+        host,
+        server.getsockname()[1],
+        group.count,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=server.detach(),
+        use_libuv=True,
+    )
+
+
+def _reached_store(
+    host: str, port: int, group: WorkerGroup, timeout: datetime.timedelta
+) -> Any:
+    """The chief's store, which listens by now, unless the chief has been lost since.
+
+    Raises:
+        WorkerError: if so.
+    """
+    seconds = datetime.timedelta(seconds=max(_CONNECT_SECONDS, group.timeout))
+    try:
         store = dist.TCPStore(
             host,
-            number,
-            group.count,
-            is_master=True,
-            timeout=timeout,
-            wait_for_workers=False,
-            master_listen_fd=server.detach(),
-            use_libuv=True,
-        )
-        port = str(number).encode()
-    found = int(group.broadcast("the address of torch's store", port))
-    host = str(group.members[0]["host"])
-    if store is None:
-        # The chief listens by now, unless it has been lost since.
-        seconds = max(_CONNECT_SECONDS, group.timeout)
-        store = dist.TCPStore(
-            host,
-            found,
+            port,
             group.count,
             is_master=False,
-            timeout=min(timeout, datetime.timedelta(seconds=seconds)),
+            timeout=min(timeout, seconds),
             wait_for_workers=False,
         )
-        store.set_timeout(timeout)
-    sockets.add(host, found)
+    except RuntimeError as error:
+        raise lost_worker(group, error) from error
+    store.set_timeout(timeout)
     return store

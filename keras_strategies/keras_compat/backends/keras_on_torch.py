@@ -156,3 +156,19 @@ def track_parameters_again(model: Any) -> None:
     for layer in list(model.modules()):
         if hasattr(layer, "_torch_params"):
             layer._track_variables()
+
+
+def own_memory(variable: Any, value: Any) -> None:
+    """Copies the value of a variable that was made of a value, if it has its memory.
+
+    Keras 3.15 makes a parameter of a tensor, or of a NumPy array, without a copy.
+    """
+    if keras.backend.backend() != "torch":
+        return
+    import torch
+
+    parameter = variable._value
+    if type(parameter) is torch.nn.Parameter and (
+        parameter.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
+    ):
+        parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)

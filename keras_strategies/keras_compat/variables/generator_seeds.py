@@ -116,17 +116,6 @@ def create_global_generator() -> None:
     global_seed_generator()
 
 
-def global_seed_state() -> Any:
-    """The state of the generator for draws without a seed; None while there is none.
-
-    Keras 3.15: the global attribute "global_seed_generator".
-    """
-    from keras.src.backend.common import global_state
-
-    generator = global_state.get_global_attribute("global_seed_generator")
-    return None if generator is None else generator.state
-
-
 def seed_states(model: Any) -> list[Any]:
     """The variables of a model's seed generators.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 from keras_strategies.errors import BackendError, InvalidArgumentError
@@ -51,8 +51,8 @@ class VariableHost(Protocol):
     def pieces(self, variable: Any) -> Iterator[tuple[int, Any]]:
         """The value as pairs of a first row and consecutive rows, NumPy arrays."""
 
-    def write_rows(self, variable: Any, start: int, rows: Any) -> None:
-        """Sets consecutive rows."""
+    def write_pieces(self, variable: Any, pieces: Iterable[tuple[int, Any]]) -> None:
+        """Sets consecutive rows, each pair of a first row and an array."""
 
     def places(self, variable: Any) -> list[tuple[str, int, int]]:
         """Device, first row and the row after the last of each part."""
@@ -179,8 +179,7 @@ def _hosted(kind: Any) -> Any:
                     f"Variable {self.path!r} has the shape {tuple(self._shape)}, and "
                     f"its new value has {tuple(value.shape)}. They must be equal."
                 )
-            for start, rows in pieces():
-                host_of(self).write_rows(self, start, rows)
+            host_of(self).write_pieces(self, pieces())
             return self
 
         def pieces(self) -> Iterator[tuple[int, Any]]:

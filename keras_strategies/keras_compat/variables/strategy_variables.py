@@ -7,23 +7,39 @@ from typing import Any
 
 import numpy as np
 
-from keras_strategies.keras_compat.backends import keras_on_jax, keras_on_tensorflow
+from keras_strategies.keras_compat.backends import (
+    keras_on_jax,
+    keras_on_tensorflow,
+    keras_on_torch,
+)
 from keras_strategies.keras_compat.hooks import installed_hooks
 from keras_strategies.keras_compat.strategy_attribute import STRATEGY_ATTRIBUTE
 from keras_strategies.keras_compat.thread_state import current_stateless_scope
+from keras_strategies.keras_compat.variables import loaded_variables
 
 
 class StrategyVariable:
     """A variable of a strategy. It stands before the variable's own class."""
 
     def _initialize(self, value: Any) -> None:
+        loaded_variables.end_waits_for_optimizer()
         keras_on_tensorflow.initialize(self, super()._initialize, value)  # type: ignore[misc]
         installed_hooks().initialized(self)
 
     def _initialize_with_initializer(self, initializer: Any) -> None:
+        loaded_variables.end_waits_for_optimizer()
+        if loaded_variables.wait(self, initializer):
+            return
         # Keras 3.16 does not call `_initialize` for a variable with a layout.
         super()._initialize_with_initializer(initializer)  # type: ignore[misc]
         installed_hooks().initialized(self)
+
+    def _direct_assign(self, value: Any) -> None:
+        if loaded_variables.end_wait(self):
+            self._initialize(value)
+            keras_on_torch.own_memory(self, value)
+        else:
+            super()._direct_assign(value)  # type: ignore[misc]
 
     def assign(self, value: Any) -> Any:
         if isinstance(value, np.ndarray) and current_stateless_scope() is None:

@@ -47,6 +47,7 @@ from keras_strategies.parameter_server.wire.task_messages import (
 )
 from keras_strategies.parameter_server.wire.variable_description import ShardRange
 from keras_strategies.parameter_server.worker.pull_ahead import PULL_AHEAD_STEPS
+from keras_strategies.text_tables import readable_bytes
 
 #: Tasks of a worker, so that it does not wait for the next one. Of a model's steps one
 #: awaits the servers' replies, one is computed, and the later ones are prefetched.
@@ -493,6 +494,7 @@ class Scheduler:
                 self.tasks.fail(pending, error)
                 return
         self._warn_of_changes(pending, result)
+        self._warn_of_full_tables(result)
         worker.steps += result.steps
         worker.seconds += result.seconds
         sent, received = result.traffic
@@ -517,6 +519,18 @@ class Scheduler:
             "not see what it changes. Return values instead, or store them in a "
             "`keras.Variable` of the scope."
         )
+
+    def _warn_of_full_tables(self, result: TaskResult) -> None:
+        """Warns once of each large table that each step sends in full."""
+        for path, nbytes in result.full_tables.items():
+            if path not in self._warned:
+                self._warned.add(path)
+                self.tasks.warnings.append(
+                    f"All rows of {path!r}, {readable_bytes(nbytes)}, are sent to a "
+                    "worker in each step: the step uses them beyond a lookup. Leave "
+                    "out its regularizer, and a layer that is tied to "
+                    "it, or regularize the rows that a batch looks up."
+                )
 
     def snapshots_reported(self, problem: str | None) -> None:
         """Handles a server's snapshot problem; None after recovery."""

@@ -168,6 +168,11 @@ class ParameterServerEngine(abc.ABC):
     #: Whether compiled updates are in place.
     updates_in_place = False
 
+    @property
+    def most_rows(self) -> int:
+        """int, rows of a table up to which each has an id in programs."""
+        return 2**63 - 1
+
     def is_tracing(self) -> bool:
         """Whether a program is being traced."""
         return current_stateless_scope() is not None or self.in_program()

@@ -298,6 +298,11 @@ class JaxParameterServerEngine(ParameterServerEngine):
     def get_value(self, variable: Any) -> np.ndarray:
         return np.asarray(raw_value(variable))
 
+    @property
+    def most_rows(self) -> int:
+        # Otherwise JAX wraps ids to int32, which are other rows.
+        return super().most_rows if jax.config.read("jax_enable_x64") else 2**31
+
     def compile_update(
         self, update: Callable[..., Any], uses_only_builtin_keras: bool
     ) -> Callable[..., Any]:

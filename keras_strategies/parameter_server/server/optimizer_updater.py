@@ -34,7 +34,6 @@ from keras_strategies.parameter_server.server.optimizer_spec import OptimizerSpe
 from keras_strategies.parameter_server.server.variable_store import VariableStore
 from keras_strategies.parameter_server.wire.arrays.row_arrays import (
     pad_rows,
-    put_rows,
     take_rows,
 )
 from keras_strategies.parameter_server.wire.step_messages import Key
@@ -247,7 +246,7 @@ class OptimizerUpdater:
             for key, _, _ in group
         ]
         given = [
-            [self._rows_of(store.get(key), update.ids) for key in own]
+            [self._given(key, update.ids) for key in own]
             for own, update in zip(keys, group, strict=True)
         ]
         after: list[np.ndarray]
@@ -260,13 +259,18 @@ class OptimizerUpdater:
         for update, own, value, kept in zip(group, keys, values, slots, strict=True):
             for key, new in zip(own, [value, *kept], strict=True):
                 if update.ids is None:
-                    store.arrays[key] = new
+                    store.replace(key, new)
                 else:
-                    put_rows(store.own(key), update.ids, new[: len(update.ids)])
+                    store.write_rows(key, update.ids, new[: len(update.ids)])
         return after
 
-    def _rows_of(self, array: np.ndarray, ids: np.ndarray | None) -> np.ndarray:
-        return array if ids is None else take_rows(array, ids, self._count(ids))
+    def _given(self, key: Key, ids: np.ndarray | None) -> np.ndarray:
+        """What the program of an update takes of a shard."""
+        if ids is not None:
+            return take_rows(self._store.get(key), ids, self._count(ids))
+        if self._engine.updates_in_place:
+            self._store.before_change(key)
+        return self._store.get(key)
 
     def _padded(self, update: ShardUpdate) -> np.ndarray:
         if update.ids is None:

@@ -15,11 +15,15 @@ import numpy as np
 
 from keras_strategies.errors import PeerError, SnapshotError
 from keras_strategies.parameter_server.engines import parameter_server_engine
+from keras_strategies.parameter_server.server.changed_rows import ChangedRows
 from keras_strategies.parameter_server.server.loss_scale import apply_scale_report
 from keras_strategies.parameter_server.server.optimizer_updater import OptimizerUpdater
 from keras_strategies.parameter_server.server.snapshots import SnapshotFiles
 from keras_strategies.parameter_server.server.staged_shards import StagedShards
 from keras_strategies.parameter_server.server.variable_store import VariableStore
+from keras_strategies.parameter_server.variables.initial_values import (
+    ShardInitializer,
+)
 from keras_strategies.parameter_server.wire.arrays.array_messages import COPY_BYTES
 from keras_strategies.parameter_server.wire.arrays.row_arrays import (
     Empty,
@@ -51,15 +55,17 @@ class ParameterServer:
     ):
         self._index = index
         self._engine = parameter_server_engine()
-        self._store = VariableStore()
         self._updaters: dict[int, OptimizerUpdater] = {}
         self._optimizers: dict[int, bytes] = {}
         # Name of the coordinator that owns the variables.
         self._owner: str | None = None
+        # Of shards without the values of all rows.
+        self._initializers: dict[Key, ShardInitializer] = {}
         self._staged = StagedShards()
         # The last transfer of shards to this server.
         self._adopted: str | None = None
         self._snapshots = SnapshotFiles(snapshots, index) if snapshots else None
+        self._store = self._new_store()
         self._interval = interval
         self._saved_at = time.monotonic()
         self._saved_version = -1
@@ -77,6 +83,9 @@ class ParameterServer:
         self.is_restored = self._restore()
         self.is_stopped = False
 
+    def _new_store(self) -> VariableStore:
+        return VariableStore(None if self._snapshots is None else ChangedRows())
+
     def _restore(self) -> bool:
         """Restores the files of an earlier process; returns whether there were any."""
         if self._snapshots is None:
@@ -89,6 +98,7 @@ class ParameterServer:
         if found is None:
             return False
         self._store, self.damage = found.store, found.damage
+        self._store.changes = ChangedRows()
         if found.extra is not None:
             self._owner, self._optimizers, self._adopted = found.extra
             for number in self._optimizers:
@@ -171,8 +181,8 @@ class ParameterServer:
     def _clear(self) -> None:
         if self._snapshots is not None:
             self._attempt(self._snapshots.clear)
-        self._store, self._adopted = VariableStore(), None
-        self._updaters, self._optimizers = {}, {}
+        self._store, self._adopted = self._new_store(), None
+        self._updaters, self._optimizers, self._initializers = {}, {}, {}
 
     def on_retire(self, argument: None = None) -> None:
         """Ends the process, and removes its snapshots."""
@@ -208,8 +218,35 @@ class ParameterServer:
     def on_create(self, shards: list[tuple[Key, Any]]) -> None:
         """Creates shards: pairs of a key and an array or a pickled initializer."""
         new = [(key, value) for key, value in shards if key not in self._store.arrays]
-        self._create(new)
+        for key, value in new:
+            if isinstance(value, bytes):
+                initializer = pickle.loads(value)
+                value = initializer.empty()
+                first, *following = initializer.requests()
+                initializer.fill(value, *first)
+                if following:
+                    self._initializers[key] = initializer
+            self._store.create(key, value)
         self._note("shards", new)
+
+    def on_initialize(self, argument: tuple[Key, int, int]) -> None:
+        """Computes initial values of consecutive rows, until those of the last ones.
+
+        After a restart all rows have them, from the journal.
+        """
+        key, first, last = argument
+        initializer = self._initializers.get(key)
+        if initializer is None:
+            return
+        initializer.fill(self._store.get(key), first, last)
+        if last == initializer.rows:
+            del self._initializers[key]
+
+    def _initialize_all(self) -> None:
+        """Computes what is missing of shards, which a snapshot would not have."""
+        for key, initializer in self._initializers.items():
+            initializer.fill(self._store.get(key), 0, initializer.rows)
+        self._initializers.clear()
 
     def _create(self, shards: list[tuple[Key, Any]]) -> None:
         for key, value in shards:
@@ -267,7 +304,7 @@ class ParameterServer:
         transfer, keys = argument
         if self._adopted == transfer:
             return
-        self._store.arrays |= self._staged.take(keys)
+        self._store.adopt(self._staged.take(keys))
         self._adopted = transfer
         self._store.version += 1
         self._save()
@@ -302,7 +339,8 @@ class ParameterServer:
 
     def _delete(self, keys: list[Key]) -> None:
         for key in keys:
-            self._store.arrays.pop(key, None)
+            self._store.delete(key)
+            self._initializers.pop(key, None)
 
     def on_release(self, number: int) -> None:
         """Deletes an optimizer that no longer exists."""
@@ -336,6 +374,7 @@ class ParameterServer:
             self._report(None)
             return
         self._has_lost_notes = False
+        self._initialize_all()
         self._snapshots.begin(self._store, self._extra)
         self._begun_version = self._store.version
 
@@ -373,7 +412,7 @@ class ParameterServer:
             self._finish_snapshot(waits=False)
             # Early, so that the snapshot is complete within the interval.
             is_due = time.monotonic() - self._saved_at >= _EARLY * self._interval
-            if is_due and not self._snapshots.is_writing:
+            if is_due and not (self._snapshots.is_writing or self._initializers):
                 self._begin_snapshot()
         except SnapshotError as error:
             self._report(error.text)

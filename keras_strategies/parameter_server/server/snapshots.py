@@ -1,37 +1,51 @@
-"""Snapshot files of a parameter server: generations, journals, checksums.
+"""Snapshot files of a parameter server: generations, chains, journals.
 
-A *snapshot* is the full state at one moment: variables and the names of the updates
-applied to them. Shards and optimizers that are created later are appended to a
-*journal*, so that a server that dies between two snapshots is restored with all of its
-shards and loses only updates.
+A *snapshot* is the state at one moment: variables and the names of the updates applied
+to them. Shards and optimizers that are created later are appended to a *journal*, so
+that a server that dies between two snapshots is restored with all of its shards and
+loses only updates.
 
 Each snapshot starts a *generation*: `ps-0.7.snapshot`, and `ps-0.7.journal` for what
-was created since. Generation 0 has only a journal. Two generations are kept on disk. A
-file with a wrong checksum is not used: the server then restores the previous
-generation and all journals since. While a snapshot is written, events are appended to
-the journals of both generations: the file may never be complete. A snapshot is an
-archive (`saving/archives.py`); a journal is a sequence of records, of which each
-contains one.
+was created since. Generation 0 has only a journal. A snapshot is *full*, or has the
+rows that have changed since the one before: the *chain* of the last full one and all
+that follow it is the state. A chain is at most half as long again as its full snapshot.
+The present chain and the one before are kept on disk. A file with a wrong checksum is
+not used: the server then restores the generation before it and all journals since.
+While a snapshot is written, events are appended to the journals of both generations:
+the file may never be complete. Both kinds of file are sequences of records
+(`record_files.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
-import struct
-import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from keras_strategies.errors import CheckpointError, SnapshotError
-from keras_strategies.parameter_server.server.snapshot_writer import ForkedWrite
-from keras_strategies.parameter_server.server.variable_store import (
-    AppliedUpdates,
-    VariableStore,
+from keras_strategies.parameter_server.server.changed_rows import (
+    ChangedRows,
+    ShardPiece,
 )
+from keras_strategies.parameter_server.server.record_files import (
+    DamagedFileError,
+    RecordReader,
+    write_record,
+)
+from keras_strategies.parameter_server.server.snapshot_content import (
+    described,
+    read_description,
+    read_rows,
+    write_snapshot,
+)
+from keras_strategies.parameter_server.server.snapshot_writer import BackgroundWrite
+from keras_strategies.parameter_server.server.variable_store import VariableStore
+from keras_strategies.parameter_server.wire.step_messages import Key
 from keras_strategies.training.saving.archives import (
     naming_damage,
     open_archive,
@@ -40,21 +54,11 @@ from keras_strategies.training.saving.archives import (
 )
 from keras_strategies.training.saving.atomic_files import flush_folder, remove_parts
 
-#: Header of each record: mark, length and CRC-32 of the payload; then the CRC-32 of
-#: these three.
-_HEADER = struct.Struct("<4sQI")
-_CHECK = struct.Struct("<I")
-_MARK = b"KSR2"
-#: Bytes written or checked at a time.
-_PIECE_BYTES = 4 << 20
-_KIND = "snapshot of a parameter server"
 _EVENT = "record of a parameter server"
-#: Generations kept on disk: the latest, and the previous one as a fallback.
-_GENERATIONS = 2
-
-
-class DamagedFileError(Exception):
-    """A file is truncated or its checksums do not match."""
+#: Chains kept on disk: the present one, and the previous one as a fallback.
+_CHAINS = 2
+#: Bytes of the snapshots that follow a full one, at most, as a fraction of all shards.
+_MOST_FOLLOWING = 0.5
 
 
 @dataclass(frozen=True)
@@ -87,10 +91,14 @@ class SnapshotFiles:
         self._name = f"ps-{index}"
         self._index = index
         self._generation = max(self._generations(), default=0)
-        # Generations known to be complete, latest last.
-        self._complete = [0]
+        # Full generations known to be complete, latest last; 0 for the initial state.
+        self._full = [0]
+        # Whether the next snapshot has all rows; bytes since the last one that had.
+        self._needs_full = True
+        self._following_bytes = 0
         # Writes the snapshot of the following generation; None if none is written.
-        self._writer: ForkedWrite | None = None
+        self._writer: BackgroundWrite | None = None
+        self._changes = ChangedRows()
 
     @property
     def folder(self) -> Path:
@@ -125,28 +133,39 @@ class SnapshotFiles:
         return self._writer is not None
 
     def begin(self, store: VariableStore, extra: Any) -> None:
-        """Begins to write a snapshot of the present state, in a child process.
+        """Begins to write a snapshot of the present state, in a thread.
 
         Args:
-            store: the variables.
+            store: the variables, with `ChangedRows`.
             extra: additional content of the file.
 
         Raises:
             RuntimeError: `SnapshotError` if it cannot be written.
         """
-        assert self._writer is None
-        following, state = self._generation + 1, _state_of(store, extra)
-        self._nbytes = store.nbytes
+        assert self._writer is None and store.changes is not None
+        following, changes = self._generation + 1, store.changes
+        nbytes = changes.changed_bytes(store.arrays)
+        most = _MOST_FOLLOWING * store.nbytes
+        is_full = self._needs_full or self._following_bytes + nbytes > most
+        self._nbytes = store.nbytes if is_full else nbytes
+        self._is_full, self._changes = is_full, changes
+        description = described(store, extra, 0 if is_full else self._generation)
         try:
             if self._journal(following).exists():
                 # Of a snapshot that was not complete.
                 self._journal(following).unlink()
-            self._writer = ForkedWrite(
-                self._snapshot(following),
-                lambda part: write_archive(part, _KIND, state),
-            )
         except OSError as error:
             raise self._failed_snapshot(error) from error
+        changes.begin(store.arrays, is_full)
+        # After a failure, rows that are marked now are in no file.
+        self._needs_full = True
+        kept = [*self._full, following][-_CHAINS:] if is_full else self._full
+        write = functools.partial(
+            _write, description, list(store.arrays), changes.pieces()
+        )
+        self._writer = BackgroundWrite(
+            self._snapshot(following), write, lambda: self._remove_older(kept[0])
+        )
 
     def finish(self, waits: bool) -> bool:
         """Starts the generation of a snapshot if it is complete; returns whether it is.
@@ -164,11 +183,15 @@ class SnapshotFiles:
                 return False
         except OSError as error:
             self._writer = None
+            self._changes.end()
             raise self._failed_snapshot(error) from error
-        self._writer = None
+        self._writer, self._needs_full = None, False
         self._generation += 1
-        self._complete = [*self._complete, self._generation][-_GENERATIONS:]
-        self._remove_older(self._complete[0])
+        if self._is_full:
+            self._full = [*self._full, self._generation][-_CHAINS:]
+            self._following_bytes = 0
+        else:
+            self._following_bytes += self._nbytes
         return True
 
     def abort(self) -> None:
@@ -176,6 +199,7 @@ class SnapshotFiles:
         if self._writer is not None:
             self._writer.abort()
             self._writer = None
+            self._changes.end()
 
     def _failed_snapshot(self, error: OSError) -> SnapshotError:
         path = self._snapshot(self._generation + 1)
@@ -199,7 +223,7 @@ class SnapshotFiles:
             with path.open("ab", buffering=0) as file:
                 length = file.tell()
                 try:
-                    _write_record(file, payload)
+                    write_record(file, payload)
                     os.fsync(file.fileno())
                 except OSError:
                     # A partial record would hide the following ones.
@@ -230,7 +254,7 @@ class SnapshotFiles:
                     f"another cluster: {error.strerror or error}. Remove it, or name "
                     "another `snapshot_folder`."
                 ) from error
-        self._generation, self._complete = 0, [0]
+        self._generation, self._full, self._needs_full = 0, [0], True
 
     def _remove_older(self, first: int) -> None:
         """Removes the generations before `first`."""
@@ -266,7 +290,7 @@ class SnapshotFiles:
         damages: list[str] = []
         for generation in found:
             try:
-                store, extra = self._read_snapshot(generation)
+                store, extra, full = self._read_chain(generation)
                 events = [
                     event
                     for later in range(generation, self._generation + 1)
@@ -284,33 +308,43 @@ class SnapshotFiles:
                     else f"Parameter server {self._index} restored the initial values "
                     "of its variables: there is no earlier snapshot."
                 )
-            self._complete = [generation]
+            self._full = [full]
             return RestoredState(store, extra, events, " ".join(damages))
         raise SnapshotError(
             f"Parameter server {self._index} cannot restore any of its snapshots. "
             f"{' '.join(damages)}"
         )
 
-    def _read_snapshot(self, generation: int) -> tuple[VariableStore, Any]:
-        store = VariableStore()
-        if generation == 0:
-            return store, None
-        path = self._snapshot(generation)
-        name = f"The snapshot {path}"
-        with open_archive(path, _KIND, name) as state, naming_damage(name):
-            store.version = state["version"]
-            store.applied = AppliedUpdates(*state["applied"])
-            for key, array in state["arrays"]:
-                store.arrays[key] = array.read()
-            extra = state["extra"]
-        return store, extra
+    def _read_chain(self, generation: int) -> tuple[VariableStore, Any, int]:
+        """The state of a generation, and the full snapshot of its chain."""
+        follows, extra, full = generation, None, generation
+        with contextlib.ExitStack() as stack:
+            chain: list[Callable[[VariableStore], VariableStore]] = []
+            while follows:
+                full, path = follows, self._snapshot(follows)
+                name = f"The snapshot {path}"
+                file = stack.enter_context(path.open("rb"))
+                reader = RecordReader(file, path)
+                description = read_description(reader, name)
+                extra = description["extra"] if not chain else extra
+                follows = description["follows"]
+                if not isinstance(follows, int) or not 0 <= follows < full:
+                    raise reader.damaged()
+                chain.insert(0, functools.partial(read_rows, reader, description))
+            store = VariableStore()
+            for read in chain:
+                store = read(store)
+        return store, extra, full
 
     def _read_journal(self, generation: int) -> Iterator[tuple[str, Any]]:
         path = self._journal(generation)
         if not path.exists():
             return
         with path.open("rb") as file:
-            while (payload := _read_record(file, path)) is not None:
+            reader = RecordReader(file, path)
+            while (length := reader.next()) is not None:
+                payload = reader.read(length)
+                reader.check()
                 name = f"A record of {path}"
                 with (
                     open_archive(io.BytesIO(payload), _EVENT, name) as event,
@@ -318,6 +352,23 @@ class SnapshotFiles:
                 ):
                     kind, value = with_arrays(event)
                 yield kind, value
+
+
+def _write(
+    description: bytes,
+    keys: list[Key],
+    pieces: Iterator[ShardPiece],
+    file: BinaryIO,
+    check: Callable[[], None],
+) -> None:
+    """Writes a snapshot, for `BackgroundWrite`."""
+
+    def checked() -> Iterator[ShardPiece]:
+        for piece in pieces:
+            check()
+            yield piece
+
+    write_snapshot(file, description, keys, checked())
 
 
 def describe_disk(folder: str | os.PathLike[str]) -> str:
@@ -360,77 +411,3 @@ def check_folder(folder: str) -> None:
     finally:
         with contextlib.suppress(OSError):
             probe.unlink()
-
-
-def _state_of(store: VariableStore, extra: Any) -> dict[str, Any]:
-    """The content of a snapshot."""
-    applied = store.applied
-    return {
-        "version": store.version,
-        "applied": (applied.steps, applied.done, applied.requests),
-        "arrays": list(store.arrays.items()),
-        "extra": extra,
-    }
-
-
-def _write_record(file: BinaryIO, payload: bytes | memoryview) -> None:
-    view = memoryview(payload)
-    header = _HEADER.pack(_MARK, view.nbytes, _checksum(view))
-    for piece in (memoryview(header + _CHECK.pack(zlib.crc32(header))), view):
-        written = 0
-        while written < piece.nbytes:
-            # Unbuffered files on a nearly full disk write only a part.
-            written += file.write(piece[written : written + _PIECE_BYTES])
-
-
-def _read_record(file: BinaryIO, path: Path) -> bytes | None:
-    """The next record; None at the end.
-
-    The last one may be incomplete: its process died during the write, before its reply.
-
-    Args:
-        file: the open file.
-        path: its path, for errors.
-    """
-    header = _read_header(file, path)
-    if header is None:
-        return None
-    length, checksum = header
-    left = os.fstat(file.fileno()).st_size - file.tell()
-    if left < length:
-        return None
-    payload = file.read(length)
-    _compare(path, checksum, payload)
-    return payload
-
-
-def _read_header(file: BinaryIO, path: Path) -> tuple[int, int] | None:
-    """Length and checksum of the next record; None at the end."""
-    header, check = file.read(_HEADER.size), file.read(_CHECK.size)
-    if len(check) < _CHECK.size:
-        return None
-    mark, length, checksum = _HEADER.unpack(header)
-    if mark != _MARK and mark[:3] == _MARK[:3]:
-        raise DamagedFileError(
-            f"{path} has the format {mark!r}; this version of keras_strategies reads "
-            f"{_MARK!r}. Use the version that has written it, or another folder."
-        )
-    if mark != _MARK or _CHECK.unpack(check) != (zlib.crc32(header),):
-        raise _damaged(path)
-    return length, checksum
-
-
-def _compare(path: Path, expected: int, payload: bytes | memoryview) -> None:
-    if _checksum(memoryview(payload)) != expected:
-        raise _damaged(path)
-
-
-def _checksum(view: memoryview) -> int:
-    checksum = 0
-    for start in range(0, view.nbytes, _PIECE_BYTES):
-        checksum = zlib.crc32(view[start : start + _PIECE_BYTES], checksum)
-    return checksum
-
-
-def _damaged(path: Path) -> DamagedFileError:
-    return DamagedFileError(f"{path} is damaged: its checksums do not match its bytes.")

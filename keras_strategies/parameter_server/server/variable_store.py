@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from keras_strategies.errors import PeerError
-from keras_strategies.parameter_server.wire.arrays.row_arrays import Empty, take_rows
+from keras_strategies.parameter_server.server.changed_rows import ChangedRows
+from keras_strategies.parameter_server.wire.arrays.row_arrays import (
+    Empty,
+    put_rows,
+    take_rows,
+)
 from keras_strategies.parameter_server.wire.step_messages import Key, UpdateId
 
 
@@ -47,10 +53,16 @@ class AppliedUpdates:
 
 
 class VariableStore:
-    """Shards of variables, updated in place where possible."""
+    """Shards of variables, updated in place where possible.
 
-    def __init__(self) -> None:
+    Args:
+        changes: notes changes for snapshots; None without them.
+    """
+
+    def __init__(self, changes: ChangedRows | None = None) -> None:
+        #: Changed only by the methods, which note it.
         self.arrays: dict[Key, np.ndarray] = {}
+        self.changes = changes
         self.applied = AppliedUpdates()
         #: Number of applied updates.
         self.version = 0
@@ -77,11 +89,34 @@ class VariableStore:
                 f"{len(self.arrays)} shards."
             ) from None
 
-    def own(self, key: Key) -> np.ndarray:
-        """The array of a shard, writable.
+    def delete(self, key: Key) -> None:
+        """Deletes a shard, if there is one."""
+        if self.arrays.pop(key, None) is not None and self.changes is not None:
+            self.changes.forget(key)
+
+    def adopt(self, arrays: Mapping[Key, np.ndarray]) -> None:
+        """Uses the shards of another server."""
+        for key, array in arrays.items():
+            self.delete(key)
+            self.arrays[key] = array
+
+    def before_change(self, key: Key, rows: slice | np.ndarray | None = None) -> None:
+        """Notes that rows of a shard, or all, will be changed in place."""
+        if self.changes is not None:
+            self.changes.before_change(key, rows)
+
+    def replace(self, key: Key, array: np.ndarray) -> None:
+        """Uses another array as the value of a shard."""
+        if self.changes is not None:
+            self.changes.replaced(key)
+        self.arrays[key] = array
+
+    def _own(self, key: Key, rows: slice | np.ndarray | None = None) -> np.ndarray:
+        """The array of a shard, writable, before a change of rows, or of all.
 
         After an update it may be read-only memory of the framework; it is copied then.
         """
+        self.before_change(key, rows)
         array = self.get(key)
         if not array.flags.writeable:
             array = self.arrays[key] = np.array(array)
@@ -89,15 +124,19 @@ class VariableStore:
 
     def write(self, key: Key, value: np.ndarray, start: int = 0) -> None:
         """Writes consecutive rows of a shard, or a scalar."""
-        array = self.own(key)
-        if array.ndim == 0:
-            array[...] = value
+        if self.get(key).ndim == 0:
+            self._own(key)[...] = value
         else:
-            array[start : start + len(value)] = value
+            rows = slice(start, start + len(value))
+            self._own(key, rows)[rows] = value
+
+    def write_rows(self, key: Key, ids: np.ndarray, rows: np.ndarray) -> None:
+        """Writes some rows of a shard."""
+        put_rows(self._own(key, ids), ids, rows)
 
     def add(self, key: Key, delta: np.ndarray) -> None:
         """Adds to a shard."""
-        array = self.own(key)
+        array = self._own(key)
         if array.dtype == bool:
             array[...] = delta
         else:

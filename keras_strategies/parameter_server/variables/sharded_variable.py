@@ -47,7 +47,7 @@ class VariableShard:
         """
         rows = np.broadcast_to(keras.ops.convert_to_numpy(value), self.shape)
         host = host_of(self._variable)
-        host.write_rows(self._variable, self._rows.start, rows)
+        host.write_pieces(self._variable, [(self._rows.start, rows)])
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         found = self.numpy()

@@ -31,11 +31,11 @@ def split_rows(rows: int, parts: int) -> list[tuple[int, int]]:
     >>> split_rows(13, 5)
     [(0, 3), (3, 6), (6, 9), (9, 11), (11, 13)]
     """
-    whole, rest = divmod(rows, parts)
+    full, rest = divmod(rows, parts)
     ranges = []
     start = 0
     for i in range(parts):
-        stop = start + whole + (i < rest)
+        stop = start + full + (i < rest)
         ranges.append((start, stop))
         start = stop
     return ranges

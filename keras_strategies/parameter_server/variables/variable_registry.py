@@ -8,7 +8,7 @@ import itertools
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -20,18 +20,24 @@ from keras_strategies.keras_compat.optimizers.optimizer_classes import plain_opt
 from keras_strategies.keras_compat.optimizers.optimizer_parts import is_optimizer
 from keras_strategies.keras_compat.variables.creation import mix_in, variable_maker
 from keras_strategies.keras_compat.variables.values import declared_shape, stored_dtype
+from keras_strategies.parameter_server.engines import parameter_server_engine
 from keras_strategies.parameter_server.variables.coordinator_variables import (
     CoordinatorVariables,
 )
 from keras_strategies.parameter_server.variables.dtype_sizes import bytes_per_element
 from keras_strategies.parameter_server.variables.initial_values import (
     CONSTANTS,
-    shard_factory,
+    ShardInitializer,
+    pickled,
+    shard_initializers,
 )
 from keras_strategies.parameter_server.variables.shard_placement import (
     RoundRobinPlacement,
 )
 from keras_strategies.parameter_server.variables.sharded_variable import ShardedVariable
+from keras_strategies.parameter_server.variables.transfer_progress import (
+    TransferProgress,
+)
 from keras_strategies.parameter_server.variables.variable_partitioners import (
     PartitionFunction,
 )
@@ -118,10 +124,20 @@ class VariableRegistry:
             array = np.asarray(keras.ops.convert_to_numpy(value))
             self._create_shards(variable, lambda start, stop: array[start:stop], array)
             return
-        self._create_shards(variable, shard_factory(initializer, shape, dtype), None)
+        self._initialize_shards(
+            description, shard_initializers(initializer, shape, dtype)
+        )
 
     def _register(self, variable: Any, shape: tuple[int, ...]) -> VariableDescription:
         self.delete_released()
+        most = parameter_server_engine().most_rows
+        if shape and shape[0] > most:
+            raise InvalidArgumentError(
+                f"Variable {variable.path!r} has {shape[0]:,} rows. JAX computes ids "
+                f"in int32, which has {most:,}: others would be wrapped to ids of "
+                "other rows. Call `jax.config.update('jax_enable_x64', True)`, or use "
+                "several tables."
+            )
         with self.lock:
             number = next(self._numbers)
             kind, reference = self._kind(variable, shape)
@@ -201,6 +217,32 @@ class VariableRegistry:
             )
         self._servers.request_all("create", by_server)
 
+    def _initialize_shards(
+        self,
+        description: VariableDescription,
+        shard: Callable[[int, int], ShardInitializer],
+    ) -> None:
+        """Creates shards whose values are computed on their servers, in pieces."""
+        each = {p: shard(p.start, p.stop) for p in description.shards}
+        new: dict[int, list[Any]] = {}
+        ranges: dict[int, list[Any]] = {}
+        for place, made in each.items():
+            key = (description.number, place.start)
+            new.setdefault(place.server, []).append((key, pickled(made)))
+            rest = [(key, *rows) for rows in made.requests()][1:]
+            ranges.setdefault(place.server, []).extend(rest)
+        with self._progress("creating", description) as progress:
+            self._servers.request_all("create", new)
+            for step in itertools.zip_longest(*ranges.values()):
+                asked = {
+                    server: rows
+                    for server, rows in zip(ranges, step, strict=True)
+                    if rows is not None
+                }
+                self._servers.request_all("initialize", asked)
+                rows = sum(last - first for _, first, last in asked.values())
+                progress.advance(rows * _row_bytes(description))
+
     # Using variables
 
     def describe(self, variable: Any) -> VariableDescription:
@@ -272,10 +314,27 @@ class VariableRegistry:
         return nbytes > self.streamed_bytes
 
     def pieces(self, variable: Any) -> Iterator[tuple[int, np.ndarray]]:
-        return self._servers.pieces(self.describe(variable))
+        description = self.describe(variable)
+        with self._progress("reading", description) as progress:
+            for start, rows in self._servers.pieces(description):
+                yield start, rows
+                progress.advance(rows.nbytes)
 
-    def write_rows(self, variable: Any, start: int, rows: np.ndarray) -> None:
-        self._servers.write_rows(self.describe(variable), start, rows)
+    def write_pieces(
+        self, variable: Any, pieces: Iterable[tuple[int, np.ndarray]]
+    ) -> None:
+        description = self.describe(variable)
+        with self._progress("writing", description) as progress:
+            for start, rows in pieces:
+                self._servers.write_rows(description, start, rows)
+                progress.advance(rows.nbytes)
+
+    def _progress(
+        self, what: str, description: VariableDescription
+    ) -> TransferProgress:
+        rows = description.shape[0] if description.shape else 1
+        nbytes = rows * _row_bytes(description)
+        return TransferProgress(f"{what} {description.path}", nbytes)
 
     def places(self, variable: Any) -> list[tuple[str, int, int]]:
         return shard_devices(self.describe(variable))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import functools
 import itertools
 import secrets
@@ -11,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_strategies.errors import WorkerError
+from keras_strategies.errors import ReplicaError, WorkerError
 from keras_strategies.parameter_server.wire.cluster_keys import Keys
 from keras_strategies.parameter_server.wire.request_connection import Connection
 from keras_strategies.parameter_server.wire.row_indexing import (
@@ -26,6 +28,8 @@ from keras_strategies.parameter_server.wire.variable_description import (
 )
 
 _CHUNK_BYTES = 32 << 20
+#: Pieces of a variable that servers send while one is used.
+_PIECES_AHEAD = 2
 
 
 class ServerConnections:
@@ -159,28 +163,66 @@ class ServerConnections:
     def pieces(
         self, description: VariableDescription
     ) -> Iterator[tuple[int, np.ndarray]]:
-        """Pieces of a variable: the first row of each, and its rows."""
-        for shard in description.shards[: 1 if description.kind == "scalar" else None]:
-            for start, rows in self.pieces_of(description, shard):
-                yield shard.start + start, rows
+        """Pieces of a variable: the first row of each, and its rows.
+
+        Servers take turns, and send the next ones while a piece is used.
+        """
+        shards = description.shards[: 1 if description.kind == "scalar" else None]
+        ranges = [
+            [(shard, start, stop) for start, stop in _ranges(description, shard)]
+            for shard in shards
+        ]
+        turns = itertools.chain(*itertools.zip_longest(*ranges))
+        wanted = (piece for piece in turns if piece is not None)
+        begun: collections.deque[tuple[ShardRange, int, int]] = collections.deque()
+        try:
+            for shard, start, stop in wanted:
+                key = (description.number, shard.start)
+                request = self._begin(shard.server, "read", (key, start, stop))
+                begun.append((shard, start, request))
+                if len(begun) > _PIECES_AHEAD:
+                    yield self._piece(*begun.popleft())
+            while begun:
+                yield self._piece(*begun.popleft())
+        finally:
+            for piece in begun:
+                # Of a reader that has ended early, or an error.
+                with contextlib.suppress(ReplicaError):
+                    self._piece(*piece)
+
+    def _begin(self, server: int, name: str, argument: Any) -> int:
+        with self._lock:
+            self._check_open()
+            return self._connections[server].begin((name, argument))
+
+    def _piece(
+        self, shard: ShardRange, start: int, request: int
+    ) -> tuple[int, np.ndarray]:
+        with self._lock:
+            connection = self._connections[shard.server]
+            return shard.start + start, connection.finish(request, self._timeout)
 
     def pieces_of(
         self, description: VariableDescription, shard: ShardRange
     ) -> Iterator[tuple[int, np.ndarray]]:
         """Pieces of a shard: the first row of each in the shard, and its rows."""
-        step = max(1, _CHUNK_BYTES // max(1, _row_bytes(description)))
-        for start in range(0, max(shard.rows, 1), step):
+        for start, stop in _ranges(description, shard):
             key = (description.number, shard.start)
-            stop = min(start + step, shard.rows)
             yield start, self.request(shard.server, "read", (key, start, stop))
 
     def read(self, description: VariableDescription) -> np.ndarray:
         """Reads a variable in full."""
-        pieces = [piece for _, piece in self.pieces(description)]
-        if len(pieces) == 1:
-            # A view would hold the memory of the message, which is read-only.
-            return np.array(pieces[0])
-        return np.concatenate(pieces)
+        found: np.ndarray | None = None
+        for start, rows in self.pieces(description):
+            if found is None:
+                # A view of a message would hold its memory, which is read-only.
+                found = np.empty(description.shape, rows.dtype)
+            if found.ndim:
+                found[start : start + len(rows)] = rows
+            else:
+                found[...] = rows
+        assert found is not None
+        return found
 
     def write(self, description: VariableDescription, value: np.ndarray) -> None:
         """Writes a variable in full."""
@@ -248,6 +290,15 @@ class ServerConnections:
             self._is_closed = True
             for connection in self._connections:
                 connection.close()
+
+
+def _ranges(
+    description: VariableDescription, shard: ShardRange
+) -> Iterator[tuple[int, int]]:
+    """First and last rows (exclusive), in a shard, of its pieces."""
+    step = max(1, _CHUNK_BYTES // max(1, _row_bytes(description)))
+    for start in range(0, max(shard.rows, 1), step):
+        yield start, min(start + step, shard.rows)
 
 
 def _row_bytes(description: VariableDescription) -> int:

@@ -94,6 +94,7 @@ class TaskResult:
         staleness: updates that its steps have missed, total and maximum.
         changes: names of objects that the function refers to, of which it has changed
             the worker's copy.
+        full_tables: bytes of large tables that its steps have pulled in full, by path.
     """
 
     number: int
@@ -105,6 +106,7 @@ class TaskResult:
     traffic: tuple[int, int] = (0, 0)
     staleness: tuple[int, int] = (0, 0)
     changes: tuple[str, ...] = ()
+    full_tables: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -230,9 +230,10 @@ class WorkerVariableHost:
     def pieces(self, variable: Any) -> Iterator[tuple[int, Any]]:
         yield 0, self.read(variable)
 
-    def write_rows(self, variable: Any, start: int, rows: Any) -> None:
+    def write_pieces(self, variable: Any, pieces: Iterable[tuple[int, Any]]) -> None:
         value = np.array(self.read(variable))
-        value[start : start + len(rows)] = rows
+        for start, rows in pieces:
+            value[start : start + len(rows)] = rows
         self.write(variable, value)
 
     def places(self, variable: Any) -> list[tuple[str, int, int]]:

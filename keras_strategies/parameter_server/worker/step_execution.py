@@ -26,6 +26,7 @@ from keras_strategies.parameter_server.engines.engine_interface import (
     StepVariables,
     bucket,
 )
+from keras_strategies.parameter_server.variables.dtype_sizes import bytes_per_element
 from keras_strategies.parameter_server.variables.object_pickling import (
     UnpicklingContext,
 )
@@ -59,6 +60,11 @@ from keras_strategies.parameter_server.worker.row_positions import (
     RowPositions,
     validate_ids,
 )
+
+#: Bytes of a table from which pulling it in full in each step is worth a warning.
+_LARGE_TABLE_BYTES = 16 << 20
+#: Rows of a table for each of its columns; kernels of dense layers have fewer.
+_TABLE_RATIO = 16
 
 
 class WorkerVariables(UnpicklingContext):
@@ -206,6 +212,12 @@ class StepExecution:
         self.variables = variables
         self.engine = engine
         self._places = RowPositions()
+        self._full_tables: dict[str, int] = {}
+
+    def take_full_tables(self) -> dict[str, int]:
+        """Bytes of large tables that steps have pulled in full since the last call."""
+        found, self._full_tables = self._full_tables, {}
+        return found
 
     def step_variables(self, numbers: Sequence[int]) -> StepVariables:
         """The variables that a program may use, by their numbers."""
@@ -244,6 +256,7 @@ class StepExecution:
             description = describe(variable)
             if description.kind == "local":
                 continue
+            self._note_full_table(description)
             for shard in description.shards[
                 : 1 if description.kind == "scalar" else None
             ]:
@@ -275,6 +288,15 @@ class StepExecution:
             for server in {*dense, *rows_of}
         }
         return PullPlan(ids, lookups, positions, pulls, dense)
+
+    def _note_full_table(self, description: VariableDescription) -> None:
+        """Notes a large variable that has many more rows than columns."""
+        if description.kind != "weight" or len(description.shape) != 2:
+            return
+        rows, columns = description.shape
+        nbytes = rows * columns * bytes_per_element(description.dtype)
+        if nbytes >= _LARGE_TABLE_BYTES and rows >= _TABLE_RATIO * columns:
+            self._full_tables[description.path] = nbytes
 
     def _padded(self, ids: np.ndarray) -> int:
         """Number of rows of a padded window."""

@@ -194,6 +194,7 @@ class Worker:
                     self._traffic(),
                     running_task.staleness,
                     running_task.changes,
+                    self._execution.take_full_tables(),
                 )
             )
             self._receive(0.0)

@@ -25,6 +25,7 @@ from keras_strategies.parameter_server.worker.worker_loop import Worker
 from keras_strategies.parameter_server.worker.worker_models import WorkerModels
 from keras_strategies.runtime import context
 from keras_strategies.runtime.placement import Placement
+from keras_strategies.runtime.replica_context import ReplicaContext
 from keras_strategies.runtime.replicas.collectives import SingleReplica
 from keras_strategies.runtime.thread_scheduling import scheduled_as_batch
 from keras_strategies.strategies.base.strategy import Strategy
@@ -45,10 +46,10 @@ class WorkerStrategy(Strategy):
         models = WorkerModels(self.placement)
         self._drivers = dataclasses.replace(self._drivers, fit=models)
         self._worker = worker
-        self._replica = context.ReplicaContext(self, 0, SingleReplica())
+        self._replica = ReplicaContext(self, 0, SingleReplica())
 
     @property
-    def replica_context_in_scope(self) -> context.ReplicaContext | None:
+    def replica_context_in_scope(self) -> ReplicaContext | None:
         """This worker's only replica during a step; None outside."""
         return self._replica if self._worker.programs.in_program else None
 

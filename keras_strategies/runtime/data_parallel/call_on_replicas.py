@@ -97,14 +97,13 @@ def call_on_replicas(plan: SplitPlan, driver: LayerCallDriver) -> Any:
     executor = driver.executor(plan)
     is_noted = executor.is_eager and not plan.proof.is_by_type
     numbers = [(i, setter) for i, setter, _ in places]
-    exchanged: list[ExchangedSums] = []
-    call = _call_on_replica(plan, numbers, is_noted, exchanged)
+    call = _call_on_replica(plan, numbers, is_noted)
     tensors = [tensor for _, _, tensor in places]
     try:
         forward = executor.forward(tensors, call)
         results = forward.results
-        if exchanged:
-            _compare_sums(plan, exchanged, executor.is_eager)
+        if any(result.has_diverged is not None for result in results):
+            _compare_sums(plan, results, executor.is_eager)
         if is_noted:
             _compare_calls(plan, results)
     except UnmatchedSumsError:
@@ -161,12 +160,8 @@ def _call_on_replica(
     plan: SplitPlan,
     places: Sequence[tuple[int, _Setter | None]],
     is_noted: bool,
-    exchanged: list[ExchangedSums],
 ) -> CallOnReplica:
-    """The call of a layer on one replica, with slices of the tensors at `places`.
-
-    The sums that each replica exchanges are added to `exchanged`.
-    """
+    """The call of a layer on one replica, with slices of the tensors at `places`."""
     noting = recorded_calls if is_noted else contextlib.nullcontext
     is_first = is_noted and not plan.proof.calls and bool(plan.proof.lines)
     noting_lines = noted_lines if is_first else contextlib.nullcontext
@@ -189,22 +184,30 @@ def _call_on_replica(
             noting() as calls,
             noting_lines() as lines,
         ):
-            if plan.proof.events:
-                sums = ExchangedSums(plan, keras.ops.shape(slices[0])[0])
-                exchanged.append(sums)
-                outputs = sums.during(lambda: call.call(*args, **kwargs))
-            else:
+            has_diverged = None
+            if not plan.proof.events:
                 outputs = call.call(*args, **kwargs)
-        return ReplicaResult(outputs, state, scope.losses, calls, lines)
+            else:
+                own = keras.ops.shape(slices[0])[0]
+                sums = ExchangedSums(
+                    call.layer,
+                    plan.proof.events,
+                    own,
+                    lambda: plan.fractions([own])[0],
+                    plan.row_split.all_have_rows,
+                )
+                outputs = sums.during(lambda: call.call(*args, **kwargs))
+                has_diverged = sums.has_diverged
+        return ReplicaResult(outputs, state, scope.losses, calls, lines, has_diverged)
 
     return run
 
 
 def _compare_sums(
-    plan: SplitPlan, exchanged: Sequence[ExchangedSums], is_eager: bool
+    plan: SplitPlan, results: Sequence[ReplicaResult], is_eager: bool
 ) -> None:
     """Raises on all workers if a replica has called other sums than those proved."""
-    diverged = any(each.has_diverged for each in exchanged)
+    diverged = any(result.has_diverged for result in results)
     if is_eager and plan.row_split.workers is not None:
         with plan.on_lead():
             flag = keras.ops.convert_to_tensor(float(diverged))
@@ -285,7 +288,9 @@ def _targets(
             tensor,
             slices,
             True,
-            apart=plan.apart if parts_of(tensor, plan.row_split) is not None else None,
+            as_row_parts=plan.as_row_parts
+            if parts_of(tensor, plan.row_split) is not None
+            else None,
         )
         for tensor, slices in inputs
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,7 +16,6 @@ from keras_strategies.rows.row_placements import (
     ProvedEvent,
 )
 from keras_strategies.runtime import context
-from keras_strategies.runtime.data_parallel.split_plan import SplitPlan
 
 
 class ExchangedSums:
@@ -25,14 +25,26 @@ class ExchangedSums:
     zeros, so that no replica waits for it, and all drop the results of the call.
 
     Args:
-        plan: the plan of the call.
+        layer: the layer that is called.
+        events: what the replica calls, by the proof.
         rows: the number of this replica's rows.
+        share: returns their share in those of all replicas.
+        all_have_rows: bool, whether each replica is known to have rows.
     """
 
-    def __init__(self, plan: SplitPlan, rows: Any):
-        self._plan = plan
+    def __init__(
+        self,
+        layer: Any,
+        events: Sequence[ProvedEvent],
+        rows: Any,
+        share: Callable[[], Any],
+        all_have_rows: bool,
+    ):
+        self._layer = layer
+        self._events = events
         self._rows = rows
-        self._events: Sequence[ProvedEvent] = plan.proof.events
+        self._share = functools.cache(share)
+        self._all_have_rows = all_have_rows
         self._next = 0
         self._is_inside = False
         self.has_diverged = False
@@ -44,7 +56,7 @@ class ExchangedSums:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        is_outermost = layer is self._plan.layer_call.layer
+        is_outermost = layer is self._layer
         if self._is_inside or self.has_diverged or is_outermost:
             return call(*args, **kwargs)
         event = self._event()
@@ -102,17 +114,12 @@ class ExchangedSums:
         ops, replica = keras.ops, context.current_replica()
         assert replica is not None
         with unrecorded():
-            if not self._plan.row_split.all_have_rows:
+            if not self._all_have_rows:
                 # The mean of no rows is no number.
                 own = ops.where(self._rows > 0, own, ops.zeros_like(own))
             if exchange.is_mean:
-                [share] = self._plan.fractions([self._rows])
-                own = own * ops.cast(share, exchange.dtype)
-            total = replica.all_reduce("SUM", own)
-            if not self._plan.row_split.all_have_rows:
-                # A gradient through the mean of no rows is no number either.
-                total = ops.where(self._rows > 0, total, ops.stop_gradient(total))
-            return total
+                own = own * ops.cast(self._share(), exchange.dtype)
+            return replica.all_reduce("SUM", own)
 
 
 def _is_like(found: Any, exchange: Exchange | None) -> bool:

@@ -37,9 +37,9 @@ class GradientTarget:
         by_rows: bool, whether gradients are concatenated, as for an input, or
             summed, as for a variable.
         variable: the `keras.Variable`; None for an input.
-        apart: callable of the gradients of the slices, which makes one tensor of them
-            whose rows stay on their replicas, as those of the input do; None for other
-            inputs.
+        as_row_parts: callable of the gradients of the slices, which makes one tensor
+            of them whose rows stay on their replicas, as those of the input do; None
+            for other inputs.
         is_overwritten: bool, whether gradients are new values of the variable, of which
             the largest counts.
     """
@@ -48,7 +48,7 @@ class GradientTarget:
     locals: list[Any]
     by_rows: bool
     variable: Any = None
-    apart: Callable[[Sequence[Any]], Any] | None = None
+    as_row_parts: Callable[[Sequence[Any]], Any] | None = None
     is_overwritten: bool = False
 
     def joined_rows(self, ops: TensorPrimitives, parts: Sequence[Any]) -> Any:
@@ -59,8 +59,8 @@ class GradientTarget:
             keras.ops.zeros_like(local) if part is None else part
             for part, local in zip(parts, self.locals, strict=True)
         ]
-        if self.apart is not None:
-            return self.apart(filled)
+        if self.as_row_parts is not None:
+            return self.as_row_parts(filled)
         return ops.concatenate([ops.to_device_of(p, self.tensor) for p in filled])
 
     def rounded(self, ops: TensorPrimitives, total: Any) -> Any:
@@ -129,8 +129,8 @@ def largest_over_workers(
 
 def combined(plan: SplitPlan, channel: Channel) -> Any:
     """The global tensor of a channel, without gradient."""
-    if channel.is_apart:
-        return plan.apart(channel.parts, channel.multiple)
+    if channel.is_in_parts:
+        return plan.as_row_parts(channel.parts, channel.multiple)
     with plan.on_lead():
         if channel.are_equal:
             return plan.to_lead(channel.parts[0])

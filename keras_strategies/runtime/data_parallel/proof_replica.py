@@ -11,6 +11,8 @@ import keras
 
 from keras_strategies.keras_compat import patching
 from keras_strategies.runtime import context
+from keras_strategies.runtime.frames import merged_replicas
+from keras_strategies.runtime.replica_context import ReplicaContext
 from keras_strategies.runtime.replicas.collectives import (
     MergeArguments,
     ReplicaCollectives,
@@ -45,10 +47,10 @@ def proof_surroundings(
         rows: the number of rows of the call.
         replicas: int, how many replicas have rows.
     """
-    trace.outside = functools.partial(context.merged_replicas, strategy)
+    trace.outside = functools.partial(merged_replicas, strategy)
     total = rows if isinstance(rows, int) else _ANY_TOTAL
     collectives = MarkedCollectives(trace, total, replicas)
-    replica = context.ReplicaContext(
+    replica = ReplicaContext(
         strategy, 0, collectives, 2, _refused_read(trace), is_proof=True
     )
     with (

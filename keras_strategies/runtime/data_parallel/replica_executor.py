@@ -1,7 +1,7 @@
 """What an engine implements for data-parallel layer calls.
 
 A `LayerCallDriver` belongs to a strategy, a `ReplicaExecutor` to one call. Both are
-interfaces; the call itself is `layer_call.py`, the same on all engines.
+interfaces; the call itself is `data_parallel_call.py`, the same on all engines.
 """
 
 from __future__ import annotations
@@ -178,6 +178,6 @@ class LayerCallDriver(abc.ABC):
         """
         raise NotImplementedError
 
-    def takes(self, layer_call: LayerCall, row_split: RowSplit) -> bool:
+    def accepts_parts(self, layer_call: LayerCall, row_split: RowSplit) -> bool:
         """Whether a layer can be called on the rows of an argument's parts."""
         return True

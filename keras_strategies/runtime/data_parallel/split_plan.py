@@ -75,7 +75,7 @@ class SplitPlan:
         """A tensor, without gradient, on the device of the global batch."""
         return self.ops.to_device(keras.ops.stop_gradient(tensor), self.lead)
 
-    def apart(self, parts: Sequence[Any], multiple: int = 1) -> Any:
+    def as_row_parts(self, parts: Sequence[Any], multiple: int = 1) -> Any:
         """A tensor of the global batch whose rows stay on their replicas.
 
         Args:
@@ -121,14 +121,14 @@ class Channel:
             their gradients.
         multiple: int, entries of axis 0 for each row of the call.
         are_equal: bool, whether the parts are equal, on all workers.
-        is_apart: bool, whether rows stay on their replicas, see `RowParts`.
+        is_in_parts: bool, whether rows stay on their replicas, see `RowParts`.
     """
 
     parts: list[Any]
     weights: list[Any] | None = None
     multiple: int = 1
     are_equal: bool = False
-    is_apart: bool = False
+    is_in_parts: bool = False
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ def outputs_of(
         if activation is None:
             found.append(SplitOutput([channel]))
             continue
-        if channel.is_apart:
+        if channel.is_in_parts:
             activation = replace(activation, apply=None)
         logits = replace(channel, parts=activation.logits)
         own = [logits] if activation.apply else [logits, channel]
@@ -228,7 +228,7 @@ def channel_of(
         return Channel(
             list(parts),
             multiple=placement.multiple,
-            is_apart=plan.ops.row_parts is not None,
+            is_in_parts=plan.ops.row_parts is not None,
         )
     if placement.kind is RowKind.SUM:
         return Channel(list(parts), [1.0] * len(parts))

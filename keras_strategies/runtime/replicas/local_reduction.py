@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from keras_strategies.devices import Device
-from keras_strategies.runtime import context
+from keras_strategies.runtime.frames import merged_replicas
 from keras_strategies.types import ReduceOp
 from keras_strategies.values import DistributedValues, PerReplica
 
@@ -98,7 +98,7 @@ class LocalReduction:
             return []
         names = [str(device) for device in devices]
         pairs = [(PerReplica(column), names) for column in columns]
-        with context.merged_replicas(self._strategy):
+        with merged_replicas(self._strategy):
             results = self._ops.batch_reduce(op, pairs)
         found = []
         for result in results:

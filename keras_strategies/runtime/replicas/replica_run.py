@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,6 +12,7 @@ from keras_strategies.keras_compat.optimizers.optimizer_parts import is_overwrit
 from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime import context
+from keras_strategies.runtime.data_parallel.replica_executor import LayerCallDriver
 from keras_strategies.runtime.drivers import RunDriver
 from keras_strategies.runtime.random_numbers.row_draws import (
     DrawsOfRun,
@@ -19,6 +21,7 @@ from keras_strategies.runtime.random_numbers.row_draws import (
     drawing,
     rows_of_arguments,
 )
+from keras_strategies.runtime.replica_context import ReplicaContext
 from keras_strategies.runtime.replicas.collectives import ReplicaCollectives
 from keras_strategies.runtime.replicas.gradient_sums import (
     largest_over_replicas,
@@ -27,6 +30,7 @@ from keras_strategies.runtime.replicas.gradient_sums import (
     sums_over_workers,
 )
 from keras_strategies.runtime.replicas.local_reduction import LocalReduction
+from keras_strategies.runtime.replicas.mixed_rows import MixedRows
 from keras_strategies.runtime.replicas.replica_set import ReplicaSet
 from keras_strategies.runtime.replicas.tensor_primitives import TensorPrimitives
 from keras_strategies.runtime.state import run_state
@@ -55,6 +59,7 @@ class ReplicaRun(RunDriver):
         strategy: the strategy.
         primitives: the functions of the framework's tensors.
         storage: how the engine stores the values of on-read variables.
+        layer_calls: how the engine traces layer calls; None if it does not.
     """
 
     def __init__(
@@ -62,11 +67,13 @@ class ReplicaRun(RunDriver):
         strategy: StrategyCore,
         primitives: TensorPrimitives,
         storage: ValueStorage,
+        layer_calls: LayerCallDriver | None = None,
     ):
         self.strategy = strategy
         self.placement = strategy.placement
         self._primitives = primitives
         self._storage = storage
+        self._layer_calls = layer_calls
         self.reduction = LocalReduction.of(strategy)
         self.workers_changed()
 
@@ -76,6 +83,11 @@ class ReplicaRun(RunDriver):
         )
         self.on_read_values = LocalValues(
             self.replica_set, self.placement, self._storage
+        )
+        self._mixed_rows = (
+            None
+            if self._layer_calls is None
+            else MixedRows(self.strategy, self._layer_calls)
         )
 
     # Implemented by engines.
@@ -140,15 +152,40 @@ class ReplicaRun(RunDriver):
     ) -> list[Callable[[], Any]]:
         """The call of each local replica, in its context; states are in `merging`."""
         found = []
+        layers = self._layers_of_run(args, kwargs, rows)
         for i, (own_args, own_kwargs) in enumerate(zip(args, kwargs, strict=True)):
             replica_id = self.replica_set.counts.first + i
-            replica = context.ReplicaContext(self.strategy, replica_id, collectives)
+            replica = ReplicaContext(self.strategy, replica_id, collectives)
             state = self._state(i, replica, made, merging)
             merging.states.append(state)
             draws = self._draws(replica_id, rows)
-            task = self._task(i, fn, own_args, own_kwargs, replica, state, draws)
+            task = self._task(
+                i, fn, own_args, own_kwargs, replica, state, draws, layers(i)
+            )
             found.append(task)
         return found
+
+    def _layers_of_run(
+        self,
+        args: Sequence[tuple[Any, ...]],
+        kwargs: Sequence[dict[str, Any]],
+        rows: RowsOfRun,
+    ) -> Callable[[int], Callable[[], contextlib.AbstractContextManager[None]]]:
+        """The context of layer calls of a local replica, by its number."""
+        own = rows_of_arguments(list(zip(args, kwargs, strict=True)))
+        if self._mixed_rows is None or not own:
+            return lambda i: contextlib.nullcontext
+        every: Sequence[int] = ()
+        if self.knows_rows(own):
+            every = rows()
+            if not every:
+                return lambda i: contextlib.nullcontext
+        run = self._mixed_rows.of_run(every)
+        return lambda i: functools.partial(run.on_replica, own[i])
+
+    def knows_rows(self, own: Sequence[Any]) -> bool:
+        """Whether the numbers of rows of all replicas are known."""
+        return True
 
     def _draws(self, replica_id: int, rows: RowsOfRun) -> DrawsOfRun:
         def own() -> OwnRows | None:
@@ -160,7 +197,7 @@ class ReplicaRun(RunDriver):
     def _state(
         self,
         i: int,
-        replica: context.ReplicaContext,
+        replica: ReplicaContext,
         made: CreatedVariables,
         merging: MergeContext,
     ) -> RunState:
@@ -179,15 +216,17 @@ class ReplicaRun(RunDriver):
         fn: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        replica: context.ReplicaContext,
+        replica: ReplicaContext,
         state: RunState,
         draws: RowDraws,
+        layers: Callable[[], contextlib.AbstractContextManager[None]],
     ) -> Callable[[], Any]:
         def run() -> Any:
             with (
                 context.on_replica(replica),
                 state.scope(),
                 self.on_replica(i),
+                layers(),
                 drawing(draws),
                 self.seeing_draws(state),
             ):

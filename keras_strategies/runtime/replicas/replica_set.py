@@ -69,8 +69,8 @@ class ReplicaSet:
         """
         gathered, lengths = [], []
         for column in self._on_first_replica(values):
-            whole, sizes = self._gather(column, axis, are_equal)
-            gathered.append(whole)
+            joined, sizes = self._gather(column, axis, are_equal)
+            gathered.append(joined)
             lengths.append(sizes)
         return gathered, lengths
 
@@ -98,8 +98,8 @@ class ReplicaSet:
         if axis % len(joined.shape) == 0:
             return self.workers.gather_rows(joined, rows), sizes
         first = self.primitives.move_axis(joined, axis, 0)
-        whole = self.workers.gather_rows(first, rows)
-        return self.primitives.move_axis(whole, 0, axis), sizes
+        joined = self.workers.gather_rows(first, rows)
+        return self.primitives.move_axis(joined, 0, axis), sizes
 
     def all_values(self, columns: Sequence[Sequence[Any]]) -> list[list[Any]]:
         """The tensors of all replicas, from those of the local ones.

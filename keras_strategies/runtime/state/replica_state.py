@@ -147,6 +147,8 @@ class ReplicaResult:
         losses: the losses that were added.
         calls: what the call computed with; None where it is not noted.
         lines: the lines of the user's that ran; None where they are not noted.
+        has_diverged: whether it called other sums than those of the proof; None
+            without any in it.
     """
 
     outputs: Any
@@ -154,6 +156,7 @@ class ReplicaResult:
     losses: list[Any]
     calls: Calls | None = None
     lines: Lines | None = None
+    has_diverged: bool | None = None
     leaves: list[Any] = field(init=False)
     masks: list[Any] = field(init=False)
 

@@ -26,7 +26,7 @@ from keras_strategies.keras_compat.thread_state import current_stateless_scope
 from keras_strategies.keras_compat.variables.strategy_variables import (
     set_variable_strategy,
 )
-from keras_strategies.runtime.context import ReplicaContext
+from keras_strategies.runtime.replica_context import ReplicaContext
 
 
 def is_local(variable: Any) -> bool:

@@ -18,9 +18,12 @@ from keras_strategies.engines import get_engine
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.keras_compat import patching
 from keras_strategies.runtime import context
-from keras_strategies.runtime.context import check_results, check_returns
 from keras_strategies.runtime.engine import Feature, StrategyCore, require
 from keras_strategies.runtime.placement import Placement
+from keras_strategies.runtime.replicas.returned_values import (
+    check_results,
+    check_returns,
+)
 from keras_strategies.strategies.base import unused
 from keras_strategies.strategies.base.strategy_checkpoints import StrategyCheckpoints
 from keras_strategies.strategies.base.strategy_extended import StrategyExtended

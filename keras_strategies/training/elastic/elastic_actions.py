@@ -82,6 +82,11 @@ class ElasticActions(GroupActions):
         self._strategies.append(weakref.ref(strategy))
 
     @property
+    def _first(self) -> Communicator | None:
+        """The communicator of the first strategy; None before."""
+        return next((each for each in self._workers if each.has_replicas), None)
+
+    @property
     def _all_drivers(self) -> list[Drivers]:
         strategies = (reference() for reference in self._strategies)
         return [each.drivers for each in strategies if each is not None]
@@ -159,6 +164,14 @@ class ElasticActions(GroupActions):
 
     def call(self, what: str, call: Callable[[], T], model: Any = None) -> T:
         return cast(T, self._run_step(call, lambda: _nothing_to_undo, model, False))
+
+    def prepare(self, call: Callable[[], T]) -> T:
+        if self._is_inside or not self.has_joined:
+            return call()
+        found: list[T] = []
+        while not found:
+            self._is_interrupted(lambda: found.append(call()), None)
+        return found[0]
 
     def await_chief(self, wait: Callable[[bool], None], model: Any) -> bool:
         if self._is_inside or not self.has_joined:
@@ -379,14 +392,16 @@ class ElasticActions(GroupActions):
 
     def _synchronize(self, model: Any, generation: JoinedGeneration) -> None:
         """Sends the state of the chief, with all finished actions, to those behind."""
-        if not generation.behind:
+        workers = self._first
+        if workers is None or not generation.behind:
+            # Without a strategy there is no state.
             return
         own = b""
         # In all actions: a worker may be behind by a step of the model.
         finished = None if self.loop.is_active or not self._model else self._model()
         if generation.rank == 0:
             own = packed(self._state(model if finished is None else finished))
-        found = self._workers[0].broadcast_bytes(_STATE, own)
+        found = workers.broadcast_bytes(_STATE, own)
         if generation.is_behind:
             state = parsed(found)
             state["random"] = state["finished"]
@@ -483,7 +498,8 @@ class ElasticActions(GroupActions):
     def _joined(self, generation: JoinedGeneration) -> dict[str, Any]:
         self._replace()
         own = self._kept[1] if self._kept and generation.rank == 0 else None
-        found = self._workers[0].broadcast_bytes(_STATE, own)
+        assert self._first is not None
+        found = self._first.broadcast_bytes(_STATE, own)
         state: dict[str, Any] = parsed(found)
         self._receive(None, state)
         # It may have taken a step alone, which is not one of the group's.

@@ -62,6 +62,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.nightly(unless=["central-ema-{}"])
 @pytest.mark.parametrize(
     ("name", "optimizer", "arguments"),
     [
@@ -160,6 +161,7 @@ def kernel_behind_dropout(strategy):
 # --- Programs -------------------------------------------------------------------
 
 
+@pytest.mark.nightly(unless=["mirrored_2", "one_device"])
 @on("mirrored_2", "mirrored_default", "central", "one_device")
 def test_one_program_for_each_shape_of_a_batch(name):
     x, y, _ = rows(22)
@@ -227,6 +229,7 @@ def assert_usable(model, weights):
     model.predict(x, 8, verbose=0)
 
 
+@pytest.mark.nightly(unless=["mirrored_2", "one_device"])
 @on_each_kind
 def test_a_callback_raises(name):
     _, model = trained(name)
@@ -253,6 +256,7 @@ def check_that_callbacks_raise(model, error):
     assert_usable(model, model.get_weights())
 
 
+@pytest.mark.nightly(unless=["mirrored_2", "central", "one_device"])
 @on("mirrored_2", "mirrored_default", "central", "one_device")
 def test_bad_data_loses_no_weights(name):
     x, y, _ = rows(22)
@@ -277,6 +281,7 @@ def test_bad_data_loses_no_weights(name):
     assert_usable(model, weights)
 
 
+@pytest.mark.nightly(unless=["central"])
 @on("mirrored_2", "central")
 def test_ctrl_c_in_a_step(name):
     random = np.random.default_rng(0)
@@ -439,6 +444,7 @@ class _Evaluating(keras.callbacks.Callback):
         self.seen.append(self.model.evaluate(self.x, self.y, 8, verbose=0))
 
 
+@pytest.mark.nightly(unless=["central", "one_device"])
 @on_each_kind
 def test_saved_files_have_no_strategy(name, tmp_path):
     x, y, _ = rows(8)

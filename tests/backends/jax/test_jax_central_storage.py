@@ -125,6 +125,7 @@ class Uses(keras.Model):
         return logs, (new, non_trainable, new_optimizer, metrics)
 
 
+@pytest.mark.nightly(unless=["call-False"])
 @pytest.mark.parametrize(
     ("use", "eager"),
     [(use, False) for use in ("before", "norm", "times", "call", "twice", "slots")]

@@ -54,6 +54,7 @@ def dense(value) -> np.ndarray:
     return np.asarray(value.todense())
 
 
+@pytest.mark.nightly(unless=["one-eager", "two-eager", "two-function"])
 def test_an_argument_and_a_result(strategy, call) -> None:
     x = sparse.BCOO.fromdense(DENSE)
     _, found = call(lambda x: {"double": x * 2, "pair": Pair(x @ jnp.ones(2), x)}, x)
@@ -71,6 +72,7 @@ def test_what_is_the_same_on_all_replicas_is_one_object(call) -> None:
     np.testing.assert_array_equal(dense(result), DENSE)
 
 
+@pytest.mark.nightly(unless=["one-function"])
 def test_each_replica_has_its_own(strategy, call) -> None:
     count = strategy.num_replicas_in_sync
 

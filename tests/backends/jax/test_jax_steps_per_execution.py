@@ -50,6 +50,7 @@ def model_of(name, steps):
     return model
 
 
+@pytest.mark.nightly(unless=["mirrored_2"])
 @pytest.mark.parametrize(
     "name",
     [
@@ -76,6 +77,7 @@ def test_batches_of_equal_shapes_are_one_program(name, programs):
     assert programs == [3, 3, 1]
 
 
+@pytest.mark.nightly
 @on_each_compiled_kind
 def test_the_numbers_are_those_of_single_steps(name):
     found = train(STRATEGIES[name](), 27, steps_per_execution=3)

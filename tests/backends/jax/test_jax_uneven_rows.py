@@ -160,6 +160,7 @@ def flops(program: Any) -> float:
     return program.cost_analysis()["flops"]
 
 
+@pytest.mark.nightly(unless=["mirrored_4-contrast-1"])
 @pytest.mark.parametrize(
     ("strategy", "name", "rows"),
     [
@@ -218,7 +219,6 @@ def test_several_steps_are_one_sharded_program(programs):
     assert_same(found, results(STRATEGIES["one_device"]()), 1e-4)
 
 
-@pytest.mark.by_day
 def test_several_inputs_and_outputs_in_mixed_precision():
     """Also without a compiler, where JAX has no uneven shards."""
 
@@ -288,6 +288,16 @@ class Tuple(keras.Model):
         return self.dense(one + two)
 
 
+@pytest.mark.nightly(
+    unless=[
+        "mirrored_2-tuple-2",
+        "mirrored_2-<lambda>-2",
+        "central-tuple-1",
+        "central-tuple-2",
+        "central-<lambda>-1",
+        "central-<lambda>-2",
+    ]
+)
 @pytest.mark.parametrize("several", [1, 2])
 @pytest.mark.parametrize("wrap", [tuple, lambda pair: {"a": pair[0], "b": pair[1]}])
 @pytest.mark.parametrize("strategy", ["mirrored_2", "central"])
@@ -306,6 +316,7 @@ def test_an_unbuilt_model_predicts(strategy, wrap, several):
     assert_same(found, predicted(STRATEGIES["one_device"]()), 1e-5)
 
 
+@pytest.mark.nightly(unless=["fsdp_2x2"])
 @pytest.mark.parametrize("name", ["model_2x2", "fsdp_2x2"])
 def test_grouped_convolutions_with_sharded_kernels(name):
     """XLA's partitioner can end the process on them; here the kernel is gathered."""
@@ -344,6 +355,7 @@ class Pooled(layers.Layer):
         return rows * inside + ops.sum(least, axis=0)
 
 
+@pytest.mark.nightly(unless=["8-Pooled"])
 @pytest.mark.parametrize("layer", [Sorted, Pooled])
 @pytest.mark.parametrize("rows", [7, 8])
 def test_gradients_of_what_is_ordered_along_the_rows(layer: Any, rows: int) -> None:

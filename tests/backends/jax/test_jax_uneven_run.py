@@ -82,6 +82,7 @@ def trained(strategy: Any, compiled: bool, batch: int = 5) -> dict[str, Any]:
     }
 
 
+@pytest.mark.nightly(unless=["2-True"])
 @pytest.mark.parametrize(("count", "compiled"), [(2, True), (4, False)])
 def test_a_loop_on_uneven_rows_equals_one_device(count: int, compiled: bool) -> None:
     found = trained(ks.MirroredStrategy(CPUS[:count]), compiled)

@@ -104,6 +104,7 @@ def wait_for_training(folder: Path, workers: Workers, index: int) -> None:
     wait_until(is_training, f"worker {index} trains")
 
 
+@pytest.mark.nightly(unless=["1-9"])
 @pytest.mark.parametrize(
     ("lost", "how"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)]
 )
@@ -138,6 +139,7 @@ def test_which_errors_are_of_a_lost_worker(error, expected):
     assert _is_collective(error) is expected
 
 
+@pytest.mark.nightly
 def test_workers_may_have_different_numbers_of_devices(tmp_path, start):
     body = f"""{_DATA}
     import psutil

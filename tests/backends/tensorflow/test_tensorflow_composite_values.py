@@ -138,6 +138,7 @@ class SparseOutputs(keras.Model):
         return keras.ops.mean(tf.sparse.to_dense(y_pred) ** 2)
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:Layer 'sparse_outputs")
 def test_sparse_outputs_are_those_of_one_device():
     x = np.random.default_rng(0).normal(size=(11, 4)).astype("float32")

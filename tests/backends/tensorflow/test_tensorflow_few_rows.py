@@ -100,6 +100,7 @@ ODD_LAYERS = {
 }
 
 
+@pytest.mark.nightly(unless=["maximum"])
 @pytest.mark.parametrize("kind", ODD_LAYERS)
 def test_replicas_without_rows_add_nothing(kind):
     make_inner, shape, replicas = ODD_LAYERS[kind]
@@ -141,6 +142,7 @@ def with_operations():
     return keras.Model(x, ops.max_pool(ops.relu(x), 2))
 
 
+@pytest.mark.nightly(unless=["max_pooling2d"])
 @pytest.mark.parametrize(
     "layer",
     [

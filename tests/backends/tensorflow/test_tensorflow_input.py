@@ -66,6 +66,7 @@ def test_the_next_batch_is_made_before_this_one_is_used():
     assert [int(batch[0]) for batch in iterator] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.nightly(unless=["options1"])
 @pytest.mark.parametrize(
     "options", [{}, {"run_eagerly": True}, {"steps_per_execution": 2}]
 )
@@ -115,6 +116,13 @@ def users():
     return tf.data.Dataset.from_tensor_slices((X, Y)).batch(4)
 
 
+@pytest.mark.nightly(
+    unless=[
+        "arrays-OneDeviceStrategy",
+        "PyDataset-OneDeviceStrategy",
+        "the user's-OneDeviceStrategy",
+    ]
+)
 @pytest.mark.parametrize("ours", [ks.MirroredStrategy, ks.OneDeviceStrategy])
 @pytest.mark.parametrize(
     ("make", "tuned"),
@@ -158,6 +166,7 @@ def created(monkeypatch):
     return found
 
 
+@pytest.mark.nightly(unless=["options1-OneDeviceStrategy"])
 @pytest.mark.parametrize("ours", [ks.MirroredStrategy, ks.OneDeviceStrategy])
 @pytest.mark.parametrize(
     "options", [{}, {"run_eagerly": True}, {"steps_per_execution": 2}]

@@ -17,6 +17,7 @@ from keras_strategies.engines.tensorflow.epoch_datasets import EpochIterator
 ks.set_virtual_cpu_devices(2)
 
 
+@pytest.mark.nightly(unless=["one"])
 @pytest.mark.parametrize(
     "make",
     [

@@ -49,6 +49,7 @@ class Center(layers.Layer):
         return x - total / rows
 
 
+@pytest.mark.nightly(unless=["True"])
 @pytest.mark.parametrize("eager", [False, True])
 def test_collectives_in_layers_have_gradients(eager):
     def make():

@@ -124,6 +124,7 @@ LOOP = """
 """
 
 
+@pytest.mark.nightly(unless=["killed-in-a-loop"])
 @pytest.mark.parametrize(
     ("fault", "timeout", "train", "how"),
     [
@@ -159,7 +160,7 @@ def test_other_shapes_of_another_worker_are_an_error_of_the_exchange():
     assert worker_collectives._of_collective(other) is None
 
 
-@pytest.mark.by_day
+@pytest.mark.slow(seconds=15)
 def test_workers_that_do_not_do_the_same_are_told(run_two):
     # One may notice at once, and the other after the timeout. Both wait for the other:
     # a process that has ended is another error.
@@ -218,7 +219,8 @@ LEAVES = {
 }
 
 
-@pytest.mark.by_day
+@pytest.mark.nightly(unless=["run_eagerly"])
+@pytest.mark.slow(seconds=8)
 @pytest.mark.parametrize("way", LEAVES)
 def test_a_step_without_another_worker_is_an_error(way, run_two):
     """The other one is alive, and does something else."""
@@ -281,6 +283,7 @@ def timeouts():
     made.close()
 
 
+@pytest.mark.nightly(unless=["<lambda>"])
 @pytest.mark.parametrize("compiled", [lambda fn: fn, tf.function])
 def test_a_collective_that_does_not_end_is_ended_after_its_timeout(timeouts, compiled):
     made, ended = timeouts

@@ -153,6 +153,7 @@ def in_a_branch_and_a_loop(assign_all):
     program(tf.constant(True))
 
 
+@pytest.mark.nightly(unless=["3-in_a_branch_and_a_loop"])
 @pytest.mark.parametrize("place", [in_a_program, in_a_branch_and_a_loop])
 def test_every_assignment_of_a_program_reaches_every_copy(strategy, place):
     with strategy.scope():

@@ -186,6 +186,18 @@ def crossings():
             yield pytest.param(name, compiled, marks=marks)
 
 
+@pytest.mark.nightly(
+    unless=[
+        "conv3d-False",
+        "conv1d_transpose-False",
+        "max1d-False",
+        "max2d-False",
+        "max3d-False",
+        "global_max-False",
+        "average2d-False",
+        "global_average-False",
+    ]
+)
 @pytest.mark.parametrize(("name", "compiled"), list(crossings()))
 def test_a_replica_without_rows_adds_nothing(name, compiled):
     make, x = LAYERS[name][0], three_rows(name)

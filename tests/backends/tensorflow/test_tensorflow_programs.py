@@ -124,6 +124,7 @@ def test_a_transformer_is_exact_over_many_steps():
 
 # 25: the last batch has fewer rows than there are replicas, which is a program of its
 # own kind; 22 and 23: it has more, and is split unevenly.
+@pytest.mark.nightly(unless=["22"])
 @pytest.mark.parametrize(
     "count",
     [22, 25, pytest.param(23, marks=pytest.mark.nightly)],
@@ -192,8 +193,8 @@ def compiled(model, **options):
     return model
 
 
-@pytest.mark.by_day
 # The last batches have fewer rows, and fewer than there are replicas.
+@pytest.mark.slow(seconds=13)
 @pytest.mark.parametrize(
     ("options", "by_batch"),
     [

@@ -148,6 +148,7 @@ UNSPLIT = ("loop", "map", "branch")
 SUMS = (*UNSPLIT, "others")
 
 
+@pytest.mark.nightly(unless=["eager-uniform", "eager-dropout"])
 @pytest.mark.parametrize("name", NOISES)
 @pytest.mark.parametrize("way", ["12 rows", "13 rows", "any rows", "eager"])
 def test_numbers_are_bit_for_bit_those_of_keras(name, way, traces):
@@ -329,6 +330,7 @@ def drawn_in_function(strategy, runs, signature, length):
     return [step(*(tf.zeros((own, 4)) for own in sizes)).numpy() for sizes in runs]
 
 
+@pytest.mark.nightly(unless=["True"])
 @pytest.mark.parametrize("signature", [False, True])
 def test_draws_in_programs_are_those_of_one_device(signature) -> None:
     """Of programs for any number of rows, and for that of some replicas."""

@@ -180,6 +180,7 @@ OF_GATHERED_VARIABLES = {
 }
 
 
+@pytest.mark.nightly(unless=["clipvalue"])
 @pytest.mark.parametrize("optimizer", [*OPTIMIZERS, *OF_GATHERED_VARIABLES])
 def test_optimizers(optimizer) -> None:
     make = {**OPTIMIZERS, **OF_GATHERED_VARIABLES}[optimizer]
@@ -189,6 +190,7 @@ def test_optimizers(optimizer) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.nightly(unless=["global_clipnorm"])
 @pytest.mark.parametrize("optimizer", [*OPTIMIZERS, *OF_GATHERED_VARIABLES])
 def test_an_update_gathers_nothing(optimizer, monkeypatch) -> None:
     """No variable or slot, and no program computes the unsharded gradients."""

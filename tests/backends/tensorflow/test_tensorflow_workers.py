@@ -265,6 +265,7 @@ def test_inputs_of_several_ranks_are_those_of_one_device(pool):
         assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.nightly(unless=["float32"])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "mixed_bfloat16"])
 def test_rows_of_a_table_travel_as_rows(pool, dtype):
     def program(strategy):
@@ -431,6 +432,7 @@ def _collectives(strategy):
     return step
 
 
+@pytest.mark.nightly(unless=["function"])
 @pytest.mark.parametrize(
     "way",
     [

@@ -117,7 +117,7 @@ def run_suite(folder: Path, devices: str, suite: tuple[str, ...]) -> None:
     assert passed is not None and int(passed[1]) >= len(suite), text[-2000:]
 
 
-@pytest.mark.by_day(200)
+@pytest.mark.slow(seconds=35)
 @pytest.mark.parametrize("count", SUITES)
 def test_strategies_on_simulated_accelerators(tmp_path, count: int) -> None:
     run_suite(tmp_path, f"simulated:{count}", SUITES[count])
@@ -127,7 +127,7 @@ def test_strategies_on_simulated_accelerators(tmp_path, count: int) -> None:
 WORKERS = ("conv_bn", "two_losses_and_a_penalty")
 
 
-@pytest.mark.by_day
+@pytest.mark.slow(seconds=13)
 def test_two_workers_with_two_simulated_accelerators_each() -> None:
     with Forker("torch") as forker:
         pool = WorkerPool(forker, 2, 2, "simulated")

@@ -75,6 +75,7 @@ def batch_of(make):
     return x, rng.integers(0, 10, 32).astype("int32")
 
 
+@pytest.mark.nightly(unless=["images", "words", "rematerialized"])
 @pytest.mark.parametrize("make", [images, words, masked, rematerialized])
 def test_a_step_needs_what_the_plan_says(make):
     from keras_strategies.engines.torch.compat import memory_tracker, tracked_bytes

@@ -70,6 +70,7 @@ def trained(
     )
 
 
+@pytest.mark.slow(seconds=7)
 @pytest.mark.multiprocess
 def test_partial_sums_of_a_lost_worker_are_not_applied(forker, tmp_path):
     code, text, weights = trained(forker, tmp_path)

@@ -287,8 +287,14 @@ def loop_function(
     def read(batches: Iterator[Any]) -> Any:
         return next(batches) if steps is None else steps.next_batch(batches)
 
+    def await_checks() -> None:
+        if steps is not None:
+            steps.await_checks()
+
     def one(state: Any, batch: Any) -> tuple[Any, Any]:
-        outputs, state = step(state, placer.place(batch) if places else batch)
+        placed = placer.place(batch) if places else batch
+        await_checks()
+        outputs, state = step(state, placed)
         return outputs_on_host(outputs, gather_rows), state
 
     def function(state: Any, batches: Iterator[Any]) -> tuple[Any, Any]:
@@ -316,7 +322,9 @@ def loop_function(
             and isinstance(step, CompiledStep)
             and _have_same_signature(items)
         ):
-            outputs, state = step.several(state, placer.place_several(items), several)
+            placed = placer.place_several(items)
+            await_checks()
+            outputs, state = step.several(state, placed, several)
             return outputs_on_host(outputs, gather_rows), LoopState.of(state)
         every = []
         for batch in items:

@@ -121,6 +121,7 @@ class _Program:
                     # Without a collective, workers would be several steps apart, and
                     # those that are behind could not take the state of another one.
                     self._workers.group.barrier("a step")
+                self._workers.steps.await_checks()
                 found, state = step(state, placed)
                 gather_rows = self._trainer.gather_rows
                 outputs.append(outputs_on_host(found, gather_rows))

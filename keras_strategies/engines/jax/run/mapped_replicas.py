@@ -36,7 +36,8 @@ from keras_strategies.engines.jax.run.traced_replica_state import (
     TracedReplicaState,
     merged_value,
 )
-from keras_strategies.runtime import context
+from keras_strategies.runtime.frames import merged_replicas
+from keras_strategies.runtime.replica_context import ReplicaContext
 from keras_strategies.runtime.state import run_state
 
 
@@ -125,22 +126,22 @@ class MappedReplicas(TracedReplicas):
     ) -> tuple[list[Any], ...]:
         """The program on a device."""
 
-    def _replica(self, replica_id: Any) -> context.ReplicaContext:
+    def _replica(self, replica_id: Any) -> ReplicaContext:
         """The replica context of the trace.
 
         Args:
             replica_id: the number of the replica, a tensor.
         """
-        return context.ReplicaContext(
+        return ReplicaContext(
             self._mesh.strategy, replica_id, self, on_read=self._note_read
         )
 
     def _call(self, args: Sequence[Any], kwargs: dict[str, Any], number: int) -> Any:
         """The result of the function, with the rows of one replica."""
         sizes = rows_of_parts(self._arguments.parts)
-        own = sizes[number] if sizes else 0
+        own = sizes[number] if sizes else None
         try:
-            with self._mesh.mixed_rows.checked(sizes, own):
+            with self._mesh.mixed_rows.of_run(sizes).on_replica(own):
                 return self._fn(*args, **kwargs)
         except Exception as error:
             if self._has_read_number and needs_a_value(error):
@@ -231,7 +232,7 @@ class MappedReplicas(TracedReplicas):
             present = [g for g in gradients if g is not None]
             summed = iter(sums_over(present, self._axis))
             gradients = [None if g is None else next(summed) for g in gradients]
-        with context.merged_replicas(self._mesh.strategy), self._merged(state):
+        with merged_replicas(self._mesh.strategy), self._merged(state):
             update(gradients)
 
     def value_and_grad(

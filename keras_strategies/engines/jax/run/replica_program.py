@@ -57,6 +57,7 @@ from keras_strategies.errors import ContextError
 from keras_strategies.keras_compat.state_scope import current_policy
 from keras_strategies.runtime import context
 from keras_strategies.runtime.random_numbers.keras_draws import seeing_draws
+from keras_strategies.runtime.replica_context import ReplicaContext
 from keras_strategies.runtime.replicas.collectives import SingleReplica
 from keras_strategies.runtime.replicas.mixed_rows import MixedRows
 from keras_strategies.runtime.state.run_state import CREATE_ONCE
@@ -241,7 +242,7 @@ def run_single_replica(
     program = current_program()
     if program is not None:
         program.strategies[id(strategy)] = strategy
-    with context.on_replica(context.ReplicaContext(strategy, 0, SingleReplica())):
+    with context.on_replica(ReplicaContext(strategy, 0, SingleReplica())):
         return fn(*args, **kwargs)
 
 

@@ -63,5 +63,5 @@ def _padded(value: Any, rows: OwnRows) -> Any:
         return value
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return value
-    whole = jnp.ones((rows.total, *value.shape[1:]), value.dtype)
-    return lax.dynamic_update_slice_in_dim(whole, value, rows.before, 0)
+    every = jnp.ones((rows.total, *value.shape[1:]), value.dtype)
+    return lax.dynamic_update_slice_in_dim(every, value, rows.before, 0)

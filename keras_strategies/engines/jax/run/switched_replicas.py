@@ -43,6 +43,7 @@ from keras_strategies.engines.jax.run.traced_replica_state import (
     current_replica_state,
 )
 from keras_strategies.runtime import context
+from keras_strategies.runtime.frames import merged_replicas
 from keras_strategies.runtime.random_numbers.row_draws import (
     DrawsOfRun,
     OwnRows,
@@ -330,7 +331,7 @@ class SwitchedReplicas(MappedReplicas):
         # What needs no value of a replica, as the building of an optimizer, is the same
         # in all branches.
         values = MergedState(_no_value, _no_value)
-        with context.merged_replicas(self._mesh.strategy), values.scope():
+        with merged_replicas(self._mesh.strategy), values.scope():
             result = merge(*arguments[0], **arguments[1])
         leaves = keras.tree.flatten(taken_apart([arguments, result]))
         if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):

@@ -13,7 +13,7 @@ from keras_strategies.engines.jax.function.trace_state import (
     as_initializer,
 )
 from keras_strategies.keras_compat.state_scope import StatePolicy, current_policy
-from keras_strategies.runtime import context
+from keras_strategies.runtime.replica_context import ReplicaContext
 from keras_strategies.runtime.replicas.collectives import ReplicaCollectives
 from keras_strategies.runtime.state import run_state
 from keras_strategies.runtime.state.run_state import RunState
@@ -48,7 +48,7 @@ class TracedReplicaState(RunState):
 
     def __init__(
         self,
-        replica: context.ReplicaContext,
+        replica: ReplicaContext,
         copy: Callable[[Any], Any],
         local: Callable[[Any, int], Any],
         replicas: TracedReplicas,

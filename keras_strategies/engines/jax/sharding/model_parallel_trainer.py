@@ -28,7 +28,7 @@ from keras_strategies.keras_compat.backends.keras_on_jax import (
     sync_jax_state,
 )
 from keras_strategies.keras_compat.models.building import all_variables
-from keras_strategies.keras_compat.variables.values import raw_value
+from keras_strategies.keras_compat.variables.values import raw_value, stored_dtype
 from keras_strategies.layouts import VariableMesh
 from keras_strategies.runtime import context
 from keras_strategies.runtime.colocation import layout_or_colocated
@@ -116,7 +116,8 @@ class ModelParallelTrainer(MeshTrainer):
 
     def from_host(self, variable: Any, value: Any) -> Any:
         # Keras would put all of it on one device.
-        dtype, sharding = raw_value(variable).dtype, self.sharding_of(variable)
+        dtype = jax.numpy.dtype(stored_dtype(variable))
+        sharding = self.sharding_of(variable)
         return place_variable(value.astype(dtype, copy=False), sharding)
 
     def unsharded(self, variables: Sequence[Any]) -> list[Any]:

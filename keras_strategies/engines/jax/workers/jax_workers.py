@@ -26,9 +26,10 @@ from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.cluster.group.exit_watchdog import GRACE, ExitWatchdog
 from keras_strategies.cluster.group.worker_group import LostWorker
 from keras_strategies.communication.communicator import Communicator, lost_worker
-from keras_strategies.communication.engine_sockets import EngineSockets
+from keras_strategies.communication.open_files import reserve_files
 from keras_strategies.communication.packing import pack_indices
 from keras_strategies.devices import Device, parse_device
+from keras_strategies.engines.engine_sockets import EngineSockets
 from keras_strategies.engines.jax import compat
 from keras_strategies.engines.jax.devices import jax_device
 from keras_strategies.engines.jax.workers.coordination_relay import Relay
@@ -58,7 +59,7 @@ class _Runtime:
     """JAX's runtime of this process, for all strategies with its workers.
 
     Args:
-        group: the workers that it connects.
+        group: the workers that it connects; None before the start.
         front: the relay between the network and the service, in the chief.
         relay: the relay between this worker's client and the chief.
         sockets: the connections of collectives between CPUs of elastic workers.
@@ -67,7 +68,7 @@ class _Runtime:
         copies: the values of variables while devices are replaced.
     """
 
-    group: WorkerGroup
+    group: WorkerGroup | None = None
     front: Relay | None = None
     relay: Relay | None = None
     sockets: EngineSockets | None = None
@@ -91,13 +92,22 @@ class JaxCommunicator(Communicator):
         super().__init__(group, options)
         _check_unused(group)
         self.exit_watchdog = ExitWatchdog(group)
-        self._runtime = _Runtime(group)
-        with self.exit_watchdog.waiting():
-            self._start(group)
+        self._runtime = _Runtime()
 
     # The engine.
 
+    def start(self) -> None:
+        if self._runtime.group is not self.group:
+            with self.exit_watchdog.waiting():
+                self._start(self.group)
+
     def _start(self, group: WorkerGroup) -> None:
+        reserve_files(group.count)
+        with _naming_lost_worker(group):
+            self._start_runtime(group)
+        self._runtime.group = group
+
+    def _start_runtime(self, group: WorkerGroup) -> None:
         folder = tempfile.mkdtemp(prefix="keras_strategies-") if group.is_chief else ""
         waiting = functools.partial(until_loss, group)
         try:
@@ -170,7 +180,7 @@ class JaxCommunicator(Communicator):
 
     def close(self) -> None:
         runtime = self._runtime
-        is_complete = runtime.group.loss() is None
+        is_complete = self.group.loss() is None
         if is_complete:
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 compat.stop_client()
@@ -194,16 +204,15 @@ class JaxCommunicator(Communicator):
     def _reconnect(self, group: WorkerGroup) -> None:
         runtime = self._runtime
         if runtime.group is not group:
-            if runtime.copies is None:
+            if runtime.copies is None and runtime.are_connected:
                 runtime.copies = HostCopies()
             self.exit_watchdog.replace(group)
             compat.abandon_runtime(runtime.front, runtime.relay)
             runtime.front = runtime.relay = runtime.sockets = None
             runtime.are_connected = False
-            with _naming_lost_worker(group):
-                self._start(group)
+            self._start(group)
+        if self.has_replicas and not runtime.are_connected:
             self._start_devices(group)
-            runtime.group = group
         self.__dict__.pop("_mesh", None)
 
     def _reconnected(self) -> None:
@@ -255,23 +264,36 @@ class JaxCommunicator(Communicator):
         Raises:
             ValueError: for devices of different kinds.
         """
+        every = self.actions.prepare(lambda: self._names_of_devices(own))
+        named = [[parse_device(name) for name in names] for names in every]
+        kinds = {device.kind for devices in named for device in devices}
+        if len(kinds) > 1:
+            raise ClusterError(
+                f"Workers use devices of different kinds: {every}. On JAX all "
+                "workers run one program. Set devices of one kind on all workers, "
+                "with `MultiWorkerMirroredStrategy(devices=...)`."
+            )
         with self.exchange():
-            if not self.actions.is_fixed and not self._runtime.are_connected:
-                self._start_devices(self.group)
-            every = self.group.gather_values("the devices", [str(d) for d in own])
-            named = [[parse_device(name) for name in names] for names in every]
-            kinds = {device.kind for devices in named for device in devices}
-            if len(kinds) > 1:
-                raise ClusterError(
-                    f"Workers use devices of different kinds: {every}. On JAX all "
-                    "workers run one program. Set devices of one kind on all workers, "
-                    "with `MultiWorkerMirroredStrategy(devices=...)`."
-                )
             return [
                 jax_device(device, process)
                 for process, devices in enumerate(named)
                 for device in devices
             ]
+
+    def _names_of_devices(self, own: Sequence[Device]) -> list[list[str]]:
+        with self.exchange():
+            if not self.actions.is_fixed and not self._runtime.are_connected:
+                self._start_devices(self.group)
+            return self.group.gather_values("the devices", [str(d) for d in own])
+
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError:
+            # JAX names only the kind of the devices that it could not start.
+            self.group.check()
+            raise
 
     @functools.cached_property
     def _mesh(self) -> jax.sharding.Mesh:

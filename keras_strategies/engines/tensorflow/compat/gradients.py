@@ -8,7 +8,6 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.eager import record
-from tensorflow.python.framework import ops
 from tensorflow.python.ops import (
     gradients_util,
 )
@@ -27,16 +26,6 @@ PRIVATE_NAMES = (
         f"{_PYTHON}.framework.ops.Graph",
         ("_override_gradient_function",),
         "Gradient functions freed with their graph.",
-    ),
-    Private(
-        f"{_PYTHON}.framework.ops",
-        ("gradient_registry",),
-        "Gradient functions of `tf.custom_gradient` of a graph that is dropped.",
-    ),
-    Private(
-        f"{_PYTHON}.framework.ops.gradient_registry",
-        ("_registry",),
-        "The same.",
     ),
     Private(
         f"{_PYTHON}.eager.record",
@@ -152,18 +141,3 @@ def record_gradient(
 def tape_id(tensor: Any) -> Any:
     """The number by which tapes know a tensor."""
     return tensor._id
-
-
-def drop_custom_gradients(graph: Any) -> None:
-    """Drops the functions that `tf.custom_gradient` has registered for a graph.
-
-    The registry would keep them and the graph. No other graph has their names.
-    """
-    for operation in graph.get_operations():
-        if operation.type != "IdentityN":
-            continue
-        try:
-            name = operation.get_attr("_gradient_op_type")
-        except ValueError:
-            continue
-        ops.gradient_registry._registry.pop(name.decode(), None)

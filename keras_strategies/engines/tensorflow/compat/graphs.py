@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
-from tensorflow.python.eager import context as eager_context
-from tensorflow.python.eager import execute
 from tensorflow.python.framework import func_graph
 from tensorflow.python.ops import (
-    control_flow_util_v2,
     control_flow_v2_func_graphs,
 )
 
@@ -21,34 +16,14 @@ _PYTHON = "tensorflow.python"
 
 PRIVATE_NAMES = (
     Private(
-        f"{_PYTHON}.eager.context",
-        ("context",),
-        "The runtime that computes an operation.",
-    ),
-    Private(
-        f"{_PYTHON}.eager.execute",
-        ("execute",),
-        "Shapes in the graph of a layer call are computed for several batch sizes.",
-    ),
-    Private(
         f"{_PYTHON}.framework.func_graph",
         ("FuncGraph",),
         "A layer call is traced in a graph of its own.",
     ),
     Private(
-        f"{_PYTHON}.framework.ops.Graph",
-        ("_get_function", "_is_function"),
-        "Graphs of the functions that operations of a graph call.",
-    ),
-    Private(
         f"{_PYTHON}.framework.ops.Operation",
         ("_add_control_input", "_update_input"),
         "Gathers of shards wait for operations that are traced after them.",
-    ),
-    Private(
-        f"{_PYTHON}.ops.control_flow_util_v2",
-        ("get_func_graph",),
-        "Graphs of the branches and bodies of control flow.",
     ),
     Private(
         f"{_PYTHON}.ops.control_flow_v2_func_graphs",
@@ -101,105 +76,3 @@ def add_control_input(operation: Any, before: Any) -> None:
 def replace_input(operation: Any, number: int, tensor: Any) -> None:
     """Replaces an input of an operation of a graph by an equal tensor."""
     operation._update_input(number, tensor)
-
-
-def calls_its_type(operation: Any) -> bool:
-    """Whether an operation's type is the name of a function of its graph."""
-    found: bool = operation.graph._is_function(operation.type)
-    return found
-
-
-def called_graph(operation: Any, attribute: str | None) -> Any:
-    """The graph of a function that an operation calls.
-
-    Args:
-        operation: the `tf.Operation`.
-        attribute: str, its attribute with the function, and its number where that is a
-            list, as in "branches 1"; None where the operation's type is its name.
-    """
-    if attribute is None:
-        name = operation.type
-    else:
-        attribute, _, number = attribute.partition(" ")
-        value = operation.get_attr(attribute)
-        name = (value[int(number)] if number else value).name
-    function = operation.graph._get_function(name)
-    found = getattr(function, "graph", None)
-    if found is None:
-        found = control_flow_util_v2.get_func_graph(operation, None, name)
-    return found
-
-
-def constant_value(operation: Any) -> Any:
-    """The array of a `Const`, or of a `Fill` with constants."""
-    if operation.type == "Fill":
-        sizes, value = (constant_value(tensor.op) for tensor in operation.inputs)
-        return np.broadcast_to(value, sizes)
-    return tf.make_ndarray(operation.get_attr("value"))
-
-
-def computed_operation(operation: Any, arrays: Sequence[Any]) -> list[Any]:
-    """The results of an operation of a graph for other inputs; in eager mode.
-
-    Args:
-        operation: the `tf.Operation`.
-        arrays: arrays, one for each of its inputs.
-
-    Raises:
-        tf.errors.OpError: if it cannot be computed for them.
-    """
-    attributes: list[Any] = []
-    for name in operation.node_def.attr:
-        if not name.startswith("_"):
-            value = operation.get_attr(name)
-            is_dtype = isinstance(value, tf.DType)
-            attributes += [name, value.as_datatype_enum if is_dtype else value]
-    inputs = [
-        tf.constant(array, tensor.dtype)
-        for array, tensor in zip(arrays, operation.inputs, strict=True)
-    ]
-    results = execute.execute(
-        operation.type,
-        len(operation.outputs),
-        inputs,
-        tuple(attributes),
-        eager_context.context(),
-    )
-    return [result.numpy() for result in results]
-
-
-def inferred_shapes(
-    operation: Any, inputs: Sequence[tuple[Any, Sequence[int | None] | None]]
-) -> list[list[int | None] | None]:
-    """The shapes that an operation's results have for other inputs.
-
-    Args:
-        operation: the `tf.Operation`.
-        inputs: for each of its inputs its array or None, and its shape.
-
-    Returns:
-        list: for each result its shape, None for an unknown rank; empty if TensorFlow
-        cannot tell.
-    """
-    with tf.Graph().as_default() as graph:
-        tensors = [
-            tf.compat.v1.placeholder(tensor.dtype, shape)
-            if array is None
-            else tf.constant(array, tensor.dtype)
-            for tensor, (array, shape) in zip(operation.inputs, inputs, strict=True)
-        ]
-        attributes = {
-            name: value
-            for name, value in operation.node_def.attr.items()
-            if not name.startswith("_")
-        }
-        dtypes = [tensor.dtype for tensor in operation.outputs]
-        try:
-            made = graph.create_op(operation.type, tensors, dtypes, attrs=attributes)
-        except (ValueError, TypeError, RuntimeError):
-            # A RuntimeError of an operation that is a function of its graph.
-            return []
-        return [
-            None if tensor.shape.rank is None else tensor.shape.as_list()
-            for tensor in made.outputs
-        ]

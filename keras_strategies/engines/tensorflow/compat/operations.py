@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import context as eager_context
 from tensorflow.python.ops import (
     array_ops,
@@ -29,13 +27,8 @@ PRIVATE_NAMES = (
     ),
     Private(
         f"{_PYTHON}.eager.context.Context",
-        ("_handle", "_rng", "ensure_initialized"),
-        "Seeds of operations, and whether they run as programs.",
-    ),
-    Private(
-        f"{_PYTHON}.pywrap_tfe",
-        ("TFE_ContextSetRunEagerOpAsFunction",),
-        "Eager operations of row checks run without a program for each.",
+        ("_rng",),
+        "Seeds of operations.",
     ),
     Private(
         f"{_PYTHON}.ops.array_ops",
@@ -159,24 +152,6 @@ def operation_seeds() -> random.Random:
     """The generator of seeds for operations, after `tf.random.set_seed`."""
     generator: random.Random = eager_context.context()._rng
     return generator
-
-
-@contextlib.contextmanager
-def kernels_alone() -> Iterator[None]:
-    """Runs eager operations as plain kernels, without a program for each operation.
-
-    At the first call of each kind of operation, TensorFlow creates a program of that
-    one operation: 5 ms, and each call takes six times as long as the kernel. Affects
-    all threads of the process; results are the same.
-    """
-    context = eager_context.context()
-    context.ensure_initialized()
-    set_programs = pywrap_tfe.TFE_ContextSetRunEagerOpAsFunction
-    set_programs(context._handle, False)
-    try:
-        yield
-    finally:
-        set_programs(context._handle, True)
 
 
 #: Calls between `tf.shape` and the conversion of its argument, at most.

@@ -31,7 +31,9 @@ from keras_strategies.engines.tensorflow.data_parallel.row_parts import (
     own_rows,
 )
 from keras_strategies.engines.tensorflow.devices import tf_device
-from keras_strategies.engines.tensorflow.intercepted_draws import replica_draws
+from keras_strategies.engines.tensorflow.random_numbers.intercepted_draws import (
+    replica_draws,
+)
 from keras_strategies.engines.tensorflow.replicas.captured_variables import (
     CapturedVariable,
 )
@@ -72,6 +74,7 @@ from keras_strategies.runtime.data_parallel.split_plan import (
     SplitPlan,
 )
 from keras_strategies.runtime.random_numbers.row_draws import OwnRows
+from keras_strategies.runtime.replica_context import ReplicaContext
 from keras_strategies.runtime.replicas.tensor_primitives import is_float
 from keras_strategies.runtime.state.replica_state import (
     AddedState,
@@ -238,7 +241,7 @@ class CallInLockstep(ReplicaExecutor):
         counts = self._row_split.replica_set.counts
 
         def in_context(replica_id: int) -> Callable[[], Any]:
-            replica = context.ReplicaContext(
+            replica = ReplicaContext(
                 self.plan.strategy,
                 counts.first + replica_id,
                 self._collectives,
@@ -262,12 +265,8 @@ class CallInLockstep(ReplicaExecutor):
         # Under a persistent tape TensorFlow traces the gradient of a loop three times
         # when the loop is created. In a graph, second gradients come from the graph
         # (`_gradients_of_replica`), so its tapes are not persistent.
-        self.tapes = [
-            tf.GradientTape(
-                persistent=tf.executing_eagerly(), watch_accessed_variables=False
-            )
-            for _ in self.sizes
-        ]
+        options = {"persistent": self._is_eager, "watch_accessed_variables": False}
+        self.tapes = [tf.GradientTape(**options) for _ in self.sizes]
         for watched, slices in zip(self.watched, self.slices, strict=True):
             watched.update(id(part) for part in slices if is_float(part))
 
@@ -312,16 +311,17 @@ class CallInLockstep(ReplicaExecutor):
         rows = self.plan.own_rows(replica_id)
         if tf.executing_eagerly():
             return rows
+
         # Inputs of a replica's operations, so that copies of these have other ones.
-        counts = (rows.before, rows.own, rows.total)
+        def as_input(count: Any) -> Any:
+            return tf.identity(tf.cast(count, tf.int64))
+
+        own, total = rows.own, rows.total
         with tf.device("CPU:0"):
-            before, own, total = (
-                count
-                if self._is_static and count is not rows.before
-                else tf.identity(tf.cast(count, tf.int64))
-                for count in counts
-            )
-        rows = self.traces.rows[replica_id] = OwnRows(before, own, total)
+            if not self._is_static:
+                own, total = as_input(own), as_input(total)
+            rows = OwnRows(as_input(rows.before), own, total)
+        self.traces.rows[replica_id] = rows
         return rows
 
     # Variables.
@@ -360,13 +360,10 @@ class CallInLockstep(ReplicaExecutor):
 
     def _cast_copy(self, replica_id: int, value: Any, dtype: str) -> Any:
         tape = self.tapes[replica_id]
+        is_watched = tape is not None and id(value) in self.watched[replica_id]
         # Not in a loop: each iteration casts there, and the sum over iterations is
         # float32.
-        if (
-            tape is None
-            or id(value) not in self.watched[replica_id]
-            or not self._is_current_graph
-        ):
+        if not is_watched or not self._is_current_graph:
             return None
         with tape.stop_recording(), tf.device(self._devices[replica_id]):
             cast = tf.cast(value, dtype)
@@ -405,9 +402,7 @@ class CallInLockstep(ReplicaExecutor):
 
         In an eager call, a copy that a `tf.function` reads is made outside of that.
         """
-        if self._is_eager:
-            return tf.init_scope()
-        return self.graph.as_default()
+        return tf.init_scope() if self._is_eager else self.graph.as_default()
 
     @property
     def _is_current_graph(self) -> bool:
@@ -430,15 +425,15 @@ class CallInLockstep(ReplicaExecutor):
 
         Their gradients are gathered to the global batch where a tape needs them.
         """
-        if not target.by_rows or target.apart is not None:
+        if not target.by_rows or target.as_row_parts is not None:
             return target.tensor
         with self.plan.on_lead():
             return own_rows(self._row_split, target.tensor)
 
     def connect(self, boundary: GradientBoundary) -> list[Any]:
         tensors = list(map(self._of_worker, boundary.targets))
-        if any(channel.is_apart for channel in boundary.channels) or any(
-            target.apart is not None for target in boundary.targets
+        if any(channel.is_in_parts for channel in boundary.channels) or any(
+            target.as_row_parts is not None for target in boundary.targets
         ):
             return self._connect_parts(boundary, tensors)
 
@@ -461,7 +456,7 @@ class CallInLockstep(ReplicaExecutor):
         with without_recording():
             columns = [
                 [for_tapes(part) for part in channel.parts]
-                if channel.is_apart
+                if channel.is_in_parts
                 else [for_tapes(combined(self.plan, channel))]
                 for channel in channels
             ]
@@ -481,7 +476,9 @@ class CallInLockstep(ReplicaExecutor):
     ) -> list[Any]:
         """The tensor of each channel, from its parts or from itself."""
         return [
-            self.plan.apart(column, channel.multiple) if channel.is_apart else column[0]
+            self.plan.as_row_parts(column, channel.multiple)
+            if channel.is_in_parts
+            else column[0]
             for channel, column in zip(channels, columns, strict=True)
         ]
 
@@ -494,9 +491,8 @@ class CallInLockstep(ReplicaExecutor):
             return self._differentiable_gradients(boundary, gradients)
         shares = boundary.shares(gradients)
         present = [share for share in shares if share is not None]
-        start, is_in_program = 0, self._is_current_graph and not self._is_eager
-        if is_in_program:
-            start = self.graph.num_operations()
+        is_in_program = self._is_current_graph and not self._is_eager
+        start = self.graph.num_operations() if is_in_program else 0
         self.traces.set_given(present)
         tasks = [
             functools.partial(self._backward, i, each)
@@ -513,8 +509,8 @@ class CallInLockstep(ReplicaExecutor):
             ]
         found = self._sums(boundary, columns)
         if is_in_program:
-            first = enumerate(present[0] if present else ())
-            begins = {i: part.op for i, part in first}
+            first = present[0] if present else ()
+            begins = {i: part.op for i, part in enumerate(first)}
             self._gathers.gather_again(start, begins)
         return found
 
@@ -543,8 +539,7 @@ class CallInLockstep(ReplicaExecutor):
         raw = None if target.variable is None else raw_value(target.variable)
         present = [part for part in gradients if part is not None]
         if (
-            not isinstance(raw, VariableInShards)
-            or not present
+            not (present and isinstance(raw, VariableInShards))
             or any(isinstance(part, tf.IndexedSlices) for part in present)
             or target.is_overwritten
             or self.plan.reduction is not None
@@ -590,23 +585,20 @@ class CallInLockstep(ReplicaExecutor):
         values: dict[int, Any] = {}
         inputs = [target.tensor for target in targets if target.by_rows]
         trained = {id(s.variable) for s in targets if s.variable is not None}
-        with (
-            self.plan.on_lead(),
-            tf.GradientTape(watch_accessed_variables=False) as tape,
-        ):
-            tape.watch(inputs)
 
-            def value_of(variable: Any) -> Any:
-                raw = raw_value(variable)
-                if id(variable) not in trained:
-                    return raw
-                values[id(variable)] = tf.convert_to_tensor(raw)
-                tape.watch(values[id(variable)])
-                return values[id(variable)]
+        def value_of(variable: Any) -> Any:
+            raw = raw_value(variable)
+            if id(variable) not in trained:
+                return raw
+            values[id(variable)] = tf.convert_to_tensor(raw)
+            tape.watch(values[id(variable)])
+            return values[id(variable)]
 
-            found = recomputed(boundary, value_of, self._assigned_value)
-            outputs = [output for output in found if is_float(output)]
         with self.plan.on_lead():
+            with tf.GradientTape(watch_accessed_variables=False) as tape:
+                tape.watch(inputs)
+                found = recomputed(boundary, value_of, self._assigned_value)
+                outputs = [output for output in found if is_float(output)]
             wanted = [*values.values(), *inputs]
             results = tape.gradient(outputs, wanted, output_gradients=list(gradients))
             # A variable is several sources where each of its reads has a gradient.
@@ -620,7 +612,11 @@ class CallInLockstep(ReplicaExecutor):
                     gradient = of_variables.pop(id(target.variable), None)
                 if gradient is not None and gradient.dtype != target.tensor.dtype:
                     gradient = tf.cast(gradient, target.tensor.dtype)
-                if gradient is not None and target.by_rows and target.apart is None:
+                if (
+                    gradient is not None
+                    and target.by_rows
+                    and target.as_row_parts is None
+                ):
                     gradient = own_rows(self._row_split, gradient)
                 returned.append(gradient)
             return returned
@@ -638,9 +634,8 @@ def _activation_of(parts: Sequence[Any]) -> OutputActivation | None:
         apply = _ACTIVATIONS[_operation(parts[0])]
         return OutputActivation([part.op.inputs[0] for part in parts], apply)
     logits = [get_logits(part) for part in parts]
-    if any(each is None for each in logits):
-        return None
-    return OutputActivation(logits, None)
+    are_known = all(each is not None for each in logits)
+    return OutputActivation(logits, None) if are_known else None
 
 
 def _operation(tensor: Any) -> str:

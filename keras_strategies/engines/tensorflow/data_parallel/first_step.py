@@ -1,4 +1,4 @@
-"""Options that shorten the first step of a program: graph optimizer, garbage collector.
+"""Options of the graph optimizer that shorten the first step of a program.
 
 A program of two replicas has twice the operations of a program for one device. Most of
 its first run is TensorFlow's graph optimizer (Grappler): its time grows with them.
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from tensorflow.core.protobuf.rewriter_config_pb2 import RewriterConfig
@@ -48,20 +47,3 @@ def set_options(config: Any) -> None:
     for name, value in _ON_CPUS.items():
         if not getattr(options, name):
             setattr(options, name, value)
-
-
-@contextlib.contextmanager
-def collection_paused() -> Iterator[None]:
-    """A context without garbage collections, for a trace.
-
-    Nearly everything that a trace allocates stays alive with the program; collections
-    would traverse it, and finally all objects of the process, without freeing much.
-    """
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()

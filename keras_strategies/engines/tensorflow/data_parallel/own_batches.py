@@ -139,8 +139,10 @@ def _no_layer() -> None:
     return None
 
 
-def joined(data: RowsOfWorker, placement: Placement) -> Any:
-    """The global batch."""
+def joined(data: Any, placement: Placement) -> Any:
+    """The global batch, of this worker's rows or as it is."""
+    if not isinstance(data, RowsOfWorker):
+        return data
     workers, counts = placement.workers, placement.replica_counts
     assert workers is not None
     sizes = _every(data, counts.total)

@@ -235,5 +235,5 @@ def _refused(*gradients: Any) -> list[Any]:
 
 def joined_silently(value: Any) -> Any:
     """Row parts joined without a line in the log; other values unchanged."""
-    is_apart = isinstance(value, TensorFlowRowParts)
-    return value.joined_silently() if is_apart else value
+    is_in_parts = isinstance(value, TensorFlowRowParts)
+    return value.joined_silently() if is_in_parts else value

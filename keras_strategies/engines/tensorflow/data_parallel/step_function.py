@@ -11,7 +11,6 @@ import numpy as np
 import tensorflow as tf
 
 from keras_strategies.engines.tensorflow.data_parallel.first_step import (
-    collection_paused,
     optimizer_options,
 )
 from keras_strategies.engines.tensorflow.data_parallel.own_batches import (
@@ -48,7 +47,9 @@ if TYPE_CHECKING:
     from keras_strategies.engines.tensorflow.data_parallel.rollback import (
         TensorFlowRollback,
     )
-    from keras_strategies.runtime.data_parallel.layer_call import DataParallelCall
+    from keras_strategies.runtime.data_parallel.data_parallel_call import (
+        DataParallelCall,
+    )
 
 
 class StepFunction:
@@ -96,50 +97,44 @@ class StepFunction:
         self._make_programs()
 
     def _make_programs(self) -> None:
-        """Creates the programs for the current workers; each is traced when called."""
-        call = self._call
-        self._replicas = call.placement.replica_counts.total
+        """Creates the programs for the current workers; each is traced when called.
+
+        `split` calls layers on all replicas, with rows of the global batch,
+        `on_own_rows` with the rows that each worker has read, and `unsplit` is Keras's
+        step on one device.
+        """
+        call, place = self._call, self._call.placement
+        self._replicas = place.replica_counts.total
         self._group = None if self._workers is None else self._workers.group
         step = getattr(self._model, f"{self._kind}_step")
 
-        def routed(data: Any) -> Any:
+        def split(data: Any) -> Any:
+            data = joined(data, place)
             with layer_calls_through(call):
                 found = step(data)
                 if self._kind == "predict":
                     return keras.tree.map_structure(joined_silently, found)
                 return found
 
-        place = call.placement
-        self._parallel = self._program(routed)
-
-        def on_parts(data: Any) -> Any:
+        def on_own_rows(data: Any) -> Any:
             batch = in_parts(data, place, call)
-            found = routed(batch)
+            found = split(batch)
             if self._rollback is None:
                 self._joins_rows = self._joins_rows or are_joined(batch)
             return found
 
-        self._of_workers = self._program(on_parts)
-        self._joined = self._program(lambda data: routed(joined(data, place)))
-        self._joined_unsplit = self._program(lambda data: step(joined(data, place)))
-        self._unsplit = self._program(lambda data: step(data))
-        self._per_shape = None
-        if call.reduction is not None:
-            self._per_shape = self._program(routed, reduce_retracing=False)
+        def unsplit(data: Any) -> Any:
+            return step(joined(data, place))
+
+        self._split = self._program(split)
+        self._on_own_rows = self._program(on_own_rows)
+        self._unsplit = self._program(unsplit)
         self._traces.forget()
 
-    def _program(
-        self, step: Callable[[Any], Any], reduce_retracing: bool = True
-    ) -> Any:
+    def _program(self, step: Callable[[Any], Any]) -> Any:
         if self._model.run_eagerly:
             return step
-
-        def traced(data: Any) -> Any:
-            with collection_paused():
-                return step(data)
-
-        own = tf.autograph.experimental.do_not_convert(traced)
-        return FunctionsByRank(own, reduce_retracing=reduce_retracing)
+        return FunctionsByRank(tf.autograph.experimental.do_not_convert(step))
 
     def __call__(self, batches: Iterable[Any]) -> Any:
         """Runs `steps_per_execution` steps.
@@ -204,6 +199,7 @@ class StepFunction:
                 self._workers.steps.check_batch(batch)
         else:
             self._workers.steps.check_batch(batch)
+        self._workers.steps.await_checks()
         with self._workers.watched():
             return self._step_on(batch, spec)
 
@@ -213,27 +209,27 @@ class StepFunction:
         if not self._has_begun:
             self._has_begun = True
             if not self._build(own_part(batch)):
-                is_own = isinstance(batch, RowsOfWorker)
-                program = self._joined_unsplit if is_own else self._unsplit
-                return self._call_uncached(program, batch)
+                return self._call_uncached(self._unsplit, batch)
         if isinstance(batch, RowsOfWorker):
             return self._run(self._program_of_workers(batch), batch, spec)
         rows = _rows(batch)
-        if rows is not None and rows < self._replicas:
-            if self._per_shape is not None:
-                return self._run(self._per_shape, batch, spec, is_for_shape=True)
+        if rows is None or rows >= self._replicas:
+            return self._run(self._split, batch, spec)
+        if self._call.reduction is None:
             return self._run(self._unsplit, batch, spec)
-        return self._run(self._parallel, batch, spec)
+        return self._run(self._split, batch, spec, is_for_shape=True)
 
     def _program_of_workers(self, batch: RowsOfWorker) -> Any:
+        on_own_rows = self._split if self._model.run_eagerly else self._on_own_rows
         if len(batch.every.shape) > 1:
-            return self._joined if self._model.run_eagerly else self._of_workers
+            return on_own_rows
         every = np.asarray(batch.every)
-        if every.all() and not self._model.run_eagerly:
-            return self._of_workers
+        if every.all():
+            return on_own_rows
         # A replica without rows would compute means of zero elements.
-        is_split = every.sum() >= self._replicas or self._per_shape is not None
-        return self._joined if is_split else self._joined_unsplit
+        if every.sum() >= self._replicas or self._call.reduction is not None:
+            return self._split
+        return self._unsplit
 
     def _run(
         self, program: Any, batch: Any, spec: Any, is_for_shape: bool = False
@@ -249,22 +245,24 @@ class StepFunction:
             # Workers whose rows differ would trace at different steps.
             or (self._workers is None and step_is_traced_for_batches(self._steps))
         ):
-            return self._call_uncached(program, batch)
+            return self._call_uncached(program, batch, is_for_shape)
         if is_for_shape:
             own = keras.tree.map_structure(_spec_of, batch)
         else:
             own = with_ranks_of(batch, spec)
-        concrete = self._traces.of(program, own, own_part(spec))
+        concrete = self._traces.of(program, own, own_part(spec), is_for_shape)
         if self._rollback is not None:
             self._rollback.begin_program(concrete)
         return concrete(batch)
 
-    def _call_uncached(self, program: Any, batch: Any) -> Any:
+    def _call_uncached(
+        self, program: Any, batch: Any, is_for_shape: bool = False
+    ) -> Any:
         if self._rollback is not None:
             self._rollback.begin_program(None)
         if self._model.run_eagerly:
             return program(batch)
-        return self._traces.call(program, batch)
+        return self._traces.call(program, batch, is_for_shape)
 
     def _build(self, batch: Any) -> bool:
         """Builds the model, since replicas cannot create variables.

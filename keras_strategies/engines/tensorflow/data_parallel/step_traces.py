@@ -38,23 +38,26 @@ class StepTraces:
         self._traces.clear()
         self._second.clear()
 
-    def of(self, program: Any, spec: Any, step_spec: Any = None) -> Any:
+    def of(
+        self, program: Any, spec: Any, step_spec: Any, is_for_shape: bool = False
+    ) -> Any:
         """The concrete function of a program.
 
         Args:
             program: `FunctionsByRank` of a batch.
             spec: structure of `tf.TypeSpec`, the program's argument.
-            step_spec: that of the program of one device, if another.
+            step_spec: that of the program of one device.
+            is_for_shape: bool, whether the trace is for this shape only.
         """
-        key = (program, _key(spec))
+        key = (program, _key(spec), is_for_shape)
         if key not in self._traces:
-            step = _key(spec if step_spec is None else step_spec)
-            self._traces[key] = self._trace(program.of(spec), spec, step)
+            function = program.of(spec, is_for_shape)
+            self._traces[key] = self._trace(function, spec, _key(step_spec))
         return self._traces[key]
 
-    def call(self, program: Any, batch: Any) -> Any:
+    def call(self, program: Any, batch: Any, is_for_shape: bool = False) -> Any:
         """Calls a program that is traced for the shapes of a batch."""
-        function = program.of(batch)
+        function = program.of(batch, is_for_shape)
         if self.is_twice:
             self._trace(function, batch, None)
         return self._second.get(function, function)(batch)

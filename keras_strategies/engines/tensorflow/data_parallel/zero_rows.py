@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from keras_strategies.engines.tensorflow.compat.graphs import new_graph
 from keras_strategies.engines.tensorflow.compat.operations import FAILING_KERNELS
-from keras_strategies.engines.tensorflow.global_random import (
+from keras_strategies.engines.tensorflow.random_numbers.global_random import (
     operation_seeds_restored,
 )
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through

@@ -32,9 +32,12 @@ from keras_strategies.engines.tensorflow.compiled_function import (
 from keras_strategies.engines.tensorflow.data_parallel.assigned_values import (
     assigned_value,
 )
+from keras_strategies.engines.tensorflow.data_parallel.layer_call_driver import (
+    TensorFlowLayerCalls,
+)
 from keras_strategies.engines.tensorflow.devices import tf_device
 from keras_strategies.engines.tensorflow.functions_by_rank import FunctionsByRank
-from keras_strategies.engines.tensorflow.intercepted_draws import (
+from keras_strategies.engines.tensorflow.random_numbers.intercepted_draws import (
     replica_draws,
 )
 from keras_strategies.engines.tensorflow.replicas.empty_replicas import (
@@ -123,7 +126,12 @@ class TensorFlowRun(ReplicaRun):
             Any, tuple[ReplicaSet, FunctionsByRank]
         ] = weakref.WeakKeyDictionary()
         self._devices = [tf_device(device) for device in strategy.placement.replicas]
-        super().__init__(strategy, PRIMITIVES, VariableStorage(self._devices))
+        super().__init__(
+            strategy,
+            PRIMITIVES,
+            VariableStorage(self._devices),
+            TensorFlowLayerCalls(strategy, engine),
+        )
         self._engine = engine
         self.lead = tf_device(self.placement.variables)
 
@@ -168,7 +176,6 @@ class TensorFlowRun(ReplicaRun):
 
             found = FunctionsByRank(
                 program,
-                reduce_retracing=True,
                 # XLA compiles programs for one device.
                 jit_compile=is_for_xla(fn)
                 if self.replica_set.counts.total == 1
@@ -239,6 +246,11 @@ class TensorFlowRun(ReplicaRun):
         device = self._devices[replica_id]
         with reading_on(device), padding_empty_replicas("CPU" in device):
             yield
+
+    def knows_rows(self, own: Sequence[Any]) -> bool:
+        # Workers trace programs of their own, with other rows.
+        is_alone = self.replica_set.workers is None or tf.executing_eagerly()
+        return is_alone and all(isinstance(rows, int) for rows in own)
 
     def _rows_of(
         self, args: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]]

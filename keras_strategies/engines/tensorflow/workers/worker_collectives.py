@@ -17,6 +17,7 @@ import tensorflow as tf
 from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.cluster.group.worker_group import LostWorker
 from keras_strategies.communication.communicator import Communicator, lost_worker
+from keras_strategies.communication.open_files import reserve_files
 from keras_strategies.communication.packing import pack_indices
 from keras_strategies.engines.tensorflow.compat.workers import abort_collectives
 from keras_strategies.engines.tensorflow.workers.collective_timeouts import (
@@ -117,6 +118,7 @@ class TensorFlowCommunicator(Communicator):
 
     def _start(self) -> None:
         """Connects the servers of the group, with new keys."""
+        reserve_files(self.group.count)
         self._server.connect(self.group)
         self._keys.clear()
         self._timeouts.start()

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tensorflow.core.protobuf import tensorflow_server_pb2
 
 from keras_strategies.cluster.group import WorkerGroup
-from keras_strategies.communication.engine_sockets import EngineSockets
+from keras_strategies.engines.engine_sockets import EngineSockets
 from keras_strategies.engines.tensorflow.compat.workers import (
     collective_configuration,
     configure_collectives,

@@ -5,13 +5,18 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from keras_strategies.engines.torch.compat import is_graph_retained, version_of
+from keras_strategies.engines.torch.compat import (
+    is_graph_retained,
+    version_of,
+    without_donated_buffers,
+)
 from keras_strategies.engines.torch.cuda_batches import device_rows
 from keras_strategies.engines.torch.data_parallel.assigned_values import assigned_value
+from keras_strategies.engines.torch.data_parallel.compiled_calls import CompiledCalls
 from keras_strategies.engines.torch.data_parallel.worker_sums import WorkerSums
 from keras_strategies.engines.torch.devices import moved, torch_device
 from keras_strategies.engines.torch.random_numbers.block_draws import ReplicaSeeds
@@ -47,6 +52,7 @@ from keras_strategies.runtime.data_parallel.replica_executor import (
 )
 from keras_strategies.runtime.data_parallel.row_parts import parts_of
 from keras_strategies.runtime.data_parallel.split_plan import SplitPlan
+from keras_strategies.runtime.replica_context import ReplicaContext
 from keras_strategies.runtime.replicas.tensor_primitives import is_float
 from keras_strategies.runtime.state.replica_state import (
     AddedState,
@@ -54,6 +60,12 @@ from keras_strategies.runtime.state.replica_state import (
     ReplicaResult,
     ReplicaState,
 )
+
+if TYPE_CHECKING:
+    from keras_strategies.engines.torch.data_parallel.call_programs import (
+        CallProgram,
+        CompiledResult,
+    )
 
 
 class CallOnThreads(ReplicaExecutor):
@@ -63,6 +75,7 @@ class CallOnThreads(ReplicaExecutor):
         plan: the plan of the call.
         threads: the threads of the replicas.
         variables: the replicas' copies of variables.
+        compiled: the programs of the strategy's layer calls.
     """
 
     def __init__(
@@ -70,8 +83,12 @@ class CallOnThreads(ReplicaExecutor):
         plan: SplitPlan,
         threads: ReplicaThreads,
         variables: ReplicaVariables,
+        compiled: CompiledCalls,
     ):
         self.plan = plan
+        self._compiled = compiled
+        self._programs: list[CallProgram] | None = None
+        self._results: list[ReplicaResult] = []
         self._threads = threads
         self._variables = variables
         self._weights = variables.of_call(plan.layer_call.layer)
@@ -112,6 +129,16 @@ class CallOnThreads(ReplicaExecutor):
         self, tensors: Sequence[torch.Tensor], call: CallOnReplica
     ) -> ForwardPass:
         slices = [self._split(tensor) for tensor in tensors]
+        kind = self._compiled.kind_of(self.plan, slices)
+        if kind is not None:
+            self._programs = self._compiled.programs(
+                *(kind, self.plan, self._devices, self._weights is not None),
+                functools.partial(self._compile, call, slices),
+            )
+        if self._programs is not None:
+            # A program runs no code of Python's.
+            self._in_turn = False
+            self._collectives.restart(is_sequential=False)
         is_shared = self._draws and len(self._devices) > 1
         seeds = (
             ReplicaSeeds(len(self._devices))
@@ -127,7 +154,9 @@ class CallOnThreads(ReplicaExecutor):
             if is_shared and self._in_turn
             else seeds or contextlib.nullcontext()
         ):
-            results: list[ReplicaResult] = self._run(tasks)
+            self._results = results = self._run(tasks)
+        if kind is not None and self._programs is None:
+            kind.note(results[0])
         if not self._is_recorded:
             return ForwardPass(results, slices, [False] * len(slices), [])
         return ForwardPass(
@@ -136,6 +165,24 @@ class CallOnThreads(ReplicaExecutor):
             [parts[0].requires_grad for parts in slices],
             [_with_gradient(result.state.reads) for result in results],
         )
+
+    def _compile(
+        self,
+        call: CallOnReplica,
+        slices: Sequence[Sequence[torch.Tensor]],
+        replica_id: int,
+        variables: Sequence[Any],
+    ) -> CallProgram:
+        """The program of a replica; see `CompiledCalls`."""
+        from keras_strategies.engines.torch.data_parallel.call_programs import (
+            CallProgram,
+        )
+
+        state = self._replica_state(replica_id)
+        assert isinstance(state, ReplicaState)
+        own = [parts[replica_id] for parts in slices]
+        rows = self.plan.own_rows(replica_id) if self._draws else None
+        return CallProgram(self.plan, call, variables, own, state, rows)
 
     def undo_draws(self) -> None:
         _restore(self._generators)
@@ -173,7 +220,13 @@ class CallOnThreads(ReplicaExecutor):
                     keeps = self._is_recorded
                     stack.callback(self._weights.end_pass, keeps=keeps)
                     stack.enter_context(self._weights.saved())
-                return call(slices, self._replica_state(replica_id), rows)
+                state = self._replica_state(replica_id)
+                if self._programs is None:
+                    return call(slices, state, rows)
+                assert isinstance(state, ReplicaState)
+                return self._programs[replica_id].call(
+                    *(self.plan, self._collectives, replica_id, slices, state, rows)
+                )
 
         return run
 
@@ -182,7 +235,7 @@ class CallOnThreads(ReplicaExecutor):
         counts = self._row_split.replica_set.counts
 
         def in_context(i: int, task: Callable[[], Any]) -> Callable[[], Any]:
-            replica = context.ReplicaContext(
+            replica = ReplicaContext(
                 self.plan.strategy, counts.first + i, self._collectives, counts.total
             )
 
@@ -246,7 +299,10 @@ class CallOnThreads(ReplicaExecutor):
 
         with self._streams.current():
             # It draws nothing, but a user's code may run in it.
-            self._collectives.restart(is_sequential=not plan.proof.is_by_type)
+            is_program = self._programs is not None
+            self._collectives.restart(
+                is_sequential=not plan.proof.is_by_type and not is_program
+            )
             sums = None
             if plan.row_split.workers is not None:
                 sums = WorkerSums(
@@ -278,16 +334,24 @@ class CallOnThreads(ReplicaExecutor):
         pairs = [pair for pair in backward.outputs if pair[0].requires_grad]
         if not pairs or not sources:
             return [None] * len(sources)
+        outputs = [part for part, _ in pairs]
+        differentiate = functools.partial(
+            torch.autograd.grad,
+            outputs,
+            sources,
+            [moved(share, part.device) for part, share in pairs],
+            allow_unused=True,
+            retain_graph=retains_graph,
+        )
+        if self._programs is not None:
+            result = cast("CompiledResult", self._results[replica_id])
+            keeps = without_donated_buffers if retains_graph else contextlib.nullcontext
+            with keeps():
+                return result.gradients(outputs, sources, differentiate)
         # Rematerialized layers read the replica's copies of variables, and call the
         # layers in them on the replica's rows.
         with layer_calls_through(None), self._replica_state(replica_id).scope():
-            return torch.autograd.grad(
-                [part for part, _ in pairs],
-                sources,
-                [moved(share, part.device) for part, share in pairs],
-                allow_unused=True,
-                retain_graph=retains_graph,
-            )
+            return differentiate()
 
     def _differentiable_gradients(
         self,

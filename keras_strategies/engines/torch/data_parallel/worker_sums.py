@@ -202,7 +202,7 @@ class WorkerSums:
         for i, target in enumerate(self._targets):
             if target.by_rows:
                 own = target.joined_rows(self._ops, columns[i])
-                if target.apart is not None:
+                if target.as_row_parts is not None:
                     results[i] = own
                     continue
                 if own is None:

@@ -1,20 +1,23 @@
-"""Operations without a correct sharding rule for DTensors.
+"""Operations of code around layers on weights in shards.
 
-Layer calls compute with ordinary tensors; code around them may compute with weights.
-An operation without a sharding rule then runs on gathered tensors in every process:
-exact, but slower. Random numbers are drawn for the full tensor in every process, from
-generators in the same state, so they equal those of one device.
+Layer calls and optimizers compute with ordinary tensors. Elsewhere an operation of
+entries, such as the clipping of gradients or an average of weights, is computed for the
+shards, a sum for the shards and then for the processes, and every other one for the
+gathered tensors in every process: exact, but slower. Random numbers are drawn for the
+full tensor in every process, from generators in the same state, so they equal those of
+one device.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
 
 from keras_strategies.engines.torch.compat import (
     TorchDispatchMode,
@@ -25,23 +28,31 @@ from keras_strategies.engines.torch.compat import (
     tree_flatten,
     tree_map,
 )
+from keras_strategies.engines.torch.model_parallel.shards import layout_of
 
 _aten = torch.ops.aten
-# Parts of Torch's error messages.
-_NO_RULE = "Sharding propagation failed"
-_NO_REDISTRIBUTION = "not supported yet"
-# DTensor's own rule exchanges the edges of images between all processes, whatever the
-# sharded axis.
-_WRONG_RULE = frozenset([_aten.convolution.default, _aten.convolution_backward.default])
+#: Operations of entries that have no tag of Torch's.
+_OF_ENTRIES = frozenset(
+    [
+        _aten._to_copy.default,
+        _aten.alias.default,
+        _aten.copy_.default,
+        _aten.empty_like.default,
+        _aten.fill_.Scalar,
+        _aten.full_like.default,
+        _aten.ones_like.default,
+        _aten.zero_.default,
+        _aten.zeros_like.default,
+    ]
+)
 
 
 class UnshardedOps(TorchDispatchMode):
-    """Dispatch mode that runs operations without a sharding rule on full tensors."""
+    """Dispatch mode that runs operations on shards, or on full tensors."""
 
     def __init__(self) -> None:
         super().__init__()
         self._depth = 0
-        self._without_rule: set[Any] = set(_WRONG_RULE)
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -78,110 +89,66 @@ class UnshardedOps(TorchDispatchMode):
         if func is _aten.detach.default:
             # Each gradient of shards is detached when it is kept.
             return shards_like(local_shard(args[0]).detach(), args[0])
-        mesh = _mesh((*args, *kwargs.values()))
-        args = _mapped(lambda leaf: _promoted(leaf, mesh), args)
-        even = _mapped(_even, args)
-        kwargs = {
-            key: _even(_promoted(value, mesh)) if _is_tensor(value) else value
-            for key, value in kwargs.items()
-        }
-        result = self._run(func, even, kwargs)
-        copies = _written_copies(func, args, even)
-        for written, copy in copies:
-            written.copy_(copy)
-        # An operation on lists returns None.
-        return copies[0][0] if copies and result is not None else result
+        if not _is_of_lists(func):
+            return _run(func, args, kwargs)
+        # Each of a list has a layout of its own.
+        found = [
+            _run(func, [_item(value, i) for value in args], kwargs)
+            for i in range(len(args[0]))
+        ]
+        return None if found[0] is None else [each for [each] in found]
 
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func is _aten.view.default:
-            args = (_contiguous(args[0]), *args[1:])
-        if func is _aten.embedding.default:
-            return _summed(func(*args, **kwargs))
-        if func in self._without_rule or torch.Tag.nondeterministic_seeded in func.tags:
-            return _on_full_tensors(func, args, kwargs)
-        try:
-            return func(*args, **kwargs)
-        except NotImplementedError:
-            self._without_rule.add(func)
-        except RuntimeError as error:
-            # A rule that does not cover these placements.
-            if _NO_RULE not in str(error) and _NO_REDISTRIBUTION not in str(error):
-                raise
-        return _on_full_tensors(func, args, kwargs)
+
+def _item(values: Any, i: int) -> Any:
+    return [values[i]] if isinstance(values, (list, tuple)) else values
+
+
+def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    tensors = [t for t in tree_flatten([args, kwargs])[0] if _is_tensor(t)]
+    mesh = next((t.device_mesh for t in tensors if isinstance(t, DTensor)), None)
+    if mesh is None:
+        return func(*args, **kwargs)  # Others of its list are in shards.
+    like = next(filter(_is_divided, tensors), None)
+    if like is None:
+        return _on_full_tensors(func, args, kwargs, mesh)
+    if func is _aten.sum.default:
+        own = func(local_shard(like), **kwargs)
+        dist.all_reduce(own, group=mesh.get_group())
+        return _replicated(own, mesh)
+    written = tree_flatten([args[i] for i in _written(func, args)])[0]
+    is_alike = all(t.shape == like.shape or t.dim() == 0 for t in tensors)
+    if _is_of_entries(func) and is_alike and all(map(_is_divided, written)):
+        return _on_shards(func, args, kwargs, like)
+    return _on_full_tensors(func, args, kwargs, mesh)
 
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _mapped(function: Callable[[Any], Any], args: Sequence[Any]) -> tuple[Any, ...]:
-    """The arguments of an operation, with a function of each tensor and list of them.
-
-    `tree_map` takes a third of the time of an operation.
-    """
-    found = []
-    for value in args:
-        if isinstance(value, torch.Tensor):
-            value = function(value)
-        elif isinstance(value, (list, tuple)) and any(map(_is_tensor, value)):
-            value = [function(each) if _is_tensor(each) else each for each in value]
-        found.append(value)
-    return tuple(found)
+def _is_divided(tensor: torch.Tensor) -> bool:
+    """Whether processes have shards of a tensor, and not all of it."""
+    return isinstance(tensor, DTensor) and tensor.placements[0].is_shard()
 
 
-def _promoted(tensor: torch.Tensor, mesh: Any) -> DTensor:
-    """A replicated DTensor of an ordinary tensor, in the same memory."""
-    if isinstance(tensor, DTensor):
-        return tensor
-    return DTensor.from_local(tensor, mesh, run_check=False)
+@functools.cache
+def _is_of_lists(func: Any) -> bool:
+    return bool(func.name().startswith("aten::_foreach_"))
 
 
-def _contiguous(value: Any) -> Any:
-    """A tensor with a local part that can be viewed as any shape.
-
-    Torch asks for a view where the strides of the full tensor allow one; those of the
-    local part may not.
-    """
-    local = value.to_local()
-    if local.is_contiguous():
-        return value
-    return DTensor.from_local(
-        local.contiguous(),
-        value.device_mesh,
-        value.placements,
-        run_check=False,
-        shape=value.shape,
-        stride=value.stride(),
-    )
+@functools.cache
+def _is_of_entries(func: Any) -> bool:
+    """Whether an operation computes each entry from those at its place."""
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return False
+    if _is_of_lists(func):
+        return "norm" not in func.name() and "max.default" not in func.name()
+    return torch.Tag.pointwise in func.tags or func in _OF_ENTRIES
 
 
-def _summed(value: Any) -> Any:
-    """A lookup in a table by rows, summed over the processes that have the rows.
-
-    The mask of such a partial sum serves one redistribution only, and the value may
-    have several uses.
-    """
-    if not any(placement.is_partial() for placement in value.placements):
-        return value
-    placements = [Replicate() if p.is_partial() else p for p in value.placements]
-    return value.redistribute(value.device_mesh, placements)
-
-
-def _even(value: Any) -> Any:
-    """The tensor, gathered along uneven axes: torch's views of those are wrong."""
-    parts: dict[int, int] = {}
-    for i, placement in enumerate(value.placements):
-        if isinstance(placement, Shard):
-            dim = placement.dim
-            parts[dim] = parts.get(dim, 1) * value.device_mesh.size(i)
-    uneven = [dim for dim, count in parts.items() if value.shape[dim] % count]
-    if not uneven:
-        return value
-    placements = [
-        Replicate() if isinstance(p, Shard) and p.dim in uneven else p
-        for p in value.placements
-    ]
-    return value.redistribute(value.device_mesh, placements)
+def _written(func: Any, args: Sequence[Any]) -> list[int]:
+    """The indices of the arguments that an operation writes to."""
+    return [i for i in _written_arguments(func) if i < len(args)]
 
 
 @functools.cache
@@ -193,61 +160,64 @@ def _written_arguments(func: Any) -> tuple[int, ...]:
     )
 
 
-def _written(func: Any, args: Any) -> list[int]:
-    """The indices of the arguments that an operation writes to."""
-    return [i for i in _written_arguments(func) if i < len(args)]
+def _on_shards(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any], like: DTensor
+) -> Any:
+    """An operation of entries, on the shards of this process."""
+
+    def own(value: Any) -> Any:
+        if not _is_tensor(value) or value.dim() == 0:
+            return _full(value)
+        if isinstance(value, DTensor):
+            return local_shard(value.redistribute(like.device_mesh, like.placements))
+        number = like.device_mesh.get_local_rank()
+        return layout_of(like).shard_of(value, number)
+
+    def joined(value: Any) -> Any:
+        if not _is_tensor(value):
+            return value
+        return DTensor.from_local(
+            *(value, like.device_mesh, like.placements),
+            run_check=False,
+            shape=like.shape,
+            stride=like.stride(),
+        )
+
+    result = func(*tree_map(own, list(args)), **tree_map(own, kwargs))
+    if written := _written(func, args):
+        return None if result is None else args[written[0]]
+    return tree_map(joined, result)
 
 
-def _written_copies(func: Any, args: Any, even: Any) -> list[tuple[Any, Any]]:
-    """Pairs of an argument and the copy of it that an in-place operation wrote to."""
-    pairs = []
-    for i in _written(func, args):
-        leaves = (tree_flatten(each)[0] for each in (args[i], even[i]))
-        pairs += [pair for pair in zip(*leaves, strict=True) if pair[0] is not pair[1]]
-    return pairs
-
-
-def _mesh(args: Any) -> Any:
-    """The mesh of the first DTensor among arguments."""
-    for value in args:
-        for leaf in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(leaf, DTensor):
-                return leaf.device_mesh
-    raise AssertionError("no DTensor among the arguments")
-
-
-def _local(value: Any, mesh: Any, placements: Any) -> Any:
-    """The local shard of a DTensor or of a replicated tensor."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    if not isinstance(value, DTensor):
-        replicated = [Replicate()] * mesh.ndim
-        value = DTensor.from_local(value, mesh, replicated, run_check=False)
-    if value.placements != tuple(placements):
-        value = value.redistribute(mesh, placements)
-    return value.to_local()
-
-
-def _joined(value: Any, mesh: Any, placements: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return DTensor.from_local(value, mesh, placements, run_check=False)
-
-
-def _on_full_tensors(func: Any, args: Any, kwargs: Any) -> Any:
-    mesh = _mesh((*args, *kwargs.values()))
-    placements = [Replicate()] * mesh.ndim
-    locals_: Any = tree_map(lambda leaf: _local(leaf, mesh, placements), list(args))
-    named = {key: _local(value, mesh, placements) for key, value in kwargs.items()}
+def _on_full_tensors(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any], mesh: Any
+) -> Any:
+    """An operation on gathered tensors, in every process."""
+    full = tree_map(_full, list(args))
     written = _written(func, args)
     for i in written:
-        locals_[i] = locals_[i].clone()
-    result = func(*locals_, **named)
+        full[i] = tree_map(torch.clone, full[i])
+    result = func(*full, **tree_map(_full, kwargs))
     for i in written:
-        if isinstance(args[i], DTensor):
-            args[i].copy_(_joined(locals_[i], mesh, placements))
-        else:
-            args[i].copy_(locals_[i])
+        pairs = zip(tree_flatten(args[i])[0], tree_flatten(full[i])[0], strict=True)
+        for each, value in pairs:
+            each.copy_(_replicated(value, mesh) if isinstance(each, DTensor) else value)
     if written:
-        return args[written[0]]
-    return tree_map(lambda leaf: _joined(leaf, mesh, placements), result)
+        return None if result is None else args[written[0]]
+    return tree_map(lambda value: _replicated(value, mesh), result)
+
+
+def _full(value: Any) -> Any:
+    """The gathered tensor; other values unchanged."""
+    if not isinstance(value, DTensor):
+        return value
+    if _is_divided(value):
+        value = value.redistribute(value.device_mesh, [Replicate()])
+    return local_shard(value)
+
+
+def _replicated(value: Any, mesh: Any) -> Any:
+    """A DTensor of which every process has all."""
+    if not _is_tensor(value):
+        return value
+    return DTensor.from_local(value, mesh, [Replicate()], run_check=False)

@@ -14,7 +14,7 @@ import contextlib
 import contextvars
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,10 @@ _WORD = 2**64 - 1
 _lock = threading.Lock()
 _seeds: contextvars.ContextVar[torch.Generator | None] = contextvars.ContextVar(
     "seeds", default=None
+)
+#: Makes the draws of a call that is traced, of which a program is compiled.
+traced_draws: contextvars.ContextVar[Callable[[KerasDraw], Any] | None] = (
+    contextvars.ContextVar("traced_draws", default=None)
 )
 
 
@@ -105,22 +109,45 @@ def block_draw(draw: KerasDraw, draws: RowDraws) -> Any:
         draw: the call, with the replica's number of rows.
         draws: the draws of the replica.
     """
-    rows, length = draws.next_draw(draw.length), draw.length
+    traced = traced_draws.get()
+    if traced is not None:
+        return traced(draw)
+    rows = draws.next_draw(draw.length)
     if current_torch_device() == "meta":
         return draw.call()  # Shapes only.
-    seed = _seed_of(draw)
+    drawn = drawn_of_rows(draw, rows, seed_of(draw))
+    return draw.given["inputs"] * drawn if has_factors(draw) else drawn
+
+
+def has_factors(draw: KerasDraw) -> bool:
+    """Whether numbers are drawn as factors of the inputs: for a dropout with axes."""
+    return draw.name == "dropout" and draw.length is not None
+
+
+def drawn_of_rows(draw: KerasDraw, rows: OwnRows | None, seed: int) -> torch.Tensor:
+    """What a draw with a seed gives for a replica's rows.
+
+    Args:
+        draw: the call, with the replica's number of rows.
+        rows: the entries of axis 0; None if all rows share the draw.
+        seed: int, see `seed_of`.
+
+    Returns:
+        The numbers; of a dropout a factor for each entry.
+    """
+    length = draw.length
     if length is None:
         return _called(draw, {"seed": _mixed(seed, 0)})
     rows = rows or OwnRows(0, length, length)
-    if draw.name == "dropout":
-        return _dropout(draw, rows, seed)
+    if has_factors(draw):
+        return _factors(draw, rows, seed)
     device = keras.ops.zeros(0).device
     blocks = _blocks(rows, _block_size(draw, rows, device), seed)
     parts = [block.of_replica(_drawn(draw, rows, block)) for block in blocks]
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-def _seed_of(draw: KerasDraw) -> int:
+def seed_of(draw: KerasDraw) -> int:
     """The next seed, from the generator that Keras draws from.
 
     A dropout without a seed has Torch's generator on the host: on an accelerator, the
@@ -182,13 +209,19 @@ def _called(draw: KerasDraw, given: dict[str, Any]) -> torch.Tensor:
         return draw.call(**given)  # type: ignore[no-any-return]
 
 
-def _dropout(draw: KerasDraw, rows: OwnRows, seed: int) -> torch.Tensor:
-    """Dropout by a factor for each entry of the noise."""
+def like_factors(draw: KerasDraw) -> torch.Tensor:
+    """A tensor with the shape and order of memory of the noise of a dropout."""
+    inputs: torch.Tensor = draw.given["inputs"]
+    if tuple(draw.shape) == tuple(inputs.shape):
+        return inputs
+    return inputs.new_empty(tuple(draw.shape))
+
+
+def _factors(draw: KerasDraw, rows: OwnRows, seed: int) -> torch.Tensor:
+    """The factors of a dropout, for each entry of the noise."""
     inputs, rate = draw.given["inputs"], draw.given["rate"]
     with torch.no_grad():
-        like = inputs
-        if tuple(draw.shape) != tuple(inputs.shape):
-            like = inputs.new_empty(tuple(draw.shape))
+        like = like_factors(draw)
         factors = uninitialized_rows(like, rows.own)
         generator = torch.Generator(inputs.device)
         for block in _blocks(rows, _block_size(draw, rows, inputs.device), seed):
@@ -200,7 +233,7 @@ def _dropout(draw: KerasDraw, rows: OwnRows, seed: int) -> torch.Tensor:
             if drawn is not own:
                 own.copy_(block.of_replica(drawn))
         factors.div_(1 - rate)
-    return inputs * factors  # type: ignore[no-any-return]
+    return factors  # type: ignore[no-any-return]
 
 
 def _mixed(seed: int, number: int) -> int:

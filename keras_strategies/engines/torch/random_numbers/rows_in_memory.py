@@ -13,12 +13,12 @@ def padded_rows(value: torch.Tensor, rows: OwnRows) -> torch.Tensor:
     """A tensor with own rows, and with ones for the others."""
     if rows.own == rows.total:
         return value
-    whole = uninitialized_rows(value, rows.total).fill_(1)
+    all_rows = uninitialized_rows(value, rows.total).fill_(1)
     before, after = rows.before, rows.total - rows.before - rows.own
     if not value.requires_grad:
-        whole.narrow(0, before, rows.own).copy_(value)
-        return whole
-    return torch.cat([whole[:before], value, whole[len(whole) - after :]])
+        all_rows.narrow(0, before, rows.own).copy_(value)
+        return all_rows
+    return torch.cat([all_rows[:before], value, all_rows[len(all_rows) - after :]])
 
 
 def uninitialized_rows(like: torch.Tensor, count: int) -> Any:
@@ -29,5 +29,7 @@ def uninitialized_rows(like: torch.Tensor, count: int) -> Any:
     shape = (count, *like.shape[1:])
     strides = like.stride()
     order = sorted(range(like.ndim), key=lambda i: (-strides[i], i))
-    whole = torch.empty([shape[i] for i in order], dtype=like.dtype, device=like.device)
-    return whole.permute([order.index(i) for i in range(like.ndim)])
+    all_rows = torch.empty(
+        [shape[i] for i in order], dtype=like.dtype, device=like.device
+    )
+    return all_rows.permute([order.index(i) for i in range(like.ndim)])

@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from keras_strategies.engines.torch.compat import is_transformed, version_of
+from keras_strategies.engines.torch.data_parallel.layer_call_driver import (
+    TorchLayerCalls,
+)
 from keras_strategies.engines.torch.devices import moved, torch_device
 from keras_strategies.engines.torch.random_numbers.replica_generators import (
     ReplicaGenerators,
@@ -59,7 +62,13 @@ class TorchRun(ReplicaRun):
         variables: ReplicaVariables,
     ):
         self._devices = [torch_device(each) for each in strategy.placement.replicas]
-        super().__init__(strategy, PRIMITIVES, TensorStorage(self._placed))
+        self._kinds = sorted({device.type for device in self._devices})
+        super().__init__(
+            strategy,
+            PRIMITIVES,
+            TensorStorage(self._placed),
+            TorchLayerCalls(strategy, threads, variables),
+        )
         self._threads = threads
         self._variables = variables
         # Variables that have had gradients of `backward()`, by id.
@@ -86,9 +95,8 @@ class TorchRun(ReplicaRun):
                 "of the function."
             )
         rows = self.rows_of(args, kwargs)
-        kinds = sorted({device.type for device in self._devices})
-        if len(kinds) > 1:
-            rows = functools.partial(_refuse_draws, kinds)
+        if not self.knows_rows(()):
+            rows = functools.partial(_refuse_draws, self._kinds)
         args = self._on_replicas(args)
         kwargs = self._on_replicas(kwargs)
         left = self._left_gradients()
@@ -134,6 +142,9 @@ class TorchRun(ReplicaRun):
             )
             for own, device in zip(arguments, self._devices, strict=True)
         ]
+
+    def knows_rows(self, own: Sequence[Any]) -> bool:
+        return len(self._kinds) == 1
 
     def outside_replicas(self, value: torch.Tensor) -> torch.Tensor:
         return value.clone()

@@ -249,7 +249,7 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx, collectives, replica_id, number, op, *tensors):  # type: ignore[no-untyped-def]
         ctx.call = (collectives, replica_id, number, op)
-        return _reduced(collectives, replica_id, number, op, tensors)
+        return reduced(collectives, replica_id, number, op, tensors)
 
     @staticmethod
     def backward(ctx, *gradients):  # type: ignore[no-untyped-def]
@@ -265,17 +265,18 @@ class _AllReduce(torch.autograd.Function):
             None,
             None,
             None,
-            *_reduced(collectives, replica_id, key, op, gradients),
+            *reduced(collectives, replica_id, key, op, gradients),
         )
 
 
-def _reduced(
+def reduced(
     collectives: ThreadCollectives,
     replica_id: int,
     key: Any,
     op: ReduceOp,
     tensors: Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor, ...]:
+    """Tensors that are reduced over replicas."""
     replicas, reduction = collectives.replica_set, collectives.reduction
     if reduction is not None:
         rows = collectives.exchange(
@@ -310,36 +311,59 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, collectives, replica_id, number, axis, are_equal, *tensors):  # type: ignore[no-untyped-def]
-        replicas = collectives.replica_set
-        found, lengths = collectives.exchange(
-            replica_id,
-            number,
-            "all_gather",
-            tensors,
-            lambda values: replicas.gather(values, axis, are_equal),
+        found, lengths = gathered(
+            collectives, replica_id, number, axis, are_equal, tensors
         )
-        ctx.call = (collectives, replica_id, number, axis)
-        ctx.lengths = lengths
-        return tuple(
-            whole.to(own.device, copy=True)
-            for own, whole in zip(tensors, found, strict=True)
-        )
+        ctx.call = (collectives, replica_id, ("backward", number), axis, lengths)
+        return found
 
     @staticmethod
     def backward(ctx, *gradients):  # type: ignore[no-untyped-def]
-        collectives, replica_id, number, axis = ctx.call
-        key = ("backward", number)
-        replicas = collectives.replica_set
-        total = collectives.exchange(
-            replica_id,
-            key,
-            "all_gather",
-            gradients,
-            lambda values: replicas.reduce(ReduceOp.SUM, values),
-        )
-        place = collectives.first + replica_id
-        own = [
-            whole.narrow(axis, sum(lengths[:place]), lengths[place]).to(own.device)
-            for own, whole, lengths in zip(gradients, total, ctx.lengths, strict=True)
-        ]
+        collectives, replica_id, key, axis, lengths = ctx.call
+        own = gradients_of_own(collectives, replica_id, key, axis, lengths, gradients)
         return (None, None, None, None, None, *own)
+
+
+def gathered(
+    collectives: ThreadCollectives,
+    replica_id: int,
+    key: Any,
+    axis: int,
+    are_equal: bool,
+    tensors: Sequence[torch.Tensor],
+) -> tuple[tuple[torch.Tensor, ...], Any]:
+    """Tensors of all replicas, concatenated, and for each the lengths of its parts."""
+    replicas = collectives.replica_set
+    found, lengths = collectives.exchange(
+        replica_id,
+        key,
+        "all_gather",
+        tensors,
+        lambda values: replicas.gather(values, axis, are_equal),
+    )
+    pairs = zip(tensors, found, strict=True)
+    return tuple(joined.to(own.device, copy=True) for own, joined in pairs), lengths
+
+
+def gradients_of_own(
+    collectives: ThreadCollectives,
+    replica_id: int,
+    key: Any,
+    axis: int,
+    lengths: Sequence[Any],
+    gradients: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
+    """Gradients of a replica's parts, from those of the concatenated tensors."""
+    replicas = collectives.replica_set
+    total = collectives.exchange(
+        replica_id,
+        key,
+        "all_gather",
+        gradients,
+        lambda values: replicas.reduce(ReduceOp.SUM, values),
+    )
+    place = collectives.first + replica_id
+    return [
+        joined.narrow(axis, sum(each[:place]), each[place]).to(own.device)
+        for own, joined, each in zip(gradients, total, lengths, strict=True)
+    ]

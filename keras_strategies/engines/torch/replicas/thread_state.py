@@ -44,8 +44,7 @@ has that of the call of `backward`.
 - Switches of DTensor: not carried; strategies with DTensors have no threads.
 - Objects of TorchInductor (`ThreadLocalPythonObjects`): not carried; CUDA graphs of a
   compiled function belong to its thread.
-- Dynamo's callback: not carried; replicas call layers eagerly; `jit_compile=True`
-  warns so.
+- Dynamo's callback: not carried; programs of layer calls are made without Dynamo.
 - Disabled `__torch_function__`: not carried; it is a state inside of one operation.
 
 # State of the process, which replicas share

@@ -1,1 +1,0 @@
-"""Batches of which each worker reads its own rows."""

@@ -1,0 +1,1 @@
+"""Rows of Torch's loaders, which each engine reads."""

@@ -1,0 +1,1 @@
+"""Trainings of a function on processes or devices, compared with one of each."""

@@ -1,0 +1,293 @@
+"""`jit_compile=True` on Torch: programs of layer calls, beside eager ones."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+if keras.backend.backend() != "torch":
+    pytest.skip("other backends compile whole steps", allow_module_level=True)
+
+import torch
+from compiled_calls import models
+from compiled_calls.models import (
+    COMPILED,
+    LABELS,
+    MODELS,
+    VECTORS,
+    assert_equal,
+    counted_programs,
+    graphs_without_compiler,
+    made,
+    trained,
+)
+
+import keras_strategies as ks
+
+layers = keras.layers
+
+
+def replicas(count: int, **options: Any) -> ks.MirroredStrategy:
+    return ks.MirroredStrategy([f"cpu:{i}" for i in range(count)], **options)
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("name", MODELS)
+def test_programs_train_as_one_device(name, count) -> None:
+    expected = trained(ks.OneDeviceStrategy("cpu:0"), name, is_compiled=False)
+    with graphs_without_compiler(), counted_programs() as called:
+        found = trained(replicas(count), name, is_compiled=True)
+    assert len(called) == COMPILED * count
+    assert {sum(every) for every in called} == {7}
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.nightly] * (name != "noisy"))
+        for name in MODELS
+    ],
+)
+def test_what_the_compiler_makes_trains_as_eagerly(name) -> None:
+    """For each upgrade of Torch: the private functions of its compiler still work."""
+    eager = trained(replicas(2), name, is_compiled=False)
+    with counted_programs() as called, warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*jit_compile")
+        found = trained(replicas(2), name, is_compiled=True)
+    assert len(called) == COMPILED * 2
+    # Plain Keras, compiled, differs by as much.
+    assert_equal(found, eager, 5e-5)
+
+
+def test_collectives_have_one_order() -> None:
+    with graphs_without_compiler() as graphs:
+        trained(replicas(2), "residual", is_compiled=True)
+    kinds = ("all_gather.", "all_gather_gradient.", "all_reduce.")
+    targets = tuple(f"keras_strategies.{kind}" for kind in kinds)
+    counts = []
+    for graph in graphs:
+        before = None
+        found = [node for node in graph.nodes if str(node.target).startswith(targets)]
+        for node in found:
+            assert node.kwargs.get("after") is before
+            before = node
+        counts.append(len(found))
+    # Forward and backward, of 4 and 3 rows; evaluation and prediction exchange nothing.
+    assert counts[:4] == [2, 2, 2, 2]
+    assert not any(counts[4:])
+
+
+def test_a_head_without_a_loss_gets_no_gradient() -> None:
+    """Weight decay would change what has a gradient of zeros."""
+    results = []
+    for strategy in (ks.OneDeviceStrategy("cpu:0"), replicas(2)):
+        with strategy.scope(), graphs_without_compiler():
+            keras.utils.set_random_seed(1)
+            vectors = keras.Input((6,))
+            x = layers.Dense(4, "tanh")(vectors)
+            heads = {"a": layers.Dense(3)(x), "b": layers.Dense(1, name="free")(x)}
+            model = keras.Model(vectors, heads)
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(
+                keras.optimizers.SGD(0.1, weight_decay=0.5),
+                {"a": loss, "b": None},
+                jit_compile=isinstance(strategy, ks.MirroredStrategy),
+            )
+            before = np.array(model.get_layer("free").kernel)
+            with counted_programs() as called, warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Gradients do not exist")
+                for _ in range(4):
+                    model.train_on_batch(VECTORS[:7], {"a": LABELS[:7]})
+        assert len(called) == (4 if isinstance(strategy, ks.MirroredStrategy) else 0)
+        np.testing.assert_array_equal(np.array(model.get_layer("free").kernel), before)
+        results.append({str(i): np.array(v) for i, v in enumerate(model.variables)})
+    assert_equal(results[1], results[0])
+
+
+def test_a_backward_pass_may_be_repeated() -> None:
+    class Twice(keras.Model):
+        def train_step(self, data: Any) -> Any:
+            x, y, _ = data
+            self.zero_grad()
+            loss = self.compute_loss(x, y, self(x, training=True))
+            loss.backward(retain_graph=True)
+            loss.backward()
+            self.optimizer.apply([v.value.grad for v in self.trainable_weights])
+            return {"loss": loss}
+
+    results = []
+    for strategy in (ks.OneDeviceStrategy("cpu:0"), replicas(2)):
+        with strategy.scope(), graphs_without_compiler():
+            keras.utils.set_random_seed(1)
+            vectors = keras.Input((6,))
+            outputs = layers.Dense(3)(layers.Dense(4, "tanh")(vectors))
+            model = Twice(vectors, outputs)
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            is_compiled = isinstance(strategy, ks.MirroredStrategy)
+            model.compile(keras.optimizers.SGD(0.1), loss, jit_compile=is_compiled)
+            for _ in range(4):
+                model.train_on_batch(VECTORS[:7], LABELS[:7])
+        results.append({str(i): np.array(v) for i, v in enumerate(model.variables)})
+    assert_equal(results[1], results[0])
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_other_attributes_get_another_program(draws) -> None:
+    def make() -> keras.Model:
+        return keras.Sequential(
+            [
+                keras.Input((6,)),
+                layers.Dense(4),
+                layers.LeakyReLU(0.1),
+                layers.Dropout(0.3) if draws else layers.Identity(),
+                layers.Dense(3),
+            ]
+        )
+
+    results = []
+    for strategy in (ks.OneDeviceStrategy("cpu:0"), replicas(2)):
+        is_compiled = isinstance(strategy, ks.MirroredStrategy)
+        with strategy.scope(), graphs_without_compiler():
+            model = made(make, jit_compile=is_compiled)
+            with counted_programs() as called:
+                for step in range(6):
+                    model.layers[1].negative_slope = 0.1 if step < 4 else 0.7
+                    model.layers[0].trainable = step != 5
+                    model.train_on_batch(VECTORS[:7], LABELS[:7])
+        assert len(called) == (8 if is_compiled else 0)
+        results.append({str(i): np.array(v) for i, v in enumerate(model.variables)})
+    assert_equal(results[1], results[0])
+
+
+def test_at_most_four_numbers_of_rows_are_compiled() -> None:
+    with replicas(2).scope(), graphs_without_compiler():
+        model = made(models.noisy, jit_compile=True)
+        with counted_programs() as called, _warnings() as warned:
+            for rows in (4, 5, 6, 7, 8, 9):
+                for _ in range(3):
+                    model.train_on_batch(VECTORS[:rows], LABELS[:rows])
+    assert sorted(set(map(sum, called))) == [4, 5, 6, 7]
+    [text] = [text for text in warned if "jit_compile" in text]
+    assert text == (
+        "Layer 'noisy' (Functional) is called eagerly, though `jit_compile=True`: "
+        "batches have more numbers of rows than are compiled (4)."
+    )
+
+
+@ks.row_wise
+class Declared(layers.Layer):
+    def build(self, shape: Any) -> None:
+        self.scale = self.add_weight(shape=(shape[-1],), initializer="ones")
+
+    def call(self, x: Any) -> Any:
+        return torch.tanh(x) * self.scale.value
+
+
+def _declared() -> Any:
+    return keras.Sequential([keras.Input((6,)), Declared(), layers.Dense(3)])
+
+
+def _rematerialized() -> Any:
+    with keras.RematScope("full"):
+        return keras.Sequential([keras.Input((6,)), layers.Dense(4), layers.Dense(3)])
+
+
+def _in_half() -> Any:
+    return keras.Sequential([keras.Input((6,)), layers.Dense(3, dtype="mixed_float16")])
+
+
+REFUSED = {
+    "remat": (_rematerialized, {}, "it is rematerialized in the backward pass"),
+    "float16": (_in_half, {}, "it reads variables in float16"),
+    "keras_numbers": (
+        models.noisy,
+        {"random_numbers": "keras"},
+        "it draws random numbers as Keras without a strategy",
+    ),
+    "declared": (
+        _declared,
+        {},
+        "what code of a layer reads that is declared as row-wise is not known",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_compiled_is_named_and_trains(name) -> None:
+    make, options, reason = REFUSED[name]
+    results = []
+    for is_compiled in (False, True):
+        with replicas(2, **options).scope(), graphs_without_compiler():
+            model = made(make, jit_compile=is_compiled)
+            with counted_programs() as called, _warnings() as warned:
+                for _ in range(4):
+                    model.train_on_batch(VECTORS[:7], LABELS[:7])
+        texts = [text for text in warned if "jit_compile" in text]
+        assert len(texts) == is_compiled
+        assert all(text.endswith(f"`jit_compile=True`: {reason}.") for text in texts)
+        assert not called
+        results.append({str(i): np.array(v) for i, v in enumerate(model.variables)})
+    assert_equal(results[1], results[0], 1e-7)
+
+
+@contextlib.contextmanager
+def _warnings() -> Any:
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield texts
+    texts += [str(each.message) for each in caught]
+
+
+def test_without_a_compiler_of_cpp_training_goes_on(monkeypatch, tmp_path) -> None:
+    from torch._inductor import config
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(config.cpp, "cxx", ("no-such-compiler",))
+    expected = trained(replicas(2), "noisy", is_compiled=False, epochs=1)
+    with _warnings() as warned, counted_programs() as called:
+        found = trained(replicas(2), "noisy", is_compiled=True, epochs=1)
+    assert not called
+    [text] = {text for text in warned if "jit_compile" in text}
+    assert "no-such-compiler" in text
+    assert "\n" not in text
+    assert_equal(found, expected, 1e-7)
+
+
+@pytest.mark.nightly
+def test_a_second_process_finds_the_programs(tmp_path) -> None:
+    script = (
+        "from torch._dynamo.utils import counters\n"
+        "from compiled_calls.test_compiled_calls import replicas, trained\n"
+        "trained(replicas(2), 'noisy', is_compiled=True)\n"
+        "print('MISSES', counters['inductor']['fxgraph_cache_miss'])\n"
+    )
+    tests = str(Path(__file__).parent.parent)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([tests, *sys.path]),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
+    }
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", script],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=900,
+            check=True,
+        ).stdout.split("MISSES")[1]
+        for _ in range(2)
+    ]
+    assert int(found[0]) > 0
+    assert int(found[1]) == 0

@@ -1,0 +1,189 @@
+"""Models that are made to be loaded: values of files, and no initial ones before."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import keras_strategies as ks
+from keras_strategies.keras_compat.thread_state import current_stateless_scope
+
+keras_hub = pytest.importorskip("keras_hub", reason="keras_hub is not installed")
+
+TORCH = keras.backend.backend() == "torch"
+WIDTH, INNER, VOCABULARY, HEADS = 16, 24, 37, 2
+
+
+def several() -> Any:
+    """Shards, or copies where a process has one device."""
+    devices = ["cpu:0", "cpu:1"]
+    if TORCH:
+        return ks.MirroredStrategy(devices)
+    return ks.ModelParallelStrategy("fsdp", devices, min_shard_bytes=0)
+
+
+def tensors() -> dict[str, np.ndarray]:
+    """A Llama's weights, by the names that Hugging Face gives them."""
+    ml_dtypes = pytest.importorskip("ml_dtypes", reason="not installed")
+    layer = "model.layers.0"
+    shapes = {
+        "model.embed_tokens.weight": (VOCABULARY, WIDTH),
+        f"{layer}.input_layernorm.weight": (WIDTH,),
+        f"{layer}.post_attention_layernorm.weight": (WIDTH,),
+        **{f"{layer}.self_attn.{name}_proj.weight": (WIDTH, WIDTH) for name in "qkvo"},
+        f"{layer}.mlp.gate_proj.weight": (INNER, WIDTH),
+        f"{layer}.mlp.up_proj.weight": (INNER, WIDTH),
+        f"{layer}.mlp.down_proj.weight": (WIDTH, INNER),
+        "model.norm.weight": (WIDTH,),
+        "lm_head.weight": (VOCABULARY, WIDTH),
+    }
+    rng = np.random.default_rng(3)
+    return {
+        name: rng.normal(size=shape).astype(ml_dtypes.bfloat16)
+        for name, shape in shapes.items()
+    }
+
+
+@pytest.fixture
+def folder(tmp_path) -> str:
+    numpy = pytest.importorskip("safetensors.numpy", reason="not installed")
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": VOCABULARY,
+        "num_hidden_layers": 1,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "hidden_size": WIDTH,
+        "intermediate_size": INNER,
+        "tie_word_embeddings": False,
+        "rope_theta": 10000.0,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    numpy.save_file(tensors(), tmp_path / "model.safetensors")
+    return str(tmp_path)
+
+
+def loaded(folder: str, scope: Any, **options: Any) -> Any:
+    keras.utils.set_random_seed(5)
+    with scope:
+        return keras_hub.models.Llama3Backbone.from_preset(folder, **options)
+
+
+def values(model: Any) -> list[np.ndarray]:
+    found = [keras.ops.convert_to_numpy(v) for v in model.variables]
+    return [np.asarray(value, "float32") for value in found]
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    assert len(found.variables) == len(expected.variables) > 0
+    for own, one in zip(values(found), values(expected), strict=True):
+        np.testing.assert_array_equal(own, one)
+
+
+@pytest.fixture
+def drawn(monkeypatch) -> list[Any]:
+    """The shapes of initial values that are drawn."""
+    found: list[Any] = []
+    kind = keras.initializers.RandomNormal
+    original = kind.__call__
+
+    def draw(self: Any, shape: Any, *args: Any, **kwargs: Any) -> Any:
+        if current_stateless_scope() is None:
+            found.append(tuple(shape))
+        return original(self, shape, *args, **kwargs)
+
+    monkeypatch.setattr(kind, "__call__", draw)
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_preset_of_safetensors_is_that_of_keras(folder, dtype) -> None:
+    expected = loaded(folder, contextlib.nullcontext(), dtype=dtype)
+    assert_equal(loaded(folder, several().scope(), dtype=dtype), expected)
+
+
+def test_no_initial_values_are_drawn_for_it(folder, drawn) -> None:
+    model = loaded(folder, several().scope(), dtype="bfloat16")
+    assert drawn == []
+    assert [tuple(v.shape) for v in model.variables].count((VOCABULARY, WIDTH)) == 1
+
+
+def test_without_weights_it_has_initial_values(folder, drawn) -> None:
+    expected = loaded(folder, contextlib.nullcontext(), load_weights=False)
+    drawn.clear()
+    assert_equal(loaded(folder, several().scope(), load_weights=False), expected)
+    assert drawn
+
+
+def test_values_that_the_file_lacks_are_initial_ones(folder, monkeypatch) -> None:
+    from keras_hub.src.utils.transformers import safetensor_utils
+
+    original = safetensor_utils.SafetensorLoader.port_weight
+
+    def port_weight(self: Any, variable: Any, key: str, *args: Any, **kw: Any) -> None:
+        if "down_proj" not in key:
+            original(self, variable, key, *args, **kw)
+
+    def port(self: Any, keras_variable: Any, hf_weight_key: str, hook_fn: Any = None):
+        port_weight(self, keras_variable, hf_weight_key, hook_fn)
+
+    monkeypatch.setattr(safetensor_utils.SafetensorLoader, "port_weight", port)
+    expected = loaded(folder, contextlib.nullcontext())
+    assert_equal(loaded(folder, several().scope()), expected)
+
+
+def network() -> Any:
+    model = keras.Sequential(
+        [
+            keras.Input((5,)),
+            keras.layers.Dense(8, use_bias=False, kernel_initializer="random_normal"),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dense(2, kernel_initializer="random_normal"),
+        ]
+    )
+    return model
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_model_of_a_file_trains_as_before(tmp_path, drawn, is_compiled) -> None:
+    x = np.random.default_rng(0).normal(size=(12, 5)).astype("float32")
+    y = x[:, :2] - 1
+    alone = network()
+    if is_compiled:
+        alone.compile(keras.optimizers.Adam(0.01), "mse")
+        alone.fit(x, y, batch_size=4, verbose=0)
+    path = str(tmp_path / "model.keras")
+    alone.save(path)
+    drawn.clear()
+    strategy = several()
+    with strategy.scope():
+        model = keras.models.load_model(path)
+    assert bool(drawn) == is_compiled
+    assert_equal(model, alone)
+    for each in (alone, model):
+        if not is_compiled:
+            with strategy.scope() if each is model else contextlib.nullcontext():
+                each.compile(keras.optimizers.Adam(0.01), "mse")
+        each.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0)
+    for own, one in zip(values(model), values(alone), strict=True):
+        np.testing.assert_allclose(own, one, atol=1e-5, rtol=1e-5)
+
+
+def test_weights_are_not_the_memory_of_the_file(folder) -> None:
+    """The file may be replaced while the model is in use."""
+    model = loaded(folder, several().scope(), dtype="bfloat16")
+    before = values(model)
+    file = Path(folder) / "model.safetensors"
+    with file.open("r+b") as stream:
+        size = file.stat().st_size
+        stream.seek(size // 2)
+        stream.write(bytes(size - size // 2))
+    for own, old in zip(values(model), before, strict=True):
+        np.testing.assert_array_equal(own, old)
