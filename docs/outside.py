@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
@@ -30,13 +31,19 @@ def last_picture(notebook: Path) -> bytes:
     return base64.b64decode("".join(drawn[-1]))
 
 
+@event_priority(100)  # Before the plugin that makes pages of notebooks.
 def on_files(files: Any, config: Any) -> Any:
-    """Adds changelog.md, tutorials/NAME.ipynb and img/tutorials/NAME.png."""
+    """Adds changelog.md, notebooks/NAME.ipynb and img/tutorials/NAME.png."""
     changes = (ROOT / "CHANGELOG.md").read_text().replace("](docs/", "](")
     files.append(File.generated(config, "changelog.md", content=changes))
     for notebook in sorted((ROOT / "notebooks").glob("*.ipynb")):
-        uri = f"tutorials/{notebook.name}"
+        page = File(
+            f"notebooks/{notebook.name}",
+            str(ROOT),
+            config.site_dir,
+            config.use_directory_urls,
+        )
+        files.append(page)
         picture = f"img/tutorials/{notebook.stem}.png"
-        files.append(File.generated(config, uri, abs_src_path=str(notebook)))
         files.append(File.generated(config, picture, content=last_picture(notebook)))
     return files
