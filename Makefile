@@ -87,7 +87,7 @@ docs: .venv-docs/.installed ## Build the pages as a site in site/, strictly
 	touch $@
 
 clean: ## Remove the environments, caches and logs
-	rm -rf .venv .venv-demo .venv-nightly .venv-newest .venv-nightly-newest .venv-docs site .test-logs .test-references build dist .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-demo .venv-nightly .venv-newest .venv-nightly-newest .venv-docs site .cache .test-logs .test-references build dist .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 # keras-hub comes alone: it would bring tensorflow-text and with it another TensorFlow.

@@ -77,6 +77,16 @@ def test_tensors_come_back_per_replica(mirrored):
     assert isinstance(mirrored.run(lambda x: x + 1, args=(x,)), ks.PerReplica)
 
 
+def test_an_argument_whose_values_are_not_used_may_have_another_length() -> None:
+    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
+    rows = np.zeros((13, 2), "float32")
+    batches = strategy.experimental_distribute_dataset(rows, batch_size=8)
+    counts = [strategy.run(lambda part: len(part), (batch,)) for batch in batches]
+    # Of equal numbers `run` returns one.
+    assert counts[0] == 4
+    assert strategy.experimental_local_results(counts[1]) == (3, 2)
+
+
 def test_containers_keep_their_type(mirrored):
     x = per_replica(1.0, 2.0)
 

@@ -45,7 +45,7 @@ def test_the_cells_of_the_first_notebook_run_and_draw(monkeypatch) -> None:
         for cell in cells:
             if cell["cell_type"] == "code":
                 exec("".join(cell["source"]), names)
-        assert drawn == [[1], [1, 2], [1, 2, 3]]
+        assert drawn == [[1], [1, 2]]
     finally:
         plt.close("all")
 

@@ -45,8 +45,10 @@ class TracedExecutables:
             for array in jax.tree.leaves(args)
         ]
         shardings, structure = jax.tree.flatten(out_shardings)
-        # `Compiled` checks the structures of arguments and results.
-        structures = (structure, lowered.in_tree, lowered.out_tree)
+        # `Compiled` checks the structures of arguments and results, and the shapes of
+        # arguments that the program does not use, which the text does not have.
+        shapes = tuple(jax.tree.leaves(lowered.in_avals))
+        structures = (structure, lowered.in_tree, lowered.out_tree, shapes)
         key = (text, tuple(places), tuple(shardings), structures)
         compiled = self._compiled.get(key)
         if compiled is None:
