@@ -1,7 +1,7 @@
 """Pages of the site whose sources are outside of `docs/`: notebooks and changes.
 
-A hook of MkDocs. Notebooks come with the outputs that `notebooks/execute.py` has stored,
-and the last picture of each is that of the gallery; nothing is executed for the site.
+A hook of MkDocs. Notebooks come with the outputs that `notebooks/execute.py` has
+stored; the last picture of each is that of the gallery. Nothing is executed here.
 """
 
 from __future__ import annotations
