@@ -1,4 +1,7 @@
-"""Torch: what `compile(jit_compile=True)` does not compile is named."""
+"""Torch: `compile(jit_compile=True)` on one device is Keras's own.
+
+Replicas' layer calls are compiled otherwise: `tests/compiled_calls`.
+"""
 
 from __future__ import annotations
 
@@ -52,18 +55,6 @@ def compiled(monkeypatch) -> list[object]:
 
     monkeypatch.setattr(torch, "compile", kept)
     return found
-
-
-def test_a_warning_names_what_replicas_do_not_compile(compiled) -> None:
-    expected, _ = trained(ks.OneDeviceStrategy("cpu:0"))
-    two = ks.MirroredStrategy(["cpu:0", "cpu:1"])
-    found, (said,) = trained(two, jit_compile=True)
-    assert "run eagerly" in str(said.message)
-    assert said.filename == __file__
-    # Train, test and predict steps, around the layer calls.
-    assert len(compiled) == 3
-    for one, other in zip(expected, found, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
 def test_one_device_and_eager_steps_are_without_a_warning(compiled) -> None:
