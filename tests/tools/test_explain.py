@@ -79,7 +79,7 @@ def test_what_a_person_types_is_found(typed, title) -> None:
     [
         ("BatchErr0r", "No entries have the name 'BatchErr0r'. Use BatchError"),
         ("qqq", "No entries have the name 'qqq'. Use an entry of `keras-strat"),
-        ("warning", "6 entries have the name 'warning'. Use \"Warning: a layer"),
+        ("warning", "7 entries have the name 'warning'. Use \"Warning: a layer"),
     ],
 )
 def test_an_unknown_name_is_an_error_with_the_closest_ones(
