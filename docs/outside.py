@@ -35,6 +35,7 @@ def last_picture(notebook: Path) -> bytes:
 def on_files(files: Any, config: Any) -> Any:
     """Adds changelog.md, notebooks/NAME.ipynb and img/tutorials/NAME.png."""
     changes = (ROOT / "CHANGELOG.md").read_text().replace("](docs/", "](")
+    changes = changes.replace("](notebooks)", "](tutorials/index.md)")
     files.append(File.generated(config, "changelog.md", content=changes))
     for notebook in sorted((ROOT / "notebooks").glob("*.ipynb")):
         page = File(
