@@ -23,7 +23,7 @@ from keras_strategies.processes.local_cluster import LocalTask
 from parameter_server import clusters
 from parameter_server.scheduler_in_process import Messages, scheduler_of
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.one_backend, pytest.mark.multiprocess]
 
 
 @pytest.fixture

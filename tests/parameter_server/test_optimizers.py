@@ -20,7 +20,7 @@ from parameter_server.optimizer_cases import (
     several,
 )
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.one_backend, pytest.mark.multiprocess]
 
 
 def data():

@@ -34,6 +34,8 @@ from keras_strategies.parameter_server.wire.variable_description import (
 )
 from parameter_server import clusters
 
+pytestmark = pytest.mark.one_backend
+
 #: Rows of variables that are larger than those that other tests have left.
 ROWS = 5000
 

@@ -14,6 +14,8 @@ from keras_strategies.processes.local_cluster import LocalTask
 from parameter_server import clusters
 from parameter_server.scheduler_in_process import Messages, scheduler_of, tasks_sent
 
+pytestmark = pytest.mark.one_backend
+
 
 def run_late(messages, processes, life: int) -> None:
     """A process of worker 0 that receives a task and is ended during it."""

@@ -22,6 +22,8 @@ from keras_strategies.training.resume.snapshot_files import (
     parsed,
 )
 
+pytestmark = pytest.mark.one_backend
+
 X = np.random.default_rng(3).normal(size=(16, 3)).astype("float32")
 Y = X[:, :1] - X[:, 1:2]
 STATE = {
