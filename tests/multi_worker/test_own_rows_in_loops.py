@@ -228,6 +228,8 @@ def unequal_states(strategy: Any, kind: str) -> list[np.ndarray]:
     """The rows of this worker, whose generators are in a state of their own."""
     index = 0 if strategy.workers is None else strategy.workers.group.index
     keras.utils.set_random_seed(5 + index)
+    # Keras seeds it on its own backend only.
+    torch.manual_seed(5 + index)
     dataset: Any = Rows() if kind == "rows" else Noisy(kind)
     given = torch.utils.data.DataLoader(dataset, BATCH)
     found = []
