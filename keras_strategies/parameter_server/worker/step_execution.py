@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -47,7 +47,6 @@ from keras_strategies.parameter_server.wire.step_messages import (
     UpdateId,
 )
 from keras_strategies.parameter_server.wire.variable_description import (
-    ShardRange,
     VariableDescription,
     is_sharded,
 )
@@ -81,8 +80,6 @@ class WorkerVariables(UnpicklingContext):
         self.by_number: dict[int, Any] = {}
         self._descriptions: dict[int, VariableDescription] = {}
         self._numbers: dict[int, int] = {}
-        # Shards of variables after the number of servers has changed.
-        self._placed: Mapping[int, tuple[ShardRange, ...]] = {}
         #: Host of variables that tasks use outside of programs; None without tasks.
         self.host: VariableHost | None = None
 
@@ -96,21 +93,6 @@ class WorkerVariables(UnpicklingContext):
             self.generations,
         ):
             known.clear()
-        self._placed = {}
-
-    def place(self, shards: Mapping[int, tuple[ShardRange, ...]]) -> None:
-        """Changes the shards of variables, also of those that arrive later.
-
-        Args:
-            shards: by the number of the variable.
-        """
-        self._placed = shards
-        for number, description in self._descriptions.items():
-            self._descriptions[number] = self._current(description)
-
-    def _current(self, description: VariableDescription) -> VariableDescription:
-        shards = self._placed.get(description.number, description.shards)
-        return replace(description, shards=shards)
 
     def release(self, numbers: Sequence[int]) -> None:
         """Discards variables that the coordinator no longer has."""
@@ -148,7 +130,7 @@ class WorkerVariables(UnpicklingContext):
             self._numbers[id(made)] = number
         self.by_number[number].trainable = description.trainable
         self.by_number[number].regularizer = description.regularizer
-        self._descriptions[number] = self._current(description)
+        self._descriptions[number] = description
         return self.by_number[number]
 
     def description(self, number: int) -> VariableDescription:
