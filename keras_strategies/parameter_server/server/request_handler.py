@@ -16,7 +16,6 @@ import numpy as np
 from keras_strategies.errors import PeerError, SnapshotError
 from keras_strategies.parameter_server.engines import parameter_server_engine
 from keras_strategies.parameter_server.server.changed_rows import ChangedRows
-from keras_strategies.parameter_server.server.loss_scale import apply_scale_report
 from keras_strategies.parameter_server.server.optimizer_updater import OptimizerUpdater
 from keras_strategies.parameter_server.server.snapshots import SnapshotFiles
 from keras_strategies.parameter_server.server.variable_store import VariableStore
@@ -148,8 +147,6 @@ class ParameterServer:
             store.add(key, delta)
         for key, value in step.writes:
             store.write(key, value)
-        for report in step.scales:
-            apply_scale_report(store, report)
         assert step.update is not None
         store.applied.add(step.update)
         store.version += 1

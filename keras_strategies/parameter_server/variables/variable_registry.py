@@ -358,35 +358,6 @@ class VariableRegistry:
         shard = ((description.number, 0), value)
         self._servers.request_all("create", {p.server: [shard] for p in everywhere})
 
-    def colocate(self, variable: Any, home: VariableDescription) -> int:
-        """Moves an optimizer's variable to the server of an unsharded variable.
-
-        Args:
-            variable: a `keras.Variable` of any shape.
-            home: the description of the unsharded variable.
-
-        Returns:
-            The variable's new number: earlier messages do not refer to it.
-        """
-        before = self.describe(variable)
-        server = home.shards[0].server
-        value = self.read(variable)
-        with self.lock:
-            number = next(self._numbers)
-            self._described[number] = dataclasses.replace(
-                before,
-                number=number,
-                kind="slot",
-                shards=(ShardRange(server, 0, before.shape[0]),),
-            )
-            self.references[number] = home.number
-            self._servers.request_all("create", {server: [((number, 0), value)]})
-            self._number_of.set(variable, number)
-            self._variables[number] = variable
-            del self._variables[before.number]
-        self._delete([before.number])
-        return number
-
     # Deleting variables
 
     def delete_released(self) -> None:
