@@ -15,7 +15,7 @@ from keras_strategies.cluster.group.membership import Membership
 from keras_strategies.cluster.group.worker_group import WorkerGroup
 from keras_strategies.communication.communicator import Communicator
 from keras_strategies.communication.group_actions import WRITERS, GroupActions
-from keras_strategies.errors import InvalidArgumentError, WorkerError
+from keras_strategies.errors import WorkerError
 from keras_strategies.keras_compat.hooks import MethodRestart
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.lead.client_state import JoinedGeneration
@@ -32,7 +32,6 @@ from keras_strategies.training.resume.input_position import (
     set_random_state,
 )
 from keras_strategies.training.resume.snapshot_files import packed, parsed
-from keras_strategies.training.saving.preemption import PreemptionCallback
 
 T = TypeVar("T")
 
@@ -137,8 +136,6 @@ class ElasticActions(GroupActions):
             self.loop.is_active = True
 
     def own_callbacks(self, name: str, callbacks: list[Any]) -> list[Any]:
-        if name == "fit":
-            _check_positions(callbacks)
         return [
             ChiefCallback(each, self._is_chief) if isinstance(each, WRITERS) else each
             for each in callbacks
@@ -528,17 +525,6 @@ class ElasticActions(GroupActions):
     def leave(self) -> None:
         failure = first_causes.recorded()
         self._membership.leave("" if failure is None else failure.text)
-
-
-def _check_positions(callbacks: list[Any]) -> None:
-    """Raises for callbacks that set the position of `fit`, as `elastic` does."""
-    for callback in callbacks:
-        if isinstance(callback, PreemptionCallback):
-            raise InvalidArgumentError(
-                f"`fit` was given {type(callback).__name__} with elastic workers, "
-                "which get the position in training from each other. Omit the "
-                "callback, or `elastic`; `ks.callbacks.Resume` works with both."
-            )
 
 
 def _nothing_to_undo() -> bool:
