@@ -20,6 +20,7 @@ from keras_strategies.keras_compat.hooks import MethodRestart
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.lead.client_state import JoinedGeneration
 from keras_strategies.runtime.drivers import Drivers, RollbackDriver
+from keras_strategies.runtime.state.model_values import model_state, restore_model
 from keras_strategies.runtime.state.variable_sync import are_synced, set_synced
 from keras_strategies.training.elastic.chief_callbacks import (
     ChiefCallback,
@@ -411,7 +412,7 @@ class ElasticActions(GroupActions):
             "steps": [workers.steps.count for workers in self._workers],
             "random": random_state(),
             "finished": self._random or random_state(),
-            "model": None if model is None else _driver_of(model).values(model),
+            "model": None if model is None else _values_of(model),
             "synced": None if model is None else are_synced(strategy_of(model), model),
             "fit": None if self._fit is None else self._fit.capture(),
             "fits": self._fits,
@@ -420,7 +421,8 @@ class ElasticActions(GroupActions):
 
     def _receive(self, model: Any, state: dict[str, Any]) -> None:
         if model is not None and state["model"] is not None:
-            _driver_of(model).set_values(model, state["model"])
+            strategy_of(model).engine.sync_variables(model)
+            restore_model(model, state["model"])
             set_synced(strategy_of(model), model, state["synced"])
         if state["loop"] is not None:
             self.loop.receive(state["loop"])
@@ -535,3 +537,9 @@ def _driver_of(model: Any) -> RollbackDriver:
     driver = strategy_of(model).drivers.rollback
     assert driver is not None
     return cast(RollbackDriver, driver)
+
+
+def _values_of(model: Any) -> dict[str, Any]:
+    """The values of a model on the host, between two steps."""
+    strategy_of(model).engine.sync_variables(model)
+    return model_state(model)
