@@ -14,7 +14,10 @@ from keras_strategies.keras_compat import patching
 from keras_strategies.keras_compat.saving.mapped_tensors import mapping_tensors
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.keras_compat.thread_state import current_stateless_scope
-from keras_strategies.keras_compat.variables.creation import variable_maker
+from keras_strategies.keras_compat.variables.creation import (
+    variable_maker,
+    without_maker,
+)
 
 
 class _Loading(threading.local):
@@ -128,7 +131,9 @@ def end_waits_for_optimizer() -> None:
     import keras
 
     if _loading.waiting and isinstance(variable_maker(), keras.optimizers.Optimizer):
-        _initialize_all()
+        # On TensorFlow, variables that an optimizer makes have no copies.
+        with without_maker():
+            _initialize_all()
 
 
 def _is_reproducible(initializer: Any) -> bool:
