@@ -59,7 +59,7 @@ def attacked(path: Path, attack: str) -> str:
 
 
 def attacked_description(path: Path, attack: str) -> str:
-    """Changes the first record of a snapshot of a server, an archive; its checksum fits.
+    """Changes the first record of a snapshot of a server, with a checksum that fits.
 
     The rows in the records after it are no archives.
     """
