@@ -14,6 +14,8 @@ import pytest
 import keras_strategies as ks
 from keras_strategies.keras_compat.thread_state import current_stateless_scope
 
+pytestmark = pytest.mark.one_backend
+
 keras_hub = pytest.importorskip("keras_hub", reason="keras_hub is not installed")
 
 TORCH = keras.backend.backend() == "torch"
