@@ -167,7 +167,9 @@ def test_a_model_of_a_file_trains_as_before(tmp_path, drawn, is_compiled) -> Non
     strategy = several()
     with strategy.scope():
         model = keras.models.load_model(path)
-    assert bool(drawn) == is_compiled
+    # On TensorFlow, slots of optimizers are made beside variables with values.
+    on_tensorflow = keras.backend.backend() == "tensorflow"
+    assert bool(drawn) == (is_compiled and on_tensorflow)
     assert_equal(model, alone)
     for each in (alone, model):
         if not is_compiled:

@@ -127,10 +127,16 @@ def track_variables(original: Any, layer: Any) -> None:
 
 
 def end_waits_for_optimizer() -> None:
-    """Called when a variable is made: optimizers read values of other variables."""
+    """Called when a variable is made, for the slots of an optimizer.
+
+    Keras 3.15 on TensorFlow: `TFOptimizer.add_variable_from_reference` reads the
+    `tf.Variable` of the variable that the slot belongs to.
+    """
     import keras
 
-    if _loading.waiting and isinstance(variable_maker(), keras.optimizers.Optimizer):
+    if not _loading.waiting or keras.backend.backend() != "tensorflow":
+        return
+    if isinstance(variable_maker(), keras.optimizers.Optimizer):
         # On TensorFlow, variables that an optimizer makes have no copies.
         with without_maker():
             _initialize_all()
