@@ -34,7 +34,6 @@ def data():
 BY_DAY = ("accumulating", "adamw")
 
 
-@pytest.mark.one_backend
 @pytest.mark.slow(seconds=8)
 @pytest.mark.parametrize(
     "name",
@@ -55,7 +54,6 @@ def test_an_optimizer_does_what_it_does_on_one_device(synchronous, name) -> None
     assert_equal(ours, theirs)
 
 
-@pytest.mark.one_backend
 @pytest.mark.parametrize("name", ["lamb", "muon"])
 def test_what_needs_whole_variables_does_not_get_parts(synchronous, name) -> None:
     x, y = data()
@@ -122,7 +120,6 @@ def alone():
         yield strategy
 
 
-@pytest.mark.one_backend
 @pytest.mark.nightly(unless=["lamb"])
 @pytest.mark.parametrize("name", WITHOUT_BOUND)
 def test_touched_rows_are_updated_with_the_whole_table(alone, name) -> None:
