@@ -13,6 +13,7 @@ from jax import lax
 from jax import numpy as jnp
 
 from keras_strategies.engines.jax.function.call_arguments import ReplicaArguments
+from keras_strategies.engines.jax.function.refused_values import check_values
 from keras_strategies.engines.jax.function.state_refs import (
     OnReadRef,
     StateRef,
@@ -142,11 +143,13 @@ class MappedReplicas(TracedReplicas):
         own = sizes[number] if sizes else None
         try:
             with self._mesh.mixed_rows.of_run(sizes).on_replica(own):
-                return self._fn(*args, **kwargs)
+                result = self._fn(*args, **kwargs)
         except Exception as error:
             if self._has_read_number and needs_a_value(error):
                 raise NumberNeededError(error) from error
             raise
+        check_values(result)
+        return result
 
     def _note_read(self, name: str) -> None:
         """Notes that a property is read that differs between the replicas."""
