@@ -20,7 +20,7 @@ from keras_strategies.keras_compat.variables.generator_seeds import (
 )
 from keras_strategies.rows.layer_calls import LayerCall, argument_leaves
 from keras_strategies.rows.python_state import PythonState
-from keras_strategies.rows.row_tensors import NotTraced, RowTensor, error_text
+from keras_strategies.rows.row_tensors import NotTraced, RowTensor, error_text, symbolic
 
 #: The rows of a comparison, and of its parts.
 _ROWS = 6
@@ -116,7 +116,8 @@ def _compared(
     nothing = CallResults([], [], {})
     try:
         with tracing_paused(), _unchanged_buffers(call.layer):
-            return None, _symbolic(_compare(call, with_rows))
+            results = _compare(call, with_rows)
+            return None, CallResults(*tree.map_structure(symbolic, tuple(results)))
     except _Differs as error:
         return f"it is declared with `ks.row_wise`, but {error}", nothing
     except Exception as error:  # Of the user's code, or of a framework.
@@ -233,21 +234,6 @@ def _called(
         seeds = {id(v) for v in call.layer.variables if is_seed_state(v)}
         updates = {k: v for k, v in scope.state_mapping.items() if k not in seeds}
         return CallResults(outputs, list(scope.losses), updates)
-
-
-def _symbolic(results: CallResults) -> CallResults:
-    def spec(x: Any) -> Any:
-        if not ops.is_tensor(x):
-            return x
-        dtype = keras.backend.standardize_dtype(x.dtype)
-        return keras.KerasTensor(tuple(x.shape), dtype)
-
-    outputs, losses, updates = results
-    return CallResults(
-        tree.map_structure(spec, outputs),
-        [spec(x) for x in losses],
-        {key: spec(value) for key, value in updates.items()},
-    )
 
 
 def _arrays(results: CallResults) -> CallResults:

@@ -16,7 +16,7 @@ from keras_strategies.keras_compat.variables.generator_seeds import seed_generat
 from keras_strategies.rows.declarations import is_declared
 from keras_strategies.rows.declared_calls import problem_of_declared
 from keras_strategies.rows.layer_calls import LayerCall
-from keras_strategies.rows.layer_settings import LayerSettings, argument_key
+from keras_strategies.rows.python_state import LayerSettings, argument_key
 from keras_strategies.rows.row_placements import (
     MEAN,
     ROWS,

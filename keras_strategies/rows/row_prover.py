@@ -103,14 +103,9 @@ class RowProver:
         state = PythonState(call.layer, call.leaves)
         if state.problem is not None:
             return RowProof(problem=state.problem)
-        given = (call, with_rows, sizes, state, may_exchange)
         with routed_backend():
-            proof = self._proof(*given)
-            change = state.change()
-            if change is None and state.draws_of_process_changed():
-                with state.noting_draws() as noted:
-                    proof = self._proof(*given)
-                change = noted() or state.change()
+            proof = self._proof(call, with_rows, sizes, state, may_exchange)
+        change = state.change()
         if change is not None and proof.problem is None:
             return RowProof(problem=change)
         return proof

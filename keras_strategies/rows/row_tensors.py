@@ -251,6 +251,14 @@ def is_array(value: Any) -> bool:
     return not isinstance(value, keras.KerasTensor) and bool(ops.is_tensor(value))
 
 
+def symbolic(leaf: Any) -> Any:
+    """A symbolic tensor for an array or tensor; other leaves as they are."""
+    if not is_array(leaf):
+        return leaf
+    dtype = keras.backend.standardize_dtype(leaf.dtype)
+    return keras.KerasTensor(tuple(leaf.shape), dtype)
+
+
 def tensors_in(structure: Any) -> list[RowTensor]:
     """The tensors of a trace in a structure."""
     return [x for x in leaves_of(structure) if isinstance(x, RowTensor)]

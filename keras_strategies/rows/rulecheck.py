@@ -13,7 +13,7 @@ from keras_strategies.keras_compat.models.building import is_built
 from keras_strategies.rows.layer_calls import LayerCall, argument_leaves
 from keras_strategies.rows.row_placements import RowKind, RowPlacement, RowProof
 from keras_strategies.rows.row_prover import RowProver
-from keras_strategies.rows.row_tensors import error_text, is_array
+from keras_strategies.rows.row_tensors import error_text, is_array, symbolic
 
 #: The rows of arguments without a number of their own.
 _ROWS = 8
@@ -191,13 +191,7 @@ def _with_rows(leaf: Any, rows: int) -> Any:
 
 
 def _build(layer: Any, name: str, args: Any, kwargs: Any) -> None:
-    def spec(x: Any) -> Any:
-        if not _is_tensor(x) or isinstance(x, keras.KerasTensor):
-            return x
-        dtype = keras.backend.standardize_dtype(x.dtype)
-        return keras.KerasTensor(tuple(x.shape), dtype)
-
-    given, options = tree.map_structure(spec, (args, kwargs))
+    given, options = tree.map_structure(symbolic, (args, kwargs))
     try:
         layer(*given, **options)
     except Exception as error:  # Of the user's code, or of outputs that Keras refuses.

@@ -17,7 +17,7 @@ from harness.training import as_arrays, assert_same
 from keras import layers, ops
 
 import keras_strategies as ks
-from keras_strategies.rows.layer_settings import argument_key
+from keras_strategies.rows.python_state import argument_key
 from keras_strategies.rows.row_proofs import RowProofs
 from row_proofs.proofs import SPLITS
 

@@ -162,7 +162,6 @@ def _picked(step: Step, placed: Placed, found: Placed, picked: list[Any]) -> Pla
     if len(picked) > 1 and found.is_rows:
         return mixed("takes entries by several indices")
     if index.has_axis:
-        assert index.axis is not None
         return index.at(index.axis + place)
     return index if index.is_rows else found
 
@@ -188,7 +187,6 @@ def _taken(step: Step) -> Placed:
     if index.is_sum:
         return mixed("takes an entry by a sum over rows")
     if x.has_axis:
-        assert x.axis is not None
         if x.axis == axis:
             return mixed("takes rows by their numbers")
         return x.at(x.axis + (index_rank - 1 if axis < x.axis else 0))
@@ -210,7 +208,6 @@ def _one_hot(step: Step) -> Placed:
     placed = joined([(placed, rank)], rank)
     if not placed.has_axis:
         return placed
-    assert placed.axis is not None
     if step.name == "MultiHot" and placed.axis == rank - 1:
         return mixed("encodes all rows at once")
     axis = int(step.attribute("axis")) % step.out_rank
@@ -249,7 +246,6 @@ def _scattered(step: Step) -> Placed:
     if not index.is_constant:
         return index if index.is_mixed else mixed("scatters to rows")
     if placed.has_axis:
-        assert placed.axis is not None
         before = step.rank("indices") - 1
         if placed.axis < before:
             return mixed("scatters rows")

@@ -21,7 +21,6 @@ def _reduced(step: Step, name: str = "x") -> tuple[Placed, bool, Placed]:
     axes = axes_of(step.attribute("axis"), rank)
     if not placed.has_axis:
         return placed, False, placed
-    assert placed.axis is not None
     keeps = step.out_rank == rank
     fewer = 0 if keeps else sum(each < placed.axis for each in axes)
     return placed, placed.axis in axes, placed.at(placed.axis - fewer)
@@ -77,7 +76,6 @@ def _moments(step: Step) -> list[Placed]:
     axes = axes_of(step.attribute("axes"), rank)
     if not placed.has_axis:
         return [joined([(placed, rank)], rank)] * 2
-    assert placed.axis is not None
     if placed.axis in axes:
         mean = replace(SUM, power=placed.power - 1)
         return [mean, mixed("is a variance over rows")]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -22,37 +21,11 @@ from keras_strategies.rows.placed import (
 from keras_strategies.rows.rules.step import Step, rule
 
 
-@rule("Rearrange")
-def _rearranged(step: Step) -> Placed:
-    (placed,) = step.placed("tensor")
-    if not placed.has_axis:
-        return placed
-    assert placed.axis is not None
-    before, after = (
-        [re.findall(r"\w+", axis) for axis in re.findall(r"\w+|\(.*?\)", side)]
-        for side in step.static("pattern").split("->")
-    )
-    own = before[placed.axis]
-    if len(own) != 1 or placed.layout != (1, 1):
-        return mixed("takes rows apart")
-    lengths = step.shapes("tensor")[0]
-    sizes = {group[0]: n for group, n in zip(before, lengths, strict=True) if group}
-    names = {name for groups in (before, after) for group in groups for name in group}
-    given = step.arguments[0]
-    sizes |= {name: given.get(name, sizes.get(name, 0)) for name in names}
-    into = next(i for i, group in enumerate(after) if own[0] in group)
-    at = after[into].index(own[0])
-    blocks = math.prod(sizes[name] for name in after[into][:at])
-    multiple = math.prod(sizes[name] for name in after[into][at + 1 :])
-    return replace(placed, axis=into, blocks=blocks, multiple=multiple)
-
-
 @rule("Reshape Ravel")
 def _reshaped(step: Step) -> Placed:
     (placed,) = step.placed("x")
     if not placed.has_axis:
         return placed
-    assert placed.axis is not None
     into = varying_axis(step.out_shapes())
     before, after = step.shapes("x")[0], step.out_shapes()[0]
     if into is None:
@@ -103,7 +76,6 @@ def _other_rank(step: Step) -> Placed:
     (placed,) = step.placed("x")
     if not placed.has_axis:
         return placed
-    assert placed.axis is not None
     rank = step.rank("x")
     if step.name == "ExpandDims":
         added = set(axes_of(step.attribute("axis"), step.out_rank))
@@ -155,7 +127,6 @@ def _longer(step: Step) -> Placed:
         if placed.is_constant and is_one and step.name != "Pad":
             return rows_of_shapes(after, step.counts)
         return mixed("repeats by the rows")
-    assert placed.axis is not None
     axis = placed.axis + len(after[0]) - len(before[0])
     if step.name == "Repeat" and step.attribute("axis") is None:
         return mixed("repeats entries of all rows")
@@ -187,7 +158,6 @@ def _concatenated(step: Step) -> Placed:
     powers = {each.power for each, _ in leaves}
     found = joined(leaves, rank, same_power=len(powers) > 1)
     if found.has_axis:
-        assert found.axis is not None
         if any(each.is_same for each, _ in leaves):
             return mixed("joins rows with a constant")
         if step.name == "Stack":
@@ -204,7 +174,6 @@ def _split(step: Step) -> Placed:
     axis = fixed.get(step.name, step.attribute("axis", 0)) % rank
     if not placed.has_axis:
         return placed
-    assert placed.axis is not None
     if placed.axis == axis:
         return mixed("takes rows apart")
     return placed.at(placed.axis - (step.name == "Unstack" and axis < placed.axis))
@@ -216,7 +185,6 @@ def _diagonal(step: Step) -> Placed:
     pair = axes_of([step.attribute("axis1"), step.attribute("axis2")], rank)
     if not placed.has_axis:
         return placed
-    assert placed.axis is not None
     if placed.axis in pair:
         return mixed("takes a diagonal of the rows")
     return placed.at(placed.axis - sum(axis < placed.axis for axis in pair))

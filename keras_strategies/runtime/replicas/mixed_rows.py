@@ -27,6 +27,7 @@ from keras_strategies.rows.layer_calls import LayerCall, argument_leaves
 from keras_strategies.rows.row_placements import RowProof
 from keras_strategies.rows.row_proofs import RowProofs
 from keras_strategies.rows.row_prover import RowProver
+from keras_strategies.rows.row_tensors import symbolic
 from keras_strategies.runtime import context
 from keras_strategies.runtime.data_parallel.exchanged_sums import ExchangedSums
 from keras_strategies.runtime.data_parallel.proof_replica import proof_surroundings
@@ -208,14 +209,8 @@ def _routed(
 def _build(call: Callable[..., Any], args: Any, kwargs: Any) -> None:
     """Makes a layer's variables without values of tensors, if it can."""
 
-    def spec(leaf: Any) -> Any:
-        if not keras.ops.is_tensor(leaf):
-            return leaf
-        dtype = keras.backend.standardize_dtype(leaf.dtype)
-        return keras.KerasTensor(tuple(leaf.shape), dtype)
-
     with contextlib.suppress(Exception):  # The call itself raises the error.
-        args, kwargs = keras.tree.map_structure(spec, (args, kwargs))
+        args, kwargs = keras.tree.map_structure(symbolic, (args, kwargs))
         call(*args, **kwargs)
 
 
