@@ -26,22 +26,11 @@ from keras_strategies.rows.python_state import GENERATORS
 from keras_strategies.rows.row_tensors import NotTraced, is_library
 
 #: Names by which code could tell a tensor of a trace, or find a framework.
-_OF_TRACES = frozenset(
-    [
-        "KerasTensor",
-        "RowTensor",
-        "__import__",
-        "__module__",
-        "__mro__",
-        "_getframe",
-        "currentframe",
-        "getprofile",
-        "gettrace",
-        "import_module",
-        "is_keras_tensor",
-        "record_history",
-    ]
-)
+_ABOUT_TRACES = """
+    KerasTensor RowTensor __import__ __module__ __mro__ _getframe currentframe
+    getprofile gettrace import_module is_keras_tensor record_history
+"""
+_OF_TRACES = frozenset(_ABOUT_TRACES.split())
 #: Attributes that only tensors of a trace have, if code asks for them by a string.
 _ATTRIBUTES = frozenset(["ragged", "sparse"])
 #: Names that ask for the class of a tensor, or for a module, if used together.

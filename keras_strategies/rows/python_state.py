@@ -9,6 +9,7 @@ for `jax.jit`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import random
@@ -98,9 +99,11 @@ def _slots(value: Any) -> dict[str, Any]:
 
 def _cells(value: Any) -> list[Any]:
     """The values of the names around a function that it refers to."""
-    # A name may not be assigned yet.
-    cells = getattr(value, "__closure__", None) or ()
-    return [getattr(cell, "cell_contents", None) for cell in cells]
+    found = []
+    for cell in getattr(value, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # A name that is not assigned yet.
+            found.append(cell.cell_contents)
+    return found
 
 
 def _set_slots(value: Any, before: dict[str, Any]) -> None:

@@ -205,21 +205,20 @@ def _build(layer: Any, name: str, args: Any, kwargs: Any) -> None:
 
 
 def _report(name: str, layer: Any, proof: RowProof) -> RowReport:
-    variables = {id(v): v for v in getattr(layer, "variables", ())}
-    updates = [
-        (variables[key].path if key in variables else "of a function", _text(placed))
-        for key, placed in proof.updates.items()
-    ]
+    paths = {id(v): v.path for v in getattr(layer, "variables", ())}
     draws = [
-        _text(RowPlacement(RowKind.ROWS if multiple else RowKind.SAME, multiple or 1))
+        RowPlacement(RowKind.ROWS if multiple else RowKind.SAME, multiple or 1)
         for multiple in proof.draws
     ]
+    updates = [(paths.get(k, "of a function"), p) for k, p in proof.updates.items()]
     return RowReport(
         name,
         outputs=tuple(_text(each) for each in proof.outputs if each is not None),
         losses=tuple(map(_text, proof.losses)),
-        updates=tuple(updates),
-        draws=tuple(draws),
+        updates=tuple(
+            (paths.get(k, "of a function"), _text(each)) for k, each in updates
+        ),
+        draws=tuple(map(_text, draws)),
     )
 
 

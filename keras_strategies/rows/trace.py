@@ -27,6 +27,7 @@ from keras_strategies.keras_compat.variables.generator_seeds import (
     seed_generators,
 )
 from keras_strategies.keras_compat.variables.values import raw_value, stored_dtype
+from keras_strategies.rows.code_names import Lines
 from keras_strategies.rows.declarations import is_declared
 from keras_strategies.rows.declared_calls import are_rows, results_of_declared
 from keras_strategies.rows.python_state import argument_key
@@ -46,8 +47,7 @@ from keras_strategies.rows.row_tensors import (
 
 #: Operations that call others of Keras.
 _CALLING = """
-    AssociativeScan Cond ForiLoop Function JVP Map Rearrange Scan Switch VectorizedMap
-    WhileLoop
+    AssociativeScan Cond ForiLoop Function JVP Map Scan Switch VectorizedMap WhileLoop
 """
 _FOLLOWED = frozenset(_CALLING.split())
 #: Operations, and layers of Keras, whose results have memory of their own.
@@ -179,6 +179,10 @@ class Trace:
         self.is_any = is_any
         self.only_adds = only_adds
         self.functions, self.draws = functions, draws
+        #: The tensors with rows, the results, and the lines of the user's that ran.
+        self.inputs: list[Any] = []
+        self.outputs: Any = None
+        self.lines: Lines = set()
         self.nodes: list[Node] = []
         self.made: list[weakref.ref[Any]] = []
         self.state = TracedState(self)

@@ -50,6 +50,25 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
+def of_axis(names: str, argument: str = "x") -> Callable[[Any], Any]:
+    """Registers a rule for where the rows are along an axis of one argument.
+
+    Args:
+        names: see `rule`.
+        argument: str, its name. Without rows the result is placed as it is.
+    """
+
+    def register(function: Callable[[Step, Placed], Any]) -> Any:
+        @rule(names)
+        def apply(step: Step) -> Any:
+            (placed,) = step.placed(argument)
+            return function(step, placed) if placed.has_axis else placed
+
+        return function
+
+    return register
+
+
 @functools.cache
 def _parameters(kind: Hashable) -> tuple[tuple[str, bool], ...]:
     call = getattr(kind, "call")  # noqa: B009
