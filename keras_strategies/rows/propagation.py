@@ -151,8 +151,7 @@ class Propagation:
         except MixesRows as error:
             found = mixed(str(error))
         if first.name == "in_place" and found.is_mixed:
-            before = self.known[first.args[0].index]
-            self.problem = self.problem if found is before else found.reason
+            self.problem = found.reason
         every = found if isinstance(found, list) else [found] * len(tensors)
         if len(every) != len(tensors):
             every = [mixed("has another number of results")] * len(tensors)

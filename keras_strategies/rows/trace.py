@@ -311,9 +311,9 @@ class Trace:
 
     def changed_in_place(self, before: RowTensor, after: RowTensor) -> Any:
         """The tensor that an operator with assignment has changed to `after`."""
-        given = (before, after, before.is_own, before.is_inner)
+        given = (before, after, before.is_inner)
         found = self.record("in_place", None, given, {}, after)
-        found.is_own, found.is_inner = before.is_own, before.is_inner
+        found.is_inner = before.is_inner
         return found
 
     def operator(self, name: str, original: Any, tensor: Any, args: Any) -> Any:
@@ -527,12 +527,12 @@ class Trace:
 
 
 def _note_memory(name: str, arguments: Any, made: Any) -> None:
-    """Notes which results have memory of their own, and which no argument's."""
+    """Notes which results do not have the memory of an argument of the call."""
     given = tensors_in(arguments)
-    is_own = name in _FRESH and not (name == "Einsum" and len(given) == 1)
-    is_inner = is_own or (bool(given) and all(x.is_inner for x in given))
+    is_fresh = name in _FRESH and not (name == "Einsum" and len(given) == 1)
+    is_inner = is_fresh or (bool(given) and all(x.is_inner for x in given))
     for tensor in tensors_in([made]):
-        tensor.is_own, tensor.is_inner = is_own, is_inner
+        tensor.is_inner = is_inner
 
 
 def _spec(operation: Any, args: Any, kwargs: Any) -> Any:

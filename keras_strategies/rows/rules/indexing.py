@@ -193,15 +193,6 @@ def _taken(step: Step) -> Placed:
     return x
 
 
-@rule("TakeAlongAxis")
-def _taken_along(step: Step) -> Placed:
-    axis = step.attribute("axis")
-    if axis is None:
-        return mixed("takes entries of all rows")
-    placed = joined(step.leaves(), step.out_rank)
-    return not_along(placed, axis, step.out_rank)
-
-
 @rule("OneHot MultiHot")
 def _one_hot(step: Step) -> Placed:
     placed, rank = step.leaves()[0]
@@ -229,11 +220,6 @@ def _in_top_k(step: Step) -> Placed:
     targets, predictions = step.placed("targets")[0], step.placed("predictions")[0]
     placed = joined([(targets, 0), (predictions, 0)], 0)
     return not_along(placed, -1, step.rank("predictions"))
-
-
-@rule("TopK")
-def _top_k(step: Step) -> Placed:
-    return not_along(joined(step.leaves(), step.rank("x")), -1, step.rank("x"))
 
 
 @rule("Scatter ScatterUpdate")

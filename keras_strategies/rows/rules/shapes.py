@@ -74,14 +74,6 @@ def _permuted(step: Step, placed: Placed) -> Placed:
     return placed.at(moved.shape.index(placed.axis + 2))
 
 
-@of_axis("Rot90", "array")
-def _turned(step: Step, placed: Placed) -> Placed:
-    pair = axes_of(list(step.attribute("axes")), step.rank("array"))
-    if placed.axis in pair:
-        return mixed("turns the rows")
-    return placed
-
-
 @of_axis("Squeeze")
 def _squeezed(step: Step, placed: Placed) -> Placed:
     axis, shape = step.attribute("axis"), step.shapes("x")[-1]

@@ -109,10 +109,7 @@ class Step:
 
     def placed(self, *names: str) -> list[Placed]:
         """The placements of the leaves of arguments, without None; all by default."""
-        found = []
-        for name in names or self.arguments[0]:
-            found += self.placements.placed(self.values(name))
-        return found
+        return [placed for placed, _ in self.leaves(*names)]
 
     def leaves(self, *names: str) -> list[tuple[Placed, int]]:
         """Placements of the leaves of arguments with their numbers of axes."""
