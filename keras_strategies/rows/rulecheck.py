@@ -28,8 +28,8 @@ _ADVICE = (
     "of the results does depend on its own row only, declare it with `ks.row_wise`."
 )
 _EXCHANGED = (
-    "In `fit` on Torch and TensorFlow replicas exchange its sums over rows, so that it "
-    "is split all the same. In `Strategy.run` they do not."
+    "Replicas exchange its sums over rows in `fit` and `run`, so that it is split all "
+    "the same. On JAX those of `run` do not where they have other numbers of rows."
 )
 
 
@@ -210,13 +210,13 @@ def _report(name: str, layer: Any, proof: RowProof) -> RowReport:
         RowPlacement(RowKind.ROWS if multiple else RowKind.SAME, multiple or 1)
         for multiple in proof.draws
     ]
-    updates = [(paths.get(k, "of a function"), p) for k, p in proof.updates.items()]
     return RowReport(
         name,
         outputs=tuple(_text(each) for each in proof.outputs if each is not None),
         losses=tuple(map(_text, proof.losses)),
         updates=tuple(
-            (paths.get(k, "of a function"), _text(each)) for k, each in updates
+            (paths.get(key, "of a function"), _text(each))
+            for key, each in proof.updates.items()
         ),
         draws=tuple(map(_text, draws)),
     )
