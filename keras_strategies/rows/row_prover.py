@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import gc
 import operator
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -53,13 +53,7 @@ _OF_MEMORY = ("OutOfMemoryError", "ResourceExhaustedError")
 
 #: Returns a context around the trace of a call, given the trace, the number of rows of
 #: the call, and how many replicas have rows.
-Surroundings = Callable[[Trace, Any, int], contextlib.AbstractContextManager[Any]]
-
-
-def _no_surroundings(
-    trace: Trace, rows: Any, replicas: int
-) -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext()
+Surroundings = Callable[[Trace, Any, int], AbstractContextManager[Any]]
 
 
 class RowProver:
@@ -76,7 +70,7 @@ class RowProver:
         surroundings: see `Surroundings`.
     """
 
-    def __init__(self, surroundings: Surroundings = _no_surroundings):
+    def __init__(self, surroundings: Surroundings = lambda *_: nullcontext()):
         self._surroundings = surroundings
 
     def prove(

@@ -75,8 +75,7 @@ def _expanded(key: Any, rank: int) -> list[Any]:
 
 def _has_count(part: slice) -> bool:
     """Whether it has a number of rows, which may be less than the length."""
-    bounds = (part.start, part.stop, part.step)
-    return any(isinstance(bound, RowCount) for bound in bounds)
+    return RowCount in map(type, (part.start, part.stop, part.step))
 
 
 def _has_no_bounds(part: slice) -> bool:
