@@ -35,6 +35,8 @@ from keras_strategies.keras_compat.variables.generator_seeds import (
 )
 from keras_strategies.training.model_hooks import StrategyHooks
 
+pytestmark = pytest.mark.one_backend
+
 
 def test_hooks_are_installed_once_and_taken_out_again(mirrored) -> None:
     with mirrored.scope():

@@ -24,6 +24,8 @@ from keras_strategies.keras_compat.intrusions import INTRUSIONS
 from keras_strategies.keras_compat.manifest import GROUPS, Patch
 from keras_strategies.keras_compat.private_names import PRIVATE, Private
 
+pytestmark = pytest.mark.one_backend
+
 PATCHES = [
     pytest.param(row, id=f"{row.owner.rpartition('.')[2]}.{row.name}")
     for group in GROUPS.values()
@@ -387,7 +389,6 @@ def searches_text(function: ast.FunctionDef) -> bool:
     )
 
 
-@pytest.mark.one_backend
 def test_every_other_intrusion_has_a_row() -> None:
     found = {
         (module.name, kind)

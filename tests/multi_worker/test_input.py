@@ -12,6 +12,8 @@ from harness.training import assert_same
 
 import keras_strategies as ks
 
+pytestmark = pytest.mark.one_backend
+
 ALL = pytest.mark.parametrize(
     "cluster", ["two", "three", "two_by_two"], indirect=True, scope="session"
 )
@@ -139,7 +141,6 @@ def of_wide_rows(strategy, counts, steps):
     return summary(model, history), sent[0], [join.getMessage() for join in joins]
 
 
-@pytest.mark.one_backend
 @pytest.mark.nightly(unless=["two-counts0-1", "two-counts1-3"])
 @pytest.mark.parametrize(("counts", "steps"), [([4, 4], 1), ([4, 4], 3), ([3, 6], 1)])
 def test_separate_batches_stay_on_their_workers(cluster, counts, steps):
@@ -189,7 +190,6 @@ def test_separate_batches_of_other_shapes_are_an_error(cluster):
         assert "shape" in text
 
 
-@pytest.mark.one_backend
 def test_files_are_divided_and_each_row_is_read_once(cluster, tmp_path):
     import tensorflow as tf
 
@@ -238,7 +238,6 @@ def test_files_are_divided_and_each_row_is_read_once(cluster, tmp_path):
             assert {value // 10 for value in read[1]} == {1, 3}
 
 
-@pytest.mark.one_backend
 @pytest.mark.slow(seconds=7)
 def test_fit_reads_files_of_its_own(cluster, tmp_path):
     import tensorflow as tf
@@ -349,7 +348,6 @@ class Batches(keras.utils.PyDataset):
         return self._batches[index]
 
 
-@pytest.mark.one_backend
 @pytest.mark.parametrize(
     ("problem", "message"),
     [
@@ -401,7 +399,6 @@ def test_another_number_of_rows_is_an_error_before_the_first_step(cluster):
         assert "the rows of `x`: worker 0 has 8, worker 1 has 9" in text
 
 
-@pytest.mark.one_backend
 @pytest.mark.parametrize("place", ["x", "y", "sample_weight"])
 @pytest.mark.parametrize("method", ["fit", "evaluate"])
 def test_other_values_of_arrays_are_an_error_that_names_them(cluster, method, place):
@@ -525,7 +522,6 @@ def streamed(strategy, group, kind):
     }
 
 
-@pytest.mark.one_backend
 @pytest.mark.parametrize("cluster", ["two", "two_by_two"], indirect=True)
 def test_groups_of_steps_read_every_batch_of_a_stream_once(cluster):
     from harness import streams

@@ -18,6 +18,8 @@ import keras_strategies as ks
 from keras_strategies.cluster.resolvers.local_processes import free_addresses
 from keras_strategies.training.saving.preemption import RESTART_EXIT_CODE
 
+pytestmark = pytest.mark.one_backend
+
 # Trains in the given way; takes some time for each batch, and says how far it is.
 SCRIPT = """
 import sys, time
@@ -118,7 +120,6 @@ def results(folder: Path, kind: str) -> dict[str, np.ndarray]:
         return dict(file)
 
 
-@pytest.mark.one_backend
 @pytest.mark.nightly(unless=["fit-1"])
 @pytest.mark.parametrize(("kind", "workers"), [("fit", 2), ("fit", 1), ("loop", 2)])
 def test_preempted_training_takes_the_steps_that_were_left(
@@ -160,7 +161,6 @@ def test_a_watcher_and_an_exit_of_ones_own(tmp_path):
     assert again.total_run_calls > 0
 
 
-@pytest.mark.one_backend
 @pytest.mark.parametrize("checkpoint", [None, 5, object()])
 def test_what_cannot_be_saved_is_refused(checkpoint, tmp_path):
     with pytest.raises(ValueError, match=r"keras\.Model"):

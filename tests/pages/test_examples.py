@@ -20,6 +20,8 @@ from pages.digits import use_few_digits
 
 from keras_strategies.cluster.resolvers.local_processes import free_addresses
 
+pytestmark = pytest.mark.one_backend
+
 
 @pytest.mark.one_backend("tensorflow")
 def test_demo_trains_as_one_device_does_on_few_rows(monkeypatch, capsys) -> None:
@@ -145,6 +147,7 @@ def test_the_recommender_finds_the_tastes_that_it_was_not_told() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.multiprocess
+@pytest.mark.one_backend("tensorflow")
 @pytest.mark.skipif(
     keras.backend.backend() != "tensorflow", reason="the tutorial is TensorFlow's"
 )

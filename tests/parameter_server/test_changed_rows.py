@@ -20,6 +20,8 @@ from keras_strategies.parameter_server.server.variable_store import VariableStor
 from keras_strategies.parameter_server.wire.step_messages import StepRequest
 from parameter_server import clusters
 
+pytestmark = pytest.mark.one_backend
+
 TABLE, NARROW, DENSE, SCALAR = (0, 0), (1, 40), (2, 0), (3, 0)
 ROWS = 20_000
 

@@ -23,7 +23,11 @@ from keras_strategies.processes.local_cluster import LocalTask
 from parameter_server import clusters
 from parameter_server.scheduler_in_process import Messages, scheduler_of
 
-pytestmark = [pytest.mark.one_backend, pytest.mark.multiprocess]
+pytestmark = [
+    pytest.mark.one_backend,
+    pytest.mark.one_backend,
+    pytest.mark.multiprocess,
+]
 
 
 @pytest.fixture
@@ -70,7 +74,6 @@ def test_a_worker_that_is_killed_is_replaced(recovered, coordinator, total) -> N
     assert deaths(recovered, "worker", 0) == before + 1
 
 
-@pytest.mark.one_backend
 def test_a_push_counts_once_when_its_closure_runs_again(
     coordinator, total, tmp_path
 ) -> None:
@@ -157,7 +160,6 @@ DEADLY = {
 }
 
 
-@pytest.mark.one_backend
 @pytest.mark.parametrize("number", DEADLY)
 def test_a_function_that_ends_its_workers_is_given_up(coordinator, number) -> None:
     def deadly():
@@ -286,7 +288,6 @@ def updates(strategy, coordinator, table, optimizer):
     return run
 
 
-@pytest.mark.one_backend
 def test_nothing_is_lost_that_is_in_a_snapshot(recovered, coordinator) -> None:
     with recovered.scope():
         table = keras.Variable(np.zeros((10, 2)), name="table", dtype="float32")

@@ -18,6 +18,8 @@ from keras_strategies.parameter_server.wire.step_messages import (
 )
 from parameter_server import clusters
 
+pytestmark = pytest.mark.one_backend
+
 SCALE, COUNTER = (0, 0), (1, 0)
 OPTIONS = {"batch_size": 8, "shuffle": False, "verbose": 0}
 #: Sums in half precision depend on their order.
@@ -147,7 +149,6 @@ def in_order(request):
         yield strategy
 
 
-@pytest.mark.one_backend
 @pytest.mark.nightly(unless=["one server-accumulated"])
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", INNER)
@@ -255,7 +256,6 @@ def overflowing(optimizer):
     return keras.ops.where(gradient > 1024, math.inf, gradient)
 
 
-@pytest.mark.one_backend
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("where", ["inside", "outside", "between"])
 def test_steps_that_overflow_in_several_workers_halve_once(

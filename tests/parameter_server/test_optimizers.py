@@ -20,7 +20,11 @@ from parameter_server.optimizer_cases import (
     several,
 )
 
-pytestmark = [pytest.mark.one_backend, pytest.mark.multiprocess]
+pytestmark = [
+    pytest.mark.one_backend,
+    pytest.mark.one_backend,
+    pytest.mark.multiprocess,
+]
 
 
 def data():
@@ -36,7 +40,6 @@ def data():
 BY_DAY = ("adafactor_accumulating", "adamw")
 
 
-@pytest.mark.one_backend
 @pytest.mark.slow(seconds=8)
 @pytest.mark.parametrize(
     "name",
@@ -57,7 +60,6 @@ def test_an_optimizer_does_what_it_does_on_one_device(synchronous, name) -> None
     assert_equal(ours, theirs)
 
 
-@pytest.mark.one_backend
 @pytest.mark.parametrize("name", ["adafactor", "lamb", "muon"])
 def test_what_needs_whole_variables_does_not_get_parts(synchronous, name) -> None:
     x, y = data()
@@ -262,7 +264,6 @@ def alone():
         yield strategy
 
 
-@pytest.mark.one_backend
 @pytest.mark.nightly(unless=["lamb"])
 @pytest.mark.parametrize("name", WITHOUT_BOUND)
 def test_touched_rows_are_updated_with_the_whole_table(alone, name) -> None:

@@ -21,6 +21,8 @@ from keras_strategies.rows.layer_settings import argument_key
 from keras_strategies.rows.row_proofs import RowProofs
 from row_proofs.proofs import SPLITS
 
+pytestmark = pytest.mark.one_backend("torch", "tensorflow")
+
 BACKEND = keras.backend.backend()
 X = np.random.default_rng(0).normal(size=(22, 4)).astype("float32")
 

@@ -12,6 +12,8 @@ from keras import layers, ops
 
 import keras_strategies as ks
 
+pytestmark = pytest.mark.one_backend
+
 
 class Block(layers.Layer):
     """Results of each kind."""

@@ -14,6 +14,8 @@ import pytest
 import keras_strategies as ks
 from keras_strategies.strategies.base import unused
 
+pytestmark = pytest.mark.one_backend
+
 SCRIPT = """
 import keras, numpy as np, sys
 import keras_strategies as ks
