@@ -25,7 +25,6 @@ from parameter_server.scheduler_in_process import Messages, scheduler_of
 
 pytestmark = [
     pytest.mark.one_backend,
-    pytest.mark.one_backend,
     pytest.mark.multiprocess,
 ]
 

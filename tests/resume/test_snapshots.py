@@ -321,12 +321,15 @@ def test_a_loss_scale_is_resumed(tmp_path: Path) -> None:
     first = model_of(optimizer=scaled())
     fit(first, ks.callbacks.Resume(tmp_path))
     first_scale = float(first.optimizer.dynamic_scale)
+    first_count = int(first.optimizer.step_counter)
+    assert first_count > 0
     again = model_of(optimizer=scaled())
     again.optimizer.initial_scale = 2.0
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         fit(again, ks.callbacks.Resume(tmp_path))
     assert float(again.optimizer.dynamic_scale) == first_scale == 8.0
+    assert int(again.optimizer.step_counter) == first_count
 
 
 def fitted(

@@ -52,6 +52,9 @@ class MappedReplicas(TracedReplicas):
         refs: the state that the function reads, as far as known.
     """
 
+    #: Whether they may exchange sums over rows of layers.
+    exchanges = True
+
     def __init__(
         self,
         mesh: ReplicaMesh,
@@ -142,7 +145,8 @@ class MappedReplicas(TracedReplicas):
         sizes = rows_of_parts(self._arguments.parts)
         own = sizes[number] if sizes else None
         try:
-            with self._mesh.mixed_rows.of_run(sizes).on_replica(own):
+            run = self._mesh.mixed_rows.of_run(sizes, self.exchanges)
+            with run.on_replica(own):
                 result = self._fn(*args, **kwargs)
         except Exception as error:
             if self._has_read_number and needs_a_value(error):

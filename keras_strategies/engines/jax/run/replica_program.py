@@ -101,9 +101,9 @@ class ReplicaProgram:
             sharding_of,
         )
         self.on_read_values = OnReadValues(len(devices), split)
-        self._mesh = ReplicaMesh(
-            strategy, mesh, self.on_read_values, MixedRows(strategy)
-        )
+        # Constants of a program are tensors of its trace; those of a proof have values.
+        mixed_rows = MixedRows(strategy, proving=jax.ensure_compile_time_eval)
+        self._mesh = ReplicaMesh(strategy, mesh, self.on_read_values, mixed_rows)
         # By code and shapes, the state that functions under `shard_map` have read: what
         # a trace begins with. It is right for every function, also for one that closes
         # over other values.

@@ -99,6 +99,8 @@ class SwitchedReplicas(MappedReplicas):
         known: what is known of its branches.
     """
 
+    exchanges = False
+
     def __init__(
         self,
         mesh: ReplicaMesh,
