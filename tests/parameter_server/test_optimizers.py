@@ -88,7 +88,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.one_backend
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_servers_do_not_apply_is_refused(synchronous, name) -> None:
     x, y = data()
