@@ -19,7 +19,6 @@ from keras_strategies.runtime import context
 from keras_strategies.runtime.drivers import Drivers
 from keras_strategies.runtime.row_splits import batches_of_custom_step
 from keras_strategies.training import worker_training
-from keras_strategies.training.keras_rs_tables import check_table_optimizers
 from keras_strategies.training.model_input import model_arguments
 from keras_strategies.training.parallel_share import with_parallel_share
 from keras_strategies.training.saving.atomic_files import atomic_save
@@ -32,8 +31,6 @@ def method(model: Any, name: str) -> Iterator[None]:
     is_short = name.endswith("on_batch")
     if name != "compile":
         _check_not_in_program(model, name)
-    if name in ("fit", "train_on_batch") and strategy.placement.variables.kind != "tpu":
-        check_table_optimizers(model)
     with (
         context.entered(strategy),
         batches_of_custom_step(has_custom_step(model)),

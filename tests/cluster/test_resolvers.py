@@ -16,7 +16,6 @@ from keras_strategies.cluster.resolvers import local_processes
 from keras_strategies.processes.local_cluster import LocalCluster
 
 pytestmark = [
-    pytest.mark.one_backend,
     pytest.mark.one_backend("jax"),
     pytest.mark.usefixtures("environment"),
 ]

@@ -14,7 +14,6 @@ from keras_strategies.cluster.resolvers.environment.slurm import (
 )
 
 pytestmark = [
-    pytest.mark.one_backend,
     pytest.mark.one_backend("jax"),
     pytest.mark.usefixtures("environment"),
 ]

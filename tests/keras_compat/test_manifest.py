@@ -53,8 +53,7 @@ NAMES = [
 #: Packages with classes that set attributes only visible in their source.
 SOURCES = ("keras.src", *(f"{name}." for name in FRAMEWORKS[1:]))
 #: Of TensorFlow's variables and of our own subclasses.
-#: The last one is of keras_rs, see `tests/test_keras_rs.py`.
-OTHERS = {"_is_assigned", "_kind", "_references", "_feature_configs"}
+OTHERS = {"_is_assigned", "_kind", "_references"}
 
 
 @pytest.mark.parametrize("row", PATCHES)

@@ -25,7 +25,6 @@ from parameter_server.scheduler_in_process import Messages, scheduler_of
 
 pytestmark = [
     pytest.mark.one_backend,
-    pytest.mark.one_backend,
     pytest.mark.multiprocess,
 ]
 
@@ -390,34 +389,6 @@ def test_a_damaged_snapshot_is_not_used(recovered, coordinator, total) -> None:
         coordinator.join(clusters.SECONDS)
         coordinator.join()
     assert float(total.numpy()) == 2.0
-
-
-def test_factored_moments_are_in_a_snapshot(recovered, coordinator) -> None:
-    with recovered.scope():
-        table = keras.Variable(np.ones((10, 2)), name="table", dtype="float32")
-        optimizer = keras.optimizers.Adafactor(0.1)
-        optimizer.build([table])
-    alone = keras.Variable(np.ones((10, 2)), dtype="float32")
-    reference = keras.optimizers.Adafactor(0.1)
-    reference.build([alone])
-
-    run = updates(recovered, coordinator, table, optimizer)
-    run(2)
-    server = recovered.registry.describe(table).shards[0].server
-    recovered.cluster.servers.request(server, "snapshot")
-    clusters.kill(recovered, "ps", server)
-    run(1)
-    coordinator.join(clusters.SECONDS)
-    gradient = np.zeros((10, 2), "float32")
-    gradient[[1, 4]] = 1
-    for _ in range(3):
-        reference.apply([keras.ops.convert_to_tensor(gradient)], [alone])
-    for ours, expected in zip(
-        clusters.values([table, *optimizer.variables]),
-        clusters.values([alone, *reference.variables]),
-        strict=True,
-    ):
-        np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow(seconds=6)

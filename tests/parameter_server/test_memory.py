@@ -15,7 +15,6 @@ from parameter_server import clusters
 
 pytestmark = [
     pytest.mark.one_backend,
-    pytest.mark.one_backend,
     pytest.mark.multiprocess,
 ]
 

@@ -20,7 +20,6 @@ from keras_strategies.runtime.engine import Feature
 from parameter_server import clusters
 
 pytestmark = [
-    pytest.mark.one_backend,
     pytest.mark.one_backend("jax"),
     pytest.mark.multiprocess,
 ]

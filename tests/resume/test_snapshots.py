@@ -253,17 +253,13 @@ def test_other_callbacks_than_before_are_a_warning(tmp_path: Path) -> None:
 
 
 @pytest.mark.one_backend
-@pytest.mark.parametrize("kind", ["backup", "preemption", "resume"])
+@pytest.mark.parametrize("kind", ["backup", "resume"])
 def test_two_positions_are_an_error(kind: str, tmp_path: Path) -> None:
     model = model_of()
     if kind == "backup":
         other: Any = keras.callbacks.BackupAndRestore(tmp_path / "other")
-    elif kind == "resume":
-        other = ks.callbacks.Resume(tmp_path / "other")
     else:
-        handler = ks.PreemptionCheckpointHandler(None, model, tmp_path / "other")
-        handler.close()
-        other = handler.callback()
+        other = ks.callbacks.Resume(tmp_path / "other")
     with pytest.raises(ValueError, match="Pass one of them"):
         fit(model, ks.callbacks.Resume(tmp_path), other)
 
