@@ -73,11 +73,11 @@ def _is_of_keras(name: Any) -> bool:
     )
 
 
-def _is_fixed(value: Any) -> bool:
+def _is_fixed(value: Any, libraries: frozenset[str] = _LIBRARIES) -> bool:
     """Whether a value is plain, or an object of Keras, a framework or a strategy."""
     if isinstance(value, (dict, *_SEQUENCES)):
         return False
-    is_of_library = type(value).__module__.partition(".")[0] in _LIBRARIES
+    is_of_library = type(value).__module__.partition(".")[0] in libraries
     return is_of_library or isinstance(value, (*_PLAIN, *_SKIPPED))
 
 
@@ -169,7 +169,10 @@ class PythonState:
                 self._parts.append((where, value, read, restore, read(value)))
 
     def _add(self, where: str, value: Any, depth: int) -> None:
-        if depth > _DEEPEST or id(value) in self._seen or _is_fixed(value):
+        if depth > _DEEPEST or id(value) in self._seen:
+            return
+        # Objects of Keras, such as losses, hold functions of the user's.
+        if _is_fixed(value, _LIBRARIES - {"keras"}):
             return
         self._seen.add(id(value))
         # That of a method.
