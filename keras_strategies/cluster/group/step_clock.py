@@ -167,11 +167,6 @@ def slow_workers(times: Sequence[StepTimes]) -> list[int]:
     ]
 
 
-def others_median(times: Sequence[StepTimes], index: int) -> float:
-    """Median of the other workers' own times in seconds per step."""
-    return _median_without(sorted(each.own for each in times), times[index].own)
-
-
 def _median_without(ordered: Sequence[float], value: float) -> float:
     """Median of sorted numbers without one that is `value`."""
     left_out = bisect.bisect_left(ordered, value)
