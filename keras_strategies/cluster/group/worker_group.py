@@ -30,6 +30,7 @@ from keras_strategies.lead.client_state import (
 )
 from keras_strategies.lead.connection import BEAT
 from keras_strategies.lead.state import Loss, Settings, lateness
+from keras_strategies.timeline import recording, runs
 
 _logger = logging.getLogger("keras_strategies.cluster")
 # Seconds after the report of a failure in which a wait for other workers may end: the
@@ -110,6 +111,9 @@ class WorkerGroup(GroupListener):
         self._is_closed = False
         self._on_loss: list[Callable[[Loss], None]] = []
         self._on_failure: list[Callable[[], None]] = []
+        facts = {"run": client.run_id} if client.run_id else {}
+        number = generation.members[self.index]
+        self._recorder = recording.start(worker=number, host=self.own_host, **facts)
         client.listener = self
         if (end := client.end) is not None:
             self.ended(*end)
@@ -235,6 +239,7 @@ class WorkerGroup(GroupListener):
         if not stream:
             self._steps_since = 0
             self._position += 1
+            self._recorder.position(self._position, 0)
         with self._lead_errors():
             offered = self._client.offer(what, text, stream)
 
@@ -288,6 +293,7 @@ class WorkerGroup(GroupListener):
     def count_steps(self, count: int) -> None:
         """Counts steps that have begun, or with a negative number have not."""
         self._steps_since += count
+        self._recorder.position(self._position, self._steps_since)
 
     @property
     def stall(self) -> str:
@@ -407,8 +413,11 @@ class WorkerGroup(GroupListener):
         own += f", at {self.progress}." if self.progress else "."
         if loss.has_exited:
             return f"{loss}{own} {_SAME_CALLS}"
+        events = ""
+        if loss.host == self.own_host:
+            events = runs.last_events(loss.pid)
         return (
-            f"{loss}{own} Training cannot continue without it. Restart all "
+            f"{loss}{events}{own} Training cannot continue without it. Restart all "
             "workers; with ks.callbacks.Resume they continue at their last snapshot."
         )
 

@@ -41,6 +41,7 @@ from keras_strategies.keras_compat.models.input_adapters import RowsOfWorker, ow
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.runtime.row_splits import check_batch
 from keras_strategies.runtime.worker_batch import WorkerBatch
+from keras_strategies.timeline import recording
 from keras_strategies.user_warnings import warn_user
 
 if TYPE_CHECKING:
@@ -172,7 +173,7 @@ class StepFunction:
             outputs = [self._one_step(batch, None) for batch in batches]
             return keras.tree.map_structure(lambda *parts: _concat(parts), *outputs)
         logs = None
-        for batch in itertools.islice(batches, self._steps):
+        for batch in recording.reading(itertools.islice(batches, self._steps)):
             logs = self._one_step(batch, spec)
         if logs is None:
             raise StopIteration
@@ -189,6 +190,7 @@ class StepFunction:
         batch, spec = as_tensors(batch, spec, self._call.placement.replica_counts)
         batch = keras.tree.map_structure(_none_if_optional, batch)
         check_batch(own_part(batch))
+        recording.count_rows(own_part(batch))
         if self._workers is None:
             return self._step_on(batch, spec)
         self._workers.steps.begin_steps()

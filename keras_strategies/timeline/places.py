@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 import os
 import sys
 import sysconfig
 import threading
-from types import FrameType
 
 _INSTALLED = {"site-packages", "dist-packages"}
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
@@ -22,7 +22,7 @@ def main_thread_place() -> str:
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     innermost = frame
-    while frame is not None and _is_library(frame):
+    while frame is not None and _is_library(frame.f_code.co_filename):
         frame = frame.f_back
     found = frame or innermost
     if found is None:
@@ -33,8 +33,8 @@ def main_thread_place() -> str:
     return f"{text}: `{source}`" if source else text
 
 
-def _is_library(frame: FrameType) -> bool:
-    name = frame.f_code.co_filename
+@functools.cache
+def _is_library(name: str) -> bool:
     if name.startswith("<frozen") or not _INSTALLED.isdisjoint(name.split(os.sep)):
         return True
     return name.startswith(
