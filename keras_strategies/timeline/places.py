@@ -8,6 +8,7 @@ import os
 import sys
 import sysconfig
 import threading
+from types import FrameType
 
 _INSTALLED = {"site-packages", "dist-packages"}
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
@@ -21,15 +22,34 @@ def main_thread_place() -> str:
         in libraries.
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    innermost = frame
+    found = _user_frame(frame) or frame
+    return "no line of Python" if found is None else _text(found)
+
+
+def reading_place() -> str:
+    """The line at which another thread runs the user's code; empty without one.
+
+    Generators and functions of a `tf.data.Dataset` run in threads of TensorFlow.
+    """
+    main = threading.main_thread().ident
+    for thread, frame in sys._current_frames().items():
+        found = None if thread == main else _user_frame(frame)
+        if found is not None:
+            return _text(found)
+    return ""
+
+
+def _user_frame(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame of the user's code."""
     while frame is not None and _is_library(frame.f_code.co_filename):
         frame = frame.f_back
-    found = frame or innermost
-    if found is None:
-        return "no line of Python"
-    code = found.f_code
-    source = linecache.getline(code.co_filename, found.f_lineno).strip()
-    text = f"{code.co_filename}, line {found.f_lineno}, in {code.co_name}"
+    return frame
+
+
+def _text(frame: FrameType) -> str:
+    code = frame.f_code
+    source = linecache.getline(code.co_filename, frame.f_lineno).strip()
+    text = f"{code.co_filename}, line {frame.f_lineno}, in {code.co_name}"
     return f"{text}: `{source}`" if source else text
 
 

@@ -1,9 +1,12 @@
 """The ring of this process, and what is written to it.
 
-The state is that of the thread that trains: a stack of what it has begun, of which the
-innermost counts. Waits, which threads of an engine make as well, and garbage collection
-are taken off what they interrupt. A thread of its own writes the line of the user's
-script twice a second: nobody else can when the process is stopped.
+The state is the innermost of what the thread that trains has begun. What has ended is
+a record. Waits, which threads of an engine make as well, and garbage collection are
+records inside of others. A thread of its own writes the line of the user's script twice
+a second: nobody else can when the process is stopped.
+
+A step has two or three records, each of about a microsecond: see
+`benchmarks/recording_costs.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import gc
 import itertools
 import json
 import os
+import struct
 import sys
 import threading
 import time
@@ -23,13 +27,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from keras_strategies.timeline import ring
-from keras_strategies.timeline.places import main_thread_place
+from keras_strategies.timeline.places import main_thread_place, reading_place
 from keras_strategies.timeline.ring import (
     COLLECTING,
     COUNT,
     GARBAGE,
     HEADER,
-    KIND,
+    INSIDE,
+    OPENED,
+    OTHERS,
     OUTSIDE,
     POSITION,
     RECORD,
@@ -40,11 +46,8 @@ from keras_strategies.timeline.ring import (
     SINCE,
     STARTED,
     STEP,
-    STEPS,
-    TOTALS,
     WAIT,
     WAITING,
-    WALL,
     Ring,
 )
 from keras_strategies.user_warnings import warn_user
@@ -55,7 +58,10 @@ SAMPLE_SECONDS = 0.5
 _LEAST_GARBAGE = 1_000_000
 # Files of processes that have ended are removed after these seconds.
 _OLD = 24 * 3600.0
-_now = time.monotonic_ns
+_now, _thread = time.monotonic_ns, threading.get_ident
+# Native order, of which each word is one copy.
+_put_two, _put_three = struct.Struct("QQ").pack_into, struct.Struct("QQQ").pack_into
+_STATE, _FIRST = 8 * ring.KIND, 8 * HEADER
 T = TypeVar("T")
 _recorder: Recorder | None = None
 
@@ -71,18 +77,15 @@ class Recorder:
         self.path = path
         self.ring = Ring.create(path)
         self._words = words = self.ring.words
+        self._memory = words.cast("B")
         self._numbers = itertools.count()
         self._owner = threading.get_ident()
-        self._stack: list[tuple[int, int]] = []
-        # What the thread does, since when, and the nanoseconds of it that are others'.
-        self._kind, self._since, self._begun = OUTSIDE, _now(), _now()
-        # What other threads have begun.
+        # What the thread has begun, and when; other threads by their number.
+        self._stack = [(OUTSIDE, 0)]
         self._others: dict[int, list[tuple[int, int]]] = {}
-        self._step = 0
-        self._garbage = 0
+        self._step = self._rows = self._garbage = 0
         self._facts: dict[str, Any] = {}
-        words[SINCE] = self._since
-        words[WALL] = time.time_ns() - self._since
+        words[SINCE] = words[OPENED] = _now()
         words[STARTED] = ring.started_at(os.getpid())
         words[ring.MAGIC] = ring.MAGIC_WORD
         self._is_over = threading.Event()
@@ -98,81 +101,55 @@ class Recorder:
         self.ring.set_text("facts", json.dumps(self._facts))
 
     def begin(self, kind: int) -> None:
-        """The thread that trains begins something."""
-        if (thread := threading.get_ident()) != self._owner:
+        """A thread begins something."""
+        if (thread := _thread()) != self._owner:
             self._others.setdefault(thread, []).append((kind, _now()))
             return
-        words, now = self._words, _now()
-        words[TOTALS + self._kind] += max(0, now - self._since)
-        self._stack.append((self._kind, self._begun))
-        self._kind = kind
-        self._since = self._begun = now
-        words[SINCE] = now
-        words[KIND] = kind
         if kind == STEP:
             self._step += 1
+        now = _now()
+        self._stack.append((kind, now))
+        _put_two(self._memory, _STATE, kind | self._step << 32, now)
 
     def end(self) -> None:
-        """What has begun last has ended."""
-        if (thread := threading.get_ident()) != self._owner:
+        """What the thread has begun last has ended."""
+        now = _now()
+        if (thread := _thread()) != self._owner:
             kind, begun = self._others[thread].pop()
-            self._put(begun, _now() - begun, kind, threading.get_native_id())
+            self._put(begun, now - begun, kind | (thread & OTHERS) << 8)
             return
-        words, now, kind = self._words, _now(), self._kind
-        words[TOTALS + kind] += max(0, now - self._since)
-        begun = self._begun
-        self._kind, self._begun = self._stack.pop()
-        self._since = now
-        # Since it was begun, not since it was returned to.
-        words[SINCE] = now
-        words[KIND] = self._kind
+        kind, begun = self._stack.pop()
+        _put_two(self._memory, _STATE, self._stack[-1][0] | self._step << 32, now)
         self._put(begun, now - begun, kind)
-        if kind == STEP:
-            words[STEPS] = self._step
 
-    def _put(self, start: int, length: int, kind: int, thread: int = 0) -> None:
-        words, number = self._words, next(self._numbers)
-        at = HEADER + RECORD * (number % RECORDS)
-        words[at] = start
-        words[at + 1] = max(0, length)
-        words[at + 2] = kind | (thread & 0xFFFFFF) << 8 | self._step << 32
-        words[COUNT] = number + 1
+    def _put(self, start: int, length: int, meta: int) -> None:
+        number = next(self._numbers)
+        at = _FIRST + 8 * RECORD * (number % RECORDS)
+        _put_three(self._memory, at, start, length, meta | self._step << 32)
+        self._words[COUNT] = number + 1
 
     def waiting(self) -> None:
         """A thread begins to wait for other workers; none did before."""
         self._words[WAITING] = _now()
 
     def waited(self) -> None:
-        """No thread waits any longer; that is no time of what it was in."""
-        words, start = self._words, self._words[WAITING]
-        words[WAITING] = 0
-        length = _now() - start
-        self._take(WAIT, length)
-        self._put(start, length, WAIT)
+        """No thread waits any longer."""
+        start, self._words[WAITING] = self._words[WAITING], 0
+        self._put(start, _now() - start, WAIT)
 
-    def _take(self, kind: int, length: int) -> None:
-        """Counts nanoseconds of what the thread does as those of another kind."""
-        self._since += length
-        self._words[TOTALS + kind] += length
+    def waited_inside(self, seconds: float, waits: float) -> None:
+        """The last seconds had waits in the programs of steps."""
+        length = int(1e9 * seconds)
+        self._put(_now() - length, int(1e9 * waits), WAIT | INSIDE << 8)
 
-    def take_from_steps(self, length: int) -> None:
-        """Counts nanoseconds of earlier steps as waits, in their programs."""
-        words = self._words
-        for kind in (STEP, ring.METHOD):
-            taken = min(length, words[TOTALS + kind])
-            words[TOTALS + kind] -= taken
-            words[TOTALS + WAIT] += taken
-            length -= taken
-
-    def rows(self, count: int) -> None:
+    def count_rows(self, count: int) -> None:
         """Counts rows of steps."""
-        self._words[ROWS] += count
+        self._rows += count
+        self._words[ROWS] = self._rows
 
     def position(self, collectives: int, steps: int) -> None:
         """The collectives of the group, and the steps since the last one."""
-        words = self._words
-        words[POSITION] = collectives
-        words[POSITION + 1] = steps
+        _put_two(self._memory, 8 * POSITION, collectives, steps)
 
     def _collects(self, phase: str, info: dict[str, int]) -> None:
         now = _now()
@@ -181,17 +158,19 @@ class Recorder:
             return
         self._words[COLLECTING] = 0
         if now - self._garbage >= _LEAST_GARBAGE:
-            self._take(GARBAGE, now - self._garbage)
             self._put(self._garbage, now - self._garbage, GARBAGE)
 
     def _sample(self) -> None:
         last = ""
         while True:
             place = main_thread_place()
+            kind = self._stack[-1][0]
+            if kind == ring.DATA and (reading := reading_place()):
+                place = f"{reading}, in a thread, for {place}"
             if place != last:
                 self.ring.set_text("place", place)
                 last = place
-            self._words[SAMPLED_KIND] = self._kind
+            self._words[SAMPLED_KIND] = kind
             self._words[SAMPLED] = _now()
             if self._is_over.wait(SAMPLE_SECONDS):
                 return
@@ -259,10 +238,12 @@ def reading(batches: Iterable[T]) -> Iterator[T]:
 
 def count_rows(batch: Any) -> None:
     """Counts the rows of a batch: those of its first array."""
-    while isinstance(batch, (tuple, list, dict)) and batch:
+    while (shape := getattr(batch, "shape", None)) is None:
+        if not batch or not isinstance(batch, (tuple, list, dict)):
+            return
         batch = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
-    if _recorder is not None and (shape := getattr(batch, "shape", None)):
-        _recorder.rows(int(shape[0] or 0))
+    if _recorder is not None and len(shape):
+        _recorder.count_rows(int(shape[0] or 0))
 
 
 def recorder() -> Recorder | None:

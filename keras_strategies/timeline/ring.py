@@ -23,11 +23,15 @@ NAMES = ("outside", "other", "compute", "data", "wait", "save", "gc")
 RECORDS = 8192
 HEADER, RECORD = 512, 3
 #: Places of words in the header.
-MAGIC, COUNT, KIND, SINCE, WAITING, COLLECTING, STEPS, ROWS = range(8)
-POSITION, WALL, STARTED, SAMPLED, SAMPLED_KIND = 8, 10, 11, 12, 13
-TOTALS = 16
+MAGIC, COUNT, KIND, SINCE, WAITING, COLLECTING, ROWS, OPENED = range(8)
+POSITION, STARTED, SAMPLED, SAMPLED_KIND = 8, 10, 11, 12
+#: The thread of records: 0 trains; `INSIDE` are waits in programs of the steps before
+#: the record's end, somewhere.
+OTHERS, INSIDE = 0x7FFFFF, 0x800000
+_OVERLAYS = ((WAITING, WAIT), (COLLECTING, GARBAGE))
 _TEXTS = {"facts": (32, 160), "place": (192, 320)}
-MAGIC_WORD = 0x31474E4952534B
+# Another format has another one.
+MAGIC_WORD = 0x32474E4952534B
 
 
 def folder() -> Path:
@@ -133,3 +137,40 @@ class Ring:
             start, length, meta = words[at : at + RECORD]
             found.append((start, length, meta & 0xFF, meta >> 8 & 0xFFFFFF, meta >> 32))
         return found
+
+    def seconds(self, start: int, end: int) -> dict[str, float]:
+        """The seconds of each of `NAMES` between two times in nanoseconds."""
+        words = self.words
+        records = sorted(self.records())
+        start = max(start, words[OPENED])
+        if words[COUNT] > RECORDS and records:
+            start = max(start, records[0][0])
+        state: int = words[KIND] & 0xFF
+        now = [(words[SINCE], end, state)]
+        now += [(words[p], end, k) for p, k in _OVERLAYS if words[p]]
+        found = [0] * len(NAMES)
+        # What is not in a record is in a method that has not ended.
+        found[METHOD if state else OUTSIDE] = end - start
+        spans = [(s, s + n, k) for s, n, k, t, _ in records if not t]
+        enclosing: list[tuple[int, int]] = []
+        for begun, ended, kind in sorted([*spans, *now], key=_outer_first):
+            while enclosing and enclosing[-1][0] <= begun:
+                enclosing.pop()
+            part = max(0, min(ended, end) - max(begun, start))
+            outer = enclosing[-1][1] if enclosing else METHOD if state else OUTSIDE
+            found[outer] -= part
+            found[kind] += part
+            enclosing.append((ended, kind))
+        for begun, length, _, thread, _ in records:
+            if thread == INSIDE and begun >= start:
+                for kind in (STEP, METHOD):
+                    taken = min(length, max(0, found[kind]))
+                    found[kind] -= taken
+                    found[WAIT] += taken
+                    length -= taken
+        return {n: max(0, f) / 1e9 for n, f in zip(NAMES, found, strict=True)}
+
+
+def _outer_first(span: tuple[int, int, int]) -> tuple[int, int]:
+    begun, ended, _ = span
+    return begun, -ended

@@ -32,13 +32,13 @@ class Snapshot:
         state: str, one of `ring.NAMES`: what it does.
         seconds: float, since when.
         position: pair of int, equal where synchronous workers are at the same place.
-        steps: int, finished steps.
+        steps: int, steps that have begun.
         rows: int, rows of its steps.
-        totals: dict of seconds by state.
         place: str, the line of the user's script.
         place_state: str, what it did there.
         place_age: float, seconds since that was seen.
         time: float, the monotonic time of this snapshot.
+        ring: `Ring`.
     """
 
     run: str
@@ -52,11 +52,11 @@ class Snapshot:
     position: tuple[int, int]
     steps: int
     rows: int
-    totals: dict[str, float] = field(repr=False)
     place: str
     place_state: str
     place_age: float
     time: float
+    ring: Ring = field(repr=False)
 
 
 def snapshot(found: Ring, now: float | None = None) -> Snapshot:
@@ -64,15 +64,11 @@ def snapshot(found: Ring, now: float | None = None) -> Snapshot:
     words = found.words
     now = time.monotonic() if now is None else now
     facts: dict[str, Any] = json.loads(found.text("facts") or "{}")
-    state, since = words[ring.KIND], words[ring.SINCE]
+    state, since = words[ring.KIND] & 0xFF, words[ring.SINCE]
     for kind, place in ((ring.WAIT, ring.WAITING), (ring.GARBAGE, ring.COLLECTING)):
         if words[place]:
             state, since = kind, words[place]
     seconds = max(0.0, now - since / _BILLION)
-    totals = {
-        name: words[ring.TOTALS + kind] / _BILLION for kind, name in enumerate(NAMES)
-    }
-    totals[NAMES[state]] += seconds
     return Snapshot(
         run=str(facts.get("run", "")),
         worker=int(facts.get("worker", 0)),
@@ -83,13 +79,13 @@ def snapshot(found: Ring, now: float | None = None) -> Snapshot:
         state=NAMES[state],
         seconds=seconds,
         position=(words[ring.POSITION], words[ring.POSITION + 1]),
-        steps=words[ring.STEPS],
+        steps=words[ring.KIND] >> 32,
         rows=words[ring.ROWS],
-        totals=totals,
         place=found.text("place"),
         place_state=NAMES[words[ring.SAMPLED_KIND]],
         place_age=max(0.0, now - words[ring.SAMPLED] / _BILLION),
         time=now,
+        ring=found,
     )
 
 
@@ -165,6 +161,8 @@ def trace(found: Sequence[tuple[Ring, int]]) -> dict[str, Any]:
             {"ph": "M", "name": "process_name", "pid": worker, "args": {"name": name}}
         )
         for start, length, kind, thread, step in each.records():
+            if thread == ring.INSIDE:
+                continue
             events.append(
                 {
                     "ph": "X",

@@ -15,6 +15,8 @@ STALL_SECONDS = 2.0
 SHARES = ("data", "compute", "send", "wait", "save", "gc", "other")
 # A worker delays the others if their waits are longer by this share of the time.
 _DELAY = 0.25
+# In fewer steps, one can be an exception.
+_SEVERAL = 3
 # Less use of the processor is none.
 _IDLE = 0.1
 _DOING = {
@@ -75,6 +77,7 @@ class Row:
         now: `Snapshot`.
         rows: float, its rows per second.
         steps: float, its steps per second.
+        count: int, its steps since the report before.
         shares: dict of the parts of its time, which are those of `SHARES`.
         processor: float, processors that it uses.
     """
@@ -82,6 +85,7 @@ class Row:
     now: Snapshot
     rows: float
     steps: float
+    count: int
     shares: Mapping[str, float]
     processor: float
 
@@ -146,17 +150,16 @@ class Watch:
         last, processor = self._last.get(now.pid, (now, 0.0))
         seconds = now.time - last.time
         if not seconds:
-            return Row(now, 0.0, 0.0, dict.fromkeys(SHARES, 0.0), 0.0)
-        parts = {
-            name: max(0.0, (now.totals[name] - last.totals[name]) / seconds)
-            for name in now.totals
-        }
+            return Row(now, 0.0, 0.0, 0, dict.fromkeys(SHARES, 0.0), 0.0)
+        parts = now.ring.seconds(int(1e9 * last.time), int(1e9 * now.time))
         parts["other"] += parts.pop("outside")
-        shares = {name: min(1.0, parts.get(name, 0.0)) for name in SHARES}
+        every = sum(parts.values()) or 1.0
+        shares = {name: parts.get(name, 0.0) / every for name in SHARES}
         return Row(
             now,
             (now.rows - last.rows) / seconds,
             (now.steps - last.steps) / seconds,
+            now.steps - last.steps,
             shares,
             max(0.0, _processor_seconds(now.pid) - processor) / seconds,
         )
@@ -175,7 +178,7 @@ class Watch:
 
     def _delays(self, rows: Sequence[Row]) -> list[Finding]:
         """The worker for which all others wait in each step."""
-        if len(rows) < 2 or not all(row.steps for row in rows):
+        if len(rows) < 2 or min(row.count for row in rows) < _SEVERAL:
             return []
         slow, *others = sorted(rows, key=lambda row: row.shares["wait"])
         if _median(others, "wait") - slow.shares["wait"] < _DELAY:

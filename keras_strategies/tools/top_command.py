@@ -84,7 +84,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "run": report.rows[0].now.run,
         "awaited": list(report.awaited),
         "workers": [
-            dataclasses.asdict(row.now)
+            {name: value for name, value in vars(row.now).items() if name != "ring"}
             | {
                 "rows_per_second": row.rows,
                 "steps_per_second": row.steps,

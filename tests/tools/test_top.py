@@ -120,6 +120,4 @@ def test_an_error_has_the_last_events_of_a_killed_worker(forker, tmp_path):
     assert "then data for 1." in error and line_of("loader") in error
     # The ring is there for `top`.
     [found] = [each for each in runs.processes(f"{killed.pid}") if each.worker == 1]
-    assert not found.is_alive and found.state == "data" and found.steps == 20
-
-
+    assert not found.is_alive and found.state == "data" and found.steps in (20, 21)

@@ -106,7 +106,7 @@ class StepClock:
                 own = self._processor_time() - self._processor + self._reading
             waits = max(0.0, seconds - own)
             if not self.sees_waits and (recorder := recording.recorder()) is not None:
-                recorder.take_from_steps(int(1e9 * max(0.0, waits - self._waited)))
+                recorder.waited_inside(seconds, max(0.0, waits - self._waited))
             self._recent.extend([(own / count, waits / count)] * count)
             self._steps += count
         self._count = 0
