@@ -42,7 +42,7 @@ def clock(monkeypatch):
 
 
 @pytest.fixture
-def recorder(clock, monkeypatch):
+def own_recorder(clock, monkeypatch):
     found = Recorder(None)
     monkeypatch.setattr(recording, "_recorder", found)
     yield found
@@ -54,15 +54,15 @@ def shares(recorder, start, end):
     return {name: round(value, 6) for name, value in found.items() if value}
 
 
-def test_time_is_that_of_the_innermost(recorder, clock):
+def test_time_is_that_of_the_innermost(own_recorder, clock):
     def step():
         clock[0] += 1.0
         with DATA:
             clock[0] += 2.0
         clock[0] += 1.0
-        recorder.waiting()
+        own_recorder.waiting()
         clock[0] += 4.0
-        recorder.waited()
+        own_recorder.waited()
 
     clock[0] += 10.0
     with METHOD:
@@ -71,23 +71,26 @@ def test_time_is_that_of_the_innermost(recorder, clock):
         with SAVE:
             clock[0] += 0.25
             # Under way.
-            found = shares(recorder, 1000.0, clock[0])
+            found = shares(own_recorder, 1000.0, clock[0])
     closed = {"compute": 2.0, "data": 2.0, "wait": 4.0, "save": 0.25}
     assert found.pop("other") == 10.5  # What has not ended is in the method.
     assert found == closed
-    assert shares(recorder, 1000.0, clock[0]) == closed | {"outside": 10, "other": 0.5}
-    assert shares(recorder, 1012.0, 1016.0) == {"data": 1, "compute": 1, "wait": 2}
+    assert shares(own_recorder, 1000.0, clock[0]) == closed | {
+        "outside": 10,
+        "other": 0.5,
+    }
+    assert shares(own_recorder, 1012.0, 1016.0) == {"data": 1, "compute": 1, "wait": 2}
 
 
-def test_waits_in_programs_are_taken_from_steps(recorder, clock):
+def test_waits_in_programs_are_taken_from_steps(own_recorder, clock):
     with METHOD:
         for _ in range(4):
             recording.recorded_step(lambda: clock.__setitem__(0, clock[0] + 1.0))()
-        recorder.waited_inside(4.0, 3.0)
-        assert shares(recorder, 1000.0, 1004.0) == {"compute": 1.0, "wait": 3.0}
+        own_recorder.waited_inside(4.0, 3.0)
+        assert shares(own_recorder, 1000.0, 1004.0) == {"compute": 1.0, "wait": 3.0}
 
 
-def test_events_of_other_threads_are_no_state_of_this_one(recorder, clock):
+def test_events_of_other_threads_are_no_state_of_this_one(own_recorder, clock):
     def write():
         with SAVE:
             clock[0] += 1.0
@@ -96,20 +99,20 @@ def test_events_of_other_threads_are_no_state_of_this_one(recorder, clock):
     with METHOD:
         thread.start()
         thread.join()
-        [(start, length, kind, other, _)] = recorder.ring.records()
+        [(start, length, kind, other, _)] = own_recorder.ring.records()
         assert (start, length, kind) == (10**12, 10**9, ring.SAVE) and other
-        assert shares(recorder, 1000.0, 1001.0) == {"other": 1.0}
+        assert shares(own_recorder, 1000.0, 1001.0) == {"other": 1.0}
 
 
-def test_the_newest_records_are_kept(recorder, clock):
+def test_the_newest_records_are_kept(own_recorder, clock):
     step = recording.recorded_step(lambda: None)
     for _ in range(RECORDS + 10):
         clock[0] += 1.0
         step()
-    found = recorder.ring.records()
+    found = own_recorder.ring.records()
     assert [each[4] for each in found] == list(range(12, RECORDS + 11))
     # What is older than they are is not known, and no time of anything.
-    assert sum(shares(recorder, 1000.0, clock[0]).values()) < RECORDS
+    assert sum(shares(own_recorder, 1000.0, clock[0]).values()) < RECORDS
 
 
 def run(folder, end, code=0):
@@ -157,15 +160,15 @@ def test_a_process_that_has_ended_leaves_nothing_but_a_failed_one_does(
     assert runs.rings() == []
 
 
-def test_a_forked_process_does_not_write_to_the_ring(recorder):
-    before = bytes(recorder.ring.words)
+def test_a_forked_process_does_not_write_to_the_ring(own_recorder):
+    before = bytes(own_recorder.ring.words)
     pid = os.fork()
     if not pid:
         recording.recorded_step(lambda: None)()
         os._exit(0 if recording.recorder() is None else 1)
     assert os.waitpid(pid, 0)[1] == 0
     sampled = slice(8 * ring.SAMPLED, 8 * (ring.SAMPLED_KIND + 1))
-    after = bytearray(recorder.ring.words)
+    after = bytearray(own_recorder.ring.words)
     after[sampled] = before[sampled]
     # The place of this process may have been written meanwhile.
     assert Ring.of(bytes(after)).records() == Ring.of(before).records()
@@ -207,10 +210,10 @@ def test_a_step_costs_microseconds(monkeypatch):
     found.close()
 
 
-def test_the_trace_is_of_chrome(recorder, clock):
-    recorder.describe(worker=1, host="a", pid=7)
+def test_the_trace_is_of_chrome(own_recorder, clock):
+    own_recorder.describe(worker=1, host="a", pid=7)
     recording.recorded_step(lambda: clock.__setitem__(0, clock[0] + 0.5))()
-    found = json.loads(json.dumps(runs.trace([(recorder.ring, 5_000)])))
+    found = json.loads(json.dumps(runs.trace([(own_recorder.ring, 5_000)])))
     name, event = found["traceEvents"]
     assert name["args"] == {"name": "worker 1 (a, process 7)"}
     assert event["ts"] == 1e9 + 5 and event["dur"] == 500_000
