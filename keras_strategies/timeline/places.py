@@ -48,8 +48,10 @@ def _user_frame(frame: FrameType | None) -> FrameType | None:
 
 def _text(frame: FrameType) -> str:
     code = frame.f_code
-    source = linecache.getline(code.co_filename, frame.f_lineno).strip()
-    text = f"{code.co_filename}, line {frame.f_lineno}, in {code.co_name}"
+    # A frame that begins has none yet.
+    line = frame.f_lineno or code.co_firstlineno
+    source = linecache.getline(code.co_filename, line).strip()
+    text = f"{code.co_filename}, line {line}, in {code.co_name}"
     return f"{text}: `{source}`" if source else text
 
 

@@ -63,10 +63,10 @@ _now, _thread = time.monotonic_ns, threading.get_ident
 _put_two, _put_three = struct.Struct("QQ").pack_into, struct.Struct("QQQ").pack_into
 _STATE, _FIRST = 8 * ring.KIND, 8 * HEADER
 T = TypeVar("T")
-_recorder: Recorder | None = None
+_recorder: RingWriter | None = None
 
 
-class Recorder:
+class RingWriter:
     """Writes the ring of this process.
 
     Args:
@@ -246,12 +246,12 @@ def count_rows(batch: Any) -> None:
         _recorder.count_rows(int(shape[0] or 0))
 
 
-def recorder() -> Recorder | None:
+def recorder() -> RingWriter | None:
     """The recorder of this process; None before training begins."""
     return _recorder
 
 
-def start(**facts: Any) -> Recorder:
+def start(**facts: Any) -> RingWriter:
     """Begins to record, once in a process, and describes the process.
 
     Args:
@@ -259,7 +259,7 @@ def start(**facts: Any) -> Recorder:
     """
     global _recorder
     if _recorder is None:
-        _recorder = Recorder(_new_file())
+        _recorder = RingWriter(_new_file())
         atexit.register(_at_exit)
         script = " ".join(sys.argv)[:200]
         own = {"run": f"{os.getpid()}", "worker": 0, "host": "localhost"}

@@ -19,7 +19,7 @@ _LAST, _LEAST = 4, 1e-4
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class ProcessState:
     """A process, as its ring says at one time.
 
     Args:
@@ -59,7 +59,7 @@ class Snapshot:
     ring: Ring = field(repr=False)
 
 
-def snapshot(found: Ring, now: float | None = None) -> Snapshot:
+def state_of(found: Ring, now: float | None = None) -> ProcessState:
     """What a ring says now."""
     words = found.words
     now = time.monotonic() if now is None else now
@@ -69,7 +69,7 @@ def snapshot(found: Ring, now: float | None = None) -> Snapshot:
         if words[place]:
             state, since = kind, words[place]
     seconds = max(0.0, now - since / _BILLION)
-    return Snapshot(
+    return ProcessState(
         run=str(facts.get("run", "")),
         worker=int(facts.get("worker", 0)),
         host=str(facts.get("host", "")),
@@ -100,7 +100,7 @@ def rings() -> list[Ring]:
     return found
 
 
-def processes(run: str = "") -> list[Snapshot]:
+def processes(run: str = "") -> list[ProcessState]:
     """The processes of a run, by worker, those that have failed included.
 
     Args:
@@ -108,7 +108,7 @@ def processes(run: str = "") -> list[Snapshot]:
             still trains without it.
     """
     now = time.monotonic()
-    found = [snapshot(each, now) for each in rings()]
+    found = [state_of(each, now) for each in rings()]
     if run:
         names = [each.run for each in found if f"{each.pid}" == run] or [run]
     else:
@@ -120,13 +120,13 @@ def processes(run: str = "") -> list[Snapshot]:
 def last_events(pid: int) -> str:
     """A sentence about the last events of a process of this machine; may be empty."""
     for found in rings():
-        if snapshot(found).pid == pid:
+        if state_of(found).pid == pid:
             return _sentence(found)
     return ""
 
 
 def _sentence(found: Ring) -> str:
-    state = snapshot(found)
+    state = state_of(found)
     # Since when it has written nothing is no time of what it did.
     until = found.words[ring.SAMPLED] / _BILLION + SAMPLE_SECONDS
     seconds = max(0.0, state.seconds - max(0.0, time.monotonic() - until))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from keras_strategies.timeline import ring
-from keras_strategies.timeline.runs import Snapshot, processes
+from keras_strategies.timeline.runs import ProcessState, processes
 
 #: Seconds of a wait after which the awaited worker is named.
 STALL_SECONDS = 2.0
@@ -39,7 +39,7 @@ _HOW = {
 
 
 @dataclass(frozen=True)
-class Finding:
+class AwaitedWorker:
     """A worker that others wait for.
 
     Args:
@@ -74,7 +74,7 @@ class Row:
     """A worker in a report.
 
     Args:
-        now: `Snapshot`.
+        now: `ProcessState`.
         rows: float, its rows per second.
         steps: float, its steps per second.
         count: int, its steps since the report before.
@@ -82,7 +82,7 @@ class Row:
         processor: float, processors that it uses.
     """
 
-    now: Snapshot
+    now: ProcessState
     rows: float
     steps: float
     count: int
@@ -91,7 +91,7 @@ class Row:
 
     @property
     def how(self) -> str:
-        """str, as in `Finding`."""
+        """str, as in `AwaitedWorker`."""
         state = ring.process_stat(self.now.pid)
         if not self.now.is_alive:
             return "ended"
@@ -112,12 +112,12 @@ class Report:
     Args:
         rows: tuple of `Row`, by worker.
         awaited: tuple of int, the workers that others wait for.
-        findings: tuple of `Finding`.
+        findings: tuple of `AwaitedWorker`.
     """
 
     rows: tuple[Row, ...]
     awaited: tuple[int, ...]
-    findings: tuple[Finding, ...]
+    findings: tuple[AwaitedWorker, ...]
 
 
 class Watch:
@@ -129,7 +129,7 @@ class Watch:
 
     def __init__(self, run: str = ""):
         self._run = run
-        self._last: dict[int, tuple[Snapshot, float]] = {}
+        self._last: dict[int, tuple[ProcessState, float]] = {}
         # Places of the last look or two, by process and state.
         self._places: dict[tuple[int, str], str] = {}
 
@@ -146,7 +146,7 @@ class Watch:
         awaited = _awaited(rows)
         return Report(tuple(rows), awaited, tuple(self._findings(rows, awaited)))
 
-    def _row(self, now: Snapshot) -> Row:
+    def _row(self, now: ProcessState) -> Row:
         last, processor = self._last.get(now.pid, (now, 0.0))
         seconds = now.time - last.time
         if not seconds:
@@ -164,7 +164,9 @@ class Watch:
             max(0.0, _processor_seconds(now.pid) - processor) / seconds,
         )
 
-    def _findings(self, rows: Sequence[Row], awaited: Sequence[int]) -> list[Finding]:
+    def _findings(
+        self, rows: Sequence[Row], awaited: Sequence[int]
+    ) -> list[AwaitedWorker]:
         others = [row.now for row in rows if row.now.worker not in awaited]
         waited = max((each.seconds for each in others if each.is_alive), default=0.0)
         found = []
@@ -176,7 +178,7 @@ class Watch:
                 found.append(self._finding(row, row.now.state, max(1.0, seconds)))
         return found or self._delays(rows)
 
-    def _delays(self, rows: Sequence[Row]) -> list[Finding]:
+    def _delays(self, rows: Sequence[Row]) -> list[AwaitedWorker]:
         """The worker for which all others wait in each step."""
         if len(rows) < 2 or min(row.count for row in rows) < _SEVERAL:
             return []
@@ -187,17 +189,17 @@ class Watch:
         more = {name: slow.shares[name] - _median(others, name) for name in states}
         return [self._finding(slow, max(more, key=more.__getitem__), 0.0)]
 
-    def _finding(self, row: Row, state: str, seconds: float) -> Finding:
+    def _finding(self, row: Row, state: str, seconds: float) -> AwaitedWorker:
         now = row.now
         place = now.place
         if not seconds:
             place = self._places.get((now.pid, state), place)
-        return Finding(now.worker, now.pid, state, row.how, seconds, place)
+        return AwaitedWorker(now.worker, now.pid, state, row.how, seconds, place)
 
 
-def _newest(found: Sequence[Snapshot]) -> list[Snapshot]:
+def _newest(found: Sequence[ProcessState]) -> list[ProcessState]:
     """One process of each worker: of those that have ended, no earlier ones."""
-    by_worker: dict[int, Snapshot] = {}
+    by_worker: dict[int, ProcessState] = {}
     for each in sorted(found, key=lambda each: (each.is_alive, each.time)):
         by_worker[each.worker] = each
     return [by_worker[worker] for worker in sorted(by_worker)]

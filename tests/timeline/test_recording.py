@@ -13,7 +13,7 @@ import time
 import pytest
 
 from keras_strategies.timeline import recording, ring, runs
-from keras_strategies.timeline.recording import DATA, METHOD, SAVE, Recorder
+from keras_strategies.timeline.recording import DATA, METHOD, SAVE, RingWriter
 from keras_strategies.timeline.ring import RECORDS, Ring
 from keras_strategies.timeline.watch import Watch
 from keras_strategies.tools.top_command import TopOptions, as_text, top_command
@@ -43,7 +43,7 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def own_recorder(clock, monkeypatch):
-    found = Recorder(None)
+    found = RingWriter(None)
     monkeypatch.setattr(recording, "_recorder", found)
     yield found
     found.close()
@@ -193,7 +193,7 @@ def test_what_is_no_ring_is_left_out(tmp_path, monkeypatch):
 
 
 def test_a_step_costs_microseconds(monkeypatch):
-    found = Recorder(None)
+    found = RingWriter(None)
     monkeypatch.setattr(recording, "_recorder", found)
     step = recording.recorded_step(lambda: None)
     begin = time.process_time()

@@ -86,7 +86,7 @@ def batch_prefetcher(home: torch.device, is_single: bool) -> BatchPrefetcher:
         is_single: bool, whether all rows are computed there.
     """
     if home.type != "cuda":
-        return HostBatches()
+        return HostReader()
     return CudaPrefetcher(CudaMover(home)) if is_single else PinningPrefetcher()
 
 
@@ -95,7 +95,7 @@ def device_rows(part: torch.Tensor, device: torch.device) -> torch.Tensor:
     return moved(pinned(part) if device.type == "cuda" else part, device)
 
 
-class HostBatches:
+class HostReader:
     """Leaves the batches of `fit`, `evaluate` and `predict` on the host."""
 
     def batches(self, batches: Iterable[Any], adapter: Any = None) -> Iterator[Any]:

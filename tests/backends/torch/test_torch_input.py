@@ -20,7 +20,7 @@ from keras_strategies.engines.torch import cuda_batches
 from keras_strategies.engines.torch.cuda_batches import (
     CudaMover,
     CudaPrefetcher,
-    HostBatches,
+    HostReader,
     PinningPrefetcher,
     batch_prefetcher,
 )
@@ -127,7 +127,7 @@ def pins(monkeypatch):
 def test_batches_of_several_gpus_are_pinned_one_ahead(pins, monkeypatch):
     gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
     monkeypatch.setattr(cuda_batches, "CudaMover", lambda device: noting([]))
-    assert isinstance(batch_prefetcher(cpu, False), HostBatches)
+    assert isinstance(batch_prefetcher(cpu, False), HostReader)
     assert isinstance(batch_prefetcher(gpu, True), CudaPrefetcher)
     several = batch_prefetcher(gpu, False)
     assert isinstance(several, PinningPrefetcher)
