@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 import sys
 import time
@@ -133,5 +134,11 @@ def _doing(row: Row, awaited: tuple[int, ...]) -> str:
         if awaited and now.worker not in awaited:
             text += f", for {', '.join(map(str, awaited[:3]))}"
         else:
-            text += f", {now.place}" if now.place else ""
+            text += f", {_short(now.place)}" if now.place else ""
     return text
+
+
+def _short(place: str) -> str:
+    """The name of a place's file, and its line."""
+    file, _, rest = place.partition(", line ")
+    return f"{os.path.basename(file)}:{rest.partition(',')[0]}"

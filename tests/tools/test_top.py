@@ -101,6 +101,7 @@ def test_a_stall_is_named_with_worker_cause_and_line(forker, tmp_path, kind):
     if has_line:
         assert line_of(kind) in found.place, text
         assert f"Worker {worker} (process {pid})" in text and line_of(kind) in text
+        assert f", {Path(SCRIPT).name}:" in text or kind == "delay"
     if kind != "delay":
         assert report.awaited == (worker,)
         assert f"for {worker}" in text

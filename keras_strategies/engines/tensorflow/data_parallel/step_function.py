@@ -151,7 +151,7 @@ class StepFunction:
         spec = batches.element_spec if isinstance(batches, tf.data.Iterator) else None
         is_predict = self._kind == "predict"
         if self._workers is None:
-            return self._run_steps(batches, spec)
+            return self._run_steps(recording.reading(batches), spec)
         if not is_predict:
             batches = self._workers.steps.timed(batches)
         if self._rollback is None:
@@ -173,7 +173,7 @@ class StepFunction:
             outputs = [self._one_step(batch, None) for batch in batches]
             return keras.tree.map_structure(lambda *parts: _concat(parts), *outputs)
         logs = None
-        for batch in recording.reading(itertools.islice(batches, self._steps)):
+        for batch in itertools.islice(batches, self._steps):
             logs = self._one_step(batch, spec)
         if logs is None:
             raise StopIteration
