@@ -115,7 +115,9 @@ class RingWriter:
         """What the thread has begun last has ended."""
         now = _now()
         if (thread := _thread()) != self._owner:
-            kind, begun = self._others[thread].pop()
+            kind, begun = (others := self._others[thread]).pop()
+            if not others:
+                del self._others[thread]
             self._put(begun, now - begun, kind | (thread & OTHERS) << 8)
             return
         kind, begun = self._stack.pop()
