@@ -13,6 +13,7 @@ second (`places.py`, some microseconds).
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -64,7 +65,7 @@ def counted(rows: int) -> dict[str, Any]:
     last = max(step for *_, step in records)
     since = last - STEPS // 2
     begun = sorted(s for s, _, kind, _, n in records if kind == ring.STEP and n > since)
-    gaps = [after - before for before, after in zip(begun, begun[1:], strict=False)]
+    gaps = [after - before for before, after in itertools.pairwise(begun)]
     kinds = [kind for *_, kind, _, step in records if since < step <= last]
     events = {
         name: kinds.count(kind) / (STEPS // 2)
