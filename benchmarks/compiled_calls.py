@@ -28,6 +28,7 @@ import two_workers
 from fit import keras_contestant, no_scope
 from measuring import Results, measure, medians, options_parser
 from models import WORKLOADS, Workload
+from page import write_page
 from tables import markdown_table
 
 #: By name: the processes, and the cores of each.
@@ -142,6 +143,7 @@ def main() -> None:
         workload = replace(MODELS[name], steps=options.steps)
         results.put(name, compare(workload, options.rounds))
     print(table(results.values))
+    write_page(options.output)
 
 
 if __name__ == "__main__":

@@ -98,6 +98,7 @@ def table(name: str) -> str:
     """The Markdown of one block."""
     import batch_comparison
     import communication
+    import compiled_calls
     import elasticity
     import faults
     import first_step
@@ -147,6 +148,7 @@ def table(name: str) -> str:
     modules = {
         "batch comparison": batch_comparison,
         "communication": communication,
+        "compiled calls": compiled_calls,
         "elasticity": elasticity,
         "fit": fit,
         "fsdp": fsdp,

@@ -262,13 +262,6 @@ MUTANTS = [
         {"torch": "tests/parameter_server/test_store.py -k counts_once"},
     ),
     Mutant(
-        "loss_scale_per_worker",
-        "parameter_server/server/loss_scale.py",
-        "    if scale != report.used:\n        return\n",
-        "",
-        {"torch": "tests/parameter_server/test_loss_scale.py -k halved_once"},
-    ),
-    Mutant(
         "worker_does_not_clip",
         "parameter_server/worker/gradient_transforms.py",
         "    if clips and not optimizer.gradient_accumulation_steps:",

@@ -10,6 +10,8 @@ from harness.strategies import STRATEGIES
 import keras_strategies as ks
 from keras_strategies.runtime.row_splits import check_batch
 
+pytestmark = pytest.mark.one_backend
+
 X = np.random.default_rng(0).normal(size=(22, 6)).astype("float32")
 Y = np.random.default_rng(1).integers(0, 3, 22)
 
@@ -80,7 +82,6 @@ def test_two_strategies_nested(model, assert_still_exact) -> None:
     assert_still_exact()
 
 
-@pytest.mark.one_backend
 def test_a_dataset_that_is_not_batched(model, assert_still_exact) -> None:
     tf = pytest.importorskip("tensorflow")
     dataset = tf.data.Dataset.from_tensor_slices((X, Y))
@@ -196,6 +197,7 @@ def compiled(function):
 
 @pytest.mark.one_backend("jax")
 @pytest.mark.nightly(unless=["predict"])
+@pytest.mark.one_backend("jax", "tensorflow")
 @pytest.mark.skipif(
     keras.backend.backend() == "torch", reason="Torch has no programs around `fit`."
 )
@@ -245,6 +247,7 @@ def test_flags_are_bools() -> None:
         ks.MirroredStrategy(["cpu:0"], sync_batch_norm="yes")
 
 
+@pytest.mark.one_backend("jax")
 @pytest.mark.skipif(keras.backend.backend() != "jax", reason="refused on JAX")
 def test_batch_norm_of_each_replica_is_refused_on_jax() -> None:
     with pytest.raises(RuntimeError, match="separate computations"):

@@ -14,6 +14,8 @@ from harness.processes import TIMEOUT, launch, write_script
 
 import keras_strategies as ks
 
+pytestmark = pytest.mark.one_backend
+
 
 def test_outside_every_scope_the_default_replica_is_current() -> None:
     assert not ks.has_strategy()
@@ -167,7 +169,6 @@ def test_a_set_strategy_outlasts_clear_session(mirrored) -> None:
     assert keras.distribution.distribution() is None
 
 
-@pytest.mark.one_backend
 @pytest.mark.slow(seconds=10)
 def test_no_hook_is_installed_before_a_scope_is_opened(tmp_path: Path) -> None:
     body = (

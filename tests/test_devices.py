@@ -8,6 +8,8 @@ import pytest
 import keras_strategies as ks
 from keras_strategies.devices import Device, check_devices, parse_device
 
+pytestmark = pytest.mark.one_backend
+
 AVAILABLE = [Device("gpu", 0), Device("gpu", 1), Device("cpu", 0)]
 
 

@@ -61,24 +61,7 @@ def test_it_trains_as_on_one_device(strategy: str, loss: str) -> None:
 
 
 @pytest.mark.one_backend("torch")
-@pytest.mark.parametrize("optimizer", ["sgd", "object"])
-def test_an_optimizer_of_a_table_is_used_or_refused(optimizer: str) -> None:
-    x, y = ranking_data(BATCH)
-    with ks.OneDeviceStrategy("cpu:0").scope():
-        wanted = keras.optimizers.SGD(0.5) if optimizer == "object" else optimizer
-        model = ranking_model("adam", table_optimizer=wanted)
-        with pytest.raises(ks.errors.InvalidArgumentError) as raised:
-            model.train_on_batch(x, y)
-        assert "Table 'movies' of layer 'distributed_embedding" in str(raised.value)
-        same = keras.optimizers.SGD(0.5) if optimizer == "object" else "sgd"
-        ranking_model(same, table_optimizer=wanted).train_on_batch(x, y)
-        other = ranking_model(keras.optimizers.SGD(0.25), table_optimizer=wanted)
-        with pytest.raises(ks.errors.InvalidArgumentError, match="MultiOptimizer"):
-            other.fit(x, y, verbose=0)
-
-
-@pytest.mark.one_backend("torch")
-def test_tables_have_the_optimizer_that_the_error_advises() -> None:
+def test_tables_may_have_an_optimizer_of_their_own() -> None:
     x, y = ranking_data(BATCH)
     found = []
     for rate in (0.0, 0.5):

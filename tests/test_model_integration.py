@@ -15,6 +15,8 @@ from keras import layers
 
 import keras_strategies as ks
 
+pytestmark = pytest.mark.one_backend
+
 # What a strategy has of its own here is where variables lie, how they are copied to
 # files, and which of them a program updates. Two replicas do for that: more of them
 # make a difference to numbers, which `test_exactness.py` is about.
@@ -157,7 +159,6 @@ def test_fit_may_stand_in_the_scope(strategy) -> None:
     np.testing.assert_allclose(model.evaluate(X, Y, verbose=0), inside, rtol=1e-6)
 
 
-@pytest.mark.one_backend
 def test_central_storage_keeps_one_copy_of_everything() -> None:
     model, strategy = ready("central")(), ready("central").strategy
     fit(model)
@@ -176,7 +177,6 @@ def test_describe_of_a_model_made_elsewhere(mirrored) -> None:
         mirrored.describe(build())
 
 
-@pytest.mark.one_backend
 def test_callbacks_do_what_they_do_on_one_device(tmp_path) -> None:
     def callbacks(folder):
         return [
@@ -208,7 +208,6 @@ def test_tensorboard_writes_its_events(tmp_path) -> None:
     assert list(tmp_path.rglob("events.*"))
 
 
-@pytest.mark.one_backend
 def test_a_callback_evaluates_predicts_saves_and_changes_the_rate(tmp_path) -> None:
     def train(model):
         seen = []
@@ -331,7 +330,6 @@ def frozen_alone() -> tuple[list[float], list[np.ndarray]]:
     return freeze_and_unfreeze(build())
 
 
-@pytest.mark.one_backend
 @on_strategies("mirrored_2")
 def test_freezing_and_unfreezing_between_fits(strategy) -> None:
     with strategy.scope():
@@ -343,7 +341,6 @@ def test_freezing_and_unfreezing_between_fits(strategy) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.one_backend
 def test_two_strategies_one_after_the_other() -> None:
     model = ready("mirrored_2")()
     assert_trained(model, fit(model), 1)
@@ -353,7 +350,6 @@ def test_two_strategies_one_after_the_other() -> None:
     assert_trained(model, fit(model), 1)
 
 
-@pytest.mark.one_backend
 def test_a_model_evaluated_under_another_number_of_replicas(tmp_path) -> None:
     two = ks.MirroredStrategy(["cpu:0", "cpu:1"])
     four = ks.MirroredStrategy([f"cpu:{i}" for i in range(4)])
@@ -369,7 +365,6 @@ def test_a_model_evaluated_under_another_number_of_replicas(tmp_path) -> None:
     )
 
 
-@pytest.mark.one_backend
 def test_a_clone_belongs_to_the_scope_that_it_is_made_in(mirrored) -> None:
     with mirrored.scope():
         model = build()
@@ -380,7 +375,6 @@ def test_a_clone_belongs_to_the_scope_that_it_is_made_in(mirrored) -> None:
     assert_trained(clone, fit(clone), 1)
 
 
-@pytest.mark.one_backend
 def test_random_layers_repeat_with_the_seed_and_differ_between_replicas(
     mirrored,
 ) -> None:
@@ -410,7 +404,6 @@ def test_random_layers_repeat_with_the_seed_and_differ_between_replicas(
     assert not np.array_equal(first[:2], first[2:])
 
 
-@pytest.mark.one_backend
 def test_paths_of_the_optimizers_variables_are_those_of_keras(mirrored) -> None:
     def paths(scope) -> list[str]:
         with scope:
@@ -427,7 +420,6 @@ def test_paths_of_the_optimizers_variables_are_those_of_keras(mirrored) -> None:
     assert paths(mirrored.scope()) == paths(contextlib.nullcontext())
 
 
-@pytest.mark.one_backend
 def test_variables_say_what_they_are_and_where(mirrored) -> None:
     with mirrored.scope():
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="d")])

@@ -13,6 +13,8 @@ import keras_strategies as ks
 from keras_strategies.runtime.row_splits import split_sizes
 from keras_strategies.values import PerReplica, map_structure, regroup, select_replica
 
+pytestmark = pytest.mark.one_backend
+
 Point = namedtuple("Point", "x y")
 
 

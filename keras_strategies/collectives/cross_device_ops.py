@@ -7,17 +7,12 @@ from typing import Any
 
 import keras
 
-from keras_strategies.collectives.op_arguments import (
-    device_names,
-    packs_of_values,
-    per_replica,
-)
+from keras_strategies.collectives.op_arguments import device_names, per_replica
 from keras_strategies.devices import Device, parse_device
 from keras_strategies.engines import get_engine
 from keras_strategies.errors import InvalidArgumentError, InvalidTypeError
 from keras_strategies.runtime.call_options import call_options
 from keras_strategies.runtime.engine import Engine
-from keras_strategies.runtime.tensor_packs import pack, unpack
 from keras_strategies.types import CommunicationOptions, ReduceOp
 from keras_strategies.values import DistributedValues, Mirrored, PerReplica
 
@@ -25,18 +20,17 @@ from keras_strategies.values import DistributedValues, Mirrored, PerReplica
 class CrossDeviceOps:
     """Reduces and broadcasts values between the devices of one process.
 
-    A strategy with a `CrossDeviceOps` reduces values of its replicas with it: the
+    A strategy with a subclass of it reduces values of its replicas with that: the
     gradients of `fit` and of `optimizer.apply` in `run`, `ReplicaContext.all_reduce`,
     `Strategy.reduce` and `extended.reduce_to`. The backend then reduces the result over
-    workers.
+    workers. With a class of this package the backend reduces them, as without one.
 
     A subclass overrides `reduce_implementation`, `batch_reduce_implementation`,
-    `broadcast_implementation`, or several of them; the others use the overridden ones,
-    or `ReductionToOneDevice`. A value is a `PerReplica` with a tensor per replica, all
-    of one shape and dtype. `reduce_op` is any `ReduceOp`. Within `tf.function`, as in
-    `fit` on TensorFlow, the Python of a subclass runs when the program is traced. On
-    JAX, where XLA inserts the reductions of a program, a strategy takes the classes of
-    this package only.
+    `broadcast_implementation`, or several of them; the others use the overridden ones.
+    A value is a `PerReplica` with a tensor per replica, all of one shape and dtype.
+    `reduce_op` is any `ReduceOp`. Within `tf.function`, as in `fit` on TensorFlow, the
+    Python of a subclass runs when the program is traced. On JAX, where XLA inserts the
+    reductions of a program, a strategy takes the classes of this package only.
 
     Example:
 
@@ -49,9 +43,6 @@ class CrossDeviceOps:
     >>> ops = Counting()
     >>> strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops=ops)
     """
-
-    # How many packs a `batch_reduce` makes; None for one of each value.
-    _num_packs: int | None = None
 
     @property
     def engine(self) -> Engine:
@@ -79,7 +70,6 @@ class CrossDeviceOps:
             destinations: a device name or object, a sequence of them, or a
                 `DistributedValues`, tensor or variable, for its devices.
             options: `CommunicationOptions`, or None for the defaults.
-                `bytes_per_pack` is the size of packs of `batch_reduce`.
 
         Returns:
             A tensor for one destination, `Mirrored` for several.
@@ -93,10 +83,6 @@ class CrossDeviceOps:
 
         >>> ks.ReductionToOneDevice().reduce("sum", per_replica, ["cpu:0", "cpu:1"])
         """
-        if _overrides(self, "batch_reduce") and not _overrides(self, "reduce"):
-            pairs = [(per_replica_value, destinations)]
-            (result,) = self.batch_reduce(reduce_op, pairs, **_given(options))
-            return result
         op = ReduceOp.parse(reduce_op)
         assert isinstance(op, ReduceOp)
         value = per_replica(per_replica_value)
@@ -111,7 +97,7 @@ class CrossDeviceOps:
         value_destination_pairs: Sequence[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
     ) -> list[Any]:
-        """Reduces many values together, packed where this kind of reduction packs.
+        """Reduces many values.
 
         Args:
             reduce_op: `ReduceOp` or its name.
@@ -125,11 +111,6 @@ class CrossDeviceOps:
         Raises:
             ValueError: as `reduce`.
         """
-        if _overrides(self, "reduce") and not _overrides(self, "batch_reduce"):
-            return [
-                self.reduce(reduce_op, value, destinations, **_given(options))
-                for value, destinations in value_destination_pairs
-            ]
         op = ReduceOp.parse(reduce_op)
         assert isinstance(op, ReduceOp)
         pairs = [
@@ -180,13 +161,12 @@ class CrossDeviceOps:
         Returns:
             A tensor for one destination, `Mirrored` with a tensor for each of several.
         """
-        pairs = [(per_replica_value, destinations)]
         name = "batch_reduce_implementation"
         if _overrides(self, name) and not _overrides(self, "reduce_implementation"):
+            pairs = [(per_replica_value, destinations)]
             (result,) = self.batch_reduce_implementation(reduce_op, pairs, options)
-        else:
-            (result,) = self._in_packs(reduce_op, pairs, options)
-        return result
+            return result
+        return self._reduced(reduce_op, per_replica_value, destinations)
 
     def batch_reduce_implementation(
         self,
@@ -210,7 +190,10 @@ class CrossDeviceOps:
                 self.reduce_implementation(reduce_op, value, destinations, options)
                 for value, destinations in value_destination_pairs
             ]
-        return self._in_packs(reduce_op, value_destination_pairs, options)
+        return [
+            self._reduced(reduce_op, value, destinations)
+            for value, destinations in value_destination_pairs
+        ]
 
     def broadcast_implementation(
         self, tensor: Any, destinations: tuple[str, ...]
@@ -229,50 +212,17 @@ class CrossDeviceOps:
 
     # Implemented by the classes of this package.
 
-    def _in_packs(
-        self,
-        op: ReduceOp,
-        pairs: Sequence[tuple[PerReplica, tuple[str, ...]]],
-        options: CommunicationOptions,
-    ) -> list[Any]:
-        values = [value.values for value, _ in pairs]
-        devices = [[parse_device(name) for name in names] for _, names in pairs]
-        results: list[dict[Device, Any]] = [{} for _ in values]
-        for indices in self._packs(values, options):
-            packed = [
-                pack(self.engine, [values[i][replica] for i in indices])
-                for replica in range(len(values[indices[0]]))
-            ]
-            wanted = list(dict.fromkeys(d for i in indices for d in devices[i]))
-            placed = self._reduced(op, packed, wanted)
-            for device, tensor in zip(wanted, placed, strict=True):
-                parts = unpack(self.engine, tensor, [values[i][0] for i in indices])
-                for i, part in zip(indices, parts, strict=True):
-                    if device in devices[i]:
-                        results[i][device] = part
-        return [
-            _result([found[device] for device in own])
-            for found, own in zip(results, devices, strict=True)
-        ]
-
     def _reduced(
-        self, op: ReduceOp, tensors: Sequence[Any], devices: Sequence[Device]
-    ) -> list[Any]:
-        dtype = keras.backend.standardize_dtype(tensors[0].dtype)
-        if op is ReduceOp.MEAN and not keras.backend.is_float_dtype(dtype):
-            totals = self._reduce(ReduceOp.SUM, tensors, devices)
-            return [total / len(tensors) for total in totals]
-        return self._reduce(op, tensors, devices)
-
-    def _packs(
-        self, values: Sequence[Sequence[Any]], options: CommunicationOptions
-    ) -> list[list[int]]:
-        """Packs of values: of a size, else a number of packs, else one for each."""
-        if options.bytes_per_pack:
-            return packs_of_values(values, bytes_per_pack=options.bytes_per_pack)
-        if self._num_packs is not None:
-            return packs_of_values(values, num_packs=self._num_packs)
-        return [[i] for i in range(len(values))]
+        self, op: ReduceOp, value: PerReplica, destinations: tuple[str, ...]
+    ) -> Any:
+        devices = [parse_device(name) for name in destinations]
+        dtype = keras.backend.standardize_dtype(value.values[0].dtype)
+        divides = op is ReduceOp.MEAN and not keras.backend.is_float_dtype(dtype)
+        own = ReduceOp.SUM if divides else op
+        reduced = self._reduce(own, value.values, devices)
+        if divides:
+            reduced = [total / len(value.values) for total in reduced]
+        return _result(reduced)
 
     def _reduce(
         self, op: ReduceOp, tensors: Sequence[Any], devices: Sequence[Device]
@@ -333,13 +283,20 @@ class ReductionToOneDevice(CrossDeviceOps):
         return self._copies(reduced, devices)
 
 
-class _PackedAllReduce(CrossDeviceOps):
-    """An all-reduce between the devices of the values, in packs.
+class NcclAllReduce(CrossDeviceOps):
+    """All-reduce by the backend's own engine, by NCCL between NVIDIA GPUs.
+
+    - JAX: an XLA collective, which is NCCL's between GPUs.
+    - Torch: `torch.cuda.nccl` for floating-point values on different GPUs. Values that
+      a gradient is wanted of, and all others, are copied to the first device, reduced
+      there and copied back.
+    - TensorFlow: values are copied to the first device, reduced there and copied back.
+
+    The results are the same up to the order of the sums.
 
     Args:
-        num_packs: int, how many packs the tensors of a `batch_reduce` make; 0 sends
-            each tensor on its own. `bytes_per_pack` of the options of a call comes
-            before it.
+        num_packs: int, as in `tf.distribute`; the backend's engine decides what it
+            sends together.
 
     Raises:
         ValueError: for a negative number.
@@ -357,19 +314,6 @@ class _PackedAllReduce(CrossDeviceOps):
             )
         self._num_packs = num_packs
 
-
-class NcclAllReduce(_PackedAllReduce):
-    """All-reduce by the backend's own engine, by NCCL between NVIDIA GPUs.
-
-    - JAX: an XLA collective, which is NCCL's between GPUs.
-    - Torch: `torch.cuda.nccl` for floating-point values on different GPUs. Values that
-      a gradient is wanted of, and all others, are copied to the first device, reduced
-      there and copied back.
-    - TensorFlow: values are copied to the first device, reduced there and copied back.
-
-    The results are the same up to the order of the sums.
-    """
-
     def _reduce(
         self, op: ReduceOp, tensors: Sequence[Any], devices: Sequence[Device]
     ) -> list[Any]:
@@ -380,23 +324,12 @@ class NcclAllReduce(_PackedAllReduce):
         return self._copies(reduced[0], devices)
 
 
-class HierarchicalCopyAllReduce(_PackedAllReduce):
-    """All-reduce in two steps: within halves of the devices, then between them.
+class HierarchicalCopyAllReduce(NcclAllReduce):
+    """All-reduce by the backend's own engine, which decides its order.
 
-    It suits machines with two groups of devices and fast links inside each group.
+    Args:
+        num_packs: int, as for `NcclAllReduce`.
     """
-
-    def _reduce(
-        self, op: ReduceOp, tensors: Sequence[Any], devices: Sequence[Device]
-    ) -> list[Any]:
-        inner = ReduceOp.SUM if op is ReduceOp.MEAN else op
-        middle = max(1, len(tensors) // 2)
-        halves = [half for half in (tensors[:middle], tensors[middle:]) if half]
-        partial = [self.engine.all_reduce(inner, half)[0] for half in halves]
-        reduced = self.engine.all_reduce(inner, partial)[0]
-        if op is ReduceOp.MEAN:
-            reduced = reduced / len(tensors)
-        return self._copies(reduced, devices)
 
 
 def _overrides(ops: CrossDeviceOps, method: str) -> bool:
@@ -412,7 +345,16 @@ def is_built_in(ops: CrossDeviceOps | None) -> bool:
 
 def check_cross_device_ops(value: Any) -> None:
     """Raises `TypeError` for objects other than a `CrossDeviceOps` of this package."""
-    if value is None or isinstance(value, CrossDeviceOps):
+    if value is None:
+        return
+    if isinstance(value, CrossDeviceOps):
+        for name in ("reduce", "batch_reduce", "broadcast"):
+            if _overrides(value, name):
+                raise InvalidTypeError(
+                    f"`{type(value).__name__}.{name}` overrides what a strategy does "
+                    f"not call. Override `{name}_implementation`, as in "
+                    "`tf.distribute`."
+                )
         return
     kind = value if isinstance(value, type) else type(value)
     use = "ks.NcclAllReduce(), ks.HierarchicalCopyAllReduce(), "
@@ -426,11 +368,6 @@ def check_cross_device_ops(value: Any) -> None:
         f"`cross_device_ops` must be a ks.CrossDeviceOps. Use {use}. "
         f"Received: {value!r} of type {type(value).__name__}"
     )
-
-
-def _given(options: CommunicationOptions | None) -> dict[str, Any]:
-    """Keyword arguments for an override that may not have the parameter."""
-    return {} if options is None else {"options": options}
 
 
 def _checked_result(

@@ -1,20 +1,16 @@
-"""Arguments of a `CrossDeviceOps`: values, destinations and packs."""
+"""Arguments of a `CrossDeviceOps`: values and destinations."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import keras
 
-from keras_strategies.communication.packing import pack_indices
 from keras_strategies.devices import Device, is_device, parse_device
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.engine import Engine
-from keras_strategies.runtime.placement import itemsize
 from keras_strategies.values import DistributedValues, PerReplica
 
 
@@ -68,28 +64,3 @@ def _devices_of_variable(variable: Any, engine: Engine) -> tuple[Device, ...]:
     if strategy is not None:
         return (strategy.placement.variables,)
     return (engine.device_of(raw_value(variable)),)
-
-
-def packs_of_values(
-    values: Sequence[Sequence[Any]], *, num_packs: int = 0, bytes_per_pack: int = 0
-) -> list[list[int]]:
-    """Packs of values, as indices."""
-    firsts = [value[0] for value in values]
-    dtypes = [keras.backend.standardize_dtype(first.dtype) for first in firsts]
-    # The number of replicas is part of what must agree within a pack.
-    kinds: list[Any] = [
-        (dtype, len(value), None if _is_static(value[0]) else i)
-        for i, (dtype, value) in enumerate(zip(dtypes, values, strict=True))
-    ]
-    sizes = [
-        math.prod(first.shape) * itemsize(dtype) if _is_static(first) else 0
-        for first, dtype in zip(firsts, dtypes, strict=True)
-    ]
-    return pack_indices(
-        kinds, sizes, num_packs=num_packs, bytes_per_pack=bytes_per_pack
-    )
-
-
-def _is_static(tensor: Any) -> bool:
-    # Shapes of TensorFlow's programs may be open.
-    return None not in tuple(tensor.shape)

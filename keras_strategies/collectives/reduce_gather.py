@@ -16,7 +16,7 @@ from keras_strategies.errors import GatherError, InvalidArgumentError
 from keras_strategies.runtime.call_options import call_options
 from keras_strategies.runtime.state.replica_state import HALF
 from keras_strategies.runtime.state.run_state import is_local
-from keras_strategies.types import CommunicationOptions, ReduceOp
+from keras_strategies.types import ReduceOp
 from keras_strategies.values import (
     DistributedValues,
     Mirrored,
@@ -284,17 +284,15 @@ def reduce_onto(
         for value, _ in pairs:
             if _is_shared(strategy, value):
                 raise shared_value_error("reduce_to", value)
-    checked = call_options(options, strategy.workers)
-    ops_ = strategy.cross_device_ops or ReductionToOneDevice()
-    packs = CommunicationOptions(bytes_per_pack=checked.bytes_per_pack)
-    given = {"options": packs} if packs.bytes_per_pack else {}
+    call_options(options, strategy.workers)
+    ops_ = strategy.reduction or ReductionToOneDevice()
     workers = strategy.other_workers
     if workers is None:
-        return ops_.batch_reduce(op, pairs, **given)
+        return ops_.batch_reduce(op, pairs)
     mean = op is ReduceOp.MEAN
     own = ReduceOp.SUM if mean else op
     onto = [(value, strategy.placement.variables) for value, _ in pairs]
-    totals = workers.all_reduce(own, ops_.batch_reduce(own, onto, **given))
+    totals = workers.all_reduce(own, ops_.batch_reduce(own, onto))
     workers.confirm()
     if mean:
         totals = [total / strategy.num_replicas_in_sync for total in totals]
@@ -306,7 +304,7 @@ def reduce_onto(
 
 def _reduce_local(strategy: StrategyCore, op: ReduceOp, tensors: list[Any]) -> Any:
     home = strategy.placement.variables
-    if strategy.cross_device_ops is not None:
-        return strategy.cross_device_ops.reduce(op, PerReplica(tensors), str(home))
+    if strategy.reduction is not None:
+        return strategy.reduction.reduce(op, PerReplica(tensors), str(home))
     moved = [strategy.engine.to_device(tensor, home) for tensor in tensors]
     return stack_reduce(strategy.engine, op, moved)

@@ -168,11 +168,18 @@ class Communicator(abc.ABC):
         """Checks that the collectives before have succeeded; may wait for them.
 
         Engines that make results available before a collective has ended raise the
-        error here. Called before gradients are returned and at the end of a step.
+        error here. Called before results are returned and at the end of a step.
 
         Raises:
             WorkerError: if a worker is lost; the results must not be used.
         """
+
+    def use_unconfirmed(self) -> None:
+        """Lets the host use results in a step whose end confirms them.
+
+        By default they are confirmed at once.
+        """
+        self.confirm()
 
     @abc.abstractmethod
     def close(self) -> None:

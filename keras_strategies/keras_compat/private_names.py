@@ -193,6 +193,7 @@ PRIVATE = (
             "_accumulated_gradients",
             "_apply_weight_decay",
             "_backend_apply_gradients",
+            "_backend_increment_gradient_accumulators",
             "_backend_update_step",
             "_clip_gradients",
             "_get_variable_index",
@@ -208,21 +209,9 @@ PRIVATE = (
     ),
     Private(
         "keras.src.backend.tensorflow.optimizer.TFOptimizer",
-        (
-            "_apply_weight_decay",
-            "_backend_increment_gradient_accumulators",
-            "_backend_reset_gradient_accumulators",
-            "_clip_gradients",
-            "_overwrite_model_variables_with_average_value",
-            "_update_model_variables_moving_average",
-        ),
+        ("_apply_weight_decay", "_clip_gradients"),
         "Updates of shards on their devices.",
         "tensorflow",
-    ),
-    Private(
-        "keras.src.optimizers.lamb.Lamb",
-        ("_get_variable_index", "_momentums", "_velocities"),
-        "Updates of shards by the norms of all of them.",
     ),
     Private(
         "keras.src.backend.torch.optimizers.torch_adam.Adam",

@@ -129,15 +129,18 @@ def _install() -> None:
                 wrapped[id(original)] = note(name, original)
             patching.wrap_original(module, name, wrapped[id(original)])
             _installed.append((module, name))
-        kind = _tensor_class()
-        for name in _OF_TENSORS.split():
-            if hasattr(kind, name):
-                setattr(kind, name, _noting(name, getattr(kind, name)))
-                _installed.append((kind, name))
+        for kind in _tensor_classes():
+            for name in _OF_TENSORS.split():
+                if hasattr(kind, name):
+                    setattr(kind, name, _noting(name, getattr(kind, name)))
+                    _installed.append((kind, name))
 
 
-def _tensor_class() -> Any:
-    return sys.modules[keras.backend.backend()].Tensor
+def _tensor_classes() -> list[Any]:
+    framework = sys.modules[keras.backend.backend()]
+    if keras.backend.backend() == "jax":
+        return [framework.core.Tracer, type(keras.ops.zeros(()))]
+    return [framework.Tensor]
 
 
 def _noting(name: str, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -115,7 +115,7 @@ def routed_backend() -> Iterator[None]:
     if _thread.is_routed:
         yield
         return
-    with unchanged_backend(), _replaced(_replacements()):
+    with unchanged_backend(), _replaced():
         _thread.is_routed = True
         try:
             yield
@@ -146,18 +146,34 @@ def compute_spec(function: Function, *args: Any, **kwargs: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _replaced(rows: list[tuple[Any, str, Any]]) -> Iterator[None]:
-    originals = [vars(owner).get(name) for owner, name, _ in rows]
-    for owner, name, value in rows:
+def _replaced() -> Iterator[None]:
+    rows = _rows()
+    for owner, name, value, _ in rows:
         setattr(owner, name, value)
     try:
         yield
     finally:
-        for (owner, name, _), value in zip(rows, originals, strict=True):
-            if value is None:
+        for owner, name, _, original in rows:
+            if original is None:
                 delattr(owner, name)
             else:
-                setattr(owner, name, value)
+                setattr(owner, name, original)
+
+
+#: How many modules there were, and the rows then.
+_found: tuple[int, list[tuple[Any, str, Any, Any]]] = (0, [])
+
+
+def _rows() -> list[tuple[Any, str, Any, Any]]:
+    """As `_replacements`, with the originals; as before, if nothing has changed."""
+    global _found
+    modules, rows = _found
+    if modules != len(sys.modules) or any(
+        vars(owner).get(name) is not original for owner, name, _, original in rows
+    ):
+        rows = [(*row, vars(row[0]).get(row[1])) for row in _replacements()]
+        _found = len(sys.modules), rows
+    return rows
 
 
 def _replacements() -> list[tuple[Any, str, Any]]:

@@ -20,7 +20,6 @@ from keras_strategies.parameter_server.coordinator.remote_values import (
 from keras_strategies.parameter_server.parameter_server_strategy import (
     ParameterServerStrategy,
 )
-from keras_strategies.parameter_server.resizing.cluster_resize import ClusterResize
 from keras_strategies.parameter_server.worker.current_worker import CurrentWorker
 from keras_strategies.runtime.compiled_functions import original_function
 
@@ -203,34 +202,6 @@ class ClusterCoordinator:
                 "`ks.Server(...).join()` and a new task index."
             )
         return self._cluster.scheduler.add_worker()
-
-    def resize(self, ps: int) -> None:
-        """Changes the number of parameter servers, in a cluster of the strategy.
-
-        Waits for all scheduled functions, then moves shards of variables, with their
-        optimizer slots, to other servers. No update is lost, also if a worker or, with
-        snapshots, a server dies meanwhile. Shards are not split: create variables with
-        a `variable_partitioner` that makes at least as many shards as there will be
-        servers. Call it between epochs, for example in `on_epoch_end` of a callback.
-
-        Args:
-            ps: int, the new number of parameter servers, at least 1.
-
-        Raises:
-            Exception: as `join`.
-            ValueError: for an invalid number, or if the strategy does not start the
-                processes.
-            RuntimeError: as `ks.errors.ClusterTimeoutError`, if new servers are not
-                ready within `start_seconds`; the cluster is as before.
-
-        Example:
-
-        >>> coordinator.resize(ps=4)
-        >>> coordinator.status().held_bytes
-        """
-        ClusterResize(
-            self._cluster, self._strategy.registry, self._strategy.functions
-        ).run(ps)
 
 
 def get_current_worker_index() -> int | None:

@@ -58,13 +58,10 @@ class ParameterServerStrategy(Strategy):
     are looked up by rows (`Embedding`, `ops.take`), only the looked-up rows are sent.
     Every step is applied exactly once, also when workers die.
 
-    With a `LossScaleOptimizer`, which the dtype policy `mixed_float16` brings, a step
-    with a non-finite gradient updates nothing and halves its loss scale, unless another
-    worker's step has changed that scale before.
-
-    All of Keras's optimizers can be used. Optimizers that compute with all rows of a
-    variable at once, such as `Lamb`, `Muon` and `Adafactor`, need unsharded variables
-    and update all rows of a table in each step.
+    Optimizers that compute with all rows of a variable at once, such as `Lamb` and
+    `Muon`, need unsharded variables and update all rows of a table in each step.
+    `Adafactor`, `MultiOptimizer` and `LossScaleOptimizer`, which the dtype policy
+    `mixed_float16` brings, are refused.
 
     A worker computes on the first accelerator that its process sees, and without any on
     the CPU. Servers and the coordinator stay on the CPU: on JAX and TensorFlow

@@ -138,6 +138,6 @@ def _check(event: Ended, directory: Path) -> None:
         when = "before" if outcome is None else "after"
         raise WorkerError(
             f"{event} {when} the function had returned, and all workers were ended."
-            f"{event.events} Its last output may show why; SIGKILL often means that the "
-            "machine ran out of memory."
+            f"{event.events} Its last output may show why; SIGKILL often means that "
+            "the machine ran out of memory."
         )

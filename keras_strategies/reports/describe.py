@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.keras_compat.models.layers import sublayers
 from keras_strategies.layouts import Axes, VariableMesh
-from keras_strategies.reports.mesh_picture import draw
 from keras_strategies.runtime.data_parallel.call_notes import (
     notes_of,
     parallel_share,
@@ -42,7 +41,6 @@ class Description:
         step_copies: tuple of str, devices that also get copies for the time of a
             step.
         mesh: the mesh that variables are sharded over; None where they are not.
-        layouts: path, shape and layout of each variable of the model, for `plot`.
         joins: tuple of str, lines that needed all rows of outputs of the model on one
             device, and the outputs' shapes, so far.
         all_rows: tuple of str, the layers that were called with all rows on one device,
@@ -56,24 +54,9 @@ class Description:
     totals: dict[str, int]
     step_copies: tuple[str, ...] = ()
     mesh: VariableMesh | None = None
-    layouts: tuple[tuple[str, tuple[int, ...], Axes], ...] = ()
     joins: tuple[str, ...] = ()
     all_rows: tuple[str, ...] = ()
     parallel: float | None = None
-
-    def plot(self, largest: int = 6) -> Any:
-        """A picture of the mesh and of how the largest variables are sharded.
-
-        Args:
-            largest: int, how many variables to draw.
-
-        Returns:
-            A `matplotlib.figure.Figure`.
-
-        Raises:
-            ValueError: if the strategy has no mesh.
-        """
-        return draw(self.mesh, self.layouts, largest)
 
     def _table(self) -> Table:
         header: tuple[str, ...] = _HEADER if self.mesh is None else MESH_HEADER
@@ -147,11 +130,6 @@ def describe(strategy: StrategyCore, model: Any) -> Description:
         called = (how.get(id(variable), ""),) if notes else ()
         size = " / ".join(sorted(sizes))
         rows.append((variable.path, shape, variable.dtype, where, size, *called))
-    layouts: tuple[tuple[str, tuple[int, ...], Axes], ...] = ()
-    if mesh is not None:
-        layouts = tuple(
-            (v.path, tuple(v.shape), axes_of(mesh, v)) for v in model.variables
-        )
     homes = set(totals)
     visited = [str(d) for d in strategy.placement.replicas if str(d) not in homes]
     title = title_of(strategy, model)
@@ -161,7 +139,6 @@ def describe(strategy: StrategyCore, model: Any) -> Description:
         totals,
         tuple(visited),
         mesh,
-        layouts,
         tuple(f"{line} (shape {shape})" for line, shape in joins_of(inside).items()),
         tuple(reason(*each) for each in notes.items() if each[1].why),
         parallel_share(notes.values()),

@@ -17,14 +17,13 @@ from keras_strategies.keras_compat.variables.deferred import (
     build_optimizer_without_values,
     discarding_deferred_variables,
 )
-from keras_strategies.layouts import Axes, VariableMesh
+from keras_strategies.layouts import Axes
 from keras_strategies.reports.describe import (
     MESH_HEADER,
     NUMBERS,
     layout_text,
     title_of,
 )
-from keras_strategies.reports.mesh_picture import draw
 from keras_strategies.runtime.placement import (
     StepCost,
     axes_of,
@@ -70,13 +69,11 @@ class Plan:
         title: str, the strategy and the model.
         variables: tuple of `PlannedVariable`.
         cost: what a step costs.
-        mesh: the mesh that variables are sharded over; None where they are not.
     """
 
     title: str
     variables: tuple[PlannedVariable, ...]
     cost: StepCost
-    mesh: VariableMesh | None = None
 
     def bytes_per_device(self, kind: str) -> dict[str, int]:
         """Bytes of the variables of a kind on each device.
@@ -156,21 +153,6 @@ class Plan:
     def _repr_html_(self) -> str:
         return self._table()._repr_html_()
 
-    def plot(self, largest: int = 6) -> Any:
-        """A picture of the mesh and of how the largest variables are sharded.
-
-        Args:
-            largest: int, how many variables to draw.
-
-        Returns:
-            A `matplotlib.figure.Figure`.
-
-        Raises:
-            ValueError: if the strategy has no mesh.
-        """
-        weights = [v for v in self.variables if v.kind == "weight"]
-        return draw(self.mesh, [(v.path, v.shape, v.axes) for v in weights], largest)
-
 
 def _largest(totals: dict[str, int]) -> str:
     return max(totals, key=lambda device: totals[device])
@@ -200,7 +182,7 @@ def plan(
         variables = _variables(strategy, model)
         count = model.count_params()
     title = f"{title_of(strategy, model)}, {counted(count, 'parameter')}"
-    return Plan(title, variables, cost, strategy.placement.mesh)
+    return Plan(title, variables, cost)
 
 
 def _build(strategy: StrategyCore, model: Any, batch: Any) -> None:

@@ -7,11 +7,13 @@ them: then a call with symbolic tensors is another than a call with tensors.
 from __future__ import annotations
 
 import contextlib
+import dis
+import itertools
 import os
 import random
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +22,15 @@ import numpy as np
 
 from keras_strategies.keras_compat.recorded_calls import are_recorded
 from keras_strategies.keras_compat.symbolic_backend import current_tracer
+from keras_strategies.rows.python_state import GENERATORS
 from keras_strategies.rows.row_tensors import NotTraced, is_library
 
-_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 #: Names by which code could tell a tensor of a trace, or find a framework.
-_OF_TRACES = frozenset(
-    [
-        "KerasTensor",
-        "RowTensor",
-        "__import__",
-        "__module__",
-        "__mro__",
-        "_getframe",
-        "currentframe",
-        "getprofile",
-        "gettrace",
-        "import_module",
-        "is_keras_tensor",
-        "record_history",
-    ]
-)
+_ABOUT_TRACES = """
+    KerasTensor RowTensor __import__ __module__ __mro__ _getframe currentframe
+    getprofile gettrace import_module is_keras_tensor record_history
+"""
+_OF_TRACES = frozenset(_ABOUT_TRACES.split())
 #: Attributes that only tensors of a trace have, if code asks for them by a string.
 _ATTRIBUTES = frozenset(["ragged", "sparse"])
 #: Names that ask for the class of a tensor, or for a module, if used together.
@@ -54,6 +45,8 @@ Lines = set[tuple[types.CodeType, int]]
 #: Packages there run other lines where they have computed something before.
 _INSTALLED = "-packages"
 _PYTHON = str(Path(random.__file__).parent)
+#: Files of libraries that have been called.
+_known: set[str] = set()
 
 
 @contextlib.contextmanager
@@ -61,25 +54,22 @@ def checked_code() -> Iterator[Lines]:
     """A context in which a function of the user's that cannot be traced does not begin.
 
     Yields:
-        The lines of the user's that run.
+        The lines of the user's that run; none under a debugger.
 
     Raises:
         NotTraced: in place of the function.
     """
-    check = _Check()
     # A debugger or a profiler of the user's stays.
-    if sys.gettrace() is None:
-        sys.settrace(check)
-        reset: Any = sys.settrace
-    elif sys.getprofile() is None:
-        sys.setprofile(check)
-        reset = sys.setprofile
-    else:
+    setter: Any = sys.settrace if sys.gettrace() is None else sys.setprofile
+    if sys.gettrace() is not None and sys.getprofile() is not None:
         raise NotTraced("runs under a debugger and a profiler")
+    # What declared layers compute is not traced.
+    noted = _Lines(lambda: current_tracer() is not None, _check)
+    setter(noted)
     try:
-        yield check.lines
+        yield noted.lines
     finally:
-        reset(None)
+        setter(None)
 
 
 @contextlib.contextmanager
@@ -88,95 +78,99 @@ def noted_lines() -> Iterator[Lines]:
 
     None are noted under a debugger.
     """
-    lines: Lines = set()
+    noted = _Lines(are_recorded, lambda frame: None)
     if sys.gettrace() is not None:
-        yield lines
+        yield noted.lines
         return
-    sys.settrace(_LinesOfReplica(lines))
+    sys.settrace(noted)
     try:
-        yield lines
+        yield noted.lines
     finally:
         sys.settrace(None)
 
 
 class _Lines:
-    """Notes the lines of functions of the user's, as a trace function of Python."""
+    """Notes the lines of functions of the user's, as a trace function of Python.
 
-    def __init__(self, lines: Lines):
-        self.lines = lines
+    Args:
+        follows: returns whether calls are noted now.
+        begins: is called where a function begins for the first time.
+    """
+
+    def __init__(
+        self,
+        follows: Callable[[], bool],
+        begins: Callable[[types.FrameType], None],
+    ):
+        self.lines: Lines = set()
+        self._follows, self._begins = follows, begins
         # The code objects stay, as their `id`s are those of others otherwise.
         self._seen: dict[int, tuple[Any, bool]] = {}
 
     def __call__(self, frame: types.FrameType, event: str, argument: Any) -> Any:
-        if event != "call" or not self.follows():
-            return None
         code = frame.f_code
+        if event != "call" or code.co_filename in _known or not self._follows():
+            return None
         if id(code) not in self._seen:
             file = _file(frame)
             is_known = _is_known(file)
             self._seen[id(code)] = code, not (is_known or _INSTALLED in file)
             if not is_known:
-                self.begins(frame)
+                self._begins(frame)
+            elif file == code.co_filename:
+                _known.add(file)
         return self._note if self._seen[id(code)][1] else None
 
     def _note(self, frame: types.FrameType, event: str, argument: Any) -> Any:
         self.lines.add((frame.f_code, frame.f_lineno))
         return self._note
 
-    def follows(self) -> bool:
-        """Whether calls are noted now."""
-        return True
 
-    def begins(self, frame: types.FrameType) -> None:
-        """Is called where a function of the user's begins for the first time."""
-
-
-class _LinesOfReplica(_Lines):
-    def follows(self) -> bool:
-        return are_recorded()
-
-
-class _Check(_Lines):
-    """Is called for each call of a function."""
-
-    def __init__(self) -> None:
-        super().__init__(set())
-        self._framework = keras.backend.backend()
-
-    def follows(self) -> bool:
-        # What declared layers compute is not traced.
-        return current_tracer() is not None
-
-    def begins(self, frame: types.FrameType) -> None:
-        self._check(frame)
-
-    def _check(self, frame: types.FrameType) -> None:
-        code = frame.f_code
-        named = [(name, frame.f_globals.get(name)) for name in code.co_names]
-        # The locals are made a dict by the first use.
-        around = frame.f_locals if code.co_freevars else {}
-        named += [(name, around.get(name)) for name in code.co_freevars]
-        texts = {each for each in code.co_consts if isinstance(each, str)}
-        if _tells_traces(code, texts):
+def _check(frame: types.FrameType) -> None:
+    """Raises an error for a function that cannot be traced."""
+    code = frame.f_code
+    # The locals are made a dict by the first use.
+    around = frame.f_locals if code.co_freevars else {}
+    names = [*code.co_names, *code.co_freevars]
+    named = [(name, around.get(name, frame.f_globals.get(name))) for name in names]
+    texts = {each for each in code.co_consts if isinstance(each, str)}
+    if _tells_traces(code, texts):
+        raise NotTraced(
+            f"asks in {code.co_name!r} of which class a tensor is, or who calls it"
+        )
+    for name, value in named:
+        if isinstance(getattr(value, "__self__", value), GENERATORS) or (
+            name == "random" and _draws(code, dict(named))
+        ):
+            raise NotTraced(f"may draw random numbers of {name!r}")
+        if _is_of_framework(name, value):
+            at = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
             raise NotTraced(
-                f"asks in {code.co_name!r} of which class a tensor is, or who calls it"
+                f"uses {name!r} in {code.co_name!r} ({at}), which is not Keras; "
+                "use `keras.ops`, or declare the layer with `ks.row_wise`"
             )
-        for name, value in named:
-            if isinstance(value, _GENERATORS):
-                raise NotTraced(f"may draw random numbers of {name!r}")
-            elif self._is_of_framework(name, value):
-                at = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
-                raise NotTraced(
-                    f"uses {name!r} in {code.co_name!r} ({at}), which is not Keras; "
-                    "use `keras.ops`, or declare the layer with `ks.row_wise`"
-                )
 
-    def _is_of_framework(self, name: str, value: Any) -> bool:
-        is_module = isinstance(value, types.ModuleType)
-        module = value.__name__ if is_module else getattr(value, "__module__", None)
-        package = module.partition(".")[0] if isinstance(module, str) else ""
-        names = (package.removesuffix("lib"), name.partition(".")[0])
-        return self._framework in names or name in _OF_TRACES
+
+def _draws(code: types.CodeType, named: dict[str, Any]) -> bool:
+    """Whether code uses the modules `random` or `numpy.random`."""
+    for one, other in itertools.pairwise(dis.get_instructions(code)):
+        if one.opname == "IMPORT_NAME":
+            value = sys.modules.get(one.argval)
+        else:
+            is_name = one.opname in ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME")
+            value = named.get(one.argval) if is_name else None
+        is_random = value is np and other.argval == "random"
+        if is_random or value is random or value is np.random:
+            return True
+    return False
+
+
+def _is_of_framework(name: str, value: Any) -> bool:
+    is_module = isinstance(value, types.ModuleType)
+    module = value.__name__ if is_module else getattr(value, "__module__", None)
+    package = module.partition(".")[0] if isinstance(module, str) else ""
+    names = (package.removesuffix("lib"), name.partition(".")[0])
+    return keras.backend.backend() in names or name in _OF_TRACES
 
 
 def _tells_traces(code: types.CodeType, texts: set[str]) -> bool:

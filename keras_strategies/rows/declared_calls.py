@@ -20,11 +20,12 @@ from keras_strategies.keras_compat.variables.generator_seeds import (
 )
 from keras_strategies.rows.layer_calls import LayerCall, argument_leaves
 from keras_strategies.rows.python_state import PythonState
-from keras_strategies.rows.row_tensors import NotTraced, RowTensor, error_text
+from keras_strategies.rows.row_tensors import NotTraced, RowTensor, error_text, symbolic
 
 #: The rows of a comparison, and of its parts.
 _ROWS = 6
-_PARTS = (slice(0, 2), slice(2, 6))
+_ALL = (slice(0, _ROWS),)
+_PARTS = (slice(0, 2), slice(2, _ROWS))
 #: Of axes whose length is unknown.
 _LENGTH = 8
 _TOLERANCE, _OF_HALVES = 1e-3, 2e-2
@@ -44,15 +45,8 @@ class CallResults(NamedTuple):
     updates: dict[int, Any]
 
 
-class _Traced(NamedTuple):
-    """A declared layer in another one: its problem, or symbolic results."""
-
-    problem: str | None
-    results: CallResults
-
-
-#: By the layer, and by the kinds of arguments.
-_traced: weakref.WeakKeyDictionary[Any, dict[Any, _Traced]] = (
+#: By the layer, and by the kinds of arguments: its problem, or symbolic results.
+_traced: weakref.WeakKeyDictionary[Any, dict[Any, tuple[str | None, CallResults]]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -95,7 +89,7 @@ def results_of_declared(
         with_rows = [are_rows(leaf, rows) for leaf in leaves]
         # Regularizers of outputs are called by the trace.
         call = LayerCall(layer, layer.call, arguments, leaves, rows)
-        known[key] = _Traced(*_compared(call, with_rows))
+        known[key] = _compared(call, with_rows)
     problem, results = known[key]
     if problem is not None:
         raise NotTraced(
@@ -116,7 +110,8 @@ def _compared(
     nothing = CallResults([], [], {})
     try:
         with tracing_paused(), _unchanged_buffers(call.layer):
-            return None, _symbolic(_compare(call, with_rows))
+            results = _compare(call, with_rows)
+            return None, CallResults(*tree.map_structure(symbolic, tuple(results)))
     except _Differs as error:
         return f"it is declared with `ks.row_wise`, but {error}", nothing
     except Exception as error:  # Of the user's code, or of a framework.
@@ -150,7 +145,7 @@ def _compare(call: LayerCall, with_rows: Sequence[bool]) -> CallResults:
     every = _arrays(results)
     if not any(with_rows):
         return results
-    difference = _difference([every], _arrays(_called(call, leaves)), [1.0])
+    difference = _difference(every, [_arrays(_called(call, leaves))], _ALL)
     if difference:
         raise _Differs(
             f"two calls with the same arguments differ: {difference}. What it draws "
@@ -168,8 +163,7 @@ def _compare(call: LayerCall, with_rows: Sequence[bool]) -> CallResults:
     for rows in _PARTS:
         own = [_part(*each, rows) for each in zip(leaves, with_rows, strict=True)]
         parts.append(_arrays(_called(call, own, options)))
-    shares = [(rows.stop - rows.start) / _ROWS for rows in _PARTS]
-    difference = _difference(parts, every, shares)
+    difference = _difference(every, parts, _PARTS)
     if difference:
         raise _Differs(f"its rows depend on one another: {difference}")
     return results
@@ -235,28 +229,13 @@ def _called(
         return CallResults(outputs, list(scope.losses), updates)
 
 
-def _symbolic(results: CallResults) -> CallResults:
-    def spec(x: Any) -> Any:
-        if not ops.is_tensor(x):
-            return x
-        dtype = keras.backend.standardize_dtype(x.dtype)
-        return keras.KerasTensor(tuple(x.shape), dtype)
-
+def _arrays(results: CallResults) -> tuple[list[Any], dict[str, Any]]:
+    """The outputs, and the losses and updates by what they are called."""
     outputs, losses, updates = results
-    return CallResults(
-        tree.map_structure(spec, outputs),
-        [spec(x) for x in losses],
-        {key: spec(value) for key, value in updates.items()},
-    )
-
-
-def _arrays(results: CallResults) -> CallResults:
-    outputs, losses, updates = results
-    return CallResults(
-        [_numbers(x) for x in tree.flatten(outputs) if x is not None],
-        [_numbers(x) for x in losses],
-        {key: _numbers(value) for key, value in updates.items()},
-    )
+    means = {f"loss {i}": _numbers(x) for i, x in enumerate(losses)}
+    for i, value in enumerate(updates.values()):
+        means[f"the value of variable {i}"] = _numbers(value)
+    return [_numbers(x) for x in tree.flatten(outputs) if x is not None], means
 
 
 def _numbers(value: Any) -> Any:
@@ -269,18 +248,15 @@ def _numbers(value: Any) -> Any:
     return found.astype("float16") if dtype in ("float16", "bfloat16") else found
 
 
-def _difference(
-    parts: Sequence[CallResults], every: CallResults, shares: Sequence[float]
-) -> str:
+def _difference(every: Any, parts: Sequence[Any], slices: Sequence[slice]) -> str:
     """How results of all rows differ from those of parts; empty if they agree."""
-    for kind in ("outputs", "losses", "updates"):
-        if any(len(getattr(x, kind)) != len(getattr(every, kind)) for x in parts):
-            return f"it has other {kind} for other numbers of rows"
-    for i, expected in enumerate(every.outputs):
-        own = [part.outputs[i] for part in parts]
-        sizes = [round(share * _ROWS) for share in shares]
-        found = [array.shape[:1] for array in [expected, *own]]
-        if found != [(n,) for n in (_ROWS, *sizes)]:
+    outputs, means = every
+    if any(len(o) != len(outputs) or m.keys() != means.keys() for o, m in parts):
+        return "it has other results for other numbers of rows"
+    for i, expected in enumerate(outputs):
+        own = [of_part[i] for of_part, _ in parts]
+        sizes = [(rows.stop - rows.start,) for rows in slices]
+        if [array.shape[:1] for array in [expected, *own]] != [(_ROWS,), *sizes]:
             return (
                 f"output {i} has {expected.shape[0] if expected.ndim else 'no'} rows "
                 f"for {_ROWS} rows of the arguments"
@@ -288,22 +264,15 @@ def _difference(
         gap = _gap(expected, np.concatenate(own))
         if gap:
             return f"output {i} {gap}"
-    for i, expected in enumerate(every.losses):
-        gap = _gap_of_mean(expected, [part.losses[i] for part in parts], shares)
+    for name, expected in means.items():
+        every = [of_part[name] for _, of_part in parts]
+        if np.issubdtype(expected.dtype, np.floating):
+            shares = [(rows.stop - rows.start) / _ROWS for rows in slices]
+            every = [sum(np.float64(x) * s for x, s in zip(every, shares, strict=True))]
+        gap = next(filter(None, (_gap(expected, found) for found in every)), "")
         if gap:
-            return f"loss {i} is no mean over rows, and {gap}"
-    for key, expected in every.updates.items():
-        gap = _gap_of_mean(expected, [part.updates[key] for part in parts], shares)
-        if gap:
-            return f"the value of a variable is no mean over rows, and {gap}"
+            return f"{name} is no mean over rows, and {gap}"
     return ""
-
-
-def _gap_of_mean(expected: Any, parts: Sequence[Any], shares: Sequence[float]) -> str:
-    if np.issubdtype(expected.dtype, np.floating):
-        mean = sum(x.astype("float64") * s for x, s in zip(parts, shares, strict=True))
-        return _gap(expected, mean)
-    return next(filter(None, (_gap(expected, part) for part in parts)), "")
 
 
 def _gap(expected: Any, found: Any) -> str:

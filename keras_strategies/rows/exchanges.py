@@ -67,6 +67,8 @@ class Exchanges:
             tensors: its results.
             known: the placements of all tensors, by their indices.
         """
+        if not self._may:
+            return
         given = tensors_in((node.args, node.kwargs))
         placed = [known[x.index] for x in given]
         if any(known[x.index].is_mixed for x in tensors):

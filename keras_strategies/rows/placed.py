@@ -45,7 +45,7 @@ class Placed:
     """
 
     kind: RowKind
-    axis: int | None = 0
+    axis: Any = 0
     blocks: int = 1
     multiple: int = 1
     power: int = 0
@@ -176,7 +176,6 @@ def place_constant(values: Sequence[Any], counts: Counts) -> Placed:
         power = power_of_rows(arrays, counts)
         return replace(SAME if np.any(arrays[0]) else ZERO, power=power)
     placed = rows_of_shapes([array.shape for array in arrays], counts)
-    assert placed.axis is not None
     parts = [np.unique(array, axis=placed.axis) for array in arrays]
     if any(part.shape[placed.axis] != 1 for part in parts):
         raise MixesRows("uses a constant with another value for each row")

@@ -64,17 +64,11 @@ class Propagation:
     Args:
         counts: the numbers of rows of the traces.
         is_any: bool, whether they stand for any number.
-        exchanges: the sums over rows that replicas exchange; None if they exchange
-            none.
+        exchanges: the sums over rows that replicas exchange.
     """
 
-    def __init__(
-        self,
-        counts: Counts,
-        is_any: bool = False,
-        exchanges: Exchanges | None = None,
-    ):
-        self._exchanges = exchanges
+    def __init__(self, counts: Counts, is_any: bool, exchanges: Exchanges):
+        self.exchanges = exchanges
         self.counts = counts
         self.is_any = is_any
         #: By the index of a tensor, which is the same in all traces.
@@ -90,14 +84,17 @@ class Propagation:
 
     def placed(self, values: Sequence[Any]) -> list[Placed]:
         """The placements of the leaves of a structure, given as it is in each trace."""
+        columns = self.columns(values)
+        return [self.of_leaf(leaves) for leaves in columns if leaves[0] is not None]
+
+    def columns(
+        self, values: Sequence[Any], what: str = "has other arguments"
+    ) -> list[tuple[Any, ...]]:
+        """The leaves of a structure, each as it is in all traces."""
         every = [leaves_of(value) for value in values]
-        if len({len(leaves) for leaves in every}) != 1:
-            raise MixesRows("has other arguments for other numbers of rows")
-        return [
-            self.of_leaf(leaves)
-            for leaves in zip(*every, strict=True)
-            if leaves[0] is not None
-        ]
+        if len(set(map(len, every))) != 1:
+            raise MixesRows(f"{what} for other numbers of rows")
+        return list(zip(*every, strict=True))
 
     def of_leaf(self, leaves: Sequence[Any]) -> Placed:
         """The placement of a tensor or constant, given as it is in each trace."""
@@ -115,18 +112,8 @@ class Propagation:
         """How a result of replicas is joined, given as it is in each trace."""
         found = self.of_leaf(leaves).joined()
         if not found.is_joined:
-            self.want(leaves)
+            self.exchanges.want(leaves[0])
         return found
-
-    def want(self, leaves: Sequence[Any]) -> None:
-        """Notes that a sum, given as it is in each trace, should be exchanged."""
-        if self._exchanges is not None:
-            self._exchanges.want(leaves[0])
-
-    @property
-    def are_exchanged(self) -> bool:
-        """Whether replicas exchange a sum of the call."""
-        return self._exchanges is not None and self._exchanges.are_chosen
 
     def are_row_numbers(self, values: Sequence[Any]) -> bool:
         """Whether an index is 0, 1, ..., n - 1 along one axis."""
@@ -164,8 +151,7 @@ class Propagation:
         except MixesRows as error:
             found = mixed(str(error))
         if first.name == "in_place" and found.is_mixed:
-            before = self.known[first.args[0].index]
-            self.problem = self.problem if found is before else found.reason
+            self.problem = found.reason
         every = found if isinstance(found, list) else [found] * len(tensors)
         if len(every) != len(tensors):
             every = [mixed("has another number of results")] * len(tensors)
@@ -179,8 +165,7 @@ class Propagation:
                 at = f" ({first.place})" if first.place else ""
                 placed = mixed(f"{first.name!r}{at} {placed.reason}")
             self.known[tensor.index] = placed
-        if self._exchanges is not None:
-            self._exchanges.follow(first, tensors, self.known)
+        self.exchanges.follow(first, tensors, self.known)
 
     def _rounds(self, node: Node, result: RowTensor, placed: Placed) -> bool:
         """Whether a sum over rows, or a product with their number, becomes integers."""
@@ -223,11 +208,8 @@ class Propagation:
         """The placements of a known layer's outputs, and of what it assigns."""
         first = nodes[0]
         assert first.number is not None
-        leaves = [leaves_of((node.args, node.kwargs)) for node in nodes]
-        if len(set(map(len, leaves))) > 1:
-            raise MixesRows("has other arguments for other numbers of rows")
         placed = []
-        for each in zip(*leaves, strict=True):
+        for each in self.columns([(node.args, node.kwargs) for node in nodes]):
             if isinstance(each[0], RowTensor):
                 placed.append(self.of_leaf(each))
             elif not all(are_equal(each[0], other) for other in each[1:]):

@@ -57,19 +57,13 @@ MEAN = RowPlacement(RowKind.MEAN)
 
 
 #: Operations that may be sums over rows, and the functions and operators of them.
-SUMS = {
-    "CountNonzero": ("count_nonzero",),
-    "Dot": ("dot",),
-    "Einsum": ("einsum",),
-    "Inner": ("inner",),
-    "Matmul": ("matmul", "__matmul__", "__rmatmul__"),
-    "Mean": ("mean",),
-    "Nansum": ("nansum",),
-    "Sum": ("sum",),
-    "Tensordot": ("tensordot",),
-    "Vdot": ("vdot",),
+_SUMS = "CountNonzero Dot Einsum Inner Matmul Mean Nansum Sum Tensordot Vdot"
+SUMS = frozenset(_SUMS.split())
+FUNCTIONS_OF_SUMS = {
+    **{name.lower(): name for name in SUMS},
+    **dict.fromkeys(["__matmul__", "__rmatmul__"], "Matmul"),
+    "count_nonzero": "CountNonzero",
 }
-FUNCTIONS_OF_SUMS = {function: name for name in SUMS for function in SUMS[name]}
 
 
 @dataclass(frozen=True)

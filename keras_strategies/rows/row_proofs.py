@@ -16,7 +16,7 @@ from keras_strategies.keras_compat.variables.generator_seeds import seed_generat
 from keras_strategies.rows.declarations import is_declared
 from keras_strategies.rows.declared_calls import problem_of_declared
 from keras_strategies.rows.layer_calls import LayerCall
-from keras_strategies.rows.layer_settings import LayerSettings, argument_key
+from keras_strategies.rows.python_state import LayerSettings, argument_key
 from keras_strategies.rows.row_placements import (
     MEAN,
     ROWS,
@@ -115,31 +115,32 @@ class RowProofs:
         if proofs is None:
             proofs = _LayerProofs(is_declared=is_declared(layer))
             self._layers[layer] = proofs
-        if proofs.is_declared:
-            return self._of_declared(proofs, call, with_rows)
         if self._workers is not None and proofs.settings.count >= _MOST_SETTINGS:
             # The limit below may be reached on one worker alone. What workers have
             # agreed on stays, so that none of them asks alone.
             proofs = self._layers[layer] = _LayerProofs(agreed=proofs.agreed)
-        settings = proofs.settings.number(layer)
-        by_type, may_draw = self._by_types(proofs, call, with_rows, settings)
+        # The proof of a declared layer holds for all its settings.
+        settings, by_type, may_draw = 0, None, False
+        if not proofs.is_declared:
+            settings = proofs.settings.number(layer)
+            by_type, may_draw = self._by_types(proofs, call, with_rows, settings)
         if by_type is not None and not may_draw:
             return by_type, False
         arguments: tuple[Any, ...] = _kinds(call, with_rows)
-        if not by_type:
+        if not by_type and not proofs.is_declared:
             rows = call.rows if isinstance(call.rows, int) else None
             arguments = (*arguments, frozenset(sizes), rows)
-        found = proofs.found.get((settings, arguments))
-        if found is not None:
-            return found, False
+        # The latter is told once for these arguments.
+        for key in ((settings, arguments), (_OFTEN, arguments)):
+            if key in proofs.found:
+                return proofs.found[key], False
         if max(proofs.settings.count, proofs.dropped) > _MOST_SETTINGS and not by_type:
-            # The former result for these arguments was told already.
-            found = proofs.found.get(arguments)
-            if found is None:
-                found = proofs.found[arguments] = RowProof(problem=_OFTEN)
-                return found, True
-            return found, False
-        own = self._proved(call, with_rows, sizes, by_type is not None)
+            found = proofs.found[_OFTEN, arguments] = RowProof(problem=_OFTEN)
+            return found, True
+        if proofs.is_declared:
+            own = self._declared(call, with_rows)
+        else:
+            own = self._proved(call, with_rows, sizes, by_type is not None)
         before, agreed = proofs.agreed.get(arguments, (None, own))
         # Settings can change on one worker alone, such as a counter of saved files.
         # Workers exchange results where these change, which is so on all of them.
@@ -163,18 +164,6 @@ class RowProofs:
         for key in [k for k, v in proofs.found.items() if v is proof]:
             proofs.found[key] = refused
         return refused
-
-    def _of_declared(
-        self, proofs: _LayerProofs, call: LayerCall, with_rows: Sequence[bool]
-    ) -> tuple[RowProof, bool]:
-        """The proof of a declared layer, which holds for all its settings."""
-        arguments = _kinds(call, with_rows)
-        found = proofs.found.get(arguments)
-        if found is not None:
-            return found, False
-        own = self._declared(call, with_rows)
-        found = proofs.found[arguments] = self._agreed(call, own)
-        return found, True
 
     def _declared(self, call: LayerCall, with_rows: Sequence[bool]) -> RowProof:
         proof = RowProof(every_output=ROWS, every_loss=MEAN, every_update=MEAN)

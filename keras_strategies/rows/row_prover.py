@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import gc
 import operator
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -16,16 +16,16 @@ import numpy as np
 
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.layers import get_mask, set_mask
-from keras_strategies.keras_compat.structures import leaves_of
 from keras_strategies.keras_compat.symbolic_backend import routed_backend, tracing
 from keras_strategies.keras_compat.variables.generator_seeds import is_seed_state
-from keras_strategies.rows.code_names import Lines, checked_code
+from keras_strategies.rows.code_names import checked_code
 from keras_strategies.rows.exchanges import Exchanges
 from keras_strategies.rows.layer_calls import LayerCall
 from keras_strategies.rows.placed import (
     SAME,
     ZERO,
     MixesRows,
+    are_equal,
     rows_of_shapes,
 )
 from keras_strategies.rows.propagation import Propagation, UnknownUse
@@ -53,13 +53,7 @@ _OF_MEMORY = ("OutOfMemoryError", "ResourceExhaustedError")
 
 #: Returns a context around the trace of a call, given the trace, the number of rows of
 #: the call, and how many replicas have rows.
-Surroundings = Callable[[Trace, Any, int], contextlib.AbstractContextManager[Any]]
-
-
-def _no_surroundings(
-    trace: Trace, rows: Any, replicas: int
-) -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext()
+Surroundings = Callable[[Trace, Any, int], AbstractContextManager[Any]]
 
 
 class RowProver:
@@ -76,7 +70,7 @@ class RowProver:
         surroundings: see `Surroundings`.
     """
 
-    def __init__(self, surroundings: Surroundings = _no_surroundings):
+    def __init__(self, surroundings: Surroundings = lambda *_: nullcontext()):
         self._surroundings = surroundings
 
     def prove(
@@ -103,56 +97,19 @@ class RowProver:
         state = PythonState(call.layer, call.leaves)
         if state.problem is not None:
             return RowProof(problem=state.problem)
-        given = (call, with_rows, sizes, state, may_exchange)
+        attempts = _Attempts(
+            *(self._surroundings, call, with_rows, sizes, state, may_exchange)
+        )
         with routed_backend():
-            proof = self._proof(*given)
-            change = state.change()
-            if change is None and state.draws_of_process_changed():
-                with state.noting_draws() as noted:
-                    proof = self._proof(*given)
-                change = noted() or state.change()
+            proof = attempts.proof()
+        change = state.change()
         if change is not None and proof.problem is None:
             return RowProof(problem=change)
         return proof
 
-    def _proof(
-        self,
-        call: LayerCall,
-        with_rows: Sequence[bool],
-        sizes: Sequence[int],
-        state: PythonState,
-        may_exchange: bool,
-    ) -> RowProof:
-        followed: set[int] = set()
-        for _ in range(_MOST_TRIES):
-            attempt = _Attempt(
-                self._surroundings,
-                call,
-                with_rows,
-                sizes,
-                followed,
-                state,
-                may_exchange,
-            )
-            try:
-                return attempt.proof()
-            except UnknownUse as error:
-                followed.add(error.number)
-        return RowProof(problem="its known layers are used in unknown ways")
 
-
-@dataclass
-class _Traced:
-    """The call with a number of rows."""
-
-    trace: Trace
-    inputs: list[Any]
-    outputs: Any = None
-    lines: Lines = field(default_factory=set)
-
-
-class _Attempt:
-    """A proof of a call in which some known layers are traced, too."""
+class _Attempts:
+    """Proofs of a call, until all known layers that have to be traced, are."""
 
     def __init__(
         self,
@@ -160,7 +117,6 @@ class _Attempt:
         call: LayerCall,
         with_rows: Sequence[bool],
         sizes: Sequence[int],
-        followed: set[int],
         state: PythonState,
         may_exchange: bool,
     ):
@@ -177,22 +133,22 @@ class _Attempt:
         elif len(counts) < 2:
             counts |= {max(counts) + 3}
         self._counts = tuple(sorted(counts))
-        self._followed = frozenset(followed)
-        self._traced: list[_Traced] = []
+        self._followed: frozenset[int] = frozenset()
+        self._traces: list[Trace] = []
 
     def proof(self) -> RowProof:
-        """The proof.
-
-        Raises:
-            UnknownUse: if another layer has to be traced.
-        """
+        """The proof."""
         # Without collections the tensors of the traces stay in the youngest generation.
         was_enabled = gc.isenabled()
         gc.disable()
         try:
-            return self._proof_without_left()
-        except UnknownUse:
-            raise
+            for _ in range(_MOST_TRIES):
+                try:
+                    return self._proof_without_left()
+                except UnknownUse as error:
+                    self._followed |= {error.number}
+                    self._close()
+            return RowProof(problem="its known layers are used in unknown ways")
         except MixesRows as error:
             return RowProof(problem=f"its code {error}", mixes=True)
         except Exception as error:  # Of the user's code, or of a framework.
@@ -206,15 +162,15 @@ class _Attempt:
                 gc.enable()
 
     def _failure(self, error: Exception) -> str:
-        for traced in self._traced:
-            if traced.trace.problem is not None:
-                return f"its code {traced.trace.problem}"
+        for trace in self._traces:
+            if trace.problem is not None:
+                return f"its code {trace.problem}"
         name = type(error).__name__
         return f"its call cannot be traced ({name}: {error_text(error)[:200]})"
 
     def _proof_without_left(self) -> RowProof:
         proof = self._proof()
-        references = [each for traced in self._traced for each in traced.trace.made]
+        references = [each for trace in self._traces for each in trace.made]
         self._close()
         if proof.problem is None and _are_alive(references):
             return RowProof(
@@ -224,11 +180,9 @@ class _Attempt:
         return proof
 
     def _close(self) -> None:
-        for traced in self._traced:
-            traced.trace.close()
-            traced.inputs.clear()
-            traced.outputs = None
-        self._traced.clear()
+        for trace in self._traces:
+            trace.close()
+        self._traces.clear()
 
     def _proof(self) -> RowProof:
         for rows in self._counts:
@@ -237,64 +191,52 @@ class _Attempt:
             change = self._state.change()
             if change is not None:
                 return RowProof(problem=change)
-        exchanges = None
-        if self._may_exchange:
-            exchanges = Exchanges(self._traced[0].trace.events)
+        events = self._traces[0].events
+        exchanges = Exchanges(events if self._may_exchange else ())
         first = found = self._placed(exchanges)
-        if exchanges is None:
-            return found
         while found.problem is not None and exchanges.choose_more():
             found = self._placed(exchanges)
         if found.problem is not None:
             return first
-        events = exchanges.proved(self._call.layer)
-        return replace(found, events=events, problem_without=first.problem)
+        proved = exchanges.proved(self._call.layer)
+        return replace(found, events=proved, problem_without=first.problem)
 
-    def _placed(self, exchanges: Exchanges | None) -> RowProof:
+    def _placed(self, exchanges: Exchanges) -> RowProof:
         try:
             placements = self._propagated(exchanges)
         except MixesRows as error:
             return RowProof(problem=f"its code {error}", mixes=True)
-        traces = [traced.trace for traced in self._traced]
-        outputs = self._outputs(placements)
-        every = [leaves_of(trace.losses) for trace in traces]
-        if len({len(losses) for losses in every}) != 1:
-            raise MixesRows("has other arguments for other numbers of rows")
-        losses = [self._joined(placements, each) for each in zip(*every, strict=True)]
+        traces = self._traces
+        outputs = [trace.outputs for trace in traces]
+        columns = placements.columns(outputs, "returns other outputs")
+        outputs = [self._output(placements, leaves) for leaves in columns]
+        columns = placements.columns([trace.losses for trace in traces])
+        losses = [self._joined(placements, each) for each in columns]
         updates = self._updates(placements)
         results = [*outputs, *losses]
         for i, placement in enumerate([*results, *updates.values()]):
             if placement is not None and placement.kind is RowKind.MIXED:
                 return RowProof(problem=placement.reason, mixes=i < len(results))
-        draws = [
-            each.multiple if each.is_rows else 0
-            for each in (placements.known[x.index] for _, x in traces[0].drawn)
-        ]
+        drawn = [placements.known[x.index] for _, x in traces[0].drawn]
+        # Declared code runs on replicas, and not in a trace.
+        is_declared = "row_wise" in placements.operations
         return RowProof(
             outputs,
             losses,
             updates,
-            draws=draws,
+            draws=[each.multiple if each.is_rows else 0 for each in drawn],
             drawn=[name for name, _ in traces[0].drawn],
             operations=placements.operations,
-            lines=self._lines(placements),
+            lines=set().union(*(x.lines for x in traces if not is_declared)),
         )
-
-    def _lines(self, placements: Propagation) -> Lines:
-        """The lines that ran; none with declared code, which a trace does not call."""
-        if "row_wise" in placements.operations:
-            return set()
-        return set().union(*(traced.lines for traced in self._traced))
 
     def _trace(self, rows: int) -> None:
         call = self._call
-        trace = Trace(
-            rows, self._is_any, self._followed, call.only_adds, FUNCTIONS, DRAWS
-        )
-        traced = _Traced(trace, [])
-        self._traced.append(traced)
+        options = (rows, self._is_any, self._followed, call.only_adds)
+        trace = Trace(*options, FUNCTIONS, DRAWS)
+        self._traces.append(trace)
         given = [
-            self._argument(traced, leaf, has_rows)
+            self._argument(trace, leaf, has_rows)
             for leaf, has_rows in zip(call.leaves, self._with_rows, strict=True)
         ]
         args, kwargs = call.arguments(given)
@@ -303,17 +245,17 @@ class _Attempt:
             self._surroundings(trace, call.rows, self._replicas),
             layer_calls_through(None),
             tracing(trace),
-            checked_code() as traced.lines,
+            checked_code() as trace.lines,
             scope,
         ):
             outputs = call.call(*args, **kwargs)
-            (traced.outputs,) = trace.values([outputs])
+            (trace.outputs,) = trace.values([outputs])
         trace.losses += scope.losses
         scope.losses.clear()
         if trace.problem is not None:
             raise NotTraced(trace.problem)
 
-    def _argument(self, traced: _Traced, leaf: Any, has_rows: bool) -> Any:
+    def _argument(self, trace: Trace, leaf: Any, has_rows: bool) -> Any:
         is_tensor = hasattr(leaf, "parts") or isinstance(leaf, keras.KerasTensor)
         if isinstance(leaf, keras.Variable) or not (is_tensor or is_array(leaf)):
             return leaf
@@ -321,47 +263,31 @@ class _Attempt:
             raise NotTraced("gets a tensor whose number of axes is unknown")
         shape = [ANY_LENGTH if n is None else int(n) for n in leaf.shape]
         if has_rows:
-            shape[0] = traced.trace.rows
+            shape[0] = trace.rows
         dtype = keras.backend.standardize_dtype(leaf.dtype)
-        made = traced.trace.tensor(shape, dtype)
-        traced.inputs.append(made)
+        made = trace.tensor(shape, dtype)
+        trace.inputs.append(made)
         mask = get_mask(leaf)
         if mask is not None:
-            set_mask(made, self._argument(traced, mask, has_rows))
+            set_mask(made, self._argument(trace, mask, has_rows))
         return made
 
-    def _propagated(self, exchanges: Exchanges | None) -> Propagation:
+    def _propagated(self, exchanges: Exchanges) -> Propagation:
         found = Propagation(self._counts, self._is_any, exchanges)
-        for tensors in zip(*(each.inputs for each in self._traced), strict=True):
+        for tensors in zip(*(trace.inputs for trace in self._traces), strict=True):
             shapes = [shape_of(x) for x in tensors]
             found.place(tensors, rows_of_shapes(shapes, self._counts))
-        traces = [each.trace for each in self._traced]
-        self._compare_variables(traces)
-        initial = ZERO if self._call.adds else SAME
-        for value in traces[0].state.initial.values():
-            found.place([value], initial)
-        found.run([trace.nodes for trace in traces])
+        variables = [trace.state.initial for trace in self._traces]
+        if not all(are_equal(variables[0], each) for each in variables[1:]):
+            raise MixesRows("uses other variables for other numbers of rows")
+        for value in variables[0].values():
+            found.place([value], ZERO if self._call.adds else SAME)
+        found.run([trace.nodes for trace in self._traces])
         if found.problem is not None:
             raise MixesRows(found.problem)
         return found
 
-    def _compare_variables(self, traces: Sequence[Trace]) -> None:
-        """Raises an error unless each variable is the same tensor in all traces."""
-        every = [
-            {key: value.index for key, value in trace.state.initial.items()}
-            for trace in traces
-        ]
-        if any(each != every[0] for each in every[1:]):
-            raise MixesRows("uses other variables for other numbers of rows")
-
     # Results of the call.
-
-    def _outputs(self, placements: Propagation) -> list[RowPlacement | None]:
-        every = [leaves_of(traced.outputs) for traced in self._traced]
-        if len({len(leaves) for leaves in every}) != 1:
-            raise MixesRows("returns other outputs for other numbers of rows")
-        columns = zip(*every, strict=True)
-        return [self._output(placements, leaves) for leaves in columns]
 
     def _output(
         self, placements: Propagation, leaves: Sequence[Any]
@@ -388,16 +314,16 @@ class _Attempt:
         found = placements.joined(leaves)
         if (
             self._call.is_in_run
-            and placements.are_exchanged
+            and placements.exchanges.are_chosen
             and found.kind in (RowKind.SUM, RowKind.MEAN)
         ):
             # A quotient of a replica's sum and that of all rows is neither's.
-            placements.want(leaves)
+            placements.exchanges.want(leaves[0])
             return RowPlacement(RowKind.MIXED, reason="a result is a part of a sum")
         return found
 
     def _updates(self, placements: Propagation) -> dict[int, RowPlacement]:
-        states = [traced.trace.state for traced in self._traced]
+        states = [trace.state for trace in self._traces]
         initial = states[0].initial
         found = {}
         for key in initial:
@@ -408,7 +334,7 @@ class _Attempt:
                 continue
             placement = placements.joined(values)
             if placement.is_joined and not self._may_be_assigned(variable, placement):
-                placements.want(values)
+                placements.exchanges.want(values[0])
                 reason = (
                     f"the value that it assigns to variable {variable.path!r} is "
                     f"placed by {placement.kind.value} over rows"

@@ -85,16 +85,6 @@ class RowCount(int):
     __rmul__ = __mul__
     __hash__ = int.__hash__
 
-    def __eq__(self, other: Any) -> bool:
-        if _is_called_by_user():
-            refuse_count()
-        return int(self) == other
-
-    def __ne__(self, other: Any) -> bool:
-        if _is_called_by_user():
-            refuse_count()
-        return int(self) != other
-
 
 def refuse_count() -> NoReturn:
     """Raises an error for a result that holds for one number of rows."""
@@ -113,10 +103,10 @@ def _checked(name: str) -> Callable[..., Any]:
 
 
 _OF_NUMBERS = """
-    __add__ __radd__ __sub__ __rsub__ __floordiv__ __rfloordiv__ __truediv__
-    __rtruediv__ __mod__ __rmod__ __divmod__ __rdivmod__ __pow__ __rpow__ __neg__ __lt__
-    __le__ __gt__ __ge__ __bool__ __float__ __abs__ __and__ __or__ __xor__ __lshift__
-    __rshift__ __invert__ __round__ __int__ __trunc__ __floor__ __ceil__
+    __eq__ __ne__ __add__ __radd__ __sub__ __rsub__ __floordiv__ __rfloordiv__ __lt__
+    __truediv__ __rtruediv__ __mod__ __rmod__ __divmod__ __rdivmod__ __pow__ __rpow__
+    __neg__ __le__ __gt__ __ge__ __bool__ __float__ __abs__ __and__ __or__ __xor__
+    __lshift__ __rshift__ __invert__ __round__ __int__ __trunc__ __floor__ __ceil__
 """
 for _name in _OF_NUMBERS.split():
     setattr(RowCount, _name, _checked(_name))
@@ -143,9 +133,8 @@ class RowTensor(keras.KerasTensor):  # type: ignore[misc]
     def __init__(self, shape: Any, dtype: Any, index: int, any_rows: int | None):
         super().__init__(shape, dtype, name="row")
         self.index = index
-        #: On Torch: whether no tensor made before has its memory, and whether no
-        #: argument or variable has.
-        self.is_own = self.is_inner = False
+        #: On Torch: whether no argument or variable has its memory.
+        self.is_inner = False
         self.lengths: tuple[int, ...] = tuple(map(int, shape))
         self._any_rows = any_rows
 
@@ -249,6 +238,14 @@ def is_array(value: Any) -> bool:
     if isinstance(value, np.ndarray):
         return True
     return not isinstance(value, keras.KerasTensor) and bool(ops.is_tensor(value))
+
+
+def symbolic(leaf: Any) -> Any:
+    """A symbolic tensor for an array or tensor; other leaves as they are."""
+    if not is_array(leaf):
+        return leaf
+    dtype = keras.backend.standardize_dtype(leaf.dtype)
+    return keras.KerasTensor(tuple(leaf.shape), dtype)
 
 
 def tensors_in(structure: Any) -> list[RowTensor]:

@@ -13,7 +13,7 @@ from keras_strategies.keras_compat.models.building import is_built
 from keras_strategies.rows.layer_calls import LayerCall, argument_leaves
 from keras_strategies.rows.row_placements import RowKind, RowPlacement, RowProof
 from keras_strategies.rows.row_prover import RowProver
-from keras_strategies.rows.row_tensors import error_text, is_array
+from keras_strategies.rows.row_tensors import error_text, is_array, symbolic
 
 #: The rows of arguments without a number of their own.
 _ROWS = 8
@@ -28,8 +28,8 @@ _ADVICE = (
     "of the results does depend on its own row only, declare it with `ks.row_wise`."
 )
 _EXCHANGED = (
-    "In `fit` on Torch and TensorFlow replicas exchange its sums over rows, so that it "
-    "is split all the same. In `Strategy.run` they do not."
+    "Replicas exchange its sums over rows in `fit` and `run`, so that it is split all "
+    "the same. On JAX those of `run` do not where they have other numbers of rows."
 )
 
 
@@ -191,13 +191,7 @@ def _with_rows(leaf: Any, rows: int) -> Any:
 
 
 def _build(layer: Any, name: str, args: Any, kwargs: Any) -> None:
-    def spec(x: Any) -> Any:
-        if not _is_tensor(x) or isinstance(x, keras.KerasTensor):
-            return x
-        dtype = keras.backend.standardize_dtype(x.dtype)
-        return keras.KerasTensor(tuple(x.shape), dtype)
-
-    given, options = tree.map_structure(spec, (args, kwargs))
+    given, options = tree.map_structure(symbolic, (args, kwargs))
     try:
         layer(*given, **options)
     except Exception as error:  # Of the user's code, or of outputs that Keras refuses.
@@ -211,21 +205,20 @@ def _build(layer: Any, name: str, args: Any, kwargs: Any) -> None:
 
 
 def _report(name: str, layer: Any, proof: RowProof) -> RowReport:
-    variables = {id(v): v for v in getattr(layer, "variables", ())}
-    updates = [
-        (variables[key].path if key in variables else "of a function", _text(placed))
-        for key, placed in proof.updates.items()
-    ]
+    paths = {id(v): v.path for v in getattr(layer, "variables", ())}
     draws = [
-        _text(RowPlacement(RowKind.ROWS if multiple else RowKind.SAME, multiple or 1))
+        RowPlacement(RowKind.ROWS if multiple else RowKind.SAME, multiple or 1)
         for multiple in proof.draws
     ]
     return RowReport(
         name,
         outputs=tuple(_text(each) for each in proof.outputs if each is not None),
         losses=tuple(map(_text, proof.losses)),
-        updates=tuple(updates),
-        draws=tuple(draws),
+        updates=tuple(
+            (paths.get(key, "of a function"), _text(each))
+            for key, each in proof.updates.items()
+        ),
+        draws=tuple(map(_text, draws)),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -26,9 +27,10 @@ from keras_strategies.keras_compat.variables.generator_seeds import (
     seed_generators,
 )
 from keras_strategies.keras_compat.variables.values import raw_value, stored_dtype
+from keras_strategies.rows.code_names import Lines
 from keras_strategies.rows.declarations import is_declared
 from keras_strategies.rows.declared_calls import are_rows, results_of_declared
-from keras_strategies.rows.layer_settings import argument_key
+from keras_strategies.rows.python_state import argument_key
 from keras_strategies.rows.row_placements import FUNCTIONS_OF_SUMS, SUMS
 from keras_strategies.rows.row_tensors import (
     NotTraced,
@@ -38,24 +40,16 @@ from keras_strategies.rows.row_tensors import (
     is_library,
     is_number,
     refuse_count,
+    shape_of,
+    symbolic,
     tensors_in,
 )
 
 #: Operations that call others of Keras.
-_FOLLOWED = frozenset(
-    [
-        "AssociativeScan",
-        "Cond",
-        "ForiLoop",
-        "Function",
-        "JVP",
-        "Map",
-        "Scan",
-        "Switch",
-        "VectorizedMap",
-        "WhileLoop",
-    ]
-)
+_CALLING = """
+    AssociativeScan Cond ForiLoop Function JVP Map Scan Switch VectorizedMap WhileLoop
+"""
+_FOLLOWED = frozenset(_CALLING.split())
 #: Operations, and layers of Keras, whose results have memory of their own.
 _WITH_MEMORY = """
     Add Subtract Multiply Divide TrueDivide Power Matmul Einsum Where Concatenate Exp
@@ -185,6 +179,10 @@ class Trace:
         self.is_any = is_any
         self.only_adds = only_adds
         self.functions, self.draws = functions, draws
+        #: The tensors with rows, the results, and the lines of the user's that ran.
+        self.inputs: list[Any] = []
+        self.outputs: Any = None
+        self.lines: Lines = set()
         self.nodes: list[Node] = []
         self.made: list[weakref.ref[Any]] = []
         self.state = TracedState(self)
@@ -217,10 +215,9 @@ class Trace:
 
     def like(self, structure: Any) -> Any:
         """Tensors of the trace with the shapes and dtypes of a structure."""
-        if type(structure) is keras.KerasTensor:
-            return self.tensor(structure.shape, structure.dtype)
-        if isinstance(structure, RowTensor):
-            return self.tensor(structure.lengths, structure.dtype)
+        if isinstance(structure, keras.KerasTensor):
+            # Keras says sparse for a product with a number.
+            return self.tensor(shape_of(structure), structure.dtype)
         return tree.map_structure(self._like, structure)
 
     def _like(self, leaf: Any) -> Any:
@@ -228,12 +225,11 @@ class Trace:
             return leaf
         if leaf.sparse or leaf.ragged:
             raise NotTraced("makes a sparse or ragged tensor")
-        shape = leaf.lengths if isinstance(leaf, RowTensor) else leaf.shape
-        return self.tensor(shape, leaf.dtype)
+        return self.tensor(shape_of(leaf), leaf.dtype)
 
     def values(self, structure: Any) -> Any:
         """A structure with the current values in place of variables."""
-        if not _has_variable(structure):
+        if not _has(structure, keras.Variable):
             return structure
         return tree.map_structure(
             lambda x: x.value if isinstance(x, keras.Variable) else x, structure
@@ -280,7 +276,7 @@ class Trace:
             return operation.call(*args, **kwargs)
         _, lengths = self._lengths.get(id(args[0]) if args else 0, (None, None))
         if name == "Prod" and lengths and operation.axis is None:
-            return self._count(RowCount(math.prod(map(int, lengths))))
+            return self._constant(RowCount(math.prod(map(int, lengths))))
         return self.record(
             name, operation, args, kwargs, _spec(operation, args, kwargs)
         )
@@ -293,11 +289,11 @@ class Trace:
             if not self.is_any or not _has((args, kwargs), RowCount):
                 return self._of_constants(name, original, args, kwargs)
             if name in _MADE_OF_SHAPE:
-                return self._made_of_shape(name, args, kwargs)
+                return self._made_of_shape(name, *args, **kwargs)
             if name == "arange":
                 return self._row_numbers(*args, **kwargs)
             lengths = args[0] if args else None
-            args, kwargs = self._lifted(args, kwargs)
+            args, kwargs = self._lifted((args, kwargs))
             found = symbolic(*args, **kwargs)
             if name == "convert_to_tensor" and _are_lengths(lengths):
                 self._lengths[id(found)] = found, lengths
@@ -315,9 +311,9 @@ class Trace:
 
     def changed_in_place(self, before: RowTensor, after: RowTensor) -> Any:
         """The tensor that an operator with assignment has changed to `after`."""
-        given = (before, after, before.is_own, before.is_inner)
+        given = (before, after, before.is_inner)
         found = self.record("in_place", None, given, {}, after)
-        found.is_own, found.is_inner = before.is_own, before.is_inner
+        found.is_inner = before.is_inner
         return found
 
     def operator(self, name: str, original: Any, tensor: Any, args: Any) -> Any:
@@ -337,53 +333,47 @@ class Trace:
 
     # Programs for any number of rows: what depends on it is no constant.
 
-    def _made_of_shape(self, name: str, args: Any, kwargs: Any) -> RowTensor:
-        shape = kwargs["shape"] if "shape" in kwargs else args[0]
-        value = (*args[1:2], kwargs.get("fill_value"))[0] if name == "full" else 1
-        if _has([value], RowCount):
+    def _made_of_shape(self, name: str, *args: Any, **kwargs: Any) -> RowTensor:
+        names = ["shape", *(["fill_value"] if name == "full" else []), "dtype"]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        value = given.get("fill_value", int(name != "zeros"))
+        if isinstance(value, RowCount):
             raise NotTraced("fills a tensor with the number of rows")
-        given = args[1 + (name == "full") :]
-        dtype = kwargs.get("dtype") or (given[0] if given else None)
-        if dtype is None and isinstance(value, int) and name == "full":
-            dtype = "int32"
+        is_integer = name == "full" and isinstance(value, int)
+        dtype = given.get("dtype") or ("int32" if is_integer else None)
+        shape = given["shape"]
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         dtype = keras.backend.standardize_dtype(dtype)
-        outputs = keras.KerasTensor(tuple(map(int, shape)), dtype)
-        entry = 0 if name == "zeros" else value
-        found: RowTensor = self.record("filled", None, (entry,), {}, outputs)
+        spec = keras.KerasTensor(tuple(map(int, shape)), dtype)
+        found: RowTensor = self.record("filled", None, (value,), {}, spec)
         return found
 
-    def _row_numbers(self, *args: Any, **kwargs: Any) -> RowTensor:
+    def _row_numbers(
+        self, start: Any, stop: Any = None, step: Any = None, dtype: Any = None
+    ) -> RowTensor:
         """0, 1, ..., n - 1."""
-        dtype = kwargs.pop("dtype", None) or (args[3] if len(args) > 3 else "int32")
-        first = (0,) if len(args) > 1 else ()
-        given = [each for each in args[len(first) : 3] if each not in (None, 1)]
-        if args[: len(first)] != first or len(given) != 1 or kwargs:
-            raise NotTraced(
-                "computes with the number of rows, which any batch may have"
-            )
-        spec = keras.KerasTensor((int(given[0]),), dtype)
+        first, count = (0, start) if stop is None else (start, stop)
+        if first != 0 or step not in (None, 1):
+            refuse_count()
+        spec = keras.KerasTensor((int(count),), dtype or "int32")
         found: RowTensor = self.record("row_numbers", None, (), {}, spec)
         return found
 
-    def _lifted(self, args: Any, kwargs: Any) -> Any:
+    def _lifted(self, structure: Any) -> Any:
         """Arguments with tensors of the trace in place of arrays, or of counts."""
-        structure = (args, kwargs)
-        if any(map(is_array, leaves_of(structure))):
-            return tree.map_structure(self._constant, structure)
-        return tree.map_structure(self._count, structure)
+
+        def is_count(leaf: Any) -> bool:
+            return isinstance(leaf, RowCount)
+
+        is_lifted = is_array if any(map(is_array, leaves_of(structure))) else is_count
+        return tree.map_structure(
+            lambda leaf: self._constant(leaf) if is_lifted(leaf) else leaf, structure
+        )
 
     def _constant(self, leaf: Any) -> Any:
-        if not is_array(leaf):
-            return leaf
-        spec = keras.KerasTensor(
-            leaf.shape, keras.backend.standardize_dtype(leaf.dtype)
-        )
-        return self.record("constant", None, (leaf,), {}, spec)
-
-    def _count(self, leaf: Any) -> Any:
+        """A tensor of the trace for an array or a number of rows."""
         if not isinstance(leaf, RowCount):
-            return leaf
+            return self.record("constant", None, (leaf,), {}, spec_of(leaf))
         # A plain number, which is compared between the traces.
         spec = keras.KerasTensor((), "int32")
         return self.record("constant", None, (int(leaf),), {}, spec)
@@ -424,13 +414,13 @@ class Trace:
         flags = [x for x in leaves if not (isinstance(x, RowTensor) or is_array(x))]
 
         def with_all_rows(x: Any) -> Any:
-            if not (has_rows and _is_spec(x)):
+            if not (has_rows and isinstance(x, keras.KerasTensor)):
                 return x
             return keras.KerasTensor((self.rows, *x.shape[1:]), x.dtype)
 
         outputs = tree.map_structure(with_all_rows, results.outputs)
         more = [*results.losses, *results.updates.values()]
-        count = sum(map(_is_spec, leaves_of(outputs)))
+        count = sum(isinstance(x, keras.KerasTensor) for x in leaves_of(outputs))
         options = {"flags": flags, "outputs": count, "means": len(more)}
         made, added = self.record("row_wise", None, tensors, options, (outputs, more))
         for loss in added[: len(results.losses)]:
@@ -524,29 +514,25 @@ class Trace:
         frame = inspect.currentframe()
         while frame is not None and frame.f_code.co_filename != _PROVER:
             if not is_library(frame.f_code.co_filename):
-                found.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
+                file = os.path.basename(frame.f_code.co_filename)
+                found.append(f"{file}:{frame.f_lineno}")
                 break
             frame = frame.f_back
         return ", ".join(found)
 
     def close(self) -> None:
         """Lets go of all tensors."""
-        self.nodes.clear()
-        self.events.clear()
-        self._lengths.clear()
-        self.drawn.clear()
-        self.losses.clear()
-        self.state.values.clear()
-        self.state.initial.clear()
+        vars(self.state).clear()
+        vars(self).clear()
 
 
 def _note_memory(name: str, arguments: Any, made: Any) -> None:
-    """Notes which results have memory of their own, and which no argument's."""
+    """Notes which results do not have the memory of an argument of the call."""
     given = tensors_in(arguments)
-    is_own = name in _FRESH and not (name == "Einsum" and len(given) == 1)
-    is_inner = is_own or (bool(given) and all(x.is_inner for x in given))
+    is_fresh = name in _FRESH and not (name == "Einsum" and len(given) == 1)
+    is_inner = is_fresh or (bool(given) and all(x.is_inner for x in given))
     for tensor in tensors_in([made]):
-        tensor.is_own, tensor.is_inner = is_own, is_inner
+        tensor.is_inner = is_inner
 
 
 def _spec(operation: Any, args: Any, kwargs: Any) -> Any:
@@ -557,45 +543,27 @@ def _spec(operation: Any, args: Any, kwargs: Any) -> Any:
         return operation.compute_output_spec(*args, **kwargs)
     except (AttributeError, IndexError, TypeError, ValueError):
         pass  # Some of Keras expect tensors in place of numbers, or have a fault.
-    tensors = [x if tensors_in([x]) else _as_tensor(x) for x in args]
-    return compute_spec(operation.call, *map(_plain, tensors), **kwargs)
 
+    def plain(x: Any) -> Any:
+        if isinstance(x, RowTensor):
+            return keras.KerasTensor(x.lengths, x.dtype)
+        numbers = x is not None and all(map(is_number, leaves_of(x)))
+        return ops.convert_to_tensor(x) if numbers else x
 
-def _plain(x: Any) -> Any:
-    if isinstance(x, RowTensor):
-        return keras.KerasTensor(x.lengths, x.dtype)
-    return x
+    return compute_spec(operation.call, *map(plain, args), **kwargs)
 
 
 def _spec_of_item(x: Any, key: Any) -> Any:
     """That of `x[key]`, by NumPy: Keras's has neither tensors nor a single slice."""
     parts = list(key) if isinstance(key, (tuple, list)) else [key]
-    arrays = [
-        np.zeros(part.lengths, "int8")
-        if isinstance(part, RowTensor)
-        else np.zeros(part.shape, "int8")
-        if is_array(part)
-        else part
-        for part in parts
-    ]
     if any("bool" in str(getattr(part, "dtype", "")) for part in parts):
         raise NotTraced("takes as many entries as a mask says")
+    arrays = [
+        np.zeros(shape_of(part), "int8") if hasattr(part, "shape") else part
+        for part in parts
+    ]
     item = np.broadcast_to(np.int8(0), x.lengths)[tuple(arrays)]
     return keras.KerasTensor(item.shape, x.dtype)
-
-
-def _as_tensor(x: Any) -> Any:
-    numbers = x is not None and all(map(is_number, leaves_of(x)))
-    return ops.convert_to_tensor(x) if numbers else x
-
-
-def _has_variable(structure: Any) -> bool:
-    for x in structure.values() if isinstance(structure, dict) else structure:
-        if isinstance(x, keras.Variable):
-            return True
-        if isinstance(x, (list, tuple, dict)) and _has_variable(x):
-            return True
-    return False
 
 
 def _has(structure: Any, kind: type) -> bool:
@@ -607,10 +575,6 @@ def _has(structure: Any, kind: type) -> bool:
         if isinstance(x, (list, tuple, dict)) and _has(x, kind):
             return True
     return False
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, keras.KerasTensor)
 
 
 def _is_complete(specs: Any) -> bool:
@@ -631,11 +595,8 @@ def spec_of(structure: Any) -> Any:
     """Symbolic tensors for numbers and arrays as well."""
 
     def spec(x: Any) -> Any:
-        if isinstance(x, keras.KerasTensor) or x is None:
-            return x
-        x = ops.convert_to_tensor(x)
-        dtype = keras.backend.standardize_dtype(x.dtype)
-        return keras.KerasTensor(tuple(x.shape), dtype)
+        is_spec = x is None or isinstance(x, keras.KerasTensor)
+        return x if is_spec else symbolic(ops.convert_to_tensor(x))
 
     return tree.map_structure(spec, structure)
 

@@ -27,17 +27,24 @@ def _active() -> Trace:
     return tracer
 
 
-def _without_first(structure: Any) -> Any:
-    return tree.map_structure(
-        lambda x: keras.KerasTensor(shape_of(x)[1:], x.dtype), spec_of(structure)
-    )
+def _without(axis: int, structure: Any) -> Any:
+    """Symbolic tensors without an axis."""
+
+    def spec(x: Any) -> Any:
+        lengths = shape_of(x)
+        return keras.KerasTensor((*lengths[:axis], *lengths[axis + 1 :]), x.dtype)
+
+    return tree.map_structure(spec, spec_of(structure))
 
 
-def _with_first(length: int, structure: Any) -> Any:
-    return tree.map_structure(
-        lambda x: keras.KerasTensor((length, *shape_of(x)), x.dtype),
-        spec_of(structure),
-    )
+def _with(axis: int, length: int, structure: Any) -> Any:
+    """Symbolic tensors with a further axis."""
+
+    def spec(x: Any) -> Any:
+        lengths = shape_of(x)
+        return keras.KerasTensor((*lengths[:axis], length, *lengths[axis:]), x.dtype)
+
+    return tree.map_structure(spec, spec_of(structure))
 
 
 def _length(structure: Any) -> int:
@@ -62,9 +69,9 @@ def _scan(
     trace = _active()
     init, xs = trace.values((init, xs))
     steps = _length(xs) if xs is not None else int(length)
-    body = trace.body(f, init, None if xs is None else _without_first(xs))
+    body = trace.body(f, init, None if xs is None else _without(0, xs))
     carry, y = body.outputs
-    y = None if y is None else _with_first(steps, y)
+    y = None if y is None else _with(0, steps, y)
     return _flow("scan", (init, xs), (carry, y), body, length=length)
 
 
@@ -109,8 +116,8 @@ def _switch_of(index: Any, branches: Any, operands: Any) -> Any:
 def _vectorized_map(function: Any, elements: Any) -> Any:
     trace = _active()
     (elements,) = trace.values((elements,))
-    body = trace.body(function, _without_first(elements))
-    outputs = _with_first(_length(elements), body.outputs)
+    body = trace.body(function, _without(0, elements))
+    outputs = _with(0, _length(elements), body.outputs)
     return _flow("map", elements, outputs, body)
 
 
@@ -154,8 +161,8 @@ def _rnn(
     states = list(initial_states)
     inputs, states, mask = trace.values((inputs, states, mask))
     fixed = tuple(trace.values(tuple(constants or ())))
-    one = tree.map_structure(_without_time, spec_of(inputs))
-    kept = None if mask is None else _without_time(spec_of(mask))
+    one = _without(1, inputs)
+    kept = None if mask is None else _without(1, mask)
 
     def step(states: Any, x: Any, mask: Any) -> Any:
         output, after = step_function(x, (*states, *fixed))
@@ -169,16 +176,9 @@ def _rnn(
     body = trace.body(step, states, one, kept)
     after, output = body.outputs
     length = shape_of(tree.flatten(inputs)[0])[1] if return_all_outputs else 1
-    shape = shape_of(output)
-    every = keras.KerasTensor((shape[0], length, *shape[1:]), output.dtype)
-    outputs = (after, (spec_of(output), every))
+    outputs = (after, (spec_of(output), _with(1, length, output)))
     after, (last, every) = _flow("rnn", (states, inputs, mask), outputs, body)
     return last, every, after
-
-
-def _without_time(x: Any) -> Any:
-    shape = shape_of(x)
-    return keras.KerasTensor((shape[0], *shape[2:]), x.dtype)
 
 
 def _chosen(mask: Any, one: Any, other: Any) -> Any:
@@ -241,22 +241,17 @@ def _no_numpy(*args: Any, **kwargs: Any) -> NoReturn:
 
 #: In place of functions of the backend with these names.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "associative_scan": _associative_scan,
-    "cond": _cond,
+    **{
+        function.__name__.removeprefix("_"): function
+        for function in (
+            *(_associative_scan, _cond, _custom_gradient, _fori_loop, _jvp, _remat),
+            *(_rnn, _scan, _switch, _vectorize, _vectorized_map, _while_loop),
+        )
+    },
     "convert_to_numpy": _no_numpy,
-    "custom_gradient": _custom_gradient,
-    "fori_loop": _fori_loop,
     "gru": _not_on_this_device,
-    "jvp": _jvp,
     "lstm": _not_on_this_device,
     "map": _vectorized_map,
-    "remat": _remat,
-    "rnn": _rnn,
-    "scan": _scan,
-    "switch": _switch,
-    "vectorize": _vectorize,
-    "vectorized_map": _vectorized_map,
-    "while_loop": _while_loop,
 }
 
 
@@ -321,19 +316,10 @@ def _shuffle(x: Any, axis: int = 0, seed: Any = None) -> Any:
     raise NotTraced("shuffles by random numbers")
 
 
+_FILLED = "normal uniform truncated_normal gamma beta binomial"
 #: In place of functions of the backend's random numbers with these names.
 DRAWS: dict[str, Callable[..., Any]] = {
-    **{
-        name: _filled(name)
-        for name in (
-            "normal",
-            "uniform",
-            "truncated_normal",
-            "gamma",
-            "beta",
-            "binomial",
-        )
-    },
+    **{name: _filled(name) for name in _FILLED.split()},
     "categorical": _categorical,
     "dropout": _dropout,
     "randint": _randint,

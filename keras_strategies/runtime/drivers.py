@@ -275,25 +275,6 @@ class RollbackDriver(abc.ABC):
         """
 
     @abc.abstractmethod
-    def values(self, model: Any) -> dict[str, Any]:
-        """Copies of the values of all variables of a model, on the host.
-
-        Called on the worker with the most finished steps, between two steps, possibly
-        inside `fit`, where on JAX variables are state of the loop.
-
-        Returns:
-            dict as of `runtime.state.model_values.model_state`.
-        """
-
-    @abc.abstractmethod
-    def set_values(self, model: Any, values: dict[str, Any]) -> None:
-        """Assigns what `values` returned on another worker.
-
-        If the engine's step functions take and return state, the current step returns
-        these values.
-        """
-
-    @abc.abstractmethod
     def reformed(self, model: Any, has_new: bool) -> None:
         """Called on all workers when a new generation has been formed and synchronized.
 

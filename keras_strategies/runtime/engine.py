@@ -271,7 +271,8 @@ class StrategyCore(abc.ABC):
     Args:
         engine: the engine.
         placement: the devices of replicas and variables.
-        cross_device_ops: reductions between local replicas; None for the engine's own.
+        reduction: the user's `CrossDeviceOps` between local replicas; None for the
+            engine's own.
         sync_batch_norm: bool, whether batch normalization uses the statistics of the
             global batch.
         random_numbers: `"partitioned"` or `"keras"`.
@@ -281,13 +282,13 @@ class StrategyCore(abc.ABC):
         self,
         engine: Engine,
         placement: Placement,
-        cross_device_ops: Any = None,
+        reduction: Any = None,
         sync_batch_norm: bool = True,
         random_numbers: str = "partitioned",
     ):
         self._engine = engine
         self._placement = placement
-        self._cross_device_ops = cross_device_ops
+        self._reduction = reduction
         self._sync_batch_norm = sync_batch_norm
         self._random_numbers = random_numbers
         self._synced_variables = IdSet()
@@ -314,9 +315,9 @@ class StrategyCore(abc.ABC):
         """int, how many replicas compute one step together."""
 
     @property
-    @abc.abstractmethod
-    def cross_device_ops(self) -> Any:
-        """The strategy's `CrossDeviceOps`; None for the engine's own reductions."""
+    def reduction(self) -> Any:
+        """The user's `CrossDeviceOps`; None for the engine's own reductions."""
+        return self._reduction
 
     @property
     @abc.abstractmethod

@@ -7,11 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from keras_strategies.runtime.call_options import (
-    all_reduce_in_packs,
-    call_options,
-    gather_options,
-)
+from keras_strategies.runtime.call_options import call_options
 from keras_strategies.runtime.frames import merged_replicas
 from keras_strategies.types import CommunicationOptions, ReduceOp
 
@@ -102,8 +98,7 @@ class ReplicaContext:
             reduce_op: `ReduceOp` or its name.
             value: a structure of tensors, with the same shapes on each replica.
             options: `CommunicationOptions`, or None for those of the strategy.
-                `bytes_per_pack` is the size of this call's messages; `implementation`
-                and `timeout_seconds` must be those of the strategy.
+                `implementation` and `timeout_seconds` must be those of the strategy.
 
         Returns:
             The structure, reduced. Its gradient is the same all-reduce. A mean of
@@ -116,10 +111,7 @@ class ReplicaContext:
         op = ReduceOp.parse(reduce_op)
         assert isinstance(op, ReduceOp)
         if options is not None:
-            size = call_options(options, self._strategy.workers).bytes_per_pack
-            if size:
-                engine = self._strategy.engine
-                return all_reduce_in_packs(engine, self._all_reduce, op, value, size)
+            call_options(options, self._strategy.workers)
         if op is ReduceOp.SUM and type(value) in (int, float):
             total = self._collectives.total(self._local_id, value)
             if total is not None:
@@ -187,8 +179,7 @@ class ReplicaContext:
             value: a structure of tensors; lengths may differ along `axis` only.
             axis: int, the axis to concatenate along.
             options: `CommunicationOptions` with the strategy's implementation and
-                timeout, or None. Tensors are sent one by one, so `bytes_per_pack` must
-                be 0.
+                timeout, or None.
 
         Returns:
             The structure, concatenated in replica order; differentiable.
@@ -197,7 +188,7 @@ class ReplicaContext:
             ValueError: for other options.
         """
         if options is not None:
-            gather_options(options, self._strategy.workers)
+            call_options(options, self._strategy.workers)
         return self._on_tensors(
             lambda tensors: self._collectives.all_gather(self._local_id, tensors, axis),
             value,

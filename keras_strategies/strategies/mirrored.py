@@ -31,9 +31,9 @@ class MirroredStrategy(Strategy):
             virtual CPU devices.
         cross_device_ops: `CrossDeviceOps`, reductions between replicas: gradients in
             `fit` and in `run`, `ReplicaContext.all_reduce`, `reduce` and
-            `extended.reduce_to`. None for the backend's own. On JAX, XLA inserts the
-            all-reduces of steps whichever class is given, and only the classes of
-            this package are accepted.
+            `extended.reduce_to`, by a subclass of yours. None or a class of this
+            package leaves them to the backend. JAX, where XLA inserts the all-reduces
+            of steps, refuses subclasses.
         sync_batch_norm: bool, whether batch normalization uses the statistics of
             the global batch. False uses those of each replica's rows. Torch and
             TensorFlow only; JAX, where all replicas are one program, raises an error.

@@ -20,7 +20,6 @@ from keras_strategies.runtime.drivers import Drivers
 from keras_strategies.runtime.row_splits import batches_of_custom_step
 from keras_strategies.timeline import recording
 from keras_strategies.training import worker_training
-from keras_strategies.training.keras_rs_tables import check_table_optimizers
 from keras_strategies.training.model_input import model_arguments
 from keras_strategies.training.parallel_share import with_parallel_share
 from keras_strategies.training.saving.atomic_files import atomic_save
@@ -34,8 +33,6 @@ def method(model: Any, name: str) -> Iterator[None]:
     if name != "compile":
         _check_not_in_program(model, name)
     recording.start()
-    if name in ("fit", "train_on_batch") and strategy.placement.variables.kind != "tpu":
-        check_table_optimizers(model)
     with (
         recording.METHOD,
         context.entered(strategy),

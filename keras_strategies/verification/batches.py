@@ -12,6 +12,7 @@ import numpy as np
 
 from keras_strategies.communication.checksums import checksum
 from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.input.arrays import from_arrays
 from keras_strategies.input.batches import is_array, named_leaves
 from keras_strategies.strategies.default import DefaultStrategy
 
@@ -95,11 +96,10 @@ def read_batches(
     """The first batches, in the order of the data, repeated where it is shorter."""
     given = [arguments[key] for key in _DATA if arguments.get(key) is not None]
     first = keras.tree.flatten(given[0])
-    dataset = tuple(given) if first and all(map(is_array, first)) else given[0]
-    options: dict[str, Any] = {}
-    if isinstance(dataset, tuple):
-        options["batch_size"] = arguments.get("batch_size") or 32
-    source = DefaultStrategy().experimental_distribute_dataset(dataset, **options)
+    dataset = given[0]
+    if first and all(map(is_array, first)):
+        dataset = from_arrays(tuple(given)).batch(arguments.get("batch_size") or 32)
+    source = DefaultStrategy().experimental_distribute_dataset(dataset)
     found: list[Batch] = []
     for _ in range(steps):
         before = len(found)

@@ -15,7 +15,8 @@ from keras_strategies.keras_compat.models.layers import sublayers
 from keras_strategies.keras_compat.variables.generator_seeds import (
     create_global_generator,
 )
-from keras_strategies.rows.python_state import NumbersOfProcess, PythonState
+from keras_strategies.rows.python_state import PythonState
+from keras_strategies.runtime.random_numbers.process_numbers import NumbersOfProcess
 from keras_strategies.runtime.row_splits import split_sizes
 from keras_strategies.verification.batches import Batch
 from keras_strategies.verification.comparison import Precision, gaps, relative_gap

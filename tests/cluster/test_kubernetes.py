@@ -19,6 +19,8 @@ from keras_strategies.cluster.environment import cluster_variables
 from keras_strategies.cluster.resolvers.local_processes import free_addresses
 from keras_strategies.parameter_server.wire.cluster_keys import cluster_keys
 
+pytestmark = pytest.mark.one_backend
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MANIFESTS = {
     path.stem: load(path) for path in sorted((EXAMPLES / "kubernetes").glob("*.yaml"))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from lead.leads import lead_process
 
+pytestmark = pytest.mark.one_backend
+
 CODE = """
 import os, resource
 from keras_strategies.communication.open_files import reserve_files

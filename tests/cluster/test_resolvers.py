@@ -15,7 +15,10 @@ from keras_strategies.cluster.environment import cluster_variables
 from keras_strategies.cluster.resolvers import local_processes
 from keras_strategies.processes.local_cluster import LocalCluster
 
-pytestmark = [pytest.mark.one_backend("jax"), pytest.mark.usefixtures("environment")]
+pytestmark = [
+    pytest.mark.one_backend("jax"),
+    pytest.mark.usefixtures("environment"),
+]
 
 # --- TF_CONFIG ----------------------------------------------------------------
 

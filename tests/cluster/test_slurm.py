@@ -13,7 +13,10 @@ from keras_strategies.cluster.resolvers.environment.slurm import (
     expand_tasks_per_node,
 )
 
-pytestmark = [pytest.mark.one_backend("jax"), pytest.mark.usefixtures("environment")]
+pytestmark = [
+    pytest.mark.one_backend("jax"),
+    pytest.mark.usefixtures("environment"),
+]
 
 
 @pytest.mark.parametrize(

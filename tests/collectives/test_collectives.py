@@ -49,14 +49,13 @@ def test_reduce_to_several_devices_gives_each_a_copy(mirrored, cross_device_ops)
 
 
 @pytest.mark.one_backend
-@pytest.mark.parametrize("num_packs", [0, 1, 2, 7])
-def test_batch_reduce_in_packs_gives_each_value_its_own(mirrored, num_packs) -> None:
+@pytest.mark.parametrize("kind", [ks.NcclAllReduce(), ks.HierarchicalCopyAllReduce(7)])
+def test_batch_reduce_gives_each_value_its_own(mirrored, kind) -> None:
     shapes = [(3,), (2, 2), (), (5, 1)]
     values = [
         per_replica(mirrored, np.full(s, i), np.full(s, 10.0 * i))
         for i, s in enumerate(shapes)
     ]
-    kind = ks.NcclAllReduce(num_packs)
     results = kind.batch_reduce("sum", [(value, "cpu:0") for value in values])
     for i, (result, shape) in enumerate(zip(results, shapes, strict=True)):
         np.testing.assert_allclose(
@@ -64,23 +63,9 @@ def test_batch_reduce_in_packs_gives_each_value_its_own(mirrored, num_packs) -> 
         )
 
 
-@pytest.mark.parametrize(
-    "nbytes, options, packs",
-    [
-        ([4, 4, 4, 4], {}, [[0], [1], [2], [3]]),
-        ([4, 4, 4, 4], {"num_packs": 2}, [[0, 1], [2, 3]]),
-        ([4, 4, 4, 4], {"num_packs": 1}, [[0, 1, 2, 3]]),
-        ([100, 1, 1], {"num_packs": 2}, [[0], [1, 2]]),
-        ([4, 4, 4], {"bytes_per_pack": 8}, [[0, 1], [2]]),
-    ],
-)
-def test_packs(nbytes, options, packs) -> None:
-    assert pack_indices(["float32"] * len(nbytes), nbytes, **options) == packs
-
-
-def test_packs_hold_one_dtype() -> None:
-    dtypes = ["float32", "int32", "int32"]
-    assert pack_indices(dtypes, [4, 4, 4], num_packs=1) == [[0], [1, 2]]
+def test_packs() -> None:
+    assert pack_indices(["float32"] * 3, [4, 4, 4], 8) == [[0, 1], [2]]
+    assert pack_indices(["float32", "int32", "int32"], [4, 4, 4], 99) == [[0], [1, 2]]
 
 
 def test_accumulation_function_is_used(mirrored) -> None:

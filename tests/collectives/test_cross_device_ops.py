@@ -62,9 +62,14 @@ class OfNccl(ks.NcclAllReduce):
         super().__init__()
         self.factor = factor
 
-    def reduce(self, reduce_op, per_replica_value, destinations):
-        result = super().reduce(reduce_op, per_replica_value, destinations)
+    def reduce_implementation(self, reduce_op, value, destinations, options):
+        result = super().reduce_implementation(reduce_op, value, destinations, options)
         return scaled(result, self.factor)
+
+
+class Misnamed(ks.NcclAllReduce):
+    def reduce(self, reduce_op, per_replica_value, destinations, options=None):
+        return 2.0
 
 
 def scaled(result, factor):
@@ -237,6 +242,7 @@ Foreign.__module__ = "tensorflow.python.distribute.cross_device_ops"
         (ks.ReduceOp.SUM, "ReduceOp.SUM"),
         (ks.NcclAllReduce, r"an instance: NcclAllReduce\(\)"),
         (Foreign(), "in place of tf.distribute's"),
+        (Misnamed(), r"Misnamed\.reduce.*Override `reduce_implementation`"),
     ],
 )
 def test_what_is_none_is_refused_at_once(given, match) -> None:
@@ -279,20 +285,6 @@ def test_options_of_a_call() -> None:
         kind.reduce("sum", value, "cpu:0", options=nccl)
 
 
-@own_ops
-def test_packs_of_an_all_reduce_are_its_messages() -> None:
-    counting = ByReduce()
-    strategy = ks.MirroredStrategy(DEVICES, counting)
-
-    def fn(options):
-        context = ks.get_replica_context()
-        tensors = [ops.ones((2,)), ops.ones((2, 1)), ops.ones((3,))]
-        return context.all_reduce("sum", tensors, options)
-
-    strategy.run(fn, args=(ks.CommunicationOptions(bytes_per_pack=16),))
-    assert [size for _, size, _ in counting.reduced] == [16, 12]
-
-
 def test_options_in_replica_context(mirrored) -> None:
     def fn(options):
         context = ks.get_replica_context()
@@ -309,8 +301,6 @@ def test_options_in_replica_context(mirrored) -> None:
         return ks.get_replica_context().all_gather(ops.ones((1,)), 0, options)
 
     mirrored.run(gather, args=(ks.CommunicationOptions(timeout_seconds=3),))
-    with pytest.raises(ValueError, match="sends each tensor separately"):
-        mirrored.run(gather, args=(ks.CommunicationOptions(bytes_per_pack=8),))
 
 
 @own_ops

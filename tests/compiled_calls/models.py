@@ -74,11 +74,20 @@ def exchanging() -> keras.Model:
     return keras.Model(vectors, layers.Dense(3)(x), name="exchanging")
 
 
+def product() -> keras.Model:
+    """A program of library calls, for which no C++ is compiled."""
+    vectors = keras.Input((6,))
+    return keras.Model(
+        vectors, layers.Dense(3, use_bias=False)(vectors), name="product"
+    )
+
+
 MODELS: dict[str, tuple[Callable[[], keras.Model], Any]] = {
     "gpt": (gpt, TOKENS),
     "residual": (residual, IMAGES),
     "noisy": (noisy, VECTORS),
     "exchanging": (exchanging, VECTORS),
+    "product": (product, VECTORS),
 }
 
 

@@ -17,6 +17,7 @@ if keras.backend.backend() != "jax":
     pytest.skip("JAX only", allow_module_level=True)
 
 import jax
+import jax.experimental.sparse
 from harness.strategies import STRATEGIES
 
 from keras_strategies.engines.jax.fit.hlo_collectives import sent_bytes
@@ -50,6 +51,27 @@ def test_a_dataset_is_not_iterated_in_a_program(mirrored, use):
 
 
 # Programs.
+
+
+@pytest.mark.parametrize("where", ["argument", "distributed", "result", "aux"])
+def test_objects_of_several_arrays_are_refused(mirrored, where):
+    sparse = jax.experimental.sparse.BCOO.fromdense(np.eye(3, dtype="float32"))
+
+    def differentiated():
+        variable = keras.Variable(1.0)
+        loss = ks.value_and_grad(lambda: (variable + 0, sparse), [variable], True)
+        return loss()[0][0]
+
+    calls = {
+        "argument": lambda: mirrored.run(lambda x: x.todense(), (sparse,)),
+        "distributed": lambda: mirrored.run(
+            lambda x: x.todense(), (ks.PerReplica([sparse, sparse]),)
+        ),
+        "result": lambda: ks.function(lambda: sparse * 2)(),
+        "aux": differentiated,
+    }
+    with pytest.raises(TypeError, match=r"type BCOO.*Pass the object's arrays"):
+        calls[where]()
 
 
 def trace_counter(strategy: Any) -> tuple[Any, list[Any]]:

@@ -180,6 +180,9 @@ def test_a_model_may_be_built_in_the_first_step(mirrored):
 
 def test_two_optimizers_as_in_a_gan(mirrored):
     x, _ = data(14)
+    # On JAX, replicas with different numbers of rows exchange the gradients of one
+    # `apply` (`backends/jax/test_jax_uneven_run.py`).
+    size = 6 if keras.backend.backend() == "jax" else 7
 
     def train(strategy):
         with strategy.scope():
@@ -211,7 +214,7 @@ def test_two_optimizers_as_in_a_gan(mirrored):
 
         step = ks.function(lambda x: strategy.run(replica_step, args=(x,)))
         for _ in range(2):
-            for (batch,) in batches(strategy, (x,), 7):
+            for (batch,) in batches(strategy, (x,), size):
                 step(batch)
         return generator.get_weights() + judge.get_weights()
 

@@ -38,17 +38,13 @@ def ranking_data(rows: int = 30) -> tuple[dict[str, np.ndarray], np.ndarray]:
     return x, random.integers(-1, 4, (rows, LIST)).astype("float32")
 
 
-def features(**options: Any) -> dict[str, Any]:
-    """Three features, two of one table.
-
-    Args:
-        options: of the tables.
-    """
+def features() -> dict[str, Any]:
+    """Three features, two of one table."""
     layers = keras_rs.layers
     movies = layers.TableConfig(
-        "movies", 40, 4, combiner="mean", initializer=_uniform(1), **options
+        "movies", 40, 4, combiner="mean", initializer=_uniform(1)
     )
-    users = layers.TableConfig("users", 60, 6, initializer=_uniform(2), **options)
+    users = layers.TableConfig("users", 60, 6, initializer=_uniform(2))
     return {
         "watched": layers.FeatureConfig("watched", movies, (BATCH, 3), (BATCH, 4)),
         "liked": layers.FeatureConfig("liked", movies, (BATCH, 2), (BATCH, 4)),
@@ -61,15 +57,11 @@ def _uniform(seed: int) -> Any:
 
 
 class Ranking(keras.Model):
-    """Scores of the items of a list.
+    """Scores of the items of a list."""
 
-    Args:
-        options: of the tables.
-    """
-
-    def __init__(self, **options: Any):
+    def __init__(self) -> None:
         super().__init__()
-        self.embeddings = keras_rs.layers.DistributedEmbedding(features(**options))
+        self.embeddings = keras_rs.layers.DistributedEmbedding(features())
         self.cross = keras_rs.layers.FeatureCross(kernel_initializer=_uniform(3))
         self.scores = keras.layers.Dense(LIST, kernel_initializer=_uniform(4))
 
@@ -79,15 +71,14 @@ class Ranking(keras.Model):
         return self.scores(self.cross(together))
 
 
-def ranking_model(optimizer: Any, loss: Any = None, table_optimizer: Any = None) -> Any:
+def ranking_model(optimizer: Any, loss: Any = None) -> Any:
     """A compiled model.
 
     Args:
         optimizer: the optimizer of `compile`.
         loss: a loss of keras_rs; None for `PairwiseHingeLoss`.
-        table_optimizer: the optimizer of the tables; None for none.
     """
-    model = Ranking(**({"optimizer": table_optimizer} if table_optimizer else {}))
+    model = Ranking()
     metrics = keras_rs.metrics
     model.compile(
         optimizer,

@@ -9,6 +9,8 @@ import pytest
 
 from keras_strategies.runtime.batch_prefetch import prefetch_one
 
+pytestmark = pytest.mark.one_backend
+
 
 class Mover:
     """Notes when a batch begins to move and when it is used."""

@@ -12,6 +12,8 @@ import pytest
 
 import keras_strategies as ks
 
+pytestmark = pytest.mark.one_backend
+
 ROWS = 22
 X = np.arange(ROWS * 3, dtype="float32").reshape(ROWS, 3)
 Y = np.arange(ROWS, dtype="int32")

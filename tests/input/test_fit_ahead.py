@@ -14,6 +14,8 @@ from harness.strategies import STRATEGIES
 
 import keras_strategies as ks
 
+pytestmark = pytest.mark.one_backend
+
 BACKEND = keras.backend.backend()
 WAIT = 60.0
 ROWS = 7
@@ -89,7 +91,6 @@ class Source:
         return dataset.with_options(options)
 
 
-@pytest.mark.one_backend
 @pytest.mark.nightly(unless=["central"])
 @pytest.mark.parametrize("name", ["mirrored_2", "central"])
 def test_a_batch_is_read_ahead_and_no_more(name: str) -> None:
@@ -182,6 +183,7 @@ def aligned(array: Any) -> Any:
 
 @pytest.mark.one_backend("jax")
 @pytest.mark.nightly(unless=["one_device-7", "one_device-8", "mirrored_2-7"])
+@pytest.mark.one_backend("jax", "torch")
 @pytest.mark.skipif(BACKEND == "tensorflow", reason="tf.data copies batches")
 @pytest.mark.parametrize("rows", [ROWS, 8])
 @pytest.mark.parametrize("name", ["one_device", "mirrored_2"])
@@ -215,6 +217,7 @@ def test_a_source_may_write_over_its_last_batch(name: str, rows: int) -> None:
         assert trained(overwritten(), is_ahead) == expected
 
 
+@pytest.mark.one_backend("torch")
 @pytest.mark.skipif(BACKEND != "torch", reason="pinned memory of Torch")
 def test_a_batch_is_pinned_while_a_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     from keras_strategies.engines.torch import cuda_batches

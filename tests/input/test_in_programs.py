@@ -23,6 +23,8 @@ BACKEND = keras.backend.backend()
 if BACKEND == "jax":
     pytest.skip("refused there: see test_jax.py", allow_module_level=True)
 
+pytestmark = pytest.mark.one_backend
+
 
 def tf_data(rows: np.ndarray = ROWS) -> Any:
     import tensorflow as tf
@@ -201,6 +203,7 @@ def test_an_error_of_the_source_ends_the_function(mirrored) -> None:
         epoch()
 
 
+@pytest.mark.one_backend("tensorflow")
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="programs of TensorFlow")
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_batch_of_another_rank_than_the_program_is_an_error(

@@ -11,6 +11,8 @@ from harness.strategies import STRATEGIES
 
 import keras_strategies as ks
 
+pytestmark = pytest.mark.one_backend
+
 ROWS = 23
 X = np.random.default_rng(0).normal(size=(ROWS, 6)).astype("float32")
 Y = np.random.default_rng(1).integers(0, 3, ROWS)
@@ -110,7 +112,6 @@ def on_datasets(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("dataset", cases)
 
 
-@pytest.mark.one_backend
 @pytest.mark.nightly(unless=["list"])
 @on_datasets("tf_data", "list")
 def test_fit_on_a_split_dataset(mirrored, train, dataset, alone) -> None:
@@ -124,7 +125,6 @@ def test_fit_on_a_split_dataset(mirrored, train, dataset, alone) -> None:
     np.testing.assert_allclose(predicted, model.predict(X, verbose=0), 1e-5)
 
 
-@pytest.mark.one_backend
 def test_fit_on_rows_of_arrays(mirrored, train, alone) -> None:
     rows = mirrored.make_experimental_numpy_dataset((X, Y)).batch(8)
     assert_equal(train(rows, rows), alone)
@@ -168,7 +168,6 @@ def test_creator_of_the_replicas_batches(name, alone) -> None:
     assert contexts[0].num_replicas_in_sync == strategy.num_replicas_in_sync
 
 
-@pytest.mark.one_backend
 @on_datasets("list")
 def test_creator_of_global_batches(train, dataset, alone) -> None:
     """A function that does not ask about replicas knows of global batches only."""
@@ -188,14 +187,12 @@ def test_creator_of_global_batches(train, dataset, alone) -> None:
     np.testing.assert_allclose(predicted, model.predict(X, verbose=0), 1e-5)
 
 
-@pytest.mark.one_backend
 @on_datasets("tf_data", "list")
 def test_creator_without_a_strategy(train_alone, dataset, alone) -> None:
     creator = ks.DatasetCreator(lambda c: dataset(c.get_per_replica_batch_size(8)))
     assert_equal(train_alone(creator, creator), alone)
 
 
-@pytest.mark.one_backend
 def test_creator_of_a_dataset_for_each_replica(mirrored) -> None:
     parts = iter([batches(4)[0:4:2], batches(4)[1:4:2]])
     creator = ks.DatasetCreator(
@@ -240,7 +237,6 @@ def test_a_generator_goes_on_from_epoch_to_epoch(mirrored, train, train_alone) -
     assert_equal(found, train_alone(endless(), steps_per_epoch=2))
 
 
-@pytest.mark.one_backend
 def test_class_weight(mirrored, train, train_alone) -> None:
     weights = {0: 1.0, 1: 2.0, 2: 0.5}
     distributed = mirrored.experimental_distribute_dataset(batches())

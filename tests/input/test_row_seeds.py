@@ -14,6 +14,8 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 
 import keras_strategies as ks
 
+pytestmark = pytest.mark.one_backend
+
 
 def one_device() -> Any:
     return ks.OneDeviceStrategy("cpu:0")

@@ -7,6 +7,8 @@ import pytest
 
 from keras_strategies.input.sampled_checksums import sampled_checksums
 
+pytestmark = pytest.mark.one_backend
+
 
 def test_arrays_are_named_and_rows_that_differ_are_found():
     x = {"left": np.arange(60.0).reshape(20, 3), "right": [np.ones(20, "int8")]}

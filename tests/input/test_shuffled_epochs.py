@@ -13,6 +13,8 @@ from harness.strategies import STRATEGIES
 
 import keras_strategies as ks
 
+pytestmark = pytest.mark.one_backend
+
 tf = pytest.importorskip("tensorflow")
 
 BACKEND = keras.backend.backend()
@@ -138,7 +140,6 @@ def steps(strategy: Any, name: str, model: Any = None) -> list[Any]:
     return model.steps
 
 
-@pytest.mark.one_backend
 @pytest.mark.nightly(unless=["endless"])
 @pytest.mark.parametrize("name", INPUT)
 def test_epochs_read_the_rows_of_keras(name: str) -> None:
@@ -223,7 +224,6 @@ class Interrupted(Exception):
     """An interruption of training."""
 
 
-@pytest.mark.one_backend
 def test_resumed_epochs_read_the_rows_of_keras(tmp_path: Any) -> None:
     def interrupt(batch: int, logs: Any) -> None:
         del logs

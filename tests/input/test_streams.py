@@ -16,6 +16,8 @@ import pytest
 from harness import streams
 from harness.strategies import STRATEGIES
 
+pytestmark = pytest.mark.one_backend
+
 KINDS = [*streams.STREAMS, "distributed", "distributed_loader", "distributed_function"]
 
 
@@ -55,7 +57,6 @@ def test_every_batch_is_seen_once(mirrored, kind) -> None:
     assert streams.steps(trained) == batches
 
 
-@pytest.mark.one_backend
 @pytest.mark.parametrize("kind", ["generator", "tf_data", "loader"])
 def test_every_batch_is_seen_once_on_one_device(one_device, kind) -> None:
     with one_device.scope():
@@ -64,7 +65,6 @@ def test_every_batch_is_seen_once_on_one_device(one_device, kind) -> None:
     np.testing.assert_allclose(history["loss"], [streams.LOSS], rtol=1e-5)
 
 
-@pytest.mark.one_backend
 @pytest.mark.nightly(unless=["generator", "loader"])
 @pytest.mark.parametrize("kind", ["generator", "tf_data", "loader"])
 def test_evaluation_and_validation_see_every_batch(mirrored, kind) -> None:

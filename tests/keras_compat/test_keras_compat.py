@@ -22,7 +22,6 @@ from keras_strategies.keras_compat.optimizers.optimizer_parts import (
     optimizers_of,
     variable_rate,
 )
-from keras_strategies.keras_compat.optimizers.used_variables import used_by_update
 from keras_strategies.keras_compat.thread_state import (
     current_stateless_scope,
     kept_scope_state,
@@ -34,6 +33,8 @@ from keras_strategies.keras_compat.variables.generator_seeds import (
     substitute_global_generator,
 )
 from keras_strategies.training.model_hooks import StrategyHooks
+
+pytestmark = pytest.mark.one_backend
 
 
 def test_hooks_are_installed_once_and_taken_out_again(mirrored) -> None:
@@ -173,23 +174,6 @@ def test_slots_have_a_reference_in_optimizers_that_were_plain_before() -> None:
         patching.uninstall()
         hooks.install(StrategyHooks())
     assert [id(reference) for reference in seen] == [id(kernel)]
-
-
-def test_it_is_known_what_the_update_of_each_variable_uses() -> None:
-    with keras.device("cpu:0"):
-        kernels = [keras.Variable(keras.ops.ones((3, 2))) for _ in range(2)]
-        optimizer = keras.optimizers.Adafactor(gradient_accumulation_steps=2)
-        plain_optimizer(optimizer)
-        optimizer.build(kernels)
-        used = [
-            used_by_update(optimizer, kernel, optimizer.variables) for kernel in kernels
-        ]
-    everything = [id(v) for v in optimizer.variables]
-    places = [{everything.index(id(v)) for v in own} for own in used]
-    # The step and the learning rate, two accumulators, and r, c and v of each.
-    assert places == [{0, 1, 4, 5, 6}, {0, 1, 7, 8, 9}]
-    assert optimizer.gradient_accumulation_steps == 2
-    assert int(keras.ops.convert_to_numpy(optimizer.iterations)) == 0
 
 
 def test_a_sink_gets_all_gradients_of_several_optimizers(mirrored) -> None:

@@ -14,6 +14,8 @@ from keras.src.models.model import Trainer
 
 import keras_strategies as ks
 
+pytestmark = pytest.mark.one_backend
+
 X = np.linspace(-1, 1, 21).reshape(7, 3).astype("float32")
 Y = np.linspace(2, -1, 7).reshape(7, 1).astype("float32")
 
@@ -61,7 +63,6 @@ class Doubled(keras.layers.Layer):
         return x * 2.0
 
 
-@pytest.mark.one_backend
 @TWO_REPLICAS_BY_DAY
 @pytest.mark.parametrize("own_layer", [False, True])
 def test_a_warning_about_the_structure_of_inputs_comes_as_often(
@@ -86,7 +87,6 @@ def test_a_warning_about_the_structure_of_inputs_comes_as_often(
         assert count(strategy, *arguments) == expected
 
 
-@pytest.mark.one_backend
 @TWO_REPLICAS_BY_DAY
 def test_a_quantized_model_predicts_as_on_one_device(strategy) -> None:
     results = []
@@ -119,7 +119,6 @@ def test_a_layer_that_is_given_variables_later_trains_on_all_devices(strategy) -
     np.testing.assert_allclose(results[1], results[0], rtol=1e-5)
 
 
-@pytest.mark.one_backend
 def test_a_state_tree_of_an_unbuilt_optimizer_is_set_as_by_keras(mirrored) -> None:
     results = []
     for each in (None, mirrored):
@@ -157,7 +156,6 @@ class TrainedLayer(Trainer, keras.layers.Dense):
         Trainer.__init__(self)
 
 
-@pytest.mark.one_backend
 @pytest.mark.slow(seconds=8)
 @TWO_REPLICAS_BY_DAY
 @pytest.mark.parametrize("jit_compile", ["auto", True])

@@ -24,6 +24,8 @@ from keras_strategies.keras_compat.intrusions import INTRUSIONS
 from keras_strategies.keras_compat.manifest import GROUPS, Patch
 from keras_strategies.keras_compat.private_names import PRIVATE, Private
 
+pytestmark = pytest.mark.one_backend
+
 PATCHES = [
     pytest.param(row, id=f"{row.owner.rpartition('.')[2]}.{row.name}")
     for group in GROUPS.values()
@@ -51,8 +53,7 @@ NAMES = [
 #: Packages with classes that set attributes only visible in their source.
 SOURCES = ("keras.src", *(f"{name}." for name in FRAMEWORKS[1:]))
 #: Of TensorFlow's variables and of our own subclasses.
-#: The last one is of keras_rs, see `tests/test_keras_rs.py`.
-OTHERS = {"_is_assigned", "_kind", "_references", "_feature_configs"}
+OTHERS = {"_is_assigned", "_kind", "_references"}
 
 
 @pytest.mark.parametrize("row", PATCHES)
@@ -387,7 +388,6 @@ def searches_text(function: ast.FunctionDef) -> bool:
     )
 
 
-@pytest.mark.one_backend
 def test_every_other_intrusion_has_a_row() -> None:
     found = {
         (module.name, kind)

@@ -12,6 +12,8 @@ from harness.forker import run_code
 
 import keras_strategies as ks
 
+pytestmark = pytest.mark.one_backend
+
 SCRIPT = """
 import json, sys
 import keras, numpy as np

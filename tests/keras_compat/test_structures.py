@@ -10,6 +10,8 @@ import pytest
 
 from keras_strategies.keras_compat.structures import leaves_of, with_leaves
 
+pytestmark = pytest.mark.one_backend
+
 Point = collections.namedtuple("Point", "x y")
 ZERO, ONE, TWO = (np.full(2, value) for value in range(3))
 STRUCTURES = {

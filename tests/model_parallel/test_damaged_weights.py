@@ -14,6 +14,8 @@ from keras import layers
 import keras_strategies as ks
 from keras_strategies.errors import DamagedCheckpointError
 
+pytestmark = pytest.mark.one_backend
+
 WIDTH = 64
 
 

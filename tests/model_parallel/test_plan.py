@@ -253,33 +253,6 @@ def test_a_plan_and_a_description_are_readable() -> None:
     assert "(-, model)" in description._repr_html_()
 
 
-@pytest.mark.one_backend("jax", "tensorflow")
-@not_torch
-def test_the_picture_has_every_device_and_the_largest_variables() -> None:
-    strategy = model_parallel()
-    with strategy.scope():
-        model = perceptron()()
-    plan = strategy.plan(perceptron(), ((8, 32), (8, 32)))
-    for source in (plan, strategy.describe(model)):
-        figure = source.plot(largest=2)
-        assert figure._repr_png_().startswith(b"\x89PNG")
-        mesh, *variables = figure.axes
-        assert [t.get_text() for t in mesh.texts if "cpu" in t.get_text()] == DEVICES
-        titles = [place.get_title() for place in variables]
-        assert sorted(title.split("\n")[1] for title in titles) == [
-            "32 x 64",
-            "64 x 32",
-        ]
-        parts = {text.get_text() for place in variables for text in place.texts}
-        assert parts == {"cpu:0, cpu:2", "cpu:1, cpu:3"}
-
-
-def test_without_a_mesh_there_is_no_picture() -> None:
-    plan = ks.OneDeviceStrategy("cpu:0").plan(perceptron(), ((8, 32), (8, 32)))
-    with pytest.raises(ValueError, match="no mesh to draw"):
-        plan.plot()
-
-
 def test_bad_arguments_of_plan(mirrored) -> None:
     with pytest.raises(ValueError, match="must return a compiled `keras"):
         mirrored.plan(lambda: keras.Sequential([layers.Dense(1)]), ((8, 2), (8, 1)))

@@ -13,6 +13,8 @@ import pytest
 
 import keras_strategies as ks
 
+pytestmark = pytest.mark.one_backend
+
 keras_hub = pytest.importorskip("keras_hub", reason="keras_hub is not installed")
 
 

@@ -13,6 +13,8 @@ import pytest
 from keras_strategies.lead.connection import LeadConnection
 from keras_strategies.lead.wire import encoded
 
+pytestmark = pytest.mark.one_backend
+
 # Bytes of messages to the group of workers, which say how many bytes follow.
 FEW = 20_000
 # More than two tensors of a message.
@@ -61,6 +63,7 @@ def test_bytes_of_a_worker_arrive_and_do_not_pass_the_lead(
         assert 0 < sent < FEW
 
 
+@pytest.mark.one_backend("jax")
 @pytest.mark.skipif(keras.backend.backend() != "jax", reason="programs of XLA")
 def test_the_program_of_a_broadcast_gathers_nothing() -> None:
     import jax

@@ -14,6 +14,8 @@ from harness.training import assert_same
 
 import keras_strategies as ks
 
+pytestmark = pytest.mark.one_backend
+
 
 def rows(count=22):
     rng = np.random.default_rng(count)
@@ -195,7 +197,6 @@ def test_a_backup_is_resumed_by_all_workers(cluster, tmp_path):
         assert_same(weights(whole), results, 1e-5, f"worker {index}")
 
 
-@pytest.mark.one_backend
 def test_decisions_are_the_chiefs(cluster):
     def program(strategy):
         chief = strategy.workers.group.is_chief
@@ -270,7 +271,6 @@ def test_a_worker_alone_may_have_a_callback_of_batches(cluster):
     assert_same(chief, other, 0.0, "worker 1")
 
 
-@pytest.mark.one_backend
 def test_callbacks_may_evaluate_and_predict_on_every_worker(cluster):
     def program(strategy):
         found = []

@@ -113,6 +113,7 @@ facts = [list(kernel.value.to_local().shape), repr(kernel)]
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=33)
 @needs_torch
 def test_a_script_shards_variables_over_processes(tmp_path) -> None:

@@ -12,6 +12,8 @@ from harness.training import assert_same
 
 import keras_strategies as ks
 
+pytestmark = pytest.mark.one_backend
+
 ALL = pytest.mark.parametrize(
     "cluster", ["two", "three", "two_by_two"], indirect=True, scope="session"
 )
@@ -139,7 +141,6 @@ def of_wide_rows(strategy, counts, steps):
     return summary(model, history), sent[0], [join.getMessage() for join in joins]
 
 
-@pytest.mark.one_backend
 @pytest.mark.nightly(unless=["two-counts0-1", "two-counts1-3"])
 @pytest.mark.parametrize(("counts", "steps"), [([4, 4], 1), ([4, 4], 3), ([3, 6], 1)])
 def test_separate_batches_stay_on_their_workers(cluster, counts, steps):
@@ -189,7 +190,6 @@ def test_separate_batches_of_other_shapes_are_an_error(cluster):
         assert "shape" in text
 
 
-@pytest.mark.one_backend
 def test_files_are_divided_and_each_row_is_read_once(cluster, tmp_path):
     import tensorflow as tf
 
@@ -238,7 +238,6 @@ def test_files_are_divided_and_each_row_is_read_once(cluster, tmp_path):
             assert {value // 10 for value in read[1]} == {1, 3}
 
 
-@pytest.mark.one_backend
 @pytest.mark.slow(seconds=7)
 def test_fit_reads_files_of_its_own(cluster, tmp_path):
     import tensorflow as tf
@@ -290,6 +289,53 @@ def test_datasets_from_a_function_are_not_divided_again(cluster):
     assert cluster(program) == [[22, 1, 1], [22, 1, 1]]
 
 
+def of_shards(strategy, shards):
+    """How often training has seen each row of a stream."""
+    import torch
+
+    class Stream(torch.utils.data.IterableDataset):
+        """Shards of five rows, of which a node takes those of `split_by_node`."""
+
+        def __init__(self, node, nodes):
+            self.node, self.nodes = node, nodes
+
+        def __iter__(self):
+            if shards % self.nodes == 0:
+                own = range(self.node, shards, self.nodes)
+                rows = (5 * shard + i for shard in own for i in range(5))
+            else:
+                # Hugging Face's `split_dataset_by_node` takes one row of each group.
+                rows = iter(range(self.node, 5 * shards, self.nodes))
+            for row in rows:
+                yield np.eye(5 * shards, dtype="float32")[row], np.zeros(1, "float32")
+
+    def dataset_fn(context):
+        stream = Stream(context.input_pipeline_id, context.num_input_pipelines)
+        return torch.utils.data.DataLoader(stream, batch_size=2)
+
+    with strategy.scope():
+        inputs = keras.Input((5 * shards,))
+        # Row i adds 1 to weight i, and to no other.
+        dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+        model = keras.Model(inputs, dense(inputs))
+        model.compile(keras.optimizers.SGD(1.0), _negative_sum)
+    model.fit(ks.DatasetCreator(dataset_fn), epochs=2, verbose=0)
+    return np.asarray(model.get_weights()[0])[:, 0]
+
+
+def _negative_sum(y, found):
+    return -keras.ops.sum(found)
+
+
+@pytest.mark.one_backend
+@pytest.mark.nightly(unless=["3-two"])
+@pytest.mark.parametrize("cluster", ["two", "three"], indirect=True, scope="session")
+@pytest.mark.parametrize("shards", [3, 4])
+def test_each_row_of_a_stream_is_read_once_if_shards_do_not_divide(cluster, shards):
+    for seen in cluster(of_shards, shards):
+        np.testing.assert_array_equal(seen, np.full(5 * shards, 2.0))
+
+
 class Batches(keras.utils.PyDataset):
     def __init__(self, batches):
         super().__init__()
@@ -302,7 +348,6 @@ class Batches(keras.utils.PyDataset):
         return self._batches[index]
 
 
-@pytest.mark.one_backend
 @pytest.mark.parametrize(
     ("problem", "message"),
     [
@@ -354,7 +399,6 @@ def test_another_number_of_rows_is_an_error_before_the_first_step(cluster):
         assert "the rows of `x`: worker 0 has 8, worker 1 has 9" in text
 
 
-@pytest.mark.one_backend
 @pytest.mark.parametrize("place", ["x", "y", "sample_weight"])
 @pytest.mark.parametrize("method", ["fit", "evaluate"])
 def test_other_values_of_arrays_are_an_error_that_names_them(cluster, method, place):
@@ -478,7 +522,6 @@ def streamed(strategy, group, kind):
     }
 
 
-@pytest.mark.one_backend
 @pytest.mark.parametrize("cluster", ["two", "two_by_two"], indirect=True)
 def test_groups_of_steps_read_every_batch_of_a_stream_once(cluster):
     from harness import streams

@@ -76,6 +76,7 @@ def saved(folder: Any, name: str) -> tuple[str, float]:
 
 
 @pytest.mark.one_backend("jax", "tensorflow")
+@pytest.mark.nightly(unless=["model.keras"])
 @pytest.mark.slow(seconds=18)
 @pytest.mark.skipif(TORCH, reason="a process has one device")
 @pytest.mark.parametrize(

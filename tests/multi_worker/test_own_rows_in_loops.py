@@ -15,6 +15,8 @@ from multi_worker.loaders import BATCH, ROWS, Noisy, Rows, X, forks, loader
 
 import keras_strategies as ks
 
+pytestmark = pytest.mark.one_backend
+
 ALL = pytest.mark.parametrize(
     "cluster", ["two", "three", "two_by_two"], indirect=True, scope="session"
 )
@@ -70,7 +72,6 @@ def check(alone: Any, every: list[Any]) -> None:
             np.testing.assert_array_equal(joined, rows)
 
 
-@pytest.mark.one_backend
 @pytest.mark.slow(seconds=6)
 @ALL
 def test_a_worker_reads_its_own_rows(cluster: Any) -> None:
@@ -211,7 +212,6 @@ def in_another_order(strategy: Any) -> None:
     list(strategy.experimental_distribute_dataset(loader(Rows())))
 
 
-@pytest.mark.one_backend
 @pytest.mark.slow(seconds=6)
 def test_other_orders_are_an_error_in_a_loop(forker: Any) -> None:
     pool = WorkerPool(forker, 2)

@@ -18,6 +18,8 @@ import keras_strategies as ks
 from keras_strategies.input.arrays import ArrayDataset
 from keras_strategies.training.resume.snapshot_writer import SnapshotWriter
 
+pytestmark = pytest.mark.one_backend
+
 ALL = pytest.mark.parametrize(
     "cluster", ["two", "three", "two_by_two"], indirect=True, scope="session"
 )
@@ -132,7 +134,6 @@ def trained(
     return numbers, [dataset.read for dataset in every]
 
 
-@pytest.mark.one_backend
 @pytest.mark.nightly(unless=["7-True-1-1-True-two"])
 @ALL
 @pytest.mark.parametrize(
@@ -195,7 +196,6 @@ def trained_in_parts(strategy: Any, arguments: dict[str, Any]) -> Any:
     return numbers
 
 
-@pytest.mark.one_backend
 @pytest.mark.nightly(unless=["two-serial"])
 @pytest.mark.slow(seconds=6)
 @pytest.mark.parametrize(
@@ -420,7 +420,6 @@ def trained_after_another_pass(strategy: Any) -> None:
     model.fit(strategy.experimental_distribute_dataset(rows), verbose=0)
 
 
-@pytest.mark.one_backend
 def test_arrays_in_another_order_are_an_error(forker: Any) -> None:
     pool = WorkerPool(forker, 2)
     try:
@@ -444,7 +443,6 @@ def trained_on_fewer_rows(strategy: Any) -> None:
     model.fit(FewerRows(({"one": X, "two": 2 * X}, Y, WEIGHTS), 5), verbose=0)
 
 
-@pytest.mark.one_backend
 def test_fewer_rows_than_asked_for_are_an_error(forker: Any) -> None:
     pool = WorkerPool(forker, 2)
     try:
@@ -471,7 +469,6 @@ def trained_on_other_rows(strategy: Any) -> None:
     model.fit(dataset, verbose=0)
 
 
-@pytest.mark.one_backend
 @pytest.mark.slow(seconds=7)
 def test_other_numbers_of_rows_are_an_error(forker: Any) -> None:
     pool = WorkerPool(forker, 2)

@@ -15,6 +15,7 @@ import keras_strategies as ks
 from keras_strategies.cluster.resolvers.local_processes import free_addresses
 
 pytestmark = [
+    pytest.mark.one_backend,
     pytest.mark.multiprocess,
     pytest.mark.skipif(os.name != "posix", reason="process groups are POSIX"),
 ]
@@ -93,7 +94,6 @@ def assert_trained_as_without_a_failure(folder: Path) -> None:
     assert not (folder / "backup").exists()
 
 
-@pytest.mark.one_backend
 @pytest.mark.slow(seconds=8)
 @pytest.mark.parametrize("victim", ["worker1", "worker0"])
 def test_workers_that_are_started_again_end_with_the_same_weights(

@@ -11,6 +11,8 @@ import pytest
 
 import keras_strategies as ks
 
+pytestmark = pytest.mark.one_backend
+
 STEPS = 24
 
 
@@ -38,7 +40,6 @@ def train(strategy, slow, steps=STEPS):
     return [text for text in found if "delays the others" in text]
 
 
-@pytest.mark.one_backend
 @pytest.mark.slow(seconds=25)
 @pytest.mark.parametrize("cluster", ["three"], indirect=True)
 def test_a_slow_worker_is_named_once_and_an_equal_one_never(cluster):

@@ -32,7 +32,7 @@ def _expected(name: str) -> dict[str, Any]:
     ("name", "cluster"),
     [
         ("residual", "two"),
-        ("gpt", "two"),
+        pytest.param("gpt", "two", marks=pytest.mark.nightly),
         pytest.param("exchanging", "two_by_two", marks=pytest.mark.nightly),
         pytest.param("noisy", "two_by_two", marks=pytest.mark.nightly),
     ],

@@ -20,6 +20,8 @@ from pages.digits import use_few_digits
 
 from keras_strategies.cluster.resolvers.local_processes import free_addresses
 
+pytestmark = pytest.mark.one_backend
+
 
 @pytest.mark.one_backend("tensorflow")
 def test_demo_trains_as_one_device_does_on_few_rows(monkeypatch, capsys) -> None:
@@ -145,6 +147,7 @@ def test_the_recommender_finds_the_tastes_that_it_was_not_told() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.multiprocess
+@pytest.mark.one_backend("tensorflow")
 @pytest.mark.skipif(
     keras.backend.backend() != "tensorflow", reason="the tutorial is TensorFlow's"
 )
@@ -157,3 +160,15 @@ def test_the_tutorial_on_parameter_servers_learns_its_rule() -> None:
     assert loss is not None and accuracy is not None, output
     assert float(loss[1]) < 0.1
     assert float(accuracy[1]) > 0.95
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(
+    keras.backend.backend() == "torch", reason="a process for each device"
+)
+def test_adapters_of_quantized_weights_learn_and_take_the_memory_of_the_plan() -> None:
+    output = run_example("adapters.py", "--devices", "cpu:0,cpu:1")
+    accuracies = re.findall(r"accuracy by \w+: .*?([\d.]+)$", output, re.MULTILINE)
+    assert len(accuracies) == 2 and min(map(float, accuracies)) > 0.9, output
+    planned, used = map(int, re.findall(r"(\d+) (?:planned|in use)", output))
+    assert used == pytest.approx(planned, rel=0.01)

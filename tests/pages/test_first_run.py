@@ -10,7 +10,7 @@ import pytest
 from harness.forker import Forker
 from pages.pasted import PAGES, code_blocks
 
-pytestmark = [pytest.mark.nightly, pytest.mark.multiprocess]
+pytestmark = [pytest.mark.one_backend, pytest.mark.nightly, pytest.mark.multiprocess]
 
 PAGE = "docs/first-run.md"
 #: The script changes its folder first; `Forker` starts it in that of the tests.

@@ -15,6 +15,8 @@ import keras
 import pytest
 from pages.digits import use_few_digits
 
+pytestmark = pytest.mark.one_backend
+
 _CHOICE = re.compile(r'environ\[\\"KERAS_BACKEND\\"\] = \\"(\w+)\\"')
 
 

@@ -11,16 +11,6 @@ from parameter_server import clusters
 BATCH, STEPS, ROWS = 8, 4, 30
 
 
-def several():
-    """Rows by Adam, the first dense layer by Adafactor, what is left by SGD."""
-    chosen = {
-        "(.*/)?embedding/.*": optimizers.Adam(0.05),
-        "(.*/)?hidden/.*": optimizers.Adafactor(0.05, clipnorm=0.5),
-    }
-    default = optimizers.SGD(0.1, momentum=0.5)
-    return optimizers.MultiOptimizer(optimizers.OptimizerMap(default, chosen))
-
-
 class ScheduleFree(optimizers.ScheduleFreeAdamW):
     """Keras's on one device, with the momentum that it had before the update.
 
@@ -40,8 +30,7 @@ class ScheduleFree(optimizers.ScheduleFreeAdamW):
 
 OPTIMIZERS = {
     "adadelta": lambda: optimizers.Adadelta(1.0),
-    "adafactor": lambda: optimizers.Adafactor(0.05),
-    "adafactor_accumulating": lambda: optimizers.Adafactor(
+    "accumulating": lambda: optimizers.Adam(
         0.05, gradient_accumulation_steps=2, use_ema=True, ema_overwrite_frequency=3
     ),
     "adamax": lambda: optimizers.Adamax(0.05),
@@ -51,7 +40,6 @@ OPTIMIZERS = {
     "lion": lambda: optimizers.Lion(0.01),
     "muon": lambda: optimizers.Muon(0.05),
     "nadam": lambda: optimizers.Nadam(0.05),
-    "multi": several,
     "rmsprop": lambda: optimizers.RMSprop(0.05, momentum=0.5, centered=True),
     "schedule_free": lambda: optimizers.ScheduleFreeAdamW(0.05, warmup_steps=3),
     "sgd": lambda: optimizers.SGD(0.1, momentum=0.5, nesterov=True),
@@ -59,7 +47,6 @@ OPTIMIZERS = {
 # Optimizers that update a table as on one device also with lazy rows.
 COMPLETE_WITH_LAZY_ROWS = {
     "accumulation": lambda: optimizers.SGD(0.1, gradient_accumulation_steps=2),
-    "adafactor": lambda: optimizers.Adafactor(0.05),
     "average": lambda: optimizers.SGD(
         0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=4
     ),

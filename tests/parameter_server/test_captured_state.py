@@ -20,6 +20,8 @@ import keras_strategies as ks
 from keras_strategies.parameter_server.variables.captured_state import CapturedState
 from parameter_server import clusters
 
+pytestmark = pytest.mark.one_backend
+
 GLOBAL = {"scale": 1}
 
 

@@ -20,6 +20,8 @@ from keras_strategies.parameter_server.server.variable_store import VariableStor
 from keras_strategies.parameter_server.wire.step_messages import StepRequest
 from parameter_server import clusters
 
+pytestmark = pytest.mark.one_backend
+
 TABLE, NARROW, DENSE, SCALAR = (0, 0), (1, 40), (2, 0), (3, 0)
 ROWS = 20_000
 
@@ -136,7 +138,8 @@ def test_shards_that_go_and_come_while_they_are_written() -> None:
     store.changes.begin(store.arrays, True)
     expected = copies(store)
     store.delete(TABLE)
-    store.adopt({NARROW: np.full(300, 2, ml_dtypes.bfloat16)})
+    store.delete(NARROW)
+    store.create(NARROW, np.full(300, 2, ml_dtypes.bfloat16))
     store.write(NARROW, np.full(300, 3, ml_dtypes.bfloat16))
     store.create((9, 0), np.ones(5))
     store.write((9, 0), np.full(2, 4.0), 1)

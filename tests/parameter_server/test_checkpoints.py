@@ -13,7 +13,7 @@ from harness.forker import run_code
 import keras_strategies as ks
 from parameter_server import clusters
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.one_backend, pytest.mark.multiprocess]
 
 OPTIONS = {"batch_size": 8, "shuffle": False, "verbose": 0}
 
@@ -60,7 +60,6 @@ def assert_goes_on(model, uninterrupted) -> None:
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.one_backend
 @pytest.mark.nightly(unless=["3"])
 @pytest.mark.parametrize("count", [1, 3, 4])
 def test_training_goes_on_with_another_number_of_parts(
@@ -73,7 +72,6 @@ def test_training_goes_on_with_another_number_of_parts(
     assert_goes_on(model, uninterrupted)
 
 
-@pytest.mark.one_backend
 @pytest.mark.parametrize(
     "make",
     [
@@ -161,7 +159,6 @@ def test_checkpoints_of_callbacks(synchronous, uninterrupted, tmp_path) -> None:
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.one_backend
 @pytest.mark.nightly(unless=["float32-w.weights.json"])
 @pytest.mark.parametrize("name", ["w.weights.h5", "w.keras", "w.weights.json"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -13,7 +13,7 @@ import pytest
 import keras_strategies as ks
 from parameter_server import clusters
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.one_backend, pytest.mark.multiprocess]
 
 
 @pytest.fixture
@@ -84,7 +84,6 @@ def ragged_model():
     return model
 
 
-@pytest.mark.one_backend
 @pytest.mark.parametrize("kind", ["tf_data", "tensor"])
 def test_fit_on_ragged_rows_equals_keras(tf, synchronous, kind) -> None:
     x = tf.ragged.constant([[1.0, 2.0, 3.0], [4.0], [0.0, 6.0], [5.0], [2.0]])

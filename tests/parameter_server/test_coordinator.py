@@ -12,7 +12,7 @@ import pytest
 import keras_strategies as ks
 from parameter_server import clusters
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.one_backend, pytest.mark.multiprocess]
 
 
 @pytest.fixture
@@ -25,7 +25,6 @@ def coordinator(strategy):
     return ks.ClusterCoordinator(strategy)
 
 
-@pytest.mark.one_backend
 def test_there_is_one_coordinator(strategy, coordinator) -> None:
     assert ks.ClusterCoordinator(strategy) is coordinator
     with pytest.raises(ks.errors.InvalidArgumentError, match="ParameterServerStrategy"):
@@ -34,7 +33,6 @@ def test_there_is_one_coordinator(strategy, coordinator) -> None:
         coordinator.schedule(3)
 
 
-@pytest.mark.one_backend
 def test_functions_run_once_each_and_update_variables(strategy, coordinator) -> None:
     with strategy.scope():
         total = keras.Variable(0.0, name="total", trainable=False)
@@ -71,7 +69,6 @@ def test_workers_do_not_preempt_the_server_that_wakes_them(coordinator) -> None:
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
 
-@pytest.mark.one_backend
 def test_a_custom_loop_over_each_workers_dataset(strategy, coordinator) -> None:
     with strategy.scope():
         table = keras.Variable(np.zeros((1000, 2)), name="table", dtype="float32")
@@ -112,7 +109,6 @@ def test_a_custom_loop_over_each_workers_dataset(strategy, coordinator) -> None:
     assert status.steps >= 6
 
 
-@pytest.mark.one_backend
 @pytest.mark.parametrize(
     ("cost", "expected"),
     [

@@ -23,7 +23,10 @@ from keras_strategies.processes.local_cluster import LocalTask
 from parameter_server import clusters
 from parameter_server.scheduler_in_process import Messages, scheduler_of
 
-pytestmark = [pytest.mark.one_backend, pytest.mark.multiprocess]
+pytestmark = [
+    pytest.mark.one_backend,
+    pytest.mark.multiprocess,
+]
 
 
 @pytest.fixture
@@ -70,7 +73,6 @@ def test_a_worker_that_is_killed_is_replaced(recovered, coordinator, total) -> N
     assert deaths(recovered, "worker", 0) == before + 1
 
 
-@pytest.mark.one_backend
 def test_a_push_counts_once_when_its_closure_runs_again(
     coordinator, total, tmp_path
 ) -> None:
@@ -157,7 +159,6 @@ DEADLY = {
 }
 
 
-@pytest.mark.one_backend
 @pytest.mark.parametrize("number", DEADLY)
 def test_a_function_that_ends_its_workers_is_given_up(coordinator, number) -> None:
     def deadly():
@@ -286,7 +287,6 @@ def updates(strategy, coordinator, table, optimizer):
     return run
 
 
-@pytest.mark.one_backend
 def test_nothing_is_lost_that_is_in_a_snapshot(recovered, coordinator) -> None:
     with recovered.scope():
         table = keras.Variable(np.zeros((10, 2)), name="table", dtype="float32")
@@ -389,34 +389,6 @@ def test_a_damaged_snapshot_is_not_used(recovered, coordinator, total) -> None:
         coordinator.join(clusters.SECONDS)
         coordinator.join()
     assert float(total.numpy()) == 2.0
-
-
-def test_factored_moments_are_in_a_snapshot(recovered, coordinator) -> None:
-    with recovered.scope():
-        table = keras.Variable(np.ones((10, 2)), name="table", dtype="float32")
-        optimizer = keras.optimizers.Adafactor(0.1)
-        optimizer.build([table])
-    alone = keras.Variable(np.ones((10, 2)), dtype="float32")
-    reference = keras.optimizers.Adafactor(0.1)
-    reference.build([alone])
-
-    run = updates(recovered, coordinator, table, optimizer)
-    run(2)
-    server = recovered.registry.describe(table).shards[0].server
-    recovered.cluster.servers.request(server, "snapshot")
-    clusters.kill(recovered, "ps", server)
-    run(1)
-    coordinator.join(clusters.SECONDS)
-    gradient = np.zeros((10, 2), "float32")
-    gradient[[1, 4]] = 1
-    for _ in range(3):
-        reference.apply([keras.ops.convert_to_tensor(gradient)], [alone])
-    for ours, expected in zip(
-        clusters.values([table, *optimizer.variables]),
-        clusters.values([alone, *reference.variables]),
-        strict=True,
-    ):
-        np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow(seconds=6)

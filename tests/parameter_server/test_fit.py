@@ -11,7 +11,7 @@ import pytest
 import keras_strategies as ks
 from parameter_server import clusters
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.one_backend, pytest.mark.multiprocess]
 
 
 OPTIMIZERS = {
@@ -29,7 +29,6 @@ OPTIMIZERS = {
 AT_NIGHT = ("adagrad", "adamw")
 
 
-@pytest.mark.one_backend
 @pytest.mark.nightly(unless=["nadam_schedule"])
 @pytest.mark.parametrize(
     "name",

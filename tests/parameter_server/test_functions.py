@@ -17,7 +17,7 @@ import keras_strategies as ks
 from keras_strategies.engines import get_engine
 from parameter_server import clusters
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.one_backend, pytest.mark.multiprocess]
 
 
 @pytest.fixture
@@ -147,6 +147,7 @@ def test_it_does_not_end_loops_over_values(coordinator) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.one_backend("tensorflow")
 @pytest.mark.skipif(
     keras.backend.backend() != "tensorflow", reason="errors of TensorFlow"
 )
@@ -255,7 +256,6 @@ def test_variables_and_metrics_are_arguments(strategy, call) -> None:
     assert float(numpy(other.result())) == 5.0
 
 
-@pytest.mark.one_backend
 def test_models_and_optimizers_are_arguments(strategy, call) -> None:
     x = np.ones((4, 2), "float32")
     with strategy.scope():
@@ -283,7 +283,6 @@ def test_models_and_optimizers_are_arguments(strategy, call) -> None:
         np.testing.assert_allclose(numpy(layer.weights[1]), bias - 0.4, rtol=1e-5)
 
 
-@pytest.mark.one_backend
 @pytest.mark.nightly(unless=["compile", "fit", "predict"])
 @pytest.mark.parametrize(
     "name", ["compile", "fit", "evaluate", "predict", "train_on_batch"]

@@ -15,6 +15,8 @@ from keras_strategies.parameter_server.variables.initial_values import (
 )
 from parameter_server import servers_in_process
 
+pytestmark = pytest.mark.one_backend
+
 ROWS, WIDTH = 30_011, 24
 NAMES = keras.initializers
 

@@ -13,7 +13,7 @@ pytest.importorskip("keras_rs", reason="keras_rs is not installed")
 
 from harness.keras_rs_models import BATCH, ranking_data, ranking_model
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.one_backend, pytest.mark.multiprocess]
 
 
 def trained(x, y):

@@ -19,6 +19,8 @@ import pytest
 
 import keras_strategies as ks
 
+pytestmark = pytest.mark.one_backend
+
 END_SECONDS = 30.0
 
 

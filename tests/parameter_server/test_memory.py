@@ -13,7 +13,10 @@ import pytest
 import keras_strategies as ks
 from parameter_server import clusters
 
-pytestmark = [pytest.mark.one_backend, pytest.mark.multiprocess]
+pytestmark = [
+    pytest.mark.one_backend,
+    pytest.mark.multiprocess,
+]
 
 COLUMNS = 64
 ROWS = (192 << 20) // (4 * COLUMNS)

@@ -9,7 +9,7 @@ import pytest
 import keras_strategies as ks
 from parameter_server import clusters
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.one_backend, pytest.mark.multiprocess]
 BACKEND = keras.backend.backend()
 
 
@@ -31,7 +31,6 @@ def squares(table, ids):
     return lambda: keras.ops.sum(keras.ops.take(table, ids, axis=0) ** 2)
 
 
-@pytest.mark.one_backend
 def test_a_partitioned_variable_and_its_parts(synchronous, table) -> None:
     assert isinstance(table, ks.ShardedVariable) and isinstance(table, keras.Variable)
     assert [part.shape for part in table.variables] == [(5, 2), (5, 2)]
@@ -58,7 +57,6 @@ def test_a_partitioned_variable_and_its_parts(synchronous, table) -> None:
         _ = table.device
 
 
-@pytest.mark.one_backend
 def test_variables_in_one_part(synchronous, table) -> None:
     with synchronous.scope():
         whole = keras.Variable(3.0)
@@ -103,6 +101,7 @@ def test_run_is_a_step_of_a_worker(synchronous, table) -> None:
         synchronous.run(step, args=2.0)
 
 
+@pytest.mark.one_backend("jax", "tensorflow")
 @pytest.mark.skipif(BACKEND == "torch", reason="ks.function traces nothing on Torch")
 def test_run_in_a_program_of_the_coordinator_is_refused(synchronous) -> None:
     step = ks.function(lambda: synchronous.run(lambda: 1.0))
@@ -161,6 +160,7 @@ def test_assignments_while_gradients_are_computed_are_kept(synchronous) -> None:
     np.testing.assert_array_equal(weight.numpy(), np.full(4, 3.0))
 
 
+@pytest.mark.one_backend("torch", "tensorflow")
 @pytest.mark.skipif(BACKEND == "jax", reason="JAX differentiates by arguments")
 def test_other_ways_to_gradients_are_refused(table) -> None:
     with pytest.raises(ks.errors.BackendError, match=r"ks\.value_and_grad"):
@@ -174,6 +174,7 @@ def test_other_ways_to_gradients_are_refused(table) -> None:
             tape.gradient(loss, [table])
 
 
+@pytest.mark.one_backend("tensorflow")
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="these are TensorFlow's own")
 def test_checkpoints_lookups_and_saved_models_of_tensorflow(
     synchronous, model, table, tmp_path
@@ -216,6 +217,7 @@ def test_checkpoints_lookups_and_saved_models_of_tensorflow(
     assert history["loss"][-1] < history["loss"][0]
 
 
+@pytest.mark.one_backend("torch", "tensorflow")
 @pytest.mark.one_backend("torch", "tensorflow")
 @pytest.mark.skipif(BACKEND == "jax", reason="its export takes half a minute")
 def test_a_model_is_exported(model, tmp_path) -> None:

@@ -22,8 +22,9 @@ from keras_strategies.parameter_server.variables.variable_partitioners import (
 )
 from keras_strategies.parameter_server.wire.variable_description import ShardRange
 
+pytestmark = pytest.mark.one_backend
 
-@pytest.mark.one_backend
+
 @pytest.mark.parametrize(
     ("rows", "parts", "sizes"),
     [
@@ -41,7 +42,6 @@ def test_rows_are_split_div(rows, parts, sizes) -> None:
     assert ranges[0][0] == 0 and ranges[-1][1] == rows
 
 
-@pytest.mark.one_backend
 @pytest.mark.parametrize(
     ("partitioner", "shape", "dtype", "expected"),
     [
@@ -124,7 +124,6 @@ def test_subclasses_define_parts_or_the_call() -> None:
         number_of_parts(Partitioner(), (4, 8), "float32")
 
 
-@pytest.mark.one_backend
 @pytest.mark.parametrize("rows", [1, 7, 24, 100])
 @pytest.mark.parametrize("limit", [1, 16, 40, 64, 100, 10_000])
 def test_parts_have_the_sizes_of_their_limits(rows, limit) -> None:
@@ -138,7 +137,6 @@ def test_parts_have_the_sizes_of_their_limits(rows, limit) -> None:
     assert max(sizes) <= max(limit, row)
 
 
-@pytest.mark.one_backend
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -155,7 +153,6 @@ def test_numbers_that_cannot_be(make, message) -> None:
         make()
 
 
-@pytest.mark.one_backend
 @pytest.mark.parametrize(
     ("returned", "message"),
     [

@@ -8,6 +8,8 @@ import pytest
 
 from parameter_server import clusters
 
+pytestmark = pytest.mark.one_backend
+
 _LOGGER = logging.getLogger("keras_strategies")
 
 

@@ -16,6 +16,8 @@ from keras_strategies.parameter_server.worker.pull_ahead import (
 from keras_strategies.parameter_server.worker.step_execution import PullPlan
 from parameter_server import clusters
 
+pytestmark = pytest.mark.one_backend
+
 IDS, ROWS, BATCH, STEPS, EPOCHS = 8, 500, 64, 12, 3
 
 
@@ -159,7 +161,6 @@ def trained(model, x, y, missed):
     return weights
 
 
-@pytest.mark.one_backend
 @pytest.mark.nightly(unless=["True-1"])
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("pull_ahead", "missed"), [(True, 1), (False, 0)])
@@ -184,7 +185,6 @@ def test_a_step_misses_the_update_before_it_and_no_other(pull_ahead, missed):
         assert worker.staleness == EPOCHS * missed * (STEPS - 1)
 
 
-@pytest.mark.one_backend
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("steps_per_execution", [1, 5])
 def test_steps_read_their_own_values_from_shared_memory(steps_per_execution):

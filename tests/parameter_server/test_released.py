@@ -15,6 +15,8 @@ from keras_strategies.parameter_server.server.request_handler import ParameterSe
 from keras_strategies.parameter_server.variables.weak_numbers import WeakNumbers
 from parameter_server import clusters
 
+pytestmark = pytest.mark.one_backend
+
 
 class Thing:
     """An object with weak references."""

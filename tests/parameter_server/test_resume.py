@@ -13,7 +13,10 @@ import keras_strategies as ks
 from keras_strategies.training.resume import resume_callback
 from parameter_server import clusters
 
-pytestmark = [pytest.mark.one_backend, pytest.mark.multiprocess]
+pytestmark = [
+    pytest.mark.one_backend,
+    pytest.mark.multiprocess,
+]
 
 
 class Interrupted(Exception):

@@ -5,8 +5,9 @@ import pytest
 
 from keras_strategies.parameter_server.worker.row_positions import RowPositions
 
+pytestmark = pytest.mark.one_backend
 
-@pytest.mark.one_backend
+
 @pytest.mark.parametrize("rows", [50, 100_000], ids=["positions of all rows", "unique"])
 def test_places_lead_back_to_ids(rows):
     random = np.random.default_rng(0)

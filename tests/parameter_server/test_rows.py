@@ -13,8 +13,9 @@ from keras_strategies.parameter_server.server.optimizer_updater import (
 from keras_strategies.parameter_server.server.variable_store import VariableStore
 from keras_strategies.parameter_server.wire.arrays.row_arrays import put_rows
 
+pytestmark = pytest.mark.one_backend
 
-@pytest.mark.one_backend
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int64", ml_dtypes.bfloat16])
 @pytest.mark.parametrize("shape", [(10,), (10, 3), (10, 2, 3), (10, 0)])
 def test_rows_are_put_as_numpy_does(dtype, shape) -> None:

@@ -13,6 +13,8 @@ from keras_strategies.parameter_server.coordinator.scheduled_steps import (
     ScheduledSteps,
 )
 
+pytestmark = pytest.mark.one_backend
+
 
 class Cluster:
     """Records the batches that are scheduled; their steps return them at once."""

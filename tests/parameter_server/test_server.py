@@ -19,7 +19,10 @@ from keras_strategies.parameter_server.wire.request_service import Service
 from keras_strategies.runtime.engine import Feature
 from parameter_server import clusters
 
-pytestmark = [pytest.mark.one_backend("jax"), pytest.mark.multiprocess]
+pytestmark = [
+    pytest.mark.one_backend("jax"),
+    pytest.mark.multiprocess,
+]
 SECRET = "correct horse battery staple"
 TASK = """
 import keras_strategies as ks

@@ -23,9 +23,12 @@ from keras_strategies.parameter_server.wire.request_service import Service, serv
 LARGE = shared_buffers.LEAST_BYTES // 4
 SECONDS = 20.0
 
-pytestmark = pytest.mark.skipif(
-    not shared_buffers.IS_AVAILABLE, reason="this system has no memfd_create"
-)
+pytestmark = [
+    pytest.mark.one_backend,
+    pytest.mark.skipif(
+        not shared_buffers.IS_AVAILABLE, reason="this system has no memfd_create"
+    ),
+]
 
 
 def memory(value: float, size: int = LARGE) -> memoryview:
@@ -48,7 +51,6 @@ def test_arrays_arrive_and_begin_where_frameworks_like_it() -> None:
     writer.close()
 
 
-@pytest.mark.one_backend
 @pytest.mark.parametrize("unanswered", [0, 1])
 def test_regions_take_turns_once_the_peer_has_answered(unanswered: int) -> None:
     writer, reader = SharedBufferWriter(2 + unanswered), SharedBufferReader()

@@ -22,6 +22,8 @@ from keras_strategies.processes.local_cluster import LocalTask
 from parameter_server import clusters
 from parameter_server.full_disk import full_disk
 
+pytestmark = pytest.mark.one_backend
+
 KEY = (0, 0)
 
 
@@ -134,7 +136,6 @@ def test_a_folder_that_is_a_file_is_said_at_once(tmp_path) -> None:
         server.handle(("snapshot", None))
 
 
-@pytest.mark.one_backend
 @pytest.mark.parametrize(
     "damage", ["truncated", "empty", "head", "values", "end", "without an end"]
 )
@@ -301,7 +302,6 @@ def changed_while_written(folder) -> ParameterServer:
     return server
 
 
-@pytest.mark.one_backend
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_server_goes_on_while_its_snapshot_is_written(
     tmp_path, slow_writes, ends

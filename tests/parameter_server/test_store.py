@@ -14,6 +14,8 @@ from keras_strategies.parameter_server.wire.step_messages import StepRequest
 from keras_strategies.processes.local_cluster import LocalTask
 from parameter_server import clusters
 
+pytestmark = pytest.mark.one_backend
+
 KEY = (0, 0)
 
 

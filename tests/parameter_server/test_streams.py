@@ -11,7 +11,7 @@ from harness import streams
 
 import keras_strategies as ks
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.one_backend, pytest.mark.multiprocess]
 
 
 def made(strategy, kind: str):

@@ -12,7 +12,7 @@ import pytest
 import keras_strategies as ks
 from parameter_server import clusters
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.one_backend, pytest.mark.multiprocess]
 
 ROWS = 28  # In batches of 8, the last one has 4.
 
@@ -218,7 +218,6 @@ def test_arguments_that_it_does_not_take(synchronous) -> None:
         model.train_on_batch(x, y, sample_weight=y, class_weight={0: 1.0})
 
 
-@pytest.mark.one_backend
 def test_several_steps_in_one_message(synchronous) -> None:
     x, y = data()
     seen = []
@@ -382,7 +381,6 @@ def test_a_step_of_ones_own(synchronous) -> None:
     np.testing.assert_allclose(logs[0]["loss"], logs[1]["loss"], rtol=1e-5)
 
 
-@pytest.mark.one_backend
 def test_a_table_of_ones_own_is_looked_up_by_rows(synchronous) -> None:
     class Table(keras.layers.Layer):
         def build(self, shape):
@@ -430,7 +428,6 @@ def test_thousands_of_lookups(synchronous) -> None:
     assert_alike(ours, theirs)
 
 
-@pytest.mark.one_backend
 @pytest.mark.parametrize(
     ("options", "message"),
     [

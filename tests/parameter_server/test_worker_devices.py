@@ -20,6 +20,8 @@ from keras_strategies.parameter_server.engines import parameter_server_engine
 from keras_strategies.processes.local_cluster import LocalTask
 from parameter_server import accelerated_worker, clusters
 
+pytestmark = pytest.mark.one_backend
+
 OPTIONS = {"batch_size": 8, "shuffle": False, "verbose": 0}
 ACCELERATOR = str(accelerated_worker.ACCELERATOR)
 
@@ -97,7 +99,6 @@ def test_steps_on_an_accelerator_equal_those_of_one_device(accelerated, name) ->
     )
 
 
-@pytest.mark.one_backend
 @pytest.mark.multiprocess
 def test_scheduled_functions_are_on_the_accelerator(accelerated) -> None:
     with accelerated.scope():
@@ -139,6 +140,7 @@ def test_servers_stay_on_the_cpu(monkeypatch) -> None:
         assert get_engine().device_of(keras.ops.ones(3)) == Device("cpu", 0)
 
 
+@pytest.mark.one_backend("jax")
 @pytest.mark.skipif(keras.backend.backend() != "jax", reason="buffers of JAX")
 def test_buffers_are_read_on_the_cpu_only(monkeypatch) -> None:
     from keras_strategies.parameter_server.engines import jax_engine
@@ -156,7 +158,6 @@ def test_buffers_are_read_on_the_cpu_only(monkeypatch) -> None:
     assert isinstance(found, np.ndarray) and found.tolist() == [1.0, 1.0]
 
 
-@pytest.mark.one_backend
 @pytest.mark.parametrize(
     "gpus, workers, expected",
     [

@@ -14,6 +14,8 @@ from keras import layers
 import keras_strategies as ks
 from keras_strategies.runtime.data_parallel.call_notes import multiplications
 
+pytestmark = pytest.mark.one_backend
+
 IS_ONE_PROGRAM = keras.backend.backend() == "jax"
 split_by_calls = pytest.mark.skipif(IS_ONE_PROGRAM, reason="a step is one program")
 X = np.random.default_rng(0).normal(size=(10, 8)).astype("float32")
@@ -63,7 +65,6 @@ def test_before_any_call_there_is_no_column(mirrored) -> None:
     assert "calls" not in str(described) and described.parallel is None
 
 
-@pytest.mark.one_backend
 def test_layers_of_keras_are_split_by_type(mirrored, capfd) -> None:
     model = trained(mirrored, layers.Dense(16, "relu"))
     expected = "one program" if IS_ONE_PROGRAM else "split by type"
@@ -74,6 +75,7 @@ def test_layers_of_keras_are_split_by_type(mirrored, capfd) -> None:
     assert "in parallel" not in capfd.readouterr().err
 
 
+@pytest.mark.one_backend("torch", "tensorflow")
 @split_by_calls
 def test_own_code_is_split_by_rows_and_as_declared(mirrored) -> None:
     model = trained(mirrored, Scaled())
@@ -87,6 +89,7 @@ def test_own_code_is_split_by_rows_and_as_declared(mirrored) -> None:
     assert mirrored.describe(model).parallel == pytest.approx(share)
 
 
+@pytest.mark.one_backend("torch", "tensorflow")
 @split_by_calls
 def test_the_share_is_that_of_the_multiplications(mirrored, capfd) -> None:
     block = keras.Sequential([layers.Dense(32), layers.Dense(16)])
@@ -102,6 +105,7 @@ def test_the_share_is_that_of_the_multiplications(mirrored, capfd) -> None:
     assert "in parallel" not in capfd.readouterr().err
 
 
+@pytest.mark.one_backend("torch", "tensorflow")
 @split_by_calls
 def test_fit_says_once_that_less_than_90_percent_ran_in_parallel(
     mirrored, capfd

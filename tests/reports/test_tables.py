@@ -11,6 +11,8 @@ import pytest
 import keras_strategies as ks
 from keras_strategies.text_tables import Table, counted, fact_lines, readable_bytes
 
+pytestmark = pytest.mark.one_backend
+
 
 def table(**options) -> Table:
     rows = (("dense/kernel", "12"), ("bias", "1800"))

@@ -16,6 +16,8 @@ import keras_strategies as ks
 from keras_strategies.training.resume.input_position import ShuffledBatches
 from keras_strategies.training.resume.snapshot_writer import SnapshotWriter
 
+pytestmark = pytest.mark.one_backend
+
 BACKEND = keras.backend.backend()
 ROWS = 22
 RNG = np.random.default_rng(3)
@@ -215,7 +217,6 @@ def test_input_continues_where_it_was(kind: str, tmp_path: Path) -> None:
     assert_resumed(tmp_path, data, epochs=epochs, **options)
 
 
-@pytest.mark.one_backend
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_rows_of_a_loader_are_augmented_as_without_an_interruption(
     shuffle: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -244,6 +245,7 @@ def test_the_first_epoch_need_not_be_zero(tmp_path: Path) -> None:
 
 
 @pytest.mark.one_backend("jax")
+@pytest.mark.one_backend("jax", "tensorflow")
 @pytest.mark.skipif(BACKEND == "torch", reason="Keras takes single steps on Torch")
 def test_several_steps_in_one_execution(tmp_path: Path) -> None:
     options = {"steps_per_execution": 2, "epochs": 4}
@@ -297,6 +299,7 @@ def test_a_stream_is_continued(tmp_path: Path) -> None:
     assert BACKEND == "tensorflow" or read <= steps + 2
 
 
+@pytest.mark.one_backend("tensorflow")
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="imports TensorFlow")
 def test_an_order_without_a_seed_is_a_warning(tmp_path: Path) -> None:
     import tensorflow as tf

@@ -18,6 +18,8 @@ from harness.forker import Forked, Forker
 
 from keras_strategies.cluster.resolvers.local_processes import free_addresses
 
+pytestmark = pytest.mark.one_backend
+
 ADAM_TOLERANCE = 1e-4
 EPOCHS, STEPS = 3, 5
 
@@ -240,7 +242,6 @@ def test_a_signal_saves_and_training_continues(
         assert "is finished, after 3 of 3 epochs: nothing to do." in text
 
 
-@pytest.mark.one_backend
 def test_a_second_interrupt_ends_at_once(forker: Forker, tmp_path: Path) -> None:
     training = Training(forker, tmp_path)
     (process,) = training.start("step 2")

@@ -9,6 +9,8 @@ from row_proofs.cases import CASES
 from row_proofs.proofs import built, proof_of
 from row_proofs.row_case import RowCase
 
+pytestmark = pytest.mark.one_backend
+
 #: One of each kind of rules; the whole table takes a minute.
 NAMES = (
     "dense 3-D",
@@ -42,6 +44,7 @@ NAMES = (
 )
 
 
+@pytest.mark.one_backend("tensorflow")
 @pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="of TensorFlow")
 @pytest.mark.parametrize(
     "case", [c for c in CASES if c.name in NAMES], ids=lambda case: case.name

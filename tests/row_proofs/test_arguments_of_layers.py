@@ -19,6 +19,8 @@ from keras import layers, ops
 import keras_strategies as ks
 from row_proofs.proofs import needs_split
 
+pytestmark = pytest.mark.one_backend("torch", "tensorflow")
+
 BACKEND = keras.backend.backend()
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(25, 6)).astype("float32") * np.linspace(0.3, 2, 25)[:, None]
@@ -192,6 +194,7 @@ def test_classes_along_the_rows_of_a_metric() -> None:
 
 
 @pytest.mark.nightly(unless=["slice"])
+@pytest.mark.one_backend("tensorflow")
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="objects of TensorFlow")
 @pytest.mark.parametrize("kind", ["scatter_sub", "slice", "table"])
 def test_objects_that_a_call_changes(kind: str) -> None:
@@ -229,6 +232,7 @@ def test_objects_that_a_call_changes(kind: str) -> None:
     assert_same_on_replicas(make, fit, (2,))
 
 
+@pytest.mark.one_backend("tensorflow")
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="numbers of TensorFlow")
 def test_warning_does_not_promise_numbers_of_tensorflow() -> None:
     import tensorflow as tf

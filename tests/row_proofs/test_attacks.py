@@ -21,6 +21,8 @@ from row_proofs.case_layers import AddLoss, Apply
 from row_proofs.proofs import needs_split, proof_of, prover
 from row_proofs.split_numbers import assert_equal, numbers, split_numbers
 
+pytestmark = pytest.mark.one_backend("torch", "tensorflow")
+
 BACKEND = keras.backend.backend()
 Function = Callable[[Any], Any]
 WITH_ROWS = np.linspace(-1, 1, 8, dtype="float32")[:, None]
@@ -381,6 +383,7 @@ def test_functions(name: str) -> None:
         assert_refused_or_equal(layer, sizes)
 
 
+@pytest.mark.one_backend("tensorflow")
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="programs of TensorFlow")
 @pytest.mark.parametrize("name", [*FUNCTIONS, *OF_ANY_ROWS])
 def test_functions_for_any_number_of_rows(name: str) -> None:

@@ -17,6 +17,8 @@ from row_proofs.proofs import built, needs_split, placed_updates, proof_of
 from row_proofs.row_case import BATCH, SIZES, RowCase
 from row_proofs.split_numbers import assert_equal, numbers, split_numbers
 
+pytestmark = pytest.mark.one_backend("torch", "tensorflow")
+
 BACKEND = keras.backend.backend()
 #: Parts of these need the statistics of all replicas.
 WITH_COLLECTIVES = ("batch norm", "batch norm of images", "batch norm and a loss")

@@ -24,7 +24,7 @@ import keras_strategies as ks
 from keras_strategies.runtime.data_parallel import data_parallel_call
 from row_proofs.proofs import needs_split
 
-pytestmark = needs_split
+pytestmark = [pytest.mark.one_backend("torch", "tensorflow"), needs_split]
 
 BACKEND = keras.backend.backend()
 RANDOM = np.random.default_rng(3)

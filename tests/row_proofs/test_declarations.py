@@ -21,6 +21,8 @@ BACKEND = keras.backend.backend()
 TORCH = BACKEND == "torch"
 if BACKEND == "jax":
     pytest.skip("JAX does not split layer calls", allow_module_level=True)
+
+pytestmark = pytest.mark.one_backend("torch", "tensorflow")
 if TORCH:
     import torch
 

@@ -23,6 +23,8 @@ from row_proofs.proofs import needs_split
 from row_proofs.split_numbers import assert_equal, numbers
 from row_proofs.test_attacks import FUNCTIONS, LAYERS, LOSSES, NOT_IN_KERAS, batch
 
+pytestmark = pytest.mark.one_backend("torch", "tensorflow")
+
 BACKEND = keras.backend.backend()
 DEVICES = ["cpu:0", "cpu:1", "cpu:2"]
 RANDOM = np.random.default_rng(3)

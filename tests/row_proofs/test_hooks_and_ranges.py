@@ -15,6 +15,8 @@ from keras import layers, ops
 
 import keras_strategies as ks
 
+pytestmark = pytest.mark.one_backend
+
 BACKEND = keras.backend.backend()
 RANDOM = np.random.default_rng(7)
 X = RANDOM.normal(size=(44, 4)).astype("float32")

@@ -14,6 +14,8 @@ from row_proofs.proofs import built, needs_split, proof_of
 from row_proofs.row_case import SIZES
 from row_proofs.split_numbers import assert_equal, numbers, split_numbers
 
+pytestmark = pytest.mark.one_backend("torch", "tensorflow")
+
 BACKEND = keras.backend.backend()
 #: By day each kind of rules and reasons, in calls that are quickly traced.
 BY_DAY = {

@@ -20,6 +20,8 @@ from row_proofs.proofs import needs_split, placed_updates, proof_of
 from row_proofs.row_case import BATCH, SIZES
 from row_proofs.split_numbers import assert_equal, numbers, split_numbers
 
+pytestmark = pytest.mark.one_backend("torch", "tensorflow")
+
 TABLE = np.random.default_rng(1).normal(size=(BATCH, 6)).astype("float32")
 
 

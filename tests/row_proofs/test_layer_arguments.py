@@ -14,6 +14,8 @@ from keras_strategies.rows.layer_calls import (
     argument_leaves,
 )
 
+pytestmark = pytest.mark.one_backend
+
 
 @dataclasses.dataclass
 class Pair:

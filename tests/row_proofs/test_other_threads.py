@@ -116,4 +116,4 @@ def test_numbers_that_another_thread_draws_are_not_drawn_again() -> None:
 )
 def test_draws_of_the_call_are_found_while_others_draw(draw: Any) -> None:
     texts = trained_with(Drawer(5), draw)
-    assert any("draws random numbers of Python or NumPy" in text for text in texts)
+    assert any("random numbers" in text for text in texts)

@@ -20,6 +20,8 @@ BACKEND = keras.backend.backend()
 if BACKEND == "jax":
     pytest.skip("JAX has no proofs", allow_module_level=True)
 
+pytestmark = pytest.mark.one_backend("torch", "tensorflow")
+
 X = np.random.default_rng(4).normal(size=(17, 4)).astype("float32")
 
 
@@ -105,6 +107,7 @@ def test_state_is_that_of_one_device(name: str) -> None:
     assert any("cannot be split by rows" in str(each.message) for each in caught)
 
 
+@pytest.mark.one_backend("torch")
 @pytest.mark.skipif(BACKEND != "torch", reason="a generator of Torch")
 def test_a_generator_of_torch_in_a_layer() -> None:
     import torch

@@ -19,6 +19,8 @@ from row_proofs.proofs import needs_split, proof_of
 from row_proofs.row_case import SIZES
 from row_proofs.split_numbers import assert_equal, numbers, split_numbers
 
+pytestmark = pytest.mark.one_backend("torch", "tensorflow")
+
 MATRIX = np.random.default_rng(2).normal(size=(6, 6)).astype("float32")
 
 Function = Callable[[Any], Any]

@@ -12,6 +12,8 @@ from keras import layers, ops
 
 import keras_strategies as ks
 
+pytestmark = pytest.mark.one_backend
+
 
 class Block(layers.Layer):
     """Results of each kind."""
@@ -108,7 +110,7 @@ def test_sums_that_replicas_exchange_in_fit() -> None:
 
     report = ks.rulecheck(Mean(), (None, 8))
     assert report.problem is not None and "'Subtract'" in report.problem
-    assert "replicas exchange its sums over rows" in report.advice
+    assert "Replicas exchange its sums over rows" in report.advice
 
 
 def test_function_and_losses() -> None:

@@ -22,6 +22,8 @@ from keras import layers, ops
 
 import keras_strategies as ks
 
+pytestmark = pytest.mark.one_backend("torch", "tensorflow")
+
 BACKEND = keras.backend.backend()
 SPLITS = pytest.mark.skipif(BACKEND == "jax", reason="JAX does not split layer calls")
 RANDOM = np.random.default_rng(3)
@@ -407,6 +409,7 @@ def critic() -> keras.Model:
     return outer
 
 
+@pytest.mark.one_backend("torch", "tensorflow")
 @pytest.mark.skipif(BACKEND == "jax", reason="JAX differentiates its global program.")
 def test_gradients_of_gradients_are_exact() -> None:
     def script(case: Case, model: Any, data: Any) -> Any:
@@ -476,7 +479,6 @@ BATCHES = {
 }
 
 
-@pytest.mark.one_backend
 @pytest.mark.nightly(unless=["graph"])
 @pytest.mark.parametrize("name", BATCHES)
 def test_rows_that_do_not_correspond_are_exact(name: str) -> None:

@@ -25,6 +25,8 @@ from keras_strategies.strategies.device_selection import (
     own_accelerator,
 )
 
+pytestmark = pytest.mark.one_backend
+
 BACKEND = keras.backend.backend()
 GPUS = [Device("gpu", i) for i in range(4)]
 TORCHRUN = {
@@ -147,6 +149,7 @@ def test_named_devices_are_used(monkeypatch):
     assert device_selection._kept == {}
 
 
+@pytest.mark.one_backend("torch")
 @pytest.mark.skipif(BACKEND != "torch", reason="Torch's devices")
 def test_torch_uses_the_gpu_of_the_process(monkeypatch):
     import torch
@@ -164,6 +167,7 @@ def test_torch_uses_the_gpu_of_the_process(monkeypatch):
     assert current == [1]
 
 
+@pytest.mark.one_backend("tensorflow")
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="TensorFlow's devices")
 def test_tensorflow_sees_the_gpu_of_the_process_only(monkeypatch):
     import tensorflow as tf
@@ -186,6 +190,7 @@ def test_tensorflow_sees_the_gpu_of_the_process_only(monkeypatch):
     assert visible["GPU"] == ["GPU 1"]
 
 
+@pytest.mark.one_backend("jax")
 @pytest.mark.skipif(BACKEND != "jax", reason="JAX's devices")
 @pytest.mark.parametrize(
     ("environment", "expected"),
@@ -228,6 +233,7 @@ open(os.path.join(sys.argv[1], rank), "w").write(" ".join(map(str, found)))
 
 
 @pytest.mark.nightly
+@pytest.mark.one_backend("torch")
 @pytest.mark.skipif(BACKEND != "torch", reason="a launcher of Torch")
 @pytest.mark.multiprocess
 def test_processes_of_torchrun_have_different_gpus(tmp_path):

@@ -12,6 +12,8 @@ from keras_strategies.devices import Device
 from keras_strategies.engines import get_engine
 from keras_strategies.runtime.engine import Feature
 
+pytestmark = pytest.mark.one_backend
+
 BACKEND = keras.backend.backend()
 
 
@@ -59,7 +61,6 @@ def test_an_engine_that_lacks_tpus(monkeypatch) -> None:
         ks.TPUStrategy()
 
 
-@pytest.mark.one_backend
 def test_an_assignment_gives_each_replica_its_core(expected):
     strategy = ks.TPUStrategy(
         experimental_device_assignment=ks.DeviceAssignment([["cpu:1"], ["cpu:2"]])
@@ -70,6 +71,7 @@ def test_an_assignment_gives_each_replica_its_core(expected):
     assert_same(expected, found, ADAM_TOLERANCE, f"{strategy!r}")
 
 
+@pytest.mark.one_backend("jax", "tensorflow")
 @pytest.mark.one_backend("jax", "tensorflow")
 @pytest.mark.skipif(BACKEND == "torch", reason="a process has one device")
 def test_spmd_partitioning_cuts_variables_over_the_cores_of_a_replica(expected):
@@ -83,6 +85,7 @@ def test_spmd_partitioning_cuts_variables_over_the_cores_of_a_replica(expected):
     assert {copy.nbytes for copy in copies} == {64 * 512 * 4 // 2}
 
 
+@pytest.mark.one_backend("jax", "tensorflow")
 @pytest.mark.skipif(BACKEND == "torch", reason="a process has one device")
 def test_without_partitioning_the_first_core_of_a_replica_computes():
     assignment = ks.DeviceAssignment([["cpu:0", "cpu:1"], ["cpu:2", "cpu:3"]])

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import subprocess
 import sys
 from pathlib import Path
 
-import keras
-import numpy as np
 import pytest
 
-import keras_strategies as ks
-from keras_strategies.strategies.base import unused
+pytestmark = pytest.mark.one_backend
 
 SCRIPT = """
 import keras, numpy as np, sys
@@ -49,30 +45,3 @@ def test_it_is_named_at_exit(kind: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     text = f"{path}:5: UserWarning: The MirroredStrategy was never used, and `fit`"
     assert done.stderr.count(text) == (kind == "forgotten"), done.stderr
-
-
-class _Collect(keras.callbacks.Callback):
-    def on_train_batch_end(self, batch, logs=None):
-        gc.collect()
-
-
-def test_it_is_named_while_training_lasts(monkeypatch) -> None:
-    def fit() -> None:
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-        x = np.ones((8, 3))
-        model.fit(x, x[:, :1], batch_size=2, verbose=0, callbacks=[_Collect()])
-
-    unused._stop()
-    assert unused._collected not in gc.callbacks
-    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
-    monkeypatch.setattr(unused, "PATIENCE", 0.0)
-    with pytest.warns(UserWarning, match="MirroredStrategy of .* has not been used"):
-        fit()
-    assert unused._collected not in gc.callbacks
-    other = ks.OneDeviceStrategy("cpu:0")
-    assert unused._collected in gc.callbacks
-    with other.scope():
-        pass
-    assert unused._collected not in gc.callbacks
-    del strategy

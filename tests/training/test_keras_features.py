@@ -20,6 +20,8 @@ from keras import callbacks, layers
 
 import keras_strategies as ks
 
+pytestmark = pytest.mark.one_backend
+
 BACKEND = keras.backend.backend()
 X = np.random.default_rng(0).normal(size=(70, 8)).astype("float32")
 Y = (X.sum(axis=1) > 0).astype("int32")
@@ -171,7 +173,6 @@ def test_text() -> None:
     both(train)
 
 
-@pytest.mark.one_backend
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_lora(when: str) -> None:
     def train(strategy: Any, made: Any) -> Any:
@@ -252,6 +253,7 @@ def test_scikit_learn() -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.one_backend("jax", "tensorflow")
 @pytest.mark.skipif(BACKEND == "torch", reason="Keras exports no SavedModel on Torch")
 def test_a_saved_model_predicts(tmp_path: Path) -> None:
     import tensorflow as tf

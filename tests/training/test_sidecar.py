@@ -20,6 +20,8 @@ from harness.processes import launch, wait_until, write_script
 import keras_strategies as ks
 from keras_strategies.cluster.resolvers.local_processes import free_addresses
 
+pytestmark = pytest.mark.one_backend
+
 SECONDS = 60.0
 
 
@@ -64,7 +66,6 @@ def train(folder: Path, pattern: str, epochs: int = 3) -> list[dict[str, float]]
     return found
 
 
-@pytest.mark.one_backend
 @pytest.mark.parametrize("pattern", ["{epoch}.keras", "{epoch}.weights.h5"])
 def test_each_checkpoint_gives_what_training_saw(tmp_path, pattern) -> None:
     expected = train(tmp_path, pattern)
@@ -119,7 +120,6 @@ def test_what_is_no_checkpoint_of_the_model_is_an_error(tmp_path) -> None:
         evaluator.start()
 
 
-@pytest.mark.one_backend
 def test_nothing_comes(tmp_path) -> None:
     evaluator = ks.SidecarEvaluator(model(), data(1), tmp_path, timeout_seconds=0.1)
     with pytest.raises(ks.errors.ClusterTimeoutError, match="0 evaluations"):

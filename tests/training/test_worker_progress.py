@@ -12,6 +12,8 @@ from keras_strategies.training.progress_bar import (
     workers_text,
 )
 
+pytestmark = pytest.mark.one_backend
+
 
 @pytest.mark.parametrize(
     ("computing", "total", "text"),

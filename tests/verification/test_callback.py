@@ -13,6 +13,8 @@ from verification.planted_in_fit import compiled, data, dense
 import keras_strategies as ks
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
 
+pytestmark = pytest.mark.one_backend
+
 Verify = ks.callbacks.Verify
 
 

@@ -9,6 +9,8 @@ from verification.planted_in_fit import Planted
 
 import keras_strategies as ks
 
+pytestmark = pytest.mark.one_backend
+
 BACKEND = keras.backend.backend()
 CASES = [*planted_in_fit.CASES, *planted_in_loops.CASES]
 

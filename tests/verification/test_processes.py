@@ -18,6 +18,8 @@ from verification import forked, keras_scripts, torch_scripts
 import keras_strategies as ks
 from keras_strategies.verification.processes import verify_processes
 
+pytestmark = pytest.mark.one_backend
+
 BACKEND = keras.backend.backend()
 NIGHTLY = pytest.mark.nightly
 of_torch = pytest.mark.skipif(BACKEND != "torch", reason="a script of Torch")
@@ -54,6 +56,7 @@ def _named(name: str, by_day: set[str]) -> Any:
     return pytest.param(name, marks=[] if name in by_day else [NIGHTLY])
 
 
+@pytest.mark.one_backend("torch")
 @of_torch
 @pytest.mark.slow(seconds=10)
 @pytest.mark.multiprocess
@@ -65,6 +68,7 @@ def test_a_mistake_in_a_script_of_ddp_is_found_and_named(fault: str) -> None:
     assert report.advice in str(report)
 
 
+@pytest.mark.one_backend("torch")
 @of_torch
 @pytest.mark.slow(seconds=10)
 @pytest.mark.multiprocess
@@ -80,6 +84,7 @@ def test_no_alarm_on_a_sound_script(kind: str, tmp_path: Path) -> None:
     assert found["equal"] and found["versions"]["torch"]
 
 
+@pytest.mark.one_backend("torch")
 @of_torch
 @NIGHTLY
 @pytest.mark.multiprocess
@@ -89,6 +94,7 @@ def test_a_batch_size_of_each_process_is_multiplied_for_one() -> None:
     assert "2 times as many rows" in report.notes[0]
 
 
+@pytest.mark.one_backend("jax")
 @pytest.mark.skipif(BACKEND != "jax", reason="`keras.distribution` is one of JAX")
 @NIGHTLY
 @pytest.mark.multiprocess
@@ -106,6 +112,7 @@ def test_a_script_of_keras_distribution(fault: str, cause: str) -> None:
     assert ks.verify_processes(train, 1, 2).cause == cause
 
 
+@pytest.mark.one_backend("tensorflow")
 @pytest.mark.skipif(BACKEND != "tensorflow", reason="`tf.distribute`")
 @NIGHTLY
 @pytest.mark.multiprocess
@@ -150,7 +157,6 @@ def test_bad_input_is_an_error_at_once(arguments: dict[str, Any], text: str) -> 
 
 
 @pytest.mark.multiprocess
-@pytest.mark.one_backend
 @pytest.mark.slow(seconds=10)
 def test_a_function_without_steps_is_an_error() -> None:
     with pytest.raises(ValueError, match="no step that can be observed"):

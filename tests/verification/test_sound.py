@@ -15,6 +15,8 @@ from verification.planted_in_fit import compiled, data, dense, loss_of
 
 import keras_strategies as ks
 
+pytestmark = pytest.mark.one_backend
+
 NIGHTLY = pytest.mark.nightly
 
 
@@ -168,7 +170,6 @@ class Rising(keras.callbacks.Callback):
         self.model.optimizer.learning_rate = self.rate
 
 
-@pytest.mark.one_backend
 @pytest.mark.slow(seconds=15)
 def test_an_interruption_changes_nothing() -> None:
     """With slots, dropout and an epoch that shuffles."""
@@ -179,7 +180,6 @@ def test_an_interruption_changes_nothing() -> None:
     assert "equal in 5 steps" in str(report)
 
 
-@pytest.mark.one_backend
 @pytest.mark.slow(seconds=15)
 def test_what_a_snapshot_lacks_is_found_and_named() -> None:
     arguments = lambda: {**data(), "callbacks": [Rising()]}  # noqa: E731

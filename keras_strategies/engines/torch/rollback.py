@@ -14,7 +14,6 @@ from keras_strategies.keras_compat.models.building import all_variables
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.data_parallel.data_parallel_call import DataParallelCall
 from keras_strategies.runtime.drivers import RollbackDriver
-from keras_strategies.runtime.state.model_values import model_state, restore_model
 
 
 class TorchRollback(RollbackDriver):
@@ -67,12 +66,6 @@ class TorchRollback(RollbackDriver):
         self._has_exchanged = True
         if self._current is not None:
             self._current.exchanging()
-
-    def values(self, model: Any) -> dict[str, Any]:
-        return model_state(model)
-
-    def set_values(self, model: Any, values: dict[str, Any]) -> None:
-        restore_model(model, values)
 
     def reformed(self, model: Any, has_new: bool) -> None:
         self._has_exchanged = True

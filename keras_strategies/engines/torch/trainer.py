@@ -13,6 +13,10 @@ import torch
 
 from keras_strategies.communication.communicator import Communicator
 from keras_strategies.devices import Device
+from keras_strategies.engines.torch.confirmed_steps import (
+    confirmed,
+    written_by_steps,
+)
 from keras_strategies.engines.torch.cuda_batches import batch_prefetcher
 from keras_strategies.engines.torch.data_parallel.compiled_calls import (
     compiled_calls,
@@ -164,7 +168,7 @@ class TorchTrainer(FitDriver):
             check_steps(data, workers)
             if isinstance(self.placer, OwnBatchPlacer):
                 data = list(map(self.placer.place, data))
-            with confirmed(owner(), workers):
+            with confirmed(lambda: written_by_steps(owner()), workers):
                 with layer_calls_through(call), self.variables.in_step():
                     found = function(data)
                 if kind == "predict":
@@ -226,54 +230,6 @@ def counted(
         return replace(cost, source=source)
     source = f"{cost.source}; the peak is what Torch tracks without values"
     return replace(cost, peak=peak + others, source=source)
-
-
-@contextlib.contextmanager
-def confirmed(model: Any, workers: Communicator | None) -> Iterator[None]:
-    """A step whose collectives are confirmed at its end, before its results are read.
-
-    The host launches the optimizer's kernels while gradients are still summed. If a
-    worker is lost then, the sums of an aborted collective are partial, and the weights
-    that were updated by them are overwritten by NaN.
-
-    Args:
-        model: the model.
-        workers: the workers; None without any.
-
-    Raises:
-        WorkerError: if a worker is lost.
-    """
-    try:
-        yield
-    except BaseException:
-        if isinstance(workers, TorchCommunicator) and workers.has_used_unconfirmed:
-            # Not by a lost worker, perhaps: by the user's code, or Ctrl-C.
-            with contextlib.suppress(Exception):
-                _confirm(model, workers)
-        raise
-    _confirm(model, workers)
-
-
-def _confirm(model: Any, workers: Communicator | None) -> None:
-    if workers is None:
-        return
-    try:
-        workers.confirm()
-    except Exception:
-        if isinstance(workers, TorchCommunicator) and workers.has_used_unconfirmed:
-            spoil(model)
-        raise
-
-
-def spoil(model: Any) -> None:
-    """Overwrites the weights and the optimizer's variables of a model by NaN."""
-    optimizer = getattr(model, "optimizer", None)
-    variables = [*model.trainable_variables, *getattr(optimizer, "variables", ())]
-    with torch.no_grad():
-        for variable in variables:
-            value = raw_value(variable)
-            if value.is_floating_point():
-                value.fill_(float("nan"))
 
 
 def _partitioned(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
-
 
 def sublayers(layer: Any) -> list[Any]:
     """A layer and all layers in it (`Layer._flatten_layers`)."""
@@ -24,16 +22,6 @@ def keeps_masks(layer: Any) -> bool:
     Keras 3.15: cells of recurrent layers keep masks of dropout for the steps of a call.
     """
     return any(hasattr(each, "get_dropout_mask") for each in sublayers(layer))
-
-
-def embedding_tables(layer: Any) -> list[Any]:
-    """The `TableConfig`s of a `keras_rs.layers.DistributedEmbedding`.
-
-    keras_rs 0.4: `DistributedEmbedding._feature_configs`, a structure of
-    `FeatureConfig`s; `get_config` has them without the objects.
-    """
-    features = keras.tree.flatten(layer._feature_configs)
-    return [feature.table for feature in features]
 
 
 def layer_settings(layer: Any) -> Any:

@@ -9,8 +9,6 @@ from typing import Any
 
 import keras
 
-from keras_strategies.keras_compat.variables.values import raw_value
-
 
 def optimizers_of(optimizer: Any) -> list[Any]:
     """The inner optimizers of a `MultiOptimizer` (Keras 3.15).
@@ -104,10 +102,7 @@ def updating_by(
     `tf.Variable` on TensorFlow; `_apply_weight_decay(variables)`;
     `_backend_apply_gradients(gradients, variables)`; `_clip_gradients(gradients)`;
     `_backend_update_step(gradients, variables, learning_rate)`;
-    `_backend_increment_gradient_accumulators(gradients, accumulators)`;
-    `_backend_reset_gradient_accumulators()`;
-    `_update_model_variables_moving_average(variables)` and
-    `_overwrite_model_variables_with_average_value(variables)`.
+    `_backend_increment_gradient_accumulators(gradients, accumulators)`.
 
     Args:
         optimizer: a Keras optimizer.
@@ -136,46 +131,6 @@ def updates_lists_of_entries(optimizer: Any) -> bool:
     """
     update = getattr(type(optimizer), "_parallel_update_step", None)
     return update is not None and update.__module__.startswith("keras.src.")
-
-
-def lamb_slots(optimizer: Any, variable: Any) -> tuple[Any, Any]:
-    """The momentum and velocity of a variable.
-
-    Keras 3.15: `Lamb._momentums`, `_velocities`, and `_get_variable_index`.
-    """
-    index = optimizer._get_variable_index(variable)
-    return optimizer._momentums[index], optimizer._velocities[index]
-
-
-def accumulators_of(optimizer: Any) -> list[Any]:
-    """The variables with accumulated gradients; None for one without.
-
-    Keras 3.15: `BaseOptimizer._accumulated_gradients`.
-    """
-    return list(optimizer._accumulated_gradients)
-
-
-@contextlib.contextmanager
-def averages_in_turn(optimizer: Any) -> Iterator[Iterator[Any]]:
-    """Iterates the moving averages; methods of the optimizer see the current one alone.
-
-    Keras 3.15: `BaseOptimizer._model_variables_moving_average`.
-    """
-    averages = optimizer._model_variables_moving_average
-
-    def each() -> Iterator[Any]:
-        for average in averages:
-            # Keras would compare the shape of a part with that of its variable.
-            set_averages([None if average is None else raw_value(average)])
-            yield average
-
-    def set_averages(found: list[Any]) -> None:
-        object.__setattr__(optimizer, "_model_variables_moving_average", found)
-
-    try:
-        yield each()
-    finally:
-        set_averages(averages)
 
 
 def optimizers_in(model: Any) -> list[Any]:

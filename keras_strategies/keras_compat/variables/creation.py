@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 from keras_strategies.keras_compat.thread_state import outside_stateless_scopes
@@ -18,6 +20,22 @@ def variable_maker() -> Any:
 
     stack = global_state.get_global_attribute("name_scope_stack")
     return stack[-1].caller if stack else None
+
+
+@contextlib.contextmanager
+def without_maker() -> Iterator[None]:
+    """Variables that get values inside are not those of the maker (`variable_maker`).
+
+    Keras 3.15: the global attribute "name_scope_stack".
+    """
+    from keras.src.backend.common import global_state
+
+    stack = global_state.get_global_attribute("name_scope_stack")
+    global_state.set_global_attribute("name_scope_stack", [])
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute("name_scope_stack", stack)
 
 
 class OpenShape(tuple[int, ...]):

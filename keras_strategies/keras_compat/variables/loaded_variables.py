@@ -14,7 +14,10 @@ from keras_strategies.keras_compat import patching
 from keras_strategies.keras_compat.saving.mapped_tensors import mapping_tensors
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.keras_compat.thread_state import current_stateless_scope
-from keras_strategies.keras_compat.variables.creation import variable_maker
+from keras_strategies.keras_compat.variables.creation import (
+    variable_maker,
+    without_maker,
+)
 
 
 class _Loading(threading.local):
@@ -124,11 +127,19 @@ def track_variables(original: Any, layer: Any) -> None:
 
 
 def end_waits_for_optimizer() -> None:
-    """Called when a variable is made: optimizers read values of other variables."""
+    """Called when a variable is made, for the slots of an optimizer.
+
+    Keras 3.15 on TensorFlow: `TFOptimizer.add_variable_from_reference` reads the
+    `tf.Variable` of the variable that the slot belongs to.
+    """
     import keras
 
-    if _loading.waiting and isinstance(variable_maker(), keras.optimizers.Optimizer):
-        _initialize_all()
+    if not _loading.waiting or keras.backend.backend() != "tensorflow":
+        return
+    if isinstance(variable_maker(), keras.optimizers.Optimizer):
+        # On TensorFlow, variables that an optimizer makes have no copies.
+        with without_maker():
+            _initialize_all()
 
 
 def _is_reproducible(initializer: Any) -> bool:

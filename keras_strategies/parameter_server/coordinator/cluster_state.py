@@ -49,7 +49,6 @@ class QueuedTask:
         uses: objects that exist until it is finished.
         number: int, its number in the queue.
         deaths: `EndCount` of the workers that died while they ran it.
-        is_started: bool, whether a worker has received it.
         timeouts: int, number of these deaths that `step_timeout_seconds` caused.
         variables: see `ScheduledTask`.
         worker_values: see `ScheduledTask`.
@@ -62,7 +61,6 @@ class QueuedTask:
     local: tuple[int, ...]
     uses: Any
     number: int = -1
-    is_started: bool = False
     deaths: EndCount = field(default_factory=EndCount)
     timeouts: int = 0
     variables: tuple[int, ...] = ()
@@ -115,8 +113,6 @@ class ServerState:
     deaths: int = 0
     #: Ends of its processes before they were ready.
     failed_starts: EndCount = field(default_factory=EndCount)
-    #: Whether it has variables: its first process has none until a transfer ends.
-    is_used: bool = True
     #: Bytes of its process in memory, as it reported.
     resident_bytes: int = 0
     #: Reason why its snapshots are incomplete; "" if they are complete.

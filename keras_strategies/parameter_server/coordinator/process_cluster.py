@@ -8,7 +8,7 @@ import secrets
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ from keras_strategies.parameter_server.wire.cluster_keys import Keys
 from keras_strategies.parameter_server.wire.request_service import Service
 from keras_strategies.parameter_server.wire.server_addresses import ServerAddresses
 from keras_strategies.parameter_server.wire.server_connections import ServerConnections
-from keras_strategies.parameter_server.wire.variable_description import ShardRange
 from keras_strategies.parameter_server.worker.worker_process import run_worker
 from keras_strategies.processes.local_cluster import LocalTask, visible_gpus
 from keras_strategies.user_warnings import warn_user
@@ -144,30 +143,6 @@ class ProcessCluster:
     def starts_processes(self) -> bool:
         """Whether this object starts the workers and servers."""
         return self._processes is not None
-
-    def add_servers(self, count: int) -> None:
-        """Starts servers up to a number, without variables."""
-        assert self.servers is not None
-        self._addresses.resize(count, self._address)
-        self.scheduler.add_servers(count, self.options.start_seconds)
-        self.servers.resize()
-
-    def remove_servers(self, count: int) -> None:
-        """Ends the servers from a number on, after their variables have moved."""
-        assert self.servers is not None
-        removed = self.scheduler.forget_servers(count)
-        for server in removed:
-            # A server that is not ready is killed.
-            if server < len(self.servers):
-                with contextlib.suppress(Exception):
-                    self.servers.request(server, "retire")
-            self.scheduler.kill_server(server)
-        self._addresses.resize(count, self._address)
-        self.servers.resize()
-
-    def place(self, shards: Mapping[int, tuple[ShardRange, ...]]) -> None:
-        """Sends each worker the placement of variables before its next task."""
-        self.scheduler.place(self._addresses, shards)
 
     def process_call(self, task: LocalTask) -> ProcessCall:
         """The function that a process of a task calls."""

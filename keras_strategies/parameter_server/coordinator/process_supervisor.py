@@ -79,8 +79,6 @@ class ProcessSupervisor:
         self._addresses = addresses
         self._observer = observer
         self._to_start: collections.deque[LocalTask] = collections.deque()
-        # Incarnations of removed servers.
-        self._removed: dict[int, int] = {}
         self._progress = Progress()
         self._checked_at = time.monotonic()
 
@@ -107,25 +105,6 @@ class ProcessSupervisor:
         self.workers[index] = WorkerState(index)
         self._start("worker", index, 0)
         return index
-
-    def add_servers(self, count: int) -> None:
-        """Queues the start of servers up to a number."""
-        for index in range(len(self.servers), count):
-            # The end of a removed process may be reported later.
-            incarnation = self._removed.get(index, -1) + 1
-            self.servers[index] = ServerState(index, incarnation, is_used=False)
-            self._start("ps", index, incarnation)
-
-    def forget_servers(self, count: int) -> list[int]:
-        """Discards servers from a number on; returns the removed ones."""
-        removed = [index for index in self.servers if index >= count]
-        for index in removed:
-            self._removed[index] = self.servers.pop(index).incarnation
-        return removed
-
-    def kill_server(self, index: int) -> None:
-        """Kills the process of a removed server, if it is still alive."""
-        self._kill("ps", index, self._removed[index])
 
     def missing(self) -> list[str]:
         """Names of the processes that have not registered."""
@@ -223,7 +202,7 @@ class ProcessSupervisor:
             )
         server.failed_starts = EndCount()
         server.last_heartbeat = time.monotonic()
-        if is_restart and not is_restored and server.is_used:
+        if is_restart and not is_restored:
             reason = damage or "There was no snapshot to restore."
             self._fail(f"Parameter server {index} died and was restarted. {reason}")
         elif is_restart and damage:
@@ -296,19 +275,16 @@ class ProcessSupervisor:
         if not server.is_ready:
             server.failed_starts.add(cause)
         server.is_ready = False
-        if not self._can_restore and server.is_used:
+        if not self._can_restore:
             self._fail(f"Parameter server {server.index} died: {reason}.")
             return
-        if server.unsaved and server.is_used:
+        if server.unsaved:
             self._fail(
                 f"Parameter server {server.index} died: {reason}. Its snapshots are "
                 f"incomplete: {server.unsaved}"
             )
             return
         if server.failed_starts.is_final(_MAX_FAILED_STARTS):
-            if not server.is_used:
-                # `Scheduler.add_servers`, which waits for it, has a timeout.
-                return
             self._fail(
                 f"Parameter server {server.index} exited {server.failed_starts.total} "
                 f"times before it was ready: {reason}."

@@ -6,7 +6,6 @@ import collections
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 from keras_strategies.errors import (
@@ -41,11 +40,9 @@ from keras_strategies.parameter_server.wire.task_messages import (
     PickledResult,
     ReleasedNumbers,
     ScheduledTask,
-    ShardPlacement,
     TaskResult,
     WorkerResource,
 )
-from keras_strategies.parameter_server.wire.variable_description import ShardRange
 from keras_strategies.parameter_server.worker.pull_ahead import PULL_AHEAD_STEPS
 from keras_strategies.text_tables import readable_bytes
 
@@ -103,9 +100,6 @@ class Scheduler:
         self._released_resources: collections.deque[int] = collections.deque()
         self._to_send: collections.deque[tuple[bytes, Any]] = collections.deque()
         self._is_closed = False
-        # Whether new tasks wait, as during a resize.
-        self._is_paused = False
-        self._placement: ShardPlacement | None = None
         self._thread = threading.Thread(
             target=self._work, name="coordinator", daemon=True
         )
@@ -185,68 +179,6 @@ class Scheduler:
         return index
 
     # Resizing
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """A context without tasks under way; tasks that are scheduled in it wait."""
-        with self.condition:
-            self._is_paused = True
-        try:
-            with self.condition:
-                # Tasks of lost workers run again first: a part of their updates counts.
-                self.condition.wait_for(
-                    lambda: not self._is_under_way() or self.tasks.fatal is not None
-                )
-            self.raise_fatal()
-            yield
-        finally:
-            with self.condition:
-                self._is_paused = False
-            self._service.wake()
-
-    def _is_under_way(self) -> bool:
-        waiting = self.tasks.waiting
-        return self._is_running() or bool(waiting and waiting[0].is_started)
-
-    def first_unfinished(self) -> int:
-        """int, all tasks below this number are finished."""
-        with self.condition:
-            return self.tasks.first_unfinished
-
-    def add_servers(self, count: int, seconds: float) -> None:
-        """Starts servers up to a number, and waits for them.
-
-        Raises:
-            RuntimeError: `ClusterTimeoutError` if they are not ready in time.
-        """
-        with self.condition:
-            self.supervisor.add_servers(count)
-        self._service.wake()
-        self.wait_ready(seconds)
-
-    def use_servers(self) -> None:
-        """Records that all servers have variables, so that their loss is fatal."""
-        with self.condition:
-            for server in self.servers.values():
-                server.is_used = True
-
-    def forget_servers(self, count: int) -> list[int]:
-        """Discards servers from a number on; returns the removed ones."""
-        with self.condition:
-            return self.supervisor.forget_servers(count)
-
-    def kill_server(self, index: int) -> None:
-        """Kills the process of a removed server, if it is still alive."""
-        with self.condition:
-            self.supervisor.kill_server(index)
-
-    def place(
-        self, addresses: ServerAddresses, shards: Mapping[int, tuple[ShardRange, ...]]
-    ) -> None:
-        """Sends each worker the placement of variables before its next task."""
-        with self.condition:
-            number = 1 if self._placement is None else self._placement.number + 1
-            self._placement = ShardPlacement(number, addresses.state, dict(shards))
 
     def close(self) -> None:
         """Stops the workers and ends the thread."""
@@ -406,8 +338,6 @@ class Scheduler:
             return
         waiting = self.tasks.waiting
         while waiting and (ready := self._ready_workers()):
-            if self._is_paused and not waiting[0].is_started:
-                return
             self._send_task(min(ready, key=lambda w: len(w.in_flight)))
 
     def _ready_workers(self) -> list[WorkerState]:
@@ -433,15 +363,7 @@ class Scheduler:
 
     def _send_task(self, worker: WorkerState) -> None:
         pending = self.tasks.waiting.popleft()
-        pending.is_started = True
         assert worker.sender is not None
-        placement = self._placement
-        if (
-            placement is not None
-            and ("placement", placement.number) not in worker.known
-        ):
-            worker.known.add(("placement", placement.number))
-            self.send(worker.sender, ("placement", placement))
         for resource in self._resources.values():
             if ("resource", resource.number) not in worker.known:
                 worker.known.add(("resource", resource.number))

@@ -48,14 +48,11 @@ class OptimizerCall:
         variables: its arguments.
         gradients: their gradients, NumPy arrays after the step; None for no gradient.
             For a table, gradients of the window's rows.
-        scale: the dynamic loss scale of the gradients; None for the value in the step's
-            variables.
     """
 
     optimizer: Any
     variables: list[Any]
     gradients: list[Any]
-    scale: np.ndarray | None = None
 
 
 @dataclass

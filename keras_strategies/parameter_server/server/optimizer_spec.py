@@ -38,8 +38,6 @@ class OptimizerSpec:
             which applies to the unsharded variable.
         exact_rows: bool, whether rows without a gradient are updated as on one device:
             by momentum, by weight decay.
-        unsharded: numbers of slots without a row for each row of their variable, such
-            as Adafactor's. Variables with such slots are updated in full.
     """
 
     number: int
@@ -50,7 +48,6 @@ class OptimizerSpec:
     decays: dict[int, bool]
     constraints: dict[int, Any]
     exact_rows: bool
-    unsharded: frozenset[int] = frozenset()
 
 
 class _Templates(UnpicklingContext):

@@ -92,7 +92,7 @@ class OptimizerUpdater:
             template = spec.templates[number]
             shape = tuple(template.shape)
             self._rows[number] = shape[0] if shape else None
-            if shape and number not in spec.unsharded:
+            if shape:
                 set_variable_shape(template, (None, *shape[1:]))
         # Accumulation and moving averages also change rows without a gradient.
         self._changes_other_rows = (
@@ -106,8 +106,6 @@ class OptimizerUpdater:
         for number in self.spec.slots:
             template = self.spec.templates[number]
             if not tuple(template.shape) or not _is_float(template):
-                continue
-            if self._has_unsharded_slots(number):
                 continue
             value, kept, gradient = self._numbers(number)
             gradient[...] = 0
@@ -123,8 +121,6 @@ class OptimizerUpdater:
         False for optimizers that use the norm of a variable, such as `Lamb`, or the
         variable as a matrix, such as `Muon`.
         """
-        if self._has_unsharded_slots(number):
-            return False
         if number not in self._by_rows:
             if not _is_float(self.spec.templates[number]):
                 return True
@@ -138,9 +134,6 @@ class OptimizerUpdater:
                 for own, every in zip(alone, together, strict=True)
             )
         return self._by_rows[number]
-
-    def _has_unsharded_slots(self, number: int) -> bool:
-        return not self.spec.unsharded.isdisjoint(self.spec.slots[number])
 
     def _numbers(self, number: int) -> tuple[np.ndarray, list[np.ndarray], np.ndarray]:
         """Random values of four rows of a variable, its slots and a gradient."""

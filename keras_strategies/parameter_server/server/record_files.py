@@ -14,7 +14,7 @@ Buffer = bytes | memoryview
 #: these three.
 _HEADER = struct.Struct("<4sQI")
 _CHECK = struct.Struct("<I")
-_MARK = b"KSR3"
+_MARK = b"KSR4"
 #: How snapshots of earlier versions begin, which were zip archives.
 _ZIP = b"PK\x03\x04"
 #: Bytes written or checked at a time.

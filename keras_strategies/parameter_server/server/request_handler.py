@@ -16,10 +16,8 @@ import numpy as np
 from keras_strategies.errors import PeerError, SnapshotError
 from keras_strategies.parameter_server.engines import parameter_server_engine
 from keras_strategies.parameter_server.server.changed_rows import ChangedRows
-from keras_strategies.parameter_server.server.loss_scale import apply_scale_report
 from keras_strategies.parameter_server.server.optimizer_updater import OptimizerUpdater
 from keras_strategies.parameter_server.server.snapshots import SnapshotFiles
-from keras_strategies.parameter_server.server.staged_shards import StagedShards
 from keras_strategies.parameter_server.server.variable_store import VariableStore
 from keras_strategies.parameter_server.variables.initial_values import (
     ShardInitializer,
@@ -61,9 +59,6 @@ class ParameterServer:
         self._owner: str | None = None
         # Of shards without the values of all rows.
         self._initializers: dict[Key, ShardInitializer] = {}
-        self._staged = StagedShards()
-        # The last transfer of shards to this server.
-        self._adopted: str | None = None
         self._snapshots = SnapshotFiles(snapshots, index) if snapshots else None
         self._store = self._new_store()
         self._interval = interval
@@ -100,7 +95,7 @@ class ParameterServer:
         self._store, self.damage = found.store, found.damage
         self._store.changes = ChangedRows()
         if found.extra is not None:
-            self._owner, self._optimizers, self._adopted = found.extra
+            self._owner, self._optimizers = found.extra
             for number in self._optimizers:
                 self._make_updater(number)
         for kind, value in found.events:
@@ -152,8 +147,6 @@ class ParameterServer:
             store.add(key, delta)
         for key, value in step.writes:
             store.write(key, value)
-        for report in step.scales:
-            apply_scale_report(store, report)
         assert step.update is not None
         store.applied.add(step.update)
         store.version += 1
@@ -169,26 +162,14 @@ class ParameterServer:
 
     def on_begin(self, owner: str) -> None:
         """Assigns this server to a coordinator; clears the state of another one."""
-        if self._owner != owner:
-            self.on_renew(owner)
-
-    def on_renew(self, owner: str) -> None:
-        """Assigns this server, without any variables, to a coordinator."""
-        self._clear()
-        self._owner = owner
-        self._note("owner", owner)
-
-    def _clear(self) -> None:
+        if self._owner == owner:
+            return
         if self._snapshots is not None:
             self._attempt(self._snapshots.clear)
-        self._store, self._adopted = self._new_store(), None
+        self._store = self._new_store()
         self._updaters, self._optimizers, self._initializers = {}, {}, {}
-
-    def on_retire(self, argument: None = None) -> None:
-        """Ends the process, and removes its snapshots."""
-        self._owner = None
-        self._clear()
-        self.on_stop()
+        self._owner = owner
+        self._note("owner", owner)
 
     def _note(self, kind: str, value: Any) -> None:
         snapshots = self._snapshots
@@ -197,7 +178,7 @@ class ParameterServer:
 
     @property
     def _extra(self) -> tuple[Any, ...]:
-        return self._owner, self._optimizers, self._adopted
+        return self._owner, self._optimizers
 
     def _attempt(self, write: Callable[[], Any]) -> None:
         """Writes to the journal; after a failure a snapshot is due."""
@@ -272,46 +253,7 @@ class ParameterServer:
             )
         return self._updaters[number]
 
-    def on_optimizers(self, argument: None = None) -> dict[int, bytes]:
-        """The pickled `OptimizerSpec`s, for a new server."""
-        return self._optimizers
-
     # Shards of other servers
-
-    def on_settle(self, done: int) -> None:
-        """Refuses updates of finished tasks, and saves all others.
-
-        Args:
-            done: int, all tasks below this number are finished.
-        """
-        self._store.applied.discard_below(done)
-        self._save()
-
-    def _save(self) -> None:
-        if self._snapshots is not None:
-            self._attempt(self.on_snapshot)
-
-    def on_stage(self, argument: tuple[Key, tuple[int, ...], np.dtype[Any]]) -> None:
-        """Begins the copy of a shard."""
-        self._staged.begin(*argument)
-
-    def on_fill(self, argument: tuple[Key, int, np.ndarray]) -> None:
-        """Writes consecutive rows of the copy of a shard."""
-        self._staged.write(*argument)
-
-    def on_adopt(self, argument: tuple[str, list[Key]]) -> None:
-        """Uses the complete copies of a transfer, and saves them."""
-        transfer, keys = argument
-        if self._adopted == transfer:
-            return
-        self._store.adopt(self._staged.take(keys))
-        self._adopted = transfer
-        self._store.version += 1
-        self._save()
-
-    def on_has_adopted(self, transfer: str) -> bool:
-        """Whether the copies of a transfer are in use."""
-        return self._adopted == transfer
 
     def on_read(self, argument: tuple[Key, int, int]) -> np.ndarray:
         """Consecutive rows of a shard; the value of a scalar."""

@@ -36,6 +36,7 @@ from keras_strategies.training.saving.archives import (
 )
 
 _KIND = "snapshot of a parameter server"
+_PARTS = {"follows", "version", "applied", "shards", "extra"}
 #: Header of a piece: the shard's place in the description, the first row, the number of
 #: rows, and the bytes of each id (0 for consecutive rows).
 _PIECE = struct.Struct("<qqqq")
@@ -108,6 +109,8 @@ def read_description(reader: RecordReader, name: str) -> dict[str, Any]:
     reader.check()
     with open_archive(io.BytesIO(payload), _KIND, name) as state, naming_damage(name):
         found: dict[str, Any] = with_arrays(state)
+        for part in _PARTS - found.keys():
+            raise KeyError(part)
         return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -93,12 +92,6 @@ class VariableStore:
         """Deletes a shard, if there is one."""
         if self.arrays.pop(key, None) is not None and self.changes is not None:
             self.changes.forget(key)
-
-    def adopt(self, arrays: Mapping[Key, np.ndarray]) -> None:
-        """Uses the shards of another server."""
-        for key, array in arrays.items():
-            self.delete(key)
-            self.arrays[key] = array
 
     def before_change(self, key: Key, rows: slice | np.ndarray | None = None) -> None:
         """Notes that rows of a shard, or all, will be changed in place."""

@@ -31,10 +31,6 @@ class RoundRobinPlacement:
         self._partitioner = partitioner
         self._next = itertools.cycle(range(servers))
 
-    def resize(self, servers: int) -> None:
-        """Places new shards on another number of servers."""
-        self._next = itertools.cycle(range(servers))
-
     def place(self, shape: tuple[int, ...], dtype: str) -> tuple[ShardRange, ...]:
         """The shards of a new variable.
 

@@ -8,7 +8,7 @@ import itertools
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -88,15 +88,13 @@ class VariableRegistry:
         # Numbers of variables deleted from the servers, for `take_deleted`.
         self._deleted: list[int] = []
         self.references: dict[int, int] = {}
-        #: For a slot or a colocated variable, the variable that it is colocated with.
-        self.homes: dict[int, int] = {}
         self._variables: weakref.WeakValueDictionary[int, Any] = (
             weakref.WeakValueDictionary()
         )
         # The variable that new ones are colocated with; None for round-robin.
         self._colocated: VariableDescription | None = None
         self._has_warned = False
-        #: Held while variables are created, and while their shards move.
+        # Held while variables are created and deleted.
         self.lock = threading.RLock()
         #: Variables with more bytes than this are saved and loaded in pieces.
         self.streamed_bytes = _STREAMED_BYTES
@@ -149,11 +147,9 @@ class VariableRegistry:
             elif reference is not None:
                 shards = self.describe(reference).shards
                 self.references[number] = self.describe(reference).number
-                self.homes[number] = self.references[number]
             elif kind == "slot":
                 shards = (ShardRange(0, 0, shape[0]),)
             elif self._colocated is not None:
-                self.homes[number] = self._colocated.number
                 server = self._described[self._colocated.number].shards[0].server
                 shards = (ShardRange(server, 0, shape[0] if shape else 1),)
             else:
@@ -362,35 +358,6 @@ class VariableRegistry:
         shard = ((description.number, 0), value)
         self._servers.request_all("create", {p.server: [shard] for p in everywhere})
 
-    def colocate(self, variable: Any, home: VariableDescription) -> int:
-        """Moves an optimizer's variable to the server of an unsharded variable.
-
-        Args:
-            variable: a `keras.Variable` of any shape.
-            home: the description of the unsharded variable.
-
-        Returns:
-            The variable's new number: earlier messages do not refer to it.
-        """
-        before = self.describe(variable)
-        server = home.shards[0].server
-        value = self.read(variable)
-        with self.lock:
-            number = next(self._numbers)
-            self._described[number] = dataclasses.replace(
-                before,
-                number=number,
-                kind="slot",
-                shards=(ShardRange(server, 0, before.shape[0]),),
-            )
-            self.references[number] = self.homes[number] = home.number
-            self._servers.request_all("create", {server: [((number, 0), value)]})
-            self._number_of.set(variable, number)
-            self._variables[number] = variable
-            del self._variables[before.number]
-        self._delete([before.number])
-        return number
-
     # Deleting variables
 
     def delete_released(self) -> None:
@@ -410,7 +377,6 @@ class VariableRegistry:
         with self.lock:
             for number in numbers:
                 self.references.pop(number, None)
-                self.homes.pop(number, None)
                 description = self._described.pop(number)
                 if description.kind == "local":
                     self._local.delete(number)
@@ -420,26 +386,6 @@ class VariableRegistry:
         self._servers.request_all("delete", old)
 
     # Resizing
-
-    def descriptions(self) -> dict[int, VariableDescription]:
-        """The descriptions of all variables, by number."""
-        return {number: self._described[number] for number in list(self._variables)}
-
-    def move_shards(
-        self, shards: Mapping[int, tuple[ShardRange, ...]], servers: int
-    ) -> None:
-        """Changes the shards of all variables.
-
-        Args:
-            shards: by the number of the variable.
-            servers: int, the new number of servers.
-        """
-        with self.lock:
-            self._places.resize(servers)
-            for number, own in shards.items():
-                self._described[number] = dataclasses.replace(
-                    self._described[number], shards=own
-                )
 
     # Balance
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 
 class ServerAddresses:
@@ -46,19 +46,6 @@ class ServerAddresses:
             if self._addresses[server] != address:
                 self._addresses[server] = address
                 self._version += 1
-
-    def resize(self, count: int, address_of: Callable[[int], str]) -> None:
-        """Changes the number of servers.
-
-        Args:
-            count: int, the new number.
-            address_of: callable of a new server's number that returns its address.
-        """
-        with self._lock:
-            known = self._addresses[:count]
-            new = range(len(known), count)
-            self._addresses = [*known, *map(address_of, new)]
-            self._version += 1
 
     def replace(self, version: int, addresses: Sequence[str]) -> None:
         """Replaces all addresses by those of another process, see `state`."""

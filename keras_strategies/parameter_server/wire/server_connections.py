@@ -52,16 +52,15 @@ class ServerConnections:
         check: Callable[[], None] | None = None,
     ):
         self.owner = owner
-        self._addresses = addresses
-        self._connect = lambda server: Connection(
-            functools.partial(addresses.__getitem__, server),
-            keys,
-            f"parameter server {server}",
-            check,
-        )
-        self._connections = [self._connect(i) for i in range(len(addresses))]
-        # Bytes sent and received by closed connections.
-        self._earlier_traffic = (0, 0)
+        self._connections = [
+            Connection(
+                functools.partial(addresses.__getitem__, server),
+                keys,
+                f"parameter server {server}",
+                check,
+            )
+            for server in range(len(addresses))
+        ]
         self._timeout = timeout
         self._is_closed = False
         # Callbacks may run in other threads than `fit`.
@@ -76,31 +75,9 @@ class ServerConnections:
     @property
     def traffic(self) -> tuple[int, int]:
         """Bytes sent and received so far."""
-        sent, received = self._earlier_traffic
-        for connection in self._connections:
-            sent += connection.sent_bytes
-            received += connection.received_bytes
+        sent = sum(connection.sent_bytes for connection in self._connections)
+        received = sum(connection.received_bytes for connection in self._connections)
         return sent, received
-
-    def replace(self, addresses: tuple[int, list[str]]) -> None:
-        """Connects to other servers, see `ServerAddresses.state`."""
-        self._addresses.replace(*addresses)
-        self.resize()
-
-    def resize(self) -> None:
-        """Opens and closes connections after the number of servers has changed."""
-        with self._lock:
-            self._check_open()
-            count = len(self._addresses)
-            kept, removed = self._connections[:count], self._connections[count:]
-            self._earlier_traffic = (
-                self._earlier_traffic[0] + sum(c.sent_bytes for c in removed),
-                self._earlier_traffic[1] + sum(c.received_bytes for c in removed),
-            )
-            new = [self._connect(i) for i in range(len(kept), count)]
-            self._connections = [*kept, *new]
-            for connection in removed:
-                connection.close()
 
     def request(self, server: int, name: str, argument: Any = None) -> Any:
         """Sends a request to one server and waits for the reply."""
@@ -201,14 +178,6 @@ class ServerConnections:
         with self._lock:
             connection = self._connections[shard.server]
             return shard.start + start, connection.finish(request, self._timeout)
-
-    def pieces_of(
-        self, description: VariableDescription, shard: ShardRange
-    ) -> Iterator[tuple[int, np.ndarray]]:
-        """Pieces of a shard: the first row of each in the shard, and its rows."""
-        for start, stop in _ranges(description, shard):
-            key = (description.number, shard.start)
-            yield start, self.request(shard.server, "read", (key, start, stop))
 
     def read(self, description: VariableDescription) -> np.ndarray:
         """Reads a variable in full."""

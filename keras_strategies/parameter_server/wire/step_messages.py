@@ -16,25 +16,6 @@ UpdateId = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class ScaleReport:
-    """Report on the loss scale of a step, for the server that stores the scale.
-
-    Args:
-        scale: the key of `dynamic_scale`.
-        counter: the key of `step_counter`.
-        growth_steps: int, finite steps after which the scale doubles.
-        used: float32, the scale of the gradients.
-        is_finite: bool, whether all of them were finite.
-    """
-
-    scale: Key
-    counter: Key
-    growth_steps: int
-    used: np.ndarray
-    is_finite: bool
-
-
-@dataclass(frozen=True)
 class StepRequest:
     """Request of a step: update to apply and values to reply with.
 
@@ -45,7 +26,6 @@ class StepRequest:
             and triples of a shard, rows and their gradients.
         adds: pairs of a shard and an array to add.
         writes: pairs of a shard and its new value.
-        scales: reports on loss scales.
         pull: shards to send in full.
         pull_rows: triples of a shard, rows to send, and the number of rows of the
             padded reply.
@@ -56,7 +36,6 @@ class StepRequest:
     optimizers: tuple[tuple[int, list[Any], list[Any]], ...] = ()
     adds: tuple[tuple[Key, np.ndarray], ...] = ()
     writes: tuple[tuple[Key, np.ndarray], ...] = ()
-    scales: tuple[ScaleReport, ...] = ()
     pull: tuple[Key, ...] = ()
     pull_rows: tuple[tuple[Key, np.ndarray, int], ...] = ()
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from keras_strategies.parameter_server.wire.variable_description import ShardRange
 from keras_strategies.processes.portable_exceptions import PortableException
 
 
@@ -107,22 +106,6 @@ class TaskResult:
     staleness: tuple[int, int] = (0, 0)
     changes: tuple[str, ...] = ()
     full_tables: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class ShardPlacement:
-    """Servers and shards after the number of servers has changed.
-
-    Args:
-        number: int, number of changes so far.
-        addresses: see `ServerAddresses.state`.
-        shards: dict from a variable's number to its shards. Functions that were sent
-            earlier have descriptions with other servers.
-    """
-
-    number: int
-    addresses: tuple[int, list[str]]
-    shards: dict[int, tuple[ShardRange, ...]]
 
 
 @dataclass(frozen=True)

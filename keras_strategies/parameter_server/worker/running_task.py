@@ -15,9 +15,6 @@ from keras_strategies.parameter_server.engines.engine_interface import (
     OptimizerCall,
     StepResult,
 )
-from keras_strategies.parameter_server.variables.optimizer_wrappers import (
-    has_dynamic_scale,
-)
 from keras_strategies.parameter_server.wire.row_indexing import indexed
 from keras_strategies.parameter_server.wire.step_messages import StepReply, StepRequest
 from keras_strategies.parameter_server.wire.task_messages import ScheduledTask
@@ -53,9 +50,6 @@ class RunningTask:
         #: See `TaskResult`.
         self.changes: tuple[str, ...] = ()
         self._next_update = 0
-        # Scalars of optimizers as this task last read them: gradients are divided by
-        # the loss scale that they were computed with, even if it has changed since.
-        self._scalars: dict[int, np.ndarray] = {}
 
     def next_update(self) -> tuple[int, int]:
         """The name of the next update."""
@@ -69,10 +63,7 @@ class RunningTask:
         if description.kind == "local":
             return self._local(description.number)
         # At each read, as others may have written: the task may wait for it.
-        value = self._execution.servers.read(description)
-        if description.kind == "scalar":
-            self._scalars[description.number] = value
-        return value
+        return self._execution.servers.read(description)
 
     def read_slice(self, variable: Any, index: Any) -> np.ndarray:
         description = self._variables.describe(variable)
@@ -120,18 +111,10 @@ class RunningTask:
         if variables is None:
             variables = trained_variables(optimizer)
         arrays = [None if g is None else to_numpy(g) for g in gradients]
-        scale = None
-        if has_dynamic_scale(optimizer):
-            scale = self._scale(optimizer.dynamic_scale)
-        applied = OptimizerCall(optimizer, list(variables), arrays, scale)
+        applied = OptimizerCall(optimizer, list(variables), arrays)
         result = StepResult(None, [applied])
         self.push(PullPlan(), result, {})
         return optimizer.iterations
-
-    def _scale(self, variable: Any) -> np.ndarray:
-        """The loss scale that this task has computed with."""
-        number = self._variables.describe(variable).number
-        return self._scalars[number] if number in self._scalars else self.read(variable)
 
     def push(
         self, plan: PullPlan, result: StepResult, pulled: Mapping[int, StepReply]
@@ -183,11 +166,6 @@ class RunningTask:
         pulled = servers.receive_steps(servers.send_steps(plan.pulls))
         self.steps += 1
         result = self._programs.compute(program, plan, pulled, batch)
-        for variable in program.variables.others:
-            description = self._variables.describe(variable)
-            if description.kind == "scalar":
-                value = np.array(self._execution.engine.get_value(variable))
-                self._scalars[description.number] = value
         self.push(plan, result, pulled)
         return keras.tree.map_structure(_to_tensor, result.outputs)
 

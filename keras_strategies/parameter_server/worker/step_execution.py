@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from keras_strategies.errors import InvalidArgumentError
-from keras_strategies.keras_compat.optimizers.optimizer_parts import (
-    optimizers_of,
-    step_variable,
-)
 from keras_strategies.keras_compat.variables.creation import mix_in
 from keras_strategies.keras_compat.variables.hosted_variables import (
     VariableHost,
@@ -30,10 +26,6 @@ from keras_strategies.parameter_server.variables.dtype_sizes import bytes_per_el
 from keras_strategies.parameter_server.variables.object_pickling import (
     UnpicklingContext,
 )
-from keras_strategies.parameter_server.variables.optimizer_wrappers import (
-    has_dynamic_scale,
-    innermost,
-)
 from keras_strategies.parameter_server.variables.sharded_variable import ShardedVariable
 from keras_strategies.parameter_server.wire.arrays.row_arrays import (
     empty_aligned,
@@ -41,20 +33,16 @@ from keras_strategies.parameter_server.wire.arrays.row_arrays import (
 )
 from keras_strategies.parameter_server.wire.server_connections import ServerConnections
 from keras_strategies.parameter_server.wire.step_messages import (
-    ScaleReport,
     StepReply,
     StepRequest,
     UpdateId,
 )
 from keras_strategies.parameter_server.wire.variable_description import (
-    ShardRange,
     VariableDescription,
     is_sharded,
 )
 from keras_strategies.parameter_server.worker.gradient_transforms import (
     clip,
-    split_by_optimizer,
-    unscale,
 )
 from keras_strategies.parameter_server.worker.row_positions import (
     RowPositions,
@@ -81,8 +69,6 @@ class WorkerVariables(UnpicklingContext):
         self.by_number: dict[int, Any] = {}
         self._descriptions: dict[int, VariableDescription] = {}
         self._numbers: dict[int, int] = {}
-        # Shards of variables after the number of servers has changed.
-        self._placed: Mapping[int, tuple[ShardRange, ...]] = {}
         #: Host of variables that tasks use outside of programs; None without tasks.
         self.host: VariableHost | None = None
 
@@ -96,21 +82,6 @@ class WorkerVariables(UnpicklingContext):
             self.generations,
         ):
             known.clear()
-        self._placed = {}
-
-    def place(self, shards: Mapping[int, tuple[ShardRange, ...]]) -> None:
-        """Changes the shards of variables, also of those that arrive later.
-
-        Args:
-            shards: by the number of the variable.
-        """
-        self._placed = shards
-        for number, description in self._descriptions.items():
-            self._descriptions[number] = self._current(description)
-
-    def _current(self, description: VariableDescription) -> VariableDescription:
-        shards = self._placed.get(description.number, description.shards)
-        return replace(description, shards=shards)
 
     def release(self, numbers: Sequence[int]) -> None:
         """Discards variables that the coordinator no longer has."""
@@ -148,7 +119,7 @@ class WorkerVariables(UnpicklingContext):
             self._numbers[id(made)] = number
         self.by_number[number].trainable = description.trainable
         self.by_number[number].regularizer = description.regularizer
-        self._descriptions[number] = self._current(description)
+        self._descriptions[number] = description
         return self.by_number[number]
 
     def description(self, number: int) -> VariableDescription:
@@ -352,23 +323,10 @@ class StepExecution:
         updates: dict[int, list[Any]] = {i: [] for i in range(count)}
         adds: dict[int, list[Any]] = {i: [] for i in range(count)}
         writes: dict[int, list[Any]] = {i: [] for i in range(count)}
-        scales: dict[int, list[ScaleReport]] = {i: [] for i in range(count)}
         local: dict[int, np.ndarray] = {}
         ids = {id(table): found for table, found in plan.ids}
         for call in result.optimizer_calls:
-            if has_dynamic_scale(call.optimizer):
-                server, report, call = self._unscaled(call)
-                scales[server].append(report)
-                if not report.is_finite:
-                    continue
-            for own in split_by_optimizer(call):
-                self._split_updates(own, ids, updates)
-            if optimizers_of(call.optimizer):
-                # Its inner optimizers have iterations of their own.
-                description = describe(step_variable(call.optimizer))
-                one = np.ones((), description.dtype)
-                for shard in description.shards:
-                    adds[shard.server].append(((description.number, shard.start), one))
+            self._split_updates(call, ids, updates)
         for variable, after in result.changed:
             description = describe(variable)
             before = self.engine.get_value(variable)
@@ -391,11 +349,9 @@ class StepExecution:
                 optimizers=tuple(updates[server]),
                 adds=tuple(adds[server]),
                 writes=tuple(writes[server]),
-                scales=tuple(scales[server]),
             )
             for server in range(count)
-            # Servers record the names of empty updates too: the task may run again,
-            # with another loss scale.
+            # Servers record the names of empty updates too.
             if result.optimizer_calls or adds[server] or writes[server]
         }
         return steps, local
@@ -439,19 +395,6 @@ class StepExecution:
                 dense[shard.server].append((key, own))
         for server in range(count):
             updates[server].append((number, dense[server], rows[server]))
-
-    def _unscaled(self, call: OptimizerCall) -> tuple[int, ScaleReport, OptimizerCall]:
-        """Server of the loss scale, report, and call with unscaled gradients."""
-        optimizer = call.optimizer
-        description = self.variables.describe(optimizer.dynamic_scale)
-        used = call.scale
-        if used is None:
-            used = self.engine.get_value(optimizer.dynamic_scale)
-        report, gradients = unscale(
-            optimizer, call.gradients, used, self.variables.describe
-        )
-        inner = OptimizerCall(innermost(optimizer), call.variables, gradients)
-        return description.shards[0].server, report, inner
 
     def optimizer_number(self, made: Any) -> int:
         """The number of an unpickled optimizer."""

@@ -141,9 +141,6 @@ class Worker:
                 self._functions.define(value)
             elif kind == "resource":
                 self._functions.add_resource(value)
-            elif kind == "placement":
-                self._execution.servers.replace(value.addresses)
-                self._variables.place(value.shards)
             elif kind == "release":
                 self._release(value)
             elif kind == "registered":

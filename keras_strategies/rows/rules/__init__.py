@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from keras_strategies.rows.rules import (
+from keras_strategies.rows.rules import (  # noqa: F401  They register them.
     batches,
     control_flow,
     declared,
@@ -12,14 +12,3 @@ from keras_strategies.rows.rules import (
     reductions,
     shapes,
 )
-
-__all__ = [
-    "batches",
-    "control_flow",
-    "declared",
-    "elementwise",
-    "indexing",
-    "products",
-    "reductions",
-    "shapes",
-]

@@ -49,17 +49,18 @@ def _of_batch(rank: int, others_have_rows: bool = False) -> Rule:
             return placed
         if leaves[0][1] < rank:
             return mixed("takes the rows for another axis")
-        if not leaves[0][0].is_rows:
-            return mixed("has another kernel for each row")
-        if not others_have_rows and any(each.is_rows for each, _ in leaves[1:]):
+        of_others = not others_have_rows and any(p.is_rows for p, _ in leaves[1:])
+        if of_others or not leaves[0][0].is_rows:
             return mixed("has another kernel for each row")
         return placed
 
     return apply
 
 
-rule("MaxPool AveragePool AdaptiveMaxPool AdaptiveAveragePool Fold")(_of_batch(3))
-rule("Conv DepthwiseConv SeparableConv ConvTranspose")(_of_batch(3))
+rule(
+    """MaxPool AveragePool AdaptiveMaxPool AdaptiveAveragePool Fold Conv DepthwiseConv
+    SeparableConv ConvTranspose"""
+)(_of_batch(3))
 rule("CTCLoss")(_of_batch(2, others_have_rows=True))
 rule(
     """Resize ExtractPatches PadImages CropImages RGBToHSV HSVToRGB RGBToGrayscale

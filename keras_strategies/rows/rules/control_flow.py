@@ -46,7 +46,6 @@ def _repeated(
 def _without_axis(placed: Placed, gone: int) -> Placed:
     if not placed.has_axis:
         return placed
-    assert placed.axis is not None
     if placed.axis == gone:
         return mixed("loops over rows")
     return placed.at(placed.axis - (placed.axis > gone))

@@ -143,10 +143,7 @@ def _drawn(step: Step) -> Placed:
 def _changed_in_place(step: Step) -> Placed:
     """Other tensors with its memory have placements, which must not change."""
     before, after, *_ = step.placed("given")
-    _, _, is_own, is_inner = step.nodes[0].args
-    if before.is_mixed and is_own:
-        return before  # So are those that are made of it.
-    if not is_inner:
+    if not step.nodes[0].args[2]:
         return mixed("changes a tensor in place that may be an argument")
     if before.is_mixed or before.is_zero or before != replace(after, is_zero=False):
         return mixed("changes where a tensor has the rows, in place")

@@ -75,8 +75,7 @@ def _expanded(key: Any, rank: int) -> list[Any]:
 
 def _has_count(part: slice) -> bool:
     """Whether it has a number of rows, which may be less than the length."""
-    bounds = (part.start, part.stop, part.step)
-    return any(isinstance(bound, RowCount) for bound in bounds)
+    return RowCount in map(type, (part.start, part.stop, part.step))
 
 
 def _has_no_bounds(part: slice) -> bool:
@@ -162,7 +161,6 @@ def _picked(step: Step, placed: Placed, found: Placed, picked: list[Any]) -> Pla
     if len(picked) > 1 and found.is_rows:
         return mixed("takes entries by several indices")
     if index.has_axis:
-        assert index.axis is not None
         return index.at(index.axis + place)
     return index if index.is_rows else found
 
@@ -188,20 +186,10 @@ def _taken(step: Step) -> Placed:
     if index.is_sum:
         return mixed("takes an entry by a sum over rows")
     if x.has_axis:
-        assert x.axis is not None
         if x.axis == axis:
             return mixed("takes rows by their numbers")
         return x.at(x.axis + (index_rank - 1 if axis < x.axis else 0))
     return x
-
-
-@rule("TakeAlongAxis")
-def _taken_along(step: Step) -> Placed:
-    axis = step.attribute("axis")
-    if axis is None:
-        return mixed("takes entries of all rows")
-    placed = joined(step.leaves(), step.out_rank)
-    return not_along(placed, axis, step.out_rank)
 
 
 @rule("OneHot MultiHot")
@@ -210,7 +198,6 @@ def _one_hot(step: Step) -> Placed:
     placed = joined([(placed, rank)], rank)
     if not placed.has_axis:
         return placed
-    assert placed.axis is not None
     if step.name == "MultiHot" and placed.axis == rank - 1:
         return mixed("encodes all rows at once")
     axis = int(step.attribute("axis")) % step.out_rank
@@ -234,11 +221,6 @@ def _in_top_k(step: Step) -> Placed:
     return not_along(placed, -1, step.rank("predictions"))
 
 
-@rule("TopK")
-def _top_k(step: Step) -> Placed:
-    return not_along(joined(step.leaves(), step.rank("x")), -1, step.rank("x"))
-
-
 @rule("Scatter ScatterUpdate")
 def _scattered(step: Step) -> Placed:
     (index,) = step.placed("indices")
@@ -249,7 +231,6 @@ def _scattered(step: Step) -> Placed:
     if not index.is_constant:
         return index if index.is_mixed else mixed("scatters to rows")
     if placed.has_axis:
-        assert placed.axis is not None
         before = step.rank("indices") - 1
         if placed.axis < before:
             return mixed("scatters rows")

@@ -134,7 +134,6 @@ def _kron(step: Step) -> Placed:
         return mixed("multiplies rows")
     if not x.has_axis or not y.is_same or rank != other_rank:
         return joined([(x, 0), (y, 0)], 0)
-    assert x.axis is not None
     size = step.shapes("x2")[0][x.axis]
     return replace(x, multiple=x.multiple * size, power=x.power + y.power)
 

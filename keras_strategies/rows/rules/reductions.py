@@ -21,7 +21,6 @@ def _reduced(step: Step, name: str = "x") -> tuple[Placed, bool, Placed]:
     axes = axes_of(step.attribute("axis"), rank)
     if not placed.has_axis:
         return placed, False, placed
-    assert placed.axis is not None
     keeps = step.out_rank == rank
     fewer = 0 if keeps else sum(each < placed.axis for each in axes)
     return placed, placed.axis in axes, placed.at(placed.axis - fewer)
@@ -77,7 +76,6 @@ def _moments(step: Step) -> list[Placed]:
     axes = axes_of(step.attribute("axes"), rank)
     if not placed.has_axis:
         return [joined([(placed, rank)], rank)] * 2
-    assert placed.axis is not None
     if placed.axis in axes:
         mean = replace(SUM, power=placed.power - 1)
         return [mean, mixed("is a variance over rows")]
@@ -87,19 +85,22 @@ def _moments(step: Step) -> list[Placed]:
     return [placed.at(placed.axis - fewer)] * 2
 
 
-@rule("Softmax LogSoftmax Sparsemax Cumprod Nancumprod Nancumsum Sort Argsort Glu")
-@rule("Argpartition Normalize")
+#: Of them, those of which sums over rows are sums over rows.
+_LINEAR = frozenset(["Cumsum", "Diff", "Flip", "Fliplr", "Flipud", "Roll", "Rot90"])
+
+
+@rule("Argpartition Argsort Cumprod Cumsum Diff Flip Fliplr Flipud Glu LogSoftmax")
+@rule("Nancumprod Nancumsum Normalize Roll Rot90 Softmax Sort Sparsemax TakeAlongAxis")
+@rule("TopK")
 def _along(step: Step) -> Placed:
-    placed = joined(step.leaves("x"), step.out_rank)
-    return not_along(placed, step.attribute("axis"), step.out_rank)
-
-
-@rule("Cumsum Flip Roll Diff Fliplr Flipud")
-def _linear_along(step: Step) -> Placed:
-    (placed,) = step.placed("a" if step.name == "Diff" else "x")
-    fixed = {"Fliplr": 1, "Flipud": 0}
-    axis = step.attribute("axis", fixed.get(step.name))
-    return not_along(placed, axis, step.rank_of_first)
+    """A function along an axis, or several, with as many axes as its argument."""
+    fixed = {"Fliplr": 1, "Flipud": 0, "TopK": -1}
+    axis = step.attribute("axes", step.attribute("axis", fixed.get(step.name)))
+    leaves = step.leaves()
+    placed = leaves[0][0]
+    if step.name not in _LINEAR:
+        placed = joined(leaves, step.out_rank)
+    return not_along(placed, axis, step.out_rank)
 
 
 @rule("LayerNorm RMSNorm BatchNorm")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -19,15 +19,11 @@ from keras_strategies.rows.placed import (
     rows_of_shapes,
     varying_axis,
 )
-from keras_strategies.rows.rules.step import Step, rule
+from keras_strategies.rows.rules.step import Step, of_axis, rule
 
 
-@rule("Rearrange")
-def _rearranged(step: Step) -> Placed:
-    (placed,) = step.placed("tensor")
-    if not placed.has_axis:
-        return placed
-    assert placed.axis is not None
+@of_axis("Rearrange", "tensor")
+def _rearranged(step: Step, placed: Placed) -> Placed:
     before, after = (
         [re.findall(r"\w+", axis) for axis in re.findall(r"\w+|\(.*?\)", side)]
         for side in step.static("pattern").split("->")
@@ -47,12 +43,8 @@ def _rearranged(step: Step) -> Placed:
     return replace(placed, axis=into, blocks=blocks, multiple=multiple)
 
 
-@rule("Reshape Ravel")
-def _reshaped(step: Step) -> Placed:
-    (placed,) = step.placed("x")
-    if not placed.has_axis:
-        return placed
-    assert placed.axis is not None
+@of_axis("Reshape Ravel")
+def _reshaped(step: Step, placed: Placed) -> Placed:
     into = varying_axis(step.out_shapes())
     before, after = step.shapes("x")[0], step.out_shapes()[0]
     if into is None:
@@ -66,54 +58,28 @@ def _reshaped(step: Step) -> Placed:
     return replace(placed, axis=into, blocks=blocks, multiple=multiple)
 
 
-def _permuted(step: Step, order: Sequence[int]) -> Placed:
-    placed = step.placed()[0]
-    if placed.axis is None or not placed.is_rows:
-        return placed
-    return placed.at(list(order).index(placed.axis))
-
-
-@rule("Transpose")
-def _transposed(step: Step) -> Placed:
-    rank, axes = step.rank("x"), step.attribute("axes")
-    return _permuted(step, axes_of(axes, rank) if axes else range(rank)[::-1])
-
-
-@rule("Swapaxes Moveaxis Rot90")
-def _swapped(step: Step) -> Placed:
-    rank = step.rank_of_first
+@of_axis("Transpose Swapaxes Moveaxis ExpandDims")
+def _permuted(step: Step, placed: Placed) -> Placed:
+    rank = step.rank("x")
     # An array whose shape has the number of each axis.
     numbered = np.broadcast_to(np.empty((1,) * rank), range(2, rank + 2))
-    if step.name == "Swapaxes":
-        moved = np.swapaxes(numbered, step.attribute("axis1"), step.attribute("axis2"))
-    elif step.name == "Moveaxis":
-        source = step.attribute("source")
-        moved = np.moveaxis(numbered, source, step.attribute("destination"))
-    else:
-        axes, k = step.attribute("axes"), step.attribute("k")
-        placed = step.placed()[0]
-        if placed.is_rows and placed.axis in axes_of(list(axes), rank):
-            return mixed("turns the rows")
-        moved = np.rot90(numbered, k, axes)
-    return _permuted(step, [size - 2 for size in moved.shape])
+    moves: dict[str, tuple[Any, ...]] = {
+        "Transpose": (np.transpose, "axes"),
+        "Swapaxes": (np.swapaxes, "axis1", "axis2"),
+        "Moveaxis": (np.moveaxis, "source", "destination"),
+        "ExpandDims": (np.expand_dims, "axis"),
+    }
+    move, *names = moves[step.name]
+    moved = move(numbered, *map(step.attribute, names))
+    return placed.at(moved.shape.index(placed.axis + 2))
 
 
-@rule("ExpandDims Squeeze")
-def _other_rank(step: Step) -> Placed:
-    (placed,) = step.placed("x")
-    if not placed.has_axis:
-        return placed
-    assert placed.axis is not None
-    rank = step.rank("x")
-    if step.name == "ExpandDims":
-        added = set(axes_of(step.attribute("axis"), step.out_rank))
-        kept = [axis for axis in range(step.out_rank) if axis not in added]
-        return placed.at(kept[placed.axis])
-    axis = step.attribute("axis")
-    shape = step.shapes("x")[-1]
-    gone = axes_of(axis, rank)
+@of_axis("Squeeze")
+def _squeezed(step: Step, placed: Placed) -> Placed:
+    axis, shape = step.attribute("axis"), step.shapes("x")[-1]
+    gone = axes_of(axis, len(shape))
     if axis is None:
-        gone = [i for i in range(rank) if shape[i] == 1]
+        gone = [i for i, length in enumerate(shape) if length == 1]
         if step.placements.is_any:
             return mixed("drops the rows where there is one")
     if placed.axis in gone:
@@ -139,10 +105,9 @@ def _longer(step: Step) -> Placed:
     (placed,), before, after = step.placed("x"), step.shapes("x"), step.out_shapes()
     if step.name == "Pad":
         value = step.static("constant_values")
-        if placed.is_sum and (value or step.attribute("mode") != "constant"):
-            return mixed("pads a sum over rows")
-        if placed.power and value:
-            return mixed("pads what depends on the number of rows")
+        is_linear = not value and step.attribute("mode") == "constant"
+        if (placed.is_sum or placed.power) and not is_linear:
+            return mixed("pads a sum over rows, or what depends on their number")
     into = varying_axis(after)
     if step.name == "Repeat" and (placed.has_axis or into is None):
         counts = [node.operation.repeats for node in step.nodes]
@@ -155,7 +120,6 @@ def _longer(step: Step) -> Placed:
         if placed.is_constant and is_one and step.name != "Pad":
             return rows_of_shapes(after, step.counts)
         return mixed("repeats by the rows")
-    assert placed.axis is not None
     axis = placed.axis + len(after[0]) - len(before[0])
     if step.name == "Repeat" and step.attribute("axis") is None:
         return mixed("repeats entries of all rows")
@@ -187,7 +151,6 @@ def _concatenated(step: Step) -> Placed:
     powers = {each.power for each, _ in leaves}
     found = joined(leaves, rank, same_power=len(powers) > 1)
     if found.has_axis:
-        assert found.axis is not None
         if any(each.is_same for each, _ in leaves):
             return mixed("joins rows with a constant")
         if step.name == "Stack":
@@ -197,26 +160,20 @@ def _concatenated(step: Step) -> Placed:
     return found.times(max(powers)) if len(powers) == 1 else found
 
 
-@rule("Split ArraySplit Hsplit Vsplit Dsplit Unstack")
-def _split(step: Step) -> Placed:
-    (placed,), rank = step.placed("x"), step.rank("x")
+@of_axis("Split ArraySplit Hsplit Vsplit Dsplit Unstack")
+def _split(step: Step, placed: Placed) -> Placed:
+    rank = step.rank("x")
     fixed = {"Hsplit": 1 if rank > 1 else 0, "Vsplit": 0, "Dsplit": 2}
     axis = fixed.get(step.name, step.attribute("axis", 0)) % rank
-    if not placed.has_axis:
-        return placed
-    assert placed.axis is not None
     if placed.axis == axis:
         return mixed("takes rows apart")
     return placed.at(placed.axis - (step.name == "Unstack" and axis < placed.axis))
 
 
-@rule("Diagonal Trace")
-def _diagonal(step: Step) -> Placed:
-    (placed,), rank = step.placed("x"), step.rank("x")
-    pair = axes_of([step.attribute("axis1"), step.attribute("axis2")], rank)
-    if not placed.has_axis:
-        return placed
-    assert placed.axis is not None
+@of_axis("Diagonal Trace")
+def _diagonal(step: Step, placed: Placed) -> Placed:
+    pair = [step.attribute("axis1"), step.attribute("axis2")]
+    pair = axes_of(pair, step.rank("x"))
     if placed.axis in pair:
         return mixed("takes a diagonal of the rows")
     return placed.at(placed.axis - sum(axis < placed.axis for axis in pair))

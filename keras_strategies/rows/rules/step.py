@@ -50,6 +50,25 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
+def of_axis(names: str, argument: str = "x") -> Callable[[Any], Any]:
+    """Registers a rule for where the rows are along an axis of one argument.
+
+    Args:
+        names: see `rule`.
+        argument: str, its name. Without rows the result is placed as it is.
+    """
+
+    def register(function: Callable[[Step, Placed], Any]) -> Any:
+        @rule(names)
+        def apply(step: Step) -> Any:
+            (placed,) = step.placed(argument)
+            return function(step, placed) if placed.has_axis else placed
+
+        return function
+
+    return register
+
+
 @functools.cache
 def _parameters(kind: Hashable) -> tuple[tuple[str, bool], ...]:
     call = getattr(kind, "call")  # noqa: B009
@@ -90,10 +109,7 @@ class Step:
 
     def placed(self, *names: str) -> list[Placed]:
         """The placements of the leaves of arguments, without None; all by default."""
-        found = []
-        for name in names or self.arguments[0]:
-            found += self.placements.placed(self.values(name))
-        return found
+        return [placed for placed, _ in self.leaves(*names)]
 
     def leaves(self, *names: str) -> list[tuple[Placed, int]]:
         """Placements of the leaves of arguments with their numbers of axes."""

@@ -100,7 +100,7 @@ def sums_over_workers(
     for i in sorted(set(present) - set(dense)):
         assert ops.sparse is not None
         results[i] = ops.sparse.gather(gradients[i], workers)
-    workers.confirm()
+    workers.use_unconfirmed()
     return results
 
 

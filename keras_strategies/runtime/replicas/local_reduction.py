@@ -32,8 +32,8 @@ class LocalReduction:
 
     @classmethod
     def of(cls, strategy: StrategyCore) -> LocalReduction | None:
-        """The reduction of a strategy; None for the backend's own."""
-        ops = strategy.cross_device_ops
+        """The user's reduction of a strategy; None for the backend's own."""
+        ops = strategy.reduction
         return None if ops is None else cls(strategy, ops)
 
     def sums(self, columns: Sequence[Sequence[Any]]) -> list[Any]:

@@ -27,6 +27,7 @@ from keras_strategies.rows.layer_calls import LayerCall, argument_leaves
 from keras_strategies.rows.row_placements import RowProof
 from keras_strategies.rows.row_proofs import RowProofs
 from keras_strategies.rows.row_prover import RowProver
+from keras_strategies.rows.row_tensors import symbolic
 from keras_strategies.runtime import context
 from keras_strategies.runtime.data_parallel.exchanged_sums import ExchangedSums
 from keras_strategies.runtime.data_parallel.proof_replica import proof_surroundings
@@ -47,11 +48,20 @@ class MixedRows:
     Args:
         strategy: the strategy.
         driver: how its engine traces calls; None where replicas of all workers are one
-            program. Then nothing is exchanged, and warnings say so.
+            program.
+        proving: a context around proofs.
     """
 
-    def __init__(self, strategy: StrategyCore, driver: LayerCallDriver | None = None):
+    def __init__(
+        self,
+        strategy: StrategyCore,
+        driver: LayerCallDriver | None = None,
+        proving: Callable[
+            [], contextlib.AbstractContextManager[Any]
+        ] = contextlib.nullcontext,
+    ):
         self._strategy = strategy
+        self._proving = proving
         tracing = _tracing if driver is None else driver.tracing
         surroundings = functools.partial(proof_surroundings, strategy, tracing)
         self._proofs = RowProofs(
@@ -60,23 +70,25 @@ class MixedRows:
             True,
             tracing,
             None if driver is None else strategy.placement.workers,
-            may_exchange=driver is not None,
         )
         self._warned: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def of_run(self, sizes: Sequence[int]) -> RunOfLayers:
+    def of_run(self, sizes: Sequence[int], exchanges: bool = True) -> RunOfLayers:
         """The calls in one run, or in a program that is traced.
 
         Args:
             sizes: the numbers of rows of all replicas; empty for any numbers.
+            exchanges: bool, whether replicas may exchange sums. Otherwise warnings say
+                that they do not.
         """
-        return RunOfLayers(self, self._strategy, sizes)
+        return RunOfLayers(self, self._strategy, sizes, exchanges)
 
     def proof(
         self, call: LayerCall, with_rows: Sequence[bool], sizes: Sequence[int]
     ) -> RowProof:
         """The proof of a call; warns, once for a layer, where rows are mixed."""
-        proof, _ = self._proofs.of(call, with_rows, sizes)
+        with self._proving():
+            proof, _ = self._proofs.of(call, with_rows, sizes)
         layer = call.layer
         if proof.mixes and layer not in self._warned:
             self._warned.add(layer)
@@ -99,11 +111,18 @@ class RunOfLayers:
     Args:
         mixed: the proofs.
         strategy: the strategy.
-        sizes: see `MixedRows.of_run`.
+        sizes, exchanges: see `MixedRows.of_run`.
     """
 
-    def __init__(self, mixed: MixedRows, strategy: StrategyCore, sizes: Sequence[int]):
+    def __init__(
+        self,
+        mixed: MixedRows,
+        strategy: StrategyCore,
+        sizes: Sequence[int],
+        exchanges: bool,
+    ):
         self._mixed = mixed
+        self._exchanges = exchanges
         self._strategy = strategy
         self._sizes = tuple(sizes)
         # Layers that the first replica could not build before its call.
@@ -185,6 +204,7 @@ class RunOfLayers:
             return None
         found = LayerCall(
             *(layer, call, (args, kwargs), leaves, sum(self._sizes) or None),
+            exchanges=self._exchanges,
             is_in_run=True,
         )
         return self._mixed.proof(found, with_rows, self._sizes)
@@ -208,14 +228,8 @@ def _routed(
 def _build(call: Callable[..., Any], args: Any, kwargs: Any) -> None:
     """Makes a layer's variables without values of tensors, if it can."""
 
-    def spec(leaf: Any) -> Any:
-        if not keras.ops.is_tensor(leaf):
-            return leaf
-        dtype = keras.backend.standardize_dtype(leaf.dtype)
-        return keras.KerasTensor(tuple(leaf.shape), dtype)
-
     with contextlib.suppress(Exception):  # The call itself raises the error.
-        args, kwargs = keras.tree.map_structure(spec, (args, kwargs))
+        args, kwargs = keras.tree.map_structure(symbolic, (args, kwargs))
         call(*args, **kwargs)
 
 

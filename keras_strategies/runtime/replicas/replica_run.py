@@ -245,8 +245,8 @@ class ReplicaRun(RunDriver):
             columns = [self._assigned(states, variable) for variable in variables]
             everywhere = self._on_all_workers(variables, columns)
             if workers is not None:
-                # Also the collectives of the run, before any value is assigned.
-                workers.confirm()
+                workers.use_unconfirmed()
+            merging.written += variables
             for variable, own, every in zip(
                 variables, columns, everywhere, strict=True
             ):
@@ -388,6 +388,8 @@ class MergeContext:
         self.left = left
         #: The states of the local replicas.
         self.states: list[RunState] = []
+        #: The variables that replicas and functions have written, of those they read.
+        self.written: list[Any] = []
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
@@ -404,6 +406,7 @@ class MergeContext:
                     for key, variable in read.items()
                     if before[key] is None or version(variable) != before[key]
                 ]
+                self.written += changed
                 for state in self.states:
                     state.forget(changed)
             if self.left is not None:

@@ -74,9 +74,8 @@ class Strategy(StrategyInput, StrategyReports, StrategyCheckpoints):
             require(engine, Feature.CUSTOM_REDUCTIONS)
         if not sync_batch_norm and placement.replica_counts.total > 1:
             require(engine, Feature.SEPARATE_BATCH_NORM)
-        super().__init__(
-            engine, placement, cross_device_ops, sync_batch_norm, random_numbers
-        )
+        self._cross_device_ops = cross_device_ops
+        super().__init__(engine, placement, custom, sync_batch_norm, random_numbers)
         unused.made(self)
 
     @property

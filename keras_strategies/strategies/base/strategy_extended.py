@@ -109,8 +109,8 @@ class StrategyExtended:
             value: `PerReplica` of tensors of one shape.
             destinations: a device name or object, a sequence of them, or a
                 `DistributedValues`, tensor or variable, for its devices.
-            options: `CommunicationOptions`; `bytes_per_pack` is the size of packs.
-                `implementation` and `timeout_seconds` must be those of the strategy.
+            options: `CommunicationOptions`; `implementation` and `timeout_seconds` must
+                be those of the strategy.
 
         Returns:
             A tensor for one destination, `Mirrored` for several.

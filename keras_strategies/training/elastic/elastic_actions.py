@@ -15,11 +15,12 @@ from keras_strategies.cluster.group.membership import Membership
 from keras_strategies.cluster.group.worker_group import WorkerGroup
 from keras_strategies.communication.communicator import Communicator
 from keras_strategies.communication.group_actions import WRITERS, GroupActions
-from keras_strategies.errors import InvalidArgumentError, WorkerError
+from keras_strategies.errors import WorkerError
 from keras_strategies.keras_compat.hooks import MethodRestart
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.lead.client_state import JoinedGeneration
 from keras_strategies.runtime.drivers import Drivers, RollbackDriver
+from keras_strategies.runtime.state.model_values import model_state, restore_model
 from keras_strategies.runtime.state.variable_sync import are_synced, set_synced
 from keras_strategies.training.elastic.chief_callbacks import (
     ChiefCallback,
@@ -32,7 +33,6 @@ from keras_strategies.training.resume.input_position import (
     set_random_state,
 )
 from keras_strategies.training.resume.snapshot_files import packed, parsed
-from keras_strategies.training.saving.preemption import PreemptionCallback
 
 T = TypeVar("T")
 
@@ -137,8 +137,6 @@ class ElasticActions(GroupActions):
             self.loop.is_active = True
 
     def own_callbacks(self, name: str, callbacks: list[Any]) -> list[Any]:
-        if name == "fit":
-            _check_positions(callbacks)
         return [
             ChiefCallback(each, self._is_chief) if isinstance(each, WRITERS) else each
             for each in callbacks
@@ -414,7 +412,7 @@ class ElasticActions(GroupActions):
             "steps": [workers.steps.count for workers in self._workers],
             "random": random_state(),
             "finished": self._random or random_state(),
-            "model": None if model is None else _driver_of(model).values(model),
+            "model": None if model is None else _values_of(model),
             "synced": None if model is None else are_synced(strategy_of(model), model),
             "fit": None if self._fit is None else self._fit.capture(),
             "fits": self._fits,
@@ -423,7 +421,8 @@ class ElasticActions(GroupActions):
 
     def _receive(self, model: Any, state: dict[str, Any]) -> None:
         if model is not None and state["model"] is not None:
-            _driver_of(model).set_values(model, state["model"])
+            strategy_of(model).engine.sync_variables(model)
+            restore_model(model, state["model"])
             set_synced(strategy_of(model), model, state["synced"])
         if state["loop"] is not None:
             self.loop.receive(state["loop"])
@@ -530,17 +529,6 @@ class ElasticActions(GroupActions):
         self._membership.leave("" if failure is None else failure.text)
 
 
-def _check_positions(callbacks: list[Any]) -> None:
-    """Raises for callbacks that set the position of `fit`, as `elastic` does."""
-    for callback in callbacks:
-        if isinstance(callback, PreemptionCallback):
-            raise InvalidArgumentError(
-                f"`fit` was given {type(callback).__name__} with elastic workers, "
-                "which get the position in training from each other. Omit the "
-                "callback, or `elastic`; `ks.callbacks.Resume` works with both."
-            )
-
-
 def _nothing_to_undo() -> bool:
     return True
 
@@ -549,3 +537,9 @@ def _driver_of(model: Any) -> RollbackDriver:
     driver = strategy_of(model).drivers.rollback
     assert driver is not None
     return cast(RollbackDriver, driver)
+
+
+def _values_of(model: Any) -> dict[str, Any]:
+    """The values of a model on the host, between two steps."""
+    strategy_of(model).engine.sync_variables(model)
+    return model_state(model)

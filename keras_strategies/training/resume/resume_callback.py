@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import math
 import os
-import shutil
 import signal
 import sys
 import time
@@ -53,7 +52,7 @@ from keras_strategies.training.resume.snapshot_clock import SnapshotClock
 from keras_strategies.training.resume.snapshot_files import SnapshotDirectory, parsed
 from keras_strategies.training.resume.snapshot_writer import SnapshotWriter
 from keras_strategies.training.saving.archives import check_stored
-from keras_strategies.training.saving.stop_requests import Preemption, StopRequests
+from keras_strategies.training.saving.stop_requests import StopRequests
 
 #: Directories of the trainings that have ended in this process.
 finished_directories: set[Path] = set()
@@ -128,8 +127,6 @@ class Resume(fit_position.OrderedCallback):
         self._every_steps = every_steps
         self._every_seconds = math.inf if every_seconds is None else every_seconds
         self._stream = stream
-        #: What a `PreemptionCheckpointHandler` does otherwise.
-        self._preemption: Preemption | None = None
         self._pauses: list[float] = []
         self._others: list[Any] = []
         self._epochs: Any = None
@@ -195,8 +192,6 @@ class Resume(fit_position.OrderedCallback):
 
     def _watch(self) -> StopRequests:
         """Begins to handle Ctrl-C and SIGTERM."""
-        if self._preemption is not None:
-            return self._preemption.requests
         workers = self._workers
         # Elastic workers go on without one that ends; its chief saves by itself.
         group = workers.group if workers is not None and is_fixed(workers) else None
@@ -355,10 +350,6 @@ class Resume(fit_position.OrderedCallback):
 
     def on_train_end(self, logs: Any = None) -> None:
         set_initial_epoch(self.model, 0)
-        if self._preemption is not None:
-            if self._is_chief:
-                shutil.rmtree(self._files.directory, ignore_errors=True)
-            return
         finished_directories.add(self._key)
         if self._state is None and self._takes_part:
             self._capture(self._position.at(self._epoch + 1, 0))
@@ -379,8 +370,6 @@ class Resume(fit_position.OrderedCallback):
                 f"saved in {str(self._files.directory)!r} before the end of this "
                 f"process; started again, it continues at {self._text(point)}"
             )
-        if self._preemption is not None:
-            self._preemption.ends()
         self._requests.end()
 
     @property

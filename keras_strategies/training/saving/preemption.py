@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import secrets
 import shutil
@@ -13,7 +12,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import keras
 
@@ -26,10 +25,9 @@ from keras_strategies.errors import (
     InvalidArgumentError,
     InvalidTypeError,
 )
-from keras_strategies.training.resume.resume_callback import Resume
 from keras_strategies.training.resume.snapshot_files import SnapshotDirectory, parsed
 from keras_strategies.training.saving.checkpoints import Checkpoint
-from keras_strategies.training.saving.stop_requests import Preemption, StopRequests
+from keras_strategies.training.saving.stop_requests import StopRequests
 
 #: Exit code after a save, which requests a restart.
 RESTART_EXIT_CODE = 42
@@ -119,15 +117,11 @@ class PreemptionCheckpointHandler:
 
     Example:
 
-    In a custom loop, every step is called by `run`:
+    Every step of a custom loop is called by `run`; in `fit`, use `ks.callbacks.Resume`.
 
     >>> handler = ks.PreemptionCheckpointHandler(None, model, "backup")
     >>> while handler.total_run_calls < 1000:
     ...     handler.run(train_step, next(batches))
-
-    In `fit`, with the handler's callback:
-
-    >>> model.fit(x, y, epochs=5, callbacks=[handler.callback()])
     """
 
     def __init__(
@@ -227,30 +221,6 @@ class PreemptionCheckpointHandler:
             )
         sys.exit(RESTART_EXIT_CODE)
 
-    def _end_fit(self) -> NoReturn:
-        self._exit()
-        sys.exit(RESTART_EXIT_CODE)
-
-    def callback(self) -> keras.callbacks.Callback:
-        """The callback for `fit`: `ks.callbacks.Resume` with this handler.
-
-        After a restart `fit` continues in the epoch and at the step where it stopped.
-        Snapshots are made when training is preempted, not in between; when training
-        ends, they are removed.
-        """
-        if not self._saved.of_model:
-            raise InvalidArgumentError(
-                "`callback` needs a handler of a keras.Model, but this one saves "
-                "another object. Use `run` in a custom loop."
-            )
-        if self._config.save_fn is not None:
-            raise InvalidArgumentError(
-                "`TerminationConfig(save_fn=...)` saves custom loops; the callback "
-                "saves the position in `fit` and the states of callbacks too. Omit it."
-            )
-        preemption = Preemption(self._requests, self._end_fit)
-        return PreemptionCallback(self._saved.folder, preemption)
-
     def watch_preemption_scope(self) -> contextlib.AbstractContextManager[Any]:
         """Context manager of `tf.distribute`: handles signals while it is open."""
         return contextlib.closing(self)
@@ -319,20 +289,6 @@ class _Saved:
         """Restores the state; returns the number of calls."""
         data = self._files.read()
         state = {} if data is None else parsed(data)
-        # A snapshot of `fit` has none; the callback reads it.
         if state.get("checkpoint") is not None:
             self._checkpoint.read(str(self.folder / state["checkpoint"] / "checkpoint"))
         return int(state.get("calls", 0))
-
-
-class PreemptionCallback(Resume):
-    """`Resume` whose snapshots are made by a `PreemptionCheckpointHandler`.
-
-    Args:
-        folder: Path of the snapshots.
-        preemption: the handler's part.
-    """
-
-    def __init__(self, folder: Path, preemption: Preemption):
-        super().__init__(folder, every_seconds=math.inf, stream="skip")
-        self._preemption = preemption

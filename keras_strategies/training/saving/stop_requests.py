@@ -6,7 +6,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 from keras_strategies.cluster.group import WorkerGroup
@@ -39,19 +38,6 @@ class LocalSteps:
 
     def begin_step(self) -> bool:
         return not self._is_stopping
-
-
-@dataclass(frozen=True)
-class Preemption:
-    """How a `PreemptionCheckpointHandler` ends `fit`.
-
-    Args:
-        requests: those of the handler.
-        ends: ends the process after the last snapshot.
-    """
-
-    requests: StopRequests
-    ends: Callable[[], NoReturn]
 
 
 class StopRequests:

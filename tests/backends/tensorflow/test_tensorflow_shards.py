@@ -162,6 +162,9 @@ OPTIMIZERS = {
     "clipnorm": lambda: optimizers.Nadam(0.01, clipnorm=0.1),
     "global_clipnorm": lambda: optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.05),
     "clipvalue": lambda: optimizers.SGD(0.1, clipvalue=0.001),
+}
+#: These use more than entries, and gradients that another operation divides.
+OF_GATHERED_VARIABLES = {
     "accumulation": lambda: optimizers.Adam(
         0.01, gradient_accumulation_steps=2, global_clipnorm=0.05
     ),
@@ -169,9 +172,6 @@ OPTIMIZERS = {
         0.1, use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=3
     ),
     "lamb": lambda: optimizers.Lamb(0.01, weight_decay=0.01),
-}
-#: These use rows and columns, matrices, and gradients that another operation divides.
-OF_GATHERED_VARIABLES = {
     "adafactor": lambda: optimizers.Adafactor(0.01, clipnorm=0.1),
     "muon": lambda: optimizers.Muon(0.01),
     "loss_scale": lambda: optimizers.LossScaleOptimizer(

@@ -1,20 +1,23 @@
 """A training on `nccl_double`, one worker of which is killed in a backward pass.
 
-    python nccl_training.py FOLDER INDEX [elastic | counts]
+    python nccl_training.py FOLDER INDEX [elastic] [counts] [loop]
 
 Index -1 trains on one device. Worker 1 is killed in step `VICTIM_STEP`, in the backward
-pass before the first layer. Each worker writes the weights after each step. With
-`counts` no worker is killed, and each prints, for each step, how often its host
-waits for a device between the beginning of the step and its last update.
+pass before the first layer; of a loop, when it sums its gradients. Each worker writes
+the weights after each step. With `counts` no worker is killed, and each prints, for
+each step, how often its host waits for a device between the beginning of the step and
+its last update. With `loop` steps are runs of a loop with a metric.
 """
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import json
 import os
 import signal
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,10 @@ import torch
 from backends.torch import nccl_double
 
 import keras_strategies as ks
+from keras_strategies.engines.torch import confirmed_steps
 from keras_strategies.engines.torch.nccl_works import NcclWorks
+from keras_strategies.engines.torch.tensor_primitives import TorchPrimitives
+from keras_strategies.engines.torch.worker_collectives import TorchCommunicator
 
 STEPS, BATCH, VICTIM_STEP = 5, 6, 3
 
@@ -57,19 +63,32 @@ class Waits(keras.callbacks.Callback):
     def __init__(self) -> None:
         super().__init__()
         self.steps: list[list[str]] = []
-        self._is_in_step = False
+        self.is_in_step = False
         for name in ("item", "tolist", "cpu", "__float__", "__bool__", "__int__"):
             self._count(torch.Tensor, name)
         for name in ("wait", "is_completed"):
             self._count(nccl_double.Work, name)
         self._count(NcclWorks, "confirm")
+        self._leave_out(TorchPrimitives, "all_lengths")
+
+    def _leave_out(self, owner: Any, name: str) -> None:
+        """Hosts exchange numbers of rows."""
+        original = getattr(owner, name)
+
+        def left_out(*args: Any) -> Any:
+            before, self.is_in_step = self.is_in_step, False
+            found = original(*args)
+            self.is_in_step = before
+            return found
+
+        setattr(owner, name, left_out)
 
     def _count(self, owner: Any, name: str) -> None:
         original = getattr(owner, name)
 
         def counted(this: Any, *args: Any, **kwargs: Any) -> Any:
             # `wait` orders streams the first time, which the double cannot do.
-            if self._is_in_step and name != "wait":
+            if self.is_in_step and name != "wait":
                 self.steps[-1].append(f"{owner.__name__}.{name}")
             return original(this, *args, **kwargs)
 
@@ -80,26 +99,37 @@ class Waits(keras.callbacks.Callback):
 
         def apply(*args: Any, **kwargs: Any) -> None:
             update(*args, **kwargs)
-            self._is_in_step = False
+            self.is_in_step = False
 
         self.model.optimizer.apply = apply
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self.steps.append([])
-        self._is_in_step = True
+        self.is_in_step = True
 
     def on_train_end(self, logs: Any = None) -> None:
         print("waits", json.dumps(self.steps))
+
+    def of_runs(self, check: Callable[[int], None]) -> None:
+        """Steps end where collectives are confirmed; `check` gets their number."""
+        confirm = confirmed_steps._confirm
+
+        def last(*given: Any) -> None:
+            self.is_in_step = False
+            check(len(self.steps))
+            confirm(*given)
+
+        confirmed_steps._confirm = last
 
 
 class Steps(keras.callbacks.Callback):
     def __init__(self, layer: Layer, is_victim: bool):
         super().__init__()
-        self._layer, self._is_victim = layer, is_victim
+        self._layer, self.is_victim = layer, is_victim
         self.weights: dict[str, Any] = {}
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self._layer.is_killing = self._is_victim and batch + 1 == VICTIM_STEP
+        self._layer.is_killing = self.is_victim and batch + 1 == VICTIM_STEP
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.note(batch + 1)
@@ -109,24 +139,78 @@ class Steps(keras.callbacks.Callback):
         self.weights[str(name)] = np.concatenate(values)
 
 
-def main(folder: Path, index: int, option: str) -> None:
-    is_elastic, counts = option == "elastic", option == "counts"
-    strategy = None
+def kill_in_sums(folder: Path, size: int, is_victim: bool) -> None:
+    """Ends a process that is to sum its gradients, when the other one has begun to."""
+    start, steps = TorchCommunicator.start_all_reduce, itertools.count(1)
+    has_begun = folder / "begun"
+
+    def noted(this: Any, op: Any, flat: torch.Tensor) -> Any:
+        is_last = flat.numel() == size and next(steps) == VICTIM_STEP
+        while is_last and is_victim:
+            if has_begun.exists():
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(0.01)
+        found = start(this, op, flat)
+        if is_last:
+            has_begun.touch()
+        return found
+
+    TorchCommunicator.start_all_reduce = noted  # type: ignore[method-assign]
+
+
+def loop(strategy: Any, model: Any, x: Any, y: Any, steps: Steps, counts: bool) -> None:
+    """Steps of `run`, with a metric."""
+    with strategy.scope():
+        error = keras.metrics.MeanSquaredError()
+    variables = model.trainable_variables
+
+    def replica_step(x: Any, y: Any) -> None:
+        def loss() -> Any:
+            found = model(x, training=True)
+            error.update_state(y, found)
+            return ks.compute_average_loss(keras.ops.mean((y - found) ** 2, axis=-1))
+
+        _, gradients = ks.value_and_grad(loss, variables)()
+        model.optimizer.apply(gradients, variables)
+
+    def check(step: int) -> None:
+        assert int(model.optimizer.iterations) == step
+        assert float(error.count) == step * BATCH
+
+    waits = Waits() if counts else None
+    if waits is not None:
+        waits.of_runs(check)
+    for i, batch in enumerate(
+        strategy.experimental_distribute_dataset((x, y), batch_size=BATCH)
+    ):
+        steps.on_train_batch_begin(i)
+        if waits is not None:
+            waits.on_train_batch_begin(i)
+        strategy.run(replica_step, args=batch)
+        steps.on_train_batch_end(i)
+    if waits is not None:
+        waits.on_train_end()
+
+
+def main(folder: Path, index: int, options: set[str]) -> None:
+    counts = "counts" in options
+    strategy: Any = ks.OneDeviceStrategy("cpu:0")
     if index >= 0:
         nccl_double.install()
         strategy = ks.MultiWorkerMirroredStrategy(
-            # Each variable is a pack.
+            # In `fit` each variable is a pack. A run sends packs one after the other,
+            # and the second one would fail, since the double waits for the first.
             communication_options=ks.CommunicationOptions(
-                bytes_per_pack=1, timeout_seconds=60
+                bytes_per_pack=0 if "loop" in options else 1, timeout_seconds=60
             ),
             devices=["cpu:0"],
-            elastic=ks.Elastic(1, timeout_seconds=60) if is_elastic else None,
+            elastic=ks.Elastic(1, timeout_seconds=60) if "elastic" in options else None,
         )
     rng = np.random.default_rng(0)
     x = rng.normal(size=(STEPS * BATCH, 4)).astype("float32")
     y = x[:, :1] * x[:, 1:2]
     keras.utils.set_random_seed(3)
-    with contextlib.nullcontext() if strategy is None else strategy.scope():
+    with strategy.scope():
         layer = Layer()
         model = keras.Sequential(
             [
@@ -140,13 +224,28 @@ def main(folder: Path, index: int, option: str) -> None:
         )
         model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
     steps = Steps(layer, index == 1 and not counts)
-    callbacks = [steps, *([Waits()] if counts else [])]
+    steps.set_model(model)
+    if "loop" in options and index >= 0 and not counts:
+        steps.is_victim = False
+        size = sum(v.value.numel() for v in model.trainable_variables)
+        kill_in_sums(folder, size, index == 1)
     try:
-        model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=callbacks)
+        if "loop" in options:
+            model.optimizer.build(model.trainable_variables)
+            loop(strategy, model, x, y, steps, counts)
+        else:
+            callbacks = [steps, *([Waits()] if counts else [])]
+            model.fit(
+                *(x, y),
+                batch_size=BATCH,
+                shuffle=False,
+                verbose=0,
+                callbacks=callbacks,
+            )
     finally:
         steps.note("end")
         np.savez(folder / f"weights{index}.npz", **steps.weights)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), "".join(sys.argv[3:]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), set(sys.argv[3:]))

@@ -50,9 +50,9 @@ ON_ONE = exactness(
     "mixed_float16_skips-default_options",
     "transformer-default_options",
 )
-#: By the number of accelerators: what is different with their memory and threads.
+#: By the number of accelerators and what is different with their memory and threads.
 SUITES = {
-    2: (
+    (2, "fit"): (
         *exactness(
             "structures-mirrored_2",  # Several inputs and outputs.
             "masked_tagger-mirrored_2",  # Masks and weights of rows.
@@ -70,16 +70,18 @@ SUITES = {
         ),
         "backends/torch/test_accelerator_threads.py",
         "exactness/test_exactness.py::test_dropout_is_that_of_one_device[mirrored_2]",
+        "custom_loops/test_torch.py",
+    ),
+    (2, "loops"): (
         "custom_loops/test_linear_model.py",
         "custom_loops/test_optimizers.py",
         "custom_loops/test_run.py",
-        "custom_loops/test_torch.py",
         "custom_loops/test_training.py",
         "test_model_integration.py::test_central_storage_keeps_one_copy_of_everything",
         "test_model_integration.py::"
         "test_a_saved_model_opens_with_and_without_a_strategy[mirrored_2]",
     ),
-    4: (
+    (4, "parts"): (
         *exactness(
             "conv_bn-one_device",
             "conv_bn-default_options",  # evaluate and predict, too.
@@ -124,10 +126,11 @@ def run_suite(folder: Path, devices: str, suite: tuple[str, ...]) -> None:
     assert passed is not None and int(passed[1]) >= len(suite), text[-2000:]
 
 
-@pytest.mark.slow(seconds=35)
-@pytest.mark.parametrize("count", SUITES)
-def test_strategies_on_simulated_accelerators(tmp_path, count: int) -> None:
-    run_suite(tmp_path, f"simulated:{count}", SUITES[count])
+@pytest.mark.slow(seconds=25)
+@pytest.mark.nightly(unless=["2-fit"])
+@pytest.mark.parametrize(("count", "of"), SUITES)
+def test_strategies_on_simulated_accelerators(tmp_path, count: int, of: str) -> None:
+    run_suite(tmp_path, f"simulated:{count}", SUITES[count, of])
 
 
 #: Statistics of batches, and losses that layers add, over all of their devices.
@@ -192,8 +195,8 @@ def train_on_workers(strategy, name: str):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("count", [1, *SUITES])
-def test_strategies_on_gpus(tmp_path, count: int) -> None:
+@pytest.mark.parametrize(("count", "of"), [(1, "fit"), *SUITES])
+def test_strategies_on_gpus(tmp_path, count: int, of: str) -> None:
     if torch.cuda.device_count() < count:
         pytest.skip(f"needs {count} GPUs")
-    run_suite(tmp_path, f"gpu:{count}", SUITES.get(count, ON_ONE))
+    run_suite(tmp_path, f"gpu:{count}", SUITES.get((count, of), ON_ONE))

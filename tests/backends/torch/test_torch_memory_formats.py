@@ -95,7 +95,6 @@ def test_reductions_and_gathers(make) -> None:
 
     def on_replica(x: Any) -> Any:
         context = ks.get_replica_context()
-        # Two tensors are one pack.
         sums = context.all_reduce("sum", [x, x + 1])
         return (*sums, context.all_gather(x, 0))
 

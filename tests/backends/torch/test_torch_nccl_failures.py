@@ -25,8 +25,8 @@ from harness.forker import Forked, Forker
 
 from keras_strategies.cluster.resolvers.local_processes import free_addresses
 from keras_strategies.engines.torch import nccl_works
+from keras_strategies.engines.torch.confirmed_steps import confirmed, written_by_steps
 from keras_strategies.engines.torch.nccl_works import NcclWorks
-from keras_strategies.engines.torch.trainer import confirmed
 from keras_strategies.engines.torch.worker_collectives import TorchCommunicator
 from keras_strategies.errors import WorkerError
 
@@ -72,11 +72,12 @@ def trained(
 
 @pytest.mark.slow(seconds=7)
 @pytest.mark.multiprocess
-def test_partial_sums_of_a_lost_worker_are_not_applied(forker, tmp_path):
-    code, text, weights = trained(forker, tmp_path)
+@pytest.mark.parametrize("kind", [[], ["loop"]], ids=["fit", "loop"])
+def test_partial_sums_of_a_lost_worker_are_not_applied(forker, tmp_path, kind):
+    code, text, weights = trained(forker, tmp_path, *kind)
     assert code == 1
     assert "Worker 1 (127.0.0.1, process" in text
-    assert f"This is worker 0, at step {VICTIM_STEP} of fit." in text
+    assert kind or f"This is worker 0, at step {VICTIM_STEP} of fit." in text
     own, alone = weights[0], weights[-1]
     assert max(map(int, own.keys() - {"end"})) == VICTIM_STEP - 1
     last = str(VICTIM_STEP - 1)
@@ -88,9 +89,10 @@ def test_partial_sums_of_a_lost_worker_are_not_applied(forker, tmp_path):
 
 
 @pytest.mark.multiprocess
-def test_the_host_waits_for_no_device_before_the_last_update(forker, tmp_path):
+@pytest.mark.parametrize("kind", [[], ["loop"]], ids=["fit", "loop"])
+def test_the_host_waits_for_no_device_before_the_last_update(forker, tmp_path, kind):
     (tmp_path / "addresses").write_text(json.dumps(free_addresses(2)))
-    processes = [start(forker, tmp_path, index, "counts") for index in (0, 1)]
+    processes = [start(forker, tmp_path, index, "counts", *kind) for index in (0, 1)]
     for process in processes:
         code, _ = process.wait(SECONDS)
         assert code == 0, process.text()
@@ -174,7 +176,10 @@ def test_weights_are_spoiled_by_aborted_sums_and_not_by_interruptions(is_lost):
     workers = TorchCommunicator.__new__(TorchCommunicator)
     workers.group = Group(WorkerError("Worker 1 was lost.") if is_lost else None)
     workers._works = NcclWorks()
-    with pytest.raises(KeyboardInterrupt), confirmed(model, workers):
+    with (
+        pytest.raises(KeyboardInterrupt),
+        confirmed(lambda: written_by_steps(model), workers),
+    ):
         workers._works.add(Work(3))
         workers._works.use()
         raise KeyboardInterrupt

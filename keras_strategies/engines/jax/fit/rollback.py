@@ -21,7 +21,6 @@ from keras_strategies.keras_compat.backends.keras_on_jax import (
 )
 from keras_strategies.keras_compat.variables.values import raw_value, set_raw_value
 from keras_strategies.runtime.drivers import RollbackDriver
-from keras_strategies.runtime.state.model_values import model_state, restore_model
 from keras_strategies.runtime.worker_batch import WorkerBatch
 
 if TYPE_CHECKING:
@@ -80,14 +79,6 @@ class JaxRollback(RollbackDriver):
             return True
 
         return restore
-
-    def values(self, model: Any) -> dict[str, Any]:
-        sync_jax_state(model)
-        return model_state(model)
-
-    def set_values(self, model: Any, values: dict[str, Any]) -> None:
-        sync_jax_state(model)
-        restore_model(model, values)
 
     def reformed(self, model: Any, has_new: bool) -> None:
         # Nothing to drop: `_Program` compiles again for each group.

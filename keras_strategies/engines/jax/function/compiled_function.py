@@ -15,15 +15,11 @@ from keras_strategies.engines.jax.function.call_arguments import (
     differ_in_rows,
 )
 from keras_strategies.engines.jax.function.compiled_program import CompiledProgram
-from keras_strategies.engines.jax.function.composite_values import (
-    put_together,
-    taken_apart,
-    with_composite_values,
-)
 from keras_strategies.engines.jax.function.program_sharding import (
     ProgramSharding,
     ShardsPrograms,
 )
+from keras_strategies.engines.jax.function.refused_values import check_values
 from keras_strategies.engines.jax.function.trace_state import (
     AllReplicasNeededError,
     ProgramState,
@@ -81,7 +77,7 @@ class CompiledFunction:
     def _call(
         self, structure: Any, key: Any, workers: JaxCommunicator | None, own: bool
     ) -> Any:
-        structure = taken_apart(structure)
+        check_values(structure)
         if workers is None:
             packed = CallArguments(structure)
         else:
@@ -94,7 +90,7 @@ class CompiledFunction:
             self._calls[key] = call
             if len(self._calls) > MAX_PROGRAMS:
                 self._calls.popitem(last=False)
-        return put_together(call(with_composite_values(self.fn), packed))
+        return call(self.fn, packed)
 
 
 class _Call:
@@ -140,6 +136,7 @@ class _Call:
         assert program is not None and self._fn is not None
         args, kwargs = self._packed.build(plain, joined, program)
         result = self._fn(*args, **kwargs)
+        check_values(result)
         results: list[Any] = []
         split: list[Any] = []
 

@@ -22,7 +22,6 @@ from keras_strategies.engines.jax.function.call_arguments import (
     is_array,
     number_or_array,
 )
-from keras_strategies.engines.jax.function.composite_values import CompositeForm
 from keras_strategies.engines.jax.function.sharded_values import (
     ShardedValues,
     UnevenValues,
@@ -125,7 +124,7 @@ def _description(leaf: Any) -> list[Any]:
     if _is_number(leaf):
         return ["number", leaf]
     # All workers trace the same program, so forms have to be equal.
-    return [str(leaf)] if isinstance(leaf, CompositeForm) else ["other"]
+    return ["other"]
 
 
 def _check_arguments(every: Sequence[Any], name: str) -> None:

@@ -13,6 +13,7 @@ from jax import lax
 from jax import numpy as jnp
 
 from keras_strategies.engines.jax.function.call_arguments import ReplicaArguments
+from keras_strategies.engines.jax.function.refused_values import check_values
 from keras_strategies.engines.jax.function.state_refs import (
     OnReadRef,
     StateRef,
@@ -50,6 +51,9 @@ class MappedReplicas(TracedReplicas):
         arguments: those of all replicas.
         refs: the state that the function reads, as far as known.
     """
+
+    #: Whether they may exchange sums over rows of layers.
+    exchanges = True
 
     def __init__(
         self,
@@ -141,12 +145,15 @@ class MappedReplicas(TracedReplicas):
         sizes = rows_of_parts(self._arguments.parts)
         own = sizes[number] if sizes else None
         try:
-            with self._mesh.mixed_rows.of_run(sizes).on_replica(own):
-                return self._fn(*args, **kwargs)
+            run = self._mesh.mixed_rows.of_run(sizes, self.exchanges)
+            with run.on_replica(own):
+                result = self._fn(*args, **kwargs)
         except Exception as error:
             if self._has_read_number and needs_a_value(error):
                 raise NumberNeededError(error) from error
             raise
+        check_values(result)
+        return result
 
     def _note_read(self, name: str) -> None:
         """Notes that a property is read that differs between the replicas."""

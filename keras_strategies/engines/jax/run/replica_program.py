@@ -24,12 +24,8 @@ import numpy as np
 
 from keras_strategies.engines.jax.devices import jax_device
 from keras_strategies.engines.jax.function.call_arguments import ReplicaArguments
-from keras_strategies.engines.jax.function.composite_values import (
-    put_together,
-    taken_apart,
-    with_composite_values,
-)
 from keras_strategies.engines.jax.function.program_sharding import ProgramSharding
+from keras_strategies.engines.jax.function.refused_values import check_values
 from keras_strategies.engines.jax.function.state_refs import OnReadValues, StateRef
 from keras_strategies.engines.jax.function.trace_state import (
     MAX_TRACES,
@@ -105,9 +101,9 @@ class ReplicaProgram:
             sharding_of,
         )
         self.on_read_values = OnReadValues(len(devices), split)
-        self._mesh = ReplicaMesh(
-            strategy, mesh, self.on_read_values, MixedRows(strategy)
-        )
+        # Constants of a program are tensors of its trace; those of a proof have values.
+        mixed_rows = MixedRows(strategy, proving=jax.ensure_compile_time_eval)
+        self._mesh = ReplicaMesh(strategy, mesh, self.on_read_values, mixed_rows)
         # By code and shapes, the state that functions under `shard_map` have read: what
         # a trace begins with. It is right for every function, also for one that closes
         # over other values.
@@ -150,20 +146,19 @@ class ReplicaProgram:
         program.strategies[id(strategy)] = strategy
         if self._mesh.count == 1:
             return [run_single_replica(strategy, fn, args[0], kwargs[0])]
-        own = taken_apart([[list(own) for own in args], list(kwargs)])
+        own = [list(own) for own in args], list(kwargs)
+        check_values(own)
         arguments = ReplicaArguments.of(*own)
         key = (code_of(fn), arguments.signature)
-        on_parts = with_composite_values(fn)
         if arguments.differs_otherwise:
             raise of_arguments(fn, arguments)
         trace = self._sharded if arguments.is_uniform else self._switched
         try:
-            results = trace(key, state, program, on_parts, arguments)
+            return trace(key, state, program, fn, arguments)
         except NumberNeededError as error:
             raise of_replica_number(fn, error.error) from error.error
         except NotUniformError as error:
             raise of_replicas(fn, arguments, error) from error
-        return list(put_together(results))
 
     def _sharded(
         self,

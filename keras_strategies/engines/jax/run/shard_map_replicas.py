@@ -9,10 +9,7 @@ import jax
 from jax import lax
 from jax import numpy as jnp
 
-from keras_strategies.engines.jax.function.composite_values import (
-    put_together,
-    taken_apart,
-)
+from keras_strategies.engines.jax.function.refused_values import check_values
 from keras_strategies.engines.jax.function.trace_state import (
     ProgramState,
     TraceState,
@@ -151,11 +148,12 @@ class ShardMapReplicas(MappedReplicas):
                 return leaf
             return PerReplica(self._gather(leaf))
 
-        own = map_structure(gathered, taken_apart(arguments))
-        args, kwargs = put_together(own)
+        check_values(arguments)
+        args, kwargs = map_structure(gathered, arguments)
         with self._merged(current_replica_state()):
             result = merge(*args, **kwargs)
-        return put_together(map_structure(self._own, taken_apart(result)))
+        check_values(result)
+        return map_structure(self._own, result)
 
     def _own(self, leaf: Any) -> Any:
         """This replica's component of the result of a merged function."""

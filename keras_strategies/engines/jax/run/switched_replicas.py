@@ -25,7 +25,7 @@ from jax import lax
 from jax import numpy as jnp
 
 from keras_strategies.engines.jax.function.call_arguments import ReplicaArguments
-from keras_strategies.engines.jax.function.composite_values import taken_apart
+from keras_strategies.engines.jax.function.refused_values import check_values
 from keras_strategies.engines.jax.function.state_refs import StateRef, VariableRef
 from keras_strategies.engines.jax.function.trace_state import (
     ProgramState,
@@ -98,6 +98,8 @@ class SwitchedReplicas(MappedReplicas):
         mesh, fn, arguments: see `MappedReplicas`.
         known: what is known of its branches.
     """
+
+    exchanges = False
 
     def __init__(
         self,
@@ -333,7 +335,8 @@ class SwitchedReplicas(MappedReplicas):
         values = MergedState(_no_value, _no_value)
         with merged_replicas(self._mesh.strategy), values.scope():
             result = merge(*arguments[0], **arguments[1])
-        leaves = keras.tree.flatten(taken_apart([arguments, result]))
+        check_values([arguments, result])
+        leaves = keras.tree.flatten([arguments, result])
         if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
             _refuse("merge_call")
         return result

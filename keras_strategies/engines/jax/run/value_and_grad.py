@@ -10,10 +10,7 @@ import jax
 import keras
 from jax import numpy as jnp
 
-from keras_strategies.engines.jax.function.composite_values import (
-    put_together,
-    taken_apart,
-)
+from keras_strategies.engines.jax.function.refused_values import check_values
 from keras_strategies.engines.jax.function.trace_state import (
     NestedState,
     ValueOverrides,
@@ -75,10 +72,8 @@ class _Differentiated:
         (_, (loss, arrays, updates)), gradients = results
         self._state.commit(updates)
         rest = iter(arrays)
-        aux = put_together(
-            map_structure(
-                lambda leaf: next(rest) if leaf is _ARRAY else leaf, self._aux
-            )
+        aux = map_structure(
+            lambda leaf: next(rest) if leaf is _ARRAY else leaf, self._aux
         )
         ids = [id(variable) for variable in self._variables]
         found = {
@@ -119,5 +114,6 @@ class _Differentiated:
                 return _ARRAY
             return leaf
 
-        self._aux = map_structure(without_array, taken_apart(aux))
+        check_values(aux)
+        self._aux = map_structure(without_array, aux)
         return loss, (loss, arrays, inner.updated_values())

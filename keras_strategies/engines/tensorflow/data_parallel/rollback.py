@@ -24,7 +24,6 @@ from keras_strategies.engines.tensorflow.workers.worker_collectives import (
 from keras_strategies.keras_compat.models.building import all_variables
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.drivers import RollbackDriver
-from keras_strategies.runtime.state.model_values import model_state, restore_model
 
 # Operations on a variable's handle that do not change its value.
 _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape")
@@ -109,12 +108,6 @@ class TensorFlowRollback(RollbackDriver):
             # A variable created in a trace may not have its value yet.
             with contextlib.suppress(tf.errors.FailedPreconditionError):
                 self._saved[id(variable)] = (variable, raw.read_value())
-
-    def values(self, model: Any) -> dict[str, Any]:
-        return model_state(model)
-
-    def set_values(self, model: Any, values: dict[str, Any]) -> None:
-        restore_model(model, values)
 
     def reformed(self, model: Any, has_new: bool) -> None:
         self._saved, self._has_exchanged = {}, True

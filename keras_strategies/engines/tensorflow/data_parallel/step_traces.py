@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from keras_strategies.keras_compat.models.layers import sublayers
-from keras_strategies.rows.python_state import NumbersOfProcess
+from keras_strategies.runtime.random_numbers.process_numbers import NumbersOfProcess
 
 
 class StepTraces:

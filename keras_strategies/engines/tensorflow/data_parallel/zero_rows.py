@@ -23,7 +23,8 @@ from keras_strategies.keras_compat.variables.generator_seeds import (
 )
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.rows.layer_calls import LayerCall
-from keras_strategies.rows.python_state import NumbersOfProcess, PythonState
+from keras_strategies.rows.python_state import PythonState
+from keras_strategies.runtime.random_numbers.process_numbers import NumbersOfProcess
 from keras_strategies.runtime.state.replica_state import ReplicaState
 
 

@@ -8,7 +8,6 @@ nowhere.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -66,8 +65,8 @@ def parts_of(variable: VariableInShards, gradient: Any) -> Sequence[Any]:
 class GradientInShards:
     """A gradient as the parts of a variable's shards, each on the device of its shard.
 
-    Sums with accumulated gradients and products with numbers are of this kind too.
-    Other functions of TensorFlow convert it to one tensor.
+    Products with numbers are of this kind too. Other functions of TensorFlow convert it
+    to one tensor.
 
     Args:
         variable: the variable, all of whose shards are in this process.
@@ -96,28 +95,20 @@ class GradientInShards:
     def shape(self) -> tf.TensorShape:
         return self.variable.shape
 
-    def map(self, fn: Callable[..., Any], *others: Sequence[Any]) -> GradientInShards:
-        """The results of a function of each part and what others have for it."""
+    def map(self, fn: Callable[[Any], Any]) -> GradientInShards:
+        """The results of a function of each part."""
         found = []
-        for number, given in enumerate(zip(self.parts, *others, strict=True)):
+        for number, part in enumerate(self.parts):
             with tf.device(self.variable.shards[number].device):
-                found.append(fn(*given))
+                found.append(fn(part))
         return GradientInShards(self.variable, found)
 
     def squared_norm(self) -> Any:
         """The sum of the squares of all entries."""
         return tf.add_n(self.map(lambda part: tf.reduce_sum(part * part)).parts)
 
-    def __add__(self, accumulated: Any) -> GradientInShards:
-        shards = raw_value(accumulated).shards
-        read = [shards[number].read_value() for number in range(len(self.parts))]
-        return self.map(operator.add, read)
-
     def __mul__(self, number: Any) -> GradientInShards:
         return self.map(lambda part: part * tf.cast(number, part.dtype))
-
-    def __truediv__(self, number: Any) -> GradientInShards:
-        return self.map(lambda part: part / tf.cast(number, part.dtype))
 
     def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> Any:
         value = self.variable.grid.join(self.parts, tf.concat)

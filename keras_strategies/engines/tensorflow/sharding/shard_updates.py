@@ -19,9 +19,6 @@ from keras_strategies.engines.tensorflow.sharding.variables_in_shards import (
     on_shard,
 )
 from keras_strategies.keras_compat.optimizers.optimizer_parts import (
-    accumulators_of,
-    averages_in_turn,
-    lamb_slots,
     step_variable,
     trained_variables,
     updating_by,
@@ -49,24 +46,17 @@ _ELEMENTWISE = frozenset(
 def updating_by_shards(optimizer: Any) -> contextlib.AbstractContextManager[None]:
     """A context in which an optimizer updates shards on their devices.
 
-    So do the clipping and the accumulation of gradients, weight decay and moving
-    averages. An optimizer that uses rows, columns or matrices gets the gathered values
-    of a variable and its slots, and assigns them.
+    So do the clipping of gradients and weight decay. Accumulation and moving averages,
+    and an optimizer that uses more than entries, get the gathered values of a variable
+    and its slots, and assign them.
     """
     methods: dict[str, Callable[..., Any]] = {
         "update_step": _update_of(optimizer),
         "_apply_weight_decay": _decay,
-        "_backend_apply_gradients": _apply,
         "_clip_gradients": functools.partial(_clip, optimizer),
-        "_backend_increment_gradient_accumulators": _accumulate,
-        "_backend_reset_gradient_accumulators": functools.partial(_reset, optimizer),
-        "_update_model_variables_moving_average": functools.partial(
-            _average, optimizer
-        ),
-        "_overwrite_model_variables_with_average_value": functools.partial(
-            _average, optimizer
-        ),
     }
+    if not optimizer.gradient_accumulation_steps:
+        methods["_backend_apply_gradients"] = _apply
     # A class of its own has methods of its own, which get variables as they are.
     of_keras = {
         name: method
@@ -81,8 +71,6 @@ def _update_of(optimizer: Any) -> Callable[..., None]:
     step = type(optimizer).update_step
     if step in _ELEMENTWISE:
         return functools.partial(_update, optimizer)
-    if step is keras.optimizers.Lamb.update_step:
-        return functools.partial(_update_lamb, optimizer)
     return _update_gathered
 
 
@@ -119,47 +107,6 @@ def _update(
     for number in variable.shards:
         with _updating(variable, number):
             update(parts[number], variable, learning_rate)
-
-
-def _update_lamb(
-    optimizer: Any,
-    update: Callable[..., None],
-    gradient: Any,
-    variable: Any,
-    learning_rate: Any,
-) -> None:
-    """Lamb (You et al., 2020) with the norms of all shards.
-
-    Keras 3.15: `Lamb.update_step`, which takes the norms of what it is given.
-    """
-    if not isinstance(variable, VariableInShards) or not variable.grid.is_complete:
-        _update_gathered(update, gradient, variable, learning_rate)
-        return
-    _adopt(optimizer)
-    momentum, velocity = lamb_slots(optimizer, variable)
-    beta_1, beta_2 = (
-        tf.cast(each, variable.dtype) for each in (optimizer.beta_1, optimizer.beta_2)
-    )
-    step = tf.cast(optimizer.iterations + 1, variable.dtype)
-    changes, squares = [], []
-    for number, part in enumerate(_parts(variable, gradient)):
-        with _updating(variable, number):
-            part = tf.cast(part, variable.dtype)
-            optimizer.assign_add(momentum, (part - momentum) * (1 - beta_1))
-            optimizer.assign_add(velocity, (part * part - velocity) * (1 - beta_2))
-            scale = tf.sqrt(velocity / (1 - beta_2**step)) + optimizer.epsilon
-            changes.append(momentum / (1 - beta_1**step) / scale)
-            both = variable.read_value(), changes[-1]
-            squares.append([tf.reduce_sum(each * each) for each in both])
-    norm, norm_of_change = (
-        tf.sqrt(tf.add_n(each)) for each in zip(*squares, strict=True)
-    )
-    are_both = (norm > 0) & (norm_of_change > 0)
-    ratio = tf.where(are_both, tf.math.divide_no_nan(norm, norm_of_change), 1.0)
-    rate = ratio * tf.cast(learning_rate, variable.dtype)
-    for number, change in enumerate(changes):
-        with _updating(variable, number):
-            optimizer.assign_sub(variable, rate * change)
 
 
 def _update_gathered(
@@ -208,50 +155,13 @@ def _scale(squared_norm: Any, limit: float) -> Any:
 
 def _decay(decay: Callable[..., None], variables: Sequence[Any]) -> None:
     for variable in variables:
-        _on_each_shard(variable, functools.partial(decay, [variable]))
-
-
-def _accumulate(
-    increment: Callable[..., None], gradients: Sequence[Any], sums: Sequence[Any]
-) -> None:
-    for gradient, total in zip(gradients, sums, strict=True):
-        if not isinstance(gradient, GradientInShards):
-            increment([gradient], [total])
+        raw = raw_value(variable)
+        if not isinstance(raw, VariableInShards):
+            decay([variable])
             continue
-        raw = raw_value(total)
-        for number, part in enumerate(gradient.parts):
+        for number in raw.shards:
             with _updating(raw, number):
-                increment([part], [total])
-
-
-def _reset(optimizer: Any, reset: Callable[[], None]) -> None:
-    for total in accumulators_of(optimizer):
-        if total is not None:
-            _on_each_shard(total, functools.partial(_zero, raw_value(total)))
-
-
-def _zero(raw: Any) -> None:
-    raw.assign(tf.zeros_like(raw))
-
-
-def _average(
-    optimizer: Any, average: Callable[..., None], variables: Sequence[Any]
-) -> None:
-    with averages_in_turn(optimizer) as averages:
-        for variable, own in zip(variables, averages, strict=True):
-            if own is not None:
-                _on_each_shard(variable, functools.partial(average, [variable]))
-
-
-def _on_each_shard(variable: Any, change: Callable[[], Any]) -> None:
-    """Calls a function for each shard of a variable, or for the variable."""
-    raw = raw_value(variable)
-    if not isinstance(raw, VariableInShards):
-        change()
-        return
-    for number in raw.shards:
-        with _updating(raw, number):
-            change()
+                decay([variable])
 
 
 @contextlib.contextmanager

@@ -39,7 +39,7 @@ from keras_strategies.keras_compat.models.layers import (
     sublayers,
 )
 from keras_strategies.rows.declarations import is_declared
-from keras_strategies.rows.layer_settings import argument_key
+from keras_strategies.rows.python_state import argument_key
 from keras_strategies.runtime.data_parallel.split_plan import SplitPlan
 from keras_strategies.runtime.state.replica_state import ReplicaResult
 from keras_strategies.user_warnings import warn_user

@@ -89,15 +89,9 @@ class PackedWeights:
             with layer_calls_through(None), self._on_all_rows(weights):
                 yield
 
-        scope = _WholeVariables(weights).scope()
+        scope = _FullVariables(weights).scope()
         with entered_again_by(again), scope:
             yield scope
-
-    @staticmethod
-    @torch.no_grad()
-    def whole(variable: Any) -> torch.Tensor:
-        """The full value of a variable, without gradient."""
-        return PackedWeights.full(raw_value(variable))
 
     @staticmethod
     @torch.no_grad()
@@ -122,7 +116,7 @@ class PackedWeights:
         The gradient is the same in all processes, and can be differentiated again.
         """
         with torch.enable_grad():
-            found: torch.Tensor = _Whole.apply(raw_value(variable))
+            found: torch.Tensor = _Full.apply(raw_value(variable))
         return found
 
     @staticmethod
@@ -147,7 +141,7 @@ class PackedWeights:
         return as_shards(own, like)
 
 
-class _WholeVariables(StatePolicy):
+class _FullVariables(StatePolicy):
     """Gathered variables in a call on all rows; assignments take effect at once.
 
     Args:
@@ -187,7 +181,7 @@ class _ReadShards(torch.autograd.Function):
         return _Shards.apply(gradient.to(ctx.shards.dtype), ctx.shards), None
 
 
-class _Whole(torch.autograd.Function):
+class _Full(torch.autograd.Function):
     """The full tensor of shards."""
 
     @staticmethod
@@ -210,4 +204,4 @@ class _Shards(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: DTensor) -> Any:  # type: ignore[override]
-        return _Whole.apply(gradient), None
+        return _Full.apply(gradient), None

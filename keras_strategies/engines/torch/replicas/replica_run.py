@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from keras_strategies.engines.torch.compat import is_transformed, version_of
+from keras_strategies.engines.torch.confirmed_steps import confirmed
 from keras_strategies.engines.torch.data_parallel.layer_call_driver import (
     TorchLayerCalls,
 )
@@ -112,6 +113,7 @@ class TorchRun(ReplicaRun):
         made = CreatedVariables()
         tasks = self.tasks(fn, args, kwargs, rows, collectives, merging, made)
         with (
+            confirmed(lambda: merging.written, self.placement.workers),
             patching.installed_while(*RunState.patches),
             steps_taken_once(),
             left,

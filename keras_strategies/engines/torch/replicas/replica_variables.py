@@ -47,7 +47,7 @@ class ReplicaVariables:
         if raw is None:
             return None
         if self.shards is not None and self.shards.has(variable):
-            return _leaf(self.shards.whole(variable), raw)
+            return _leaf(self.shards.full(raw), raw)
         device = self._devices[replica_id]
         if raw.device == device:
             local = raw.detach()

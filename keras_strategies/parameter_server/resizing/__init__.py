@@ -1,1 +1,0 @@
-"""Change of the number of parameter servers: assignment and transfer of shards."""

@@ -1,0 +1,176 @@
+"""Fine-tuning as people do it: adapters, quantized weights, tokens, accumulation."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from harness.training import assert_same
+from keras import layers
+
+import keras_strategies as ks
+
+#: A number of words that no number of workers divides.
+WORDS, LENGTH, WIDTH, ROWS = 37, 5, 8, 13
+_random = np.random.default_rng(11)
+TOKENS = _random.integers(1, WORDS, (ROWS, LENGTH)).astype("int32")
+NEXT = _random.integers(0, WORDS, (ROWS, LENGTH)).astype("int32")
+#: Rows have from one token to all.
+COUNTED = (np.arange(LENGTH) < _random.integers(1, LENGTH + 1, (ROWS, 1))).astype(
+    "float32"
+)
+
+
+@keras.saving.register_keras_serializable("fine tuning")
+class Twice(layers.Layer):
+    """A layer that is called twice in one loss, once under rematerialization."""
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(**kwargs)
+        self.inner = layers.Dense(WIDTH, "tanh")
+
+    def build(self, shape: Any) -> None:
+        self.inner.build(shape)
+
+    def call(self, x: Any) -> Any:
+        return self.inner(x) + keras.remat(self.inner)(0.5 * x)
+
+
+def words(dtype: Any = None, middle: Callable[[], Any] | None = None) -> Any:
+    """A model of the next word."""
+    hidden = layers.Dense(WIDTH, "tanh", dtype=dtype) if middle is None else middle()
+    return keras.Sequential(
+        [
+            keras.Input((LENGTH,), dtype="int32"),
+            layers.Embedding(WORDS, WIDTH),
+            hidden,
+            layers.Dense(WORDS, dtype="float32"),
+        ]
+    )
+
+
+def adapters(mode: str | None, dtype: Any = None) -> Any:
+    model = words(dtype)
+    if mode is not None:
+        model.quantize(mode, filters=lambda layer: isinstance(layer, layers.Dense))
+    for layer in model.layers[1:]:
+        layer.enable_lora(2)
+    model.layers[0].trainable = False
+    return model
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "tokens": words,
+    "lora": lambda: adapters(None),
+    "lora of int8": lambda: adapters("int8"),
+    "lora of int4": lambda: adapters("int4"),
+    "lora in bfloat16": lambda: adapters(None, "mixed_bfloat16"),
+    "twice": lambda: words(middle=lambda: Twice(dtype="mixed_bfloat16")),
+}
+#: Sums of bfloat16 have another order.
+TOLERANCES = {"lora in bfloat16": 2e-2, "twice": 2e-2}
+
+
+def tuned(strategy: Any, kind: str, is_sharded: bool) -> dict[str, Any]:
+    """Logs and weights of a training with unequal numbers of tokens."""
+    scope: Any = contextlib.nullcontext()
+    if strategy is not None:
+        scope = strategy.scope()
+    if is_sharded:
+        scope = ks.ModelParallelStrategy("fsdp", ["cpu:0"], min_shard_bytes=0).scope()
+    keras.utils.set_random_seed(3)
+    with scope:
+        model = MODELS[kind]()
+        model.compile(
+            keras.optimizers.SGD(0.2, 0.9, gradient_accumulation_steps=2),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            weighted_metrics=["accuracy"],
+        )
+    history = model.fit(
+        TOKENS,
+        NEXT,
+        sample_weight=COUNTED,
+        batch_size=4,
+        epochs=2,
+        shuffle=False,
+        verbose=0,
+    ).history
+    values = [keras.ops.convert_to_numpy(v) for v in model.trainable_variables]
+    return {
+        **{name: np.array(values) for name, values in history.items()},
+        **{
+            f"weight {i}": np.asarray(value, "float32")
+            for i, value in enumerate(values)
+        },
+    }
+
+
+@pytest.mark.nightly(unless=["two-lora of int8-shards"])
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["copies", "shards"])
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("cluster", ["two", "three"], indirect=True, scope="session")
+def test_fine_tuning_is_that_of_one_device(
+    cluster: Any, kind: str, is_sharded: bool
+) -> None:
+    expected = tuned(None, kind, False)
+    for found in cluster(tuned, kind, is_sharded):
+        assert_same(expected, found, TOLERANCES.get(kind, 1e-5), "a worker")
+
+
+def judged(strategy: Any) -> list[float]:
+    """Metrics of a last batch of one row: of three workers two have none."""
+    x = np.random.default_rng(2).normal(size=(ROWS, 6)).astype("float32")
+    y = (x + np.roll(x, 1, 1) > 0).astype("float32")
+    keras.utils.set_random_seed(4)
+    with contextlib.nullcontext() if strategy is None else strategy.scope():
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(6, "sigmoid")])
+        found = [keras.metrics.AUC(20), keras.metrics.PearsonCorrelation()]
+        with contextlib.suppress(ImportError):
+            import keras_rs
+
+            found.append(keras_rs.metrics.NDCG(k=3))
+        model.compile("sgd", "binary_crossentropy", metrics=found)
+    results = model.evaluate(x, y, batch_size=6, verbose=0)
+    return [float(value) for value in results]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("cluster", ["three"], indirect=True, scope="session")
+def test_metrics_with_workers_without_rows(cluster: Any) -> None:
+    expected = judged(None)
+    for found in cluster(judged):
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def saved_and_continued(strategy: Any, folder: str) -> list[np.ndarray]:
+    """Weights after an epoch, a file, and another epoch of a new model."""
+    scope: Any = contextlib.nullcontext
+    if strategy is not None:
+        own = ks.ModelParallelStrategy("fsdp", ["cpu:0"], min_shard_bytes=0)
+        scope = own.scope
+    path = f"{folder}/{'alone' if strategy is None else 'workers'}.keras"
+    given: dict[str, Any] = {"batch_size": 4, "shuffle": False, "verbose": 0}
+    keras.utils.set_random_seed(3)
+    with scope():
+        model = words()
+        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(True))
+    model.fit(TOKENS, NEXT, **given)
+    model.save(path)
+    with scope():
+        again = keras.models.load_model(path)
+    again.fit(TOKENS, NEXT, **given)
+    return [np.array(value) for value in again.get_weights()]
+
+
+@pytest.mark.one_backend
+def test_words_that_do_not_divide_are_saved_and_continued(
+    cluster: Any, tmp_path: Any
+) -> None:
+    expected = saved_and_continued(None, str(tmp_path))
+    for found in cluster(saved_and_continued, str(tmp_path)):
+        for own, one in zip(found, expected, strict=True):
+            np.testing.assert_allclose(own, one, rtol=1e-4, atol=1e-5)
