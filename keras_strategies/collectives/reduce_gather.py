@@ -234,18 +234,13 @@ def stack_reduce(engine: Engine, op: ReduceOp, tensors: list[Any]) -> Any:
             f"Found {sorted(shapes)}. Pass `axis=0` to reduce uneven batches along "
             "their rows too."
         )
-    stacked = engine.stack(tensors)
-    if op is ReduceOp.MEAN and not keras.backend.is_float_dtype(stacked.dtype):
-        reduced = ops.sum(stacked, axis=0) / len(tensors)
-    else:
-        functions = {
-            ReduceOp.SUM: ops.sum,
-            ReduceOp.MEAN: ops.mean,
-            ReduceOp.MIN: ops.min,
-            ReduceOp.MAX: ops.max,
-        }
-        reduced = functions[op](stacked, axis=0)
-    return engine.in_format_of(reduced, tensors[0])
+    dtype = keras.backend.standardize_dtype(tensors[0].dtype)
+    divides = op is ReduceOp.MEAN and not keras.backend.is_float_dtype(dtype)
+    own = ReduceOp.SUM if divides else op
+    if own is ReduceOp.SUM and dtype == "bool":
+        tensors = [ops.cast(tensor, "int32") for tensor in tensors]
+    reduced = engine.all_reduce(own, tensors)[0]
+    return reduced / len(tensors) if divides else reduced
 
 
 def reduce_components(strategy: StrategyCore, op: ReduceOp, tensors: list[Any]) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import operator
 import random
 import types
@@ -72,9 +73,19 @@ def _is_of_keras(name: Any) -> bool:
     )
 
 
-def _is_of_libraries(value: Any) -> bool:
-    """Whether a value is an object of Keras, a framework, or a strategy: a program."""
-    return type(value).__module__.partition(".")[0] in _LIBRARIES
+def _is_fixed(value: Any) -> bool:
+    """Whether a value is plain, or an object of Keras, a framework or a strategy."""
+    if isinstance(value, (dict, *_SEQUENCES)):
+        return False
+    is_of_library = type(value).__module__.partition(".")[0] in _LIBRARIES
+    return is_of_library or isinstance(value, (*_PLAIN, *_SKIPPED))
+
+
+def _may_change(value: Any) -> bool:
+    """Whether a value may hold others later; tuples of plain values may not."""
+    if isinstance(value, (tuple, frozenset)):
+        return any(map(_may_change, value))
+    return bool(_cells(value)) if inspect.isfunction(value) else not _is_fixed(value)
 
 
 # What a call changes.
@@ -158,10 +169,7 @@ class PythonState:
                 self._parts.append((where, value, read, restore, read(value)))
 
     def _add(self, where: str, value: Any, depth: int) -> None:
-        if isinstance(value, (*_PLAIN, *_SKIPPED)) or depth > _DEEPEST:
-            return
-        is_container = isinstance(value, (dict, *_SEQUENCES))
-        if id(value) in self._seen or (_is_of_libraries(value) and not is_container):
+        if depth > _DEEPEST or id(value) in self._seen or _is_fixed(value):
             return
         self._seen.add(id(value))
         # That of a method.
@@ -270,24 +278,25 @@ def argument_key(value: Any) -> Any:
 
 
 def _attributes(layer: Any) -> tuple[Any, ...]:
-    """The attributes of a layer with their values, what these hold, and its layers."""
-    held = [
-        (value, _token(value, 0))
-        for name, value in vars(layer).items()
-        if not _is_of_keras(name) and not isinstance(value, (*_PLAIN, *_SKIPPED))
-    ]
-    own = own_layers(layer)
-    return vars(layer), list(vars(layer).values()), held, own, list(own)
+    """The attributes that may be settings, what they hold, and the layers in it."""
+    space, own = vars(layer), own_layers(layer)
+    names = [name for name, value in space.items() if _may_be_setting(name, value)]
+    # With one name it would return no tuple.
+    read = operator.itemgetter(*names, names[0])
+    held = [(space[name], _token(space[name], 0)) for name in names]
+    held = [(value, token) for value, token in held if _may_change(value)]
+    return space, len(space), read, read(space), held, own, list(own)
 
 
 def _is_unchanged(attributes: tuple[Any, ...]) -> bool:
-    space, values, held, layers, layers_before = attributes
-    return (
-        len(space) == len(values)
-        and all(map(operator.is_, space.values(), values))
-        and layers == layers_before
-        and all(_token(value, 0) == token for value, token in held)
-    )
+    space, length, read, values, held, layers, layers_before = attributes
+    if len(space) != length or layers != layers_before:
+        return False
+    try:
+        is_same = all(map(operator.is_, read(space), values))
+    except KeyError:  # An attribute in place of another.
+        return False
+    return is_same and all(_token(value, 0) == token for value, token in held)
 
 
 def _settings(layer: Any) -> Any:
@@ -326,9 +335,11 @@ def _token(value: Any, depth: int) -> Any:
     if isinstance(value, np.ndarray):
         return value.shape, str(value.dtype), hash(value.tobytes())
     if isinstance(value, types.FunctionType):
-        return value.__code__, _token(_cells(value), depth + 1)
+        held = _cells(value), value.__defaults__
+        return value.__code__, _token(held, depth + 1)
     if isinstance(value, dict):
-        return "dict", _token(list(value.items()), depth)
+        items = list(value.items())
+        return "dict", tuple((str(key), _token(x, depth + 1)) for key, x in items)
     if isinstance(value, _SEQUENCES):
         every = (_token(each, depth + 1) for each in value)
         is_set = isinstance(value, (set, frozenset))
@@ -337,7 +348,7 @@ def _token(value: Any, depth: int) -> Any:
         held = value.func, value.args, value.keywords
     elif isinstance(value, types.MethodType):
         held = value.__func__, value.__self__
-    elif isinstance(value, _SKIPPED) or is_array(value) or _is_of_libraries(value):
+    elif is_array(value) or _is_fixed(value):
         return _Identity(value)
     else:
         held = object.__getstate__(value)

@@ -373,7 +373,7 @@ class Trace:
     def _constant(self, leaf: Any) -> Any:
         """A tensor of the trace for an array or a number of rows."""
         if not isinstance(leaf, RowCount):
-            return self.record("constant", None, (leaf,), {}, spec_of(leaf))
+            return self.record("constant", None, (leaf,), {}, symbolic(leaf))
         # A plain number, which is compared between the traces.
         spec = keras.KerasTensor((), "int32")
         return self.record("constant", None, (int(leaf),), {}, spec)

@@ -174,13 +174,6 @@ class Engine(abc.ABC):
         """
         return contextlib.nullcontext()
 
-    def in_format_of(self, tensor: Any, like: Any) -> Any:
-        """A tensor in the memory format of another one of its shape.
-
-        Only for engines with formats, such as channels last.
-        """
-        return tensor
-
     def transfers(self, devices: Sequence[Device]) -> Transfer:
         """The transfer of batches, structures of arrays, to the devices of replicas.
 
@@ -204,10 +197,6 @@ class Engine(abc.ABC):
             return lambda: regroup(moved)
 
         return begin
-
-    def stack(self, tensors: Sequence[Any]) -> Any:
-        """Tensors of one shape and device as one, along a new first axis."""
-        return keras.ops.stack(tensors)
 
     def tensor_spec(self, shape: tuple[int | None, ...], dtype: str) -> Any:
         """Shape and dtype of a tensor, in the framework's own class."""

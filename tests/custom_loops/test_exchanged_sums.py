@@ -91,6 +91,7 @@ def check(function: Callable[..., Any], compiled: bool) -> None:
 COMPILED = [False] if BACKEND == "torch" else [False, True]
 
 
+@pytest.mark.nightly(unless=["*-False", "vicreg-True", "codebook-True"])
 @pytest.mark.parametrize("compiled", COMPILED)
 @pytest.mark.parametrize("name", LAYERS)
 def test_loop_is_that_of_one_device(name: str, compiled: bool) -> None:
@@ -141,6 +142,7 @@ def test_call_that_changes_is_an_error() -> None:
         CHANGED.clear()
 
 
+@pytest.mark.skipif(BACKEND == "jax", reason="JAX refuses the option")
 def test_statistics_of_replicas_by_choice() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=f".*{NAMED}")

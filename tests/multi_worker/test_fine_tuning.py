@@ -109,7 +109,9 @@ def tuned(strategy: Any, kind: str, is_sharded: bool) -> dict[str, Any]:
     }
 
 
+@pytest.mark.one_backend
 @pytest.mark.nightly(unless=["two-lora of int8-shards"])
+@pytest.mark.slow(seconds=8)
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["copies", "shards"])
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("cluster", ["two", "three"], indirect=True, scope="session")
@@ -166,7 +168,7 @@ def saved_and_continued(strategy: Any, folder: str) -> list[np.ndarray]:
     return [np.array(value) for value in again.get_weights()]
 
 
-@pytest.mark.one_backend
+@pytest.mark.nightly
 def test_words_that_do_not_divide_are_saved_and_continued(
     cluster: Any, tmp_path: Any
 ) -> None:

@@ -18,10 +18,7 @@ from parameter_server.optimizer_cases import (
     build,
 )
 
-pytestmark = [
-    pytest.mark.one_backend,
-    pytest.mark.multiprocess,
-]
+pytestmark = [pytest.mark.one_backend, pytest.mark.multiprocess]
 
 
 def data():
@@ -91,7 +88,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.one_backend
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_servers_do_not_apply_is_refused(synchronous, name) -> None:
     x, y = data()

@@ -75,12 +75,8 @@ BY_DAY = {
         ]
     ),
 }
-#: Undefined entries, calls that Keras alone cannot differentiate, and positions whose
-#: order within the parts TensorFlow leaves open.
-WITHOUT_NUMBERS = (
-    "empty_like",
-    *{"torch": ["vander"], "tensorflow": ["argpartition"]}.get(BACKEND, []),
-)
+#: Undefined entries, and calls that Keras alone cannot differentiate.
+WITHOUT_NUMBERS = ("empty_like", *(["vander"] if BACKEND == "torch" else []))
 
 
 def parameters() -> Iterator[Any]:

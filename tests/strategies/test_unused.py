@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.one_backend
-
 SCRIPT = """
 import keras, numpy as np, sys
 import keras_strategies as ks

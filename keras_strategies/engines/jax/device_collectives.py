@@ -24,11 +24,15 @@ def all_reduce(op: ReduceOp, tensors: Sequence[Any]) -> list[Any]:
     """The reduction of the tensors, on each of their devices."""
     devices = _distinct_devices(tensors)
     if devices is None:
-        reduced = _REDUCTIONS[op](_stacked_anywhere(tensors), axis=0)
-        return _like(reduced, tensors)
-    reduced = _reduction(op, devices)(_stacked(tensors, devices))
-    shards = {shard.device: shard.data for shard in reduced.addressable_shards}
+        return _like(reduced(op, _stacked_anywhere(tensors)), tensors)
+    found = _reduction(op, devices)(_stacked(tensors, devices))
+    shards = {shard.device: shard.data for shard in found.addressable_shards}
     return [shards[device] for device in devices]
+
+
+def reduced(op: ReduceOp, stacked: Any) -> Any:
+    """The reduction of an array along its first axis."""
+    return _REDUCTIONS[op](stacked, axis=0)
 
 
 def _distinct_devices(tensors: Sequence[Any]) -> tuple[jax.Device, ...] | None:
@@ -74,6 +78,5 @@ def _mesh(devices: tuple[jax.Device, ...]) -> jax.sharding.Mesh:
 @functools.cache
 def _reduction(op: ReduceOp, devices: tuple[jax.Device, ...]) -> Callable[..., Any]:
     """A program over the devices that is one XLA collective."""
-    reduce = _REDUCTIONS[op]
     replicated = jax.NamedSharding(_mesh(devices), jax.P())
-    return jax.jit(lambda rows: reduce(rows, axis=0), out_shardings=replicated)
+    return jax.jit(lambda rows: reduced(op, rows), out_shardings=replicated)

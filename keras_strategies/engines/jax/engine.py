@@ -102,13 +102,6 @@ class JaxEngine(Engine):
     def transfers(self, targets: Sequence[Device]) -> Transfer:
         return BatchTransfer([devices.jax_device(target) for target in targets])
 
-    def stack(self, tensors: Sequence[Any]) -> Any:
-        program = trace_state.current_program()
-        if program is None:
-            return super().stack(tensors)
-        # The components of a sharded array: their reduction is one all-reduce.
-        return program.joined(tensors).reshape(len(tensors), *tensors[0].shape)
-
     def stored_dtype(self, dtype: str) -> str:
         # Without `jax_enable_x64`, JAX makes 64-bit arrays 32-bit ones.
         return str(jax.dtypes.canonicalize_dtype(dtype).name)
@@ -126,8 +119,13 @@ class JaxEngine(Engine):
     def in_program(self) -> bool:
         return trace_state.in_trace()
 
-    def all_reduce(self, op: ReduceOp, tensors: Sequence[jax.Array]) -> list[jax.Array]:
-        return device_collectives.all_reduce(op, tensors)
+    def all_reduce(self, op: ReduceOp, tensors: Sequence[Any]) -> list[Any]:
+        program = trace_state.current_program()
+        if program is None:
+            return device_collectives.all_reduce(op, tensors)
+        # The components of a sharded array: their reduction is one all-reduce.
+        stacked = program.joined(tensors).reshape(len(tensors), *tensors[0].shape)
+        return [device_collectives.reduced(op, stacked)] * len(tensors)
 
     def connect(
         self, group: WorkerGroup, options: CommunicationOptions

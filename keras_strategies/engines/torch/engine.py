@@ -18,7 +18,6 @@ from keras_strategies.engines.torch.devices import (
     device_of,
     torch_device,
 )
-from keras_strategies.engines.torch.memory_formats import in_format_of
 from keras_strategies.engines.torch.replicas.nccl_reduce import nccl_all_reduce
 from keras_strategies.engines.torch.replicas.replica_run import TorchRun
 from keras_strategies.engines.torch.sharded_checkpoints import TorchCheckpoints
@@ -94,9 +93,6 @@ class TorchEngine(Engine):
             str(tensor.device)
         )
         return context
-
-    def in_format_of(self, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        return in_format_of(tensor, like)
 
     def all_reduce(
         self, op: ReduceOp, tensors: Sequence[torch.Tensor]

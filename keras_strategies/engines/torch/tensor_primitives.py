@@ -22,11 +22,16 @@ from keras_strategies.runtime.replicas.tensor_primitives import TensorPrimitives
 from keras_strategies.types import ReduceOp
 
 _REDUCTIONS: dict[ReduceOp, Callable[[torch.Tensor], torch.Tensor]] = {
-    ReduceOp.SUM: lambda stacked: stacked.sum(0),
+    ReduceOp.SUM: lambda stacked: stacked.sum(0, dtype=_dtype_of_sum(stacked)),
     ReduceOp.MEAN: lambda stacked: stacked.mean(0),
     ReduceOp.MIN: lambda stacked: stacked.amin(0),
     ReduceOp.MAX: lambda stacked: stacked.amax(0),
 }
+
+
+def _dtype_of_sum(tensor: torch.Tensor) -> torch.dtype | None:
+    """That of the tensor, where Torch's own has 64 bits; a count for bools."""
+    return None if tensor.dtype == torch.bool else tensor.dtype
 
 
 class TorchPrimitives(TensorPrimitives):

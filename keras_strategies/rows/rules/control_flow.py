@@ -22,10 +22,6 @@ from keras_strategies.rows.row_tensors import shape_of
 from keras_strategies.rows.rules.step import Step, rule
 
 
-def _all(step: Step, reason: str) -> list[Placed]:
-    return [mixed(reason)] * len(tree.flatten(step.nodes[0].outputs))
-
-
 def _repeated(
     step: Step,
     body: int,
@@ -75,48 +71,48 @@ def _rnn(step: Step) -> list[Placed]:
 
 
 @rule("for")
-def _for(step: Step) -> list[Placed]:
+def _for(step: Step) -> Placed | list[Placed]:
     for bound in (step.given(0), step.given(1)):
         (placed,) = step.placements.placed(bound)
         if not placed.is_constant:
-            return _all(step, "is a loop whose length depends on rows")
+            return mixed("is a loop whose length depends on rows")
     carry = step.placements.placed(step.given(2))
     return _repeated(step, 0, carry, [], first=[SAME])[0]
 
 
 @rule("while")
-def _while(step: Step) -> list[Placed]:
+def _while(step: Step) -> Placed | list[Placed]:
     carry = step.placements.placed([node.args[0] for node in step.nodes])
     carry, _ = _repeated(step, 1, carry, [])
     (test,) = step.body(0, carry)
     if test.is_rows and test.axis is None:
         return [either(each, SAME) if each.is_rows else test for each in carry]
     if not test.is_constant:
-        return _all(step, "is a loop whose length depends on rows")
+        return mixed("is a loop whose length depends on rows")
     return carry
 
 
 @rule("switch")
-def _switch(step: Step) -> list[Placed]:
+def _switch(step: Step) -> Placed | list[Placed]:
     (index,) = step.placements.placed([node.args[0] for node in step.nodes])
     every = [step.body(i, []) for i in range(len(step.nodes[0].bodies))]
     found = [functools.reduce(either, placed) for placed in zip(*every, strict=True)]
     if index.is_rows and index.axis is None:
         return [either(index, each) if each.is_same else each for each in found]
     if not index.is_constant:
-        return _all(step, "is a branch that depends on rows")
+        return mixed("is a branch that depends on rows")
     return found
 
 
 @rule("map")
-def _map(step: Step) -> list[Placed]:
+def _map(step: Step) -> Placed | list[Placed]:
     elements = step.placements.placed([node.args[0] for node in step.nodes])
     rows = {each for each in elements if each.is_rows and each.axis == 0}
     if not rows:
         inner = [_without_axis(each, 0) for each in elements]
         return [_with_axis(each, 0) for each in step.body(0, inner)]
     if len(rows) > 1 or any(each not in rows for each in elements):
-        return _all(step, "maps rows with others")
+        return mixed("maps rows with others")
     (row,) = rows
     hidden = row.at(None)
     outputs = step.body(0, [hidden for _ in elements])
@@ -142,16 +138,16 @@ def _associative_scan(step: Step) -> list[Placed]:
 
 
 @rule("jvp")
-def _jvp(step: Step) -> list[Placed]:
+def _jvp(step: Step) -> Placed | list[Placed]:
     primals = step.placements.placed(step.given(0))
     tangents = step.placements.placed(step.given(1))
     if primals != tangents:
-        return _all(step, "has tangents unlike its arguments")
+        return mixed("has tangents unlike its arguments")
     return step.body(0, primals) * 2
 
 
 @rule("gradient")
-def _gradient(step: Step) -> list[Placed]:
+def _gradient(step: Step) -> Placed | list[Placed]:
     """Gradients of the user's: those of rows are rows, those of others are sums."""
     arguments = step.placements.placed(step.given(0))
     outputs = step.placements.placed(step.given(1))
@@ -161,12 +157,12 @@ def _gradient(step: Step) -> list[Placed]:
     leaves = tree.flatten(step.nodes[0].bodies[0].outputs)
     gradients = [None if leaf is None else next(placed) for leaf in leaves]
     if len(gradients) != len(arguments):
-        return _all(step, "has other gradients than arguments")
+        return mixed("has other gradients than arguments")
     for argument, gradient in zip(arguments, gradients, strict=True):
         if gradient is None or gradient.is_zero:
             continue
         is_right = gradient == argument if argument.is_rows else as_sum(gradient, 0)
         if not is_right:
             reason = gradient.reason or f"is {gradient.kind.value}"
-            return _all(step, f"has a gradient of its own that {reason}")
+            return mixed(f"has a gradient of its own that {reason}")
     return outputs

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
@@ -17,6 +19,10 @@ from keras import layers, optimizers
 import keras_strategies as ks
 from keras_strategies.devices import Device
 from keras_strategies.engines.tensorflow.sharding.shard_grid import ShardGrid
+from keras_strategies.engines.tensorflow.sharding.variables_in_shards import (
+    VariableInShards,
+)
+from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.layouts import AutoLayouts, VariableMesh
 
 ks.set_virtual_cpu_devices(4)
@@ -305,3 +311,16 @@ def test_files_of_tensorflow(tmp_path) -> None:
     model.set_weights([np.zeros_like(weight) for weight in model.get_weights()])
     checkpoint.read(path).assert_consumed()
     np.testing.assert_allclose(model.predict(x, verbose=0), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("axes", list(itertools.permutations(range(3))))
+def test_transposed_arrays_are_assigned_to_shards(axes) -> None:
+    strategy = ks.ModelParallelStrategy("fsdp", ["cpu:0", "cpu:1"], min_shard_bytes=0)
+    with strategy.scope():
+        variable = keras.Variable(np.zeros((4, 6, 8), "float32"))
+    array = np.random.default_rng(1).normal(size=(4, 6, 8)).astype("float32")
+    # The same values, with axes in another order in memory.
+    array = np.ascontiguousarray(array.transpose(axes)).transpose(np.argsort(axes))
+    assert isinstance(raw_value(variable), VariableInShards)
+    variable.assign(array)
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(variable), array)
