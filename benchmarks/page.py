@@ -116,6 +116,7 @@ def table(name: str) -> str:
     import python_time
     import random_numbers
     import ratios
+    import recording_costs
     import slow_input
     import snapshots
     import start
@@ -159,6 +160,7 @@ def table(name: str) -> str:
         "presets": presets,
         "python time": python_time,
         "random numbers": random_numbers,
+        "recording costs": recording_costs,
         "slow input": slow_input,
         "start": start,
         "first step": first_step,

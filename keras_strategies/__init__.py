@@ -13,9 +13,9 @@ that the launcher and the resolvers run without Keras, which imports a framework
 
 import ast as _ast
 import importlib as _importlib
-import importlib.resources as _resources
 import importlib.util as _importlib_util
 import os as _os
+import pkgutil as _pkgutil
 import sys as _sys
 from types import ModuleType as _ModuleType
 
@@ -24,7 +24,9 @@ __version__ = "0.2.0"
 
 def _origins() -> dict[str, str]:
     """The module of each public name, read from the stub."""
-    stub = _resources.files(__name__).joinpath("__init__.pyi").read_text("utf-8")
+    # Not `importlib.resources`, which takes longer than the rest of this import.
+    stub = _pkgutil.get_data(__name__, "__init__.pyi")
+    assert stub is not None
     return {
         alias.name: statement.module
         for statement in _ast.parse(stub).body

@@ -18,6 +18,7 @@ from harness.strategies import STRATEGIES, StrategyCase
 
 import keras_strategies as ks
 from keras_strategies import engines
+from keras_strategies.timeline import recording
 
 keras.config.disable_traceback_filtering()
 devices.install()
@@ -62,6 +63,12 @@ def fork_servers():
     """Started by the first test that forks a script, where `tests/run.py` has none."""
     yield
     fork_server.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def recorder() -> None:
+    """Before the first test, because its thread ends with the process."""
+    recording.start()
 
 
 @pytest.fixture(autouse=True)

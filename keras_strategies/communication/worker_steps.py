@@ -13,6 +13,7 @@ import numpy as np
 
 from keras_strategies.communication.checksums import checksum
 from keras_strategies.errors import WorkerError
+from keras_strategies.timeline import recording
 from keras_strategies.user_warnings import warn_user
 
 if TYPE_CHECKING:
@@ -188,7 +189,7 @@ class WorkerSteps:
         """
         self.begin_steps()
         try:
-            with self.group.clock.reading():
+            with self.group.clock.reading(), recording.DATA:
                 return next(batches)
         except StopIteration:
             self._steps -= 1
@@ -202,7 +203,7 @@ class WorkerSteps:
         iterator = iter(batches)
         end = object()
         while True:
-            with self.group.clock.reading():
+            with self.group.clock.reading(), recording.DATA:
                 batch = next(iterator, end)
             if batch is end:
                 return

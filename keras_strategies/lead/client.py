@@ -243,22 +243,6 @@ class LeadClient(ClientState):
                 )
         return [(value, ranks) for _, value, ranks in found]
 
-    def compare(
-        self, what: str, value: str, stream: str = ""
-    ) -> list[tuple[str, tuple[int, ...]]]:
-        """As `offer` and `compared`."""
-        return self.compared(self.offer(what, value, stream))
-
-    def barrier(self, what: str) -> None:
-        """Waits until all workers have arrived."""
-        self.compare(what, "")
-
-    def broadcast(self, what: str, value: str = "") -> str:
-        """The chief's value on every worker."""
-        chief = self.generation.rank == 0
-        found = self.compare(what, value if chief else "")
-        return next(value for value, ranks in found if 0 in ranks)
-
     def saved(self, name: str, error: str = "") -> None:
         """Ends the waits for a file; called by the chief."""
         with self._changed:

@@ -12,8 +12,8 @@ from typing import Any
 
 from keras_strategies.errors import ClusterError, WorkerError
 from keras_strategies.lead.connection import BEAT, LeadConnection
-from keras_strategies.lead.script_line import main_thread_place
 from keras_strategies.lead.state import Loss, Settings
+from keras_strategies.timeline.places import main_thread_place
 
 
 class TrainingEnded(Exception):
@@ -170,6 +170,11 @@ class ClientState:
     def patience(self) -> float:
         """float, seconds for which workers that are alive are awaited."""
         return self._connection.patience
+
+    @property
+    def run_id(self) -> str:
+        """str, the lead's name of this run."""
+        return self._connection.run_id
 
     @property
     def own_host(self) -> str:

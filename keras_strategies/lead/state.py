@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -115,11 +114,21 @@ class Loss(NamedTuple):
     how: str
     late: str = ""
 
+    @property
+    def is_silent(self) -> bool:
+        """bool, whether it was lost without the end of its connection."""
+        return self.how.startswith((NO_HEARTBEAT, NO_ARRIVAL))
+
+    @property
+    def has_exited(self) -> bool:
+        """bool, whether its script ended, without an error, while others wait."""
+        return self.how.startswith(EXITED)
+
     def __str__(self) -> str:
         at = f" at {self.progress}" if self.progress else ""
         return (
             f"Worker {self.worker} ({self.host}, process {self.pid}) was lost{at}: "
-            f"{self.how}.{self.late}"
+            f"{self.how.removesuffix('.')}.{self.late}"
         )
 
 
@@ -360,9 +369,18 @@ def loss_of(state: LeadState, worker: KnownWorker, how: str) -> Loss:
 
 def _lateness(state: LeadState, worker: KnownWorker) -> str:
     others = [w.times[1] for w in members_of(state) if w is not worker and w.times]
-    if not worker.times or not worker.times[0] or not others:
+    if not worker.times or not worker.times[0]:
         return ""
+    return lateness(worker.times[1], others)
+
+
+def lateness(own: float, others: Iterable[float]) -> str:
+    """A sentence about the seconds of a worker's steps; empty without others."""
+    if not (ordered := sorted(others)):
+        return ""
+    middle = len(ordered) // 2
+    median = (ordered[middle] + ordered[~middle]) / 2
     return (
-        f" Its last steps took {1000 * worker.times[1]:.0f} ms each without waits for "
-        f"other workers, those of the others {1000 * statistics.median(others):.0f} ms."
+        f" Its last steps took {1000 * own:.0f} ms each without waits for other "
+        f"workers, those of the others {1000 * median:.0f} ms."
     )

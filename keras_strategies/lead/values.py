@@ -91,7 +91,7 @@ def failed(state: LeadState, event: Failed, out: Out) -> LeadState:
     changes = {"failure": event.how, "progress": event.progress}
     state = changed_worker(state, event.uid, **changes)
     body = {
-        "index": worker.index,
+        "worker": worker.index,
         "rank": group.ranks[event.uid],
         "host": worker.host,
         "pid": worker.pid,

@@ -137,7 +137,7 @@ def _check(event: Ended, directory: Path) -> None:
     if event.code or outcome is None:
         when = "before" if outcome is None else "after"
         raise WorkerError(
-            f"{event} {when} the function had returned, and all workers were ended. "
-            "Its last output may show why; SIGKILL often means that the machine ran "
-            "out of memory."
+            f"{event} {when} the function had returned, and all workers were ended."
+            f"{event.events} Its last output may show why; SIGKILL often means that "
+            "the machine ran out of memory."
         )

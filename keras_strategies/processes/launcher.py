@@ -27,6 +27,7 @@ from keras_strategies.processes.process_group import (
     KILL_SECONDS,
     ProcessGroup,
 )
+from keras_strategies.timeline.runs import last_events
 
 # Signals by which a process ends through a fault of its own code.
 _FAULTS = (
@@ -54,12 +55,14 @@ class Ended:
         code: int.
         last_error: str, the last line of its standard error.
         failure: `Failure` that it has recorded, or None.
+        events: str, a sentence about the last events of one that was killed.
     """
 
     task: LocalTask
     code: int
     last_error: str = ""
     failure: Failure | None = None
+    events: str = ""
 
     @property
     def is_caused(self) -> bool:
@@ -235,7 +238,9 @@ class ProcessLauncher:
             if thread is not threading.current_thread():
                 thread.join(_PIPE_SECONDS)
         failure = Failure.read(self._error_file(task))
-        self._events.put(Ended(task, code, self._last_errors.pop(task, ""), failure))
+        last = self._last_errors.pop(task, "")
+        events = last_events(process.pid) if code < 0 else ""
+        self._events.put(Ended(task, code, last, failure, events))
 
     def next_event(self, timeout: float | None = None) -> Ended | Signalled | None:
         """Waits for the next event; None after `timeout` seconds without one."""

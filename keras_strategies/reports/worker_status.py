@@ -105,7 +105,7 @@ def worker_status(title: str, group: WorkerGroup | None) -> TrainingStatus:
                 index,
                 str(member["host"]),
                 int(member["pid"]),
-                "lost" if loss is not None and loss.index == index else "alive",
+                "lost" if loss is not None and loss.rank == index else "alive",
                 each.steps,
                 each.own,
                 each.waits,

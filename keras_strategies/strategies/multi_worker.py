@@ -16,8 +16,7 @@ from keras_strategies.cluster import (
 )
 from keras_strategies.cluster.environment import ELASTIC, is_port_shared, run_identifier
 from keras_strategies.cluster.group import WorkerGroup, uncaught_errors
-from keras_strategies.cluster.group.group_settings import GroupSettings, Limits
-from keras_strategies.cluster.group.membership import Membership
+from keras_strategies.cluster.group.membership import Membership, elastic_settings
 from keras_strategies.cluster.resolver import as_resolver
 from keras_strategies.cluster.spec import check_training_cluster, worker_addresses
 from keras_strategies.collectives.cross_device_ops import (
@@ -245,9 +244,8 @@ def join_workers(
     else:
         require(engine, Feature.ELASTIC_WORKERS)
         _check_addresses(resolver)
-        limits = Limits.of(elastic, len(addresses), timeout)
-        settings = GroupSettings(addresses, index, limits, same, job)
-        membership = Membership.join(settings, is_ready=False)
+        settings = elastic_settings(elastic, addresses, timeout)
+        membership = Membership.join(settings, index, same, job, is_ready=False)
         actions = ElasticActions(membership)
         group = membership.group
     try:

@@ -18,6 +18,7 @@ from keras_strategies.tools.doctor import doctor
 from keras_strategies.tools.elastic_launch import DEFAULT_RESTARTS, launch_elastic
 from keras_strategies.tools.explain import explain
 from keras_strategies.tools.launch_command import launch_command
+from keras_strategies.tools.top_command import TopOptions, top_command
 from keras_strategies.tools.verify_command import (
     STRATEGIES,
     VerifyOptions,
@@ -56,6 +57,14 @@ _CHOOSE = (
     "shapes are used.\n\n"
     "    keras-strategies choose train.py:build --batch 512 --memory 16GiB\n"
 )
+_TOP = (
+    "Show the workers of a run on this machine: their rows per second, the parts of "
+    "their time\nin data, steps, exchanges, waits and files, and who waits for whom, "
+    "with the line of the\nscript. Training is not slowed down, and a run that hangs "
+    "or was killed is shown as well.\n\n"
+    "    keras-strategies top\n"
+    "    keras-strategies top --once --json\n"
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -84,6 +93,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given = {k: v for k, v in vars(options).items() if k != "command"}
         if options.command == "verify":
             return verify_command(VerifyOptions(**given))
+        if options.command == "top":
+            return top_command(TopOptions(**given))
         if options.command == "choose":
             return choose_command(ChooseOptions(**given))
         return _launch(options)
@@ -251,7 +262,36 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_verify(commands, raw)
     _add_choose(commands, raw)
+    _add_top(commands, raw)
     return parser
+
+
+def _add_top(commands: Any, raw: Any) -> None:
+    top = commands.add_parser(
+        "top",
+        help="show the workers of a run on this machine, and who waits for whom",
+        description=_TOP,
+        formatter_class=raw,
+    )
+    top.add_argument(
+        "run",
+        metavar="RUN",
+        nargs="?",
+        default="",
+        help="number of a process of the run, or the name that `top` shows (default: "
+        "the newest run)",
+    )
+    top.add_argument("--once", action="store_true", help="print one report, and end")
+    top.add_argument(
+        "--json", action="store_true", help="print a report in a line, as JSON"
+    )
+    top.add_argument(
+        "--seconds",
+        type=_seconds,
+        metavar="S",
+        default=1.0,
+        help="seconds between reports (default: 1)",
+    )
 
 
 def _add_choose(commands: Any, raw: Any) -> None:

@@ -90,7 +90,7 @@ def _first_failure(processes: ProcessLauncher, ended: Ended) -> Ended:
     """The failure that has caused that of a task, or this one; prints both."""
     first = processes.first_failure(ended)
     if first is ended or first.code:
-        print_line(f"{first}; ending the others.")
+        print_line(f"{first}; ending the others.{first.events}")
         return first
     # It has exited with 0 in the middle of training, as by `sys.exit()`.
     print_line(f"{first} before the others, and {ended}; ending the others.")

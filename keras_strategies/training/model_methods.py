@@ -18,6 +18,7 @@ from keras_strategies.keras_compat.variables.materialized import materialized_mo
 from keras_strategies.runtime import context
 from keras_strategies.runtime.drivers import Drivers
 from keras_strategies.runtime.row_splits import batches_of_custom_step
+from keras_strategies.timeline import recording
 from keras_strategies.training import worker_training
 from keras_strategies.training.model_input import model_arguments
 from keras_strategies.training.parallel_share import with_parallel_share
@@ -31,7 +32,9 @@ def method(model: Any, name: str) -> Iterator[None]:
     is_short = name.endswith("on_batch")
     if name != "compile":
         _check_not_in_program(model, name)
+    recording.start()
     with (
+        recording.METHOD,
         context.entered(strategy),
         batches_of_custom_step(has_custom_step(model)),
         contextlib.nullcontext() if is_short else patching.installed_while("scope"),
@@ -82,6 +85,9 @@ def step_function(
     """Makes `model.{kind}_function`, in place of `make(force)`, Keras's method."""
     if getattr(model, f"{kind}_function") is None or force:
         drivers_of(model).fit.step_function(model, kind, lambda: make(force))
+        if drivers_of(model).servers is None:
+            function = getattr(model, f"{kind}_function")
+            setattr(model, f"{kind}_function", recording.recorded_step(function))
 
 
 def reads_results(model: Any) -> None:
@@ -128,6 +134,7 @@ def writing(model: Any, path: Any, has_seeds: bool = True) -> Iterator[Any]:
         has_seeds: bool, whether the file gets the states of seed generators.
     """
     with (
+        recording.SAVE,
         _reported(model, path),
         _reading(model),
         atomic_save(path, seed_states(model) if has_seeds else ()) as target,

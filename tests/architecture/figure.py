@@ -30,6 +30,7 @@ LAYERS = (
     ("processes", "communication"),
     ("cluster", "keras_compat"),
     ("lead",),
+    ("timeline",),
     ("vocabulary",),
 )
 GROUPS = {

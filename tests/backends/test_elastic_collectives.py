@@ -15,7 +15,8 @@ from harness.elastic_processes import Workers
 from harness.forker import Forker
 from harness.processes import TIMEOUT, wait_until
 
-from keras_strategies.cluster.group.group_settings import Limits
+from keras_strategies.cluster.group.membership import elastic_settings
+from keras_strategies.cluster.resolvers.local_processes import free_addresses
 from keras_strategies.types import Elastic
 
 pytestmark = [
@@ -33,8 +34,8 @@ class Cluster(Workers):
     """Processes of `elastic_collectives`."""
 
     def __init__(self, forker: Forker, folder: Path, silence: float = SILENCE):
-        limits = Limits.of(Elastic(timeout_seconds=TIMEOUT), count=3, timeout=silence)
-        super().__init__(folder, 3, limits)
+        elastic = Elastic(timeout_seconds=TIMEOUT)
+        super().__init__(folder, elastic_settings(elastic, free_addresses(3), silence))
         self.forker = forker
         for index in range(3):
             self.start(index)

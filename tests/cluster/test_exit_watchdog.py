@@ -9,13 +9,13 @@ import time
 
 import pytest
 
-from keras_strategies.cluster.group import LostWorker
 from keras_strategies.cluster.group.exit_watchdog import ExitWatchdog
+from keras_strategies.lead.state import Loss
 
 pytestmark = pytest.mark.one_backend("jax")
 
 GRACE = 0.3
-LOSS = LostWorker(1, "it was stopped", "step 3 of fit", "10.0.0.2", 77)
+LOSS = Loss(1, 1, "10.0.0.2", 77, "step 3 of fit", "it was stopped")
 
 
 class Group:

@@ -202,7 +202,7 @@ def test_a_failure_is_told_to_the_others(three):
     three[1].report(ValueError("bad\nrows"))
     for index in (0, 2):
         loss = three[index].loss(wait=10)
-        assert loss is not None and loss.index == 1
+        assert loss is not None and loss.rank == 1
         assert "step 7 of fit: ValueError: bad." in str(loss)
     assert three[1].loss() is None
 

@@ -21,11 +21,11 @@ from cluster import elastic_worker
 from harness.elastic_processes import Workers
 from harness.processes import TIMEOUT, assert_gone, wait_until
 
-from keras_strategies.cluster.group.group_settings import GroupSettings, Limits
-from keras_strategies.cluster.group.membership import Membership
+from keras_strategies.cluster.group.membership import Membership, elastic_settings
 from keras_strategies.cluster.resolvers.local_processes import free_addresses
 from keras_strategies.cluster.spec import split_address
 from keras_strategies.errors import ClusterError, WorkerError
+from keras_strategies.lead.state import Settings
 from keras_strategies.types import Elastic
 
 pytestmark = pytest.mark.one_backend("jax")
@@ -34,9 +34,9 @@ pytestmark = pytest.mark.one_backend("jax")
 SILENCE = 5.0
 
 
-def limits(**changed: Any) -> Limits:
-    given = Limits.of(Elastic(timeout_seconds=TIMEOUT), count=3, timeout=SILENCE)
-    return dataclasses.replace(given, **changed)
+def settings_of(addresses: list[str], **changed: Any) -> Settings:
+    elastic = Elastic(timeout_seconds=TIMEOUT)
+    return dataclasses.replace(elastic_settings(elastic, addresses, SILENCE), **changed)
 
 
 @pytest.mark.parametrize(
@@ -58,14 +58,15 @@ def test_a_minimum_above_the_cluster_is_an_error():
     with pytest.raises(
         ClusterError, match="more workers than the cluster describes: 2"
     ):
-        Limits.of(Elastic(min_workers=3), count=2, timeout=1.0)
+        elastic_settings(Elastic(min_workers=3), ["a:1", "b:1"], 1.0)
 
 
 class Cluster(Workers):
     """Processes of `elastic_worker`."""
 
     def __init__(self, folder: Path, count: int, seconds: float = 0.01, **changed: Any):
-        super().__init__(folder, count, limits(**changed), seconds=seconds)
+        given = settings_of(free_addresses(count), **changed)
+        super().__init__(folder, given, seconds=seconds)
         self.all: list[subprocess.Popen[bytes]] = []
 
     def start(self, *indices: int) -> None:
@@ -202,17 +203,15 @@ def test_a_spare_worker_takes_the_place_of_a_lost_one(cluster):
 def join_all(addresses: list[str], indices: list[int], **changed: Any) -> list[Any]:
     """Memberships, or errors, of workers that start together."""
     with ThreadPoolExecutor(len(indices)) as pool:
-        futures = [
-            pool.submit(join, addresses, index, limits(**changed)) for index in indices
-        ]
+        futures = [pool.submit(join, addresses, index, **changed) for index in indices]
         return [future.exception(TIMEOUT) or future.result() for future in futures]
 
 
 def join(
-    addresses: list[str], index: int, given: Limits, version: str = "1"
+    addresses: list[str], index: int, version: str = "1", **changed: Any
 ) -> Membership:
-    same = {"the version": version}
-    return Membership.join(GroupSettings(addresses, index, given, same))
+    given = settings_of(addresses, **changed)
+    return Membership.join(given, index, {"the version": version})
 
 
 def everywhere(
@@ -272,7 +271,7 @@ def test_without_any_state_the_error_names_the_last_snapshot(joined):
         return any(row["waits"] for row in rows)
 
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(join, addresses, 0, limits())
+        waiting = pool.submit(join, addresses, 0)
         wait_until(is_waiting, "the new worker waits")
         joined[1].group.abandon()
         error = waiting.exception(TIMEOUT)
@@ -294,7 +293,7 @@ def test_without_rejoin_a_new_worker_is_refused(joined):
     addresses = free_addresses(2)
     joined += join_all(addresses, [0], patience=0.5, rejoin=False)
     with pytest.raises(WorkerError, match=r"`Elastic\(rejoin=False\)`"):
-        join(addresses, 1, limits())
+        join(addresses, 1)
 
 
 def test_without_rejoin_lost_workers_are_not_replaced(joined):
@@ -305,7 +304,7 @@ def test_without_rejoin_lost_workers_are_not_replaced(joined):
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(joined[0].reform, 5)
         with pytest.raises(WorkerError, match=r"`Elastic\(rejoin=False\)`"):
-            join(addresses, 1, limits())
+            join(addresses, 1)
         with pytest.raises(WorkerError, match="At least 2 are needed"):
             waiting.result(TIMEOUT)
 
@@ -314,7 +313,7 @@ def test_a_new_worker_with_another_version_is_refused(joined):
     addresses = free_addresses(2)
     joined += join_all(addresses, [0], patience=0.5)
     with pytest.raises(ClusterError, match="worker 0 has '1', worker 1 has '2'"):
-        join(addresses, 1, limits(), version="2")
+        join(addresses, 1, version="2")
 
 
 @pytest.mark.slow(seconds=8)
@@ -322,7 +321,7 @@ def test_a_port_in_use_is_an_error_at_once():
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         with pytest.raises(ClusterError, match="another program listens there"):
-            join([address], 0, limits())
+            join([address], 0)
 
 
 def test_the_state_of_the_worker_that_is_ahead_counts(joined):
@@ -344,7 +343,7 @@ def test_a_process_that_has_replaced_the_chief_does_not_lead(joined):
     joined += join_all(addresses, [0, 1], min_workers=2)
     joined.pop(0).leave()
     with ThreadPoolExecutor(1) as pool:
-        new = pool.submit(join, addresses, 0, limits(min_workers=2))
+        new = pool.submit(join, addresses, 0, min_workers=2)
         wait_until(lambda: _listens(addresses[0]), "the new worker listens")
         found = joined[0].reform(5)
         joined.append(new.result(TIMEOUT))

@@ -13,9 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from keras_strategies.cluster.group.group_settings import GroupSettings, Limits
 from keras_strategies.cluster.group.membership import Membership
-from keras_strategies.cluster.resolvers.local_processes import free_addresses
+from keras_strategies.lead.state import Settings
 
 
 class Workers:
@@ -23,19 +22,14 @@ class Workers:
 
     Args:
         folder: for files.
-        count: int, how many addresses there are.
-        limits: `Limits` of the group.
+        given: `Settings` of the group.
         settings: further settings of the workers.
     """
 
-    def __init__(self, folder: Path, count: int, limits: Limits, **settings: Any):
+    def __init__(self, folder: Path, given: Settings, **settings: Any):
         self.folder = folder
         self.processes: dict[int, Any] = {}
-        settings |= {
-            "folder": str(folder),
-            "addresses": free_addresses(count),
-            "limits": dataclasses.asdict(limits),
-        }
+        settings |= {"folder": str(folder), "group": dataclasses.asdict(given)}
         self.settings = settings
         (folder / "settings").write_text(json.dumps(settings))
 
@@ -67,9 +61,8 @@ class Workers:
 
 def join(settings: dict[str, Any], index: int, is_ready: bool = True) -> Membership:
     """Joins the group; `is_ready` as in `Membership.join`."""
-    limits = Limits(**settings["limits"])
-    own = GroupSettings(settings["addresses"], index, limits)
-    return Membership.join(own, is_ready=is_ready)
+    group = Settings(**settings["group"])
+    return Membership.join(group, index, is_ready=is_ready)
 
 
 def write_members(folder: Path, membership: Membership) -> None:

@@ -81,6 +81,11 @@ def begin(client: LeadClient, step: int | None = None) -> LeadClient:
     return client
 
 
+def compare(client: LeadClient, what: str, value: str = "") -> list[Any]:
+    """The different values of all workers, with the ranks that have them."""
+    return client.compared(client.offer(what, value))
+
+
 def together(
     items: Any, call: Callable[[Any], Any], seconds: float = 30.0
 ) -> list[Any]:

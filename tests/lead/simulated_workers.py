@@ -8,7 +8,6 @@ import selectors
 import socket
 import time
 from collections.abc import Callable
-from typing import Any
 
 from lead.leads import SECRET, RunningLead
 
@@ -26,6 +25,7 @@ class SimulatedWorkers:
         self.received = 0
         self.seen: collections.Counter[str] = collections.Counter()
         self.generation = 0
+        self.beat_seconds = 0.0
         self.connected: dict[int, socket.socket] = {}
         self.buffers: dict[int, bytearray] = {}
         for first in range(0, count, _TOGETHER):
@@ -82,7 +82,9 @@ class SimulatedWorkers:
         for message in take_messages(buffer):
             kind = message["kind"]
             self.seen[kind] += 1
-            if kind == "begin":
+            if kind == "facts":
+                self.beat_seconds = message["beat_seconds"]
+            elif kind == "begin":
                 self.generation = message["generation"]
                 self.send(index, "holds", generation=self.generation, step=0)
             elif kind == "end":
@@ -97,18 +99,16 @@ def compare(workers: SimulatedWorkers, count: int) -> None:
     workers.until("compared", count)
 
 
+def send_beat(workers: SimulatedWorkers, index: int) -> None:
+    """A beat of a worker."""
+    facts = {"number": 1, "got": 0, "step": 0, "progress": "step 1", "times": []}
+    workers.send(index, "beat", **facts, position=[0, 0, 0.0])
+
+
 def beat(workers: SimulatedWorkers, count: int) -> None:
     """A beat of each worker, and its answer."""
     for index in range(count):
-        body: dict[str, Any] = {
-            "number": 1,
-            "got": 0,
-            "step": 0,
-            "progress": "step 1",
-            "times": [],
-        }
-        body["position"] = [0, 0, 0.0]
-        workers.send(index, "beat", **body)
+        send_beat(workers, index)
     workers.until("beat", count)
 
 

@@ -15,6 +15,7 @@ import time
 import pytest
 from harness.processes import wait_until
 from lead.leads import SECRET, RunningLead, begin, lead_process, together
+from lead.leads import compare as compare_values
 
 from keras_strategies.errors import WorkerError
 from keras_strategies.lead.client import LeadClient
@@ -40,7 +41,7 @@ def comparing(running):
 
     def compare(client):
         def ends():
-            answer = client.compare("whether to end", str(ended.is_set()))
+            answer = compare_values(client, "whether to end", str(ended.is_set()))
             return [value for value, _ in answer] == ["True"]
 
         while not ends():
@@ -241,7 +242,9 @@ def test_connections_can_be_encrypted(tmp_path, monkeypatch):
     with RunningLead(2) as lead:
         two = together(range(2), lambda i: lead.client(i, tls=client_tls()))
         together(two, begin)
-        found = together(two, lambda c: c.compare("x", f"{c.index}" * 3_000_000))
+        found = together(
+            two, lambda c: compare_values(c, "x", f"{c.index}" * 3_000_000)
+        )
         assert [len(v) for values in found for v, _ in values] == [3_000_000] * 4
         with pytest.raises(WorkerError):
             LeadClient([lead.address], SECRET, 0, timeout=0.5)

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from harness.processes import wait_until
-from lead.leads import SECRET, Proxy, RunningLead, begin, together
+from lead.leads import SECRET, Proxy, RunningLead, begin, compare, together
 
 from keras_strategies.errors import ClusterError, WorkerError
 from keras_strategies.lead.client import LeadClient
@@ -27,7 +27,7 @@ def lead():
 
 
 def exchange(client, turn=0):
-    return client.compare(f"turn {turn}", f"{client.index}-{turn}")
+    return compare(client, f"turn {turn}", f"{client.index}-{turn}")
 
 
 def test_workers_compare_values_with_one_thread_each(lead):
@@ -39,21 +39,20 @@ def test_workers_compare_values_with_one_thread_each(lead):
         for found in together(three, lambda client, turn=turn: exchange(client, turn)):
             assert sorted(found) == expected
     assert (
-        together(three, lambda c: c.compare("all", "same"))
+        together(three, lambda c: compare(c, "all", "same"))
         == [[("same", (0, 1, 2))]] * 3
     )
-    assert together(three, lambda c: c.broadcast("x", str(c.index))) == ["0"] * 3
 
 
 def test_large_values_arrive(lead):
     three = lead.training(3)
-    found = together(three, lambda c: c.compare("x", f"{c.index}" * 5_000_000))
+    found = together(three, lambda c: compare(c, "x", f"{c.index}" * 5_000_000))
     assert [len(value) for values in found for value, _ in values] == [5_000_000] * 9
 
 
 def test_different_calls_are_an_error_on_all(lead):
     three = lead.training(3)
-    found = together(three, lambda c: c.compare(f"part {min(c.index, 1)}", ""))
+    found = together(three, lambda c: compare(c, f"part {min(c.index, 1)}", ""))
     assert all(isinstance(error, WorkerError) for error in found)
     assert "Worker 1 is at 'part 1' but worker 0 is at 'part 0'" in str(found[1])
 
@@ -85,7 +84,7 @@ def test_a_new_worker_joins_after_a_common_step(lead):
     def train(client):
         step = 0
         while client.begin_step():
-            client.barrier(f"step {step}")
+            compare(client, f"step {step}")
             step += 1
             client.step = step
         begin(client, step)
@@ -151,7 +150,7 @@ def test_a_worker_that_was_cut_off_hears_that_its_generation_has_ended(lead, pro
 
     def train(client):
         while client.begin_step():
-            client.barrier("a step")
+            compare(client, "a step")
         begin(client, 4)
 
     together(others, train)
@@ -198,7 +197,7 @@ def test_a_failure_is_sent_to_the_others(lead):
     three[1].progress = "step 7 of fit"
     three[1].report_failure("ValueError: bad rows", 4)
     wait_until(lambda: len(reports) == 2, "the others know")
-    assert reports[0]["how"] == "ValueError: bad rows" and reports[0]["index"] == 1
+    assert reports[0]["how"] == "ValueError: bad rows" and reports[0]["worker"] == 1
     assert reports[0]["progress"] == "step 7 of fit"
 
 
@@ -206,7 +205,7 @@ def test_a_timeout_names_who_has_not_arrived_and_its_line():
     with RunningLead(2, patience=2.0, timeout=2.0) as lead:
         two = lead.training(2)
         two[1].progress = "step 9 of fit"
-        error = together(two[:1], lambda c: c.barrier("the end of the epoch"))[0]
+        error = together(two[:1], lambda c: compare(c, "the end of the epoch"))[0]
         assert isinstance(error, WorkerError)
         assert "Not all workers reached 'the end of the epoch' within 2 s" in str(error)
         assert "worker 1 (127.0.0.1, process " in str(error)
@@ -230,7 +229,7 @@ def test_workers_stop_after_a_common_step_and_go_on():
         def train(client):
             steps = 0
             while client.begin_step():
-                client.barrier("a step")
+                compare(client, "a step")
                 steps += 1
                 if steps == 5 and client.index == 1:
                     client.request_stop()

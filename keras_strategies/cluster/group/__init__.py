@@ -12,9 +12,8 @@ way.
 
 from keras_strategies.cluster.group.worker_group import (
     FAILURE_GRACE,
-    LostWorker,
     WorkerGroup,
     current_group,
 )
 
-__all__ = ["FAILURE_GRACE", "LostWorker", "WorkerGroup", "current_group"]
+__all__ = ["FAILURE_GRACE", "WorkerGroup", "current_group"]

@@ -25,7 +25,7 @@ class AloneClient:
         self, index: int, host: str, pid: int, timeout: float, patience: float
     ):
         self.index, self.timeout, self.patience = index, timeout, patience
-        self.progress = ""
+        self.progress = self.run_id = ""
         self.step: int | None = None
         self.listener = GroupListener()
         self.times_of: dict[int, tuple[float, ...]] = {}

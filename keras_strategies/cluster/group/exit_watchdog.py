@@ -17,8 +17,9 @@ import time
 from collections.abc import Callable, Iterator
 
 from keras_strategies.cluster import first_causes
-from keras_strategies.cluster.group.worker_group import LostWorker, WorkerGroup
+from keras_strategies.cluster.group.worker_group import WorkerGroup
 from keras_strategies.errors import WorkerError
+from keras_strategies.lead.state import Loss
 
 #: Seconds after the loss of a worker in which the engine may return by itself.
 GRACE = 5.0
@@ -58,7 +59,7 @@ class ExitWatchdog:
         self._end = end
         self._lock = threading.Lock()
         self._waits = 0
-        self._loss: LostWorker | None = None
+        self._loss: Loss | None = None
         group.on_loss(self._lost)
 
     @contextlib.contextmanager
@@ -77,14 +78,14 @@ class ExitWatchdog:
         self._group, self._loss = group, None
         group.on_loss(self._lost)
 
-    def _lost(self, loss: LostWorker) -> None:
+    def _lost(self, loss: Loss) -> None:
         # On its own thread, since the group's thread continues to receive messages.
         self._loss = loss
         threading.Thread(
             target=self._watch, args=(loss,), name="exit-watchdog", daemon=True
         ).start()
 
-    def _watch(self, loss: LostWorker) -> None:
+    def _watch(self, loss: Loss) -> None:
         until = time.monotonic() + self.grace
         while time.monotonic() < until:
             time.sleep(_TICK)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import os
 import socket
 import subprocess
@@ -21,38 +23,44 @@ from keras_strategies.lead.state import Settings
 _START_SECONDS = 30.0
 # Seconds for which the end of an earlier lead at the same address is awaited.
 _EARLIER_SECONDS = 5.0
+# Number of ports after the first address's at which the lead may listen.
+_MORE_PORTS = 16
 _TICK = 0.1
 # Leads that this process has started, until they have ended.
 _started: list[subprocess.Popen[bytes]] = []
 
 
 def connected(
-    host: str,
-    ports: list[int],
-    index: int,
     settings: Settings,
+    index: int,
     same: dict[str, object],
-    job: str,
-    timeout: float,
+    job: str | None,
     listener: GroupListener,
+    *,
+    shares_port: bool = False,
 ) -> LeadClient:
     """A client of the cluster's lead, which the launcher or worker 0 has started.
 
     Args:
-        host: str, that of the first worker.
-        ports: the lead listens at the first free one.
+        settings: `Settings` of the lead, with the address of the first worker.
         index: int, the number of this worker.
-        settings: `Settings` of the lead.
         same: dict of values that must agree on all workers, by name.
-        job: str, identifies this cluster among others at the same address.
-        timeout: float, seconds to wait for the lead.
+        job: str, identifies this cluster among others at the same address; None to use
+            the addresses.
         listener: `GroupListener`.
+        shares_port: bool, whether another program listens at the chief's port, as
+            under torchrun; the lead then uses one of the next ports.
 
     Raises:
         ClusterError: if worker 0 cannot listen at its address, two workers have one
             index, or workers disagree.
         WorkerError: if there is no lead.
     """
+    host, port = split_address(settings.addresses[0])
+    ports = [port + each for each in (range(1, _MORE_PORTS) if shares_port else (0,))]
+    job = (
+        job or hashlib.sha256(json.dumps(settings.addresses).encode()).hexdigest()[:16]
+    )
     until = time.monotonic() + _EARLIER_SECONDS
     launched = _launched((host, ports[0]))
     while True:
@@ -64,9 +72,9 @@ def connected(
                 addresses = [server.getsockname()[:2]]
                 _start(server, settings, job)
                 is_started = True
-        limit = timeout if index else _EARLIER_SECONDS
+        limit = settings.patience if index else _EARLIER_SECONDS
         if is_started:
-            limit = max(timeout, _START_SECONDS)
+            limit = max(settings.patience, _START_SECONDS)
         try:
             return LeadClient(
                 addresses,

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Self
+from typing import Any, Self
 
 from keras_strategies.cluster.group.alone import AloneClient
-from keras_strategies.cluster.group.group_settings import GroupSettings
 from keras_strategies.cluster.group.lead_start import connected, reap
 from keras_strategies.cluster.group.worker_group import WorkerGroup
-from keras_strategies.cluster.spec import split_address
-from keras_strategies.errors import WorkerError
+from keras_strategies.errors import ClusterError, WorkerError
 from keras_strategies.lead.client import LeadClient
 from keras_strategies.lead.client_state import (
     GroupChanged,
@@ -26,6 +24,7 @@ from keras_strategies.lead.client_state import (
     TrainingEnded,
 )
 from keras_strategies.lead.state import Settings
+from keras_strategies.types import Elastic
 
 # Seconds within which the loss behind a failed collective is reported.
 _LOSS_SECONDS = 2.0
@@ -36,15 +35,52 @@ _ENDED = (
 )
 
 
+def elastic_settings(
+    elastic: Elastic, addresses: list[str], timeout: float
+) -> Settings:
+    """The settings of an elastic group.
+
+    Args:
+        elastic: `Elastic`.
+        addresses: list of str, the workers of the cluster.
+        timeout: float, seconds without a heartbeat until a worker is lost.
+
+    Raises:
+        ClusterError: if the cluster has fewer than `min_workers`.
+    """
+    if elastic.min_workers > len(addresses):
+        raise ClusterError(
+            f"`Elastic(min_workers={elastic.min_workers})` needs more workers than the "
+            f"cluster describes: {len(addresses)}. Add workers, or lower "
+            "`min_workers`."
+        )
+    return Settings(
+        len(addresses),
+        elastic.min_workers,
+        elastic.max_workers,
+        elastic.rejoin,
+        timeout=timeout,
+        patience=elastic.timeout_seconds,
+        addresses=tuple(addresses),
+    )
+
+
 class Membership:
     """An elastic group of workers, as seen by one of them.
 
     Use `join`, which has the same arguments. `begin_step` and `reform` are for one
     thread.
 
+    Args:
+        settings: `Settings` of the group.
+        index: int, the number of this worker.
+        same: dict of values that must agree on all workers, by name.
+        job: str, identifies this cluster among others at the same addresses; None to
+            use the addresses.
+
     Example:
 
-    >>> membership = Membership.join(GroupSettings(addresses, index, limits))
+    >>> membership = Membership.join(elastic_settings(elastic, addresses, 10.0), index)
     >>> try:
     ...     may_begin = membership.begin_step()
     ...     if may_begin:
@@ -58,37 +94,34 @@ class Membership:
     ...     membership.confirm()
     """
 
-    def __init__(self, settings: GroupSettings):
-        self._settings, limits = settings, settings.limits
-        lead = Settings(
-            len(settings.addresses),
-            limits.min_workers,
-            limits.max_workers,
-            limits.rejoin,
-            timeout=limits.timeout,
-            patience=limits.patience,
-            addresses=tuple(settings.addresses),
-        )
-        host, port = split_address(settings.addresses[0])
+    def __init__(
+        self,
+        settings: Settings,
+        index: int,
+        same: dict[str, Any] | None = None,
+        job: str | None = None,
+    ):
+        self._settings, self._index = settings, index
         self._client: LeadClient = connected(
-            host,
-            [port],
-            settings.index,
-            lead,
-            settings.same,
-            settings.job_id,
-            limits.patience,
-            GroupListener(),
+            settings, index, same or {}, job, GroupListener()
         )
         self._group: WorkerGroup | None = None
         self._generation: JoinedGeneration | None = None
 
     @classmethod
-    def join(cls, settings: GroupSettings, *, is_ready: bool = True) -> Self:
+    def join(
+        cls,
+        settings: Settings,
+        index: int,
+        same: dict[str, Any] | None = None,
+        job: str | None = None,
+        *,
+        is_ready: bool = True,
+    ) -> Self:
         """Forms the first generation with the other workers, or joins a running one.
 
         Args:
-            settings: `GroupSettings`.
+            settings: as of the class, and `index`, `same` and `job`.
             is_ready: bool, whether this worker can join a group that trains without it.
 
         Returns:
@@ -97,10 +130,10 @@ class Membership:
         Raises:
             ClusterError: if worker 0 cannot listen at its address, two workers have one
                 index, or workers disagree.
-            WorkerError: if fewer than `limits.min_workers` connect in time.
+            WorkerError: if fewer than `min_workers` connect in time.
         """
         try:
-            membership = cls(settings)
+            membership = cls(settings, index, same, job)
         except TrainingEnded as error:
             raise WorkerError(_ENDED) from error
         try:
@@ -153,7 +186,7 @@ class Membership:
     @property
     def count(self) -> int:
         """int, the workers of the cluster, members or not."""
-        return len(self._settings.addresses)
+        return self._settings.workers
 
     @property
     def is_member(self) -> bool:
@@ -167,13 +200,9 @@ class Membership:
 
     def begin_alone(self) -> None:
         """Begins a group of this worker, while the others train without it."""
-        limits, client = self._settings.limits, self._client
+        settings, host = self._settings, self._client.own_host
         alone = AloneClient(
-            self._settings.index,
-            client.own_host,
-            os.getpid(),
-            limits.timeout,
-            limits.patience,
+            self._index, host, os.getpid(), settings.timeout, settings.patience
         )
         self._group, self._generation = WorkerGroup.over(alone), None
 
@@ -193,7 +222,7 @@ class Membership:
         if self._generation is None:
             return False
         until = time.monotonic() + _LOSS_SECONDS
-        failed_until = time.monotonic() + self._settings.limits.timeout
+        failed_until = time.monotonic() + self._settings.timeout
         self._client.is_broken(0.0)
         while True:
             try:

@@ -18,6 +18,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from keras_strategies.timeline import recording
+
 #: Number of steps over which times are averaged.
 WINDOW = 20
 # Number of longest steps of a window that are excluded: compilation, a checkpoint.
@@ -103,6 +105,8 @@ class StepClock:
             if not self.sees_waits:
                 own = self._processor_time() - self._processor + self._reading
             waits = max(0.0, seconds - own)
+            if not self.sees_waits and (recorder := recording.recorder()) is not None:
+                recorder.waited_inside(seconds, max(0.0, waits - self._waited))
             self._recent.extend([(own / count, waits / count)] * count)
             self._steps += count
         self._count = 0
@@ -113,6 +117,8 @@ class StepClock:
         with self._lock:
             if not self._waiting:
                 self._wait_begin = time.perf_counter()
+                if (recorder := recording.recorder()) is not None:
+                    recorder.waiting()
             self._waiting += 1
         try:
             yield
@@ -121,6 +127,8 @@ class StepClock:
                 self._waiting -= 1
                 if not self._waiting:
                     self._waited += time.perf_counter() - self._wait_begin
+                    if (recorder := recording.recorder()) is not None:
+                        recorder.waited()
 
     @property
     def wait_seconds(self) -> float:
@@ -165,11 +173,6 @@ def slow_workers(times: Sequence[StepTimes]) -> list[int]:
         if each.own > _FACTOR * (median := _median_without(ordered, each.own))
         and each.own - median > _LEAST
     ]
-
-
-def others_median(times: Sequence[StepTimes], index: int) -> float:
-    """Median of the other workers' own times in seconds per step."""
-    return _median_without(sorted(each.own for each in times), times[index].own)
 
 
 def _median_without(ordered: Sequence[float], value: float) -> float:

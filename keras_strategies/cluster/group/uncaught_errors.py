@@ -7,7 +7,8 @@ import sys
 import time
 
 from keras_strategies.cluster import first_causes
-from keras_strategies.cluster.group.worker_group import LostWorker, WorkerGroup
+from keras_strategies.cluster.group.worker_group import WorkerGroup
+from keras_strategies.lead.state import Loss
 
 # Seconds for which a worker waits for the end of the one whose failure ends it too, so
 # that a launcher sees the first one, with its exit code, first.
@@ -31,10 +32,10 @@ def report(group: WorkerGroup, error: BaseException) -> None:
     group.report(error)
 
 
-def _cause(group: WorkerGroup) -> LostWorker | None:
+def _cause(group: WorkerGroup) -> Loss | None:
     """The other worker that has failed and ends, if there is one."""
     loss = group.loss()
-    if loss is None or loss.index == group.index or loss.is_silent:
+    if loss is None or loss.rank == group.index or loss.is_silent:
         return None
     return loss
 
@@ -60,7 +61,7 @@ def at_exit(group: WorkerGroup) -> None:
         _wait_for_end(group, cause)
 
 
-def _wait_for_end(group: WorkerGroup, cause: LostWorker) -> None:
+def _wait_for_end(group: WorkerGroup, cause: Loss) -> None:
     """Waits for the end of a process on this machine that has failed first."""
     is_watched = first_causes.VARIABLE in os.environ
     if not is_watched or cause.host != group.own_host:

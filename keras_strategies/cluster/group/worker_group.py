@@ -5,14 +5,12 @@ from __future__ import annotations
 import base64
 import contextlib
 import dataclasses
-import hashlib
 import json
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from keras_strategies.cluster.group.alone import AloneClient
@@ -20,10 +18,8 @@ from keras_strategies.cluster.group.lead_start import connected, reap
 from keras_strategies.cluster.group.step_clock import (
     StepClock,
     StepTimes,
-    others_median,
     slow_workers,
 )
-from keras_strategies.cluster.spec import split_address
 from keras_strategies.cluster.startup_report import Progress
 from keras_strategies.errors import ClusterError, WorkerError
 from keras_strategies.lead.client import LeadClient
@@ -33,17 +29,10 @@ from keras_strategies.lead.client_state import (
     TrainingEnded,
 )
 from keras_strategies.lead.connection import BEAT
-from keras_strategies.lead.state import (
-    EXITED,
-    NO_ARRIVAL,
-    NO_HEARTBEAT,
-    Loss,
-    Settings,
-)
+from keras_strategies.lead.state import Loss, Settings, lateness
+from keras_strategies.timeline import recording, runs
 
 _logger = logging.getLogger("keras_strategies.cluster")
-# Number of ports after the first address's at which the hub may listen (see `join`).
-_MORE_PORTS = 16
 # Seconds after the report of a failure in which a wait for other workers may end: the
 # worker may have taken part in what is waited for.
 FAILURE_GRACE = 2.0
@@ -59,50 +48,6 @@ _joined: list[WorkerGroup] = []
 def current_group() -> WorkerGroup | None:
     """The group of workers that this process has joined, or None."""
     return _joined[0] if _joined else None
-
-
-@dataclass(frozen=True)
-class LostWorker:
-    """A lost worker.
-
-    Args:
-        index: int, the worker's index.
-        how: str, the reason.
-        progress: str, its last step, such as `"step 12 of fit"`.
-        host: str, its address.
-        pid: int, its process.
-        late: str, a sentence about the time of its steps; may be empty.
-    """
-
-    index: int
-    how: str
-    progress: str
-    host: str
-    pid: int
-    late: str = ""
-
-    @classmethod
-    def of(cls, loss: Loss) -> LostWorker:
-        """A worker of a generation that the lead has lost."""
-        index = loss.worker if loss.rank < 0 else loss.rank
-        return cls(index, loss.how, loss.progress, loss.host, loss.pid, loss.late)
-
-    @property
-    def is_silent(self) -> bool:
-        """Whether it was lost without the end of its connection."""
-        return self.how.startswith((NO_HEARTBEAT, NO_ARRIVAL))
-
-    @property
-    def has_exited(self) -> bool:
-        """Whether its script ended, without an error, while others wait."""
-        return self.how.startswith(EXITED)
-
-    def __str__(self) -> str:
-        at = f" at {self.progress}" if self.progress else ""
-        return (
-            f"Worker {self.index} ({self.host}, process {self.pid}) was lost{at}: "
-            f"{self.how.removesuffix('.')}."
-        )
 
 
 class _Starting(GroupListener):
@@ -151,12 +96,12 @@ class WorkerGroup(GroupListener):
         self._times: tuple[Any, tuple[StepTimes, ...]] = (None, ())
         self._position = 0
         self._condition = threading.Condition()
-        self._loss: LostWorker | None = None
+        self._loss: Loss | None = None
         # The reason for the end without a lost worker.
         self._end_text = ""
         #: The last worker that has come to the end of its script.
-        self.left: LostWorker | None = None
-        self._failure: LostWorker | None = None
+        self.left: Loss | None = None
+        self._failure: Loss | None = None
         # When it was reported, and the call that the worker has left by it.
         self._failed_at = 0.0
         self._failed_call = 0
@@ -164,8 +109,11 @@ class WorkerGroup(GroupListener):
         self._calls = 0
         self._open_calls: list[int] = []
         self._is_closed = False
-        self._on_loss: list[Callable[[LostWorker], None]] = []
+        self._on_loss: list[Callable[[Loss], None]] = []
         self._on_failure: list[Callable[[], None]] = []
+        facts = {"run": client.run_id} if client.run_id else {}
+        number = generation.members[self.index]
+        self._recorder = recording.start(worker=number, host=self.own_host, **facts)
         client.listener = self
         if (end := client.end) is not None:
             self.ended(*end)
@@ -207,9 +155,6 @@ class WorkerGroup(GroupListener):
                 index, or workers disagree.
             WorkerError: if workers did not connect in time.
         """
-        name = job or hashlib.sha256(json.dumps(addresses).encode()).hexdigest()[:16]
-        host, port = split_address(addresses[0])
-        shift = range(1, _MORE_PORTS) if shares_port else range(1)
         settings = Settings(
             len(addresses),
             is_fixed=True,
@@ -218,8 +163,9 @@ class WorkerGroup(GroupListener):
             addresses=tuple(addresses),
         )
         listener = _Starting(addresses) if index == 0 else GroupListener()
-        ports = [port + each for each in shift]
-        client = connected(host, ports, index, settings, same, name, timeout, listener)
+        client = connected(
+            settings, index, same, job, listener, shares_port=shares_port
+        )
 
         def check_absence() -> None:
             if index == 0 and (why := absence()) is not None:
@@ -258,6 +204,11 @@ class WorkerGroup(GroupListener):
         return str(self.members[self.index]["host"])
 
     @property
+    def _number(self) -> int:
+        """int, of this worker in the cluster."""
+        return int(self.members[self.index]["index"])
+
+    @property
     def is_chief(self) -> bool:
         """bool, whether this worker is the chief."""
         return self.index == 0
@@ -288,6 +239,7 @@ class WorkerGroup(GroupListener):
         if not stream:
             self._steps_since = 0
             self._position += 1
+            self._recorder.position(self._position, 0)
         with self._lead_errors():
             offered = self._client.offer(what, text, stream)
 
@@ -341,6 +293,7 @@ class WorkerGroup(GroupListener):
     def count_steps(self, count: int) -> None:
         """Counts steps that have begun, or with a negative number have not."""
         self._steps_since += count
+        self._recorder.position(self._position, self._steps_since)
 
     @property
     def stall(self) -> str:
@@ -454,14 +407,17 @@ class WorkerGroup(GroupListener):
         if self._end_text:
             raise WorkerError(self._end_text)
 
-    def describe(self, loss: LostWorker) -> str:
+    def describe(self, loss: Loss) -> str:
         """Message about a loss."""
-        own = f" This is worker {self.index}"
+        own = f" This is worker {self._number}"
         own += f", at {self.progress}." if self.progress else "."
         if loss.has_exited:
             return f"{loss}{own} {_SAME_CALLS}"
+        events = ""
+        if loss.host == self.own_host:
+            events = runs.last_events(loss.pid)
         return (
-            f"{loss}{loss.late}{own} Training cannot continue without it. Restart all "
+            f"{loss}{events}{own} Training cannot continue without it. Restart all "
             "workers; with ks.callbacks.Resume they continue at their last snapshot."
         )
 
@@ -488,16 +444,11 @@ class WorkerGroup(GroupListener):
 
     def lateness(self, index: int) -> str:
         """A sentence about the time of a worker's steps; may be empty."""
-        if len(self.times) < 2 or not self.times[index].steps:
-            return ""
-        times = self.times[index]
-        return (
-            f" Its last steps took {1000 * times.own:.0f} ms each without waits for "
-            "other workers, those of the others "
-            f"{1000 * others_median(self.times, index):.0f} ms."
-        )
+        own = self.times[index]
+        others = (each.own for i, each in enumerate(self.times) if i != index)
+        return lateness(own.own, others) if own.steps else ""
 
-    def loss(self, wait: float = 0.0) -> LostWorker | None:
+    def loss(self, wait: float = 0.0) -> Loss | None:
         """The lost or failed worker, if it is detected within `wait` seconds."""
         until = time.monotonic() + wait
         with self._condition:
@@ -508,7 +459,7 @@ class WorkerGroup(GroupListener):
                 self._condition.wait(min(left, BEAT))
             return self._loss or self._failure
 
-    def on_loss(self, callback: Callable[[LostWorker], None]) -> None:
+    def on_loss(self, callback: Callable[[Loss], None]) -> None:
         """Calls `callback`, on a thread, when a worker is lost."""
         self._on_loss.append(callback)
 
@@ -529,7 +480,7 @@ class WorkerGroup(GroupListener):
             text, self._open_calls[-1] if self._open_calls else 0
         )
 
-    def failure_since(self, seconds: float) -> LostWorker | None:
+    def failure_since(self, seconds: float) -> Loss | None:
         """A worker that left a call that is under way here, some seconds ago."""
         failure = self._failure
         if failure is None or self._failed_call not in self._open_calls:
@@ -579,29 +530,25 @@ class WorkerGroup(GroupListener):
         return self._position, self._steps_since, self.clock.wait_seconds
 
     def ended(self, how: str, loss: Loss | None) -> None:
-        lost = None if loss is None else LostWorker.of(loss)
         with self._condition:
             if self.has_ended or self._is_closed:
                 return
-            if lost is None:
+            if loss is None:
                 self._end_text = how
-            self._loss = lost
+            self._loss = loss
             self._condition.notify_all()
-        own = lost or self._own_loss(how)
+        if loss is None:
+            place = self.own_host, os.getpid(), self.progress
+            loss = Loss(self._number, self.index, *place, how)
         for callback in self._on_loss:
-            callback(own)
-
-    def _own_loss(self, how: str) -> LostWorker:
-        own = self.members[self.index]
-        host, pid = str(own["host"]), int(own["pid"])
-        return LostWorker(self.index, how, self.progress, host, pid)
+            callback(loss)
 
     def failed(self, report: dict[str, Any]) -> None:
-        names = ("how", "progress", "host", "pid")
-        failure = LostWorker(report["rank"], **{name: report[name] for name in names})
+        call = report.pop("call")
+        failure = Loss(**report)
         with self._condition:
             self._failure, self._failed_at = failure, time.monotonic()
-            self._failed_call = report["call"]
+            self._failed_call = call
             self._condition.notify_all()
         for callback in self._on_failure:
             callback()
@@ -612,7 +559,7 @@ class WorkerGroup(GroupListener):
         self._failure, self._stall = None, ("", [])
 
     def left_group(self, loss: Loss) -> None:
-        self.left = LostWorker.of(loss)
+        self.left = loss
 
     def stalled(self, text: str) -> None:
         self._stall = (text, self.position)

@@ -78,21 +78,28 @@ def pin_batch(batch: Any) -> Any:
     return keras.tree.map_structure(pinned, batch)
 
 
-def batch_prefetcher(home: torch.device, is_single: bool) -> BatchPrefetcher | None:
-    """The prefetch of batches under a strategy; None without GPUs.
+def batch_prefetcher(home: torch.device, is_single: bool) -> BatchPrefetcher:
+    """The prefetch of batches under a strategy.
 
     Args:
         home: the device of the variables.
         is_single: bool, whether all rows are computed there.
     """
     if home.type != "cuda":
-        return None
+        return HostReader()
     return CudaPrefetcher(CudaMover(home)) if is_single else PinningPrefetcher()
 
 
 def device_rows(part: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A replica's rows on its device; the host does not wait for their transfer."""
     return moved(pinned(part) if device.type == "cuda" else part, device)
+
+
+class HostReader:
+    """Leaves the batches of `fit`, `evaluate` and `predict` on the host."""
+
+    def batches(self, batches: Iterable[Any], adapter: Any = None) -> Iterator[Any]:
+        return iter(batches)
 
 
 class CudaPrefetcher:

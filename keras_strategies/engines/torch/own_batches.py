@@ -45,14 +45,14 @@ class OwnBatchPlacer:
     Args:
         placement: the devices of replicas, with several workers.
         caller: the data-parallel calls of the strategy.
-        others: what places batches with all rows; None to leave them on the host.
+        others: what places batches with all rows.
     """
 
     def __init__(
         self,
         placement: Placement,
         caller: RowPartsCaller,
-        others: BatchPrefetcher | None,
+        others: BatchPrefetcher,
     ):
         assert placement.workers is not None
         self._workers = placement.workers
@@ -89,8 +89,6 @@ class OwnBatchPlacer:
                 rows = LoaderRows(batches, self._workers, self._rows)
                 self._loaders[batches] = rows
             return self._moved(self._loaders[batches].begin())
-        if self._others is None:
-            return iter(batches)
         return self._others.batches(batches)
 
     def _of_arrays(self, rows: LoaderRows, adapter: Any) -> Iterator[Any]:

@@ -57,6 +57,7 @@ from keras_strategies.runtime.placement import (
 )
 from keras_strategies.runtime.row_splits import check_batch
 from keras_strategies.runtime.worker_batch import WorkerBatch
+from keras_strategies.timeline import recording
 
 if TYPE_CHECKING:
     from keras_strategies.engines.torch.model_parallel.counted_reads import (
@@ -275,6 +276,7 @@ def check_steps(data: Any, workers: Communicator | None) -> None:
         workers.steps.begin_steps(len(data))
     for batch in data:
         check_batch(own_part(batch))
+        recording.count_rows(own_part(batch))
         if workers is None:
             continue
         if isinstance(batch, WorkerBatch):

@@ -14,6 +14,7 @@ import numpy as np
 
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.keras_compat import patching
+from keras_strategies.timeline import recording
 
 
 class RowsOfWorker(NamedTuple):
@@ -383,7 +384,7 @@ def torch_epoch_batches(original: Any, self: Any) -> Any:
     # Keras makes one more than it reads.
     if placer is None:
         return batches
-    return placer.batches(batches, self.data_adapter)
+    return recording.reading(placer.batches(batches, self.data_adapter))
 
 
 def tensorflow_epochs(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:

@@ -12,6 +12,7 @@ from keras_strategies.runtime import context
 from keras_strategies.runtime.drivers import CheckpointDriver
 from keras_strategies.runtime.engine import Feature, require
 from keras_strategies.strategies.base.strategy_checks import StrategyChecks
+from keras_strategies.timeline import recording
 
 
 class StrategyCheckpoints(StrategyChecks):
@@ -53,7 +54,7 @@ class StrategyCheckpoints(StrategyChecks):
                 f"`keep` must be a number of checkpoints, 1 or more. Received: {keep!r}"
             )
         self._check_owns(model, "save")
-        with context.entered(self):
+        with recording.SAVE, context.entered(self):
             return self._checkpoints.save_sharded(model, Path(directory), keep)
 
     def load_sharded(self, model: Any, directory: str | os.PathLike[str]) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 from keras_strategies.reports.describe import Description, describe
 from keras_strategies.reports.plan import Plan, plan
+from keras_strategies.reports.timeline import Timeline, timeline
 from keras_strategies.reports.worker_status import TrainingStatus, worker_status
 from keras_strategies.strategies.base.strategy_checks import StrategyChecks
 
@@ -51,6 +52,26 @@ class StrategyReports(StrategyChecks):
         workers = self.workers
         group = None if workers is None else workers.group
         return worker_status(type(self).__name__, group)
+
+    def timeline(self) -> Timeline:
+        """The last events of all workers, on one clock.
+
+        Every process records when it was in steps, reads of batches, waits for other
+        workers, files and garbage collection. All workers call this. With parameter
+        servers, the events are those of this process.
+
+        Returns:
+            A `Timeline`; `save` writes a file for https://ui.perfetto.dev.
+
+        Example:
+
+        >>> model.fit(x, y)
+        >>> timeline = strategy.timeline()
+        >>> if strategy.cluster_resolver.task_id == 0:
+        ...     timeline.save("run.json")
+        """
+        self._check_outside_replicas("timeline")
+        return timeline(self.workers)
 
     def plan(self, build_fn: Callable[[], Any], batch_shapes: Any) -> Plan:
         """Memory and communication of training a model, from its shapes.

@@ -32,6 +32,7 @@ from keras_strategies.runtime.state.model_values import (
     restore_model,
 )
 from keras_strategies.runtime.worker_batch import own_rows_of
+from keras_strategies.timeline import recording
 from keras_strategies.training.elastic.chief_callbacks import ChiefCallback
 from keras_strategies.training.resume.callback_states import (
     appended_logs,
@@ -451,7 +452,8 @@ class Resume(fit_position.OrderedCallback):
         begun = time.monotonic()
         if self._strategy is not None and self._strategy.drivers.servers is not None:
             self._strategy.drivers.servers.finish_steps()
-        contents = self._contents(point)
+        with recording.SAVE:
+            contents = self._contents(point)
         if self._is_chief:
             self._captured = contents, self._saving()
         self._pauses.append(time.monotonic() - begun)

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from keras_strategies.timeline import recording
 from keras_strategies.training.resume.snapshot_files import SnapshotDirectory
 from keras_strategies.user_warnings import warn_user
 
@@ -45,7 +46,8 @@ class SnapshotWriter:
     def wait(self) -> None:
         """Waits until everything is written, and warns of a failure."""
         if self._thread is not None:
-            self._thread.join()
+            with recording.SAVE:
+                self._thread.join()
             self._thread = None
         self.report()
 
@@ -62,7 +64,8 @@ class SnapshotWriter:
 
     def _write(self, state: Any, written: Callable[[], None]) -> None:
         try:
-            self._files.write(state)
+            with recording.SAVE:
+                self._files.write(state)
         except Exception as error:
             self._error = error
         else:

@@ -28,6 +28,7 @@ from keras_strategies.keras_compat.optimizers.optimizer_parts import is_optimize
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.keras_compat.thread_state import current_stateless_scope
 from keras_strategies.runtime import context
+from keras_strategies.timeline import recording
 from keras_strategies.training.random_sync import random_numbers, set_random_numbers
 from keras_strategies.training.saving.archives import (
     LazyArray,
@@ -104,7 +105,7 @@ class Checkpoint:
         self._check_context("save")
         target = Path(path)
         strategy = self._strategy()
-        with _scope_of(strategy):
+        with recording.SAVE, _scope_of(strategy):
             self._prepare()
             if self.is_written_here:
                 self._write(target)

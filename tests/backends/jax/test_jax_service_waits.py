@@ -7,22 +7,22 @@ import threading
 import keras
 import pytest
 
-from keras_strategies.cluster.group.worker_group import LostWorker
 from keras_strategies.errors import WorkerError
+from keras_strategies.lead.state import Loss
 
 if keras.backend.backend() != "jax":
     pytest.skip("tests of the JAX backend", allow_module_level=True)
 
 from keras_strategies.engines.jax.workers.service_waits import until_loss
 
-LOSS = LostWorker(0, "its process ended", "step 3 of fit", "10.0.0.2", 77)
+LOSS = Loss(0, 0, "10.0.0.2", 77, "step 3 of fit", "its process ended")
 
 
 class Group:
     """The part of a `WorkerGroup` that is used."""
 
     def __init__(self) -> None:
-        self.lost: LostWorker | None = None
+        self.lost: Loss | None = None
 
     def check(self) -> None:
         if self.lost is not None:

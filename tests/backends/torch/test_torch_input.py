@@ -20,6 +20,7 @@ from keras_strategies.engines.torch import cuda_batches
 from keras_strategies.engines.torch.cuda_batches import (
     CudaMover,
     CudaPrefetcher,
+    HostReader,
     PinningPrefetcher,
     batch_prefetcher,
 )
@@ -55,7 +56,7 @@ def noting(events):
 
 def test_fit_evaluate_and_predict_move_their_batches_one_ahead():
     plain, ahead = ks.OneDeviceStrategy("cpu:0"), ks.OneDeviceStrategy("cpu:0")
-    assert plain.drivers.fit.placer is None
+    assert isinstance(plain.drivers.fit.placer, HostReader)
     events: list[str] = []
     ahead.drivers.fit.placer = CudaPrefetcher(noting(events))
     results = []
@@ -126,7 +127,7 @@ def pins(monkeypatch):
 def test_batches_of_several_gpus_are_pinned_one_ahead(pins, monkeypatch):
     gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
     monkeypatch.setattr(cuda_batches, "CudaMover", lambda device: noting([]))
-    assert batch_prefetcher(cpu, False) is None
+    assert isinstance(batch_prefetcher(cpu, False), HostReader)
     assert isinstance(batch_prefetcher(gpu, True), CudaPrefetcher)
     several = batch_prefetcher(gpu, False)
     assert isinstance(several, PinningPrefetcher)

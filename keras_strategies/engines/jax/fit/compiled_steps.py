@@ -31,6 +31,7 @@ from keras_strategies.engines.jax.padded_rows import (
 )
 from keras_strategies.keras_compat.backends.keras_on_jax import record_jax_state
 from keras_strategies.keras_compat.models.layers import clear_losses
+from keras_strategies.timeline import recording
 
 # `step(state, batch)` returns `(outputs, state)`.
 Step = Callable[[Any, Any], tuple[Any, Any]]
@@ -285,7 +286,10 @@ def loop_function(
     places = kind == "predict" or several > 1 or on_host
 
     def read(batches: Iterator[Any]) -> Any:
-        return next(batches) if steps is None else steps.next_batch(batches)
+        if steps is None:
+            with recording.DATA:
+                return next(batches)
+        return steps.next_batch(batches)
 
     def await_checks() -> None:
         if steps is not None:
@@ -293,6 +297,7 @@ def loop_function(
 
     def one(state: Any, batch: Any) -> tuple[Any, Any]:
         placed = placer.place(batch) if places else batch
+        recording.count_rows(batch)
         await_checks()
         outputs, state = step(state, placed)
         return outputs_on_host(outputs, gather_rows), state

@@ -24,7 +24,6 @@ from jax import numpy as jnp
 
 from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.cluster.group.exit_watchdog import GRACE, ExitWatchdog
-from keras_strategies.cluster.group.worker_group import LostWorker
 from keras_strategies.communication.communicator import Communicator, lost_worker
 from keras_strategies.communication.open_files import reserve_files
 from keras_strategies.communication.packing import pack_indices
@@ -36,6 +35,7 @@ from keras_strategies.engines.jax.workers.coordination_relay import Relay
 from keras_strategies.engines.jax.workers.host_copies import HostCopies
 from keras_strategies.engines.jax.workers.service_waits import until_loss
 from keras_strategies.errors import BackendInUseError, ClusterError, WorkerError
+from keras_strategies.lead.state import Loss
 from keras_strategies.types import CommunicationOptions, ReduceOp
 
 #: Bytes per pack by default.
@@ -149,7 +149,7 @@ class JaxCommunicator(Communicator):
         # Elastic workers.
         self.exit_watchdog.grace = max(GRACE, group.timeout)
 
-        def end_waits(loss: LostWorker) -> None:
+        def end_waits(loss: Loss) -> None:
             sockets.shutdown()
 
         group.on_loss(end_waits)

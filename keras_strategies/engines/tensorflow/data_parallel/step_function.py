@@ -41,6 +41,7 @@ from keras_strategies.keras_compat.models.input_adapters import RowsOfWorker, ow
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.runtime.row_splits import check_batch
 from keras_strategies.runtime.worker_batch import WorkerBatch
+from keras_strategies.timeline import recording
 from keras_strategies.user_warnings import warn_user
 
 if TYPE_CHECKING:
@@ -150,7 +151,7 @@ class StepFunction:
         spec = batches.element_spec if isinstance(batches, tf.data.Iterator) else None
         is_predict = self._kind == "predict"
         if self._workers is None:
-            return self._run_steps(batches, spec)
+            return self._run_steps(recording.reading(batches), spec)
         if not is_predict:
             batches = self._workers.steps.timed(batches)
         if self._rollback is None:
@@ -189,6 +190,7 @@ class StepFunction:
         batch, spec = as_tensors(batch, spec, self._call.placement.replica_counts)
         batch = keras.tree.map_structure(_none_if_optional, batch)
         check_batch(own_part(batch))
+        recording.count_rows(own_part(batch))
         if self._workers is None:
             return self._step_on(batch, spec)
         self._workers.steps.begin_steps()

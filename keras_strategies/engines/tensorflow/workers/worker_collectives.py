@@ -15,7 +15,6 @@ from typing import Any
 import tensorflow as tf
 
 from keras_strategies.cluster.group import WorkerGroup
-from keras_strategies.cluster.group.worker_group import LostWorker
 from keras_strategies.communication.communicator import Communicator, lost_worker
 from keras_strategies.communication.open_files import reserve_files
 from keras_strategies.communication.packing import pack_indices
@@ -38,6 +37,7 @@ from keras_strategies.engines.tensorflow.workers.worker_server import (
     configure,
     task_name,
 )
+from keras_strategies.lead.state import Loss
 from keras_strategies.runtime.placement import Placement
 from keras_strategies.types import (
     CommunicationImplementation,
@@ -134,7 +134,7 @@ class TensorFlowCommunicator(Communicator):
             self._groups[device] = (len(self._groups) + 1, order)
         self._keys.make_table()
 
-    def _abort(self, loss: LostWorker) -> None:
+    def _abort(self, loss: Loss) -> None:
         """Aborts collectives that wait for a lost worker."""
         if self._server.group is not None and self.actions.is_fixed:
             abort_collectives(tf.errors.UNAVAILABLE, self.group.describe(loss))

@@ -1,0 +1,124 @@
+"""`keras-strategies top` names the worker that the others wait for, why, and where."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from harness.forker import Forker
+from harness.processes import TIMEOUT, wait_until
+
+from keras_strategies.cluster.resolvers.local_processes import free_addresses
+from keras_strategies.timeline import runs
+from keras_strategies.timeline.watch import Watch
+from keras_strategies.tools import top_command
+
+pytestmark = [
+    pytest.mark.one_backend,
+    pytest.mark.multiprocess,
+    pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc"),
+]
+SCRIPT = str(Path(__file__).with_name("stalled_training.py"))
+# Within these seconds a stall is named.
+NAMED = 10.0
+STALLS = {
+    # What is planted: the worker, what it does, how, and whether a line of it is known.
+    "loader": (1, "data", "idle", True),
+    "lock": (1, "other", "idle", True),
+    "gc": (1, "gc", "idle", True),
+    "save": (0, "save", "idle", True),
+    "outside": (1, "outside", "idle", True),
+    "stop": (1, "other", "stopped", False),
+    "delay": (1, "data", None, True),
+}
+
+
+class Training:
+    """Two workers of `stalled_training`."""
+
+    def __init__(self, forker: Forker, folder: Path, kind: str):
+        self.stalled = folder / "stalled"
+        addresses = free_addresses(2)
+        self.workers = []
+        for index in range(2):
+            task = {"type": "worker", "index": index}
+            config = json.dumps({"cluster": {"worker": addresses}, "task": task})
+            log = folder / f"log{index}"
+            self.workers.append(
+                forker.start(log, SCRIPT, kind, str(folder), TF_CONFIG=config)
+            )
+        wait_until(lambda: self.stalled.exists() or self._ended(), "a worker stalls")
+        assert not self._ended(), self.text()
+
+    def _ended(self) -> bool:
+        return any(each.ended() is not None for each in self.workers)
+
+    def text(self) -> str:
+        return "\n".join(each.text() for each in self.workers)
+
+
+@pytest.fixture
+def forker():
+    with Forker() as found:
+        yield found
+
+
+def line_of(kind: str) -> str:
+    """The line of the script that stalls."""
+    lines = Path(SCRIPT).read_text().splitlines()
+    [number] = [i for i, line in enumerate(lines, 1) if f"# stalls {kind}" in line]
+    return f"{SCRIPT}, line {number}, in "
+
+
+def first_finding(watch: Watch):
+    """The first finding of a run, and its report."""
+    until = time.monotonic() + NAMED
+    while time.monotonic() < until:
+        report = watch.look()
+        if report.findings:
+            return report.findings[0], report
+        time.sleep(0.5)
+    raise AssertionError(top_command.as_text(report))
+
+
+@pytest.mark.nightly(unless=["lock"])
+@pytest.mark.slow(seconds=20)
+@pytest.mark.parametrize("kind", STALLS)
+def test_a_stall_is_named_with_worker_cause_and_line(forker, tmp_path, kind):
+    worker, state, how, has_line = STALLS[kind]
+    training = Training(forker, tmp_path, kind)
+    pid = training.workers[worker].pid
+    if kind == "stop":
+        os.kill(pid, signal.SIGSTOP)
+    found, report = first_finding(Watch(str(training.workers[0].pid)))
+    text = top_command.as_text(report)
+    assert (found.worker, found.pid, found.state) == (worker, pid, state), text
+    assert how in (None, found.how), text
+    if has_line:
+        assert line_of(kind) in found.place, text
+        assert f"Worker {worker} (process {pid})" in text and line_of(kind) in text
+        assert f", {Path(SCRIPT).name}:" in text or kind == "delay"
+    if kind != "delay":
+        assert report.awaited == (worker,)
+        assert f"for {worker}" in text
+
+
+@pytest.mark.slow(seconds=20)
+@pytest.mark.nightly
+def test_an_error_has_the_last_events_of_a_killed_worker(forker, tmp_path):
+    training = Training(forker, tmp_path, "loader")
+    other, killed = training.workers
+    time.sleep(1.0)
+    killed.send_kill()
+    other.wait(TIMEOUT)
+    [error] = [line for line in other.text().splitlines() if "Its last events:" in line]
+    assert f"process {killed.pid}) was lost at step 2" in error
+    assert "compute" in error and "(step 20)" in error
+    assert "then data for 1." in error and line_of("loader") in error
+    # The ring is there for `top`.
+    [found] = [each for each in runs.processes(f"{killed.pid}") if each.worker == 1]
+    assert not found.is_alive and found.state == "data" and found.steps in (20, 21)
