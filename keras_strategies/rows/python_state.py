@@ -299,7 +299,9 @@ def _is_unchanged(attributes: tuple[Any, ...]) -> bool:
         is_same = all(map(operator.is_, read(space), values))
     except KeyError:  # An attribute in place of another.
         return False
-    return is_same and all(_token(value, 0) == token for value, token in held)
+    if not held or not is_same:
+        return is_same
+    return all(_token(value, 0) == token for value, token in held)
 
 
 def _settings(layer: Any) -> Any:
