@@ -501,8 +501,10 @@ def compile_call(
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    with FakeTensorMode():
+    # The compiler's cache leaves out programs without a `ShapeEnv`.
+    with FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True):
         fakes = [
             torch.empty_strided(
                 *(each.shape, each.stride()),
