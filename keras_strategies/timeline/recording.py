@@ -150,8 +150,11 @@ class RingWriter:
         self._words[ROWS] = self._rows
 
     def position(self, collectives: int, steps: int) -> None:
-        """The collectives of the group, and the steps since the last one."""
-        _put_two(self._memory, 8 * POSITION, collectives, steps)
+        """The collectives of the group, and the steps since the last one.
+
+        A step that was counted before a collective, and has not begun, makes -1.
+        """
+        _put_two(self._memory, 8 * POSITION, collectives, max(0, steps))
 
     def _collects(self, phase: str, info: dict[str, int]) -> None:
         now = _now()
