@@ -8,7 +8,7 @@ import os
 import sys
 import sysconfig
 import threading
-from types import FrameType
+from types import CodeType, FrameType
 
 _INSTALLED = {"site-packages", "dist-packages"}
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
@@ -21,9 +21,9 @@ def main_thread_place() -> str:
         str, file, line, function and source; of the innermost line if all of them are
         in libraries.
     """
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    found = _user_frame(frame) or frame
-    return "no line of Python" if found is None else _text(found)
+    places = _places()
+    found = places.get(threading.main_thread().ident or 0)
+    return "no line of Python" if found is None else _text(*found[:2])
 
 
 def reading_place() -> str:
@@ -32,24 +32,31 @@ def reading_place() -> str:
     Generators and functions of a `tf.data.Dataset` run in threads of TensorFlow.
     """
     main = threading.main_thread().ident
-    for thread, frame in sys._current_frames().items():
-        found = None if thread == main else _user_frame(frame)
-        if found is not None:
-            return _text(found)
+    for thread, (code, line, is_of_user) in _places().items():
+        if thread != main and is_of_user:
+            return _text(code, line)
     return ""
 
 
-def _user_frame(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame of the user's code."""
-    while frame is not None and _is_library(frame.f_code.co_filename):
-        frame = frame.f_back
-    return frame
+def _places() -> dict[int, tuple[CodeType, int, bool]]:
+    """Code and line of each thread, and whether they are the user's.
+
+    Frames are not kept while this thread may wait, as for a file: with a frame that has
+    ended, the tensors in it would live.
+    """
+    found = {}
+    for thread, innermost in sys._current_frames().items():
+        frame: FrameType | None = innermost
+        while frame is not None and _is_library(frame.f_code.co_filename):
+            frame = frame.f_back
+        shown = innermost if frame is None else frame
+        # A frame that begins has no line yet.
+        line = shown.f_lineno or shown.f_code.co_firstlineno
+        found[thread] = shown.f_code, line, frame is not None
+    return found
 
 
-def _text(frame: FrameType) -> str:
-    code = frame.f_code
-    # A frame that begins has none yet.
-    line = frame.f_lineno or code.co_firstlineno
+def _text(code: CodeType, line: int) -> str:
     source = linecache.getline(code.co_filename, line).strip()
     text = f"{code.co_filename}, line {line}, in {code.co_name}"
     return f"{text}: `{source}`" if source else text
