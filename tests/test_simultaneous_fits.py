@@ -18,6 +18,8 @@ import keras_strategies as ks
 from keras_strategies.keras_compat import patching
 from keras_strategies.runtime.once import once
 
+pytestmark = pytest.mark.one_backend
+
 RANDOM = np.random.default_rng(2)
 DEVICES = ["cpu:0", "cpu:1"]
 X = RANDOM.normal(size=(11, 6, 6, 2)).astype("float32")

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 from harness.forker import Forker
 
-pytestmark = pytest.mark.one_backend("jax")
+# By day `test_model_integration` opens a saved model on another backend.
+pytestmark = [pytest.mark.one_backend("jax"), pytest.mark.nightly]
 
 SCRIPT = Path(__file__).with_name("one_backend.py")
 SECONDS = 600.0

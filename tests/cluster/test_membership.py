@@ -117,6 +117,7 @@ def cluster(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
         assert_gone([process.pid for process in each.all])
 
 
+@pytest.mark.nightly(unless=["chief"])
 @pytest.mark.slow(seconds=7)
 @pytest.mark.parametrize("victim", [0, 1], ids=["chief", "worker"])
 def test_a_killed_worker_is_replaced_by_a_new_one(cluster, victim):
@@ -132,6 +133,7 @@ def test_a_killed_worker_is_replaced_by_a_new_one(cluster, victim):
     three.check(lost=1, joined=1)
 
 
+@pytest.mark.nightly(unless=["worker"])
 @pytest.mark.slow(seconds=7)
 @pytest.mark.parametrize("victim", [0, 1], ids=["chief", "worker"])
 def test_a_stopped_worker_is_excluded_and_rejoins(cluster, victim):
@@ -143,6 +145,7 @@ def test_a_stopped_worker_is_excluded_and_rejoins(cluster, victim):
     three.check(lost=1, joined=1)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=13)
 def test_a_stopped_worker_rejoins_workers_outside_of_its_last_generation(cluster):
     """When it continues, all workers that it trained with are stopped themselves."""

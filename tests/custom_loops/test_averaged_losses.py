@@ -13,6 +13,8 @@ from keras import layers, ops
 
 import keras_strategies as ks
 
+pytestmark = pytest.mark.one_backend
+
 X = np.random.default_rng(0).normal(size=(8, 3)).astype("float32")
 Y = np.arange(8) % 4
 Losses = Callable[[Any, Any], Any]
@@ -128,6 +130,7 @@ def test_one_replica_is_not_named():
         take_step(ks.OneDeviceStrategy("cpu:0"), keras_loss, False)
 
 
+@pytest.mark.one_backend("torch")
 @pytest.mark.skipif(keras.backend.backend() != "torch", reason="functions of Torch")
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_losses_of_torch(mirrored, reduction):

@@ -28,6 +28,8 @@ from keras import layers, ops
 
 import keras_strategies as ks
 
+pytestmark = pytest.mark.one_backend
+
 TABLE = np.array([2.0, 2.0], "float32")
 LARGE = np.full(70_000, 2.0, "float32")
 SETTINGS = {"rates": [2.0]}
@@ -483,6 +485,7 @@ def test_numbers_that_python_draws_differ_in_each_run(mirrored, draw) -> None:
     assert len(set(found)) == 4
 
 
+@pytest.mark.one_backend("jax")
 @pytest.mark.skipif(keras.backend.backend() != "jax", reason="compiled on JAX only")
 def test_a_training_step_is_compiled_once(mirrored, monkeypatch) -> None:
     """It is traced in each call, and has an equal trace."""
@@ -535,6 +538,7 @@ def test_models_share_a_function_by_its_code(mirrored) -> None:
     assert [float(variable.numpy()) for variable in variables] == [20.0, 21.0, 22.0]
 
 
+@pytest.mark.one_backend("jax")
 @pytest.mark.skipif(keras.backend.backend() != "jax", reason="of programs on JAX")
 def test_a_run_without_ks_function_is_named_once(mirrored, caplog) -> None:
     def step() -> Any:

@@ -19,6 +19,8 @@ from keras import layers, ops
 
 import keras_strategies as ks
 
+pytestmark = pytest.mark.one_backend
+
 RATE = 2.0
 
 

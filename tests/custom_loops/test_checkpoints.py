@@ -10,6 +10,8 @@ from keras import ops
 
 import keras_strategies as ks
 
+pytestmark = pytest.mark.one_backend
+
 
 class Counting(keras.Layer):
     """Holds a value of each replica's own."""
@@ -97,7 +99,6 @@ def test_a_plain_variable_is_restored_from_it_and_the_other_way_round(
     assert total(model) == 8
 
 
-@pytest.mark.one_backend
 @pytest.mark.skipif(keras.backend.backend() == "numpy", reason="no `fit`")
 def test_a_metric_goes_on_counting_from_a_file(mirrored, tmp_path):
     with mirrored.scope():

@@ -9,6 +9,8 @@ from keras import ops
 
 import keras_strategies as ks
 
+pytestmark = pytest.mark.one_backend
+
 
 def numbers(value):
     return [np.asarray(ops.convert_to_numpy(part)).tolist() for part in value.values]

@@ -11,6 +11,8 @@ from keras import layers, ops
 
 import keras_strategies as ks
 
+pytestmark = pytest.mark.one_backend
+
 ROWS, BATCH = 22, 8
 RANDOM = np.random.default_rng(3)
 X = RANDOM.normal(size=(ROWS, 4)).astype("float32")
@@ -86,7 +88,6 @@ def assert_alike(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
 
 # The loop gets the same batches of each kind, which `input/test_datasets.py` tests.
 # These are of tensors of each library; the others are of NumPy's arrays, too.
-@pytest.mark.one_backend
 @pytest.mark.parametrize(
     "kind",
     [
@@ -101,12 +102,12 @@ def test_a_loop_over_a_dataset_equals_one_device(mirrored, alone, kind):
     assert_alike(train(mirrored, kind()), alone)
 
 
-@pytest.mark.one_backend
 def test_without_compilation(mirrored, alone):
     assert_alike(train(mirrored, arrays(), jit_compile=False), alone)
 
 
 @pytest.mark.slow(seconds=9)
+@pytest.mark.one_backend("torch")
 @pytest.mark.skipif(keras.backend.backend() != "torch", reason="Torch only")
 def test_compiled_by_torch(mirrored, alone):
     assert_alike(train(mirrored, arrays(), jit_compile=True), alone)

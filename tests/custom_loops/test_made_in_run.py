@@ -13,6 +13,8 @@ from keras import layers, ops
 
 import keras_strategies as ks
 
+pytestmark = pytest.mark.one_backend
+
 ROWS = np.ones((2, 3), "float32")
 
 
@@ -56,7 +58,6 @@ def values(result: ks.PerReplica) -> list[Any]:
     return [ops.convert_to_numpy(value) for value in result.values]
 
 
-@pytest.mark.one_backend
 @pytest.mark.parametrize("compiled", [False, True], ids=["run", "function"])
 @pytest.mark.parametrize("kind", USES)
 def test_what_the_first_run_makes_is_equal_on_all_replicas(mirrored, kind, compiled):

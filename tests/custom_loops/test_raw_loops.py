@@ -12,6 +12,8 @@ from keras import layers, losses
 
 import keras_strategies as ks
 
+pytestmark = pytest.mark.one_backend
+
 X = np.random.default_rng(0).normal(size=(4, 3)).astype("float32")
 Y = X[:, :1]
 

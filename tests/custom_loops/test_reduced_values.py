@@ -14,6 +14,8 @@ from harness.strategies import STRATEGIES
 
 import keras_strategies as ks
 
+pytestmark = pytest.mark.one_backend
+
 
 def tensor(value: Any, dtype: str = "float32") -> Any:
     return keras.ops.convert_to_tensor(np.asarray(value, dtype))
@@ -155,7 +157,6 @@ def test_one_replica_has_nothing_to_multiply() -> None:
 # Reduced values beside variables.
 
 
-@pytest.mark.one_backend
 @pytest.mark.parametrize("name", ["one_device", "mirrored_2", "central"])
 def test_reduced_values_are_used_with_variables(name) -> None:
     """There: the same numbers."""

@@ -53,7 +53,7 @@ def assert_like_one_device(cluster: ElasticCluster) -> dict[int, Any]:
         "arrays",
         pytest.param(
             "rows",
-            marks=[pytest.mark.nightly] * (keras.backend.backend() != "torch"),
+            marks=pytest.mark.nightly,
         ),
         pytest.param(
             "loader",
@@ -79,6 +79,8 @@ def test_a_killed_worker_a_killed_chief_and_a_new_worker(cluster, source):
     assert "worker 2 was lost at step 3 of fit" in text
 
 
+@pytest.mark.one_backend
+@pytest.mark.slow(seconds=11)
 @pytest.mark.parametrize(
     ("index", "exchange"),
     [

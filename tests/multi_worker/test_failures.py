@@ -11,7 +11,7 @@ from multi_worker.faults import LIMIT, FaultCase, Outcome, run_fault
 from multi_worker.faulty import EPOCHS, STEPS, TIMEOUT
 
 BACKEND = keras.backend.backend()
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.one_backend, pytest.mark.multiprocess]
 
 LOST = [
     # The others wait in the step's collectives, and for batches.
@@ -59,7 +59,6 @@ def cases(by_day: list[FaultCase], at_night: list[FaultCase]) -> list:
     return [*by_day, *marked]
 
 
-@pytest.mark.one_backend
 @pytest.mark.nightly(unless=["exit-callback-0_of_2"])
 @pytest.mark.parametrize("case", cases(LOST, MORE), ids=str)
 def test_the_others_name_the_lost_worker_and_its_step(case, forker, tmp_path):
@@ -101,7 +100,6 @@ def test_without_a_fault_all_goes_well(forker, tmp_path):
     assert int(model.optimizer.iterations) == STEPS * EPOCHS
 
 
-@pytest.mark.one_backend
 @pytest.mark.slow(seconds=8)
 @pytest.mark.parametrize("victim", [0, 1], ids=["chief", "worker"])
 def test_one_that_never_starts_is_named(victim, forker, tmp_path):

@@ -9,6 +9,8 @@ from keras import layers, ops
 
 import keras_strategies as ks
 
+pytestmark = pytest.mark.one_backend
+
 X = np.random.default_rng(3).normal(size=(20, 4)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
 #: There a `run` is compiled in any case.

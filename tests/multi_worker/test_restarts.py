@@ -94,6 +94,7 @@ def assert_trained_as_without_a_failure(folder: Path) -> None:
     assert not (folder / "backup").exists()
 
 
+@pytest.mark.nightly(unless=["worker1"])
 @pytest.mark.slow(seconds=8)
 @pytest.mark.parametrize("victim", ["worker1", "worker0"])
 def test_workers_that_are_started_again_end_with_the_same_weights(

@@ -23,6 +23,8 @@ from museum.common import FRAMEWORKS, fields
 from museum.page import PAGE, RESULTS, page, scripts
 from museum.verify import Exhibit
 
+pytestmark = pytest.mark.one_backend
+
 ROOT = Path(__file__).parents[2]
 
 NAMES = [
@@ -111,7 +113,6 @@ def test_scripts_are_short_and_say_where_the_bug_is_published() -> None:
         assert about["Story"], name
 
 
-@pytest.mark.one_backend
 def test_the_page_is_that_of_the_last_run() -> None:
     """`python -m museum.page` writes it after a change of a docstring."""
     results = json.loads(RESULTS.read_text())

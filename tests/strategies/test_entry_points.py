@@ -108,8 +108,14 @@ def result(script: Forked) -> dict[str, Any]:
     return dict(json.loads(line[1]))
 
 
+# What every other test imports has less need of it by day.
+@pytest.mark.nightly(unless=["keras_strategies.strategies.*"])
 @pytest.mark.slow(seconds=7)
-@pytest.mark.parametrize("code", list(ways_to_strategies()))
+@pytest.mark.parametrize(
+    "code",
+    list(ways_to_strategies()),
+    ids=lambda code: code.rpartition("import ")[2][:60],
+)
 def test_strategy_trains_its_models(
     forker: Forker, on_torch: Forker, tmp_path: Path, code: str
 ) -> None:

@@ -6,7 +6,11 @@ import fnmatch
 import re
 from pathlib import Path
 
+import pytest
+
 from tf_distribute.compare import are_equal, differences, outcomes_of
+
+pytestmark = pytest.mark.one_backend
 
 PAGE = Path(__file__).parents[2] / "docs" / "migrating-from-tf-distribute.md"
 
