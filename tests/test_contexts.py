@@ -169,6 +169,7 @@ def test_a_set_strategy_outlasts_clear_session(mirrored) -> None:
     assert keras.distribution.distribution() is None
 
 
+@pytest.mark.one_backend
 @pytest.mark.slow(seconds=10)
 def test_no_hook_is_installed_before_a_scope_is_opened(tmp_path: Path) -> None:
     body = (

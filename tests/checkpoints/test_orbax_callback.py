@@ -66,9 +66,7 @@ def uninterrupted(name: str, sequential: bool = True) -> list[float]:
 # Which path each of these is for; the others are those of every night.
 PATHS = {
     ("mirrored_2", True, "load_model"),  # The file as users load it.
-    ("mirrored_2", False, "load_weights"),  # Functional models name layers otherwise.
     ("model_2x2", True, "load_weights"),  # Variables in shards.
-    ("central", True, "load_weights"),  # Variables apart from the replicas.
 }
 
 

@@ -66,7 +66,7 @@ if "default_options" in STRATEGIES:
 
 # Cases of two mirrored replicas that `make test` trains on every backend, because they
 # reach most of what each has of its own; of the others it trains each on one.
-EVERYWHERE = ("conv_bn", "frozen", "int8", "jit_compile", "no_jit_compile", "size_3")
+EVERYWHERE = ("conv_bn", "int8", "jit_compile", "no_jit_compile", "size_3")
 
 
 def _parameters() -> Iterator[Any]:
@@ -79,11 +79,12 @@ def _parameters() -> Iterator[Any]:
             if case.nightly or not is_named:
                 marks = [pytest.mark.nightly]
             else:
-                marks = [] if case.name in EVERYWHERE else [pytest.mark.one_backend]
+                is_everywhere = name == "mirrored_2" and case.name in EVERYWHERE
+                marks = [] if is_everywhere else [pytest.mark.one_backend]
             yield pytest.param(case, name, marks=marks, id=f"{case.name}-{name}")
 
 
-@pytest.mark.slow(seconds=18)
+@pytest.mark.slow(seconds=90)
 @pytest.mark.parametrize("case, strategy_name", list(_parameters()))
 def test_same_as_one_device(case: Case, strategy_name: str) -> None:
     assert_same_training(case, STRATEGIES[strategy_name].make())

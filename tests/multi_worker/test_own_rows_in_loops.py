@@ -72,6 +72,7 @@ def check(alone: Any, every: list[Any]) -> None:
             np.testing.assert_array_equal(joined, rows)
 
 
+@pytest.mark.nightly(unless=["two"])
 @pytest.mark.slow(seconds=6)
 @ALL
 def test_a_worker_reads_its_own_rows(cluster: Any) -> None:

@@ -40,6 +40,7 @@ def train(strategy, slow, steps=STEPS):
     return [text for text in found if "delays the others" in text]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=25)
 @pytest.mark.parametrize("cluster", ["three"], indirect=True)
 def test_a_slow_worker_is_named_once_and_an_equal_one_never(cluster):

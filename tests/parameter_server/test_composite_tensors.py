@@ -84,6 +84,7 @@ def ragged_model():
     return model
 
 
+@pytest.mark.nightly(unless=["tensor"])
 @pytest.mark.parametrize("kind", ["tf_data", "tensor"])
 def test_fit_on_ragged_rows_equals_keras(tf, synchronous, kind) -> None:
     x = tf.ragged.constant([[1.0, 2.0, 3.0], [4.0], [0.0, 6.0], [5.0], [2.0]])

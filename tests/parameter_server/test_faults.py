@@ -176,6 +176,7 @@ def test_a_function_that_ends_its_workers_is_given_up(coordinator, number) -> No
     assert coordinator.schedule(lambda: 5).fetch(clusters.SECONDS) == 5
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=7)
 def test_preempted_workers_do_not_count_against_the_step_that_they_run() -> None:
     """Workers are killed four times each while their steps wait for a server."""
@@ -322,6 +323,7 @@ def without_a_folder(folder: Path):
         aside.rename(folder)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=11)
 def test_snapshots_that_cannot_be_written(
     recovered, coordinator, total, monkeypatch

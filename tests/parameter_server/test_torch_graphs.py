@@ -284,6 +284,7 @@ def is_fused(recorder) -> bool:
     return graph.is_fused
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
 def test_updates_of_large_arrays_are_fused_and_in_place() -> None:
     value, kept, recorder = updated(300_000, True)

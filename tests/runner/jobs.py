@@ -22,7 +22,7 @@ from harness.marks import BACKENDS
 ROOT = Path(__file__).resolve().parents[2]
 LOGS = ROOT / ".test-logs"
 #: Of the tests of a job, as `seconds_of` estimates them.
-JOB_SECONDS = 45.0
+JOB_SECONDS = 75.0
 LINT = "ruff check . && ruff format --check . && mypy"
 
 
