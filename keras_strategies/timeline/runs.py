@@ -89,11 +89,15 @@ def state_of(found: Ring, now: float | None = None) -> ProcessState:
     )
 
 
-def rings() -> list[Ring]:
-    """The rings on this machine of this user's processes, the newest first."""
+def rings(pid: int | None = None) -> list[Ring]:
+    """The rings on this machine of this user's processes, the newest first.
+
+    Args:
+        pid: int, the number of a process; None for all.
+    """
     found = []
     with contextlib.suppress(OSError):
-        paths = ring.folder().glob("*.ring")
+        paths = ring.folder().glob("*.ring" if pid is None else f"*-{pid}.ring")
         for path in sorted(paths, reverse=True):
             with contextlib.suppress(OSError, ValueError):
                 found.append(Ring.read(path))
@@ -119,9 +123,8 @@ def processes(run: str = "") -> list[ProcessState]:
 
 def last_events(pid: int) -> str:
     """A sentence about the last events of a process of this machine; may be empty."""
-    for found in rings():
-        if state_of(found).pid == pid:
-            return _sentence(found)
+    for found in rings(pid):
+        return _sentence(found)
     return ""
 
 
