@@ -91,6 +91,7 @@ def check(function: Callable[..., Any], compiled: bool) -> None:
 COMPILED = [False] if BACKEND == "torch" else [False, True]
 
 
+@pytest.mark.one_backend
 @pytest.mark.nightly(unless=["*-False", "vicreg-True", "codebook-True"])
 @pytest.mark.parametrize("compiled", COMPILED)
 @pytest.mark.parametrize("name", LAYERS)

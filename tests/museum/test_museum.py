@@ -81,6 +81,7 @@ def test_all_scripts_give_the_number_of_one_device_for_ours() -> None:
         check(name, found[name])
 
 
+@pytest.mark.nightly
 @pytest.mark.slow(seconds=15)
 @pytest.mark.one_backend("torch")
 @pytest.mark.multiprocess

@@ -124,6 +124,7 @@ def test_strategy_trains_its_models(
     assert found["owns"], found
 
 
+@pytest.mark.nightly(unless=["code1", "code5"])
 @pytest.mark.parametrize("code", ORDERS)
 def test_order_of_names_does_not_matter(
     forker: Forker, on_torch: Forker, tmp_path: Path, code: str
