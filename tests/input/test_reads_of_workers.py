@@ -68,6 +68,8 @@ def default_data_collator(features: list[dict[str, Any]]) -> dict[str, torch.Ten
 
 def loader(dataset: Counting) -> Any:
     keras.utils.set_random_seed(3)
+    # Workers have the chief's; Keras seeds Torch on Torch only.
+    torch.manual_seed(3)
     collate = default_data_collator if isinstance(dataset, Masked) else None
     return DataLoader(dataset, BATCH, shuffle=True, collate_fn=collate)
 
