@@ -100,6 +100,7 @@ def test_without_a_fault_all_goes_well(forker, tmp_path):
     assert int(model.optimizer.iterations) == STEPS * EPOCHS
 
 
+@pytest.mark.nightly(unless=["worker"])
 @pytest.mark.slow(seconds=8)
 @pytest.mark.parametrize("victim", [0, 1], ids=["chief", "worker"])
 def test_one_that_never_starts_is_named(victim, forker, tmp_path):

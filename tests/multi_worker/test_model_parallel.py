@@ -133,6 +133,7 @@ def fit(model, callbacks=None):
     return values([*model.weights, *model.optimizer.variables])
 
 
+@pytest.mark.one_backend
 @pytest.mark.slow(seconds=6)
 @pytest.mark.parametrize(
     "builds", [False, pytest.param(True, marks=pytest.mark.nightly)]
