@@ -357,7 +357,14 @@ class WorkerGroup(GroupListener):
             WorkerError: if the chief is lost, fails, or does not make the call.
         """
         with self.clock.waiting(), self._lead_errors():
-            self._client.wait_saved(os.path.basename(path), again=again)
+            try:
+                self._client.wait_saved(os.path.basename(path), again=again)
+            except WorkerError as error:
+                # A chief that fails leaves without the file.
+                failure = self._failure
+                if failure is None or failure.rank != 0:
+                    raise
+                raise WorkerError(self.describe(failure)) from error
 
     # Stop after a common step.
 
