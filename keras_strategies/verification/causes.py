@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,7 +14,7 @@ from keras_strategies.keras_compat.models.layers import sublayers
 from keras_strategies.keras_compat.variables.generator_seeds import (
     create_global_generator,
 )
-from keras_strategies.rows.python_state import PythonState
+from keras_strategies.rows.python_state import GENERATORS, PythonState
 from keras_strategies.runtime.random_numbers.process_numbers import NumbersOfProcess
 from keras_strategies.runtime.row_splits import split_sizes
 from keras_strategies.verification.batches import Batch
@@ -178,11 +177,11 @@ class Situation:
         if drawn:
             text = "the step draws from the generators of Python or NumPy"
             return "unseeded_random_numbers", text
-        if changes is not None and (generator := _generator(training.model)):
-            return "unseeded_random_numbers", f"{generator} draws without a seed"
         if changes is not None:
             return "python_state", changes.partition(", which")[0]
         if self._differ(self._training().step(self.batch), first):
+            if generator := _generator(training.model):
+                return "unseeded_random_numbers", f"{generator} draws without a seed"
             return "not_repeatable", "the same step on one device differs"
         training.restore(self.before)
         _reset_metrics(training.model)
@@ -329,10 +328,9 @@ def _ratio_text(alone: np.ndarray, found: np.ndarray) -> str:
 
 def _generator(model: Any) -> str | None:
     """A generator of random numbers that a layer holds."""
-    kinds = (random.Random, np.random.Generator, np.random.RandomState)
     for layer in sublayers(model):
         for name, value in vars(layer).items():
-            if isinstance(value, kinds):
+            if isinstance(value, GENERATORS):
                 return f"{name!r} of layer {layer.name!r}"
     return None
 
