@@ -145,8 +145,9 @@ def test_two_first_fits_at_once_are_those_one_after_the_other(
     found = at_the_same_time(*(functools.partial(train, model) for model in models))
     for one, other in zip(one_after_the_other, found, strict=True):
         for a, b in zip(one, other, strict=True):
-            # Threads that share Torch's pool add in another order.
-            np.testing.assert_allclose(a, b, rtol=1e-6)
+            # On Torch one loss has differed by its last bit.
+            rounding = 1e-6 if keras.backend.backend() == "torch" else 0
+            np.testing.assert_allclose(a, b, rtol=rounding)
     assert replaced() == before
 
 
