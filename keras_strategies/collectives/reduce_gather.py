@@ -20,7 +20,6 @@ from keras_strategies.types import ReduceOp
 from keras_strategies.values import (
     DistributedValues,
     Mirrored,
-    PerReplica,
     map_structure,
 )
 
@@ -256,7 +255,7 @@ def reduce_components(strategy: StrategyCore, op: ReduceOp, tensors: list[Any]) 
 
 
 def sum_counts(strategy: StrategyCore, counts: list[Any]) -> Any:
-    """The sum of element counts, without a `CrossDeviceOps`."""
+    """The sum of element counts."""
     home = strategy.placement.variables
     moved = [strategy.engine.to_device(count, home) for count in counts]
     own = stack_reduce(strategy.engine, ReduceOp.SUM, moved)
@@ -280,7 +279,7 @@ def reduce_onto(
             if _is_shared(strategy, value):
                 raise shared_value_error("reduce_to", value)
     call_options(options, strategy.workers)
-    ops_ = strategy.reduction or ReductionToOneDevice()
+    ops_ = ReductionToOneDevice()
     workers = strategy.other_workers
     if workers is None:
         return ops_.batch_reduce(op, pairs)
@@ -299,7 +298,5 @@ def reduce_onto(
 
 def _reduce_local(strategy: StrategyCore, op: ReduceOp, tensors: list[Any]) -> Any:
     home = strategy.placement.variables
-    if strategy.reduction is not None:
-        return strategy.reduction.reduce(op, PerReplica(tensors), str(home))
     moved = [strategy.engine.to_device(tensor, home) for tensor in tensors]
     return stack_reduce(strategy.engine, op, moved)

@@ -38,7 +38,6 @@ class Feature(enum.Enum):
 
     SHARDED_VARIABLES = "ks.ModelParallelStrategy is not supported"
     SHARDED_CHECKPOINTS = "Sharded checkpoints are not supported"
-    CUSTOM_REDUCTIONS = "A custom reduction as cross_device_ops is not supported"
     SEPARATE_BATCH_NORM = "`sync_batch_norm=False` is not supported"
     DATASETS_IN_PROGRAMS = (
         "Iterating a distributed dataset in a compiled function is not supported"
@@ -260,8 +259,6 @@ class StrategyCore(abc.ABC):
     Args:
         engine: the engine.
         placement: the devices of replicas and variables.
-        reduction: the user's `CrossDeviceOps` between local replicas; None for the
-            engine's own.
         sync_batch_norm: bool, whether batch normalization uses the statistics of the
             global batch.
         random_numbers: `"partitioned"` or `"keras"`.
@@ -271,13 +268,11 @@ class StrategyCore(abc.ABC):
         self,
         engine: Engine,
         placement: Placement,
-        reduction: Any = None,
         sync_batch_norm: bool = True,
         random_numbers: str = "partitioned",
     ):
         self._engine = engine
         self._placement = placement
-        self._reduction = reduction
         self._sync_batch_norm = sync_batch_norm
         self._random_numbers = random_numbers
         self._synced_variables = IdSet()
@@ -302,11 +297,6 @@ class StrategyCore(abc.ABC):
     @abc.abstractmethod
     def num_replicas_in_sync(self) -> int:
         """int, how many replicas compute one step together."""
-
-    @property
-    def reduction(self) -> Any:
-        """The user's `CrossDeviceOps`; None for the engine's own reductions."""
-        return self._reduction
 
     @property
     @abc.abstractmethod

@@ -29,11 +29,8 @@ class MirroredStrategy(Strategy):
         devices: sequence of device names or objects; None for all local accelerators,
             or all CPU devices where there are none. `["cpu:0", "cpu:1"]` makes
             virtual CPU devices.
-        cross_device_ops: `CrossDeviceOps`, reductions between replicas: gradients in
-            `fit` and in `run`, `ReplicaContext.all_reduce`, `reduce` and
-            `extended.reduce_to`, by a subclass of yours. None or a class of this
-            package leaves them to the backend. JAX, where XLA inserts the all-reduces
-            of steps, refuses subclasses.
+        cross_device_ops: `CrossDeviceOps` of this package, as in `tf.distribute`, or
+            None. The backend's engine reduces values of replicas.
         sync_batch_norm: bool, whether batch normalization uses the statistics of
             the global batch. False uses those of each replica's rows. Torch and
             TensorFlow only; JAX, where all replicas are one program, raises an error.

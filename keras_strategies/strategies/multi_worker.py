@@ -82,9 +82,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             all its accelerators, or all its CPU devices where there are none. If
             torchrun, MPI or SLURM runs several workers on a machine, it is the
             accelerator of the worker's number there.
-        cross_device_ops: `CrossDeviceOps`, reductions between the replicas of this
-            worker, as for `MirroredStrategy`; results are reduced over workers by the
-            engine of `communication_options`.
+        cross_device_ops: as for `MirroredStrategy`.
         sync_batch_norm: bool, whether batch normalization uses the statistics of the
             global batch (see `MirroredStrategy`).
         random_numbers: `"partitioned"` or `"keras"`, as for `MirroredStrategy`.

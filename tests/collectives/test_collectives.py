@@ -68,19 +68,6 @@ def test_packs() -> None:
     assert pack_indices(["float32", "int32", "int32"], [4, 4, 4], 99) == [[0], [1, 2]]
 
 
-def test_accumulation_function_is_used(mirrored) -> None:
-    calls = []
-
-    def accumulate(tensors):
-        calls.append(len(tensors))
-        return sum(tensors[1:], start=tensors[0])
-
-    value = per_replica(mirrored, 1.0, 3.0)
-    kind = ks.ReductionToOneDevice("cpu:0", accumulate)
-    assert float(kind.reduce("mean", value, "cpu:0")) == 2.0
-    assert calls == [2]
-
-
 def test_broadcast(mirrored, cross_device_ops) -> None:
     result = cross_device_ops.broadcast(ops.ones((2,)), ["cpu:0", "cpu:1"])
     assert len(result.values) == 2

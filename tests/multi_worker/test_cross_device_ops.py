@@ -1,9 +1,7 @@
-"""`CrossDeviceOps` and options of collectives with several workers."""
+"""Options of collectives with several workers."""
 
 from __future__ import annotations
 
-import keras
-import numpy as np
 import pytest
 from keras import ops
 
@@ -12,53 +10,6 @@ import keras_strategies as ks
 TWO_BY_TWO = pytest.mark.parametrize(
     "cluster", ["two_by_two"], indirect=True, scope="session"
 )
-X = np.random.default_rng(3).normal(size=(14, 4)).astype("float32")
-Y = X.sum(axis=1, keepdims=True)
-
-
-def fitted(strategy, learning_rate):
-    """Weights after a batch of 8 rows and one of 6."""
-    keras.utils.set_random_seed(5)
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-        model.compile(keras.optimizers.SGD(learning_rate), "mse")
-    model.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
-    return [ops.convert_to_numpy(variable) for variable in model.trainable_variables]
-
-
-@pytest.mark.one_backend("torch", "tensorflow")
-@pytest.mark.skipif(
-    keras.backend.backend() == "jax", reason="JAX takes the classes of this package"
-)
-@TWO_BY_TWO
-def test_replicas_of_a_worker_are_combined_by_it(cluster):
-    def program(strategy):
-        class Doubling(ks.CrossDeviceOps):
-            def broadcast_implementation(self, tensor, destinations):
-                return super().broadcast_implementation(tensor * 2.0, destinations)
-
-        own = ks.MultiWorkerMirroredStrategy(
-            devices=strategy.extended.worker_devices, cross_device_ops=Doubling()
-        )
-        ones = own.experimental_distribute_values_from_function(
-            lambda context: ops.ones(())
-        )
-        reduced = own.run(
-            lambda x: ks.get_replica_context().all_reduce("sum", x), (ones,)
-        )
-        sums = [
-            *own.experimental_local_results(reduced),
-            own.reduce("sum", ones),
-            own.extended.reduce_to("sum", ones, "cpu:0") / 2.0,
-        ]
-        weights = fitted(own, 0.1)
-        return [float(ops.convert_to_numpy(value)) for value in sums], weights
-
-    expected = fitted(ks.OneDeviceStrategy("cpu:0"), 0.2)
-    for sums, weights in cluster(program):
-        assert sums == [8.0] * 4
-        for one, other in zip(weights, expected, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
 @TWO_BY_TWO

@@ -116,7 +116,6 @@ COLUMNS = {
     "sharded checkpoints": Feature.SHARDED_CHECKPOINTS,
     "parameter servers": Feature.PARAMETER_SERVERS,
     "TPU": Feature.TPUS,
-    "own reductions": Feature.CUSTOM_REDUCTIONS,
     "`sync_batch_norm=False`": Feature.SEPARATE_BATCH_NORM,
 }
 

@@ -49,11 +49,6 @@ class JaxEngine(Engine):
     name = "jax"
     lacks = MappingProxyType(
         {
-            Feature.CUSTOM_REDUCTIONS: "A step is one program for all devices, in "
-            "which XLA inserts the all-reduces, so `fit` cannot call it. Omit it, or "
-            "use ks.NcclAllReduce(), ks.HierarchicalCopyAllReduce() or "
-            "ks.ReductionToOneDevice() without `accumulation_fn`; on Torch and "
-            "TensorFlow a strategy takes any CrossDeviceOps.",
             Feature.SEPARATE_BATCH_NORM: "It needs replicas that are separate "
             "computations, as on Torch and TensorFlow. On JAX a step is one program, "
             "which normalizes over the global batch. Omit it.",

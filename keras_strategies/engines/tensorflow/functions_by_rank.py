@@ -27,24 +27,17 @@ class FunctionsByRank:
         self._jit_compile = jit_compile
         self._by_ranks: dict[Any, Any] = {}
 
-    def of(self, arguments: Any, is_for_shape: bool = False) -> Any:
-        """The `tf.function` for a structure of arguments or `tf.TypeSpec`s.
-
-        Args:
-            arguments: the structure.
-            is_for_shape: bool, whether each shape has a trace; else a second one
-                makes a trace for any sizes.
-        """
+    def of(self, arguments: Any) -> Any:
+        """The `tf.function` for a structure of arguments or `tf.TypeSpec`s."""
         ranks = tuple(_rank(leaf) for leaf in keras.tree.flatten(arguments))
-        key = ranks, is_for_shape
-        if key not in self._by_ranks:
+        if ranks not in self._by_ranks:
             # TensorFlow warns of retracing by code object, which functions of several
             # models share; a partial function has none and is counted separately.
             own = functools.partial(self._function)
-            self._by_ranks[key] = tf.function(
-                own, reduce_retracing=not is_for_shape, jit_compile=self._jit_compile
+            self._by_ranks[ranks] = tf.function(
+                own, reduce_retracing=True, jit_compile=self._jit_compile
             )
-        return self._by_ranks[key]
+        return self._by_ranks[ranks]
 
 
 def with_ranks_of(batch: Any, spec: Any) -> Any:

@@ -31,23 +31,6 @@ class RowsOfTables(SparseGradients):
         values, indices = _joined(gradients)
         return tf.IndexedSlices(values, indices, gradients[0].dense_shape)
 
-    def dense(self, column: Sequence[Any]) -> tuple[list[Any], Callable[[Any], Any]]:
-        present = [gradient for gradient in column if gradient is not None]
-        _, indices = _joined(present)
-        dense: list[Any] = []
-        for i, own in enumerate(column):
-            if own is None:
-                dense.append(None)
-                continue
-            parts = [
-                other.values if i == j else tf.zeros_like(other.values)
-                for j, other in enumerate(column)
-                if other is not None
-            ]
-            dense.append(tf.concat(parts, 0))
-        shape = present[0].dense_shape
-        return dense, lambda total: tf.IndexedSlices(total, indices, shape)
-
     def gather(self, gradient: Any, workers: Communicator) -> Any:
         own = tf.shape(gradient.indices)[:1]
         count = workers.group.count

@@ -51,7 +51,6 @@ from keras_strategies.runtime.data_parallel.replica_executor import (
 )
 from keras_strategies.runtime.data_parallel.row_parts import RowParts, parts_of
 from keras_strategies.runtime.data_parallel.split_plan import SplitPlan
-from keras_strategies.runtime.replicas.local_reduction import LocalReduction
 from keras_strategies.runtime.replicas.replica_set import RowSplit
 from keras_strategies.runtime.replicas.tensor_primitives import TensorPrimitives
 from keras_strategies.runtime.row_splits import split_sizes
@@ -88,8 +87,6 @@ class DataParallelCall:
     ):
         self.strategy = strategy
         self.placement = strategy.placement
-        #: The strategy's `CrossDeviceOps`, None for the framework's own sums.
-        self.reduction = LocalReduction.of(strategy)
         self._primitives = primitives
         self._driver = driver
         # Why, as the end of a sentence; empty for layers without foreign variables.
@@ -249,9 +246,7 @@ class DataParallelCall:
         self, layer_call: LayerCall, row_split: RowSplit, proof: RowProof
     ) -> tuple[bool, Any]:
         """Whether a layer works on replicas, and its outputs."""
-        plan = SplitPlan(
-            self.strategy, layer_call, row_split, self.reduction, proof, self
-        )
+        plan = SplitPlan(self.strategy, layer_call, row_split, proof, self)
         try:
             return True, call_on_replicas(plan, self._driver)
         except NotOnReplicasError as error:
@@ -292,7 +287,7 @@ class DataParallelCall:
             return None
         replicas, lead = self.placement.replicas, self.placement.variables
         is_alone = len(row_split.every) == 1 and replicas[0] == lead
-        if not row_split.sizes or (is_alone and self.reduction is None):
+        if not row_split.sizes or is_alone:
             return None
         return row_split
 

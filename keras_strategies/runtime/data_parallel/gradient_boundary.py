@@ -21,7 +21,6 @@ from keras_strategies.runtime.replicas.gradient_sums import (
     sums_over_replicas,
     sums_over_workers,
 )
-from keras_strategies.runtime.replicas.local_reduction import LocalReduction
 from keras_strategies.runtime.replicas.tensor_primitives import TensorPrimitives
 from keras_strategies.types import ReduceOp
 
@@ -79,7 +78,6 @@ def sums_on_worker(
     ops: TensorPrimitives,
     targets: Sequence[GradientTarget],
     columns: Sequence[Sequence[Any]],
-    reduction: LocalReduction | None,
 ) -> list[Any]:
     """The gradient of each target, from those of the local replicas, not rounded.
 
@@ -87,7 +85,6 @@ def sums_on_worker(
         ops: the functions of the framework's tensors.
         targets: the variables and inputs that receive gradients.
         columns: for each target the gradient of each replica.
-        reduction: the strategy's `CrossDeviceOps`, None for the framework's sums.
     """
     columns = [
         [largest_over_replicas(ops, parts, target.tensor)]
@@ -98,13 +95,13 @@ def sums_on_worker(
     pairs = list(zip(targets, columns, strict=True))
     shared = [
         [
-            part if part is None or reduction else ops.to_device_of(part, target.tensor)
+            None if part is None else ops.to_device_of(part, target.tensor)
             for part in parts
         ]
         for target, parts in pairs
         if not target.by_rows
     ]
-    sums = iter(sums_over_replicas(ops, shared, reduction))
+    sums = iter(sums_over_replicas(ops, shared))
     return [
         target.joined_rows(ops, parts) if target.by_rows else next(sums)
         for target, parts in pairs
@@ -263,7 +260,7 @@ class GradientBoundary:
         """The gradients of the targets on all workers, from those of the replicas."""
         plan = self.plan
         with plan.on_lead():
-            found = sums_on_worker(plan.ops, self.targets, columns, plan.reduction)
+            found = sums_on_worker(plan.ops, self.targets, columns)
             workers = plan.row_split.workers
             largest_over_workers(self.targets, found, workers)
             shared = [

@@ -25,7 +25,6 @@ from keras_strategies.rows.row_placements import (
 )
 from keras_strategies.runtime.data_parallel.row_parts import RowPartsCaller
 from keras_strategies.runtime.random_numbers.row_draws import OwnRows, ProvedDraws
-from keras_strategies.runtime.replicas.local_reduction import LocalReduction
 from keras_strategies.runtime.replicas.replica_set import RowSplit
 from keras_strategies.runtime.replicas.tensor_primitives import (
     TensorPrimitives,
@@ -45,7 +44,6 @@ class SplitPlan:
         strategy: the strategy.
         layer_call: the call.
         row_split: the rows of each replica, and the functions of tensors.
-        reduction: the strategy's `CrossDeviceOps`, None for the framework's sums.
         proof: the placements of what the call returns, adds and assigns.
         caller: the data-parallel calls of the strategy.
     """
@@ -53,7 +51,6 @@ class SplitPlan:
     strategy: StrategyCore
     layer_call: LayerCall
     row_split: RowSplit
-    reduction: LocalReduction | None
     proof: RowProof
     caller: RowPartsCaller
 

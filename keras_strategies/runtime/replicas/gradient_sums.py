@@ -13,42 +13,27 @@ from typing import Any
 import keras
 
 from keras_strategies.communication.communicator import Communicator
-from keras_strategies.runtime.replicas.local_reduction import LocalReduction
 from keras_strategies.runtime.replicas.tensor_primitives import TensorPrimitives
 from keras_strategies.types import ReduceOp
 from keras_strategies.values import DistributedValues
 
 
 def sums_over_replicas(
-    ops: TensorPrimitives,
-    columns: Sequence[Sequence[Any]],
-    reduction: LocalReduction | None = None,
+    ops: TensorPrimitives, columns: Sequence[Sequence[Any]]
 ) -> list[Any]:
     """Sums gradients over the replicas of this process, in float32 at least.
 
     Args:
         ops: the functions of the framework's tensors.
         columns: for each variable the gradient of each replica, on the device of sums.
-        reduction: the strategy's `CrossDeviceOps`, None for the framework's sums.
 
     Returns:
         list with a gradient or None for each variable, sparse where its terms are.
     """
-    wide = [
-        [None if part is None else ops.widened(part) for part in column]
+    return [
+        _sum(ops, [ops.widened(part) for part in column if part is not None])
         for column in columns
     ]
-    if reduction is None:
-        return [_sum(ops, [p for p in column if p is not None]) for column in wide]
-    restored = {}
-    for i, column in enumerate(wide):
-        if _are_sparse(ops, column):
-            assert ops.sparse is not None
-            wide[i], restored[i] = ops.sparse.dense(column)
-    sums = reduction.sums(wide)
-    for i, restore in restored.items():
-        sums[i] = restore(sums[i])
-    return sums
 
 
 def largest_over_replicas(

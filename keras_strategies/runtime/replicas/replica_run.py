@@ -29,7 +29,6 @@ from keras_strategies.runtime.replicas.gradient_sums import (
     sums_over_replicas,
     sums_over_workers,
 )
-from keras_strategies.runtime.replicas.local_reduction import LocalReduction
 from keras_strategies.runtime.replicas.mixed_rows import MixedRows
 from keras_strategies.runtime.replicas.replica_set import ReplicaSet
 from keras_strategies.runtime.replicas.tensor_primitives import TensorPrimitives
@@ -74,7 +73,6 @@ class ReplicaRun(RunDriver):
         self._primitives = primitives
         self._storage = storage
         self._layer_calls = layer_calls
-        self.reduction = LocalReduction.of(strategy)
         self.workers_changed()
 
     def workers_changed(self) -> None:
@@ -313,12 +311,11 @@ class ReplicaRun(RunDriver):
             else [gradient] * count
             for gradient in gradients
         ]
-        if self.reduction is None:
-            columns = [
-                [None if part is None else ops.to_device(part, lead) for part in column]
-                for column in columns
-            ]
-        own = sums_over_replicas(ops, columns, self.reduction)
+        columns = [
+            [None if part is None else ops.to_device(part, lead) for part in column]
+            for column in columns
+        ]
+        own = sums_over_replicas(ops, columns)
         total = sums_over_workers(ops, own, self.replica_set.workers)
         pairs = zip(total, gradients, strict=True)
         return [rounded(ops, each, gradient) for each, gradient in pairs]

@@ -28,18 +28,6 @@ class SparseGradients(abc.ABC):
         """The sum of gradients that are all sparse: their rows, concatenated."""
 
     @abc.abstractmethod
-    def dense(self, column: Sequence[Any]) -> tuple[list[Any], Callable[[Any], Any]]:
-        """Tensors of one shape with the rows of all replicas.
-
-        Args:
-            column: the gradient of each replica; None where one has none.
-
-        Returns:
-            list of tensors, with zeros in place of other replicas' rows, and a function
-            that converts their sum to a sparse gradient.
-        """
-
-    @abc.abstractmethod
     def gather(self, gradient: Any, workers: Communicator) -> Any:
         """The rows of all workers."""
 

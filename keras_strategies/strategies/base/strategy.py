@@ -11,7 +11,6 @@ from keras_strategies.collectives import local_results, reduce_gather
 from keras_strategies.collectives.cross_device_ops import (
     CrossDeviceOps,
     check_cross_device_ops,
-    is_built_in,
 )
 from keras_strategies.communication.communicator import loop_of
 from keras_strategies.engines import get_engine
@@ -69,13 +68,10 @@ class Strategy(StrategyInput, StrategyReports, StrategyCheckpoints):
         check_flag("sync_batch_norm", sync_batch_norm)
         check_random_numbers(random_numbers)
         engine = get_engine()
-        custom = None if is_built_in(cross_device_ops) else cross_device_ops
-        if custom is not None:
-            require(engine, Feature.CUSTOM_REDUCTIONS)
         if not sync_batch_norm and placement.replica_counts.total > 1:
             require(engine, Feature.SEPARATE_BATCH_NORM)
         self._cross_device_ops = cross_device_ops
-        super().__init__(engine, placement, custom, sync_batch_norm, random_numbers)
+        super().__init__(engine, placement, sync_batch_norm, random_numbers)
         unused.made(self)
 
     @property

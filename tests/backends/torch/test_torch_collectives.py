@@ -18,7 +18,6 @@ from keras_strategies.collectives import reduce_gather
 from keras_strategies.engines import get_engine
 from keras_strategies.engines.torch.gloo_waits import wait_for
 from keras_strategies.engines.torch.replicas.nccl_reduce import nccl_all_reduce
-from keras_strategies.runtime.replicas.local_reduction import LocalReduction
 
 EXPECTED = {"sum": [4, 6], "mean": [2, 3], "min": [1, 2], "max": [3, 4]}
 
@@ -88,23 +87,6 @@ def test_values_are_reduced_where_the_replicas_are(kind):
     results = Recording().batch_reduce("sum", pairs)
     assert found == [DEVICES] * 3
     assert [list(result.shape) for result in results] == [[2, 3], [4], [1]]
-
-
-def test_zeros_for_a_replica_without_gradient_leave_the_others_where_they_are():
-    strategy = ks.MirroredStrategy(
-        ["cpu:0", "cpu:1"], cross_device_ops=ks.NcclAllReduce()
-    )
-    devices: list[str] = []
-    reduction = LocalReduction(strategy, None)
-
-    def to(tensor, device):
-        devices.append(tensor.device.type)
-        return tensor
-
-    reduction._to = to
-    gradient = torch.ones(3, device="meta")
-    assert reduction._filled([gradient, None])[0] is gradient
-    assert devices == ["meta"]
 
 
 @pytest.mark.parametrize("op", ["sum", "mean", "max"])

@@ -124,7 +124,6 @@ class CallInLockstep(ReplicaExecutor):
             replicas,
             placement.variables,
             plan.row_split.replica_set,
-            plan.reduction,
             copied_exchange=self.traces.exchange,
         )
         self._gathers = GatherSchedule()
@@ -542,7 +541,6 @@ class CallInLockstep(ReplicaExecutor):
             not (present and isinstance(raw, VariableInShards))
             or any(isinstance(part, tf.IndexedSlices) for part in present)
             or target.is_overwritten
-            or self.plan.reduction is not None
             or self._row_split.workers is not None
         ):
             return None

@@ -63,9 +63,7 @@ class StepFunction:
       is traced for the first batch's shape, and a second time for any number of rows
       when a batch of another size is read, both for each combination of ranks;
     - fewer rows, as in a last batch: Keras's step on one device, since a replica
-      without rows would compute means of zero elements. With `cross_device_ops` the
-      rows are split in a program for their shape, in which gradients are reduced as in
-      every other step.
+      without rows would compute means of zero elements.
 
     Args:
         model: a compiled `keras.Model`.
@@ -217,9 +215,7 @@ class StepFunction:
         rows = _rows(batch)
         if rows is None or rows >= self._replicas:
             return self._run(self._split, batch, spec)
-        if self._call.reduction is None:
-            return self._run(self._unsplit, batch, spec)
-        return self._run(self._split, batch, spec, is_for_shape=True)
+        return self._run(self._unsplit, batch, spec)
 
     def _program_of_workers(self, batch: RowsOfWorker) -> Any:
         on_own_rows = self._split if self._model.run_eagerly else self._on_own_rows
@@ -229,17 +225,15 @@ class StepFunction:
         if every.all():
             return on_own_rows
         # A replica without rows would compute means of zero elements.
-        if every.sum() >= self._replicas or self._call.reduction is not None:
+        if every.sum() >= self._replicas:
             return self._split
         return self._unsplit
 
-    def _run(
-        self, program: Any, batch: Any, spec: Any, is_for_shape: bool = False
-    ) -> Any:
+    def _run(self, program: Any, batch: Any, spec: Any) -> Any:
         with self._optimizer_options():
-            return self._run_on(program, batch, spec, is_for_shape)
+            return self._run_on(program, batch, spec)
 
-    def _run_on(self, program: Any, batch: Any, spec: Any, is_for_shape: bool) -> Any:
+    def _run_on(self, program: Any, batch: Any, spec: Any) -> Any:
         if (
             spec is None
             or self._model.run_eagerly
@@ -247,24 +241,19 @@ class StepFunction:
             # Workers whose rows differ would trace at different steps.
             or (self._workers is None and step_is_traced_for_batches(self._steps))
         ):
-            return self._call_uncached(program, batch, is_for_shape)
-        if is_for_shape:
-            own = keras.tree.map_structure(_spec_of, batch)
-        else:
-            own = with_ranks_of(batch, spec)
-        concrete = self._traces.of(program, own, own_part(spec), is_for_shape)
+            return self._call_uncached(program, batch)
+        own = with_ranks_of(batch, spec)
+        concrete = self._traces.of(program, own, own_part(spec))
         if self._rollback is not None:
             self._rollback.begin_program(concrete)
         return concrete(batch)
 
-    def _call_uncached(
-        self, program: Any, batch: Any, is_for_shape: bool = False
-    ) -> Any:
+    def _call_uncached(self, program: Any, batch: Any) -> Any:
         if self._rollback is not None:
             self._rollback.begin_program(None)
         if self._model.run_eagerly:
             return program(batch)
-        return self._traces.call(program, batch, is_for_shape)
+        return self._traces.call(program, batch)
 
     def _build(self, batch: Any) -> bool:
         """Builds the model, since replicas cannot create variables.
@@ -323,10 +312,6 @@ def _warn_of_jit_compile(model: Any) -> None:
 
 def _has_optionals(spec: Any) -> bool:
     return any(isinstance(leaf, tf.OptionalSpec) for leaf in keras.tree.flatten(spec))
-
-
-def _spec_of(leaf: Any) -> Any:
-    return tf.type_spec_from_value(leaf)
 
 
 def _none_if_optional(leaf: Any) -> Any:

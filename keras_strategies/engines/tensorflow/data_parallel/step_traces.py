@@ -38,26 +38,23 @@ class StepTraces:
         self._traces.clear()
         self._second.clear()
 
-    def of(
-        self, program: Any, spec: Any, step_spec: Any, is_for_shape: bool = False
-    ) -> Any:
+    def of(self, program: Any, spec: Any, step_spec: Any) -> Any:
         """The concrete function of a program.
 
         Args:
             program: `FunctionsByRank` of a batch.
             spec: structure of `tf.TypeSpec`, the program's argument.
             step_spec: that of the program of one device.
-            is_for_shape: bool, whether the trace is for this shape only.
         """
-        key = (program, _key(spec), is_for_shape)
+        key = (program, _key(spec))
         if key not in self._traces:
-            function = program.of(spec, is_for_shape)
+            function = program.of(spec)
             self._traces[key] = self._trace(function, spec, _key(step_spec))
         return self._traces[key]
 
-    def call(self, program: Any, batch: Any, is_for_shape: bool = False) -> Any:
+    def call(self, program: Any, batch: Any) -> Any:
         """Calls a program that is traced for the shapes of a batch."""
-        function = program.of(batch, is_for_shape)
+        function = program.of(batch)
         if self.is_twice:
             self._trace(function, batch, None)
         return self._second.get(function, function)(batch)

@@ -49,7 +49,6 @@ from keras_strategies.runtime.replicas.collectives import (
     ReplicaCollectives,
     call_merged,
 )
-from keras_strategies.runtime.replicas.local_reduction import LocalReduction
 from keras_strategies.runtime.replicas.replica_set import ReplicaSet
 from keras_strategies.types import ReduceOp
 
@@ -169,7 +168,6 @@ class LockstepCollectives(ReplicaCollectives):
         devices: the device of each participating replica.
         lead: the device on which values are combined.
         replica_set: the replicas of all workers; None for those of one process.
-        reduction: the strategy's `CrossDeviceOps`; None for TensorFlow's own sums.
         merging: returns a context manager for functions of `merge_call`.
         copied_exchange: called in collectives of replica 0; None if no replica is a
             copy of another.
@@ -182,13 +180,11 @@ class LockstepCollectives(ReplicaCollectives):
         devices: Sequence[Device],
         lead: Device,
         replica_set: ReplicaSet | None = None,
-        reduction: LocalReduction | None = None,
         merging: Callable[
             [], contextlib.AbstractContextManager[None]
         ] = contextlib.nullcontext,
         copied_exchange: CopiedExchange | None = None,
     ):
-        self.reduction = reduction
         self._merging = merging
         self.replica_set = replica_set or ReplicaSet.local(PRIMITIVES, len(devices))
         self.first = self.replica_set.counts.first
@@ -253,7 +249,6 @@ class LockstepCollectives(ReplicaCollectives):
             replica_id == 0
             and is_of_tensors
             and call == len(self._copied)
-            and self.reduction is None
             and self._copied_exchange is not None
         ):
             own = functools.partial(self._combined, combine)
@@ -291,10 +286,7 @@ class LockstepCollectives(ReplicaCollectives):
 
         def reduce(tensors: Sequence[Any]) -> list[Any]:
             def combine(values: list[Any]) -> list[Any]:
-                if self.reduction is None:
-                    return [self.replica_set.reduce(op, values)] * count
-                workers, total = self.replica_set.workers, self.replica_set.counts.total
-                return self.reduction.all_reduce(op, values, workers, total)
+                return [self.replica_set.reduce(op, values)] * count
 
             found = self.exchange(replica, f"all_reduce {op.name}", tensors, combine)
             return [self._here(replica, tensor) for tensor in found]

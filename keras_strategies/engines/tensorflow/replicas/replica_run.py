@@ -196,7 +196,6 @@ class TensorFlowRun(ReplicaRun):
             self.placement.replicas,
             self.placement.variables,
             self.replica_set,
-            self.reduction,
             merging,
         )
         made = CreatedVariables()

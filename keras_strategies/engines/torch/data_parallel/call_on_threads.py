@@ -108,7 +108,6 @@ class CallOnThreads(ReplicaExecutor):
             replicas,
             is_sequential=self._in_turn,
             replica_set=plan.row_split.replica_set,
-            reduction=plan.reduction,
         )
         self._state = thread_state()
         # Autograd runs the backward pass of an operation on its stream, but makes only
@@ -309,7 +308,6 @@ class CallOnThreads(ReplicaExecutor):
                     plan.ops,
                     boundary.targets,
                     plan.row_split,
-                    plan.reduction,
                     self._variables.shards,
                 )
             with sums or contextlib.nullcontext():

@@ -20,7 +20,6 @@ from keras_strategies.runtime.data_parallel.gradient_boundary import (
     largest_over_workers,
     sums_on_worker,
 )
-from keras_strategies.runtime.replicas.local_reduction import LocalReduction
 from keras_strategies.runtime.replicas.replica_set import RowSplit
 from keras_strategies.runtime.replicas.tensor_primitives import TensorPrimitives
 from keras_strategies.types import ReduceOp
@@ -51,7 +50,6 @@ class WorkerSums:
         ops: the functions of tensors.
         targets: the variables and inputs that receive gradients.
         row_split: the rows of the call.
-        reduction: the strategy's `CrossDeviceOps`, None for torch's own sums.
         shards: the variables of which each worker has a shard; None without any. Each
             receives the gradient of its shard only.
     """
@@ -61,12 +59,10 @@ class WorkerSums:
         ops: TensorPrimitives,
         targets: Sequence[GradientTarget],
         row_split: RowSplit,
-        reduction: LocalReduction | None = None,
         shards: PackedWeights | None = None,
     ):
         self._ops = ops
         self._shards = shards
-        self._reduction = reduction
         self._targets = list(targets)
         self._row_split = row_split
         assert isinstance(row_split.workers, TorchCommunicator)
@@ -93,7 +89,7 @@ class WorkerSums:
         self._found: dict[int, list[torch.Tensor | None]] = {
             i: [None] * len(row_split.sizes) for i in self._watched
         }
-        self._is_alone = len(row_split.sizes) == 1 and reduction is None
+        self._is_alone = len(row_split.sizes) == 1
         self._lock = threading.Lock()
         # Of the packs that have been sent.
         self._count = 0
@@ -166,7 +162,6 @@ class WorkerSums:
                 self._ops,
                 [self._targets[i] for i in left],
                 [self._found[i] for i in left],
-                self._reduction,
             )
         flags: list[float] = []
         if pack.flags:
@@ -209,7 +204,7 @@ class WorkerSums:
                     own = torch.zeros_like(self._row_split.own(target.tensor))
                 results[i] = self._row_split.joined(own)
             elif target.is_overwritten:
-                [results[i]] = sums_on_worker(self._ops, [target], [columns[i]], None)
+                [results[i]] = sums_on_worker(self._ops, [target], [columns[i]])
         largest_over_workers(self._targets, results, self._workers)
         if self._shards is not None:
             for i, target in enumerate(self._targets):

@@ -107,7 +107,6 @@ class TorchRun(ReplicaRun):
             self.placement.replicas,
             True,
             self.replica_set,
-            self.reduction,
             merging,
         )
         made = CreatedVariables()

@@ -25,7 +25,6 @@ from keras_strategies.runtime.replicas.collectives import (
     ReplicaCollectives,
     call_merged,
 )
-from keras_strategies.runtime.replicas.local_reduction import LocalReduction
 from keras_strategies.runtime.replicas.replica_set import ReplicaSet
 from keras_strategies.types import ReduceOp
 
@@ -51,7 +50,6 @@ class ThreadCollectives(ReplicaCollectives):
         is_sequential: bool, whether replicas run one at a time, in their order, from
             one collective to the next, so that the first one creates shared objects.
         replica_set: the replicas of all workers; None for those of one process.
-        reduction: the strategy's `CrossDeviceOps`; None for torch's own sums.
         merging: returns a context manager for functions of `merge_call`.
     """
 
@@ -60,12 +58,10 @@ class ThreadCollectives(ReplicaCollectives):
         devices: Sequence[Device],
         is_sequential: bool = False,
         replica_set: ReplicaSet | None = None,
-        reduction: LocalReduction | None = None,
         merging: Callable[
             [], contextlib.AbstractContextManager[None]
         ] = contextlib.nullcontext,
     ):
-        self.reduction = reduction
         self.is_sequential = is_sequential
         self._merging = merging
         self._devices = tuple(devices)
@@ -209,13 +205,13 @@ class ThreadCollectives(ReplicaCollectives):
     def all_reduce(
         self, replica: int, op: ReduceOp, tensors: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor]:
-        if self.replica_set.counts.total == 1 and self.reduction is None:
+        if self.replica_set.counts.total == 1:
             return tensors
         number = self._next(replica)
         return list(_AllReduce.apply(self, replica, number, op, *tensors))
 
     def total(self, replica: int, number: int | float) -> int | float | None:
-        if self.replica_set.workers is not None or self.reduction is not None:
+        if self.replica_set.workers is not None:
             return None
         number_of_call = self._next(replica)
         kind = "all_reduce of a number"
@@ -277,19 +273,7 @@ def reduced(
     tensors: Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor, ...]:
     """Tensors that are reduced over replicas."""
-    replicas, reduction = collectives.replica_set, collectives.reduction
-    if reduction is not None:
-        rows = collectives.exchange(
-            replica_id,
-            key,
-            "all_reduce",
-            tensors,
-            lambda all: reduction.all_reduce(
-                op, all, replicas.workers, replicas.counts.total
-            ),
-        )
-        pairs = zip(rows[replica_id], tensors, strict=True)
-        return tuple(found.to(own.device, copy=True) for found, own in pairs)
+    replicas = collectives.replica_set
     if replicas.workers is None:
         values = collectives.exchange(replica_id, key, "all_reduce", tensors)
         # Each on its own device, at the same time.
