@@ -34,25 +34,6 @@ def test_reduce_to_devices(mirrored):
     assert float(means[1]) == 0.5
 
 
-def test_update_in_a_merge_call_changes_the_variable_once(mirrored):
-    with mirrored.scope():
-        variable = keras.Variable(1.0, aggregation="mean")
-
-    def merged(strategy, delta):
-        total = strategy.reduce("SUM", delta, axis=None)
-        strategy.extended.update(
-            variable, lambda v, d: v.assign(v.value + d), args=(total,)
-        )
-
-    def fn():
-        context = ks.get_replica_context()
-        delta = ops.cast(context.replica_id_in_sync_group, "float32") + 1.0
-        context.merge_call(merged, args=(delta,))
-
-    mirrored.run(fn)
-    assert float(ops.convert_to_numpy(variable)) == 4
-
-
 def test_update_is_refused_on_a_replica(mirrored):
     with mirrored.scope():
         variable = keras.Variable(1.0)

@@ -18,10 +18,8 @@ if keras.backend.backend() != "jax":
 
 import jax
 import jax.experimental.sparse
-from harness.strategies import STRATEGIES
 
 from keras_strategies.engines.jax.fit.hlo_collectives import sent_bytes
-from keras_strategies.engines.jax.function import program_sharding
 
 ROWS = np.arange(10, dtype="float32")
 
@@ -190,27 +188,6 @@ def test_a_step_has_one_all_reduce(mirrored, monkeypatch):
     assert set(re.findall(r"f32\[\d+,\d+\]", reduced)) == {"f32[4,3]", "f32[2,4]"}
 
 
-def test_a_batch_of_a_dataset_is_one_array_in_a_program(mirrored, monkeypatch):
-    x = np.arange(4, dtype="float32")
-    [batch] = mirrored.experimental_distribute_dataset([x])
-    joins: list[Any] = []
-    make = jax.make_array_from_single_device_arrays
-    monkeypatch.setattr(
-        jax,
-        "make_array_from_single_device_arrays",
-        lambda *args: joins.append(args) or make(*args),
-    )
-    double = ks.function(lambda batch: mirrored.run(lambda x: 2 * x, args=(batch,)))
-    for found in (double(batch), double(per_replica([0, 1], [2, 3]))):
-        parts = mirrored.experimental_local_results(found)
-        assert [np.asarray(part).tolist() for part in parts] == [[0, 2], [4, 6]]
-    # Those that a program gets as separate arrays are joined.
-    assert len(joins) == 1
-    devices = [part.devices() for part in mirrored.experimental_local_results(batch)]
-    assert devices == [{device} for device in jax.devices()[:2]]
-    assert [part.tolist() for part in batch.values] == [[0, 1], [2, 3]]
-
-
 def test_a_callback_is_that_of_each_run(mirrored):
     """A program has the number of a callback, not its function."""
     shape = jax.ShapeDtypeStruct((), "float32")
@@ -225,11 +202,6 @@ def test_a_callback_is_that_of_each_run(mirrored):
     for factor in (2.0, 3.0):
         found = mirrored.run(step(factor), args=(x,))
         assert [float(part) for part in found.values] == [factor, 2 * factor]
-
-
-def test_run_inside_jax_jit_is_refused(mirrored):
-    with pytest.raises(RuntimeError, match=r"not a `ks\.function`"):
-        jax.jit(lambda x: mirrored.run(lambda x: x, args=(x,)))(np.ones(2))
 
 
 # Central storage.
@@ -256,33 +228,6 @@ def test_central_storage_has_its_variables_on_one_device_after_a_loop():
         step(per_replica(np.ones((2, 4)), np.ones((2, 4))))
     for variable in (*model.variables, *optimizer.variables):
         assert variable.value.devices() == {jax.devices("cpu")[0]}
-
-
-@pytest.mark.parametrize("name", ["one_device", "mirrored_2"])
-def test_state_that_is_only_read_is_moved_once(name, monkeypatch):
-    moved = []
-    put = program_sharding.put_all
-
-    def recording(arrays, sharding):
-        moved.extend(arrays)
-        return put(arrays, sharding)
-
-    monkeypatch.setattr(program_sharding, "put_all", recording)
-    strategy = STRATEGIES[name].make()
-    with strategy.scope():
-        rate = keras.Variable(2.0, trainable=False)
-
-    @ks.function
-    def twice():
-        return strategy.reduce("mean", strategy.run(lambda: 2.0 * rate))
-
-    assert float(twice()) == 4.0
-    moved.clear()
-    assert [float(twice()) for _ in range(3)] == [4.0] * 3
-    assert moved == []
-    rate.assign(3.0)
-    assert [float(twice()) for _ in range(3)] == [6.0] * 3
-    assert [float(array) for array in moved] == [3.0]
 
 
 def test_replicas_traced_in_threads_have_the_options_of_the_caller(mirrored) -> None:

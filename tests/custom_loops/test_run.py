@@ -50,11 +50,6 @@ def test_args_that_are_no_list_or_tuple_are_refused(mirrored, args):
         mirrored.run(lambda x: x, args=args)
 
 
-def test_each_replica_gets_its_component(mirrored):
-    x = per_replica([1.0, 2.0], [3.0, 4.0])
-    assert numbers(mirrored.run(lambda x: x * 2, args=(x,))) == [[2, 4], [6, 8]]
-
-
 def test_nested_arguments_and_keyword_arguments_are_taken_apart(mirrored):
     x, y = per_replica(1.0, 2.0), per_replica(10.0, 20.0)
 
@@ -70,11 +65,6 @@ def test_the_identical_object_on_all_replicas_comes_back_bare(mirrored):
     assert mirrored.run(lambda: thing) is thing
     assert mirrored.run(lambda: 5) == 5
     assert mirrored.run(lambda: None) is None
-
-
-def test_tensors_come_back_per_replica(mirrored):
-    x = per_replica(1.0, 2.0)
-    assert isinstance(mirrored.run(lambda x: x + 1, args=(x,)), ks.PerReplica)
 
 
 def test_an_argument_whose_values_are_not_used_may_have_another_length() -> None:
@@ -107,17 +97,6 @@ def test_with_one_replica_there_is_no_wrapper():
     found = strategy.run(lambda x: x + 1, args=(ops.ones(()),))
     assert not isinstance(found, ks.PerReplica)
     assert float(found) == 2
-
-
-def test_gather_inside_a_replica_is_refused(mirrored):
-    with pytest.raises(RuntimeError, match="inside a replica function"):
-        mirrored.run(lambda: mirrored.gather(ops.ones((1,)), axis=0))
-
-
-def test_run_of_another_strategy_inside_a_replica_is_refused(mirrored):
-    other = ks.OneDeviceStrategy("cpu:0")
-    with pytest.raises(RuntimeError):
-        mirrored.run(lambda: other.run(lambda: 1))
 
 
 def test_run_and_reduce_inside_a_replica_are_refused(mirrored):
@@ -181,13 +160,6 @@ def test_what_replicas_have_alike_is_one_program(mirrored):
     assert numbers(found) == [0, 2]
 
 
-def test_a_lambda_sees_the_values_that_its_names_have_now(mirrored):
-    x = per_replica(1.0, 2.0)
-    for factor in (2, 3):
-        found = mirrored.run(lambda x: x * factor, args=(x,))  # noqa: B023
-        assert numbers(found) == [factor, 2 * factor]
-
-
 # Replica contexts.
 
 
@@ -247,21 +219,6 @@ def test_all_gather_of_a_structure(mirrored):
     assert numbers(ten_times) == [[10, 20]] * 2
 
 
-def test_merge_call_runs_once_in_cross_replica_context(mirrored):
-    def merge(strategy, value, same):
-        assert ks.in_cross_replica_context()
-        assert strategy is mirrored
-        assert isinstance(value, ks.PerReplica) and same == 7
-        return strategy.reduce("SUM", value, axis=None)
-
-    def fn(x):
-        found = ks.get_replica_context().merge_call(merge, args=(x, 7))
-        assert not ks.in_cross_replica_context()
-        return found + 0
-
-    assert numbers(mirrored.run(fn, args=(per_replica(1.0, 2.0),))) == [3, 3]
-
-
 def test_components_of_a_merged_result_go_back_to_their_replicas(mirrored):
     def merge(strategy, value):
         first, second = strategy.experimental_local_results(value)
@@ -285,14 +242,6 @@ def test_all_reduce(mirrored, op, expected):
     once, ten_times = mirrored.run(fn, args=(per_replica(1.0, 4.0),))
     assert numbers(once) == [expected] * 2
     assert numbers(ten_times) == [expected * 10] * 2
-
-
-def test_all_gather(mirrored):
-    def fn(x):
-        return ks.get_replica_context().all_gather(x, axis=0) + 0
-
-    found = mirrored.run(fn, args=(per_replica([1, 2], [3, 4]),))
-    assert numbers(found) == [[1, 2, 3, 4]] * 2
 
 
 @NOT_JAX
@@ -346,13 +295,6 @@ def test_the_gradient_of_an_all_gather_is_the_sum_of_the_parts(mirrored, parts):
 
 
 # Reduce and gather.
-
-
-@pytest.mark.parametrize(
-    "op, expected", [("SUM", 5), ("Mean", 2.5), ("min", 1), (ks.ReduceOp.MAX, 4)]
-)
-def test_reduce_over_replicas(mirrored, op, expected):
-    assert float(mirrored.reduce(op, per_replica(1.0, 4.0), axis=None)) == expected
 
 
 @pytest.mark.parametrize(
@@ -539,14 +481,6 @@ def test_metrics_count_on_all_replicas(mirrored, compiled):
     metric.reset_state()
     assert float(step(per_replica([5, 6], [7, 8]))) == 6.5
     assert float(metric.result()) == 6.5
-
-
-def test_initial_values_are_the_same_on_all_replicas(mirrored):
-    with mirrored.scope():
-        layer = layers.Dense(3)
-        layer.build((None, 2))
-    found = mirrored.run(lambda: ops.sum(layer.kernel * 1))
-    assert len(set(numbers(found))) == 1
 
 
 def test_random_layers_draw_a_mask_of_each_replicas_own(mirrored):

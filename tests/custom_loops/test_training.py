@@ -328,22 +328,6 @@ def test_several_runs_in_one_step_as_in_reinforcement_learning(mirrored):
     assert_alike(train(mirrored), train(ks.get_strategy()))
 
 
-def test_gradients_that_are_summed_already_are_not_summed_again(mirrored):
-    with mirrored.scope():
-        variable = keras.Variable(np.float32(0))
-        optimizer = keras.optimizers.SGD(1.0)
-        optimizer.build([variable])
-
-    def step(gradient):
-        total = ks.get_replica_context().all_reduce("SUM", gradient)
-        with ks.gradients_are_aggregated():
-            optimizer.apply([total], [variable])
-
-    gradients = ks.PerReplica([ops.ones(()), ops.ones(()) * 2])
-    mirrored.run(step, args=(gradients,))
-    assert float(variable.numpy()) == -3
-
-
 def replicas(count):
     """A strategy of so many replicas, one for one device."""
     if count == 1:

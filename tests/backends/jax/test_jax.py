@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import _thread
 import contextlib
-import itertools
 import threading
 
 import keras
@@ -20,14 +19,12 @@ if keras.backend.backend() != "jax":
 import jax
 from backends.jax.jax_training import (
     STRATEGIES,
-    alone,
     assert_same,
     on,
     on_each_kind,
     rows,
     scope_of,
     small_model,
-    train,
     trained,
 )
 
@@ -94,68 +91,6 @@ def test_central_storage_trains_on_after_moving_averages():
 
     expected = fitted_twice(STRATEGIES["one_device"]())
     assert_same(fitted_twice(STRATEGIES["central"]()), expected)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("name", "count"),
-    [
-        # Not one row: normalized over the batch it is 0, and accuracy a tie.
-        *[("mirrored_4", count) for count in (22, 23, 25, 3, 2)],
-        *[(name, 23) for name in sorted(set(STRATEGIES) - {"mirrored_4"})],
-    ],
-)
-def test_any_number_of_rows(name, count):
-    assert_same(train(STRATEGIES[name](), count), alone(count))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_optimizers_of_central_storage(optimizer):
-    make = OPTIMIZERS[optimizer]
-    found = train(STRATEGIES["central"](), optimizer=make)
-    assert_same(found, alone(optimizer=make), 1e-4)
-
-
-# Mirrored replicas run eagerly in `test_exactness.py`, which takes long.
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("name", "arguments"),
-    [
-        ("central", {"run_eagerly": True}),
-        *itertools.product(
-            ["mirrored_2", "central"],
-            [{"jit_compile": False}, {"steps_per_execution": 2}],
-        ),
-    ],
-    ids=str,
-)
-def test_ways_to_run_a_step(name, arguments):
-    assert_same(train(STRATEGIES[name](), **arguments), alone(**arguments), 1e-4)
-
-
-# Masks are drawn on the mesh: by its programs, and by those of central storage.
-@on("mirrored_2", "central")
-def test_dropout_has_the_masks_of_one_device(name):
-    np.testing.assert_allclose(
-        kernel_behind_dropout(STRATEGIES[name]()),
-        kernel_behind_dropout(None),
-        rtol=1e-5,
-        atol=1e-6,
-    )
-
-
-def kernel_behind_dropout(strategy):
-    """What the masks of two steps have made of a kernel."""
-    with scope_of(strategy):
-        keras.utils.set_random_seed(3)
-        model = keras.Sequential(
-            [keras.Input((6,)), layers.Dropout(0.5), layers.Dense(1)]
-        )
-        model.compile("sgd", "mse")
-    x, y, _ = rows(16)
-    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
-    return model.layers[-1].get_weights()[0]
 
 
 # --- Programs -------------------------------------------------------------------
@@ -371,97 +306,3 @@ def test_a_submodel_from_outside_has_the_layouts_of_a_model_parallel_strategy():
         assert shardings[0] == shardings[1]
         assert not shardings[0].is_fully_replicated
         model.train_on_batch(x, y)
-
-
-@on_each_kind
-def test_compile_outside_with_objects_from_outside(name):
-    x, y, _ = rows(8)
-    strategy = STRATEGIES[name]()
-    with strategy.scope():
-        model = small_model()
-    optimizer = keras.optimizers.Adam(0.01)
-    model.compile(optimizer, "mse", metrics=[keras.metrics.MeanAbsoluteError()])
-    model.train_on_batch(x, y)
-    places = {copy.device for copy in strategy.drivers.fit.copies(model.variables[0])}
-    for variable in (*optimizer.variables, *model.metrics_variables):
-        found = {copy.device for copy in strategy.drivers.fit.copies(variable)}
-        assert found == places
-
-
-def test_one_device_keeps_everything_on_it():
-    x, y, _ = rows(16)
-    strategy = ks.OneDeviceStrategy("cpu:1")
-    with strategy.scope():
-        model = small_model()
-    elsewhere = jax.device_put(x, jax.devices()[2])
-    model.fit(elsewhere, y, batch_size=8, verbose=0)
-    for variable in (*model.variables, *model.optimizer.variables):
-        (copy,) = strategy.drivers.fit.copies(variable)
-        assert copy.device == "cpu:1"
-
-
-@on_each_kind
-def test_callbacks_evaluate_and_save_during_fit(name, tmp_path):
-    x, y, _ = rows(16)
-
-    def fitted(strategy):
-        with scope_of(strategy):
-            model = small_model()
-        seen = []
-
-        def on_batch(batch, logs):
-            seen.append(model.evaluate(x, y, 8, verbose=0))
-
-        file = tmp_path / f"{name}_{strategy is None}_{{epoch}}.weights.h5"
-        model.fit(
-            x,
-            y,
-            batch_size=8,
-            epochs=2,
-            shuffle=False,
-            verbose=0,
-            callbacks=[
-                keras.callbacks.ModelCheckpoint(file, save_weights_only=True),
-                # A function of one's own does not go through `callback.model`,
-                # which is why it may only call methods of the strategy's models.
-                keras.callbacks.LambdaCallback(on_train_batch_end=on_batch),
-            ]
-            if strategy is not None
-            else [_Evaluating(seen, x, y)],
-        )
-        return {"seen": seen, "weights": model.get_weights()}
-
-    assert_same(fitted(STRATEGIES[name]()), fitted(None))
-    assert len(list(tmp_path.iterdir())) == 2
-
-
-class _Evaluating(keras.callbacks.Callback):
-    def __init__(self, seen, x, y):
-        super().__init__()
-        self.seen, self.x, self.y = seen, x, y
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.seen.append(self.model.evaluate(self.x, self.y, 8, verbose=0))
-
-
-@pytest.mark.nightly(unless=["central", "one_device"])
-@on_each_kind
-def test_saved_files_have_no_strategy(name, tmp_path):
-    x, y, _ = rows(8)
-    strategy = STRATEGIES[name]()
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((6,)), layers.Dense(1)])
-        model.compile("adam", "mse")
-    model.fit(x, y, batch_size=8, verbose=0)
-    model.save(tmp_path / "model.keras")
-    expected = model.predict(x, verbose=0)
-    plain = keras.saving.load_model(tmp_path / "model.keras")
-    np.testing.assert_allclose(plain.predict(x, verbose=0), expected, rtol=1e-5)
-    with strategy.scope():
-        again = keras.saving.load_model(tmp_path / "model.keras")
-    again.fit(x, y, batch_size=8, verbose=0)
-    assert all(
-        {c.device for c in strategy.drivers.fit.copies(v)}
-        == {c.device for c in strategy.drivers.fit.copies(model.variables[0])}
-        for v in (*again.variables, *again.optimizer.variables)
-    )

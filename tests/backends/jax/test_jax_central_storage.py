@@ -26,24 +26,6 @@ from keras_strategies.engines.jax.fit import mesh_copies
 ks.set_virtual_cpu_devices(4)
 
 
-@pytest.mark.parametrize("name", ["central", "central_overlapping"])
-def test_central_storage_keeps_one_copy(name):
-    x, y, _ = rows(16)
-    strategy = STRATEGIES[name]()
-    with strategy.scope():
-        model = small_model(keras.optimizers.Adam(0.01))
-    seen = []
-
-    class Look(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            for variable in (*self.model.variables, *self.model.optimizer.variables):
-                (copy,) = strategy.drivers.fit.copies(variable)
-                seen.append((copy.device, copy.role))
-
-    model.fit(x, y, batch_size=8, verbose=0, callbacks=[Look()])
-    assert set(seen) == {("cpu:0", "variable")}
-
-
 def transfers(monkeypatch):
     """The shapes of the arrays that are copied to the mesh from now on."""
     shapes = []

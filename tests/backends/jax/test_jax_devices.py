@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-from pathlib import Path
 
 import keras
 import numpy as np
@@ -18,7 +17,6 @@ if keras.backend.backend() != "jax":
 import jax
 
 from keras_strategies.engines.jax.batch_placement import MeshPlacer
-from keras_strategies.types import ReduceOp
 
 ks.set_virtual_cpu_devices(4)
 
@@ -42,25 +40,6 @@ def test_batches_of_any_structure_are_placed():
     assert placer.place((seven,))[0] is seven
 
 
-@pytest.mark.parametrize(
-    ("op", "expected"),
-    [("SUM", [9, 12]), ("MEAN", [3, 4]), ("MIN", [1, 2]), ("MAX", [5, 6])],
-)
-@pytest.mark.parametrize("devices", [(0, 1, 2), (0, 0, 1)], ids=str)
-def test_all_reduce(op, expected, devices):
-    places = [jax.devices()[i] for i in devices]
-    values = [
-        jax.device_put(np.array([1.0, 2.0]) + 2 * i, place)
-        for i, place in enumerate(places)
-    ]
-    engine = ks.MirroredStrategy(["cpu:0", "cpu:1"]).engine
-    for reduced, place in zip(
-        engine.all_reduce(ReduceOp.parse(op), values), places, strict=True
-    ):
-        assert reduced.devices() == {place}
-        np.testing.assert_allclose(reduced, expected)
-
-
 def test_more_cpu_devices_than_jax_has():
     assert len(jax.devices()) == 4  # Which fixes them.
     ks.set_virtual_cpu_devices(2)  # Fewer than there are.
@@ -81,25 +60,3 @@ def test_a_strategy_makes_the_devices_it_names(tmp_path):
     """
     printed = run_code(tmp_path, textwrap.dedent(code))
     assert printed.splitlines()[-1] == "2"
-
-
-def test_symbols_of_jax_that_are_not_public():
-    from keras_strategies.engines.jax import compat
-
-    jax.devices()
-    assert compat.devices_are_fixed()
-    assert not compat.is_tracing()
-    found = []
-
-    def traced(x):
-        found.append(compat.is_tracing())
-        return x + 1
-
-    assert float(jax.jit(traced)(1.0)) == 2
-    assert found == [True]
-
-
-def test_they_are_named_in_one_place():
-    root = Path(ks.__file__).parent
-    naming = [p.name for p in root.rglob("*.py") if "jax._src" in p.read_text()]
-    assert naming == ["compat.py"]

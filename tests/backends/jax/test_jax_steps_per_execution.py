@@ -12,12 +12,9 @@ if keras.backend.backend() != "jax":
 import jax
 from backends.jax.jax_training import (
     STRATEGIES,
-    alone,
     assert_same,
-    on,
     rows,
     small_model,
-    train,
 )
 
 import keras_strategies as ks
@@ -26,7 +23,6 @@ from keras_strategies.engines.jax.fit.compiled_steps import CompiledStep
 ks.set_virtual_cpu_devices(4)
 
 BY_DAY = ("mirrored_2", "one_device")
-on_each_compiled_kind = on(*BY_DAY)
 
 
 @pytest.fixture
@@ -75,13 +71,6 @@ def test_batches_of_equal_shapes_are_one_program(name, programs):
     programs.clear()
     assert model.predict(x, batch_size=4, verbose=0).shape == (27, 1)
     assert programs == [3, 3, 1]
-
-
-@pytest.mark.nightly
-@on_each_compiled_kind
-def test_the_numbers_are_those_of_single_steps(name):
-    found = train(STRATEGIES[name](), 27, steps_per_execution=3)
-    assert_same(found, {key: alone(27)[key] for key in found})
 
 
 def test_steps_before_a_failing_batch_are_done():

@@ -139,66 +139,6 @@ def test_which_errors_are_of_a_lost_worker(error, expected):
     assert _is_collective(error) is expected
 
 
-@pytest.mark.nightly
-def test_workers_may_have_different_numbers_of_devices(tmp_path, start):
-    body = f"""{_DATA}
-    import psutil
-    index = config["task"]["index"]
-    strategy = ks.MultiWorkerMirroredStrategy(
-        devices=["cpu:0", "cpu:1"] if index == 0 else ["cpu:0"],
-        communication_options=ks.CommunicationOptions(timeout_seconds=60))
-    # Weights become the chief's.
-    traces = []
-    with strategy.scope():
-        model = build(traces)
-    if index == 1:
-        model.set_weights([np.zeros_like(w) for w in model.get_weights()])
-    before = len(traces)
-    history = model.fit(x, y, batch_size=6, epochs=3, shuffle=False, verbose=0)
-    traced = len(traces) - before
-    listening = [c.laddr.ip for c in psutil.Process().net_connections()
-                 if c.status == "LISTEN"]
-    total = strategy.workers.all_reduce(ks.ReduceOp.SUM, [
-        np.full(3, index + 1, "int32"), np.full((2, 2), 0.5, "float32")])
-    rows = strategy.workers.gather_rows(
-        np.arange(2 + index, dtype="float16"), [2, 3])
-    write(me, json.dumps(dict(
-        loss=history.history["loss"],
-        weights=[w.tolist() for w in model.get_weights()],
-        predicted=model.predict(x, batch_size=6, verbose=0).tolist(),
-        traces=traced, listening=listening,
-        total=[np.asarray(t).tolist() for t in total], rows=rows.tolist(),
-        replicas=strategy.num_replicas_in_sync)))
-    """
-    workers = start(body)
-    for index in range(2):
-        assert workers.wait(index) == 0, workers.log(index)
-    found = [json.loads((tmp_path / f"worker{i}").read_text()) for i in range(2)]
-    alone: dict = {}
-    exec(textwrap.dedent(_DATA), alone)
-    traces: list = []
-    model = alone["build"](traces)
-    before = len(traces)
-    history = model.fit(
-        alone["x"], alone["y"], batch_size=6, epochs=3, shuffle=False, verbose=0
-    )
-    traced = len(traces) - before
-    for worker in found:
-        assert worker["replicas"] == 3
-        assert worker["loss"] == pytest.approx(history.history["loss"], rel=1e-5)
-        for own, expected in zip(worker["weights"], model.get_weights(), strict=True):
-            assert own == pytest.approx(expected, rel=1e-4, abs=1e-6)
-        predicted = model.predict(alone["x"], batch_size=6, verbose=0)
-        assert worker["predicted"] == pytest.approx(predicted, rel=1e-4, abs=1e-6)
-        # A program for full batches and one for the last, as without workers.
-        assert worker["traces"] == traced
-        assert worker["listening"]
-        assert all(ip.endswith("127.0.0.1") for ip in worker["listening"])
-        assert worker["total"] == [[3, 3, 3], [[1.0, 1.0], [1.0, 1.0]]]
-        assert worker["rows"] == [0, 1, 0, 1, 2]
-    assert found[0]["weights"] == found[1]["weights"]
-
-
 def test_jax_must_not_have_been_used_before(start):
     workers = start(
         """
@@ -249,22 +189,3 @@ def test_jaxs_cluster_of_other_processes_is_an_error(start):
         assert workers.wait(index) == 1, workers.log(index)
         assert "BackendInUseError: This process is in another JAX" in workers.log(index)
         assert f"in its cluster this is not process {index} of 2" in workers.log(index)
-
-
-def test_symbols_of_jax_that_start_a_cluster():
-    import inspect
-
-    from jax._src import distributed, xla_bridge
-    from jax._src.lib import _jax
-
-    state = distributed.State()
-    for name in ("process_id", "num_processes", "service", "client"):
-        assert hasattr(state, name)
-    assert "collectives" in inspect.signature(xla_bridge.make_cpu_client).parameters
-    assert hasattr(xla_bridge._backend_factories["cpu"], "factory")
-    for name in (
-        "get_distributed_runtime_service",
-        "get_distributed_runtime_client",
-        "make_gloo_tcp_collectives",
-    ):
-        assert callable(getattr(_jax, name))

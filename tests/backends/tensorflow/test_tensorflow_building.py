@@ -11,13 +11,10 @@ import keras_strategies as ks
 if keras.backend.backend() != "tensorflow":
     pytest.skip("tests of the TensorFlow backend", allow_module_level=True)
 
-import tensorflow as tf
 from backends.tensorflow.tensorflow_training import (
-    STRATEGIES,
     Rows,
     assert_close,
     assert_same,
-    on_two_and_four,
     rows,
     two,
 )
@@ -67,51 +64,3 @@ def test_a_model_that_only_predicts_is_parallel_from_the_second_batch():
     outputs = model.predict(x, batch_size=8, verbose=0)
     assert model.rows_seen.seen[-1][1] == 1
     assert_close(ops.convert_to_numpy(model(x)), outputs)
-
-
-class Adversaries(keras.Model):
-    """Two models trained in turn; it cannot be called itself."""
-
-    def __init__(self):
-        super().__init__()
-        self.generator = keras.Sequential([layers.Dense(8), layers.Dense(6)])
-        self.discriminator = keras.Sequential([layers.Dense(8), layers.Dense(1)])
-
-    def compile(self):
-        super().compile()
-        self.optimizers = [keras.optimizers.SGD(0.1), keras.optimizers.SGD(0.05)]
-        self.criterion = keras.losses.BinaryCrossentropy(from_logits=True)
-
-    def train_step(self, data):
-        real, noise = data
-        count = tf.shape(real)[0]
-        labels = tf.concat([tf.ones((count, 1)), tf.zeros((count, 1))], 0)
-        with tf.GradientTape() as tape:
-            fake = self.generator(noise)
-            both = self.discriminator(tf.concat([real, fake], 0), training=True)
-            loss = self.criterion(labels, both)
-        self._update(0, self.discriminator, tape, loss)
-        with tf.GradientTape() as tape:
-            judged = self.discriminator(self.generator(noise, training=True))
-            wanted = self.criterion(tf.ones((count, 1)), judged)
-        self._update(1, self.generator, tape, wanted)
-        return {"d": loss, "g": wanted}
-
-    def _update(self, i, model, tape, loss):
-        variables = model.trainable_variables
-        self.optimizers[i].apply(tape.gradient(loss, variables), variables)
-
-
-@on_two_and_four
-def test_adversaries_are_exact(name):
-    def train(model):
-        x, _, _ = rows(18)
-        data = tf.data.Dataset.from_tensor_slices((x, x[::-1])).batch(9)
-        return [model.fit(data, verbose=0).history for _ in range(2)]
-
-    def make():
-        model = Adversaries()
-        model.compile()
-        return model
-
-    assert_same(STRATEGIES[name](), make, train)

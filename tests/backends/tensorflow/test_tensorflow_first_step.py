@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import keras
 import numpy as np
 import pytest
@@ -17,10 +15,7 @@ if keras.backend.backend() != "tensorflow":
 import tensorflow as tf
 from tensorflow.core.protobuf.rewriter_config_pb2 import RewriterConfig
 
-from keras_strategies.devices import Device
 from keras_strategies.engines.tensorflow.compat.programs import program_options
-from keras_strategies.engines.tensorflow.data_parallel import first_step
-from keras_strategies.runtime.placement import Placement
 
 ks.set_virtual_cpu_devices(4)
 
@@ -45,19 +40,3 @@ def test_a_program_is_optimized_once():
     model.predict_on_batch(np.zeros((4, 2), "float32"))
     assert model.iterations == RewriterConfig.ONE
     assert current_options().meta_optimizer_iterations != RewriterConfig.ONE
-
-
-def test_options_of_the_user_stay():
-    config = tf.compat.v1.ConfigProto()
-    config.graph_options.rewrite_options.layout_optimizer = RewriterConfig.ON
-    first_step.set_options(config)
-    options = config.graph_options.rewrite_options
-    assert options.layout_optimizer == RewriterConfig.ON
-    assert options.memory_optimization == RewriterConfig.NO_MEM_OPT
-
-
-@pytest.mark.parametrize("variables", ["cpu", "gpu"])
-def test_options_are_for_cpus_alone(variables):
-    replicas = (Device("gpu", 0), Device("gpu", 1))
-    placement = Placement(replicas, Device(variables, 0), True)
-    assert first_step.optimizer_options(placement) is contextlib.nullcontext

@@ -13,32 +13,8 @@ import keras_strategies as ks
 if keras.backend.backend() != "tensorflow":
     pytest.skip("tests of the TensorFlow backend", allow_module_level=True)
 
-from backends.tensorflow.tensorflow_training import (
-    STRATEGIES,
-    rows,
-    small_model,
-)
 
 ks.set_virtual_cpu_devices(4)
-
-
-def test_central_storage_keeps_every_variable_on_the_parameter_device():
-    strategy = STRATEGIES["central"]()
-    with strategy.scope():
-        model = small_model("adam")
-    model.train_on_batch(*rows(8)[:2])
-    variables = [*model.variables, *model.optimizer.variables]
-    devices = {c.device for v in variables for c in strategy.drivers.fit.copies(v)}
-    assert devices == {"cpu:0"}
-    assert "cpu:1, cpu:2" in str(strategy.describe(model))
-
-
-def test_one_device_places_variables_and_output_there():
-    with ks.OneDeviceStrategy("cpu:2").scope():
-        model = small_model("adam")
-    model.train_on_batch(*rows(8)[:2])
-    for variable in [*model.variables, *model.optimizer.variables]:
-        assert "CPU:2" in variable.value.device
 
 
 def test_virtual_cpus_in_a_new_process(tmp_path):

@@ -26,17 +26,11 @@ from backends.tensorflow.tensorflow_training import (
     assert_close,
     assert_same,
     fit,
-    fit_evaluate_predict,
     four,
-    make_model,
     rows,
     small_model,
     two,
     under,
-)
-
-from keras_strategies.engines.tensorflow.data_parallel.call_in_lockstep import (
-    CallInLockstep,
 )
 
 ks.set_virtual_cpu_devices(4)
@@ -54,69 +48,6 @@ ks.set_virtual_cpu_devices(4)
 
 def test_fit_is_exact_with_variables_apart_from_the_only_replica():
     assert_same(STRATEGIES["central_of_one"](), small_model, fit(16))
-
-
-ADAM = {"optimizer": lambda: keras.optimizers.Adam(0.01, weight_decay=0.01)}
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("name", "count", "arguments"),
-    [
-        *[("mirrored_4", count, {}) for count in (22, 23, 25, 3, 1)],
-        *[(name, 23, {}) for name in sorted(set(STRATEGIES) - {"mirrored_4"})],
-        *[(name, 23, ADAM) for name in ("mirrored_2", "mirrored_4")],
-        ("mirrored_4", 25, {"run_eagerly": True}),
-        ("mirrored_4", 25, {"steps_per_execution": 3}),
-    ],
-    ids=str,
-)
-def test_fit_is_exact(name, count, arguments):
-    def make():
-        optimizer = arguments.get("optimizer", lambda: None)()
-        others = {k: v for k, v in arguments.items() if k != "optimizer"}
-        return make_model(optimizer, **others)
-
-    tolerance = 1e-4 if "optimizer" in arguments else 1e-5
-    assert_same(STRATEGIES[name](), make, fit_evaluate_predict(count), tolerance)
-
-
-@pytest.mark.nightly
-def test_methods_on_batches_are_exact():
-    def train(model):
-        x, y, weights = rows(11)
-        logs = [
-            model.train_on_batch(x[:n], y[:n], weights[:n]) for n in (11, 8, 7, 3, 1)
-        ]
-        scores = [model.test_on_batch(x[:n], y[:n]) for n in (11, 5, 1)]
-        return logs, scores, [model.predict_on_batch(x[:n]) for n in (11, 5, 1)]
-
-    assert_same(four(), make_model, train)
-
-
-@pytest.mark.nightly
-def test_a_transformer_is_exact_over_many_steps():
-    def make():
-        tokens = keras.Input((12,), dtype="int32")
-        x = layers.Embedding(50, 16)(tokens)
-        attended = layers.MultiHeadAttention(2, 8)(x, x)
-        x = layers.LayerNormalization()(x + attended)
-        hidden = layers.Dense(16)(layers.Dense(32, activation="relu")(x))
-        x = layers.LayerNormalization()(x + hidden)
-        x = layers.GlobalAveragePooling1D()(x)
-        model = keras.Model(tokens, layers.Dense(10)(x))
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(keras.optimizers.SGD(0.01), loss)
-        return model
-
-    def train(model):
-        random = np.random.default_rng(0)
-        x, y = random.integers(0, 50, (64, 12)), random.integers(0, 10, 64)
-        return model.fit(
-            x, y, batch_size=16, epochs=15, shuffle=False, verbose=0
-        ).history["loss"]
-
-    assert_same(two(), make, train)
 
 
 # --- Programs -----------------------------------------------------------------
@@ -332,42 +263,6 @@ def test_models_one_after_the_other_are_not_taken_for_retracing(mirrored, retrac
     assert not retracing()
 
 
-def test_functions_that_replicas_run_are_not_taken_for_retracing(mirrored, retracing):
-    traces = []
-
-    def function(number):  # Of a code object of its own.
-        source = f"def replica_step(x):\n    traces.append({number})\n    return x"
-        namespace = {"traces": traces}
-        exec(source, namespace)
-        return tf.function(namespace["replica_step"], autograph=False)
-
-    functions = [function(number) for number in range(6)]
-    for _ in range(2):
-        for each in functions:
-            mirrored.run(each, args=(tf.zeros(()),))
-    assert not retracing()
-    assert sorted(traces) == [number for number in range(6) for _ in "ab"]
-
-
-def test_every_replica_takes_part(monkeypatch):
-    seen = []
-    split = CallInLockstep.split
-
-    def recorded(call, tensor):
-        parts = split(call, tensor)
-        seen.append([part.shape[0] for part in parts])
-        return parts
-
-    monkeypatch.setattr(CallInLockstep, "split", recorded)
-    with four().scope():
-        model = small_model()
-    x, y, _ = rows(16)
-    model.train_on_batch(x, y)
-    # Inputs; outputs, targets and weights of the loss and of metrics.
-    assert seen
-    assert all(each == [4, 4, 4, 4] for each in seen)
-
-
 def test_jit_compile_is_said_not_to_apply_and_changes_nothing():
     expected = under(None, small_model, fit(16))
     with pytest.warns(UserWarning, match="runs without XLA") as warned:
@@ -429,32 +324,6 @@ def test_one_tensor_and_a_tuple_of_it_are_other_batches():
         fits = [model.fit(**feed, **given).history["loss"] for feed in feeds]
         losses.append(np.array(fits))
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
-
-
-class WithFunction(layers.Layer):
-    def build(self, shape):
-        self.kernel = self.add_weight(shape=(4, 4), name="kernel")
-
-    @tf.function
-    def product(self, inputs):
-        return tf.matmul(inputs, self.kernel)
-
-    def call(self, inputs):
-        return self.product(inputs)
-
-
-def test_a_function_in_a_layer_of_eager_steps():
-    x = rows(10, 4)[0]
-    found = []
-    for scope in (contextlib.nullcontext(), two().scope()):
-        with scope:
-            keras.utils.set_random_seed(3)
-            model = keras.Sequential([keras.Input((4,)), WithFunction()])
-            model.compile(keras.optimizers.SGD(0.2), "mse", run_eagerly=True)
-        history = model.fit(x, x, batch_size=4, epochs=3, shuffle=False, verbose=0)
-        found.append((history.history["loss"], *model.get_weights()))
-    for one, other in zip(*found, strict=True):
-        np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("is_inner", [False, True])

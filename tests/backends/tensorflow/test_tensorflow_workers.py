@@ -227,44 +227,6 @@ def test_gradients_of_inputs_are_those_of_one_device(pool):
         assert found == pytest.approx(expected, rel=1e-5)
 
 
-def of_several_ranks(strategy):
-    """What `fit`, `evaluate` and `predict` return for inputs of two ranks."""
-    keras.utils.set_random_seed(3)
-    # Keras's programs, those of one device, are for one rank.
-    is_eager = strategy.placement.is_single
-    with strategy.scope():
-
-        class Model(keras.Model):
-            def __init__(self):
-                super().__init__()
-                self.out = keras.layers.Dense(2)
-
-            def call(self, x):
-                axes = tuple(range(1, len(x.shape) - 1))
-                return keras.ops.mean(self.out(x), axis=axes)
-
-        model = Model()
-        model.compile("sgd", "mse", run_eagerly=is_eager)
-    rng = np.random.default_rng(0)
-    found = []
-    for shape in ((7, 3), (7, 4, 3), (7, 3)):
-        x = rng.normal(size=shape).astype("float32")
-        y = rng.normal(size=(7, 2)).astype("float32")
-        fitted = model.fit(x, y, batch_size=3, shuffle=False, verbose=0)
-        found += [
-            *fitted.history["loss"],
-            model.evaluate(x, y, batch_size=3, verbose=0),
-            *model.predict(x, batch_size=3, verbose=0).ravel().tolist(),
-        ]
-    return found
-
-
-def test_inputs_of_several_ranks_are_those_of_one_device(pool):
-    expected = of_several_ranks(ks.OneDeviceStrategy("cpu:0"))
-    for found in pool(of_several_ranks):
-        assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
-
-
 @pytest.mark.nightly(unless=["float32"])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "mixed_bfloat16"])
 def test_rows_of_a_table_travel_as_rows(pool, dtype):

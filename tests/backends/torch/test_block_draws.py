@@ -115,26 +115,6 @@ def test_gradients_are_those_of_one_device() -> None:
     torch.testing.assert_close(torch.cat(found), expected)
 
 
-def test_a_replica_draws_its_rows_and_less_than_two_blocks(monkeypatch: Any) -> None:
-    counts: list[int] = []
-    original = block_draws.uninitialized_rows
-
-    def noted(like: torch.Tensor, count: int) -> torch.Tensor:
-        counts.append(count * like[0].numel())
-        return original(like, count)
-
-    monkeypatch.setattr(block_draws, "uninitialized_rows", noted)
-    block = 2**15
-    monkeypatch.setattr(block_draws, "_CPU_BLOCK", block)
-    rows = OwnRows(before=7 * 150, own=150, total=8 * 150)
-    draws = ProvedDraws((1,), rows, "layer", is_partitioned=True)
-    with drawing(draws), seeing_draws():
-        found = random.dropout(torch.ones(150, 1024), 0.5)
-    factors, *blocks = counts
-    assert factors == found.numel()
-    assert sum(blocks) < 2 * block, "blocks of own rows are drawn in place"
-
-
 def test_draws_of_torch_are_its_own() -> None:
     """Also as long as the rows: what a step draws from Torch follows its generator."""
     torch.manual_seed(3)

@@ -14,11 +14,9 @@ if keras.backend.backend() != "torch":
 
 import torch
 
-from keras_strategies.collectives import reduce_gather
 from keras_strategies.engines import get_engine
 from keras_strategies.engines.torch.gloo_waits import wait_for
 from keras_strategies.engines.torch.replicas.nccl_reduce import nccl_all_reduce
-from keras_strategies.runtime.replicas.local_reduction import LocalReduction
 
 EXPECTED = {"sum": [4, 6], "mean": [2, 3], "min": [1, 2], "max": [3, 4]}
 
@@ -65,61 +63,6 @@ def test_values_on_two_gpus_are_reduced_by_nccl(op):
 
 
 # --- Packs ----------------------------------------------------------------------
-
-# Tensors of the device "meta" have no values. Keras moves them to its current device as
-# it does those of a GPU.
-DEVICES = ["cpu", "meta"]
-
-
-@pytest.mark.parametrize("kind", [ks.NcclAllReduce, ks.HierarchicalCopyAllReduce])
-def test_values_are_reduced_where_the_replicas_are(kind):
-    """NCCL reduces tensors of different devices only."""
-    found: list[list[str]] = []
-
-    class Recording(kind):
-        def _reduce(self, op, tensors, devices):
-            found.append([tensor.device.type for tensor in tensors])
-            return [tensors[0]]
-
-    pairs = [
-        (ks.PerReplica([torch.ones(shape, device=d) for d in DEVICES]), "cpu:0")
-        for shape in ([2, 3], [4], [1])
-    ]
-    results = Recording().batch_reduce("sum", pairs)
-    assert found == [DEVICES] * 3
-    assert [list(result.shape) for result in results] == [[2, 3], [4], [1]]
-
-
-def test_zeros_for_a_replica_without_gradient_leave_the_others_where_they_are():
-    strategy = ks.MirroredStrategy(
-        ["cpu:0", "cpu:1"], cross_device_ops=ks.NcclAllReduce()
-    )
-    devices: list[str] = []
-    reduction = LocalReduction(strategy, None)
-
-    def to(tensor, device):
-        devices.append(tensor.device.type)
-        return tensor
-
-    reduction._to = to
-    gradient = torch.ones(3, device="meta")
-    assert reduction._filled([gradient, None])[0] is gradient
-    assert devices == ["meta"]
-
-
-@pytest.mark.parametrize("op", ["sum", "mean", "max"])
-def test_values_are_reduced_along_an_axis_where_they_are(monkeypatch, op):
-    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
-    found: list[list[str]] = []
-
-    def reduce_components(strategy, op, tensors):
-        found.append([tensor.device.type for tensor in tensors])
-        return tensors[0]
-
-    monkeypatch.setattr(reduce_gather, "reduce_components", reduce_components)
-    values = ks.PerReplica([torch.ones(3, 2, device=device) for device in DEVICES])
-    strategy.reduce(op, values, axis=0)
-    assert found == [DEVICES]
 
 
 class Wait:

@@ -18,7 +18,6 @@ import torch
 
 from keras_strategies.engines.torch import cuda_batches
 from keras_strategies.engines.torch.cuda_batches import (
-    CudaMover,
     CudaPrefetcher,
     HostReader,
     PinningPrefetcher,
@@ -94,23 +93,6 @@ def test_fit_evaluate_and_predict_move_their_batches_one_ahead():
     assert events == building + epoch * 2 + without_steps * 2
 
 
-def test_a_generator_that_fails_has_its_batches_trained_on_first():
-    strategy = ks.OneDeviceStrategy("cpu:0")
-    strategy.drivers.fit.placer = CudaPrefetcher(noting([]))
-
-    def batches():
-        for _ in range(3):
-            yield X[:4], Y[:4]
-        raise OSError("the disk is gone")
-
-    model = model_of(strategy)
-    model.build((None, 3))
-    with pytest.raises(OSError, match="the disk is gone"):
-        model.fit(batches(), steps_per_epoch=5, verbose=0)
-    assert int(model.optimizer.iterations) == 3
-    assert model.fit(X, Y, verbose=0)
-
-
 @pytest.fixture
 def pins(monkeypatch):
     """The numbers of rows of tensors that were pinned; a CPU pins nothing."""
@@ -151,18 +133,6 @@ def test_the_rows_of_a_replica_are_pinned_for_a_gpu_only(pins, monkeypatch):
     assert not pins
     assert cuda_batches.device_rows(rows, torch.device("cuda", 1)) is not rows
     assert pins == [5]
-
-
-@pytest.mark.gpu
-def test_batches_for_a_gpu_arrive_whole_and_in_order():
-    move = CudaMover(torch.device("cuda", 0))
-    batch = {"x": torch.arange(1 << 20), "nothing": None, "name": "text"}
-    arrivals = [move({**batch, "x": batch["x"] + i}) for i in range(8)]
-    for i, arrive in enumerate(arrivals):
-        found = arrive()
-        assert found["x"].is_cuda and found["nothing"] is None
-        assert found["name"] == "text"
-        assert torch.equal(found["x"].cpu(), batch["x"] + i)
 
 
 @pytest.mark.gpu

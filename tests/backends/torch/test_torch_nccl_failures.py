@@ -146,12 +146,6 @@ def confirm(group: Group, *works: Work) -> NcclWorks:
     return found
 
 
-def test_the_host_waits_for_collectives():
-    works = [Work(3), Work(0), Work(5)]
-    confirm(Group(), *works)
-    assert max(work.looks for work in works) < 0
-
-
 def test_the_error_of_a_collective_is_raised_once():
     error = RuntimeError("NCCL communicator was aborted")
     works = NcclWorks()
@@ -185,10 +179,6 @@ def test_weights_are_spoiled_by_aborted_sums_and_not_by_interruptions(is_lost):
         raise KeyboardInterrupt
     assert workers.has_used_unconfirmed == is_lost
     assert all(np.isnan(w).all() == is_lost for w in model.get_weights())
-
-
-def test_without_collectives_a_lost_worker_is_no_error_here():
-    confirm(Group(WorkerError("Worker 1 was lost.")))
 
 
 def test_torch_leaves_errors_to_this_package(monkeypatch):
