@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 import re
 from typing import Any
 
@@ -228,31 +227,3 @@ def test_central_storage_has_its_variables_on_one_device_after_a_loop():
         step(per_replica(np.ones((2, 4)), np.ones((2, 4))))
     for variable in (*model.variables, *optimizer.variables):
         assert variable.value.devices() == {jax.devices("cpu")[0]}
-
-
-def test_replicas_traced_in_threads_have_the_options_of_the_caller(mirrored) -> None:
-    """Replicas with different shapes are traced in a thread each."""
-    user = contextvars.ContextVar("user", default=0)
-
-    def options(x: Any) -> Any:
-        precision = jax.config.jax_default_matmul_precision
-        promotion = jax.config.jax_numpy_dtype_promotion
-        # An enumeration of strings.
-        found.append((precision, promotion.value, user.get()))
-        return x * 2
-
-    for rows in (2, 3):
-        found: list[Any] = []
-        value = mirrored.experimental_distribute_values_from_function(
-            lambda context, rows=rows: np.ones(
-                (2 + (rows - 2) * context.replica_id_in_sync_group, 3), "float32"
-            )
-        )
-        user.set(rows)
-        with (
-            jax.default_matmul_precision("float32"),
-            jax.numpy_dtype_promotion("strict"),
-        ):
-            mirrored.run(options, args=(value,))
-        assert found
-        assert set(found) == {("float32", "strict", rows)}

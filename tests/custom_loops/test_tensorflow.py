@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import warnings
 
@@ -157,6 +158,14 @@ def test_python_branches_on_tensors_are_converted(mirrored):
 
     found = tf.function(lambda x: mirrored.run(replica, args=(x,)))(parts(1.0, 3.0))
     assert [float(part) for part in found.values] == [1, 30]
+
+
+def test_replicas_have_the_context_variables_of_the_caller(mirrored) -> None:
+    user = contextvars.ContextVar("user", default=0)
+    user.set(3)
+    found = []
+    mirrored.run(lambda: found.append(user.get()))
+    assert found == [3, 3]
 
 
 def test_xla_is_refused_once_for_several_replicas(mirrored):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import textwrap
 import threading
 import time
 
 import keras
 import numpy as np
 import pytest
+from harness.forker import run_code
 from keras import layers, ops
 
 import keras_strategies as ks
@@ -32,18 +34,11 @@ from backends.tensorflow.tensorflow_training import (
     two,
     under,
 )
+from tensorflow.core.protobuf.rewriter_config_pb2 import RewriterConfig
+
+from keras_strategies.engines.tensorflow.compat.programs import program_options
 
 ks.set_virtual_cpu_devices(4)
-
-
-# --- Exactness ----------------------------------------------------------------
-
-
-#
-# `tests/exactness/test_exactness.py` trains under one device, two and four mirrored
-# replicas and central storage, with any number of rows, each optimizer and each way to
-# run a step. Here is what its strategies do not reach, and a model that has in one
-# training what its cases have one by one.
 
 
 def test_fit_is_exact_with_variables_apart_from_the_only_replica():
@@ -53,13 +48,8 @@ def test_fit_is_exact_with_variables_apart_from_the_only_replica():
 # --- Programs -----------------------------------------------------------------
 
 
-# 25: the last batch has fewer rows than there are replicas, which is a program of its
-# own kind; 22 and 23: it has more, and is split unevenly.
-@pytest.mark.nightly(unless=["22"])
-@pytest.mark.parametrize(
-    "count",
-    [22, 25, pytest.param(23, marks=pytest.mark.nightly)],
-)
+# 25: the last batch has fewer rows than there are replicas; 22: more, split unevenly.
+@pytest.mark.parametrize("count", [22, pytest.param(25, marks=pytest.mark.nightly)])
 def test_at_most_two_programs_for_batches_of_any_size(count):
     keras.utils.set_random_seed(7)
     with four().scope():
@@ -126,28 +116,11 @@ def compiled(model, **options):
 
 # The last batches have fewer rows, and fewer than there are replicas.
 @pytest.mark.slow(seconds=13)
-@pytest.mark.parametrize(
-    ("options", "by_batch"),
-    [
-        ({}, False),
-        pytest.param({}, True, marks=pytest.mark.nightly),
-        pytest.param({"steps_per_execution": 2}, False, marks=pytest.mark.nightly),
-    ],
-    ids=str,
-)
-def test_inputs_of_other_ranks_are_exact(options, by_batch):
+def test_inputs_of_other_ranks_are_exact():
     def train(model):
         found = []
-        for rank in (2, 3, 2, 4, 3):
+        for rank in (2, 3, 2):
             x, y = of_rank(rank)
-            if by_batch:
-                for count in (11, 8, 3):
-                    found += [
-                        model.train_on_batch(x[:count], y[:count]),
-                        model.test_on_batch(x[:count], y[:count]),
-                        model.predict_on_batch(x[:count]),
-                    ]
-                continue
             fitted = {"epochs": 2, "batch_size": 4, "shuffle": False, "verbose": 0}
             found += [
                 model.fit(x, y, **fitted).history,
@@ -157,11 +130,10 @@ def test_inputs_of_other_ranks_are_exact(options, by_batch):
             ]
         return found
 
-    assert_same(four(), lambda: compiled(AnyRank(), **options), train)
+    assert_same(four(), lambda: compiled(AnyRank()), train)
 
 
-@pytest.mark.parametrize("steps", [pytest.param(1, marks=pytest.mark.nightly), 2])
-def test_a_dataset_of_batches_of_several_ranks_is_exact(steps):
+def test_a_dataset_of_batches_of_several_ranks_is_exact():
     batches = [of_rank(*given) for given in ((2, 4), (3, 4), (4, 3), (3, 1))]
 
     def train(model):
@@ -175,24 +147,9 @@ def test_a_dataset_of_batches_of_several_ranks_is_exact(steps):
         ]
 
     def make():
-        return compiled(AnyRank(), steps_per_execution=steps)
+        return compiled(AnyRank(), steps_per_execution=2)
 
     assert_same(two(), make, train)
-
-
-def test_each_rank_has_programs_of_its_own():
-    keras.utils.set_random_seed(7)
-    with two().scope():
-        counting = Rows()
-        # With one step, Keras 3.16 has a program for each number of rows.
-        model = compiled(AnyRank(counting), steps_per_execution=2)
-    counting.seen.clear()
-    for _ in range(2):
-        for rank in (2, 3):
-            x, y = of_rank(rank, 10)
-            model.fit(x, y, batch_size=4, epochs=2, verbose=0)
-    # The first step builds the model; a program has one call per replica.
-    assert [replica for _, replica in counting.seen] == [None, 0, 1, 0, 1]
 
 
 @pytest.mark.parametrize("make", [tf.function, ks.function], ids=["tf", "ks"])
@@ -287,6 +244,86 @@ def test_automatic_jit_compile_is_off_with_several_devices(monkeypatch):
 
 class Accelerator:
     device_type = "GPU"
+
+
+class Observed(keras.Sequential):
+    """Records how often the program of its step is optimized."""
+
+    def predict_step(self, data):
+        config = tf.compat.v1.ConfigProto.FromString(
+            program_options().config_proto_serialized
+        )
+        options = config.graph_options.rewrite_options
+        self.iterations = options.meta_optimizer_iterations
+        return super().predict_step(data)
+
+
+def test_a_program_is_optimized_once():
+    with two().scope():
+        model = Observed([keras.Input((2,)), layers.Dense(1)])
+    model.predict_on_batch(np.zeros((4, 2), "float32"))
+    assert model.iterations == RewriterConfig.ONE
+
+
+class Subclassed(keras.Model):
+    """Built by its first batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = layers.Dense(8, activation="relu")
+        self.norm = layers.BatchNormalization()
+        self.rows_seen = Rows()
+        self.out = layers.Dense(1)
+
+    def call(self, x, training=False):
+        return self.out(self.rows_seen(self.norm(self.hidden(x), training=training)))
+
+
+def test_an_unbuilt_model_loses_no_batch_of_a_generator():
+    models = []
+
+    def make():
+        models.append(Subclassed())
+        models[-1].compile(keras.optimizers.SGD(0.1), "mse")
+        return models[-1]
+
+    def train(model):
+        x, y, _ = rows(22)
+        batches = ((x[i : i + 8], y[i : i + 8]) for i in range(0, 22, 8))
+        return model.fit(batches, verbose=0).history
+
+    assert_same(two(), make, train)
+    assert models[-1].rows_seen.seen[-1][1] == 1, "it is parallel"
+
+
+def test_a_model_that_only_predicts_is_parallel_from_the_second_batch():
+    with two().scope():
+        model = Subclassed()
+    x, _, _ = rows(24)
+    outputs = model.predict(x, batch_size=8, verbose=0)
+    assert model.rows_seen.seen[-1][1] == 1
+    assert_close(ops.convert_to_numpy(model(x)), outputs)
+
+
+def test_virtual_cpus_in_a_new_process(tmp_path):
+    code = """
+        import keras, keras_strategies as ks
+        from keras_strategies.engines import get_engine
+        # To list devices does not fix them.
+        print(get_engine().local_devices())
+        ks.set_virtual_cpu_devices(2)
+        ks.set_virtual_cpu_devices(3)
+        print(ks.MirroredStrategy())
+        # To use one does.
+        keras.ops.ones(3) + 1
+        try:
+            ks.MirroredStrategy(["cpu:0", "cpu:3"])
+        except RuntimeError as error:
+            print(error)
+    """
+    printed = run_code(tmp_path, textwrap.dedent(code))
+    assert "cpu:0, cpu:1, cpu:2" in printed
+    assert "Call `ks.set_virtual_cpu_devices(4)` first" in printed
 
 
 # --- Data and functions -------------------------------------------------------

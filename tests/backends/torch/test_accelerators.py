@@ -94,8 +94,8 @@ SUITES = {
 }
 #: GPUs round factors of products and convolutions to TensorFloat-32 otherwise.
 EXACT_PRODUCTS = {"NVIDIA_TF32_OVERRIDE": "0"}
-#: Tests about devices by name.
-NAMES = "devices_are_those_of_the_replica or a_replica_context_says_what_it_is"
+#: A test about devices by name.
+NAMES = "devices_are_those_of_the_replica"
 
 
 def run_suite(folder: Path, devices: str, suite: tuple[str, ...]) -> None:
