@@ -20,7 +20,6 @@ import jax
 from backends.jax.jax_training import (
     STRATEGIES,
     assert_same,
-    on,
     on_each_kind,
     rows,
     scope_of,
@@ -28,18 +27,16 @@ from backends.jax.jax_training import (
     trained,
 )
 
+from keras_strategies.engines.jax.fit.compiled_steps import CompiledStep
+
 ks.set_virtual_cpu_devices(4)
 
 
-# --- The same numbers -----------------------------------------------------------
-#
-# `tests/exactness/test_exactness.py` trains each optimizer, any number of rows and each
-# way to run a step under one device, two and four mirrored replicas and central
-# storage. Here is what its strategies do not reach.
+# --- The same numbers, where `tests/exactness` does not reach ----------------------
 
 
 def fit_and_predict(strategy, optimizer, **compile_arguments):
-    x, y, _ = rows(16)
+    x, y = rows(16)
     with scope_of(strategy):
         model = small_model(optimizer())
         model.compile(model.optimizer, "mse", **compile_arguments)
@@ -47,33 +44,34 @@ def fit_and_predict(strategy, optimizer, **compile_arguments):
     return {"weights": model.get_weights(), "predict": [model.predict(x, 8, 0)]}
 
 
-OPTIMIZERS = {
-    "adam_weight_decay": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
-    "accumulation": lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2),
-    "ema": lambda: keras.optimizers.SGD(
+def ema():
+    return keras.optimizers.SGD(
         0.1, use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=2
-    ),
-    "loss_scale": lambda: keras.optimizers.LossScaleOptimizer(
-        keras.optimizers.SGD(0.1, momentum=0.9), initial_scale=4.0
-    ),
-}
+    )
+
+
+def adamw():
+    return keras.optimizers.AdamW(0.01, weight_decay=0.1)
+
+
+def accumulation():
+    return keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
 
 
 @pytest.mark.nightly(unless=["central-ema-{}"])
 @pytest.mark.parametrize(
-    ("name", "optimizer", "arguments"),
+    ("name", "make", "arguments"),
     [
         # The update donates what the mesh reads: one of its devices has the variables.
-        ("central_overlapping", "adam_weight_decay", {}),
+        ("central_overlapping", adamw, {}),
         # Weights are replaced beside the update.
-        ("central", "ema", {}),
+        ("central", ema, {}),
         # Without programs nothing shows in advance what a step reads.
-        ("central", "accumulation", {"run_eagerly": True}),
+        ("central", accumulation, {"run_eagerly": True}),
     ],
-    ids=str,
+    ids=lambda each: getattr(each, "__name__", str(each)),
 )
-def test_central_storage_is_exact(name, optimizer, arguments):
-    make = OPTIMIZERS[optimizer]
+def test_central_storage_is_exact(name, make, arguments):
     found = fit_and_predict(STRATEGIES[name](), make, **arguments)
     assert_same(found, fit_and_predict(None, make), 1e-4)
 
@@ -83,8 +81,8 @@ def test_central_storage_trains_on_after_moving_averages():
 
     def fitted_twice(strategy):
         with strategy.scope():
-            model = small_model(OPTIMIZERS["ema"]())
-        x, y, _ = rows(16)
+            model = small_model(ema())
+        x, y = rows(16)
         for _ in range(2):
             model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
         return {"weights": model.get_weights()}
@@ -97,9 +95,9 @@ def test_central_storage_trains_on_after_moving_averages():
 
 
 @pytest.mark.nightly(unless=["mirrored_2", "one_device"])
-@on("mirrored_2", "mirrored_default", "central", "one_device")
+@on_each_kind
 def test_one_program_for_each_shape_of_a_batch(name):
-    x, y, _ = rows(22)
+    x, y = rows(22)
     with STRATEGIES[name]().scope():
         model = small_model()
     counts = model.get_layer("counting").counts
@@ -139,6 +137,57 @@ def no_compilation():
     assert not compiled
 
 
+@pytest.fixture
+def programs(monkeypatch):
+    """The numbers of steps of the programs that run."""
+    found = []
+    run = CompiledStep._run
+
+    def recording(self, state, batch, count):
+        found.append(count or 1)
+        return run(self, state, batch, count)
+
+    monkeypatch.setattr(CompiledStep, "_run", recording)
+    return found
+
+
+def model_of_several_steps(name, steps):
+    with STRATEGIES[name]().scope():
+        model = small_model()
+        model.compile(keras.optimizers.Adam(0.01), "mse", steps_per_execution=steps)
+    return model
+
+
+@pytest.mark.parametrize("name", ["mirrored_2", "one_device"])
+def test_batches_of_equal_shapes_are_one_program(name, programs):
+    model = model_of_several_steps(name, 3)
+    x, y = rows(27)
+    # Seven batches, the last of three rows.
+    for call in (model.fit, model.evaluate):
+        programs.clear()
+        call(x, y, batch_size=4, verbose=0)
+        assert programs == [3, 3, 1]
+    programs.clear()
+    # The uneven batch is among the three.
+    model.fit(x[:23], y[:23], batch_size=4, verbose=0, shuffle=False)
+    assert programs == [3, 1, 1, 1]
+
+
+def test_steps_before_a_failing_batch_are_done():
+    model = model_of_several_steps("mirrored_2", 4)
+    x, y = rows(4)
+
+    def batches():
+        for _ in range(6):
+            yield x, y
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        model.fit(batches(), verbose=0)
+    assert int(model.optimizer.iterations) == 6
+    assert all(np.isfinite(each).all() for each in model.get_weights())
+
+
 # --- Interrupted loops ----------------------------------------------------------
 
 
@@ -156,7 +205,7 @@ class RaiseAt(keras.callbacks.Callback):
 
 def assert_usable(model, weights):
     """The model has these weights, and trains, evaluates and predicts."""
-    x, y, _ = rows(22)
+    x, y = rows(22)
     for found, expected in zip(model.get_weights(), weights, strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
     model.fit(x, y, batch_size=8, verbose=0)
@@ -167,34 +216,29 @@ def assert_usable(model, weights):
 @pytest.mark.nightly(unless=["mirrored_2", "one_device"])
 @on_each_kind
 def test_a_callback_raises(name):
+    x, y = rows(22)
     _, model = trained(name)
     for error in (KeyboardInterrupt(), ValueError("mine")):
-        check_that_callbacks_raise(model, error)
-
-
-def check_that_callbacks_raise(model, error):
-    x, y, _ = rows(22)
-    weights = model.get_weights()
-    for method, loop in [
-        ("on_train_batch_begin", lambda c: model.fit(x, y, 8, 1, 0, c)),
-        ("on_test_batch_end", lambda c: model.evaluate(x, y, 8, 0, callbacks=c)),
-        ("on_predict_batch_end", lambda c: model.predict(x, 8, 0, callbacks=c)),
-    ]:
+        weights = model.get_weights()
+        for method, loop in [
+            ("on_train_batch_begin", lambda c: model.fit(x, y, 8, 1, 0, c)),
+            ("on_test_batch_end", lambda c: model.evaluate(x, y, 8, 0, callbacks=c)),
+            ("on_predict_batch_end", lambda c: model.predict(x, 8, 0, callbacks=c)),
+        ]:
+            with pytest.raises(type(error)):
+                loop([RaiseAt(method, error)])
+            assert not ks.has_strategy()
+            assert keras.distribution.distribution() is None
+            for found, expected in zip(model.get_weights(), weights, strict=True):
+                np.testing.assert_array_equal(found, expected)
         with pytest.raises(type(error)):
-            loop([RaiseAt(method, error)])
-        assert not ks.has_strategy()
-        assert keras.distribution.distribution() is None
-        for found, expected in zip(model.get_weights(), weights, strict=True):
-            np.testing.assert_array_equal(found, expected)
-    with pytest.raises(type(error)):
-        model.fit(x, y, 8, 1, 0, [RaiseAt("on_train_batch_end", error)])
-    assert_usable(model, model.get_weights())
+            model.fit(x, y, 8, 1, 0, [RaiseAt("on_train_batch_end", error)])
+        assert_usable(model, model.get_weights())
 
 
-@pytest.mark.nightly(unless=["mirrored_2", "central", "one_device"])
-@on("mirrored_2", "mirrored_default", "central", "one_device")
+@on_each_kind
 def test_bad_data_loses_no_weights(name):
-    x, y, _ = rows(22)
+    x, y = rows(22)
     _, model = trained(name)
     weights = model.get_weights()
 
@@ -207,17 +251,18 @@ def test_bad_data_loses_no_weights(name):
     assert_usable(model, weights)
 
     weights = model.get_weights()
-    with pytest.raises(Exception):  # noqa: B017
-        model.predict(x[:, :5], 8, verbose=0)
-    with pytest.raises(Exception):  # noqa: B017
-        model.fit(x[:, :5], y, 8, verbose=0)
-    with pytest.raises(Exception):  # noqa: B017
-        model.train_on_batch(x[:, :5], y)
+    for call in (
+        lambda: model.predict(x[:, :5], 8, verbose=0),
+        lambda: model.fit(x[:, :5], y, 8, verbose=0),
+        lambda: model.train_on_batch(x[:, :5], y),
+    ):
+        with pytest.raises(Exception):  # noqa: B017
+            call()
     assert_usable(model, weights)
 
 
 @pytest.mark.nightly(unless=["central"])
-@on("mirrored_2", "central")
+@pytest.mark.parametrize("name", ["mirrored_2", "central"])
 def test_ctrl_c_in_a_step(name):
     random = np.random.default_rng(0)
     x = random.normal(size=(512, 256)).astype("float32")
@@ -248,7 +293,7 @@ def test_ctrl_c_in_a_step(name):
     model.predict(x, batch_size=256, verbose=0)
 
 
-@on("mirrored_2", "central")
+@pytest.mark.parametrize("name", ["mirrored_2", "central"])
 def test_ctrl_c_while_keras_empties_the_variables(name, monkeypatch):
     x = np.ones((8, 3), "float32")
     with STRATEGIES[name]().scope():
@@ -275,7 +320,7 @@ def test_ctrl_c_while_keras_empties_the_variables(name, monkeypatch):
 
 @on_each_kind
 def test_a_submodel_whose_arrays_are_committed_to_another_device(name):
-    x, y, _ = rows(8)
+    x, y = rows(8)
     strategy = STRATEGIES[name]()
     outer = keras.Sequential([keras.Input((x.shape[1],)), layers.Dense(2)])
     for variable in outer.variables:
@@ -292,7 +337,7 @@ def test_a_submodel_whose_arrays_are_committed_to_another_device(name):
 
 
 def test_a_submodel_from_outside_has_the_layouts_of_a_model_parallel_strategy():
-    x, y, _ = rows(8)
+    x, y = rows(8)
     devices = [f"cpu:{i}" for i in range(4)]
     strategy = ks.ModelParallelStrategy("auto", devices, 2, min_shard_bytes=0)
     outer = keras.Sequential([keras.Input((x.shape[1],)), layers.Dense(4)])

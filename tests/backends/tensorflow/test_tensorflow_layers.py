@@ -10,7 +10,6 @@ import pytest
 from keras import layers, ops
 
 import keras_strategies as ks
-from keras_strategies import errors
 
 if keras.backend.backend() != "tensorflow":
     pytest.skip("tests of the TensorFlow backend", allow_module_level=True)
@@ -67,23 +66,6 @@ def test_collectives_in_layers_have_gradients(eager):
         return model.fit(x, [y, y], **given).history
 
     assert_same(two(), make, train)
-
-
-def test_replicas_that_disagree_on_collectives_are_told():
-    @ks.row_wise  # Else it is unsplit: it reads its replica's number.
-    class Disagreeing(layers.Layer):
-        def call(self, x):
-            replica = ks.get_replica_context() if ks.has_strategy() else None
-            if replica is not None and replica.replica_id_in_sync_group == 1:
-                return replica.all_reduce("sum", x)
-            return x
-
-    with two().scope():
-        model = keras.Sequential([keras.Input((6,)), Disagreeing(), layers.Dense(1)])
-        model.compile("sgd", "mse")
-    x, y, _ = rows(8)
-    with pytest.raises(errors.ReplicaMismatchError, match="same collective calls"):
-        model.train_on_batch(x, y)
 
 
 # --- What cannot be split is called whole -------------------------------------
@@ -150,26 +132,6 @@ def test_batch_normalization_in_a_loop_is_exact():
     assert_close(expected, found)
 
 
-def test_ragged_input_is_exact():
-    class Bag(layers.Layer):
-        def call(self, x):
-            return tf.reduce_mean(tf.cast(x, "float32"), axis=1, keepdims=True)
-
-    def make():
-        inputs = keras.Input((None,), dtype="int64", ragged=True)
-        model = keras.Model(inputs, layers.Dense(1)(Bag()(inputs)))
-        model.compile(keras.optimizers.SGD(0.01), "mse")
-        return model
-
-    def train(model):
-        x = tf.ragged.constant([[1, 2], [3], [4, 5, 6], [7], [1, 1], [2]], "int64")
-        data = tf.data.Dataset.from_tensor_slices((x, tf.ones((6, 1))))
-        data = data.ragged_batch(4)
-        return [model.fit(data, verbose=0).history for _ in range(2)]
-
-    assert_same(two(), make, train)
-
-
 # --- Keras inside replicas ----------------------------------------------------
 
 
@@ -196,32 +158,6 @@ def test_losses_of_keras_inside_a_layer_are_not_divided_by_replicas():
         return model
 
     assert_same(two(), make, fit(11, batch=11))
-
-
-@pytest.mark.parametrize("eager", [False, True])
-def test_dropout_of_a_custom_step_is_that_of_one_device(eager):
-    def draw(strategy):
-        keras.utils.set_random_seed(3)
-        with strategy.scope():
-            model = keras.Sequential([keras.Input((50,)), layers.Dropout(0.5)])
-            model.compile("sgd", "mse", run_eagerly=eager)
-
-        class Step(keras.callbacks.Callback):
-            pass
-
-        found = []
-        model.train_step = lambda data: (
-            found.append(model(data[0], training=True)) or {"n": found[-1]}
-        )
-        model.compute_metrics = None
-        x = np.ones((4, 50), "float32")
-        model.train_function = None
-        logs = model.train_on_batch(x, x, return_dict=True)
-        return np.asarray(logs["n"])
-
-    found = draw(two())
-    np.testing.assert_array_equal(found, draw(ks.OneDeviceStrategy("cpu:0")))
-    assert len({row.tobytes() for row in found}) == 4
 
 
 @ks.row_wise

@@ -86,7 +86,7 @@ def test_a_runtime_that_is_in_use_is_refused(run_two):
 
 
 def test_a_killed_worker_is_named(run_two):
-    """The loss is noticed in the middle of a program, in which Python can do nothing."""
+    """Noticed in the middle of a program, in which Python can do nothing."""
     found = run_two("""
         strategy = ks.MultiWorkerMirroredStrategy(
             communication_options=ks.CommunicationOptions(timeout_seconds=60)

@@ -18,7 +18,6 @@ from keras_strategies.engines.tensorflow.random_numbers.intercepted_draws import
     drawing_entries,
     intercept_draws,
 )
-from keras_strategies.errors import BatchError  # noqa: E402
 from keras_strategies.runtime.random_numbers.row_draws import OwnRows  # noqa: E402
 
 SEED = (7, -9)
@@ -192,11 +191,3 @@ def test_counter_carries() -> None:
         draw = operations.DRAWS[0][0].stateless_random_uniform_v2
         found = draw(shape=[3, 4], **options)
     assert bits(found) == bits(every[5:])
-
-
-def test_other_number_of_rows() -> None:
-    with (
-        drawing_entries(OwnRows(0, 4, 8)),
-        pytest.raises(BatchError, match="placements has 4"),
-    ):
-        tf.random.stateless_uniform([5, 2], SEED)

@@ -237,30 +237,6 @@ def trained(strategy, make, **options):
     return history.history["loss"], model.get_weights()
 
 
-def test_several_steps_in_a_program():
-    def make():
-        return keras.Sequential([layers.Dropout(0.5, seed=1), Noise(in_steps)])
-
-    expected = trained(None, make, steps_per_execution=2)
-    assert_close(expected, trained(three(), make, steps_per_execution=2))
-
-
-def in_steps(x, seed):
-    return 0.1 * random.normal(ops.shape(x), seed=seed)
-
-
-def test_numbers_of_a_model_for_xla():
-    """Replicas do not use XLA, which draws other numbers from the same seed."""
-
-    def make():
-        return layers.Dropout(0.5, seed=1)
-
-    expected = trained(None, make)
-    with pytest.warns(UserWarning, match="jit_compile"):
-        found = trained(three(), make, jit_compile=True)
-    assert_close(expected, found)
-
-
 class Rematerialized(layers.Layer):
     """Draws again in the backward pass, as `keras.remat` does."""
 
@@ -307,58 +283,3 @@ def test_rows_in_a_function_within_run_are_refused(signature) -> None:
     found = strategy.run(lambda x: shifted(x), args=(rows,))
     first, second = strategy.experimental_local_results(found)
     np.testing.assert_array_equal(first, second)
-
-
-def drawn_in_function(strategy, runs, signature, length):
-    """What replicas draw in runs of a `tf.function`, each joined."""
-    with strategy.scope():
-        seed = random.SeedGenerator(3)
-
-    def fn(x):
-        shared = ops.sum(random.normal((length, 1), seed=seed), 0)
-        rows = random.uniform(ops.shape(x), seed=seed)
-        return x + rows + random.dropout(ops.ones_like(x), 0.5, seed=seed) + shared
-
-    count = strategy.num_replicas_in_sync
-    specs = [tf.TensorSpec((None, 4))] * count if signature else None
-
-    @tf.function(input_signature=specs)
-    def step(*rows):
-        results = strategy.run(fn, args=(ks.PerReplica(list(rows)),))
-        return tf.concat(strategy.experimental_local_results(results), 0)
-
-    return [step(*(tf.zeros((own, 4)) for own in sizes)).numpy() for sizes in runs]
-
-
-@pytest.mark.nightly(unless=["True"])
-@pytest.mark.parametrize("signature", [False, True])
-def test_draws_in_programs_are_those_of_one_device(signature) -> None:
-    """Of programs for any number of rows, and for that of some replicas."""
-    runs = [(4, 3), (4, 2), (3, 3), (3, 0), (1, 4)]
-    totals = [(sum(sizes),) for sizes in runs]
-    expected = drawn_in_function(ks.OneDeviceStrategy("cpu:0"), totals, signature, 9)
-    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
-    found = drawn_in_function(strategy, runs, signature, 9)
-    for one, other in zip(expected, found, strict=True):
-        np.testing.assert_allclose(other, one, atol=1e-6)
-
-
-@pytest.mark.parametrize("signature", [None, [tf.TensorSpec((None, 4))] * 2])
-def test_a_fixed_length_in_a_program_may_be_that_of_the_rows(signature) -> None:
-    """One rule, whether the trace knows the number of rows or a step: 3 of 3."""
-    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
-
-    @tf.function(input_signature=signature)
-    def step(*rows):
-        results = strategy.run(
-            lambda x: random.normal((3, 4), seed=5),
-            args=(ks.PerReplica(list(rows)),),
-        )
-        return tf.stack(strategy.experimental_local_results(results))
-
-    shared = step(tf.zeros((4, 4)), tf.zeros((4, 4)))
-    expected = random.normal((3, 4), seed=5)
-    np.testing.assert_allclose(shared, tf.stack([expected, expected]), atol=1e-6)
-    of_rows = step(tf.zeros((3, 4)), tf.zeros((3, 4)))
-    expected = random.normal((6, 4), seed=5)
-    np.testing.assert_allclose(of_rows, tf.reshape(expected, (2, 3, 4)), atol=1e-6)
