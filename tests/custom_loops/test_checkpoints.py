@@ -18,13 +18,8 @@ class Counting(keras.Layer):
 
     def __init__(self, aggregation: str):
         super().__init__()
-        self.seen = keras.Variable(
-            0.0,
-            trainable=False,
-            synchronization="on_read",
-            aggregation=aggregation,
-            name="seen",
-        )
+        options = {"synchronization": "on_read", "aggregation": aggregation}
+        self.seen = keras.Variable(0.0, trainable=False, name="seen", **options)
         self.built = True
 
     def call(self, x: Any) -> Any:

@@ -10,19 +10,6 @@ from keras import ops
 import keras_strategies as ks
 
 
-def test_colocated_variables_belong_to_the_strategy(mirrored):
-    with mirrored.scope():
-        first = keras.Variable(1.0)
-    with mirrored.extended.colocate_vars_with(first):
-        second = keras.Variable(2.0)
-    assert mirrored.extended.variable_created_in_scope(second)
-    with (
-        pytest.raises(RuntimeError, match="was not created in the scope"),
-        mirrored.extended.colocate_vars_with(keras.Variable(1.0)),
-    ):
-        pass
-
-
 def test_reduce_to_devices(mirrored):
     values = ks.PerReplica([ops.ones((2,)), ops.ones((2,)) * 3])
     (device, *_) = mirrored.extended.worker_devices
@@ -123,16 +110,21 @@ def test_placement_with_another_variable(mirrored):
     for other in (weight, optimizer.variables[-1]):
         with mirrored.extended.colocate_vars_with(other):
             made = keras.Variable([3.0, 4.0])
+        assert mirrored.extended.variable_created_in_scope(made)
         places = [
             [copy.device for copy in mirrored.drivers.fit.copies(variable)]
             for variable in (made, other)
         ]
         assert places[0] == places[1]
-    with (
-        pytest.raises(TypeError, match="Received: 'weight' of type str"),
-        mirrored.extended.colocate_vars_with("weight"),
+    for given, error, match in (
+        ("weight", TypeError, "Received: 'weight' of type str"),
+        (keras.Variable(1.0), RuntimeError, "was not created in the scope"),
     ):
-        pass
+        with (
+            pytest.raises(error, match=match),
+            mirrored.extended.colocate_vars_with(given),
+        ):
+            pass
     assert not mirrored.extended.variable_created_in_scope("weight")
 
 

@@ -143,41 +143,6 @@ def test_entries_in_a_graph(name: str, width: tuple[int, ...]) -> None:
         assert bits(any_rows(*sizes)) == bits(every[sliced(start, count)])
 
 
-#: XLA has no kernels of the others. It computes transcendental functions of a part of a
-#: tensor with another rounding.
-IN_XLA = {
-    "u-float32": 0.0,
-    "n-float32": 1e-6,
-    "t-float32": 1e-6,
-    "u-float64": 0.0,
-    "int32": 0.0,
-    "threefry": 0.0,
-    "dropout": 0.0,
-}
-
-
-@pytest.mark.nightly(unless=["u-float32", "n-float32", "u-float64", "int32"])
-@pytest.mark.parametrize("name", IN_XLA)
-def test_entries_in_xla(name: str) -> None:
-    width = (7,)
-
-    @tf.function(jit_compile=True)
-    def program() -> Any:
-        return DRAWS[name]([ROWS, *width], slice(0, ROWS))
-
-    @tf.function(jit_compile=True)
-    def static(before: Any) -> Any:
-        return own(name, width, OwnRows(before, 4, ROWS), sliced(5, 4))
-
-    every = program().numpy()
-    for start in (5, 9):
-        found = static(tf.constant(start, tf.int64)).numpy()
-        tolerance = IN_XLA[name]
-        np.testing.assert_allclose(
-            found, every[start : start + 4], rtol=tolerance, atol=tolerance
-        )
-
-
 def test_counter_carries() -> None:
     """A counter that overflows its low word, as of a `tf.random.Generator`."""
     options = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import textwrap
 import threading
 import time
@@ -15,7 +14,6 @@ from harness.forker import run_code
 from keras import layers, ops
 
 import keras_strategies as ks
-from keras_strategies.keras_compat.models import building
 
 if keras.backend.backend() != "tensorflow":
     pytest.skip("tests of the TensorFlow backend", allow_module_level=True)
@@ -173,51 +171,6 @@ def test_a_function_that_replicas_run_takes_inputs_of_other_ranks(mirrored, make
         found = mirrored.experimental_local_results(mirrored.run(step, args=(parts,)))
         for index, output in enumerate(found):
             assert_close(dense(x[index::2]), output)
-
-
-@pytest.fixture
-def retracing():
-    """What TensorFlow says of functions that are traced again and again."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logger = tf.get_logger()
-    logger.addHandler(handler)
-    yield lambda: [line for line in said if "retracing" in line]
-    logger.removeHandler(handler)
-
-
-@pytest.mark.parametrize("length", [4, None], ids=["known", "unknown-length"])
-def test_metrics_are_built_from_the_known_outputs_of_a_functional_model(length):
-    class Counted(layers.Layer):
-        calls = 0
-
-        def call(self, x):
-            Counted.calls += 1
-            return ops.sum(x, axis=1)
-
-    with two().scope():
-        tokens = keras.Input((length,), dtype="int32")
-        hidden = Counted()(layers.Embedding(7, 5)(tokens))
-        outputs = {"a": layers.Dense(3)(hidden), "b": layers.Dense(1)(hidden)}
-        model = keras.Model(tokens, outputs)
-        metrics = {"a": [keras.metrics.F1Score()], "b": ["mae"]}
-        model.compile("sgd", {"a": "mse", "b": "mse"}, metrics=metrics)
-    x = np.zeros((4, 4), "int32")
-    Counted.calls = 0
-    building.symbolic_build(model, (x, {"a": np.ones((4, 3)), "b": np.ones((4, 1))}))
-    assert Counted.calls == 0
-    found = {variable.path for variable in model.metrics_variables}
-    assert any("f1_score" in path for path in found), found
-    assert model.optimizer.built
-
-
-def test_models_one_after_the_other_are_not_taken_for_retracing(mirrored, retracing):
-    for _ in range(6):
-        with mirrored.scope():
-            model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
-        model.predict(np.zeros((4, 2), "float32"), verbose=0)
-    assert not retracing()
 
 
 def test_jit_compile_is_said_not_to_apply_and_changes_nothing():

@@ -45,27 +45,6 @@ def uniform(x, seed):
     return random.uniform(ops.shape(x), seed=seed)
 
 
-def in_a_loop(x, seed):
-    state = ops.cast(seed.next(), "float32")
-
-    def body(i, total):
-        drawn = random.normal(ops.shape(x), seed=7)
-        return i + 1, total + drawn * (state[1] + ops.cast(i, "float32"))
-
-    zeros = ops.zeros_like(x)
-    return ops.while_loop(lambda i, total: i < 3, body, (0, zeros))[1]
-
-
-def in_a_map(x, seed):
-    """Noise of all rows for each element."""
-    state = ops.cast(seed.next(), "float32")
-    drawn = ops.map(
-        lambda i: random.uniform(ops.shape(x), seed=7) * (state[1] + i),
-        ops.array([1.0, 2.0]),
-    )
-    return ops.sum(drawn, 0)
-
-
 def in_a_branch(x, seed):
     first = random.uniform(ops.shape(x), seed=seed)
     state = ops.cast(ops.convert_to_tensor(seed.state)[1], "float32")
@@ -93,8 +72,6 @@ NOISES = {
     "categorical": lambda x, seed: ops.cast(
         random.categorical(x, 7, seed=seed), "float32"
     ),
-    "loop": in_a_loop,
-    "map": in_a_map,
     "branch": in_a_branch,
     "others": behind_others,
 }
@@ -144,7 +121,7 @@ def traces(monkeypatch):
 
 
 #: Draws in bodies of loops and branches are those of an unsplit call.
-UNSPLIT = ("loop", "map", "branch")
+UNSPLIT = ("branch",)
 SUMS = (*UNSPLIT, "others")
 
 
@@ -206,14 +183,9 @@ def other_axis(x, seed):
     ("draw", "reason"),
     [
         (lambda x, seed: tf.random.normal(tf.shape(x)), "uses 'tf'"),
-        (lambda x, seed: tf.nn.dropout(x, 0.5), "uses 'tf'"),
         (
             lambda x, seed: _drawn_in_a_program(x, seed.next()),
             "its code uses",
-        ),
-        (
-            lambda x, seed: tf.random.stateless_normal(tf.shape(x), seed.next()),
-            "uses 'tf'",
         ),
         (other_axis, "'draw'"),
     ],

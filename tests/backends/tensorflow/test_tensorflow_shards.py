@@ -26,7 +26,6 @@ from keras_strategies.layouts import AutoLayouts, VariableMesh
 ks.set_virtual_cpu_devices(4)
 
 START = np.arange(64, dtype="float32").reshape(8, 8) / 8
-DEVICES = [f"cpu:{i}" for i in range(4)]
 
 
 def variable(name: str):
@@ -174,47 +173,6 @@ def test_optimizers(optimizer) -> None:
     other = trained(MODEL_PARALLEL["fsdp_2x2"].make(), make, dense)
     for a, b in zip(one.get_weights(), other.get_weights(), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
-
-
-def test_a_program_gathers_shortly_before_each_use(monkeypatch) -> None:
-    """Gradients have gathers of their own, and a gather waits for an earlier use."""
-    graphs = []
-    original = tf.function
-
-    def recording(fn, **options):
-        def traced(*args):
-            graphs.append(tf.compat.v1.get_default_graph())
-            return fn(*args)
-
-        return original(tf.autograph.experimental.do_not_convert(traced), **options)
-
-    strategy = ks.ModelParallelStrategy("fsdp", DEVICES, min_shard_bytes=64)
-    with strategy.scope():
-        model = dense()
-        model.compile("sgd", "sparse_categorical_crossentropy")
-    rows = classes(8)
-    monkeypatch.setattr(tf, "function", recording)
-    model.fit(rows.x, rows.y, batch_size=8, verbose=0)
-    monkeypatch.undo()
-    graph = max(graphs, key=lambda graph: graph.num_operations())
-    uses: dict[str, list] = {}
-    for op in graph.get_operations():
-        used = [c.name for each in op.outputs for c in each.consumers()]
-        products = [name for name in used if "MatMul" in name]
-        if op.type == "ConcatV2" and products:
-            reads = [each.op for each in op.inputs[:-1]]
-            reads = [r.inputs[0].op if r.type == "Identity" else r for r in reads]
-            waits = {w.name for read in reads for w in read.control_inputs}
-            uses.setdefault(op.device[-5:], []).append((products, waits))
-    assert len(uses) == 4
-    for found in uses.values():
-        assert all(len(products) == 1 for products, _ in found)
-        forward = [each for each in found if "gradient" not in each[0][0]]
-        backward = [each for each in found if "gradient" in each[0][0]]
-        assert (len(forward), len(backward)) == (3, 3)
-        assert [bool(waits) for _, waits in forward] == [False, False, True]
-        assert forward[2][1] == set(forward[0][0])
-        assert all(waits for _, waits in backward)
 
 
 def test_a_weight_assigned_after_the_forward_pass_has_the_gradient_of_before() -> None:

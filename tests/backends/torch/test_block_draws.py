@@ -34,23 +34,16 @@ random = keras.random
 
 DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "normal": lambda x: random.normal((len(x), 4), seed=5),
-    "normal-one-axis": lambda x: random.normal((len(x),), 1.0, 2.0),
-    "uniform": lambda x: random.uniform((len(x), 4), 2.0, 3.0, seed=5),
     "uniform-of-rows": lambda x: random.uniform((len(x), 4), 0.0, x, seed=5),
     "truncated_normal": lambda x: random.truncated_normal((len(x), 4), seed=5),
     "randint": lambda x: random.randint((len(x), 4), 3, 9, seed=5),
     "categorical": lambda x: random.categorical(torch.log(x), 5, seed=5),
-    "categorical-of-array": lambda x: random.categorical(x.numpy(), 5, seed=5),
     "dropout": lambda x: random.dropout(x, 0.4, seed=5),
     "dropout-of-a-tensor": lambda x: random.dropout(x, torch.tensor(0.4), seed=5),
-    "dropout-no-seed": lambda x: random.dropout(x, 0.4),
-    "dropout-of-images": lambda x: random.dropout(x, 0.4),
     "dropout-noise-of-images": lambda x: random.dropout(x, 0.4, (None, 1, 4, 4)),
     "shuffle": lambda x: random.shuffle(x, axis=1, seed=5),
-    "gamma": lambda x: random.gamma((len(x), 4), 0.5, seed=5),
     "gamma-of-rows": lambda x: random.gamma((len(x), 4), x, seed=5),
     "binomial-of-rows": lambda x: random.binomial((len(x), 4), 9.0, x / 2, seed=5),
-    "beta-of-rows": lambda x: random.beta((len(x), 4), x, 2.0, seed=5),
 }
 
 

@@ -1,4 +1,4 @@
-"""Torch: reductions between GPUs go through NCCL, all others through one device."""
+"""Torch: reductions between GPUs go through NCCL; waits of Gloo end."""
 
 from __future__ import annotations
 

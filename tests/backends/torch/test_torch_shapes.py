@@ -5,7 +5,6 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
-import torch
 from keras import layers
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
@@ -57,16 +56,3 @@ def test_upsampling_is_built_from_shapes_alone() -> None:
     found = trained(ks.MirroredStrategy(["cpu:0", "cpu:1"]))
     for a, b in zip(expected, found, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("repeats", "axis"), [(2, 1), (3, -1), (2, None), (0, 0), (1, None)]
-)
-def test_repeats_have_shapes_without_values(repeats, axis) -> None:
-    x = torch.arange(12.0).reshape(4, 3)
-    with ks.OneDeviceStrategy("cpu:0").scope():
-        expected = keras.ops.repeat(x, repeats, axis=axis)
-        with keras.device("meta"):
-            found = keras.ops.repeat(torch.empty((4, 3), device="meta"), repeats, axis)
-    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
-    assert found.device.type == "meta"

@@ -48,47 +48,35 @@ def rows():
     return tuple(rng.normal(size=(22, n)).astype("float32") for n in (8, 4))
 
 
+def by_fit(strategy, model):
+    x, y = rows()
+    model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+
+
+def by_run(strategy, model):
+    model.optimizer.build(model.trainable_variables)
+
+    def step(x, y):
+        def loss_of():
+            return keras.ops.sum((model(x, training=True) - y) ** 2) / 22
+
+        _, gradients = ks.value_and_grad(loss_of, model.trainable_variables)()
+        model.optimizer.apply(gradients, model.trainable_variables)
+
+    for _ in range(3):
+        for batch in strategy.experimental_distribute_dataset(rows(), batch_size=22):
+            strategy.run(step, args=batch)
+
+
+@pytest.mark.parametrize("train", [by_fit, by_run])
 @pytest.mark.parametrize("layer", [Read, Assigned])
 @pytest.mark.filterwarnings("ignore:Layer .* cannot be split")
-def test_fit(layer):
-    def train(strategy):
+def test_training_is_that_of_one_device(layer, train):
+    found = []
+    for strategy in (ks.OneDeviceStrategy("cpu:0"), ks.MirroredStrategy(REPLICAS)):
         with strategy.scope():
             model = model_with(layer)
-        x, y = rows()
-        model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
-        return model.get_weights()
-
-    expected = train(ks.OneDeviceStrategy("cpu:0"))
-    for one, other in zip(train(ks.MirroredStrategy(REPLICAS)), expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("layer", [Read, Assigned])
-def test_run(layer):
-    def train(strategy):
-        with strategy.scope():
-            model = model_with(layer)
-            model.optimizer.build(model.trainable_variables)
-
-        def step(x, y):
-            def loss_of():
-                return keras.ops.sum((model(x, training=True) - y) ** 2) / 22
-
-            _, gradients = ks.value_and_grad(loss_of, model.trainable_variables)()
-            model.optimizer.apply(gradients, model.trainable_variables)
-
-        x, y = (keras.ops.convert_to_tensor(each) for each in rows())
-        count = strategy.num_replicas_in_sync
-        parts = [
-            strategy.experimental_distribute_values_from_function(
-                lambda ctx, of=each: of[ctx.replica_id_in_sync_group :: count]
-            )
-            for each in (x, y)
-        ]
-        for _ in range(3):
-            strategy.run(step, args=tuple(parts))
-        return model.get_weights()
-
-    expected = train(ks.OneDeviceStrategy("cpu:0"))
-    for one, other in zip(train(ks.MirroredStrategy(REPLICAS)), expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+        train(strategy, model)
+        found.append(model.get_weights())
+    for expected, own in zip(*found, strict=True):
+        np.testing.assert_allclose(own, expected, rtol=1e-5, atol=1e-6)
