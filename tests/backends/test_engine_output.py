@@ -1,7 +1,4 @@
-"""Programs print what they print, and their engines nothing that they can be kept from.
-
-Each program is a process of its own, with the environment of a user's shell.
-"""
+"""Programs print what they print, and their engines nothing that they can be kept from."""
 
 from __future__ import annotations
 

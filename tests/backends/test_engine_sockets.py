@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import socket
-import struct
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -75,19 +74,6 @@ def test_connections_of_the_engines_listener_end() -> None:
             assert_works(pair)
 
 
-def test_connections_to_listeners_of_other_workers_end() -> None:
-    peer, other = listener(), listener()
-    sockets = EngineSockets()
-    group = Alone([[list(peer.getsockname())]])
-    with sockets.connecting(group):  # type: ignore[arg-type]
-        pass
-    ended, left = connected(peer), connected(other)
-    with closing(*ended, *left, peer, other):
-        # Both ends are in this process.
-        assert sockets.shutdown() == 2
-        assert_works(left)
-
-
 def test_a_listener_of_another_thread_is_not_the_engines() -> None:
     """It begins to listen while the engine's is created."""
     others: list[socket.socket] = []
@@ -111,27 +97,8 @@ def test_a_listener_of_another_thread_is_not_the_engines() -> None:
             assert_works(pair)
 
 
-def test_without_connections_nothing_ends() -> None:
-    assert EngineSockets().shutdown() == 0
-
-
-def test_sockets_without_a_peer_are_left() -> None:
-    """One that was never connected, and one whose peer has reset the connection."""
-    server, unused = listener(), socket.socket()
-    own, other = connected(server)
-    other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    other.close()
-    with pytest.raises(ConnectionResetError):
-        own.recv(1)
-    with closing(server, unused, own):
-        assert EngineSockets().shutdown() == 0
-
-
 def test_the_connection_of_workers_ends() -> None:
-    """A peer that has accepted a connection never answers.
-
-    A logger and a database connect meanwhile, and another program accepts.
-    """
+    """A peer that has accepted a connection never answers."""
     silent, server = listener(), listener()
     sockets = EngineSockets()
     pairs: list[tuple[socket.socket, socket.socket]] = []

@@ -1,7 +1,4 @@
-"""Layers in `run` on JAX by which a replica's results depend on its other rows.
-
-Replicas with equally many rows exchange sums, see `test_exchanged_sums.py`.
-"""
+"""Layers in `run` on JAX by which a replica's results depend on its other rows."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Values that are reduced, gathered or the same on all replicas, in eager code.
-
-`tf_distribute/cases.py` compares with `tf.distribute` what each kind of value gives.
-"""
+"""Values that are reduced, gathered or the same on all replicas, in eager code."""
 
 from __future__ import annotations
 

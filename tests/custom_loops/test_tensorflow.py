@@ -140,16 +140,6 @@ def test_gradients_of_an_embedding_stay_sparse(mirrored, compiled):
     assert_alike(found, expected)
 
 
-def test_a_replica_function_may_be_a_tf_function(mirrored):
-    @tf.function
-    def double(x):
-        total = ks.get_replica_context().all_reduce("SUM", tf.reduce_sum(x))
-        return 2 * x + total
-
-    found = mirrored.run(double, args=(parts([1.0], [2.0]),))
-    assert [float(part[0]) for part in found.values] == [5, 7]
-
-
 def test_python_branches_on_tensors_are_converted(mirrored):
     def replica(x):
         if tf.reduce_sum(x) > 2:
@@ -207,17 +197,6 @@ def test_an_assignment_in_a_program_gives_replicas_their_parts(mirrored):
     x = parts(1.0, 2.0)
     assert [float(value) for value in step(x)] == [3, 103]
     assert [float(value) for value in step(x)] == [106, 103]
-
-
-def test_replicas_that_disagree_on_collectives_are_a_mismatch(mirrored):
-    def replica():
-        if ks.get_replica_context().replica_id_in_sync_group == 0:
-            ks.get_replica_context().all_reduce("SUM", tf.ones(()))
-
-    with pytest.raises(ks.errors.ReplicaMismatchError, match="same collective calls"):
-        mirrored.run(replica)
-    found = mirrored.run(tf.identity, args=(parts(1.0, 2.0),))
-    assert [float(part) for part in found.values] == [1, 2]
 
 
 def test_a_loop_over_a_dataset_that_is_not_converted_is_told_so(mirrored):

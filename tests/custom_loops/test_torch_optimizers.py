@@ -51,11 +51,7 @@ Step = Callable[[Any, Any, int], Any]
 def train(
     strategy: Any, make_step: Callable[[Any], tuple[Step, Callable[[], Any]]]
 ) -> dict[str, Any]:
-    """Trains with a step of rows, labels and the number of all rows.
-
-    `make_step(model)` returns the step, and a function that is called after each run
-    and returns what is compared.
-    """
+    """Trains with a step of rows, labels and the number of all rows."""
     model = make_model(strategy)
     step, after = make_step(model)
     seen = []

@@ -57,6 +57,13 @@ def assert_alike(found, expected, tolerance=1e-4):
         np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
 
 
+def descend(loss_fn, variables, optimizer):
+    """A step of a replica; its loss."""
+    loss, gradients = ks.value_and_grad(loss_fn, variables)()
+    optimizer.apply(gradients, variables)
+    return loss
+
+
 def loop(strategy, rows, batch=16, build=True, compile=True):
     """The portable loop: what `ks` offers, and nothing of a backend's own."""
     if keras.backend.backend() == "jax":
@@ -155,15 +162,9 @@ def test_a_model_may_be_built_in_the_first_step(mirrored):
             def loss_fn():
                 return ks.compute_average_loss(CROSS_ENTROPY(y, model(x)))
 
-            variables = model.trainable_variables
-            loss, gradients = ks.value_and_grad(loss_fn, variables)()
-            optimizer.apply(gradients, variables)
-            return loss
+            return descend(loss_fn, model.trainable_variables, optimizer)
 
-        @ks.function
-        def step(x, y):
-            return strategy.run(replica_step, args=(x, y))
-
+        step = ks.function(lambda *batch: strategy.run(replica_step, args=batch))
         for _ in range(2):
             for batch in batches(strategy, (x, y), 8):
                 step(*batch)
@@ -201,9 +202,7 @@ def test_two_optimizers_as_in_a_gan(mirrored):
                 (fooled, caught), (generator, judge), optimizers, strict=True
             ):
                 variables = player.trainable_variables
-                loss, gradients = ks.value_and_grad(loss_fn, variables)()
-                optimizer.apply(gradients, variables)
-                losses.append(loss)
+                losses.append(descend(loss_fn, variables, optimizer))
             return losses
 
         step = ks.function(lambda x: strategy.run(replica_step, args=(x,)))
@@ -302,10 +301,7 @@ def test_several_runs_in_one_step_as_in_reinforcement_learning(mirrored):
             def loss_fn():
                 return ks.compute_average_loss(CROSS_ENTROPY(actions, policy(x)))
 
-            variables = policy.trainable_variables
-            loss, gradients = ks.value_and_grad(loss_fn, variables)()
-            optimizer.apply(gradients, variables)
-            return loss
+            return descend(loss_fn, policy.trainable_variables, optimizer)
 
         @ks.function
         def step(x):
@@ -358,9 +354,7 @@ def test_the_largest_value_of_the_batch_is_a_constant_of_the_loss(
                 # Not a softmax: the difference has a gradient of its own.
                 return ops.sum(shifted**2) - chosen / ops.stop_gradient(total)
 
-            loss, gradients = ks.value_and_grad(loss_fn, [weights])()
-            optimizer.apply(gradients, [weights])
-            return loss
+            return descend(loss_fn, [weights], optimizer)
 
         def run(x, y):
             return strategy.reduce("SUM", strategy.run(step, args=(x, y)), axis=None)

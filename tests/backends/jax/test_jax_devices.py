@@ -40,15 +40,6 @@ def test_batches_of_any_structure_are_placed():
     assert placer.place((seven,))[0] is seven
 
 
-def test_more_cpu_devices_than_jax_has():
-    assert len(jax.devices()) == 4  # Which fixes them.
-    ks.set_virtual_cpu_devices(2)  # Fewer than there are.
-    with pytest.raises(ks.errors.BackendInUseError, match="first in the program"):
-        ks.set_virtual_cpu_devices(64)
-    with pytest.raises(ks.errors.BackendInUseError, match="first in the program"):
-        ks.MirroredStrategy(["cpu:0", "cpu:63"])
-
-
 def test_a_strategy_makes_the_devices_it_names(tmp_path):
     code = """
         import keras_strategies as ks

@@ -1,8 +1,4 @@
-"""Rows that do not divide over the devices are sharded, as those that do.
-
-The numbers are compared with one device. That a program is sharded is read from what
-XLA has compiled: operations per device, and collectives between devices.
-"""
+"""Rows that do not divide over the devices are sharded, as those that do."""
 
 from __future__ import annotations
 

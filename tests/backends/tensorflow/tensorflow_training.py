@@ -60,11 +60,7 @@ def small_model(optimizer="sgd", **compile_arguments):
 
 
 def under(strategy, make, train):
-    """What `train(model)` returns, and the weights after it, from pinned seeds.
-
-    Without a strategy steps run eagerly: to trace a program takes longer than the few
-    steps that a test compares.
-    """
+    """What `train(model)` returns, and the weights after it, from pinned seeds."""
     keras.utils.set_random_seed(7)
     if strategy is None:
         model = make()

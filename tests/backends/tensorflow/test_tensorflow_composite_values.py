@@ -1,7 +1,4 @@
-"""TensorFlow: per-replica values in `tf.nest`, `tf.function`, loops and conditions.
-
-What `tf.distribute` gives stands beside each, in TensorFlow 2.21.
-"""
+"""TensorFlow: per-replica values in `tf.nest`, `tf.function`, loops and conditions."""
 
 from __future__ import annotations
 

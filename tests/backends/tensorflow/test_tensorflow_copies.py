@@ -62,12 +62,7 @@ class Counted(layers.Layer):
 
 
 class Normalized(Counted):
-    """Normalizes batches twice: replicas exchange statistics, and their gradients.
-
-    Args:
-        between: function of tensors that is called between the normalizations.
-        then: function of tensors that is called after them.
-    """
+    """Normalizes batches twice: replicas exchange statistics, and their gradients."""
 
     def __init__(self, between=None, then=None, **arguments):
         super().__init__(then, **arguments)

@@ -82,11 +82,7 @@ def test_the_first_step_is_traced_once():
 
 
 class AnyRank(keras.Model):
-    """A prediction for each row, of inputs with any number of axes.
-
-    Args:
-        noted: called with the replica of each traced call.
-    """
+    """A prediction for each row, of inputs with any number of axes."""
 
     def __init__(self, noted=lambda x: x):
         super().__init__()

@@ -1,7 +1,4 @@
-"""Current devices, streams and default devices of replicas on accelerators.
-
-`test_accelerators.py` runs these tests, on simulated accelerators or GPUs.
-"""
+"""Current devices, streams and default devices of replicas on accelerators."""
 
 from __future__ import annotations
 

@@ -66,12 +66,7 @@ def test_values_on_two_gpus_are_reduced_by_nccl(op):
 
 
 class Wait:
-    """A wait of Gloo.
-
-    Args:
-        looks: int, the looks at the group before it ends; None for one without an end.
-        error: str, with which it ends; empty for none.
-    """
+    """A wait of Gloo."""
 
     def __init__(self, looks, error=""):
         self.looks, self.error, self.count = looks, error, 0

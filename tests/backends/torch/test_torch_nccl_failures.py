@@ -1,7 +1,4 @@
-"""Torch: no partial sum of a collective that NCCL has aborted is used.
-
-The collectives are those of `backends/torch/nccl_double.py`, on CPUs.
-"""
+"""Torch: no partial sum of a collective that NCCL has aborted is used."""
 
 from __future__ import annotations
 
