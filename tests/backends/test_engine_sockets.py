@@ -74,29 +74,6 @@ def test_connections_of_the_engines_listener_end() -> None:
             assert_works(pair)
 
 
-def test_a_listener_of_another_thread_is_not_the_engines() -> None:
-    """It begins to listen while the engine's is created."""
-    others: list[socket.socket] = []
-    engines: list[socket.socket] = []
-
-    def create() -> socket.socket:
-        if len(others) < 2:
-            others.append(listener())
-        engines.append(listener())
-        return engines[-1]
-
-    sockets = EngineSockets()
-    made = sockets.listening(create)
-    assert made is engines[-1] and len(engines) == 3
-    with sockets.connecting(Alone()):  # type: ignore[arg-type]
-        pass
-    ended, pairs = connected(made), [connected(each) for each in others]
-    with closing(*ended, *pairs[0], *pairs[1], *others, *engines):
-        assert sockets.shutdown() == 2
-        for pair in pairs:
-            assert_works(pair)
-
-
 def test_the_connection_of_workers_ends() -> None:
     """A peer that has accepted a connection never answers."""
     silent, server = listener(), listener()
@@ -155,18 +132,6 @@ def test_a_connection_that_no_one_answers_ends() -> None:
         with pytest.raises(OSError) as raised:
             waiting[0].recv(1)
         assert raised.value.errno in (errno.ENOTCONN, errno.ECONNRESET)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("0100007F:1F90", ("127.0.0.1", 8080)),
-        ("0000000000000000FFFF00000100007F:0050", ("127.0.0.1", 80)),
-        ("00000000000000000000000001000000:0050", ("::1", 80)),
-    ],
-)
-def test_addresses_of_the_table_of_connections(text, expected) -> None:
-    assert engine_sockets._parsed(text) == expected
 
 
 # gRPC connects to IPv4 addresses by sockets of IPv6.

@@ -84,24 +84,6 @@ def test_reduction_over_several_axes(mirrored):
         mirrored.reduce("sum", value, axis="0")
 
 
-@pytest.mark.skipif(keras.backend.backend() == "numpy", reason="no `fit`")
-def test_parameter_devices_hold_the_variables(mirrored):
-    devices = mirrored.extended.parameter_devices
-    assert devices == (
-        ("cpu:0",)
-        if keras.backend.backend() == "torch"  # virtual CPUs are one memory
-        else ("cpu:0", "cpu:1")
-    )
-    with mirrored.scope():
-        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-    model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
-    for variable in model.trainable_variables:
-        copies = mirrored.drivers.fit.copies(variable)
-        assert tuple(copy.device for copy in copies) == devices
-        assert repr(variable).endswith(f"on {', '.join(devices)}>")
-
-
 def test_placement_with_another_variable(mirrored):
     with mirrored.scope():
         weight = keras.Variable([1.0, 2.0])
@@ -155,16 +137,3 @@ def test_options_of_run(mirrored):
     for strategy in (mirrored, ks.get_strategy()):
         with pytest.raises(TypeError, match=r"`options` must be a ks\.RunOptions"):
             strategy.run(lambda: 1, options="fast")
-
-
-@pytest.mark.parametrize(
-    "given, error, match",
-    [
-        ({"experimental_bucketizing_dynamic_shape": True}, ValueError, "never padded"),
-        ({"experimental_xla_options": {"a": 1}}, ValueError, "XLA_FLAGS"),
-        ({"experimental_enable_dynamic_batch_size": 1}, TypeError, "True or False"),
-    ],
-)
-def test_options_of_run_that_are_refused(given, error, match):
-    with pytest.raises(error, match=match):
-        ks.RunOptions(**given)

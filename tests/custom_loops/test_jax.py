@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import keras
@@ -17,8 +16,6 @@ if keras.backend.backend() != "jax":
 
 import jax
 import jax.experimental.sparse
-
-from keras_strategies.engines.jax.fit.hlo_collectives import sent_bytes
 
 ROWS = np.arange(10, dtype="float32")
 
@@ -139,52 +136,6 @@ def test_an_error_while_tracing_leaves_state_as_it_was(mirrored):
     np.testing.assert_array_equal(variable.numpy(), np.ones(4))
     step(per_replica(np.ones(4), np.ones(4)))
     np.testing.assert_array_equal(variable.numpy(), 2 * np.ones(4))
-
-
-def test_a_step_has_one_all_reduce(mirrored, monkeypatch):
-    """Counts of rows are constants, and the loss is summed with the gradients."""
-    with mirrored.scope():
-        model = keras.Sequential([keras.Input((3,)), layers.Dense(4), layers.Dense(2)])
-        optimizer = keras.optimizers.SGD(0.1)
-        optimizer.build(model.trainable_variables)
-
-    def replica_step(x: Any) -> Any:
-        def loss_fn() -> Any:
-            return ks.compute_average_loss(ops.sum(model(x) ** 2, axis=-1))
-
-        variables = model.trainable_variables
-        loss, gradients = ks.value_and_grad(loss_fn, variables)()
-        optimizer.apply(gradients, variables)
-        return loss
-
-    @ks.function
-    def step(x: Any) -> Any:
-        return mirrored.reduce("SUM", mirrored.run(replica_step, args=(x,)))
-
-    x = np.random.default_rng(0).random((4, 3), dtype="float32")
-    expected = float(ops.mean(ops.sum(model(x) ** 2, axis=-1)))
-    [batch] = mirrored.experimental_distribute_dataset([x])
-    texts: list[str] = []
-    jit = jax.jit
-
-    def recording(function: Any, **options: Any) -> Any:
-        program = jit(function, **options)
-
-        def call(*args: Any) -> Any:
-            texts.append(program.lower(*args).compile().as_text())
-            return program(*args)
-
-        return call
-
-    with monkeypatch.context() as patch:
-        patch.setattr(jax, "jit", recording)
-        assert float(step(batch)) == pytest.approx(expected, rel=1e-6)
-    sent = [sent_bytes(text) for text in texts]
-    assert [count for found in sent for count, _ in found.values()] == [1]
-    lines = "".join(texts).splitlines()
-    [reduced] = [line for line in lines if " all-reduce(" in line]
-    # The gradients of kernels of shapes (3, 4) and (4, 2), before they are transposed.
-    assert set(re.findall(r"f32\[\d+,\d+\]", reduced)) == {"f32[4,3]", "f32[2,4]"}
 
 
 def test_a_callback_is_that_of_each_run(mirrored):

@@ -1,4 +1,4 @@
-"""A linear model, trained by a loop on uneven batches: every part of a `run` at once."""
+"""A linear model, trained by a loop on uneven batches: all parts of a `run` at once."""
 
 from __future__ import annotations
 

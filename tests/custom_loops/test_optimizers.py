@@ -51,27 +51,6 @@ def test_gradients_are_summed_before_they_are_clipped(two, compiled):
     assert float(variable.numpy()) == -2.5
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_apply_in_cross_replica_context_takes_what_it_is_given(mirrored, compiled):
-    optimizer = keras.optimizers.SGD(1.0)
-    variable = made(mirrored, optimizer)
-
-    def merged(strategy: Any, gradient: Any) -> None:
-        largest = strategy.reduce("MAX", gradient, axis=None)
-        optimizer.apply([largest], [variable])
-
-    def replica_step(gradient: Any) -> None:
-        ks.get_replica_context().merge_call(merged, args=(gradient,))
-
-    def step(gradient: Any) -> None:
-        mirrored.run(replica_step, args=(gradient,))
-
-    step = ks.function(step) if compiled else step
-    for expected in (-2, -4):
-        step(gradients_of(1.0, 2.0))
-        assert float(variable.numpy()) == expected
-
-
 def train(strategy: Any, optimizer: Any, steps: int = 5) -> list[np.ndarray]:
     """A loop over rows that two replicas share unevenly."""
     random = np.random.default_rng(5)

@@ -22,25 +22,11 @@ def number(value: Any) -> float:
     return float(keras.ops.convert_to_numpy(value))
 
 
-def by_replica(dtype: str = "float32") -> Any:
-    return keras.ops.cast(ks.get_replica_context().replica_id_in_sync_group + 1, dtype)
-
-
 def local(strategy: Any, value: Any) -> list[Any]:
     return [
         keras.ops.convert_to_numpy(part).tolist()
         for part in strategy.experimental_local_results(value)
     ]
-
-
-def test_the_mean_of_integers_in_packs(mirrored) -> None:
-    def mean() -> Any:
-        options = ks.CommunicationOptions(bytes_per_pack=4)
-        own = [by_replica("int32"), by_replica("int32") * 2]
-        return ks.get_replica_context().all_reduce("MEAN", own, options)
-
-    found = mirrored.run(mean)
-    assert [local(mirrored, part)[1] for part in found] == [1.5, 3.0]
 
 
 @pytest.mark.parametrize(
@@ -64,23 +50,6 @@ def test_the_sum_of_one_value_is_an_error(mirrored, make) -> None:
     with pytest.raises(ValueError, match=r"`reduce_to` with SUM"):
         mirrored.extended.reduce_to("SUM", value, "cpu:0")
     assert type(mirrored.reduce("MEAN", value, axis=None)) is type(value)
-
-
-def test_sums_of_what_each_replica_makes(mirrored) -> None:
-    """Equal values are per replica where each replica makes its own."""
-    with mirrored.scope():
-        v = keras.Variable(2.0)
-
-    def reduced() -> Any:
-        return ks.get_replica_context().all_reduce("SUM", tensor(1.0))
-
-    for fn in (lambda: tensor(2.0), lambda: v + 0.0, reduced):
-        assert number(mirrored.reduce("SUM", mirrored.run(fn))) == 4.0
-        compiled = ks.function(lambda fn=fn: mirrored.reduce("SUM", mirrored.run(fn)))
-        assert number(compiled()) == 4.0
-    # Along an axis, a value counts once for each replica.
-    assert number(mirrored.reduce("SUM", tensor([1.0, 2.0]), axis=0)) == 6.0
-    assert number(mirrored.reduce("MEAN", tensor([1.0, 2.0]), axis=0)) == 1.5
 
 
 @pytest.mark.parametrize("name", ["one_device", "mirrored_2", "central"])

@@ -282,41 +282,10 @@ def test_the_gradient_of_an_all_gather_is_the_sum_of_the_parts(mirrored, parts):
 # Reduce and gather.
 
 
-@pytest.mark.parametrize(
-    "op, expected", [("SUM", 10), ("MEAN", 2.5), ("MIN", 1), ("MAX", 4)]
-)
-@pytest.mark.parametrize("parts", [([1, 2, 3], [4]), ([1, 2, 3, 4], [])])
-def test_reduce_along_an_axis_has_the_true_denominator(mirrored, op, expected, parts):
-    value = ks.PerReplica(
-        [ops.convert_to_tensor(np.array(part, "float32")) for part in parts]
-    )
-    assert float(mirrored.reduce(op, value, axis=0)) == expected
-
-
 def test_reduce_of_a_structure_and_of_what_is_the_same_everywhere(mirrored):
     found = mirrored.reduce("MEAN", {"a": per_replica(1, 2), "b": 3.0}, axis=None)
     assert float(found["a"]) == 1.5
     assert float(found["b"]) == 3
-
-
-def test_reduce_with_an_unknown_operation_is_refused(mirrored):
-    with pytest.raises(ValueError, match="ReduceOp"):
-        mirrored.reduce("product", per_replica(1, 2), axis=None)
-
-
-def test_gather_takes_uneven_lengths(mirrored):
-    value = per_replica(np.ones((3, 2)), np.zeros((1, 2)))
-    assert tuple(mirrored.gather(value, axis=0).shape) == (4, 2)
-    value = per_replica(np.ones((2, 3)), np.zeros((2, 1)))
-    assert tuple(mirrored.gather(value, axis=1).shape) == (2, 4)
-
-
-@pytest.mark.parametrize(
-    "parts", [(1.0, 2.0), (np.ones((2, 3)), np.ones((2, 4))), ([1.0], np.ones((1, 1)))]
-)
-def test_gather_of_scalars_or_of_other_shapes_is_refused(mirrored, parts):
-    with pytest.raises(ValueError, match="gather"):
-        mirrored.gather(per_replica(*parts), axis=0)
 
 
 def test_run_reduce_and_gather_inside_a_function(mirrored):

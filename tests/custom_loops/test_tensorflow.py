@@ -199,18 +199,6 @@ def test_an_assignment_in_a_program_gives_replicas_their_parts(mirrored):
     assert [float(value) for value in step(x)] == [106, 103]
 
 
-def test_a_loop_over_a_dataset_that_is_not_converted_is_told_so(mirrored):
-    dataset = mirrored.experimental_distribute_dataset([np.zeros(4, "float32")])
-
-    @tf.function(autograph=False)
-    def epoch():
-        for _ in dataset:
-            pass
-
-    with pytest.raises(RuntimeError, match="iterated by Python while TensorFlow"):
-        epoch()
-
-
 @pytest.mark.parametrize("devices", [["cpu:0"], ["cpu:0", "cpu:1"]])
 @pytest.mark.parametrize("jit", [None, True], ids=["", "xla"])
 def test_a_tf_function_in_run_may_do_what_a_replica_does(devices, jit):

@@ -123,17 +123,12 @@ PORTABLE = {
     "mirrored_4": (35, 16, False, "a replica without rows; slots made in a run"),
     "central": (35, 16, False, "one update; slots made in a run lie where it is"),
 }
-# JAX's sharded strategies have their own loop in `model_parallel/test_strategy.py`.
-CROSSED = [(name, 67, 32, build) for name in STRATEGIES for build in (True, False)]
 
 
 @pytest.mark.one_backend("torch")
 @pytest.mark.parametrize(
     ("name", "rows", "batch", "build"),
-    [
-        *((name, *values[:3]) for name, values in PORTABLE.items()),
-        *(pytest.param(*values, marks=pytest.mark.nightly) for values in CROSSED),
-    ],
+    [(name, *values[:3]) for name, values in PORTABLE.items()],
 )
 def test_the_portable_loop_equals_one_device(name, rows, batch, build):
     found = loop(STRATEGIES[name].make(), rows, batch, build)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import textwrap
 import threading
 
 import keras
 import numpy as np
 import pytest
+from harness.forker import run_code
 from keras import layers
 
 import keras_strategies as ks
@@ -74,21 +76,6 @@ def accumulation():
 def test_central_storage_is_exact(name, make, arguments):
     found = fit_and_predict(STRATEGIES[name](), make, **arguments)
     assert_same(found, fit_and_predict(None, make), 1e-4)
-
-
-def test_central_storage_trains_on_after_moving_averages():
-    """Keras 3.15 alone cannot: it leaves weights and averages in the same arrays."""
-
-    def fitted_twice(strategy):
-        with strategy.scope():
-            model = small_model(ema())
-        x, y = rows(16)
-        for _ in range(2):
-            model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
-        return {"weights": model.get_weights()}
-
-    expected = fitted_twice(STRATEGIES["one_device"]())
-    assert_same(fitted_twice(STRATEGIES["central"]()), expected)
 
 
 # --- Programs -------------------------------------------------------------------
@@ -350,3 +337,16 @@ def test_a_submodel_from_outside_has_the_layouts_of_a_model_parallel_strategy():
         assert shardings[0] == shardings[1]
         assert not shardings[0].is_fully_replicated
         model.train_on_batch(x, y)
+
+
+def test_a_strategy_makes_the_devices_it_names(tmp_path):
+    code = """
+        import keras_strategies as ks
+        from keras_strategies.engines import get_engine
+        from jax._src import xla_bridge
+        assert get_engine().cpu_device_count() == 1
+        assert not xla_bridge.backends_are_initialized()
+        print(ks.MirroredStrategy(["cpu:0", "cpu:2"]).num_replicas_in_sync)
+    """
+    printed = run_code(tmp_path, textwrap.dedent(code))
+    assert printed.splitlines()[-1] == "2"

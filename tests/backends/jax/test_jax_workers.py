@@ -77,21 +77,6 @@ def start(forker, tmp_path):
         workers.end()
 
 
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (ValueError("UNKNOWN: Gloo all-reduce failed: Read error"), True),
-        (ValueError("Two collective layers of one name"), False),
-        (ValueError("INTERNAL: out of memory"), False),
-        (KeyError("UNKNOWN: Gloo"), False),
-    ],
-)
-def test_which_errors_are_of_a_lost_worker(error, expected):
-    from keras_strategies.engines.jax.workers.jax_workers import _is_collective
-
-    assert _is_collective(error) is expected
-
-
 def test_jax_must_not_have_been_used_before(start):
     workers = start(
         """

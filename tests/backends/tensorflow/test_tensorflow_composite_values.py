@@ -65,33 +65,6 @@ def test_a_specification_is_an_input_signature(mirrored):
     assert step.experimental_get_tracing_count() == 1
 
 
-def test_components_of_other_kinds(mirrored):
-    """Ragged rows, sparse ones, numbers, and results that one replica lacks."""
-    values = {
-        "ragged": ks.PerReplica([tf.ragged.constant([[1], [2, 3]])] * 2),
-        "sparse": ks.PerReplica([tf.sparse.from_dense([[0, 4]])] * 2),
-        "number": ks.PerReplica([3, 4]),
-        "array": ks.PerReplica([np.float32(1), np.float32(2)]),
-        "missing": ks.PerReplica([None, tf.constant(5)]),
-        "structure": ks.PerReplica([{"a": tf.constant(6)}, {"a": tf.constant(7)}]),
-        "mirrored": ks.Mirrored([tf.constant(8), tf.constant(8)]),
-    }
-
-    @tf.function
-    def same(values):
-        return values
-
-    found = same(values)
-    assert found["ragged"].values[1].to_list() == [[1], [2, 3]]
-    assert tf.sparse.to_dense(found["sparse"].values[0]).numpy().tolist() == [[0, 4]]
-    assert numbers(found["number"]) == [3, 4]
-    assert numbers(found["array"]) == [1.0, 2.0]
-    assert found["missing"].values[0] is None
-    assert int(found["missing"].values[1]) == 5
-    assert int(found["structure"].values[1]["a"]) == 7
-    assert isinstance(found["mirrored"], ks.Mirrored)
-
-
 def test_loops_and_conditions_of_a_program(mirrored):
     @tf.function
     def powers(x, count):

@@ -15,14 +15,7 @@ if keras.backend.backend() != "tensorflow":
     pytest.skip("tests of the TensorFlow backend", allow_module_level=True)
 
 import tensorflow as tf
-from backends.tensorflow.tensorflow_training import (
-    assert_close,
-    assert_same,
-    fit,
-    rows,
-    two,
-    under,
-)
+from backends.tensorflow.tensorflow_training import assert_same, rows, two
 
 ks.set_virtual_cpu_devices(4)
 
@@ -105,59 +98,7 @@ def test_batch_normalization_is_split_over_replicas():
         model.fit(x, y, batch_size=8, verbose=0)
 
 
-def test_batch_normalization_in_a_loop_is_exact():
-    class Looped(layers.Layer):
-        def __init__(self):
-            super().__init__()
-            self.norm = layers.BatchNormalization(name="looped_norm")
-
-        def build(self, shape):
-            self.norm.build(shape)
-
-        def call(self, x, training=False):
-            def body(i, x):
-                mean, variance = self.norm._moments(x, None)
-                return i + 1, (x - mean) / ops.sqrt(variance + 1e-3)
-
-            return ops.while_loop(lambda i, x: i < 2, body, (0, x))[1]
-
-    def make():
-        model = keras.Sequential([keras.Input((6,)), Looped(), layers.Dense(1)])
-        model.compile(keras.optimizers.SGD(0.1), "mse")
-        return model
-
-    expected = under(None, make, fit(18, batch=9))
-    with pytest.warns(UserWarning, match="in a loop or a branch"):
-        found = under(two(), make, fit(18, batch=9))
-    assert_close(expected, found)
-
-
 # --- Keras inside replicas ----------------------------------------------------
-
-
-def test_losses_of_keras_inside_a_layer_are_not_divided_by_replicas():
-    class Reconstructing(layers.Layer):
-        def __init__(self):
-            super().__init__()
-            self.code = layers.Dense(3)
-            self.decode = layers.Dense(6)
-            self.criterion = keras.losses.MeanSquaredError()
-
-        def build(self, shape):
-            self.code.build(shape)
-            self.decode.build((None, 3))
-
-        def call(self, x):
-            code = self.code(x)
-            self.add_loss(self.criterion(x, self.decode(code)))
-            return code
-
-    def make():
-        model = keras.Sequential([keras.Input((6,)), Reconstructing(), layers.Dense(1)])
-        model.compile(keras.optimizers.SGD(0.1), "mse")
-        return model
-
-    assert_same(two(), make, fit(11, batch=11))
 
 
 @ks.row_wise
@@ -187,18 +128,3 @@ def test_an_error_in_a_replica_arrives_and_the_next_fit_works():
     failing.error = None
     history = model.fit(x, y, batch_size=8, epochs=3, verbose=0).history["loss"]
     assert np.isfinite(history).all()
-
-
-def test_an_error_while_the_program_runs_arrives_and_the_next_fit_works():
-    class Checking(layers.Layer):
-        def call(self, x):
-            tf.debugging.assert_less(x, 1e6, "too large")
-            return x
-
-    with two().scope():
-        model = keras.Sequential([keras.Input((6,)), Checking(), layers.Dense(1)])
-        model.compile("sgd", "mse")
-    x, y, _ = rows(16)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="too large"):
-        model.fit(x * 1e7, y, batch_size=8, verbose=0)
-    assert np.isfinite(model.fit(x, y, batch_size=8, verbose=0).history["loss"]).all()

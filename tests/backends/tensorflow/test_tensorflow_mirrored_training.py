@@ -13,11 +13,7 @@ if keras.backend.backend() != "tensorflow":
     pytest.skip("tests of the TensorFlow backend", allow_module_level=True)
 
 import tensorflow as tf
-from backends.tensorflow.tensorflow_mirrors import (
-    ONES,
-    START,
-    assert_everywhere,
-)
+from backends.tensorflow.tensorflow_mirrors import ONES, START, assert_everywhere
 
 ks.set_virtual_cpu_devices(4)
 
@@ -141,15 +137,3 @@ def test_checkpoints_restore_every_copy(trained, tmp_path):
     for a, b in zip(model.get_weights(), expected, strict=True):
         np.testing.assert_array_equal(a, b)
     assert_all_are_equal(model)
-
-
-def test_a_checkpoint_that_waits_for_a_variable_fills_every_copy(
-    strategy, variable, tmp_path
-):
-    path = tf.train.Checkpoint(kernel=variable).save(tmp_path / "checkpoint")
-    later = tf.train.Checkpoint()
-    later.restore(path)
-    with strategy.scope():
-        other = keras.Variable(START * 0)
-    later.kernel = other
-    assert_everywhere(other, START)

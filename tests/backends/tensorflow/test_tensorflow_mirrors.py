@@ -16,12 +16,7 @@ if keras.backend.backend() != "tensorflow":
     pytest.skip("tests of the TensorFlow backend", allow_module_level=True)
 
 import tensorflow as tf
-from backends.tensorflow.tensorflow_mirrors import (
-    ONES,
-    START,
-    assert_everywhere,
-    rows,
-)
+from backends.tensorflow.tensorflow_mirrors import ONES, START, assert_everywhere, rows
 
 ks.set_virtual_cpu_devices(4)
 
@@ -59,10 +54,7 @@ ASSIGNMENTS = {
         lambda v: v.value.scatter_nd_max([[1]], [[0.0, 9.0]]),
         [[1, 2], [3, 9], [5, 6]],
     ),
-    "slice": (
-        lambda v: v.value[1:, 0].assign([8.0, 9.0]),
-        [[1, 2], [8, 4], [9, 6]],
-    ),
+    "slice": (lambda v: v.value[1:, 0].assign([8.0, 9.0]), [[1, 2], [8, 4], [9, 6]]),
     "tf1_assign_add": (lambda v: tf.compat.v1.assign_add(v.value, ONES), START + 1),
     "tf1_scatter_add": (
         lambda v: tf.compat.v1.scatter_add(v.value, [1], [[1.0, 1.0]]),

@@ -30,7 +30,6 @@ LAYERS = {
     "gru": (lambda: layers.GRU(4), SEQUENCE),
     "conv_lstm": (lambda: layers.ConvLSTM2D(4, 3), VIDEO),
     "time_distributed": (lambda: layers.TimeDistributed(layers.Conv2D(4, 3)), VIDEO),
-    "attention": (lambda: Attention(), SEQUENCE),
     "own_kernels": (lambda: Kernels(), IMAGE),
     "masked": (lambda: MaskedLSTM(), SEQUENCE),
     "network": (
@@ -62,18 +61,6 @@ class Kernels(layers.Layer):
         y = ops.conv_transpose(y, self.narrow, 2)
         y, _ = tf.nn.max_pool_with_argmax(ops.max_pool(y, 2), 2, 1, "SAME")
         return tf.nn.depthwise_conv2d(y, self.narrow[..., :1], [1] * 4, "SAME")
-
-
-class Attention(layers.Layer):
-    def __init__(self):
-        super().__init__()
-        self.attention = layers.MultiHeadAttention(2, 4)
-
-    def build(self, shape):
-        self.attention.build(shape, shape)
-
-    def call(self, x):
-        return self.attention(x, x)
 
 
 class MaskedLSTM(layers.Layer):

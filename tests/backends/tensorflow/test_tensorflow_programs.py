@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import textwrap
-import threading
-import time
 
 import keras
 import numpy as np
@@ -146,29 +143,6 @@ def test_a_dataset_of_batches_of_several_ranks_is_exact():
     assert_same(two(), make, train)
 
 
-@pytest.mark.parametrize("make", [tf.function, ks.function], ids=["tf", "ks"])
-def test_a_function_that_replicas_run_takes_inputs_of_other_ranks(mirrored, make):
-    with mirrored.scope():
-        dense = layers.Dense(3)
-        dense.build((None, 6))
-    traces = []
-
-    def replica_step(x):
-        traces.append(x.shape)
-        assert x.shape.rank is not None
-        return dense(x)
-
-    step = make(replica_step)
-    for rank in (2, 3, 2, 4, 3):
-        x = of_rank(rank)[0]
-        parts = mirrored.experimental_distribute_values_from_function(
-            lambda context, x=x: tf.constant(x[context.replica_id_in_sync_group :: 2])
-        )
-        found = mirrored.experimental_local_results(mirrored.run(step, args=(parts,)))
-        for index, output in enumerate(found):
-            assert_close(dense(x[index::2]), output)
-
-
 def test_jit_compile_is_said_not_to_apply_and_changes_nothing():
     expected = under(None, small_model, fit(16))
     with pytest.warns(UserWarning, match="runs without XLA") as warned:
@@ -278,40 +252,6 @@ def test_virtual_cpus_in_a_new_process(tmp_path):
 # --- Data and functions -------------------------------------------------------
 
 
-class Autoencoder(keras.Model):
-    """Its loss has no targets."""
-
-    def __init__(self):
-        super().__init__()
-        self.dense = layers.Dense(4)
-
-    def call(self, inputs):
-        return self.dense(inputs)
-
-    def compute_loss(self, x=None, y=None, y_pred=None, *rest, **kwargs):
-        return ops.mean(ops.square(y_pred - x))
-
-
-def test_one_tensor_and_a_tuple_of_it_are_other_batches():
-    x = rows(10, 4)[0]
-    feeds = [
-        {"x": x, "batch_size": 4},
-        {"x": tf.data.Dataset.from_tensor_slices((x,)).batch(4)},
-        {"x": tf.data.Dataset.from_tensor_slices(x).batch(4)},
-        {"x": x, "batch_size": 4},
-    ]
-    losses = []
-    for scope in (contextlib.nullcontext(), two().scope()):
-        with scope:
-            keras.utils.set_random_seed(3)
-            model = Autoencoder()
-            model.compile("sgd")
-        given = {"epochs": 1, "shuffle": False, "verbose": 0}
-        fits = [model.fit(**feed, **given).history["loss"] for feed in feeds]
-        losses.append(np.array(fits))
-    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
-
-
 @pytest.mark.parametrize("is_inner", [False, True])
 def test_a_strategy_of_tf_distribute_at_the_same_time(is_inner: bool):
     strategy, other = two(), tf.distribute.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -331,24 +271,3 @@ def test_a_strategy_of_tf_distribute_at_the_same_time(is_inner: bool):
         mixed()
     assert not tf.distribute.has_strategy() and not ks.has_strategy()
     model.fit(x, x[:, :1], verbose=0)
-
-
-class SlowEnd:
-    """A value of a thread that takes 20 ms to end with it."""
-
-    def __del__(self):
-        time.sleep(0.02)
-
-
-def test_the_end_of_the_last_replica_is_not_waited_for_by_polling():
-    """`tf.distribute` looks once a second whether the threads of replicas live."""
-    of_thread = threading.local()
-
-    def replica():
-        of_thread.value = SlowEnd()
-
-    strategy = two()
-    begin = time.monotonic()
-    for _ in range(4):
-        strategy.run(replica)
-    assert time.monotonic() - begin < 1

@@ -145,59 +145,6 @@ def test_numbers_are_bit_for_bit_those_of_keras(name, way, traces):
         assert set(traces) == (set() if name in UNSPLIT else {0})
 
 
-def test_layers_with_collectives_are_copied(traces):
-    def make():
-        return keras.Sequential(
-            [
-                layers.GaussianNoise(0.5, seed=1),
-                layers.BatchNormalization(),
-                layers.Dropout(0.4, seed=2),
-            ]
-        )
-
-    def trained(strategy):
-        keras.utils.set_random_seed(11)
-        with strategy.scope() if strategy else contextlib.nullcontext():
-            model = keras.Sequential([keras.Input((7,)), make(), layers.Dense(1)])
-            model.compile(keras.optimizers.SGD(0.1), "mse")
-        losses = [model.train_on_batch(X[:12], X[:12, :1]) for _ in range(3)]
-        return losses, model.get_weights()
-
-    expected = trained(None)
-    found = trained(three())
-    assert_close(expected, found)
-    assert set(traces) == {0}
-
-
-@tf.function
-def _drawn_in_a_program(x, state):
-    return random.normal(ops.shape(x), seed=3) * tf.cast(state[1], "float32")
-
-
-def other_axis(x, seed):
-    drawn = random.normal((7, ops.shape(x)[0]), seed=seed)
-    return ops.transpose(drawn)
-
-
-@pytest.mark.parametrize(
-    ("draw", "reason"),
-    [
-        (lambda x, seed: tf.random.normal(tf.shape(x)), "uses 'tf'"),
-        (
-            lambda x, seed: _drawn_in_a_program(x, seed.next()),
-            "its code uses",
-        ),
-        (other_axis, "'draw'"),
-    ],
-)
-def test_other_numbers_are_drawn_unsplit(draw, reason):
-    tf.random.set_seed(1)
-    with problems() as found:
-        predicted(three(), lambda: Noise(draw), X, "13 rows")
-    assert len(found) == 1
-    assert reason in found[0]
-
-
 def trained(strategy, make, **options):
     keras.utils.set_random_seed(11)
     with strategy.scope() if strategy else contextlib.nullcontext():

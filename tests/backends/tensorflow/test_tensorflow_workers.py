@@ -57,14 +57,6 @@ def test_tensors_of_every_kind_travel(pool):
         assert found == dict.fromkeys(found, expected)
 
 
-def test_text_does_not_travel(pool):
-    def program(strategy):
-        strategy.workers.gather_rows(tf.constant(["a"]), [1, 1])
-
-    for error, _ in pool.outcomes(program):
-        assert "GatherError" in error and "dtype string" in error
-
-
 def test_reductions_of_many_tensors_are_packed(pool):
     def program(strategy):
         workers, index = strategy.workers, strategy.workers.group.index
@@ -150,42 +142,6 @@ def test_strategies_of_one_process_have_one_table_of_keys(pool):
 # Training.
 
 
-def graph_of_a_step(model, strategy, x, y):
-    """The operations of `train_step` on a batch, by type."""
-    from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
-
-    call = strategy.drivers.fit._call
-
-    def step(data):
-        with layer_calls_through(call):
-            return model.train_step(data)
-
-    program = tf.function(tf.autograph.experimental.do_not_convert(step))
-    graph = program.get_concrete_function((x, y)).graph
-    return [op.type for op in graph.get_operations()]
-
-
-def test_what_is_not_trained_does_not_travel(pool):
-    def program(strategy, graph_of_a_step):
-        x, y = tf.zeros([8, 4]), tf.zeros([8, 2])
-        counts = []
-        for frozen in (False, True):
-            with strategy.scope():
-                base = keras.Sequential([keras.Input((4,)), keras.layers.Dense(64)])
-                base.trainable = not frozen
-                model = keras.Sequential([base, keras.layers.Dense(2)])
-                model.compile("sgd", "mse")
-            types = graph_of_a_step(model, strategy, x, y)
-            counts.append(
-                [types.count(f"Collective{kind}V2") for kind in ("Reduce", "Gather")]
-            )
-        return counts
-
-    # The loss, and one pack of gradients; nothing for the inputs and outputs.
-    for counts in pool(program, graph_of_a_step):
-        assert counts == [[2, 0], [2, 0]]
-
-
 def saliency(strategy):
     """The gradient of a loss by the inputs, through a frozen layer."""
     keras.utils.set_random_seed(3)
@@ -253,39 +209,6 @@ def test_rows_of_a_table_travel_as_rows(pool):
     for found_kind, found in pool(program):
         assert found_kind == kind == (True, 2)
         np.testing.assert_allclose(found, expected, 1e-6)
-
-
-def test_a_tf_function_can_be_run_on_all_workers(pool):
-    def program(strategy):
-        @tf.function
-        def fn(x):
-            return ks.get_replica_context().all_reduce("SUM", x)
-
-        index = strategy.workers.group.index
-        compiled = ks.function(lambda x: fn.python_function(x) * 2.0)
-        return [
-            float(strategy.run(each, args=(tf.constant(index + 1.0),)))
-            for each in (fn, compiled)
-        ]
-
-    assert pool(program) == [[3, 6]] * 2
-
-
-def test_random_numbers_go_on_as_the_chiefs(pool):
-    def program(strategy):
-        from keras_strategies.training.random_sync import sync_random_numbers
-
-        found = []
-        for seed in (7 + strategy.workers.group.index, None):
-            tf.random.set_seed(seed)
-            tf.random.uniform([3])
-            sync_random_numbers(strategy.engine, strategy.workers.group)
-            found += [tf.random.uniform([3]).numpy().tolist() for _ in range(2)]
-        return found
-
-    first, second = pool(program)
-    assert first == second
-    assert len({str(numbers) for numbers in first}) == 4
 
 
 def test_the_servers_of_one_machine_accept_nobody_elses_connections(pool):

@@ -38,14 +38,6 @@ def test_values_on_cpus_do_not_go_through_nccl(op):
 
 
 @pytest.mark.gpu
-def test_two_values_on_one_gpu_do_not_go_through_nccl():
-    tensors = on(["cuda:0", "cuda:0"])
-    assert nccl_all_reduce(ReduceOp.SUM, tensors) is None
-    for reduced in get_engine().all_reduce(ReduceOp.SUM, tensors):
-        assert reduced.tolist() == [4, 6]
-
-
-@pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("op", EXPECTED)
 def test_values_on_two_gpus_are_reduced_by_nccl(op):

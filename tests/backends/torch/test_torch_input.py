@@ -16,9 +16,7 @@ if keras.backend.backend() != "torch":
 import torch
 
 from keras_strategies.engines.torch import cuda_batches
-from keras_strategies.engines.torch.cuda_batches import (
-    CudaPrefetcher,
-)
+from keras_strategies.engines.torch.cuda_batches import CudaPrefetcher
 
 X = np.random.default_rng(0).normal(size=(11, 3)).astype("float32")
 Y = X.sum(1, keepdims=True)

@@ -135,29 +135,21 @@ class Work:
             raise self.error
 
 
-def confirm(group: Group, *works: Work) -> NcclWorks:
-    found = NcclWorks()
-    for work in works:
-        found.add(work)
-    found.confirm(group)  # type: ignore[arg-type]
-    return found
+@pytest.mark.parametrize("looks", [0, 10**9], ids=["aborted", "under way"])
+def test_a_lost_worker_is_an_error_whatever_the_collective_says(looks):
+    works = NcclWorks()
+    works.add(Work(looks))
+    with pytest.raises(WorkerError, match="Worker 1"):
+        works.confirm(Group(WorkerError("Worker 1 was lost.")))  # type: ignore[arg-type]
 
 
 def test_the_error_of_a_collective_is_raised_once():
-    error = RuntimeError("NCCL communicator was aborted")
     works = NcclWorks()
-    for work in (Work(), Work(error=error)):
+    for work in (Work(), Work(error=RuntimeError("NCCL communicator was aborted"))):
         works.add(work)
     with pytest.raises(RuntimeError, match="was aborted"):
         works.confirm(Group())  # type: ignore[arg-type]
     works.confirm(Group())  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("looks", [0, 10**9], ids=["aborted", "under way"])
-def test_a_lost_worker_is_an_error_whatever_the_collective_says(looks):
-    lost = WorkerError("Worker 1 was lost.")
-    with pytest.raises(WorkerError, match="Worker 1"):
-        confirm(Group(lost), Work(looks))
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
