@@ -178,10 +178,10 @@ def test_modes_of_functions() -> None:
 
 def hook_of_saved_tensors() -> str:
     try:
-        torch.autograd.graph.save_on_cpu().__enter__()
+        with torch.autograd.graph.save_on_cpu():
+            return ""
     except RuntimeError as error:
         return str(error)
-    return ""
 
 
 @contextlib.contextmanager
