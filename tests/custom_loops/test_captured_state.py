@@ -236,7 +236,8 @@ def test_a_training_step_is_compiled_once(mirrored, monkeypatch) -> None:
 
     with mirrored.scope():
         layer = layers.Dropout(0.5)
-        variable, metric = keras.Variable(np.ones(3)), keras.metrics.Mean()
+        variable = keras.Variable(np.ones(3, "float32"))
+        metric = keras.metrics.Mean()
         schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
         optimizer = keras.optimizers.Adam(schedule)
         optimizer.build([variable])
