@@ -1,7 +1,4 @@
-"""Programs print what they print, and their engines nothing that they can be kept from.
-
-Each program is a process of its own, with the environment of a user's shell.
-"""
+"""Programs print what they print, and their engines nothing that can be silenced."""
 
 from __future__ import annotations
 
@@ -78,17 +75,3 @@ def test_two_workers_that_are_launched(tmp_path: Path) -> None:
     assert sorted(printed) == ["[worker 0] done", "[worker 1] done"]
     progress = "[worker 0] keras_strategies: "
     assert [line for line in errors if not line.startswith(progress)] == []
-
-
-@pytest.mark.multiprocess
-def test_parameter_servers(tmp_path: Path) -> None:
-    resolver = "ks.cluster_resolver.LocalClusterResolver(workers=1, ps=1)"
-    body = TRAINING.format(strategy=f"ks.ParameterServerStrategy({resolver})") + PRINTS
-    indented = "".join(f"    {line}\n" for line in body.splitlines())
-    source = f"if __name__ == '__main__':\n{indented}"
-    printed, errors = output_of(tmp_path, source)
-    assert printed == ["done"]
-    # The coordinator's own engine writes its lines itself; processes name theirs.
-    others = [line for line in errors if not line.startswith("keras_strategies: ")]
-    assert [line for line in others if not is_engine_line(line)] == []
-    assert not [line for line in others if "pid=" in line]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import socket
-import struct
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -75,63 +74,8 @@ def test_connections_of_the_engines_listener_end() -> None:
             assert_works(pair)
 
 
-def test_connections_to_listeners_of_other_workers_end() -> None:
-    peer, other = listener(), listener()
-    sockets = EngineSockets()
-    group = Alone([[list(peer.getsockname())]])
-    with sockets.connecting(group):  # type: ignore[arg-type]
-        pass
-    ended, left = connected(peer), connected(other)
-    with closing(*ended, *left, peer, other):
-        # Both ends are in this process.
-        assert sockets.shutdown() == 2
-        assert_works(left)
-
-
-def test_a_listener_of_another_thread_is_not_the_engines() -> None:
-    """It begins to listen while the engine's is created."""
-    others: list[socket.socket] = []
-    engines: list[socket.socket] = []
-
-    def create() -> socket.socket:
-        if len(others) < 2:
-            others.append(listener())
-        engines.append(listener())
-        return engines[-1]
-
-    sockets = EngineSockets()
-    made = sockets.listening(create)
-    assert made is engines[-1] and len(engines) == 3
-    with sockets.connecting(Alone()):  # type: ignore[arg-type]
-        pass
-    ended, pairs = connected(made), [connected(each) for each in others]
-    with closing(*ended, *pairs[0], *pairs[1], *others, *engines):
-        assert sockets.shutdown() == 2
-        for pair in pairs:
-            assert_works(pair)
-
-
-def test_without_connections_nothing_ends() -> None:
-    assert EngineSockets().shutdown() == 0
-
-
-def test_sockets_without_a_peer_are_left() -> None:
-    """One that was never connected, and one whose peer has reset the connection."""
-    server, unused = listener(), socket.socket()
-    own, other = connected(server)
-    other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    other.close()
-    with pytest.raises(ConnectionResetError):
-        own.recv(1)
-    with closing(server, unused, own):
-        assert EngineSockets().shutdown() == 0
-
-
 def test_the_connection_of_workers_ends() -> None:
-    """A peer that has accepted a connection never answers.
-
-    A logger and a database connect meanwhile, and another program accepts.
-    """
+    """A peer that has accepted a connection never answers."""
     silent, server = listener(), listener()
     sockets = EngineSockets()
     pairs: list[tuple[socket.socket, socket.socket]] = []
@@ -188,18 +132,6 @@ def test_a_connection_that_no_one_answers_ends() -> None:
         with pytest.raises(OSError) as raised:
             waiting[0].recv(1)
         assert raised.value.errno in (errno.ENOTCONN, errno.ECONNRESET)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("0100007F:1F90", ("127.0.0.1", 8080)),
-        ("0000000000000000FFFF00000100007F:0050", ("127.0.0.1", 80)),
-        ("00000000000000000000000001000000:0050", ("::1", 80)),
-    ],
-)
-def test_addresses_of_the_table_of_connections(text, expected) -> None:
-    assert engine_sockets._parsed(text) == expected
 
 
 # gRPC connects to IPv4 addresses by sockets of IPv6.

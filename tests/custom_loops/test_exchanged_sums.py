@@ -1,9 +1,4 @@
-"""Sums over rows that a layer uses further, in `run`: replicas exchange them.
-
-A loop is that of one device, with batches that do not divide, a replica without rows,
-and weights. On JAX replicas with other numbers of rows are branches of a program, which
-exchange nothing: batches divide there, and a warning names others.
-"""
+"""Sums over rows that a layer uses further, in `run`: replicas exchange them."""
 
 from __future__ import annotations
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
-import re
 from typing import Any
 
 import keras
@@ -18,10 +16,6 @@ if keras.backend.backend() != "jax":
 
 import jax
 import jax.experimental.sparse
-from harness.strategies import STRATEGIES
-
-from keras_strategies.engines.jax.fit.hlo_collectives import sent_bytes
-from keras_strategies.engines.jax.function import program_sharding
 
 ROWS = np.arange(10, dtype="float32")
 
@@ -144,73 +138,6 @@ def test_an_error_while_tracing_leaves_state_as_it_was(mirrored):
     np.testing.assert_array_equal(variable.numpy(), 2 * np.ones(4))
 
 
-def test_a_step_has_one_all_reduce(mirrored, monkeypatch):
-    """Counts of rows are constants, and the loss is summed with the gradients."""
-    with mirrored.scope():
-        model = keras.Sequential([keras.Input((3,)), layers.Dense(4), layers.Dense(2)])
-        optimizer = keras.optimizers.SGD(0.1)
-        optimizer.build(model.trainable_variables)
-
-    def replica_step(x: Any) -> Any:
-        def loss_fn() -> Any:
-            return ks.compute_average_loss(ops.sum(model(x) ** 2, axis=-1))
-
-        variables = model.trainable_variables
-        loss, gradients = ks.value_and_grad(loss_fn, variables)()
-        optimizer.apply(gradients, variables)
-        return loss
-
-    @ks.function
-    def step(x: Any) -> Any:
-        return mirrored.reduce("SUM", mirrored.run(replica_step, args=(x,)))
-
-    x = np.random.default_rng(0).random((4, 3), dtype="float32")
-    expected = float(ops.mean(ops.sum(model(x) ** 2, axis=-1)))
-    [batch] = mirrored.experimental_distribute_dataset([x])
-    texts: list[str] = []
-    jit = jax.jit
-
-    def recording(function: Any, **options: Any) -> Any:
-        program = jit(function, **options)
-
-        def call(*args: Any) -> Any:
-            texts.append(program.lower(*args).compile().as_text())
-            return program(*args)
-
-        return call
-
-    with monkeypatch.context() as patch:
-        patch.setattr(jax, "jit", recording)
-        assert float(step(batch)) == pytest.approx(expected, rel=1e-6)
-    sent = [sent_bytes(text) for text in texts]
-    assert [count for found in sent for count, _ in found.values()] == [1]
-    lines = "".join(texts).splitlines()
-    [reduced] = [line for line in lines if " all-reduce(" in line]
-    # The gradients of kernels of shapes (3, 4) and (4, 2), before they are transposed.
-    assert set(re.findall(r"f32\[\d+,\d+\]", reduced)) == {"f32[4,3]", "f32[2,4]"}
-
-
-def test_a_batch_of_a_dataset_is_one_array_in_a_program(mirrored, monkeypatch):
-    x = np.arange(4, dtype="float32")
-    [batch] = mirrored.experimental_distribute_dataset([x])
-    joins: list[Any] = []
-    make = jax.make_array_from_single_device_arrays
-    monkeypatch.setattr(
-        jax,
-        "make_array_from_single_device_arrays",
-        lambda *args: joins.append(args) or make(*args),
-    )
-    double = ks.function(lambda batch: mirrored.run(lambda x: 2 * x, args=(batch,)))
-    for found in (double(batch), double(per_replica([0, 1], [2, 3]))):
-        parts = mirrored.experimental_local_results(found)
-        assert [np.asarray(part).tolist() for part in parts] == [[0, 2], [4, 6]]
-    # Those that a program gets as separate arrays are joined.
-    assert len(joins) == 1
-    devices = [part.devices() for part in mirrored.experimental_local_results(batch)]
-    assert devices == [{device} for device in jax.devices()[:2]]
-    assert [part.tolist() for part in batch.values] == [[0, 1], [2, 3]]
-
-
 def test_a_callback_is_that_of_each_run(mirrored):
     """A program has the number of a callback, not its function."""
     shape = jax.ShapeDtypeStruct((), "float32")
@@ -225,11 +152,6 @@ def test_a_callback_is_that_of_each_run(mirrored):
     for factor in (2.0, 3.0):
         found = mirrored.run(step(factor), args=(x,))
         assert [float(part) for part in found.values] == [factor, 2 * factor]
-
-
-def test_run_inside_jax_jit_is_refused(mirrored):
-    with pytest.raises(RuntimeError, match=r"not a `ks\.function`"):
-        jax.jit(lambda x: mirrored.run(lambda x: x, args=(x,)))(np.ones(2))
 
 
 # Central storage.
@@ -256,58 +178,3 @@ def test_central_storage_has_its_variables_on_one_device_after_a_loop():
         step(per_replica(np.ones((2, 4)), np.ones((2, 4))))
     for variable in (*model.variables, *optimizer.variables):
         assert variable.value.devices() == {jax.devices("cpu")[0]}
-
-
-@pytest.mark.parametrize("name", ["one_device", "mirrored_2"])
-def test_state_that_is_only_read_is_moved_once(name, monkeypatch):
-    moved = []
-    put = program_sharding.put_all
-
-    def recording(arrays, sharding):
-        moved.extend(arrays)
-        return put(arrays, sharding)
-
-    monkeypatch.setattr(program_sharding, "put_all", recording)
-    strategy = STRATEGIES[name].make()
-    with strategy.scope():
-        rate = keras.Variable(2.0, trainable=False)
-
-    @ks.function
-    def twice():
-        return strategy.reduce("mean", strategy.run(lambda: 2.0 * rate))
-
-    assert float(twice()) == 4.0
-    moved.clear()
-    assert [float(twice()) for _ in range(3)] == [4.0] * 3
-    assert moved == []
-    rate.assign(3.0)
-    assert [float(twice()) for _ in range(3)] == [6.0] * 3
-    assert [float(array) for array in moved] == [3.0]
-
-
-def test_replicas_traced_in_threads_have_the_options_of_the_caller(mirrored) -> None:
-    """Replicas with different shapes are traced in a thread each."""
-    user = contextvars.ContextVar("user", default=0)
-
-    def options(x: Any) -> Any:
-        precision = jax.config.jax_default_matmul_precision
-        promotion = jax.config.jax_numpy_dtype_promotion
-        # An enumeration of strings.
-        found.append((precision, promotion.value, user.get()))
-        return x * 2
-
-    for rows in (2, 3):
-        found: list[Any] = []
-        value = mirrored.experimental_distribute_values_from_function(
-            lambda context, rows=rows: np.ones(
-                (2 + (rows - 2) * context.replica_id_in_sync_group, 3), "float32"
-            )
-        )
-        user.set(rows)
-        with (
-            jax.default_matmul_precision("float32"),
-            jax.numpy_dtype_promotion("strict"),
-        ):
-            mirrored.run(options, args=(value,))
-        assert found
-        assert set(found) == {("float32", "strict", rows)}

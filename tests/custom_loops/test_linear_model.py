@@ -1,7 +1,4 @@
-"""A linear model, trained by a loop on uneven batches: every part of a `run` at once.
-
-Losses are squares, so that also finite differences are exact gradients.
-"""
+"""A linear model, trained by a loop on uneven batches: all parts of a `run` at once."""
 
 from __future__ import annotations
 
@@ -44,12 +41,7 @@ def reference(steps: int) -> tuple[np.ndarray, list[float]]:
 
 
 class Loop:
-    """A linear model, its gradients summed in one of two ways.
-
-    Args:
-        strategy: the strategy.
-        sums_by_hand: bool, whether gradients are summed by an all-reduce.
-    """
+    """A linear model, its gradients summed in one of two ways."""
 
     def __init__(self, strategy: Any, sums_by_hand: bool):
         self.strategy = strategy

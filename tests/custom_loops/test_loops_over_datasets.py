@@ -36,19 +36,6 @@ def loader() -> Any:
     return torch.utils.data.DataLoader(rows, batch_size=BATCH)
 
 
-class Sequence(keras.utils.PyDataset):
-    def __len__(self) -> int:
-        return -(-ROWS // BATCH)
-
-    def __getitem__(self, index: int) -> Any:
-        rows = slice(index * BATCH, (index + 1) * BATCH)
-        return X[rows], Y[rows]
-
-
-def generated() -> Any:
-    return [(X[i : i + BATCH], Y[i : i + BATCH]) for i in range(0, ROWS, BATCH)]
-
-
 def train(strategy: Any, dataset: Any, **options: Any) -> list[np.ndarray]:
     with strategy.scope():
         keras.utils.set_random_seed(4)
@@ -86,18 +73,8 @@ def assert_alike(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
-# The loop gets the same batches of each kind, which `input/test_datasets.py` tests.
-# These are of tensors of each library; the others are of NumPy's arrays, too.
-@pytest.mark.parametrize(
-    "kind",
-    [
-        arrays,
-        tf_data,
-        loader,
-        pytest.param(Sequence, marks=pytest.mark.nightly),
-        pytest.param(generated, marks=pytest.mark.nightly),
-    ],
-)
+# Of tensors of each library; the same batches of each kind: `input/test_datasets.py`.
+@pytest.mark.parametrize("kind", [arrays, tf_data, loader])
 def test_a_loop_over_a_dataset_equals_one_device(mirrored, alone, kind):
     assert_alike(train(mirrored, kind()), alone)
 

@@ -1,7 +1,4 @@
-"""Layers in `run` on JAX by which a replica's results depend on its other rows.
-
-Replicas with equally many rows exchange sums, see `test_exchanged_sums.py`.
-"""
+"""Layers in `run` on JAX by which a replica's results depend on its other rows."""
 
 from __future__ import annotations
 
@@ -38,30 +35,10 @@ class CenterOfAll(layers.Layer):
         return x - (mean if replica is None else replica.all_reduce("MEAN", mean))
 
 
-class Counted(layers.Layer):
-    """A sum over replicas that its variable asks for."""
-
-    def build(self, shape: Any) -> None:
-        self.seen = self.add_weight(
-            shape=(), initializer="zeros", trainable=False, aggregation="sum"
-        )
-
-    def call(self, x: Any) -> Any:
-        self.seen.assign(ops.sum(x * 0.0 + 1.0))
-        return x
-
-
 @ks.row_wise
 class Declared(layers.Layer):
     def call(self, x: Any) -> Any:
         return x - ops.mean(x, axis=0) * 0.0
-
-
-class OfJax(layers.Layer):
-    def call(self, x: Any) -> Any:
-        import jax.numpy as jnp
-
-        return jnp.tanh(x)
 
 
 def results(strategy: Any, make: Any, rows: int, batch: int, compiled: bool) -> Any:
@@ -102,9 +79,7 @@ def test_layer_and_operation_are_named_once(compiled: bool) -> None:
     assert "test_mixed_rows.py:" in text and "of 2 replicas" in text
 
 
-@pytest.mark.parametrize(
-    "make", [CenterOfAll, Counted, Declared, OfJax, lambda: layers.Dropout(0.5)]
-)
+@pytest.mark.parametrize("make", [CenterOfAll, Declared, lambda: layers.Dropout(0.5)])
 def test_others_are_not_named(make: Callable[[], Any]) -> None:
     assert not check(make, 4, 4)
 

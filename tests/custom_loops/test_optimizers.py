@@ -51,66 +51,6 @@ def test_gradients_are_summed_before_they_are_clipped(two, compiled):
     assert float(variable.numpy()) == -2.5
 
 
-def test_weight_decay_is_applied_once(mirrored):
-    optimizer = keras.optimizers.SGD(0.1, weight_decay=0.5)
-    variable = made(mirrored, optimizer, 2.0)
-    mirrored.run(apply(optimizer, variable), args=(gradients_of(0.0, 0.0),))
-    assert float(variable.numpy()) == pytest.approx(2 - 0.1 * 0.5 * 2)
-
-
-def test_iterations_count_steps_and_not_replicas(mirrored):
-    optimizer = keras.optimizers.Adam(0.1)
-    variable = made(mirrored, optimizer)
-    for _ in range(3):
-        mirrored.run(apply(optimizer, variable), args=(gradients_of(1.0, 2.0),))
-    assert int(ops.convert_to_numpy(optimizer.iterations)) == 3
-
-
-def test_apply_gradients_takes_pairs(mirrored):
-    optimizer = keras.optimizers.SGD(1.0)
-    variable = made(mirrored, optimizer)
-
-    def step(gradient: Any) -> None:
-        optimizer.apply_gradients([(gradient, variable)])
-
-    mirrored.run(step, args=(gradients_of(1.0, 2.0),))
-    assert float(variable.numpy()) == -3
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_apply_in_cross_replica_context_takes_what_it_is_given(mirrored, compiled):
-    optimizer = keras.optimizers.SGD(1.0)
-    variable = made(mirrored, optimizer)
-
-    def merged(strategy: Any, gradient: Any) -> None:
-        largest = strategy.reduce("MAX", gradient, axis=None)
-        optimizer.apply([largest], [variable])
-
-    def replica_step(gradient: Any) -> None:
-        ks.get_replica_context().merge_call(merged, args=(gradient,))
-
-    def step(gradient: Any) -> None:
-        mirrored.run(replica_step, args=(gradient,))
-
-    step = ks.function(step) if compiled else step
-    for expected in (-2, -4):
-        step(gradients_of(1.0, 2.0))
-        assert float(variable.numpy()) == expected
-
-
-def test_a_replica_without_a_gradient_adds_nothing(mirrored):
-    optimizer = keras.optimizers.SGD(1.0)
-    with mirrored.scope():
-        used, unused = keras.Variable(np.float32(0)), keras.Variable(np.float32(5))
-        optimizer.build([used, unused])
-
-    def step(gradient: Any) -> None:
-        optimizer.apply([gradient, None], [used, unused])
-
-    mirrored.run(step, args=(gradients_of(1.0, 2.0),))
-    assert [float(used.numpy()), float(unused.numpy())] == [-3, 5]
-
-
 def train(strategy: Any, optimizer: Any, steps: int = 5) -> list[np.ndarray]:
     """A loop over rows that two replicas share unevenly."""
     random = np.random.default_rng(5)
@@ -184,31 +124,6 @@ def test_a_loss_scale_steps_over_what_is_not_finite(two, compiled):
     assert (float(variable.numpy()), scale()) == (-3, 4)
     step(gradients_of(4.0, 0.0))
     assert (float(variable.numpy()), scale()) == (-4, 4)
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_variable_made_in_the_first_call_lives_on(mirrored, compiled):
-    class Counter:
-        total: Any = None
-
-        def __call__(self, x: Any) -> Any:
-            if self.total is None:
-                self.total = keras.Variable(
-                    np.float32(10), trainable=False, aggregation="sum"
-                )
-            self.total.assign_add(x)
-            return self.total.value + 0
-
-    counter = Counter()
-
-    def step(x: Any) -> Any:
-        return mirrored.run(counter, args=(x,))
-
-    step = ks.function(step) if compiled else step
-    for expected in (13, 16):
-        found = step(gradients_of(1.0, 2.0))
-        assert [float(part) for part in found.values] == [expected] * 2
-    assert float(counter.total.numpy()) == 16
 
 
 EVERY_OPTIMIZER = (

@@ -18,17 +18,6 @@ X = np.random.default_rng(0).normal(size=(4, 3)).astype("float32")
 Y = X[:, :1]
 
 
-class Nested(keras.Model):
-    """Calls a model for training whatever its own argument is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = model()
-
-    def call(self, x: Any) -> Any:
-        return self.inner(x, training=True)
-
-
 def model() -> keras.Model:
     inputs = keras.Input((3,))
     return keras.Model(inputs, layers.Dense(1)(layers.Dropout(0.1)(inputs)))
@@ -82,9 +71,13 @@ def test_a_call_without_training_that_is_differentiated_says_so():
         differentiated_call(made)
 
 
-def test_it_says_so_once():
-    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
-    with strategy.scope():
+def test_several_replicas_say_so_once():
+    with ks.OneDeviceStrategy("cpu:0").scope():
+        alone = model()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*outside of `fit` and")
+        raw_call(alone)
+    with ks.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
         made = model()
     with pytest.warns(
         UserWarning, match="outside of `fit` and `strategy.run`"
@@ -101,14 +94,12 @@ def test_what_is_no_raw_loop_says_nothing(tmp_path):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*outside of `fit` and")
         with strategy.scope():
-            made, nested = model(), Nested()
-            nested.build((None, 3))
-            sequential = keras.Sequential([layers.Dense(1)])
+            made, sequential = model(), keras.Sequential([layers.Dense(1)])
             optimizer = keras.optimizers.SGD(0.1)
-            for each in (made, nested, sequential):
+            for each in (made, sequential):
                 each.compile("sgd", "mse")
         made.summary(print_fn=lambda *_, **__: None)
-        for each in (made, nested, sequential):
+        for each in (made, sequential):
             each.fit(X, Y, validation_data=(X, Y), verbose=0)
         made.predict(X, verbose=0)
         made.train_on_batch(X, Y)
@@ -138,11 +129,3 @@ def test_what_is_no_raw_loop_says_nothing(tmp_path):
         for batch in strategy.experimental_distribute_dataset((X, Y), batch_size=4):
             strategy.run(step, args=batch)
             ks.function(lambda *args: strategy.run(step, args=args))(*batch)
-
-
-def test_one_device_says_nothing():
-    with ks.OneDeviceStrategy("cpu:0").scope():
-        made = model()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*outside of `fit` and")
-        raw_call(made)

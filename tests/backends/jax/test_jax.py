@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import _thread
 import contextlib
-import itertools
+import textwrap
 import threading
 
 import keras
 import numpy as np
 import pytest
+from harness.forker import run_code
 from keras import layers
 
 import keras_strategies as ks
@@ -20,29 +21,24 @@ if keras.backend.backend() != "jax":
 import jax
 from backends.jax.jax_training import (
     STRATEGIES,
-    alone,
     assert_same,
-    on,
     on_each_kind,
     rows,
     scope_of,
     small_model,
-    train,
     trained,
 )
+
+from keras_strategies.engines.jax.fit.compiled_steps import CompiledStep
 
 ks.set_virtual_cpu_devices(4)
 
 
-# --- The same numbers -----------------------------------------------------------
-#
-# `tests/exactness/test_exactness.py` trains each optimizer, any number of rows and each
-# way to run a step under one device, two and four mirrored replicas and central
-# storage. Here is what its strategies do not reach.
+# --- The same numbers, where `tests/exactness` does not reach ----------------------
 
 
 def fit_and_predict(strategy, optimizer, **compile_arguments):
-    x, y, _ = rows(16)
+    x, y = rows(16)
     with scope_of(strategy):
         model = small_model(optimizer())
         model.compile(model.optimizer, "mse", **compile_arguments)
@@ -50,121 +46,45 @@ def fit_and_predict(strategy, optimizer, **compile_arguments):
     return {"weights": model.get_weights(), "predict": [model.predict(x, 8, 0)]}
 
 
-OPTIMIZERS = {
-    "adam_weight_decay": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
-    "accumulation": lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2),
-    "ema": lambda: keras.optimizers.SGD(
+def ema():
+    return keras.optimizers.SGD(
         0.1, use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=2
-    ),
-    "loss_scale": lambda: keras.optimizers.LossScaleOptimizer(
-        keras.optimizers.SGD(0.1, momentum=0.9), initial_scale=4.0
-    ),
-}
+    )
+
+
+def adamw():
+    return keras.optimizers.AdamW(0.01, weight_decay=0.1)
+
+
+def accumulation():
+    return keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
 
 
 @pytest.mark.nightly(unless=["central-ema-{}"])
 @pytest.mark.parametrize(
-    ("name", "optimizer", "arguments"),
+    ("name", "make", "arguments"),
     [
         # The update donates what the mesh reads: one of its devices has the variables.
-        ("central_overlapping", "adam_weight_decay", {}),
+        ("central_overlapping", adamw, {}),
         # Weights are replaced beside the update.
-        ("central", "ema", {}),
+        ("central", ema, {}),
         # Without programs nothing shows in advance what a step reads.
-        ("central", "accumulation", {"run_eagerly": True}),
+        ("central", accumulation, {"run_eagerly": True}),
     ],
-    ids=str,
+    ids=lambda each: getattr(each, "__name__", str(each)),
 )
-def test_central_storage_is_exact(name, optimizer, arguments):
-    make = OPTIMIZERS[optimizer]
+def test_central_storage_is_exact(name, make, arguments):
     found = fit_and_predict(STRATEGIES[name](), make, **arguments)
     assert_same(found, fit_and_predict(None, make), 1e-4)
-
-
-def test_central_storage_trains_on_after_moving_averages():
-    """Keras 3.15 alone cannot: it leaves weights and averages in the same arrays."""
-
-    def fitted_twice(strategy):
-        with strategy.scope():
-            model = small_model(OPTIMIZERS["ema"]())
-        x, y, _ = rows(16)
-        for _ in range(2):
-            model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
-        return {"weights": model.get_weights()}
-
-    expected = fitted_twice(STRATEGIES["one_device"]())
-    assert_same(fitted_twice(STRATEGIES["central"]()), expected)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("name", "count"),
-    [
-        # Not one row: normalized over the batch it is 0, and accuracy a tie.
-        *[("mirrored_4", count) for count in (22, 23, 25, 3, 2)],
-        *[(name, 23) for name in sorted(set(STRATEGIES) - {"mirrored_4"})],
-    ],
-)
-def test_any_number_of_rows(name, count):
-    assert_same(train(STRATEGIES[name](), count), alone(count))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_optimizers_of_central_storage(optimizer):
-    make = OPTIMIZERS[optimizer]
-    found = train(STRATEGIES["central"](), optimizer=make)
-    assert_same(found, alone(optimizer=make), 1e-4)
-
-
-# Mirrored replicas run eagerly in `test_exactness.py`, which takes long.
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("name", "arguments"),
-    [
-        ("central", {"run_eagerly": True}),
-        *itertools.product(
-            ["mirrored_2", "central"],
-            [{"jit_compile": False}, {"steps_per_execution": 2}],
-        ),
-    ],
-    ids=str,
-)
-def test_ways_to_run_a_step(name, arguments):
-    assert_same(train(STRATEGIES[name](), **arguments), alone(**arguments), 1e-4)
-
-
-# Masks are drawn on the mesh: by its programs, and by those of central storage.
-@on("mirrored_2", "central")
-def test_dropout_has_the_masks_of_one_device(name):
-    np.testing.assert_allclose(
-        kernel_behind_dropout(STRATEGIES[name]()),
-        kernel_behind_dropout(None),
-        rtol=1e-5,
-        atol=1e-6,
-    )
-
-
-def kernel_behind_dropout(strategy):
-    """What the masks of two steps have made of a kernel."""
-    with scope_of(strategy):
-        keras.utils.set_random_seed(3)
-        model = keras.Sequential(
-            [keras.Input((6,)), layers.Dropout(0.5), layers.Dense(1)]
-        )
-        model.compile("sgd", "mse")
-    x, y, _ = rows(16)
-    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
-    return model.layers[-1].get_weights()[0]
 
 
 # --- Programs -------------------------------------------------------------------
 
 
 @pytest.mark.nightly(unless=["mirrored_2", "one_device"])
-@on("mirrored_2", "mirrored_default", "central", "one_device")
+@on_each_kind
 def test_one_program_for_each_shape_of_a_batch(name):
-    x, y, _ = rows(22)
+    x, y = rows(22)
     with STRATEGIES[name]().scope():
         model = small_model()
     counts = model.get_layer("counting").counts
@@ -204,6 +124,57 @@ def no_compilation():
     assert not compiled
 
 
+@pytest.fixture
+def programs(monkeypatch):
+    """The numbers of steps of the programs that run."""
+    found = []
+    run = CompiledStep._run
+
+    def recording(self, state, batch, count):
+        found.append(count or 1)
+        return run(self, state, batch, count)
+
+    monkeypatch.setattr(CompiledStep, "_run", recording)
+    return found
+
+
+def model_of_several_steps(name, steps):
+    with STRATEGIES[name]().scope():
+        model = small_model()
+        model.compile(keras.optimizers.Adam(0.01), "mse", steps_per_execution=steps)
+    return model
+
+
+@pytest.mark.parametrize("name", ["mirrored_2", "one_device"])
+def test_batches_of_equal_shapes_are_one_program(name, programs):
+    model = model_of_several_steps(name, 3)
+    x, y = rows(27)
+    # Seven batches, the last of three rows.
+    for call in (model.fit, model.evaluate):
+        programs.clear()
+        call(x, y, batch_size=4, verbose=0)
+        assert programs == [3, 3, 1]
+    programs.clear()
+    # The uneven batch is among the three.
+    model.fit(x[:23], y[:23], batch_size=4, verbose=0, shuffle=False)
+    assert programs == [3, 1, 1, 1]
+
+
+def test_steps_before_a_failing_batch_are_done():
+    model = model_of_several_steps("mirrored_2", 4)
+    x, y = rows(4)
+
+    def batches():
+        for _ in range(6):
+            yield x, y
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        model.fit(batches(), verbose=0)
+    assert int(model.optimizer.iterations) == 6
+    assert all(np.isfinite(each).all() for each in model.get_weights())
+
+
 # --- Interrupted loops ----------------------------------------------------------
 
 
@@ -221,7 +192,7 @@ class RaiseAt(keras.callbacks.Callback):
 
 def assert_usable(model, weights):
     """The model has these weights, and trains, evaluates and predicts."""
-    x, y, _ = rows(22)
+    x, y = rows(22)
     for found, expected in zip(model.get_weights(), weights, strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
     model.fit(x, y, batch_size=8, verbose=0)
@@ -232,34 +203,29 @@ def assert_usable(model, weights):
 @pytest.mark.nightly(unless=["mirrored_2", "one_device"])
 @on_each_kind
 def test_a_callback_raises(name):
+    x, y = rows(22)
     _, model = trained(name)
     for error in (KeyboardInterrupt(), ValueError("mine")):
-        check_that_callbacks_raise(model, error)
-
-
-def check_that_callbacks_raise(model, error):
-    x, y, _ = rows(22)
-    weights = model.get_weights()
-    for method, loop in [
-        ("on_train_batch_begin", lambda c: model.fit(x, y, 8, 1, 0, c)),
-        ("on_test_batch_end", lambda c: model.evaluate(x, y, 8, 0, callbacks=c)),
-        ("on_predict_batch_end", lambda c: model.predict(x, 8, 0, callbacks=c)),
-    ]:
+        weights = model.get_weights()
+        for method, loop in [
+            ("on_train_batch_begin", lambda c: model.fit(x, y, 8, 1, 0, c)),
+            ("on_test_batch_end", lambda c: model.evaluate(x, y, 8, 0, callbacks=c)),
+            ("on_predict_batch_end", lambda c: model.predict(x, 8, 0, callbacks=c)),
+        ]:
+            with pytest.raises(type(error)):
+                loop([RaiseAt(method, error)])
+            assert not ks.has_strategy()
+            assert keras.distribution.distribution() is None
+            for found, expected in zip(model.get_weights(), weights, strict=True):
+                np.testing.assert_array_equal(found, expected)
         with pytest.raises(type(error)):
-            loop([RaiseAt(method, error)])
-        assert not ks.has_strategy()
-        assert keras.distribution.distribution() is None
-        for found, expected in zip(model.get_weights(), weights, strict=True):
-            np.testing.assert_array_equal(found, expected)
-    with pytest.raises(type(error)):
-        model.fit(x, y, 8, 1, 0, [RaiseAt("on_train_batch_end", error)])
-    assert_usable(model, model.get_weights())
+            model.fit(x, y, 8, 1, 0, [RaiseAt("on_train_batch_end", error)])
+        assert_usable(model, model.get_weights())
 
 
-@pytest.mark.nightly(unless=["mirrored_2", "central", "one_device"])
-@on("mirrored_2", "mirrored_default", "central", "one_device")
+@on_each_kind
 def test_bad_data_loses_no_weights(name):
-    x, y, _ = rows(22)
+    x, y = rows(22)
     _, model = trained(name)
     weights = model.get_weights()
 
@@ -272,17 +238,18 @@ def test_bad_data_loses_no_weights(name):
     assert_usable(model, weights)
 
     weights = model.get_weights()
-    with pytest.raises(Exception):  # noqa: B017
-        model.predict(x[:, :5], 8, verbose=0)
-    with pytest.raises(Exception):  # noqa: B017
-        model.fit(x[:, :5], y, 8, verbose=0)
-    with pytest.raises(Exception):  # noqa: B017
-        model.train_on_batch(x[:, :5], y)
+    for call in (
+        lambda: model.predict(x[:, :5], 8, verbose=0),
+        lambda: model.fit(x[:, :5], y, 8, verbose=0),
+        lambda: model.train_on_batch(x[:, :5], y),
+    ):
+        with pytest.raises(Exception):  # noqa: B017
+            call()
     assert_usable(model, weights)
 
 
 @pytest.mark.nightly(unless=["central"])
-@on("mirrored_2", "central")
+@pytest.mark.parametrize("name", ["mirrored_2", "central"])
 def test_ctrl_c_in_a_step(name):
     random = np.random.default_rng(0)
     x = random.normal(size=(512, 256)).astype("float32")
@@ -313,7 +280,7 @@ def test_ctrl_c_in_a_step(name):
     model.predict(x, batch_size=256, verbose=0)
 
 
-@on("mirrored_2", "central")
+@pytest.mark.parametrize("name", ["mirrored_2", "central"])
 def test_ctrl_c_while_keras_empties_the_variables(name, monkeypatch):
     x = np.ones((8, 3), "float32")
     with STRATEGIES[name]().scope():
@@ -340,7 +307,7 @@ def test_ctrl_c_while_keras_empties_the_variables(name, monkeypatch):
 
 @on_each_kind
 def test_a_submodel_whose_arrays_are_committed_to_another_device(name):
-    x, y, _ = rows(8)
+    x, y = rows(8)
     strategy = STRATEGIES[name]()
     outer = keras.Sequential([keras.Input((x.shape[1],)), layers.Dense(2)])
     for variable in outer.variables:
@@ -349,15 +316,14 @@ def test_a_submodel_whose_arrays_are_committed_to_another_device(name):
         model = keras.Sequential([outer, layers.Dense(y.shape[1])])
         model.compile("sgd", "mse")
     model.train_on_batch(x, y)
-    first, *others = (
-        {copy.device for copy in strategy.drivers.fit.copies(variable)}
-        for variable in model.variables
-    )
-    assert others == [first] * len(others)
+    places = [
+        {c.device for c in strategy.drivers.fit.copies(v)} for v in model.variables
+    ]
+    assert places == [places[0]] * len(places)
 
 
 def test_a_submodel_from_outside_has_the_layouts_of_a_model_parallel_strategy():
-    x, y, _ = rows(8)
+    x, y = rows(8)
     devices = [f"cpu:{i}" for i in range(4)]
     strategy = ks.ModelParallelStrategy("auto", devices, 2, min_shard_bytes=0)
     outer = keras.Sequential([keras.Input((x.shape[1],)), layers.Dense(4)])
@@ -373,95 +339,14 @@ def test_a_submodel_from_outside_has_the_layouts_of_a_model_parallel_strategy():
         model.train_on_batch(x, y)
 
 
-@on_each_kind
-def test_compile_outside_with_objects_from_outside(name):
-    x, y, _ = rows(8)
-    strategy = STRATEGIES[name]()
-    with strategy.scope():
-        model = small_model()
-    optimizer = keras.optimizers.Adam(0.01)
-    model.compile(optimizer, "mse", metrics=[keras.metrics.MeanAbsoluteError()])
-    model.train_on_batch(x, y)
-    places = {copy.device for copy in strategy.drivers.fit.copies(model.variables[0])}
-    for variable in (*optimizer.variables, *model.metrics_variables):
-        found = {copy.device for copy in strategy.drivers.fit.copies(variable)}
-        assert found == places
-
-
-def test_one_device_keeps_everything_on_it():
-    x, y, _ = rows(16)
-    strategy = ks.OneDeviceStrategy("cpu:1")
-    with strategy.scope():
-        model = small_model()
-    elsewhere = jax.device_put(x, jax.devices()[2])
-    model.fit(elsewhere, y, batch_size=8, verbose=0)
-    for variable in (*model.variables, *model.optimizer.variables):
-        (copy,) = strategy.drivers.fit.copies(variable)
-        assert copy.device == "cpu:1"
-
-
-@on_each_kind
-def test_callbacks_evaluate_and_save_during_fit(name, tmp_path):
-    x, y, _ = rows(16)
-
-    def fitted(strategy):
-        with scope_of(strategy):
-            model = small_model()
-        seen = []
-
-        def on_batch(batch, logs):
-            seen.append(model.evaluate(x, y, 8, verbose=0))
-
-        file = tmp_path / f"{name}_{strategy is None}_{{epoch}}.weights.h5"
-        model.fit(
-            x,
-            y,
-            batch_size=8,
-            epochs=2,
-            shuffle=False,
-            verbose=0,
-            callbacks=[
-                keras.callbacks.ModelCheckpoint(file, save_weights_only=True),
-                # A function of one's own does not go through `callback.model`,
-                # which is why it may only call methods of the strategy's models.
-                keras.callbacks.LambdaCallback(on_train_batch_end=on_batch),
-            ]
-            if strategy is not None
-            else [_Evaluating(seen, x, y)],
-        )
-        return {"seen": seen, "weights": model.get_weights()}
-
-    assert_same(fitted(STRATEGIES[name]()), fitted(None))
-    assert len(list(tmp_path.iterdir())) == 2
-
-
-class _Evaluating(keras.callbacks.Callback):
-    def __init__(self, seen, x, y):
-        super().__init__()
-        self.seen, self.x, self.y = seen, x, y
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.seen.append(self.model.evaluate(self.x, self.y, 8, verbose=0))
-
-
-@pytest.mark.nightly(unless=["central", "one_device"])
-@on_each_kind
-def test_saved_files_have_no_strategy(name, tmp_path):
-    x, y, _ = rows(8)
-    strategy = STRATEGIES[name]()
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((6,)), layers.Dense(1)])
-        model.compile("adam", "mse")
-    model.fit(x, y, batch_size=8, verbose=0)
-    model.save(tmp_path / "model.keras")
-    expected = model.predict(x, verbose=0)
-    plain = keras.saving.load_model(tmp_path / "model.keras")
-    np.testing.assert_allclose(plain.predict(x, verbose=0), expected, rtol=1e-5)
-    with strategy.scope():
-        again = keras.saving.load_model(tmp_path / "model.keras")
-    again.fit(x, y, batch_size=8, verbose=0)
-    assert all(
-        {c.device for c in strategy.drivers.fit.copies(v)}
-        == {c.device for c in strategy.drivers.fit.copies(model.variables[0])}
-        for v in (*again.variables, *again.optimizer.variables)
-    )
+def test_a_strategy_makes_the_devices_it_names(tmp_path):
+    code = """
+        import keras_strategies as ks
+        from keras_strategies.engines import get_engine
+        from jax._src import xla_bridge
+        assert get_engine().cpu_device_count() == 1
+        assert not xla_bridge.backends_are_initialized()
+        print(ks.MirroredStrategy(["cpu:0", "cpu:2"]).num_replicas_in_sync)
+    """
+    printed = run_code(tmp_path, textwrap.dedent(code))
+    assert printed.splitlines()[-1] == "2"

@@ -1,8 +1,4 @@
-"""Rows that do not divide over the devices are sharded, as those that do.
-
-The numbers are compared with one device. That a program is sharded is read from what
-XLA has compiled: operations per device, and collectives between devices.
-"""
+"""Rows that do not divide over the devices are sharded, as those that do."""
 
 from __future__ import annotations
 
@@ -168,16 +164,7 @@ def flops(program: Any) -> float:
         ("mirrored_4", "language", 7),
         ("mirrored_4", "contrast", 1),
         ("central", "convolutions", 5),
-        *(
-            pytest.param(strategy, name, rows, marks=pytest.mark.nightly)
-            for strategy, rows in (
-                ("mirrored_4", 5),
-                ("mirrored_2", 3),
-                ("central", 3),
-                ("model_2x2", 5),
-            )
-            for name in MODELS
-        ),
+        ("model_2x2", "language", 5),
     ],
 )
 def test_methods_give_the_numbers_of_one_device(strategy, name, rows, programs):
@@ -258,24 +245,6 @@ def test_several_inputs_and_outputs_in_mixed_precision():
         assert_same(found, expected, 3e-3)
 
 
-def test_batches_on_the_devices_are_sharded_too():
-    x, y = jax.numpy.asarray(dense_data(7)), jax.numpy.asarray(labels(7))
-    strategy = STRATEGIES["mirrored_4"]()
-    mesh = strategy.drivers.fit.replicated
-    found = []
-    for place in (None, mesh):
-        with strategy.scope():
-            model = compiled("contrast")
-        batch = (x, y) if place is None else jax.device_put((x, y), place)
-        model.fit((each for each in [batch]), verbose=0)
-        found.append({"weights": model.get_weights()})
-    with STRATEGIES["one_device"]().scope():
-        model = compiled("contrast")
-    model.fit((each for each in [(dense_data(7), labels(7))]), verbose=0)
-    for each in found:
-        assert_same(each, {"weights": model.get_weights()}, 1e-5)
-
-
 class Tuple(keras.Model):
     """Unbuilt until it is called, with a structure of arrays."""
 
@@ -288,16 +257,6 @@ class Tuple(keras.Model):
         return self.dense(one + two)
 
 
-@pytest.mark.nightly(
-    unless=[
-        "mirrored_2-tuple-2",
-        "mirrored_2-<lambda>-2",
-        "central-tuple-1",
-        "central-tuple-2",
-        "central-<lambda>-1",
-        "central-<lambda>-2",
-    ]
-)
 @pytest.mark.parametrize("several", [1, 2])
 @pytest.mark.parametrize("wrap", [tuple, lambda pair: {"a": pair[0], "b": pair[1]}])
 @pytest.mark.parametrize("strategy", ["mirrored_2", "central"])
@@ -316,9 +275,7 @@ def test_an_unbuilt_model_predicts(strategy, wrap, several):
     assert_same(found, predicted(STRATEGIES["one_device"]()), 1e-5)
 
 
-@pytest.mark.nightly(unless=["fsdp_2x2"])
-@pytest.mark.parametrize("name", ["model_2x2", "fsdp_2x2"])
-def test_grouped_convolutions_with_sharded_kernels(name):
+def test_grouped_convolutions_with_sharded_kernels():
     """XLA's partitioner can end the process on them; here the kernel is gathered."""
 
     def results(strategy):
@@ -333,7 +290,7 @@ def test_grouped_convolutions_with_sharded_kernels(name):
         losses = [model.train_on_batch(x, x[:, 0, 0, :2]) for _ in range(2)]
         return {"losses": losses, "weights": model.get_weights()}
 
-    found = results(MODEL_PARALLEL[name].make())
+    found = results(MODEL_PARALLEL["fsdp_2x2"].make())
     assert_same(found, results(STRATEGIES["one_device"]()), 1e-4)
 
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import textwrap
 from pathlib import Path
 
 import keras
 import pytest
 from harness.forker import Forker
-from harness.processes import pids, wait_until, write_script
+from harness.processes import write_script
 
 from keras_strategies.cluster.resolvers.local_processes import free_addresses
 
@@ -21,34 +19,18 @@ pytestmark = [
 ]
 
 TIMEOUT = 120.0
-SILENCE = 5.0
 
 _DATA = """
     import numpy as np, keras, keras_strategies as ks
     rng = np.random.default_rng(1)
     x = rng.normal(size=(26, 5)).astype("float32")
     y = rng.normal(size=(26, 2)).astype("float32")
-    def build(traces):
+    def build():
         keras.utils.set_random_seed(2)
-        class Counted(keras.layers.Dense):
-            def call(self, inputs):
-                traces.append(inputs.shape)
-                return super().call(inputs)
-        model = keras.Sequential([keras.Input((5,)), Counted(8), keras.layers.Dense(2)])
+        layers = [keras.layers.Dense(8), keras.layers.Dense(2)]
+        model = keras.Sequential([keras.Input((5,)), *layers])
         model.compile(keras.optimizers.SGD(0.1), "mse")
         return model
-"""
-
-_TRAIN_LONG = f"""{_DATA}
-    strategy = ks.MultiWorkerMirroredStrategy(
-        communication_options=ks.CommunicationOptions(timeout_seconds={SILENCE}))
-    with strategy.scope():
-        model = build([])
-    class Say(keras.callbacks.Callback):
-        def on_epoch_begin(self, epoch, logs=None):
-            if epoch == 2:
-                write(me + ".training", "")
-    model.fit(x, y, batch_size=8, epochs=100000, verbose=0, callbacks=[Say()])
 """
 
 
@@ -95,110 +77,6 @@ def start(forker, tmp_path):
         workers.end()
 
 
-def wait_for_training(folder: Path, workers: Workers, index: int) -> None:
-    def is_training() -> bool:
-        states = [process.ended() for process in workers.processes]
-        assert states == [None, None], workers.log(0) + workers.log(1)
-        return (folder / f"worker{index}.training").exists()
-
-    wait_until(is_training, f"worker {index} trains")
-
-
-@pytest.mark.nightly(unless=["1-9"])
-@pytest.mark.parametrize(
-    ("lost", "how"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)]
-)
-def test_a_lost_worker_is_an_error_in_the_other(tmp_path, start, lost, how):
-    workers = start(_TRAIN_LONG)
-    pids(tmp_path, 2)
-    wait_for_training(tmp_path, workers, lost)
-    os.kill(workers.processes[lost].pid, how)
-    other = 1 - lost
-    status, log = workers.wait(other), workers.log(other)
-    assert status == 1, log
-    pid = workers.processes[lost].pid
-    said = f"WorkerError: Worker {lost} (127.0.0.1, process {pid}) was lost"
-    assert said in log, log
-    assert f"This is worker {other}, at step " in log and " of fit." in log, log
-    # JAX's own way would be to end the process where it is.
-    assert "Terminating process" not in log and "terminate called" not in log
-
-
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (ValueError("UNKNOWN: Gloo all-reduce failed: Read error"), True),
-        (ValueError("Two collective layers of one name"), False),
-        (ValueError("INTERNAL: out of memory"), False),
-        (KeyError("UNKNOWN: Gloo"), False),
-    ],
-)
-def test_which_errors_are_of_a_lost_worker(error, expected):
-    from keras_strategies.engines.jax.workers.jax_workers import _is_collective
-
-    assert _is_collective(error) is expected
-
-
-@pytest.mark.nightly
-def test_workers_may_have_different_numbers_of_devices(tmp_path, start):
-    body = f"""{_DATA}
-    import psutil
-    index = config["task"]["index"]
-    strategy = ks.MultiWorkerMirroredStrategy(
-        devices=["cpu:0", "cpu:1"] if index == 0 else ["cpu:0"],
-        communication_options=ks.CommunicationOptions(timeout_seconds=60))
-    # Weights become the chief's.
-    traces = []
-    with strategy.scope():
-        model = build(traces)
-    if index == 1:
-        model.set_weights([np.zeros_like(w) for w in model.get_weights()])
-    before = len(traces)
-    history = model.fit(x, y, batch_size=6, epochs=3, shuffle=False, verbose=0)
-    traced = len(traces) - before
-    listening = [c.laddr.ip for c in psutil.Process().net_connections()
-                 if c.status == "LISTEN"]
-    total = strategy.workers.all_reduce(ks.ReduceOp.SUM, [
-        np.full(3, index + 1, "int32"), np.full((2, 2), 0.5, "float32")])
-    rows = strategy.workers.gather_rows(
-        np.arange(2 + index, dtype="float16"), [2, 3])
-    write(me, json.dumps(dict(
-        loss=history.history["loss"],
-        weights=[w.tolist() for w in model.get_weights()],
-        predicted=model.predict(x, batch_size=6, verbose=0).tolist(),
-        traces=traced, listening=listening,
-        total=[np.asarray(t).tolist() for t in total], rows=rows.tolist(),
-        replicas=strategy.num_replicas_in_sync)))
-    """
-    workers = start(body)
-    for index in range(2):
-        assert workers.wait(index) == 0, workers.log(index)
-    found = [json.loads((tmp_path / f"worker{i}").read_text()) for i in range(2)]
-    alone: dict = {}
-    exec(textwrap.dedent(_DATA), alone)
-    traces: list = []
-    model = alone["build"](traces)
-    before = len(traces)
-    history = model.fit(
-        alone["x"], alone["y"], batch_size=6, epochs=3, shuffle=False, verbose=0
-    )
-    traced = len(traces) - before
-    for worker in found:
-        assert worker["replicas"] == 3
-        assert worker["loss"] == pytest.approx(history.history["loss"], rel=1e-5)
-        for own, expected in zip(worker["weights"], model.get_weights(), strict=True):
-            assert own == pytest.approx(expected, rel=1e-4, abs=1e-6)
-        predicted = model.predict(alone["x"], batch_size=6, verbose=0)
-        assert worker["predicted"] == pytest.approx(predicted, rel=1e-4, abs=1e-6)
-        # A program for full batches and one for the last, as without workers.
-        assert worker["traces"] == traced
-        assert worker["listening"]
-        assert all(ip.endswith("127.0.0.1") for ip in worker["listening"])
-        assert worker["total"] == [[3, 3, 3], [[1.0, 1.0], [1.0, 1.0]]]
-        assert worker["rows"] == [0, 1, 0, 1, 2]
-    assert found[0]["weights"] == found[1]["weights"]
-
-
 def test_jax_must_not_have_been_used_before(start):
     workers = start(
         """
@@ -220,7 +98,7 @@ _INITIALIZED = f"""{_DATA}
     jax.distributed.initialize("ADDRESS", 2, INDEX)
     strategy = ks.MultiWorkerMirroredStrategy()
     with strategy.scope():
-        model = build([])
+        model = build()
     history = model.fit(x, y, batch_size=7, epochs=2, shuffle=False, verbose=0)
     write(me, json.dumps(history.history["loss"]))
 """
@@ -234,7 +112,7 @@ def test_a_trainer_may_have_started_jaxs_cluster(tmp_path, start):
         assert workers.wait(index) == 0, workers.log(index)
     alone: dict = {}
     exec(textwrap.dedent(_DATA), alone)
-    history = alone["build"]([]).fit(
+    history = alone["build"]().fit(
         alone["x"], alone["y"], batch_size=7, epochs=2, shuffle=False, verbose=0
     )
     for index in range(2):
@@ -249,22 +127,3 @@ def test_jaxs_cluster_of_other_processes_is_an_error(start):
         assert workers.wait(index) == 1, workers.log(index)
         assert "BackendInUseError: This process is in another JAX" in workers.log(index)
         assert f"in its cluster this is not process {index} of 2" in workers.log(index)
-
-
-def test_symbols_of_jax_that_start_a_cluster():
-    import inspect
-
-    from jax._src import distributed, xla_bridge
-    from jax._src.lib import _jax
-
-    state = distributed.State()
-    for name in ("process_id", "num_processes", "service", "client"):
-        assert hasattr(state, name)
-    assert "collectives" in inspect.signature(xla_bridge.make_cpu_client).parameters
-    assert hasattr(xla_bridge._backend_factories["cpu"], "factory")
-    for name in (
-        "get_distributed_runtime_service",
-        "get_distributed_runtime_client",
-        "make_gloo_tcp_collectives",
-    ):
-        assert callable(getattr(_jax, name))

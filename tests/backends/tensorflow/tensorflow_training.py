@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 from keras import layers
 
@@ -19,10 +18,6 @@ STRATEGIES = {
     "central": lambda: ks.CentralStorageStrategy(["cpu:1", "cpu:2"], "cpu:0"),
     "central_of_one": lambda: ks.CentralStorageStrategy(["cpu:1"], "cpu:0"),
 }
-# Four replicas run the code of two; what two find, four find in the nightly run.
-on_two_and_four = pytest.mark.parametrize(
-    "name", ["mirrored_2", pytest.param("mirrored_4", marks=pytest.mark.nightly)]
-)
 
 
 def two():
@@ -50,26 +45,6 @@ def random_values(shape, kind):
     )
 
 
-def make_model(optimizer=None, **compile_arguments):
-    model = keras.Sequential(
-        [
-            keras.Input((6,)),
-            layers.Dense(8, activation="relu", kernel_regularizer="l2"),
-            layers.BatchNormalization(),
-            layers.Dense(4, activation="tanh", activity_regularizer="l1"),
-            layers.Dense(1, activation="sigmoid"),
-        ]
-    )
-    model.compile(
-        optimizer or keras.optimizers.SGD(0.1, momentum=0.9),
-        "binary_crossentropy",
-        metrics=["accuracy"],
-        weighted_metrics=[keras.metrics.AUC(num_thresholds=20, name="auc")],
-        **compile_arguments,
-    )
-    return model
-
-
 def small_model(optimizer="sgd", **compile_arguments):
     """A model of few operations, for what does not depend on its layers."""
     model = keras.Sequential(
@@ -85,11 +60,7 @@ def small_model(optimizer="sgd", **compile_arguments):
 
 
 def under(strategy, make, train):
-    """What `train(model)` returns, and the weights after it, from pinned seeds.
-
-    Without a strategy steps run eagerly: to trace a program takes longer than the few
-    steps that a test compares.
-    """
+    """What `train(model)` returns, and the weights after it, from pinned seeds."""
     keras.utils.set_random_seed(7)
     if strategy is None:
         model = make()
@@ -111,25 +82,6 @@ def assert_close(expected, found, tolerance=1e-5):
 
 def assert_same(strategy, make, train, tolerance=1e-5):
     assert_close(under(None, make, train), under(strategy, make, train), tolerance)
-
-
-def fit_evaluate_predict(count, batch=8, epochs=3):
-    def train(model):
-        x, y, weights = rows(count)
-        history = model.fit(
-            x,
-            y,
-            sample_weight=weights,
-            batch_size=batch,
-            epochs=epochs,
-            shuffle=False,
-            verbose=0,
-            validation_data=(x[:9], y[:9]),
-        ).history
-        scores = model.evaluate(x, y, batch_size=batch, verbose=0)
-        return history, scores, model.predict(x, batch_size=batch, verbose=0)
-
-    return train
 
 
 def fit(count, batch=8, epochs=2):

@@ -1,7 +1,4 @@
-"""TensorFlow: per-replica values in `tf.nest`, `tf.function`, loops and conditions.
-
-What `tf.distribute` gives stands beside each, in TensorFlow 2.21.
-"""
+"""TensorFlow: per-replica values in `tf.nest`, `tf.function`, loops and conditions."""
 
 from __future__ import annotations
 
@@ -68,33 +65,6 @@ def test_a_specification_is_an_input_signature(mirrored):
     assert step.experimental_get_tracing_count() == 1
 
 
-def test_components_of_other_kinds(mirrored):
-    """Ragged rows, sparse ones, numbers, and results that one replica lacks."""
-    values = {
-        "ragged": ks.PerReplica([tf.ragged.constant([[1], [2, 3]])] * 2),
-        "sparse": ks.PerReplica([tf.sparse.from_dense([[0, 4]])] * 2),
-        "number": ks.PerReplica([3, 4]),
-        "array": ks.PerReplica([np.float32(1), np.float32(2)]),
-        "missing": ks.PerReplica([None, tf.constant(5)]),
-        "structure": ks.PerReplica([{"a": tf.constant(6)}, {"a": tf.constant(7)}]),
-        "mirrored": ks.Mirrored([tf.constant(8), tf.constant(8)]),
-    }
-
-    @tf.function
-    def same(values):
-        return values
-
-    found = same(values)
-    assert found["ragged"].values[1].to_list() == [[1], [2, 3]]
-    assert tf.sparse.to_dense(found["sparse"].values[0]).numpy().tolist() == [[0, 4]]
-    assert numbers(found["number"]) == [3, 4]
-    assert numbers(found["array"]) == [1.0, 2.0]
-    assert found["missing"].values[0] is None
-    assert int(found["missing"].values[1]) == 5
-    assert int(found["structure"].values[1]["a"]) == 7
-    assert isinstance(found["mirrored"], ks.Mirrored)
-
-
 def test_loops_and_conditions_of_a_program(mirrored):
     @tf.function
     def powers(x, count):
@@ -116,41 +86,3 @@ def test_loops_and_conditions_of_a_program(mirrored):
         )[1]
 
     assert numbers(by_while(mirrored.run(by_replica))) == [4.0, 5.0]
-
-
-class SparseOutputs(keras.Model):
-    """A model whose output is a sparse tensor, and a loss of it."""
-
-    def __init__(self):
-        super().__init__()
-        self.dense = keras.layers.Dense(6)
-
-    def build(self, shape):
-        self.dense.build((None, 4))
-        self.built = True
-
-    def call(self, inputs):
-        return tf.sparse.from_dense(keras.ops.relu(self.dense(inputs)))
-
-    def compute_loss(
-        self, x=None, y=None, y_pred=None, sample_weight=None, training=True
-    ):
-        return keras.ops.mean(tf.sparse.to_dense(y_pred) ** 2)
-
-
-@pytest.mark.nightly
-@pytest.mark.filterwarnings("ignore:Layer 'sparse_outputs")
-def test_sparse_outputs_are_those_of_one_device():
-    x = np.random.default_rng(0).normal(size=(11, 4)).astype("float32")
-    found = []
-    for devices in (["cpu:0"], ["cpu:0", "cpu:1"]):
-        keras.utils.set_random_seed(1)
-        with ks.MirroredStrategy(devices).scope():
-            model = SparseOutputs()
-            model.build((None, 4))
-            model.compile(keras.optimizers.SGD(0.1))
-        model.fit(x, x, batch_size=4, epochs=2, shuffle=False, verbose=0)
-        predicted = model.predict(x, batch_size=4, verbose=0)
-        found.append([*model.get_weights(), tf.sparse.to_dense(predicted).numpy()])
-    for expected, own in zip(*found, strict=True):
-        np.testing.assert_allclose(own, expected, rtol=1e-5, atol=1e-6)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import keras
 import numpy as np
 import pytest
@@ -40,27 +38,6 @@ class Gradients(keras.Model):
         return {"loss": loss}
 
 
-def test_gradients_of_rows_of_a_table_stay_sparse():
-    tokens = keras.Input((4,), dtype="int32")
-    outputs = layers.Dense(1)(layers.Flatten()(layers.Embedding(100, 3)(tokens)))
-
-    class Sparse(keras.Model):
-        def train_step(self, data):
-            x, y, *_ = data
-            with tf.GradientTape() as tape:
-                loss = ops.mean(ops.square(self(x) - y))
-            table, *_ = tape.gradient(loss, self.trainable_variables)
-            assert isinstance(table, tf.IndexedSlices)
-            return {"rows": tf.size(table.indices)}
-
-    with two().scope():
-        model = Sparse(tokens, outputs)
-        model.compile()
-    x = np.arange(32).reshape(8, 4)
-    logs = model.train_on_batch(x, np.zeros((8, 1), "float32"), return_dict=True)
-    assert logs["rows"] == 32
-
-
 def test_gradients_of_the_input_cross_the_replicas():
     x, y, _ = rows(11)
 
@@ -78,11 +55,7 @@ def test_gradients_of_the_input_cross_the_replicas():
     assert_same(four(), make, train)
 
 
-# Gradients through functions of users are tested below, in every run.
-@pytest.mark.parametrize(
-    "is_function", [False, pytest.param(True, marks=pytest.mark.nightly)]
-)
-def test_a_loop_has_more_than_one_gradient(is_function):
+def test_a_loop_has_more_than_one_gradient():
     """A persistent tape asks the replicas as often as its user asks it."""
     x, y = random_values((7, 3, 2), "float"), random_values((7, 3), "float")
     replicas = []
@@ -104,10 +77,8 @@ def test_a_loop_has_more_than_one_gradient(is_function):
     class Repeated(keras.Model):
         def train_step(self, data):
             x, y, *_ = data
-            forward = lambda: self(x, training=True)  # noqa: E731
-            forward = tf.function(forward) if is_function else forward
             with tf.GradientTape(persistent=True) as tape:
-                outputs = forward()
+                outputs = self(x, training=True)
                 losses = [ops.mean(ops.square(outputs - y)), ops.mean(outputs)]
             values = [variable.value for variable in self.trainable_variables]
             names = ("first", "second", "again")
@@ -131,11 +102,7 @@ def test_a_loop_has_more_than_one_gradient(is_function):
         assert_close(logs["first"], logs["again"])
         return logs["first"], logs["second"]
 
-    # For a function under a persistent tape, TensorFlow makes the gradients of its
-    # gradients too, asked for or not: they are made on one device.
-    warned = pytest.warns(UserWarning, match="is differentiated itself")
-    with warned if is_function else contextlib.nullcontext():
-        assert_same(two(), make, train)
+    assert_same(two(), make, train)
     assert any(replicas)
 
 

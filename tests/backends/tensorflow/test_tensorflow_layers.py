@@ -10,20 +10,12 @@ import pytest
 from keras import layers, ops
 
 import keras_strategies as ks
-from keras_strategies import errors
 
 if keras.backend.backend() != "tensorflow":
     pytest.skip("tests of the TensorFlow backend", allow_module_level=True)
 
 import tensorflow as tf
-from backends.tensorflow.tensorflow_training import (
-    assert_close,
-    assert_same,
-    fit,
-    rows,
-    two,
-    under,
-)
+from backends.tensorflow.tensorflow_training import assert_same, rows, two
 
 ks.set_virtual_cpu_devices(4)
 
@@ -69,23 +61,6 @@ def test_collectives_in_layers_have_gradients(eager):
     assert_same(two(), make, train)
 
 
-def test_replicas_that_disagree_on_collectives_are_told():
-    @ks.row_wise  # Else it is unsplit: it reads its replica's number.
-    class Disagreeing(layers.Layer):
-        def call(self, x):
-            replica = ks.get_replica_context() if ks.has_strategy() else None
-            if replica is not None and replica.replica_id_in_sync_group == 1:
-                return replica.all_reduce("sum", x)
-            return x
-
-    with two().scope():
-        model = keras.Sequential([keras.Input((6,)), Disagreeing(), layers.Dense(1)])
-        model.compile("sgd", "mse")
-    x, y, _ = rows(8)
-    with pytest.raises(errors.ReplicaMismatchError, match="same collective calls"):
-        model.train_on_batch(x, y)
-
-
 # --- What cannot be split is called whole -------------------------------------
 
 
@@ -123,105 +98,7 @@ def test_batch_normalization_is_split_over_replicas():
         model.fit(x, y, batch_size=8, verbose=0)
 
 
-def test_batch_normalization_in_a_loop_is_exact():
-    class Looped(layers.Layer):
-        def __init__(self):
-            super().__init__()
-            self.norm = layers.BatchNormalization(name="looped_norm")
-
-        def build(self, shape):
-            self.norm.build(shape)
-
-        def call(self, x, training=False):
-            def body(i, x):
-                mean, variance = self.norm._moments(x, None)
-                return i + 1, (x - mean) / ops.sqrt(variance + 1e-3)
-
-            return ops.while_loop(lambda i, x: i < 2, body, (0, x))[1]
-
-    def make():
-        model = keras.Sequential([keras.Input((6,)), Looped(), layers.Dense(1)])
-        model.compile(keras.optimizers.SGD(0.1), "mse")
-        return model
-
-    expected = under(None, make, fit(18, batch=9))
-    with pytest.warns(UserWarning, match="in a loop or a branch"):
-        found = under(two(), make, fit(18, batch=9))
-    assert_close(expected, found)
-
-
-def test_ragged_input_is_exact():
-    class Bag(layers.Layer):
-        def call(self, x):
-            return tf.reduce_mean(tf.cast(x, "float32"), axis=1, keepdims=True)
-
-    def make():
-        inputs = keras.Input((None,), dtype="int64", ragged=True)
-        model = keras.Model(inputs, layers.Dense(1)(Bag()(inputs)))
-        model.compile(keras.optimizers.SGD(0.01), "mse")
-        return model
-
-    def train(model):
-        x = tf.ragged.constant([[1, 2], [3], [4, 5, 6], [7], [1, 1], [2]], "int64")
-        data = tf.data.Dataset.from_tensor_slices((x, tf.ones((6, 1))))
-        data = data.ragged_batch(4)
-        return [model.fit(data, verbose=0).history for _ in range(2)]
-
-    assert_same(two(), make, train)
-
-
 # --- Keras inside replicas ----------------------------------------------------
-
-
-def test_losses_of_keras_inside_a_layer_are_not_divided_by_replicas():
-    class Reconstructing(layers.Layer):
-        def __init__(self):
-            super().__init__()
-            self.code = layers.Dense(3)
-            self.decode = layers.Dense(6)
-            self.criterion = keras.losses.MeanSquaredError()
-
-        def build(self, shape):
-            self.code.build(shape)
-            self.decode.build((None, 3))
-
-        def call(self, x):
-            code = self.code(x)
-            self.add_loss(self.criterion(x, self.decode(code)))
-            return code
-
-    def make():
-        model = keras.Sequential([keras.Input((6,)), Reconstructing(), layers.Dense(1)])
-        model.compile(keras.optimizers.SGD(0.1), "mse")
-        return model
-
-    assert_same(two(), make, fit(11, batch=11))
-
-
-@pytest.mark.parametrize("eager", [False, True])
-def test_dropout_of_a_custom_step_is_that_of_one_device(eager):
-    def draw(strategy):
-        keras.utils.set_random_seed(3)
-        with strategy.scope():
-            model = keras.Sequential([keras.Input((50,)), layers.Dropout(0.5)])
-            model.compile("sgd", "mse", run_eagerly=eager)
-
-        class Step(keras.callbacks.Callback):
-            pass
-
-        found = []
-        model.train_step = lambda data: (
-            found.append(model(data[0], training=True)) or {"n": found[-1]}
-        )
-        model.compute_metrics = None
-        x = np.ones((4, 50), "float32")
-        model.train_function = None
-        logs = model.train_on_batch(x, x, return_dict=True)
-        return np.asarray(logs["n"])
-
-    found = draw(two())
-    np.testing.assert_array_equal(found, draw(ks.OneDeviceStrategy("cpu:0")))
-    assert len({row.tobytes() for row in found}) == 4
 
 
 @ks.row_wise
@@ -251,18 +128,3 @@ def test_an_error_in_a_replica_arrives_and_the_next_fit_works():
     failing.error = None
     history = model.fit(x, y, batch_size=8, epochs=3, verbose=0).history["loss"]
     assert np.isfinite(history).all()
-
-
-def test_an_error_while_the_program_runs_arrives_and_the_next_fit_works():
-    class Checking(layers.Layer):
-        def call(self, x):
-            tf.debugging.assert_less(x, 1e6, "too large")
-            return x
-
-    with two().scope():
-        model = keras.Sequential([keras.Input((6,)), Checking(), layers.Dense(1)])
-        model.compile("sgd", "mse")
-    x, y, _ = rows(16)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="too large"):
-        model.fit(x * 1e7, y, batch_size=8, verbose=0)
-    assert np.isfinite(model.fit(x, y, batch_size=8, verbose=0).history["loss"]).all()

@@ -18,7 +18,6 @@ from keras_strategies.engines.tensorflow.random_numbers.intercepted_draws import
     drawing_entries,
     intercept_draws,
 )
-from keras_strategies.errors import BatchError  # noqa: E402
 from keras_strategies.runtime.random_numbers.row_draws import OwnRows  # noqa: E402
 
 SEED = (7, -9)
@@ -144,41 +143,6 @@ def test_entries_in_a_graph(name: str, width: tuple[int, ...]) -> None:
         assert bits(any_rows(*sizes)) == bits(every[sliced(start, count)])
 
 
-#: XLA has no kernels of the others. It computes transcendental functions of a part of a
-#: tensor with another rounding.
-IN_XLA = {
-    "u-float32": 0.0,
-    "n-float32": 1e-6,
-    "t-float32": 1e-6,
-    "u-float64": 0.0,
-    "int32": 0.0,
-    "threefry": 0.0,
-    "dropout": 0.0,
-}
-
-
-@pytest.mark.nightly(unless=["u-float32", "n-float32", "u-float64", "int32"])
-@pytest.mark.parametrize("name", IN_XLA)
-def test_entries_in_xla(name: str) -> None:
-    width = (7,)
-
-    @tf.function(jit_compile=True)
-    def program() -> Any:
-        return DRAWS[name]([ROWS, *width], slice(0, ROWS))
-
-    @tf.function(jit_compile=True)
-    def static(before: Any) -> Any:
-        return own(name, width, OwnRows(before, 4, ROWS), sliced(5, 4))
-
-    every = program().numpy()
-    for start in (5, 9):
-        found = static(tf.constant(start, tf.int64)).numpy()
-        tolerance = IN_XLA[name]
-        np.testing.assert_allclose(
-            found, every[start : start + 4], rtol=tolerance, atol=tolerance
-        )
-
-
 def test_counter_carries() -> None:
     """A counter that overflows its low word, as of a `tf.random.Generator`."""
     options = {
@@ -192,11 +156,3 @@ def test_counter_carries() -> None:
         draw = operations.DRAWS[0][0].stateless_random_uniform_v2
         found = draw(shape=[3, 4], **options)
     assert bits(found) == bits(every[5:])
-
-
-def test_other_number_of_rows() -> None:
-    with (
-        drawing_entries(OwnRows(0, 4, 8)),
-        pytest.raises(BatchError, match="placements has 4"),
-    ):
-        tf.random.stateless_uniform([5, 2], SEED)

@@ -10,33 +10,8 @@ import tensorflow as tf
 
 import keras_strategies as ks
 
-SHAPES = [
-    (1,),
-    (7,),
-    (6, 1),
-    (24, 4),
-    (13, 5, 3),
-    (1, 1000),
-    (1000, 1),
-    (999, 7),
-    (2**20, 64),
-]
-DTYPES = [
-    "float32",
-    "float64",
-    "float16",
-    "bfloat16",
-    "float8_e4m3fn",
-    "float8_e5m2",
-    "int8",
-    "uint16",
-    "int32",
-    "int64",
-    "bool",
-    "complex64",
-    "complex128",
-    "string",
-]
+SHAPES = [(1,), (7,), (6, 1), (13, 5, 3), (1, 1000), (999, 7), (2**20, 64)]
+DTYPES = ["float32", "float64", "bfloat16", "float8_e5m2", "int8", "bool", "string"]
 BYTES = [1, 3, 4, 10, 16, 63, 64, 65, 1000, 256 << 10]
 SHARDS = [1, 2, 3, 10, 10**6]
 THERE = tf.distribute.experimental.partitioners
@@ -47,15 +22,9 @@ def pairs() -> Iterator[tuple[str, dict[str, int]]]:
     for shards in SHARDS:
         yield "FixedShardsPartitioner", {"num_shards": shards}
     for size, shards in itertools.product(BYTES, SHARDS):
-        for string in (1, 16):
-            yield (
-                "MinSizePartitioner",
-                {
-                    "min_shard_bytes": size,
-                    "max_shards": shards,
-                    "bytes_per_string": string,
-                },
-            )
+        given = {"min_shard_bytes": size, "max_shards": shards}
+        yield "MinSizePartitioner", given
+        yield "MinSizePartitioner", {**given, "bytes_per_string": 1}
     for size, shards in itertools.product(BYTES, [None, *SHARDS]):
         yield "MaxSizePartitioner", {"max_shard_bytes": size, "max_shards": shards}
     yield "MinSizePartitioner", {}

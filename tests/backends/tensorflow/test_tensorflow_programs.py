@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import threading
-import time
+import textwrap
 
 import keras
 import numpy as np
 import pytest
+from harness.forker import run_code
 from keras import layers, ops
 
 import keras_strategies as ks
-from keras_strategies.keras_compat.models import building
 
 if keras.backend.backend() != "tensorflow":
     pytest.skip("tests of the TensorFlow backend", allow_module_level=True)
@@ -26,109 +23,28 @@ from backends.tensorflow.tensorflow_training import (
     assert_close,
     assert_same,
     fit,
-    fit_evaluate_predict,
     four,
-    make_model,
     rows,
     small_model,
     two,
     under,
 )
+from tensorflow.core.protobuf.rewriter_config_pb2 import RewriterConfig
 
-from keras_strategies.engines.tensorflow.data_parallel.call_in_lockstep import (
-    CallInLockstep,
-)
+from keras_strategies.engines.tensorflow.compat.programs import program_options
 
 ks.set_virtual_cpu_devices(4)
-
-
-# --- Exactness ----------------------------------------------------------------
-
-
-#
-# `tests/exactness/test_exactness.py` trains under one device, two and four mirrored
-# replicas and central storage, with any number of rows, each optimizer and each way to
-# run a step. Here is what its strategies do not reach, and a model that has in one
-# training what its cases have one by one.
 
 
 def test_fit_is_exact_with_variables_apart_from_the_only_replica():
     assert_same(STRATEGIES["central_of_one"](), small_model, fit(16))
 
 
-ADAM = {"optimizer": lambda: keras.optimizers.Adam(0.01, weight_decay=0.01)}
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("name", "count", "arguments"),
-    [
-        *[("mirrored_4", count, {}) for count in (22, 23, 25, 3, 1)],
-        *[(name, 23, {}) for name in sorted(set(STRATEGIES) - {"mirrored_4"})],
-        *[(name, 23, ADAM) for name in ("mirrored_2", "mirrored_4")],
-        ("mirrored_4", 25, {"run_eagerly": True}),
-        ("mirrored_4", 25, {"steps_per_execution": 3}),
-    ],
-    ids=str,
-)
-def test_fit_is_exact(name, count, arguments):
-    def make():
-        optimizer = arguments.get("optimizer", lambda: None)()
-        others = {k: v for k, v in arguments.items() if k != "optimizer"}
-        return make_model(optimizer, **others)
-
-    tolerance = 1e-4 if "optimizer" in arguments else 1e-5
-    assert_same(STRATEGIES[name](), make, fit_evaluate_predict(count), tolerance)
-
-
-@pytest.mark.nightly
-def test_methods_on_batches_are_exact():
-    def train(model):
-        x, y, weights = rows(11)
-        logs = [
-            model.train_on_batch(x[:n], y[:n], weights[:n]) for n in (11, 8, 7, 3, 1)
-        ]
-        scores = [model.test_on_batch(x[:n], y[:n]) for n in (11, 5, 1)]
-        return logs, scores, [model.predict_on_batch(x[:n]) for n in (11, 5, 1)]
-
-    assert_same(four(), make_model, train)
-
-
-@pytest.mark.nightly
-def test_a_transformer_is_exact_over_many_steps():
-    def make():
-        tokens = keras.Input((12,), dtype="int32")
-        x = layers.Embedding(50, 16)(tokens)
-        attended = layers.MultiHeadAttention(2, 8)(x, x)
-        x = layers.LayerNormalization()(x + attended)
-        hidden = layers.Dense(16)(layers.Dense(32, activation="relu")(x))
-        x = layers.LayerNormalization()(x + hidden)
-        x = layers.GlobalAveragePooling1D()(x)
-        model = keras.Model(tokens, layers.Dense(10)(x))
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(keras.optimizers.SGD(0.01), loss)
-        return model
-
-    def train(model):
-        random = np.random.default_rng(0)
-        x, y = random.integers(0, 50, (64, 12)), random.integers(0, 10, 64)
-        return model.fit(
-            x, y, batch_size=16, epochs=15, shuffle=False, verbose=0
-        ).history["loss"]
-
-    assert_same(two(), make, train)
-
-
 # --- Programs -----------------------------------------------------------------
 
 
-# 25: the last batch has fewer rows than there are replicas, which is a program of its
-# own kind; 22 and 23: it has more, and is split unevenly.
-@pytest.mark.nightly(unless=["22"])
-@pytest.mark.parametrize(
-    "count",
-    [22, 25, pytest.param(23, marks=pytest.mark.nightly)],
-)
+# 25: the last batch has fewer rows than there are replicas; 22: more, split unevenly.
+@pytest.mark.parametrize("count", [22, pytest.param(25, marks=pytest.mark.nightly)])
 def test_at_most_two_programs_for_batches_of_any_size(count):
     keras.utils.set_random_seed(7)
     with four().scope():
@@ -163,11 +79,7 @@ def test_the_first_step_is_traced_once():
 
 
 class AnyRank(keras.Model):
-    """A prediction for each row, of inputs with any number of axes.
-
-    Args:
-        noted: called with the replica of each traced call.
-    """
+    """A prediction for each row, of inputs with any number of axes."""
 
     def __init__(self, noted=lambda x: x):
         super().__init__()
@@ -195,28 +107,11 @@ def compiled(model, **options):
 
 # The last batches have fewer rows, and fewer than there are replicas.
 @pytest.mark.slow(seconds=13)
-@pytest.mark.parametrize(
-    ("options", "by_batch"),
-    [
-        ({}, False),
-        pytest.param({}, True, marks=pytest.mark.nightly),
-        pytest.param({"steps_per_execution": 2}, False, marks=pytest.mark.nightly),
-    ],
-    ids=str,
-)
-def test_inputs_of_other_ranks_are_exact(options, by_batch):
+def test_inputs_of_other_ranks_are_exact():
     def train(model):
         found = []
-        for rank in (2, 3, 2, 4, 3):
+        for rank in (2, 3, 2):
             x, y = of_rank(rank)
-            if by_batch:
-                for count in (11, 8, 3):
-                    found += [
-                        model.train_on_batch(x[:count], y[:count]),
-                        model.test_on_batch(x[:count], y[:count]),
-                        model.predict_on_batch(x[:count]),
-                    ]
-                continue
             fitted = {"epochs": 2, "batch_size": 4, "shuffle": False, "verbose": 0}
             found += [
                 model.fit(x, y, **fitted).history,
@@ -226,11 +121,10 @@ def test_inputs_of_other_ranks_are_exact(options, by_batch):
             ]
         return found
 
-    assert_same(four(), lambda: compiled(AnyRank(), **options), train)
+    assert_same(four(), lambda: compiled(AnyRank()), train)
 
 
-@pytest.mark.parametrize("steps", [pytest.param(1, marks=pytest.mark.nightly), 2])
-def test_a_dataset_of_batches_of_several_ranks_is_exact(steps):
+def test_a_dataset_of_batches_of_several_ranks_is_exact():
     batches = [of_rank(*given) for given in ((2, 4), (3, 4), (4, 3), (3, 1))]
 
     def train(model):
@@ -244,128 +138,9 @@ def test_a_dataset_of_batches_of_several_ranks_is_exact(steps):
         ]
 
     def make():
-        return compiled(AnyRank(), steps_per_execution=steps)
+        return compiled(AnyRank(), steps_per_execution=2)
 
     assert_same(two(), make, train)
-
-
-def test_each_rank_has_programs_of_its_own():
-    keras.utils.set_random_seed(7)
-    with two().scope():
-        counting = Rows()
-        # With one step, Keras 3.16 has a program for each number of rows.
-        model = compiled(AnyRank(counting), steps_per_execution=2)
-    counting.seen.clear()
-    for _ in range(2):
-        for rank in (2, 3):
-            x, y = of_rank(rank, 10)
-            model.fit(x, y, batch_size=4, epochs=2, verbose=0)
-    # The first step builds the model; a program has one call per replica.
-    assert [replica for _, replica in counting.seen] == [None, 0, 1, 0, 1]
-
-
-@pytest.mark.parametrize("make", [tf.function, ks.function], ids=["tf", "ks"])
-def test_a_function_that_replicas_run_takes_inputs_of_other_ranks(mirrored, make):
-    with mirrored.scope():
-        dense = layers.Dense(3)
-        dense.build((None, 6))
-    traces = []
-
-    def replica_step(x):
-        traces.append(x.shape)
-        assert x.shape.rank is not None
-        return dense(x)
-
-    step = make(replica_step)
-    for rank in (2, 3, 2, 4, 3):
-        x = of_rank(rank)[0]
-        parts = mirrored.experimental_distribute_values_from_function(
-            lambda context, x=x: tf.constant(x[context.replica_id_in_sync_group :: 2])
-        )
-        found = mirrored.experimental_local_results(mirrored.run(step, args=(parts,)))
-        for index, output in enumerate(found):
-            assert_close(dense(x[index::2]), output)
-
-
-@pytest.fixture
-def retracing():
-    """What TensorFlow says of functions that are traced again and again."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logger = tf.get_logger()
-    logger.addHandler(handler)
-    yield lambda: [line for line in said if "retracing" in line]
-    logger.removeHandler(handler)
-
-
-@pytest.mark.parametrize("length", [4, None], ids=["known", "unknown-length"])
-def test_metrics_are_built_from_the_known_outputs_of_a_functional_model(length):
-    class Counted(layers.Layer):
-        calls = 0
-
-        def call(self, x):
-            Counted.calls += 1
-            return ops.sum(x, axis=1)
-
-    with two().scope():
-        tokens = keras.Input((length,), dtype="int32")
-        hidden = Counted()(layers.Embedding(7, 5)(tokens))
-        outputs = {"a": layers.Dense(3)(hidden), "b": layers.Dense(1)(hidden)}
-        model = keras.Model(tokens, outputs)
-        metrics = {"a": [keras.metrics.F1Score()], "b": ["mae"]}
-        model.compile("sgd", {"a": "mse", "b": "mse"}, metrics=metrics)
-    x = np.zeros((4, 4), "int32")
-    Counted.calls = 0
-    building.symbolic_build(model, (x, {"a": np.ones((4, 3)), "b": np.ones((4, 1))}))
-    assert Counted.calls == 0
-    found = {variable.path for variable in model.metrics_variables}
-    assert any("f1_score" in path for path in found), found
-    assert model.optimizer.built
-
-
-def test_models_one_after_the_other_are_not_taken_for_retracing(mirrored, retracing):
-    for _ in range(6):
-        with mirrored.scope():
-            model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
-        model.predict(np.zeros((4, 2), "float32"), verbose=0)
-    assert not retracing()
-
-
-def test_functions_that_replicas_run_are_not_taken_for_retracing(mirrored, retracing):
-    traces = []
-
-    def function(number):  # Of a code object of its own.
-        source = f"def replica_step(x):\n    traces.append({number})\n    return x"
-        namespace = {"traces": traces}
-        exec(source, namespace)
-        return tf.function(namespace["replica_step"], autograph=False)
-
-    functions = [function(number) for number in range(6)]
-    for _ in range(2):
-        for each in functions:
-            mirrored.run(each, args=(tf.zeros(()),))
-    assert not retracing()
-    assert sorted(traces) == [number for number in range(6) for _ in "ab"]
-
-
-def test_every_replica_takes_part(monkeypatch):
-    seen = []
-    split = CallInLockstep.split
-
-    def recorded(call, tensor):
-        parts = split(call, tensor)
-        seen.append([part.shape[0] for part in parts])
-        return parts
-
-    monkeypatch.setattr(CallInLockstep, "split", recorded)
-    with four().scope():
-        model = small_model()
-    x, y, _ = rows(16)
-    model.train_on_batch(x, y)
-    # Inputs; outputs, targets and weights of the loss and of metrics.
-    assert seen
-    assert all(each == [4, 4, 4, 4] for each in seen)
 
 
 def test_jit_compile_is_said_not_to_apply_and_changes_nothing():
@@ -394,67 +169,87 @@ class Accelerator:
     device_type = "GPU"
 
 
-# --- Data and functions -------------------------------------------------------
+class Observed(keras.Sequential):
+    """Records how often the program of its step is optimized."""
+
+    def predict_step(self, data):
+        config = tf.compat.v1.ConfigProto.FromString(
+            program_options().config_proto_serialized
+        )
+        options = config.graph_options.rewrite_options
+        self.iterations = options.meta_optimizer_iterations
+        return super().predict_step(data)
 
 
-class Autoencoder(keras.Model):
-    """Its loss has no targets."""
+def test_a_program_is_optimized_once():
+    with two().scope():
+        model = Observed([keras.Input((2,)), layers.Dense(1)])
+    model.predict_on_batch(np.zeros((4, 2), "float32"))
+    assert model.iterations == RewriterConfig.ONE
+
+
+class Subclassed(keras.Model):
+    """Built by its first batch."""
 
     def __init__(self):
         super().__init__()
-        self.dense = layers.Dense(4)
+        self.hidden = layers.Dense(8, activation="relu")
+        self.norm = layers.BatchNormalization()
+        self.rows_seen = Rows()
+        self.out = layers.Dense(1)
 
-    def call(self, inputs):
-        return self.dense(inputs)
-
-    def compute_loss(self, x=None, y=None, y_pred=None, *rest, **kwargs):
-        return ops.mean(ops.square(y_pred - x))
-
-
-def test_one_tensor_and_a_tuple_of_it_are_other_batches():
-    x = rows(10, 4)[0]
-    feeds = [
-        {"x": x, "batch_size": 4},
-        {"x": tf.data.Dataset.from_tensor_slices((x,)).batch(4)},
-        {"x": tf.data.Dataset.from_tensor_slices(x).batch(4)},
-        {"x": x, "batch_size": 4},
-    ]
-    losses = []
-    for scope in (contextlib.nullcontext(), two().scope()):
-        with scope:
-            keras.utils.set_random_seed(3)
-            model = Autoencoder()
-            model.compile("sgd")
-        given = {"epochs": 1, "shuffle": False, "verbose": 0}
-        fits = [model.fit(**feed, **given).history["loss"] for feed in feeds]
-        losses.append(np.array(fits))
-    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+    def call(self, x, training=False):
+        return self.out(self.rows_seen(self.norm(self.hidden(x), training=training)))
 
 
-class WithFunction(layers.Layer):
-    def build(self, shape):
-        self.kernel = self.add_weight(shape=(4, 4), name="kernel")
+def test_an_unbuilt_model_loses_no_batch_of_a_generator():
+    models = []
 
-    @tf.function
-    def product(self, inputs):
-        return tf.matmul(inputs, self.kernel)
+    def make():
+        models.append(Subclassed())
+        models[-1].compile(keras.optimizers.SGD(0.1), "mse")
+        return models[-1]
 
-    def call(self, inputs):
-        return self.product(inputs)
+    def train(model):
+        x, y, _ = rows(22)
+        batches = ((x[i : i + 8], y[i : i + 8]) for i in range(0, 22, 8))
+        return model.fit(batches, verbose=0).history
+
+    assert_same(two(), make, train)
+    assert models[-1].rows_seen.seen[-1][1] == 1, "it is parallel"
 
 
-def test_a_function_in_a_layer_of_eager_steps():
-    x = rows(10, 4)[0]
-    found = []
-    for scope in (contextlib.nullcontext(), two().scope()):
-        with scope:
-            keras.utils.set_random_seed(3)
-            model = keras.Sequential([keras.Input((4,)), WithFunction()])
-            model.compile(keras.optimizers.SGD(0.2), "mse", run_eagerly=True)
-        history = model.fit(x, x, batch_size=4, epochs=3, shuffle=False, verbose=0)
-        found.append((history.history["loss"], *model.get_weights()))
-    for one, other in zip(*found, strict=True):
-        np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-6)
+def test_a_model_that_only_predicts_is_parallel_from_the_second_batch():
+    with two().scope():
+        model = Subclassed()
+    x, _, _ = rows(24)
+    outputs = model.predict(x, batch_size=8, verbose=0)
+    assert model.rows_seen.seen[-1][1] == 1
+    assert_close(ops.convert_to_numpy(model(x)), outputs)
+
+
+def test_virtual_cpus_in_a_new_process(tmp_path):
+    code = """
+        import keras, keras_strategies as ks
+        from keras_strategies.engines import get_engine
+        # To list devices does not fix them.
+        print(get_engine().local_devices())
+        ks.set_virtual_cpu_devices(2)
+        ks.set_virtual_cpu_devices(3)
+        print(ks.MirroredStrategy())
+        # To use one does.
+        keras.ops.ones(3) + 1
+        try:
+            ks.MirroredStrategy(["cpu:0", "cpu:3"])
+        except RuntimeError as error:
+            print(error)
+    """
+    printed = run_code(tmp_path, textwrap.dedent(code))
+    assert "cpu:0, cpu:1, cpu:2" in printed
+    assert "Call `ks.set_virtual_cpu_devices(4)` first" in printed
+
+
+# --- Data and functions -------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_inner", [False, True])
@@ -476,24 +271,3 @@ def test_a_strategy_of_tf_distribute_at_the_same_time(is_inner: bool):
         mixed()
     assert not tf.distribute.has_strategy() and not ks.has_strategy()
     model.fit(x, x[:, :1], verbose=0)
-
-
-class SlowEnd:
-    """A value of a thread that takes 20 ms to end with it."""
-
-    def __del__(self):
-        time.sleep(0.02)
-
-
-def test_the_end_of_the_last_replica_is_not_waited_for_by_polling():
-    """`tf.distribute` looks once a second whether the threads of replicas live."""
-    of_thread = threading.local()
-
-    def replica():
-        of_thread.value = SlowEnd()
-
-    strategy = two()
-    begin = time.monotonic()
-    for _ in range(4):
-        strategy.run(replica)
-    assert time.monotonic() - begin < 1

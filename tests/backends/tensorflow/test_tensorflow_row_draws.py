@@ -45,27 +45,6 @@ def uniform(x, seed):
     return random.uniform(ops.shape(x), seed=seed)
 
 
-def in_a_loop(x, seed):
-    state = ops.cast(seed.next(), "float32")
-
-    def body(i, total):
-        drawn = random.normal(ops.shape(x), seed=7)
-        return i + 1, total + drawn * (state[1] + ops.cast(i, "float32"))
-
-    zeros = ops.zeros_like(x)
-    return ops.while_loop(lambda i, total: i < 3, body, (0, zeros))[1]
-
-
-def in_a_map(x, seed):
-    """Noise of all rows for each element."""
-    state = ops.cast(seed.next(), "float32")
-    drawn = ops.map(
-        lambda i: random.uniform(ops.shape(x), seed=7) * (state[1] + i),
-        ops.array([1.0, 2.0]),
-    )
-    return ops.sum(drawn, 0)
-
-
 def in_a_branch(x, seed):
     first = random.uniform(ops.shape(x), seed=seed)
     state = ops.cast(ops.convert_to_tensor(seed.state)[1], "float32")
@@ -93,8 +72,6 @@ NOISES = {
     "categorical": lambda x, seed: ops.cast(
         random.categorical(x, 7, seed=seed), "float32"
     ),
-    "loop": in_a_loop,
-    "map": in_a_map,
     "branch": in_a_branch,
     "others": behind_others,
 }
@@ -144,7 +121,7 @@ def traces(monkeypatch):
 
 
 #: Draws in bodies of loops and branches are those of an unsplit call.
-UNSPLIT = ("loop", "map", "branch")
+UNSPLIT = ("branch",)
 SUMS = (*UNSPLIT, "others")
 
 
@@ -168,64 +145,6 @@ def test_numbers_are_bit_for_bit_those_of_keras(name, way, traces):
         assert set(traces) == (set() if name in UNSPLIT else {0})
 
 
-def test_layers_with_collectives_are_copied(traces):
-    def make():
-        return keras.Sequential(
-            [
-                layers.GaussianNoise(0.5, seed=1),
-                layers.BatchNormalization(),
-                layers.Dropout(0.4, seed=2),
-            ]
-        )
-
-    def trained(strategy):
-        keras.utils.set_random_seed(11)
-        with strategy.scope() if strategy else contextlib.nullcontext():
-            model = keras.Sequential([keras.Input((7,)), make(), layers.Dense(1)])
-            model.compile(keras.optimizers.SGD(0.1), "mse")
-        losses = [model.train_on_batch(X[:12], X[:12, :1]) for _ in range(3)]
-        return losses, model.get_weights()
-
-    expected = trained(None)
-    found = trained(three())
-    assert_close(expected, found)
-    assert set(traces) == {0}
-
-
-@tf.function
-def _drawn_in_a_program(x, state):
-    return random.normal(ops.shape(x), seed=3) * tf.cast(state[1], "float32")
-
-
-def other_axis(x, seed):
-    drawn = random.normal((7, ops.shape(x)[0]), seed=seed)
-    return ops.transpose(drawn)
-
-
-@pytest.mark.parametrize(
-    ("draw", "reason"),
-    [
-        (lambda x, seed: tf.random.normal(tf.shape(x)), "uses 'tf'"),
-        (lambda x, seed: tf.nn.dropout(x, 0.5), "uses 'tf'"),
-        (
-            lambda x, seed: _drawn_in_a_program(x, seed.next()),
-            "its code uses",
-        ),
-        (
-            lambda x, seed: tf.random.stateless_normal(tf.shape(x), seed.next()),
-            "uses 'tf'",
-        ),
-        (other_axis, "'draw'"),
-    ],
-)
-def test_other_numbers_are_drawn_unsplit(draw, reason):
-    tf.random.set_seed(1)
-    with problems() as found:
-        predicted(three(), lambda: Noise(draw), X, "13 rows")
-    assert len(found) == 1
-    assert reason in found[0]
-
-
 def trained(strategy, make, **options):
     keras.utils.set_random_seed(11)
     with strategy.scope() if strategy else contextlib.nullcontext():
@@ -235,30 +154,6 @@ def trained(strategy, make, **options):
         model.compile(keras.optimizers.SGD(0.05), "mse", **options)
     history = model.fit(X, X[:, :1], batch_size=6, epochs=3, shuffle=False, verbose=0)
     return history.history["loss"], model.get_weights()
-
-
-def test_several_steps_in_a_program():
-    def make():
-        return keras.Sequential([layers.Dropout(0.5, seed=1), Noise(in_steps)])
-
-    expected = trained(None, make, steps_per_execution=2)
-    assert_close(expected, trained(three(), make, steps_per_execution=2))
-
-
-def in_steps(x, seed):
-    return 0.1 * random.normal(ops.shape(x), seed=seed)
-
-
-def test_numbers_of_a_model_for_xla():
-    """Replicas do not use XLA, which draws other numbers from the same seed."""
-
-    def make():
-        return layers.Dropout(0.5, seed=1)
-
-    expected = trained(None, make)
-    with pytest.warns(UserWarning, match="jit_compile"):
-        found = trained(three(), make, jit_compile=True)
-    assert_close(expected, found)
 
 
 class Rematerialized(layers.Layer):
@@ -307,58 +202,3 @@ def test_rows_in_a_function_within_run_are_refused(signature) -> None:
     found = strategy.run(lambda x: shifted(x), args=(rows,))
     first, second = strategy.experimental_local_results(found)
     np.testing.assert_array_equal(first, second)
-
-
-def drawn_in_function(strategy, runs, signature, length):
-    """What replicas draw in runs of a `tf.function`, each joined."""
-    with strategy.scope():
-        seed = random.SeedGenerator(3)
-
-    def fn(x):
-        shared = ops.sum(random.normal((length, 1), seed=seed), 0)
-        rows = random.uniform(ops.shape(x), seed=seed)
-        return x + rows + random.dropout(ops.ones_like(x), 0.5, seed=seed) + shared
-
-    count = strategy.num_replicas_in_sync
-    specs = [tf.TensorSpec((None, 4))] * count if signature else None
-
-    @tf.function(input_signature=specs)
-    def step(*rows):
-        results = strategy.run(fn, args=(ks.PerReplica(list(rows)),))
-        return tf.concat(strategy.experimental_local_results(results), 0)
-
-    return [step(*(tf.zeros((own, 4)) for own in sizes)).numpy() for sizes in runs]
-
-
-@pytest.mark.nightly(unless=["True"])
-@pytest.mark.parametrize("signature", [False, True])
-def test_draws_in_programs_are_those_of_one_device(signature) -> None:
-    """Of programs for any number of rows, and for that of some replicas."""
-    runs = [(4, 3), (4, 2), (3, 3), (3, 0), (1, 4)]
-    totals = [(sum(sizes),) for sizes in runs]
-    expected = drawn_in_function(ks.OneDeviceStrategy("cpu:0"), totals, signature, 9)
-    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
-    found = drawn_in_function(strategy, runs, signature, 9)
-    for one, other in zip(expected, found, strict=True):
-        np.testing.assert_allclose(other, one, atol=1e-6)
-
-
-@pytest.mark.parametrize("signature", [None, [tf.TensorSpec((None, 4))] * 2])
-def test_a_fixed_length_in_a_program_may_be_that_of_the_rows(signature) -> None:
-    """One rule, whether the trace knows the number of rows or a step: 3 of 3."""
-    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
-
-    @tf.function(input_signature=signature)
-    def step(*rows):
-        results = strategy.run(
-            lambda x: random.normal((3, 4), seed=5),
-            args=(ks.PerReplica(list(rows)),),
-        )
-        return tf.stack(strategy.experimental_local_results(results))
-
-    shared = step(tf.zeros((4, 4)), tf.zeros((4, 4)))
-    expected = random.normal((3, 4), seed=5)
-    np.testing.assert_allclose(shared, tf.stack([expected, expected]), atol=1e-6)
-    of_rows = step(tf.zeros((3, 4)), tf.zeros((3, 4)))
-    expected = random.normal((6, 4), seed=5)
-    np.testing.assert_allclose(of_rows, tf.reshape(expected, (2, 3, 4)), atol=1e-6)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import keras
 import numpy as np
 import pytest
@@ -28,7 +26,6 @@ from keras_strategies.layouts import AutoLayouts, VariableMesh
 ks.set_virtual_cpu_devices(4)
 
 START = np.arange(64, dtype="float32").reshape(8, 8) / 8
-DEVICES = [f"cpu:{i}" for i in range(4)]
 
 
 def variable(name: str):
@@ -81,11 +78,6 @@ def test_an_assignment_is_that_of_one_variable(table, change, wrap) -> None:
     np.testing.assert_array_equal(table.sparse_read([3]), plain.sparse_read([3]))
 
 
-def test_values_of_other_shapes_are_refused(table) -> None:
-    with pytest.raises(ValueError, match=r"Cannot assign value to variable 'table"):
-        table.assign(np.zeros((8, 4), "float32"))
-
-
 def test_a_read_follows_the_assignment_in_a_branch(table) -> None:
     @tf.function
     def program():
@@ -131,14 +123,6 @@ def test_the_gradient_is_that_of_the_unsharded_value(table, loss, wrap) -> None:
     np.testing.assert_allclose(gradient(), 2 * START, rtol=1e-6)
 
 
-def test_second_gradients(table) -> None:
-    with tf.GradientTape() as outer:
-        with tf.GradientTape() as inner:
-            loss = tf.reduce_sum(table**3)
-        total = tf.reduce_sum(inner.gradient(loss, table))
-    np.testing.assert_allclose(outer.gradient(total, table), 6 * START, rtol=1e-6)
-
-
 # --- Training ----------------------------------------------------------------------
 
 
@@ -163,23 +147,18 @@ def dense():
     )
 
 
+#: The last ones use more than entries, and gradients that another operation divides.
 OPTIMIZERS = {
-    "adamw": lambda: optimizers.AdamW(0.01, weight_decay=0.1),
     "clipnorm": lambda: optimizers.Nadam(0.01, clipnorm=0.1),
     "global_clipnorm": lambda: optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.05),
     "clipvalue": lambda: optimizers.SGD(0.1, clipvalue=0.001),
-}
-#: These use more than entries, and gradients that another operation divides.
-OF_GATHERED_VARIABLES = {
     "accumulation": lambda: optimizers.Adam(
         0.01, gradient_accumulation_steps=2, global_clipnorm=0.05
     ),
     "averages": lambda: optimizers.SGD(
         0.1, use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=3
     ),
-    "lamb": lambda: optimizers.Lamb(0.01, weight_decay=0.01),
     "adafactor": lambda: optimizers.Adafactor(0.01, clipnorm=0.1),
-    "muon": lambda: optimizers.Muon(0.01),
     "loss_scale": lambda: optimizers.LossScaleOptimizer(
         optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.05)
     ),
@@ -187,81 +166,13 @@ OF_GATHERED_VARIABLES = {
 
 
 @pytest.mark.nightly(unless=["clipvalue"])
-@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, *OF_GATHERED_VARIABLES])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_optimizers(optimizer) -> None:
-    make = {**OPTIMIZERS, **OF_GATHERED_VARIABLES}[optimizer]
+    make = OPTIMIZERS[optimizer]
     one = trained(ks.OneDeviceStrategy("cpu:0"), make, dense)
     other = trained(MODEL_PARALLEL["fsdp_2x2"].make(), make, dense)
     for a, b in zip(one.get_weights(), other.get_weights(), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.nightly(unless=["global_clipnorm"])
-@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, *OF_GATHERED_VARIABLES])
-def test_an_update_gathers_nothing(optimizer, monkeypatch) -> None:
-    """No variable or slot, and no program computes the unsharded gradients."""
-    gathered: list[str] = []
-    own = {**OPTIMIZERS, **OF_GATHERED_VARIABLES}[optimizer]()
-    apply, join = type(own).apply, ShardGrid.join
-
-    def applied(self, gradients, variables=None):
-        gradients = list(gradients)
-        with monkeypatch.context() as patch:
-            patch.setattr(
-                ShardGrid,
-                "join",
-                lambda *given: (gathered.append("variable"), join(*given))[1],
-            )
-            apply(self, gradients, variables)
-        # `finalize_variable_values` is called in eager code.
-        for gradient in gradients:
-            gathered.extend("gradient" for _ in gradient.consumers())
-
-    monkeypatch.setattr(type(own), "apply", applied)
-    strategy = ks.ModelParallelStrategy("fsdp", DEVICES, min_shard_bytes=0)
-    trained(strategy, lambda: own, dense)
-    assert bool(gathered) == (optimizer in OF_GATHERED_VARIABLES)
-
-
-def test_a_program_gathers_shortly_before_each_use(monkeypatch) -> None:
-    """Gradients have gathers of their own, and a gather waits for an earlier use."""
-    graphs = []
-    original = tf.function
-
-    def recording(fn, **options):
-        def traced(*args):
-            graphs.append(tf.compat.v1.get_default_graph())
-            return fn(*args)
-
-        return original(tf.autograph.experimental.do_not_convert(traced), **options)
-
-    strategy = ks.ModelParallelStrategy("fsdp", DEVICES, min_shard_bytes=64)
-    with strategy.scope():
-        model = dense()
-        model.compile("sgd", "sparse_categorical_crossentropy")
-    rows = classes(8)
-    monkeypatch.setattr(tf, "function", recording)
-    model.fit(rows.x, rows.y, batch_size=8, verbose=0)
-    monkeypatch.undo()
-    graph = max(graphs, key=lambda graph: graph.num_operations())
-    uses: dict[str, list] = {}
-    for op in graph.get_operations():
-        used = [c.name for each in op.outputs for c in each.consumers()]
-        products = [name for name in used if "MatMul" in name]
-        if op.type == "ConcatV2" and products:
-            reads = [each.op for each in op.inputs[:-1]]
-            reads = [r.inputs[0].op if r.type == "Identity" else r for r in reads]
-            waits = {w.name for read in reads for w in read.control_inputs}
-            uses.setdefault(op.device[-5:], []).append((products, waits))
-    assert len(uses) == 4
-    for found in uses.values():
-        assert all(len(products) == 1 for products, _ in found)
-        forward = [each for each in found if "gradient" not in each[0][0]]
-        backward = [each for each in found if "gradient" in each[0][0]]
-        assert (len(forward), len(backward)) == (3, 3)
-        assert [bool(waits) for _, waits in forward] == [False, False, True]
-        assert forward[2][1] == set(forward[0][0])
-        assert all(waits for _, waits in backward)
 
 
 def test_a_weight_assigned_after_the_forward_pass_has_the_gradient_of_before() -> None:
@@ -313,14 +224,12 @@ def test_files_of_tensorflow(tmp_path) -> None:
     np.testing.assert_allclose(model.predict(x, verbose=0), expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("axes", list(itertools.permutations(range(3))))
-def test_transposed_arrays_are_assigned_to_shards(axes) -> None:
+def test_transposed_arrays_are_assigned_to_shards() -> None:
     strategy = ks.ModelParallelStrategy("fsdp", ["cpu:0", "cpu:1"], min_shard_bytes=0)
     with strategy.scope():
         variable = keras.Variable(np.zeros((4, 6, 8), "float32"))
-    array = np.random.default_rng(1).normal(size=(4, 6, 8)).astype("float32")
-    # The same values, with axes in another order in memory.
-    array = np.ascontiguousarray(array.transpose(axes)).transpose(np.argsort(axes))
     assert isinstance(raw_value(variable), VariableInShards)
-    variable.assign(array)
-    np.testing.assert_array_equal(keras.ops.convert_to_numpy(variable), array)
+    array = np.random.default_rng(1).normal(size=(4, 8, 6)).astype("float32")
+    variable.assign(array.transpose(0, 2, 1))
+    found = keras.ops.convert_to_numpy(variable)
+    np.testing.assert_array_equal(found, array.transpose(0, 2, 1))

@@ -236,11 +236,7 @@ def main(folder: Path, index: int, options: set[str]) -> None:
         else:
             callbacks = [steps, *([Waits()] if counts else [])]
             model.fit(
-                *(x, y),
-                batch_size=BATCH,
-                shuffle=False,
-                verbose=0,
-                callbacks=callbacks,
+                *(x, y), batch_size=BATCH, shuffle=False, verbose=0, callbacks=callbacks
             )
     finally:
         steps.note("end")

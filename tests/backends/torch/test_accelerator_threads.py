@@ -1,7 +1,4 @@
-"""Current devices, streams and default devices of replicas on accelerators.
-
-`test_accelerators.py` runs these tests, on simulated accelerators or GPUs.
-"""
+"""Current devices, streams and default devices of replicas on accelerators."""
 
 from __future__ import annotations
 
@@ -100,10 +97,7 @@ def test_a_default_device_is_that_of_the_replica() -> None:
 @pytest.mark.parametrize("names", [("gpu:1", "cpu:0"), ("cpu:0", "gpu:1")])
 def test_an_accelerator_and_a_cpu_equal_one_device(names) -> None:
     found = []
-    for strategy in (
-        ks.OneDeviceStrategy("cpu:0"),
-        ks.MirroredStrategy(names),
-    ):
+    for strategy in (ks.OneDeviceStrategy("cpu:0"), ks.MirroredStrategy(names)):
         keras.utils.set_random_seed(7)
         with strategy.scope():
             model = models.dense_bn()

@@ -1,10 +1,4 @@
-"""Torch on several accelerators of one process: those of GPUs, or simulated ones.
-
-`harness.python_accelerator` adds accelerators to a process, each with memory, random
-numbers and a thread of autograd of its own, on any machine. The tests of other files
-are for any devices; here they run on 2 and 4 accelerators, in processes of their own.
-On a machine with GPUs, `pytest -m gpu` runs them on these.
-"""
+"""Torch on several accelerators of one process: those of GPUs, or simulated ones."""
 
 from __future__ import annotations
 
@@ -94,8 +88,8 @@ SUITES = {
 }
 #: GPUs round factors of products and convolutions to TensorFloat-32 otherwise.
 EXACT_PRODUCTS = {"NVIDIA_TF32_OVERRIDE": "0"}
-#: Tests about devices by name.
-NAMES = "devices_are_those_of_the_replica or a_replica_context_says_what_it_is"
+#: A test about devices by name.
+NAMES = "devices_are_those_of_the_replica"
 
 
 def run_suite(folder: Path, devices: str, suite: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Torch: reductions between GPUs go through NCCL, all others through one device."""
+"""Torch: reductions between GPUs go through NCCL; waits of Gloo end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ if keras.backend.backend() != "torch":
 
 import torch
 
-from keras_strategies.collectives import reduce_gather
 from keras_strategies.engines import get_engine
 from keras_strategies.engines.torch.gloo_waits import wait_for
 from keras_strategies.engines.torch.replicas.nccl_reduce import nccl_all_reduce
@@ -39,14 +38,6 @@ def test_values_on_cpus_do_not_go_through_nccl(op):
 
 
 @pytest.mark.gpu
-def test_two_values_on_one_gpu_do_not_go_through_nccl():
-    tensors = on(["cuda:0", "cuda:0"])
-    assert nccl_all_reduce(ReduceOp.SUM, tensors) is None
-    for reduced in get_engine().all_reduce(ReduceOp.SUM, tensors):
-        assert reduced.tolist() == [4, 6]
-
-
-@pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("op", EXPECTED)
 def test_values_on_two_gpus_are_reduced_by_nccl(op):
@@ -65,52 +56,9 @@ def test_values_on_two_gpus_are_reduced_by_nccl(op):
 
 # --- Packs ----------------------------------------------------------------------
 
-# Tensors of the device "meta" have no values. Keras moves them to its current device as
-# it does those of a GPU.
-DEVICES = ["cpu", "meta"]
-
-
-@pytest.mark.parametrize("kind", [ks.NcclAllReduce, ks.HierarchicalCopyAllReduce])
-def test_values_are_reduced_where_the_replicas_are(kind):
-    """NCCL reduces tensors of different devices only."""
-    found: list[list[str]] = []
-
-    class Recording(kind):
-        def _reduce(self, op, tensors, devices):
-            found.append([tensor.device.type for tensor in tensors])
-            return [tensors[0]]
-
-    pairs = [
-        (ks.PerReplica([torch.ones(shape, device=d) for d in DEVICES]), "cpu:0")
-        for shape in ([2, 3], [4], [1])
-    ]
-    results = Recording().batch_reduce("sum", pairs)
-    assert found == [DEVICES] * 3
-    assert [list(result.shape) for result in results] == [[2, 3], [4], [1]]
-
-
-@pytest.mark.parametrize("op", ["sum", "mean", "max"])
-def test_values_are_reduced_along_an_axis_where_they_are(monkeypatch, op):
-    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
-    found: list[list[str]] = []
-
-    def reduce_components(strategy, op, tensors):
-        found.append([tensor.device.type for tensor in tensors])
-        return tensors[0]
-
-    monkeypatch.setattr(reduce_gather, "reduce_components", reduce_components)
-    values = ks.PerReplica([torch.ones(3, 2, device=device) for device in DEVICES])
-    strategy.reduce(op, values, axis=0)
-    assert found == [DEVICES]
-
 
 class Wait:
-    """A wait of Gloo.
-
-    Args:
-        looks: int, the looks at the group before it ends; None for one without an end.
-        error: str, with which it ends; empty for none.
-    """
+    """A wait of Gloo."""
 
     def __init__(self, looks, error=""):
         self.looks, self.error, self.count = looks, error, 0

@@ -7,7 +7,6 @@ import contextlib
 import keras
 import numpy as np
 import pytest
-from harness.processes import wait_until
 
 import keras_strategies as ks
 
@@ -17,98 +16,10 @@ if keras.backend.backend() != "torch":
 import torch
 
 from keras_strategies.engines.torch import cuda_batches
-from keras_strategies.engines.torch.cuda_batches import (
-    CudaMover,
-    CudaPrefetcher,
-    HostReader,
-    PinningPrefetcher,
-    batch_prefetcher,
-)
+from keras_strategies.engines.torch.cuda_batches import CudaPrefetcher
 
 X = np.random.default_rng(0).normal(size=(11, 3)).astype("float32")
 Y = X.sum(1, keepdims=True)
-WEIGHTS = np.linspace(0.5, 2, 11).astype("float32")
-
-
-def model_of(strategy):
-    keras.utils.set_random_seed(0)
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse", metrics=["mae"])
-    return model
-
-
-def noting(events):
-    """A mover that moves nowhere."""
-
-    def move(batch):
-        rows = len(keras.tree.flatten(batch)[0])
-        events.append(f"move {rows}")
-
-        def arrive():
-            events.append(f"use {rows}")
-            return batch
-
-        return arrive
-
-    return move
-
-
-def test_fit_evaluate_and_predict_move_their_batches_one_ahead():
-    plain, ahead = ks.OneDeviceStrategy("cpu:0"), ks.OneDeviceStrategy("cpu:0")
-    assert isinstance(plain.drivers.fit.placer, HostReader)
-    events: list[str] = []
-    ahead.drivers.fit.placer = CudaPrefetcher(noting(events))
-    results = []
-    for strategy in (plain, ahead):
-        model = model_of(strategy)
-        step = keras.callbacks.LambdaCallback(
-            on_train_batch_begin=lambda batch, logs=None: events.append("step")
-        )
-        history = model.fit(
-            X,
-            Y,
-            sample_weight=WEIGHTS,
-            batch_size=4,
-            epochs=2,
-            shuffle=False,
-            verbose=0,
-            callbacks=[step] if strategy is ahead else [],
-        ).history
-        results.append(
-            (
-                history,
-                model.evaluate(X, Y, batch_size=4, verbose=0),
-                model.predict(X, batch_size=4, verbose=0).tolist(),
-            )
-        )
-    assert results[0] == results[1]
-    epoch = [
-        *("move 4", "use 4", "step"),
-        *("move 4", "move 3", "use 4", "step"),
-        *("use 3", "step"),
-    ]
-    # Keras builds metrics from a first batch, and begins again.
-    building = ["move 4", "use 4"]
-    without_steps = [event for event in epoch if event != "step"]
-    assert events == building + epoch * 2 + without_steps * 2
-
-
-def test_a_generator_that_fails_has_its_batches_trained_on_first():
-    strategy = ks.OneDeviceStrategy("cpu:0")
-    strategy.drivers.fit.placer = CudaPrefetcher(noting([]))
-
-    def batches():
-        for _ in range(3):
-            yield X[:4], Y[:4]
-        raise OSError("the disk is gone")
-
-    model = model_of(strategy)
-    model.build((None, 3))
-    with pytest.raises(OSError, match="the disk is gone"):
-        model.fit(batches(), steps_per_epoch=5, verbose=0)
-    assert int(model.optimizer.iterations) == 3
-    assert model.fit(X, Y, verbose=0)
 
 
 @pytest.fixture
@@ -124,26 +35,6 @@ def pins(monkeypatch):
     return found
 
 
-def test_batches_of_several_gpus_are_pinned_one_ahead(pins, monkeypatch):
-    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
-    monkeypatch.setattr(cuda_batches, "CudaMover", lambda device: noting([]))
-    assert isinstance(batch_prefetcher(cpu, False), HostReader)
-    assert isinstance(batch_prefetcher(gpu, True), CudaPrefetcher)
-    several = batch_prefetcher(gpu, False)
-    assert isinstance(several, PinningPrefetcher)
-    batches = [
-        {"x": torch.full((rows, 2), rows), "nothing": None, "name": "text"}
-        for rows in (4, 3, 2)
-    ]
-    found = several.batches(batches)
-    for pinned in ([4], [4, 3, 2], [4, 3, 2]):
-        batch = next(found)
-        wait_until(lambda pinned=pinned: pins == pinned, "the next batch is pinned")
-        assert batch["nothing"] is None and batch["name"] == "text"
-        assert torch.equal(batch["x"], torch.full_like(batch["x"], len(batch["x"])))
-    assert next(found, None) is None
-
-
 def test_the_rows_of_a_replica_are_pinned_for_a_gpu_only(pins, monkeypatch):
     monkeypatch.setattr(cuda_batches, "moved", lambda tensor, device: tensor)
     rows = torch.zeros(5, 2)
@@ -151,18 +42,6 @@ def test_the_rows_of_a_replica_are_pinned_for_a_gpu_only(pins, monkeypatch):
     assert not pins
     assert cuda_batches.device_rows(rows, torch.device("cuda", 1)) is not rows
     assert pins == [5]
-
-
-@pytest.mark.gpu
-def test_batches_for_a_gpu_arrive_whole_and_in_order():
-    move = CudaMover(torch.device("cuda", 0))
-    batch = {"x": torch.arange(1 << 20), "nothing": None, "name": "text"}
-    arrivals = [move({**batch, "x": batch["x"] + i}) for i in range(8)]
-    for i, arrive in enumerate(arrivals):
-        found = arrive()
-        assert found["x"].is_cuda and found["nothing"] is None
-        assert found["name"] == "text"
-        assert torch.equal(found["x"].cpu(), batch["x"] + i)
 
 
 @pytest.mark.gpu
@@ -192,16 +71,13 @@ def test_fit_on_a_gpu_gets_its_batches_there():
         np.testing.assert_allclose(plain, ahead, rtol=1e-6)
 
 
-@pytest.mark.parametrize("is_endless", [True, False])
-def test_draws_after_a_generator_are_those_of_keras(is_endless):
+def test_draws_after_a_generator_are_those_of_keras():
     """To begin a pass draws from Torch's generator, from which dropout draws."""
 
     def batches():
         while True:
             for start in range(0, 11, 4):
                 yield X[start : start + 4], Y[start : start + 4]
-            if not is_endless:
-                return
 
     def trained(scope):
         keras.utils.set_random_seed(0)
@@ -210,9 +86,7 @@ def test_draws_after_a_generator_are_those_of_keras(is_endless):
                 [keras.Input((3,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
             )
             model.compile("sgd", "mse", metrics=["mae"])
-        steps = 3 if is_endless else None
-        epochs = 2 if is_endless else 1
-        model.fit(batches(), steps_per_epoch=steps, epochs=epochs, verbose=0)
+        model.fit(batches(), steps_per_epoch=3, epochs=2, verbose=0)
         return model.get_weights()
 
     expected = trained(contextlib.nullcontext())

@@ -1,4 +1,4 @@
-"""Losses of tokens and pixels on replicas: those of Keras, without copies of logits."""
+"""Losses of tokens and pixels on replicas are those of Keras."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from harness.training import assert_same
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import keras_strategies as ks
 from keras_strategies.keras_compat.backends import keras_on_torch
@@ -66,40 +65,6 @@ def test_other_shapes_are_the_error_of_keras() -> None:
     target, output = data((4, 5))
     with pytest.raises(ValueError, match="must have the same shape up until"):
         own_loss(target[:, 1:], output, from_logits=True)
-
-
-class Copies(TorchDispatchMode):
-    """Counts copies of tensors of a size."""
-
-    def __init__(self, size: int):
-        super().__init__()
-        self.size = size
-        self.count = 0
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        found = function(*args, **(kwargs or {}))
-        if function in (torch.ops.aten.clone.default, torch.ops.aten.copy_.default):
-            self.count += found.numel() == self.size
-        return found
-
-
-def copies(loss: Any, classes_first: bool = False) -> int:
-    target, output = data((4, 5))
-    if classes_first:
-        output = output.movedim(-1, 1).contiguous().movedim(1, -1)
-    output.requires_grad_()
-    with Copies(output.numel()) as mode:
-        loss(target, output, from_logits=True).sum().backward()
-    return mode.count
-
-
-def test_logits_are_not_copied() -> None:
-    assert copies(own_loss) == 0
-    assert copies(own_loss, classes_first=True) == copies(keras_loss, True) == 0
-    # What it is for.
-    assert copies(keras_loss) > 0
 
 
 def trained(strategy: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Torch: memory formats of batches and reductions, such as channels last."""
+"""Torch: memory formats of reductions, such as channels last."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import keras
 import numpy as np
@@ -34,59 +34,7 @@ def assert_channels_last(value: Any) -> None:
     assert all(map(is_channels_last, tensors)), [tensor.stride() for tensor in tensors]
 
 
-class Seen:
-    """Formats that replicas see, outside of the layer, which may not change itself."""
-
-    formats: ClassVar[list[tuple[int, bool]]] = []
-
-
-@ks.row_wise
-class Noted(keras.layers.Layer):
-    def __init__(self, seen: Seen) -> None:
-        super().__init__()
-        self.seen = seen
-
-    def call(self, x: Any) -> Any:
-        # A proof records fake tensors.
-        if type(x) is torch.Tensor:
-            self.seen.formats.append((len(x), is_channels_last(x)))
-        return x * 2.0
-
-
-def test_rows_of_replicas_and_joined_rows(mirrored) -> None:
-    seen = Seen()
-    with mirrored.scope():
-        convolution = keras.layers.Conv2D(4, 3, data_format="channels_first")
-        model = keras.Sequential([keras.Input(SHAPE), Noted(seen), convolution])
-    formats = []
-
-    class Step(keras.losses.Loss):
-        # It appends, so it gets the joined rows.
-        def call(self, y: Any, outputs: Any) -> Any:
-            formats.append(is_channels_last(outputs))
-            return keras.ops.mean((y - outputs) ** 2, axis=(1, 2, 3))
-
-    with mirrored.scope():
-        model.compile("sgd", Step())
-    y = torch.zeros(9, 4, 2, 3)
-    model.train_on_batch(images(9), y)
-    Seen.formats.clear()
-    formats.clear()
-    model.train_on_batch(images(9), y)
-    assert sorted(seen.formats) == [(4, True), (5, True)]
-    assert formats == [True]
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: None,
-        ks.NcclAllReduce,
-        ks.HierarchicalCopyAllReduce,
-        ks.ReductionToOneDevice,
-    ],
-    ids=["default", "NcclAllReduce", "HierarchicalCopyAllReduce", "OneDevice"],
-)
+@pytest.mark.parametrize("make", [lambda: None, ks.NcclAllReduce])
 def test_reductions_and_gathers(make) -> None:
     strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops=make())
     value = strategy.experimental_distribute_values_from_function(

@@ -1,7 +1,4 @@
-"""Torch: no partial sum of a collective that NCCL has aborted is used.
-
-The collectives are those of `backends/torch/nccl_double.py`, on CPUs.
-"""
+"""Torch: no partial sum of a collective that NCCL has aborted is used."""
 
 from __future__ import annotations
 
@@ -138,35 +135,21 @@ class Work:
             raise self.error
 
 
-def confirm(group: Group, *works: Work) -> NcclWorks:
-    found = NcclWorks()
-    for work in works:
-        found.add(work)
-    found.confirm(group)  # type: ignore[arg-type]
-    return found
-
-
-def test_the_host_waits_for_collectives():
-    works = [Work(3), Work(0), Work(5)]
-    confirm(Group(), *works)
-    assert max(work.looks for work in works) < 0
+@pytest.mark.parametrize("looks", [0, 10**9], ids=["aborted", "under way"])
+def test_a_lost_worker_is_an_error_whatever_the_collective_says(looks):
+    works = NcclWorks()
+    works.add(Work(looks))
+    with pytest.raises(WorkerError, match="Worker 1"):
+        works.confirm(Group(WorkerError("Worker 1 was lost.")))  # type: ignore[arg-type]
 
 
 def test_the_error_of_a_collective_is_raised_once():
-    error = RuntimeError("NCCL communicator was aborted")
     works = NcclWorks()
-    for work in (Work(), Work(error=error)):
+    for work in (Work(), Work(error=RuntimeError("NCCL communicator was aborted"))):
         works.add(work)
     with pytest.raises(RuntimeError, match="was aborted"):
         works.confirm(Group())  # type: ignore[arg-type]
     works.confirm(Group())  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("looks", [0, 10**9], ids=["aborted", "under way"])
-def test_a_lost_worker_is_an_error_whatever_the_collective_says(looks):
-    lost = WorkerError("Worker 1 was lost.")
-    with pytest.raises(WorkerError, match="Worker 1"):
-        confirm(Group(lost), Work(looks))
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
@@ -185,10 +168,6 @@ def test_weights_are_spoiled_by_aborted_sums_and_not_by_interruptions(is_lost):
         raise KeyboardInterrupt
     assert workers.has_used_unconfirmed == is_lost
     assert all(np.isnan(w).all() == is_lost for w in model.get_weights())
-
-
-def test_without_collectives_a_lost_worker_is_no_error_here():
-    confirm(Group(WorkerError("Worker 1 was lost.")))
 
 
 def test_torch_leaves_errors_to_this_package(monkeypatch):

@@ -19,7 +19,6 @@ if keras.backend.backend() != "torch":
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import keras_strategies as ks
 
@@ -128,22 +127,6 @@ def test_autocast(dtype) -> None:
     assert_as_one_device(context, rtol=1e-2)
 
 
-def test_autocast_that_is_switched_off_inside_of_the_layer() -> None:
-    layer = Noting(lambda: torch.get_autocast_dtype("cpu"))
-    before = torch.get_autocast_dtype("cpu")
-
-    @contextlib.contextmanager
-    def context() -> Any:
-        torch.set_autocast_dtype("cpu", torch.float16)
-        try:
-            yield
-        finally:
-            torch.set_autocast_dtype("cpu", before)
-
-    trained("mirrored_2", layer, context)
-    assert {dtype for _, dtype in layer.notes[-2:]} == {torch.float16}
-
-
 def test_hooks_of_saved_tensors() -> None:
     packed: dict[int, list[torch.Tensor]] = {}
     unpacked = []
@@ -167,20 +150,6 @@ def test_hooks_of_saved_tensors() -> None:
     assert_as_one_device(torch.autograd.graph.save_on_cpu)
 
 
-def test_hooks_of_saved_tensors_that_are_disabled() -> None:
-    def note() -> str:
-        try:
-            torch.autograd.graph.save_on_cpu().__enter__()
-        except RuntimeError as error:
-            return str(error)
-        return ""
-
-    def context() -> Any:
-        return torch.autograd.graph.disable_saved_tensors_hooks("not here")
-
-    assert noted(note, context) == {"not here"}
-
-
 def test_inference_mode_and_no_grad() -> None:
     model_of = {}
     for name in ("one_device", "mirrored_2"):
@@ -197,84 +166,68 @@ def test_inference_mode_and_no_grad() -> None:
 
 
 class _Functions(TorchFunctionMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[Any] = []
-
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func is torch.tanh:
-            self.found.append(threading.get_ident())
-            func = torch.sin
-        return func(*args, **(kwargs or {}))
+        return (torch.sin if func is torch.tanh else func)(*args, **(kwargs or {}))
 
 
-_TANH = (torch.ops.aten.tanh.default, torch.ops.aten.tanh_backward.default)
-
-
-class _Operations(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[Any] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        is_recorded = any(isinstance(each, FakeTensor) for each in args)
-        if func in _TANH and not is_recorded:
-            self.found.append((func, threading.get_ident()))
-        return func(*args, **(kwargs or {}))
-
-
-def test_modes_of_functions_and_operations() -> None:
+def test_modes_of_functions() -> None:
     assert_as_one_device(_Functions)
-    modes = []
-
-    def context() -> _Operations:
-        modes.append(_Operations())
-        return modes[-1]
-
-    trained("mirrored_2", Noting(), context)
-    # Forward and backward, on both replicas; this thread probes the layer.
-    own = threading.get_ident()
-    found = [each for each in modes[-1].found if each[1] != own]
-    assert len(found) == 4 and len(set(found)) == 4
 
 
-def test_the_default_device() -> None:
-    def note() -> str:
-        return torch.empty(1).device.type
-
-    assert noted(note, lambda: torch.device("meta")) == {"meta"}
-
-
-def test_denormal_numbers() -> None:
-    @contextlib.contextmanager
-    def context() -> Any:
-        torch.set_flush_denormal(True)
-        try:
-            yield
-        finally:
-            torch.set_flush_denormal(False)
-
-    def note() -> bool:
-        return bool(torch.tensor([1e-39]).mul(1.0) == 0)
-
-    assert noted(note, context) == {True}
-    assert noted(note, contextlib.nullcontext) == {False}
+def hook_of_saved_tensors() -> str:
+    try:
+        with torch.autograd.graph.save_on_cpu():
+            return ""
+    except RuntimeError as error:
+        return str(error)
 
 
-def test_context_variables() -> None:
-    @contextlib.contextmanager
-    def context() -> Any:
-        token = WORD.set("here")
-        try:
-            yield
-        finally:
-            WORD.reset(token)
+@contextlib.contextmanager
+def with_set(set_value: Any, value: Any, before: Any) -> Any:
+    set_value(value)
+    try:
+        yield
+    finally:
+        set_value(before)
 
-    assert noted(WORD.get, context) == {"here"}
+
+#: What replicas note, the caller's context, and the note in it.
+STATES = {
+    "autocast dtype": (
+        lambda: torch.get_autocast_dtype("cpu"),
+        lambda: with_set(
+            lambda dtype: torch.set_autocast_dtype("cpu", dtype),
+            torch.float16,
+            torch.get_autocast_dtype("cpu"),
+        ),
+        torch.float16,
+    ),
+    "disabled hooks": (
+        hook_of_saved_tensors,
+        lambda: torch.autograd.graph.disable_saved_tensors_hooks("not here"),
+        "not here",
+    ),
+    "default device": (
+        lambda: torch.empty(1).device.type,
+        lambda: torch.device("meta"),
+        "meta",
+    ),
+    "denormal numbers": (
+        lambda: bool(torch.tensor([1e-39]).mul(1.0) == 0),
+        lambda: with_set(torch.set_flush_denormal, True, False),
+        True,
+    ),
+    "context variable": (WORD.get, lambda: with_set(WORD.set, "here", ""), "here"),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_state_of_the_caller(name) -> None:
+    note, context, expected = STATES[name]
+    assert noted(note, context) == {expected}
+    assert noted(note, contextlib.nullcontext) != {expected}
 
 
 def test_a_layer_in_a_transform_is_not_split() -> None:
