@@ -91,28 +91,6 @@ class Source:
         return dataset.with_options(options)
 
 
-@pytest.mark.nightly(unless=["central"])
-@pytest.mark.parametrize("name", ["mirrored_2", "central"])
-def test_a_batch_is_read_ahead_and_no_more(name: str) -> None:
-    source = Source(6)
-    counts = []
-
-    def end(step: int, logs: Any) -> None:
-        del logs
-        # The next batch has not been requested.
-        assert step == 5 or source.wait_for(step + 2)
-        counts.append(source.read)
-
-    model = model_of(strategy_of(name, is_ahead=True))
-    noting = keras.callbacks.LambdaCallback(on_train_batch_end=end)
-    model.fit(source.dataset(), steps_per_epoch=6, verbose=0, callbacks=[noting])
-    # TensorFlow: the one that is prefetched, on the host and on the device, and one
-    # that waits for room.
-    spare = 2 if BACKEND == "tensorflow" else 0
-    for step, count in enumerate(counts):
-        assert count <= step + 2 + spare
-
-
 @pytest.mark.one_backend("jax")
 @pytest.mark.parametrize(
     ("name", "several", "stops"),
@@ -154,22 +132,6 @@ def test_an_error_of_the_source_is_raised_in_its_step() -> None:
         model.fit(source.dataset(), steps_per_epoch=5, verbose=0)
     assert int(model.optimizer.iterations) == 3
     assert np.isfinite(model.fit(*batch(0), verbose=0).history["loss"]).all()
-
-
-@pytest.mark.one_backend("jax")
-@pytest.mark.parametrize("stops_at", [None, 1])
-def test_no_thread_is_left(stops_at: int | None) -> None:
-    model = model_of(strategy_of("mirrored_2", is_ahead=True))
-    model.fit(*batch(0), verbose=0)
-    before = set(threading.enumerate())
-
-    def end(step: int, logs: Any) -> None:
-        del logs
-        model.stop_training = step == stops_at
-
-    noting = keras.callbacks.LambdaCallback(on_train_batch_end=end)
-    model.fit(Source(4).dataset(), steps_per_epoch=4, verbose=0, callbacks=[noting])
-    assert not {t.name for t in set(threading.enumerate()) - before}
 
 
 def aligned(array: Any) -> Any:
@@ -215,31 +177,3 @@ def test_a_source_may_write_over_its_last_batch(name: str, rows: int) -> None:
     can_be_ahead = (name, BACKEND) != ("one_device", "jax")
     for is_ahead in (False, True) if can_be_ahead else (False,):
         assert trained(overwritten(), is_ahead) == expected
-
-
-@pytest.mark.one_backend("torch")
-@pytest.mark.skipif(BACKEND != "torch", reason="pinned memory of Torch")
-def test_a_batch_is_pinned_while_a_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    from keras_strategies.engines.torch import cuda_batches
-
-    strategy = strategy_of("mirrored_2", is_ahead=True)
-    copy, runs, waits = cuda_batches.pinned, threading.Event(), []
-
-    def pinned(leaf: Any) -> Any:
-        # Not the first batch, for which the step waits.
-        if len(waits) >= 2:
-            assert runs.wait(WAIT)
-        waits.append(threading.current_thread().name)
-        return copy(leaf)
-
-    def end(step: int, logs: Any) -> None:
-        del step, logs
-        runs.set()
-
-    monkeypatch.setattr(cuda_batches, "pinned", pinned)
-    model = model_of(strategy)
-    model.build((None, 3))
-    noting = keras.callbacks.LambdaCallback(on_train_batch_begin=end)
-    model.fit(iter(Source(3)), steps_per_epoch=3, verbose=0, callbacks=[noting])
-    assert len(waits) >= 6
-    assert all(name.startswith("ks-input") for name in waits)

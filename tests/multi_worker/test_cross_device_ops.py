@@ -6,12 +6,11 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
+from multi_worker.clusters import on_clusters
 
 import keras_strategies as ks
 
-TWO_BY_TWO = pytest.mark.parametrize(
-    "cluster", ["two_by_two"], indirect=True, scope="session"
-)
+TWO_BY_TWO = on_clusters("two_by_two")
 X = np.random.default_rng(3).normal(size=(14, 4)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
 

@@ -8,7 +8,7 @@ import keras
 import pytest
 from harness.processes import assert_gone
 from multi_worker.faults import LIMIT, FaultCase, Outcome, run_fault
-from multi_worker.faulty import EPOCHS, STEPS, TIMEOUT
+from multi_worker.faulty import STEPS, TIMEOUT
 
 BACKEND = keras.backend.backend()
 pytestmark = [pytest.mark.one_backend, pytest.mark.multiprocess]
@@ -23,12 +23,6 @@ LOST = [
     FaultCase("stop", "data", victim=1),
     FaultCase("raise", "data", victim=1),
     FaultCase("exit", "callback", victim=0),
-]
-MORE = [
-    FaultCase("raise", "callback", victim=0),
-    FaultCase("exit", "data", victim=1),
-    FaultCase("kill", "data", victim=2, workers=3),
-    FaultCase("stop", "callback", victim=0, workers=3),
 ]
 HOW = {
     "kill": "its process or its connection ended.",
@@ -54,13 +48,8 @@ def check(case: FaultCase, outcomes: list[Outcome]) -> list[str]:
     return errors
 
 
-def cases(by_day: list[FaultCase], at_night: list[FaultCase]) -> list:
-    marked = [pytest.param(case, marks=pytest.mark.nightly) for case in at_night]
-    return [*by_day, *marked]
-
-
 @pytest.mark.nightly(unless=["exit-callback-0_of_2"])
-@pytest.mark.parametrize("case", cases(LOST, MORE), ids=str)
+@pytest.mark.parametrize("case", LOST, ids=str)
 def test_the_others_name_the_lost_worker_and_its_step(case, forker, tmp_path):
     outcomes = run_fault(forker, case, tmp_path)
     for error in check(case, outcomes):
@@ -90,14 +79,6 @@ def test_the_others_name_the_lost_worker_and_its_step(case, forker, tmp_path):
     assert int(model.optimizer.iterations) in (
         (STEPS, 2 * STEPS) if alone else (STEPS,)
     )
-
-
-def test_without_a_fault_all_goes_well(forker, tmp_path):
-    case = FaultCase("none", "callback")
-    outcomes = run_fault(forker, case, tmp_path)
-    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes[0].log
-    model = keras.saving.load_model(tmp_path / "checkpoints" / "last.keras")
-    assert int(model.optimizer.iterations) == STEPS * EPOCHS
 
 
 @pytest.mark.nightly(unless=["worker"])

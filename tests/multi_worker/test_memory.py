@@ -21,12 +21,7 @@ ROWS, SIZE, CLASSES = 48, 32, 19
 
 
 def peak_of(epoch: Callable[[], None]) -> int:
-    """The bytes of tensors that an epoch makes and are alive at once.
-
-    On TensorFlow the least of eight epochs: its threads take the operations of a step
-    in an order that differs, and some orders keep a third more alive, on one device
-    too.
-    """
+    """The bytes of tensors that an epoch makes and are alive at once."""
     if keras.backend.backend() == "torch":
         from keras_strategies.engines.torch.compat import memory_tracker, tracked_bytes
 
@@ -44,6 +39,7 @@ def peak_of(epoch: Callable[[], None]) -> int:
         epoch()
         return int(tf.config.experimental.get_memory_info("CPU:0")["peak"]) - kept
 
+    # Its threads take operations in orders that keep up to a third more alive.
     return min(peak_of_an_epoch() for _ in range(8))
 
 

@@ -148,30 +148,20 @@ def test_a_watcher_and_an_exit_of_ones_own(tmp_path):
     assert again.total_run_calls > 0
 
 
-@pytest.mark.parametrize("checkpoint", [None, 5, object()])
-def test_what_cannot_be_saved_is_refused(checkpoint, tmp_path):
-    with pytest.raises(ValueError, match=r"keras\.Model"):
-        ks.PreemptionCheckpointHandler(None, checkpoint, tmp_path)
-
-
-def test_a_folder_is_needed():
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    with pytest.raises(ValueError, match="must be the folder"):
-        ks.PreemptionCheckpointHandler(None, model)
-
-
-def test_the_resolver_is_that_of_the_workers(tmp_path):
+def test_what_cannot_be(tmp_path):
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     resolvers = ks.cluster_resolver
     spec = resolvers.ClusterSpec({"worker": ["127.0.0.1:1", "127.0.0.1:2"]})
     two = resolvers.SimpleClusterResolver(spec, task_type="worker", task_id=0)
-    with pytest.raises(ValueError, match="describes 2 workers, but 1 have connected"):
-        ks.PreemptionCheckpointHandler(two, model, tmp_path)
-    with pytest.raises(TypeError, match=r"ks\.cluster_resolver.*'TF_CONFIG'"):
-        ks.PreemptionCheckpointHandler("TF_CONFIG", model, tmp_path)
-
-
-def test_bad_configurations_are_refused():
+    for arguments, kind, text in (
+        ((None, None, tmp_path), ValueError, r"keras\.Model"),
+        ((None, 5, tmp_path), ValueError, r"keras\.Model"),
+        ((None, model), ValueError, "must be the folder"),
+        ((two, model, tmp_path), ValueError, "describes 2 workers, but 1 have connect"),
+        (("TF_CONFIG", model, tmp_path), TypeError, r"ks\.cluster_resolver.*'TF_CONF"),
+    ):
+        with pytest.raises(kind, match=text):
+            ks.PreemptionCheckpointHandler(*arguments)
     with pytest.raises(ValueError, match="0 or more"):
         ks.TerminationConfig(grace_period=-1)
     with pytest.raises(ValueError, match="must be a function"):

@@ -26,10 +26,7 @@ PER_STEP, PER_VARIABLE = 1500, 28
 
 
 class CountsCalls(keras.callbacks.Callback):
-    """Counts the calls of Python functions in the steps after the first ones.
-
-    The least of them: beats of the lead, and what follows them, come at any time.
-    """
+    """Counts the calls of Python functions in the steps after the first ones."""
 
     def __init__(self) -> None:
         super().__init__()

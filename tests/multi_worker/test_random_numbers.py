@@ -56,12 +56,7 @@ def fitted(strategy):
 
 
 def drawn_in_run(strategy, sizes, compiled):
-    """What the replicas of this worker draw.
-
-    Args:
-        sizes: for each run, the rows of each replica.
-        compiled: bool, whether each run is in a `ks.function`.
-    """
+    """What the replicas of this worker draw."""
     with strategy.scope():
         layer, seed = layers.Dropout(0.5), keras.random.SeedGenerator(3)
 
@@ -115,57 +110,3 @@ def test_uneven_batches_have_the_numbers_of_one_device(cluster):
     for found in cluster(fitted):
         for one, other in zip(expected, found, strict=True):
             np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-5)
-
-
-def lengths_of_workers(strategy, sizes, compiled):
-    """Draws of a fixed length in runs with other rows, on the replicas of this worker.
-
-    Args:
-        sizes: for each run, the rows of each replica.
-        compiled: bool, whether each run is in a `ks.function`.
-    """
-    with strategy.scope():
-        seed = keras.random.SeedGenerator(3)
-
-    def step(rows):
-        return strategy.run(
-            lambda x: keras.random.normal((4, 3), seed=seed) + 0 * ops.sum(x),
-            args=(rows,),
-        )
-
-    step = ks.function(step) if compiled else step
-    found = []
-    for counts in sizes:
-        rows = strategy.experimental_distribute_values_from_function(
-            lambda replica, counts=counts: ops.ones(
-                (counts[replica.replica_id_in_sync_group], 3)
-            )
-        )
-        results = strategy.experimental_local_results(step(rows))
-        found.append([ops.convert_to_numpy(each) for each in results])
-    return found
-
-
-BACKEND = keras.backend.backend()
-
-
-@pytest.mark.nightly(unless=["two-False"])
-@pytest.mark.parametrize("compiled", [False, *[True] * (BACKEND == "tensorflow")])
-def test_other_lengths_are_equal_on_workers_whatever_runs_came_before(
-    cluster, compiled
-):
-    """Also where one worker's rows change, and not the others'."""
-    sizes = [[5, 3], [6, 3], [3, 3], [3, 5]]
-    replicas = cluster.replicas
-    sizes = [(counts * replicas)[:replicas] for counts in sizes]
-    workers = cluster(lengths_of_workers, sizes, compiled)
-    first = workers[0][0][0]
-    runs = [run for found in workers for run in found]
-    assert all(len(run) == replicas // len(workers) for run in runs)
-    one_device = ks.OneDeviceStrategy("cpu:0")
-    alone = lengths_of_workers(one_device, [[9]] * len(sizes), compiled)
-    np.testing.assert_allclose(first, alone[0][0], rtol=1e-6)
-    for found in workers:
-        for run, (expected,) in zip(found, alone, strict=True):
-            for each in run:
-                np.testing.assert_allclose(each, expected, rtol=1e-6)

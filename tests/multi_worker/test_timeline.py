@@ -8,8 +8,6 @@ import keras
 import numpy as np
 import pytest
 
-import keras_strategies as ks
-
 pytestmark = pytest.mark.multiprocess
 STEPS = 6
 
@@ -54,23 +52,3 @@ def test_all_workers_have_their_events_on_one_clock(cluster, tmp_path):
     # The chief writes the file, for which the other one waits.
     begin, end = spans(one, 0, "save")[-1]
     assert any(b < end <= e + 0.5 for b, e in spans(one, 1, "wait")), (begin, end)
-
-
-@pytest.mark.one_backend
-def test_one_process_has_a_timeline(tmp_path):
-    strategy = ks.OneDeviceStrategy("cpu:0")
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-    x = np.zeros([8, 3], "float32")
-    model.fit(x, x[:, :1], batch_size=2, verbose=0)
-    strategy.timeline().save(tmp_path / "run.json")
-    found = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
-    names = [each["name"] for each in found if each["ph"] == "X"]
-    last = max(int(name[5:]) for name in names if name.startswith("step "))
-    assert {f"step {last - i}" for i in range(4)} <= {*names}
-    # On TensorFlow, Keras's program of one replica reads the batches.
-    is_read = keras.backend.backend() != "tensorflow"
-    assert (names.count("data") >= 4) == is_read
-    with pytest.raises(RuntimeError, match="timeline"):
-        strategy.run(strategy.timeline)

@@ -25,14 +25,7 @@ ROWS, BATCH = 14, 7
 
 @dataclass(frozen=True)
 class WorkerCase:
-    """A case, its cluster, and why it is here.
-
-    Args:
-        case: `Case`.
-        cluster: str, one of `multi_worker/conftest.py`.
-        reason: str, what no other case reaches.
-        nightly_on: backends on which it is for the nightly run.
-    """
+    """A case, its cluster, and why it is here."""
 
     case: Case
     cluster: str
@@ -52,10 +45,7 @@ def fit(case: Case, model: keras.Model, rows: Data) -> Results:
 
 
 def fit_on_every_feed(case: Case, model: keras.Model, rows: Data) -> Results:
-    """One model on kinds of data that workers compare in different ways.
-
-    On TensorFlow, each of them is a program.
-    """
+    """One model on kinds of data that workers compare in different ways."""
     feeds = [data.tf_data, data.py_dataset]
     if BACKEND != "tensorflow":
         feeds += [data.loader, data.generator]

@@ -31,15 +31,7 @@ WORKERS = {"workers": 2, "three workers": 3}
 
 @dataclass(frozen=True)
 class Left:
-    """What a training has left.
-
-    Args:
-        weights: list of arrays.
-        history: dict, `History.history`.
-        log: str, the CSV file.
-        best: list of arrays, the weights of the best checkpoint.
-        trained: int, steps that the last process took.
-    """
+    """What a training has left."""
 
     weights: list[Any]
     history: dict[str, list[float]]
@@ -49,15 +41,7 @@ class Left:
 
 
 class Resumed:
-    """A training that is started again after each kill.
-
-    Args:
-        forker: starts the processes.
-        folder: Path of its files.
-        dropout: float, the rate.
-        epochs: int.
-        model: str, a model of `DRAWING`; empty for a small one.
-    """
+    """A training that is started again after each kill."""
 
     def __init__(
         self,
@@ -81,11 +65,7 @@ class Resumed:
             assert code in (-signal.SIGKILL, 128 + signal.SIGKILL), process.text()
 
     def killed_at_any_moment(self, strategy: str, seconds: float) -> bool:
-        """Kills all processes some seconds after the first step.
-
-        Returns:
-            bool, whether training had not ended before.
-        """
+        """Kills all processes some seconds after the first step."""
         begun = self._folder / "begun"
         begun.unlink(missing_ok=True)
         processes = self._start(strategy, 0)

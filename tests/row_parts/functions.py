@@ -34,18 +34,7 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class Function:
-    """A loss or metric.
-
-    Args:
-        name: str, its class.
-        targets: str, the targets.
-        activation: str, of the outputs.
-        joined: str, why it needs all rows: a part of the problem of its row proof;
-            empty if replicas compute it.
-        arguments: its arguments.
-        calls_itself: bool, whether its class has a `__call__` of its own, instead of a
-            `call`: it is given all rows, and no proof is asked for.
-    """
+    """A loss or metric."""
 
     name: str
     targets: str = "real"
@@ -193,12 +182,7 @@ class Rows(keras.Model):
 
 
 def loss_and_gradients(model: Any, loss: Any) -> tuple[Any, list[Any]]:
-    """A loss, and its gradients of a model's trainable variables.
-
-    Args:
-        model: the model.
-        loss: callable without arguments, the computation.
-    """
+    """A loss, and its gradients of a model's trainable variables."""
     read = [v.value for v in model.trainable_variables]
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
@@ -223,18 +207,7 @@ def results(
     is_masked: bool = False,
     batch_size: int = ROWS,
 ) -> dict[str, Any]:
-    """The results of one step on all rows, or of the last on fewer rows.
-
-    Args:
-        strategy: the strategy.
-        make: callable that returns the step's function, called in the scope.
-        x: the inputs.
-        y: the targets.
-        weights: the weights of the rows.
-        activation: str, of the outputs.
-        is_masked: bool, whether outputs have masks.
-        batch_size: int, the rows of a step.
-    """
+    """The results of one step on all rows, or of the last on fewer rows."""
     keras.utils.set_random_seed(1)
     with strategy.scope():
         model = Rows(activation, is_masked)

@@ -37,11 +37,7 @@ def _read(use: Any) -> Any:
 
 
 def joins_of(use: Any, batch_size: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Compares a use of outputs on replicas with one on one device.
-
-    Returns:
-        How many outputs or gradients are joined on three replicas.
-    """
+    """Compares a use of outputs on replicas with one on one device."""
     joined = []
     original = TensorFlowRowParts.joined_silently
 
@@ -222,10 +218,7 @@ def test_uses(use: Any, batch_size: int, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_targets_of_another_unknown_length_are_an_error() -> None:
-    """Where their length is not known in the program, it is checked when it runs.
-
-    Programs of Keras's nightly know it.
-    """
+    """Where their length is not known in the program, it is checked when it runs."""
 
     def make() -> Any:
         def step(model: Any, x: Any, y: Any, weights: Any) -> dict[str, Any]:
