@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import tracemalloc
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,12 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from checkpoints.hostile_archives import ATTACKS, BOMB_BYTES
+from checkpoints.hostile_archives import (
+    ATTACKS,
+    BOMB_BYTES,
+    members_of,
+    write_members,
+)
 
 import keras_strategies as ks
 from keras_strategies.errors import DamagedCheckpointError
@@ -148,15 +152,12 @@ def test_a_checkpoint_with_values_of_another_shape(tmp_path: Path) -> None:
     """Two arrays of a checkpoint are exchanged."""
     model, path = model_of(), tmp_path / "a.ckpt"
     ks.Checkpoint(model=model).save(path)
-    with zipfile.ZipFile(path) as archive:
-        members = {name: archive.read(name) for name in archive.namelist()}
+    members = members_of(path)
     members["arrays/0.npy"], members["arrays/1.npy"] = (
         members["arrays/1.npy"],
         members["arrays/0.npy"],
     )
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, data in members.items():
-            archive.writestr(name, data)
+    write_members(path, members)
     before = model.get_weights()
     with pytest.raises(DamagedCheckpointError, match="has other values"):
         ks.Checkpoint(model=model).restore(path)
@@ -171,12 +172,9 @@ def test_states_of_seed_generators(text: str, tmp_path: Path) -> None:
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dropout(0.5, seed=1)])
     path = tmp_path / "m.keras"
     model.save(path)
-    with zipfile.ZipFile(path) as archive:
-        members = {name: archive.read(name) for name in archive.namelist()}
+    members = members_of(path)
     members["keras_strategies_seeds.json"] = text.encode()
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, data in members.items():
-            archive.writestr(name, data)
+    write_members(path, members)
     with (
         strategy.scope(),
         pytest.raises(DamagedCheckpointError, match="seed generators"),

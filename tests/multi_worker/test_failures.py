@@ -79,34 +79,3 @@ def test_the_others_name_the_lost_worker_and_its_step(case, forker, tmp_path):
     assert int(model.optimizer.iterations) in (
         (STEPS, 2 * STEPS) if alone else (STEPS,)
     )
-
-
-@pytest.mark.nightly(unless=["worker"])
-@pytest.mark.slow(seconds=8)
-@pytest.mark.parametrize("victim", [0, 1], ids=["chief", "worker"])
-def test_one_that_never_starts_is_named(victim, forker, tmp_path):
-    case = FaultCase("missing", victim=victim)
-    [error] = check(case, run_fault(forker, case, tmp_path))
-    if victim == 0:
-        assert "Worker 1 could not reach the chief at 127.0.0.1:" in error
-    else:
-        assert "worker 1 (127.0.0.1:" in error
-        assert f"did not connect within {TIMEOUT} s" in error
-    assert "CommunicationOptions(timeout_seconds=...)" in error
-
-
-def test_another_batch_size_is_named(forker, tmp_path):
-    case = FaultCase("batch")
-    outcomes = run_fault(forker, case, tmp_path)
-    for error in check(case, outcomes):
-        assert "`batch_size`: worker 0 has 8, worker 1 has 16" in error
-    assert max(outcome.seconds for outcome in outcomes) < TIMEOUT
-
-
-def test_two_processes_with_one_index_are_both_named(forker, tmp_path):
-    case = FaultCase("twin", workers=3)
-    outcomes = run_fault(forker, case, tmp_path)
-    twins = [outcome.pid for outcome in outcomes[1:]]
-    for error in check(case, outcomes):
-        assert "Two processes connected as worker 2" in error
-        assert all(f"process {pid} on 127.0.0.1" in error for pid in twins)

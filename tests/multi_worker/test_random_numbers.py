@@ -5,16 +5,22 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
+from harness.training import assert_workers, numbers
 from keras import layers, ops
+from multi_worker.clusters import on_clusters
 
 import keras_strategies as ks
 
 pytestmark = pytest.mark.one_backend
 
+BACKEND = keras.backend.backend()
 X = np.random.default_rng(3).normal(size=(20, 4)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
-#: There a `run` is compiled in any case.
-NOT_ON_JAX = [pytest.mark.nightly] if keras.backend.backend() == "jax" else []
+#: The rows of each replica in each run.
+SIZES = {
+    2: [[5, 2], [5, 2], [4, 3], [5, 0]],
+    4: [[3, 2, 2, 4], [3, 3, 0, 2], [5, 2, 3, 4]],
+}
 
 
 class Noisy(layers.Layer):
@@ -35,7 +41,7 @@ class Noisy(layers.Layer):
 
 
 def fitted(strategy):
-    """Losses and weights of two epochs with batches of 7, 7 and 6 rows."""
+    """Numbers of two epochs with batches of 7, 7 and 6 rows."""
     keras.utils.set_random_seed(5)
     with strategy.scope():
         model = keras.Sequential(
@@ -51,12 +57,17 @@ def fitted(strategy):
         )
         model.compile(keras.optimizers.SGD(0.05), "mse")
     history = model.fit(X, Y, batch_size=7, epochs=2, shuffle=False, verbose=0)
-    weights = [ops.convert_to_numpy(each) for each in model.trainable_variables]
-    return [*map(np.asarray, history.history["loss"]), *weights]
+    return numbers(model, history)
+
+
+@pytest.mark.one_backend("jax")
+def test_uneven_batches_have_the_numbers_of_one_device(cluster):
+    expected = fitted(ks.OneDeviceStrategy("cpu:0"))
+    assert_workers(expected, cluster(fitted), 1e-4)
 
 
 def drawn_in_run(strategy, sizes, compiled):
-    """What the replicas of this worker draw."""
+    """What the replicas of this worker draw in each run."""
     with strategy.scope():
         layer, seed = layers.Dropout(0.5), keras.random.SeedGenerator(3)
 
@@ -83,30 +94,14 @@ def drawn_in_run(strategy, sizes, compiled):
     return found
 
 
+# On JAX an array of one replica is the same on all workers in a `ks.function`.
 @pytest.mark.nightly(unless=["two-False"])
-@pytest.mark.parametrize(
-    ("cluster", "compiled"),
-    # On JAX an array of one replica is the same on all workers in a `ks.function`.
-    [("two", False), pytest.param("two_by_two", True, marks=NOT_ON_JAX)]
-    + [("two", True)] * (keras.backend.backend() != "jax"),
-    indirect=["cluster"],
-    scope="session",
-)
+@pytest.mark.parametrize("compiled", [False] if BACKEND == "jax" else [False, True])
+@on_clusters("two", "two_by_two")
 def test_run_with_uneven_workers_draws_the_numbers_of_one_device(cluster, compiled):
-    sizes = [[5, 2], [5, 2], [4, 3], [5, 0]]
-    if cluster.replicas == 4:
-        sizes = [[3, 2, 2, 4], [3, 3, 0, 2], [5, 2, 3, 4]]
+    sizes = SIZES[cluster.replicas]
     totals = [[sum(counts)] for counts in sizes]
-    one_device = ks.OneDeviceStrategy("cpu:0")
-    expected = drawn_in_run(one_device, totals, compiled)
+    expected = drawn_in_run(ks.OneDeviceStrategy("cpu:0"), totals, compiled)
     workers = cluster(drawn_in_run, sizes, compiled)
     for one, *parts in zip(expected, *workers, strict=True):
         np.testing.assert_allclose(np.concatenate(parts), one, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.one_backend("jax")
-def test_uneven_batches_have_the_numbers_of_one_device(cluster):
-    expected = fitted(ks.OneDeviceStrategy("cpu:0"))
-    for found in cluster(fitted):
-        for one, other in zip(expected, found, strict=True):
-            np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-5)

@@ -47,115 +47,82 @@ class Function:
         return self.name
 
 
+def functions(
+    targets: str, activation: str, *names: str, **given: Any
+) -> list[Function]:
+    return [Function(name, targets, activation, **given) for name in names]
+
+
 # Looks whether all labels are 0 or 1.
 LABELS = "is a branch that depends on rows"
-#: Of Keras 3.16.
-#: Those that the lowest release of Keras has not; they are not on the page.
-NEWER_LOSSES = (
-    Function(
-        "SparseCategoricalFocalCrossentropy", "numbers", "softmax", calls_itself=True
-    ),
-)
-LOSSES = (
-    Function("BinaryCrossentropy", "flags", "sigmoid"),
-    Function("BinaryFocalCrossentropy", "flags", "sigmoid"),
-    Function("CategoricalCrossentropy", "one_hot", "softmax"),
-    Function("CategoricalFocalCrossentropy", "one_hot", "softmax"),
-    Function("CategoricalGeneralizedCrossEntropy", "numbers", "softmax"),
-    Function("CategoricalHinge", "one_hot"),
-    Function("Circle", "numbers", joined="reads the value of a tensor"),
-    Function("CosineSimilarity"),
-    Function("Dice", "flags", "sigmoid", joined="a sum over rows"),
-    Function("Hinge", "flags", joined=LABELS),
-    Function("Huber"),
-    Function("KLDivergence", "positive", "softplus"),
-    Function("LogCosh"),
-    Function("MeanAbsoluteError"),
-    Function("MeanAbsolutePercentageError"),
-    Function("MeanSquaredError"),
-    Function("MeanSquaredLogarithmicError", "positive", "softplus"),
-    Function("Poisson", "positive", "softplus"),
-    Function("SparseCategoricalCrossentropy", "numbers", "softmax"),
-    Function("SquaredHinge", "flags", joined=LABELS),
-    Function("Tversky", "flags", "sigmoid", joined="a sum over rows"),
-    *(loss for loss in NEWER_LOSSES if hasattr(keras.losses, loss.name)),
-)
+_SUMS = "a sum over rows"
+LOSSES = [
+    *functions("flags", "sigmoid", "BinaryCrossentropy", "BinaryFocalCrossentropy"),
+    *functions("flags", "sigmoid", "Dice", "Tversky", joined=_SUMS),
+    *functions("flags", "linear", "Hinge", "SquaredHinge", joined=LABELS),
+    *functions("one_hot", "softmax", "CategoricalCrossentropy"),
+    *functions("one_hot", "softmax", "CategoricalFocalCrossentropy"),
+    *functions("one_hot", "linear", "CategoricalHinge"),
+    *functions("numbers", "softmax", "CategoricalGeneralizedCrossEntropy"),
+    *functions("numbers", "softmax", "SparseCategoricalCrossentropy"),
+    *functions("numbers", "linear", "Circle", joined="reads the value of a tensor"),
+    *functions("real", "linear", "CosineSimilarity", "Huber", "LogCosh"),
+    *functions("real", "linear", "MeanAbsoluteError", "MeanAbsolutePercentageError"),
+    *functions("real", "linear", "MeanSquaredError"),
+    *functions("positive", "softplus", "KLDivergence", "MeanSquaredLogarithmicError"),
+    *functions("positive", "softplus", "Poisson"),
+]
+if hasattr(keras.losses, "SparseCategoricalFocalCrossentropy"):  # Of Keras 3.16.
+    _NEWER = "SparseCategoricalFocalCrossentropy"
+    LOSSES += functions("numbers", "softmax", _NEWER, calls_itself=True)
 
-_COUNTS = {"num_classes": CLASSES, "sparse_y_pred": False}
-METRICS = (
-    Function("AUC", "flags", "sigmoid"),
-    Function("Accuracy", "one_hot"),
-    Function("BinaryAccuracy", "flags", "sigmoid"),
-    Function("BinaryCrossentropy", "flags", "sigmoid"),
-    Function("BinaryIoU", "flags", "sigmoid"),
-    Function("CategoricalAccuracy", "one_hot", "softmax"),
-    Function("CategoricalCrossentropy", "one_hot", "softmax"),
-    Function("CategoricalHinge", "one_hot"),
-    Function("ConcordanceCorrelation"),
-    Function("CosineSimilarity"),
-    Function("F1Score", "one_hot", "softmax"),
-    Function("FBetaScore", "one_hot", "softmax"),
-    Function("FalseNegatives", "flags", "sigmoid"),
-    Function("FalsePositives", "flags", "sigmoid"),
-    Function("Hinge", "flags", joined=LABELS),
-    Function(
-        "IoU", "numbers", "softmax", arguments={**_COUNTS, "target_class_ids": [0, 1]}
+#: Arguments of metrics.
+_COUNT = {"num_classes": CLASSES}
+_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "IoU": {**_COUNT, "sparse_y_pred": False, "target_class_ids": [0, 1]},
+    "MeanIoU": {**_COUNT, "sparse_y_pred": False},
+    "OneHotIoU": {**_COUNT, "target_class_ids": [0]},
+    "OneHotMeanIoU": _COUNT,
+    "PrecisionAtRecall": {"recall": 0.5},
+    "RecallAtPrecision": {"precision": 0.5},
+    "SensitivityAtSpecificity": {"specificity": 0.5},
+    "SpecificityAtSensitivity": {"sensitivity": 0.5},
+    "SparseTopKCategoricalAccuracy": {"k": 2},
+    "TopKCategoricalAccuracy": {"k": 2},
+}
+_METRICS: dict[tuple[str, str], str] = {
+    ("flags", "sigmoid"): "AUC BinaryAccuracy BinaryCrossentropy BinaryIoU "
+    "FalseNegatives FalsePositives Precision PrecisionAtRecall Recall "
+    "RecallAtPrecision SensitivityAtSpecificity SpecificityAtSensitivity "
+    "TrueNegatives TruePositives",
+    ("one_hot", "softmax"): "CategoricalAccuracy CategoricalCrossentropy F1Score "
+    "FBetaScore OneHotIoU OneHotMeanIoU",
+    ("one_hot", "linear"): "Accuracy CategoricalHinge TopKCategoricalAccuracy",
+    ("numbers", "softmax"): "IoU MeanIoU SparseCategoricalAccuracy "
+    "SparseCategoricalCrossentropy",
+    ("numbers", "linear"): "SparseTopKCategoricalAccuracy",
+    ("real", "linear"): "ConcordanceCorrelation CosineSimilarity LogCoshError Mean "
+    "MeanAbsoluteError MeanAbsolutePercentageError MeanSquaredError "
+    "PearsonCorrelation R2Score RootMeanSquaredError Sum",
+    ("positive", "softplus"): "KLDivergence MeanSquaredLogarithmicError Poisson",
+}
+METRICS = [
+    *functions("flags", "linear", "Hinge", "SquaredHinge", joined=LABELS),
+    *(
+        Function(name, *outputs, arguments=_ARGUMENTS.get(name, {}))
+        for outputs, names in _METRICS.items()
+        for name in names.split()
     ),
-    Function("KLDivergence", "positive", "softplus"),
-    Function("LogCoshError"),
-    Function("Mean"),
-    Function("MeanAbsoluteError"),
-    Function("MeanAbsolutePercentageError"),
-    Function("MeanIoU", "numbers", "softmax", arguments=_COUNTS),
-    Function("MeanSquaredError"),
-    Function("MeanSquaredLogarithmicError", "positive", "softplus"),
-    Function(
-        "OneHotIoU",
-        "one_hot",
-        "softmax",
-        arguments={"num_classes": CLASSES, "target_class_ids": [0]},
-    ),
-    Function("OneHotMeanIoU", "one_hot", "softmax", arguments={"num_classes": CLASSES}),
-    Function("PearsonCorrelation"),
-    Function("Poisson", "positive", "softplus"),
-    Function("Precision", "flags", "sigmoid"),
-    Function("PrecisionAtRecall", "flags", "sigmoid", arguments={"recall": 0.5}),
-    Function("R2Score"),
-    Function("Recall", "flags", "sigmoid"),
-    Function("RecallAtPrecision", "flags", "sigmoid", arguments={"precision": 0.5}),
-    Function("RootMeanSquaredError"),
-    Function(
-        "SensitivityAtSpecificity", "flags", "sigmoid", arguments={"specificity": 0.5}
-    ),
-    Function("SparseCategoricalAccuracy", "numbers", "softmax"),
-    Function("SparseCategoricalCrossentropy", "numbers", "softmax"),
-    Function("SparseTopKCategoricalAccuracy", "numbers", arguments={"k": 2}),
-    Function(
-        "SpecificityAtSensitivity", "flags", "sigmoid", arguments={"sensitivity": 0.5}
-    ),
-    Function("SquaredHinge", "flags", joined=LABELS),
-    Function("Sum"),
-    Function("TopKCategoricalAccuracy", "one_hot", arguments={"k": 2}),
-    Function("TrueNegatives", "flags", "sigmoid"),
-    Function("TruePositives", "flags", "sigmoid"),
-)
+]
 
 
-def classes_of(module: Any, base: type) -> set[str]:
-    """The classes of a module of Keras that compute something."""
-    return {
-        name
-        for name, kind in vars(module).items()
-        if isinstance(kind, type) and issubclass(kind, base) and kind is not base
-    }
-
-
-def first_of(module: Any, base: type) -> dict[str, Any]:
-    """The classes of a module, by name; of several names of one class the first."""
+def names_in(module: Any, base: type) -> set[str]:
+    """The classes of a module of Keras; of several names of one class the first."""
     found: dict[Any, str] = {}
-    for name in sorted(classes_of(module, base)):
-        found.setdefault(getattr(module, name), name)
-    return {name: kind for kind, name in found.items()}
+    for name, kind in sorted(vars(module).items()):
+        if isinstance(kind, type) and issubclass(kind, base) and kind is not base:
+            found.setdefault(kind, name)
+    return set(found.values())
 
 
 class Rows(keras.Model):

@@ -24,8 +24,8 @@ from row_parts.functions import (
     WEIGHTS,
     Function,
     X,
-    first_of,
     loss_and_gradients,
+    names_in,
     results,
 )
 
@@ -133,10 +133,12 @@ def test_losses(function: Function, has_weights: bool, problems: Any) -> None:
     check(function, problems)
 
 
-def test_all_losses_are_in_the_table() -> None:
+def test_all_of_keras_are_in_the_tables() -> None:
     # CTC loss is tested below.
-    names = set(first_of(keras.losses, keras.losses.Loss)) - {"CTC"}
-    assert names == {function.name for function in LOSSES}
+    losses = names_in(keras.losses, keras.losses.Loss) - {"CTC"}
+    metrics = names_in(keras.metrics, keras.metrics.Metric) - {"MeanMetricWrapper"}
+    assert losses == {function.name for function in LOSSES}
+    assert metrics == {function.name for function in METRICS}
 
 
 @pytest.mark.one_backend("torch")
@@ -262,11 +264,6 @@ def test_metrics(function: Function, has_weights: bool, problems: Any) -> None:
     targets = TARGETS[function.targets]
     compared(updated(function), X, targets, weights, function.activation)
     check(function, problems)
-
-
-def test_all_metrics_are_in_the_table() -> None:
-    names = set(first_of(keras.metrics, keras.metrics.Metric)) - {"MeanMetricWrapper"}
-    assert names == {function.name for function in METRICS}
 
 
 def test_metrics_of_functions_and_users(problems: Any) -> None:
