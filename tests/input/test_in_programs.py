@@ -146,29 +146,3 @@ def test_a_model_learns_in_a_loop_as_on_one_device(mirrored) -> None:
 
     for found, expected in zip(train(mirrored), train(ks.get_strategy()), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-4)
-
-
-@pytest.mark.one_backend("tensorflow")
-@pytest.mark.skipif(BACKEND != "tensorflow", reason="programs of TensorFlow")
-@pytest.mark.parametrize("is_known", [True, False])
-def test_a_batch_of_another_rank_than_the_program_is_an_error(
-    mirrored, is_known
-) -> None:
-    import tensorflow as tf
-
-    given = [np.ones((4, 3), "float32"), np.ones((4, 2, 3), "float32")]
-    source: Any = given
-    if not is_known:
-        source = tf.data.Dataset.from_generator(
-            lambda: iter(given), output_signature=tf.TensorSpec(None)
-        )
-
-    @ks.function
-    def epoch(dataset: Any) -> Any:
-        found = ops.zeros(())
-        for batch in dataset:
-            found += total(mirrored, batch)
-        return found
-
-    with pytest.raises(tf.errors.OpError, match=r"3 axes, and 2|2 axes, and 1"):
-        epoch(mirrored.experimental_distribute_dataset(source))

@@ -99,13 +99,6 @@ def test_a_layout_that_does_not_fit_says_why(axes, problem) -> None:
     assert problem in str(caught.value)
 
 
-def test_states_of_random_generators_stay_whole() -> None:
-    grid = mesh()
-    assert grid.layout("seed_generator_state", (8,), 4, is_float=False) == ()
-    mapped = mesh(MappedLayouts({"ids": ("model",)}))
-    assert mapped.layout("ids", (8,), 4, is_float=False) == ("model",)
-
-
 def test_a_mesh_has_rows_and_parts() -> None:
     grid = mesh()
     assert grid.sizes == {"batch": 2, "model": 4}

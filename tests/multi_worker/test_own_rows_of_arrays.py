@@ -228,28 +228,6 @@ def test_predictions_of_separate_batches_of_several_sizes(
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
-class Centered(keras.Sequential):
-    """A step that computes with all rows."""
-
-    def compute_loss(self, x: Any, *others: Any, **kwargs: Any) -> Any:
-        loss = super().compute_loss(x, *others, **kwargs)
-        return loss + keras.ops.mean(keras.ops.square(x - keras.ops.mean(x, 0)))
-
-
-def with_custom_step(strategy: Any) -> Any:
-    keras.utils.set_random_seed(5)
-    with strategy.scope():
-        model = Centered([keras.Input((WIDTH,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-    history = model.fit(X, Y, batch_size=BATCH, epochs=2, verbose=0)
-    scores = [model.evaluate(X, Y, batch_size=7, verbose=0) for _ in range(2)]
-    return numbers(model, history, scores)
-
-
-def test_a_step_that_computes_with_all_rows(cluster: Any) -> None:
-    assert_workers(with_custom_step(one_device()), cluster(with_custom_step))
-
-
 class Stops(keras.callbacks.Callback):
     """Ends `fit` in the middle of an epoch."""
 

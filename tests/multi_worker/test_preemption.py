@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -15,7 +14,6 @@ from harness.processes import assert_gone, wait_until
 from harness.training import SGD_TOLERANCE, assert_same
 
 import keras_strategies as ks
-from keras_strategies.cluster.resolvers.local_processes import free_addresses
 from keras_strategies.training.saving.preemption import RESTART_EXIT_CODE
 
 pytestmark = pytest.mark.one_backend
@@ -74,24 +72,12 @@ if index == 0:
 def start(forker: Forker, folder: Path, kind: str, workers: int) -> list[Forked]:
     script = folder / "script.py"
     script.write_text(SCRIPT)
-    addresses = free_addresses(workers)
-    started = []
-    for index in range(workers):
+    logs = [folder / f"{kind}{index}.log" for index in range(workers)]
+    for index, log in enumerate(logs):
         (folder / f"steps{index}").unlink(missing_ok=True)
-        log = folder / f"{kind}{index}.log"
         log.with_suffix(".end").unlink(missing_ok=True)
-        task = {"type": "worker", "index": index}
-        config = {"cluster": {"worker": addresses}, "task": task}
-        started.append(
-            forker.start(
-                log,
-                str(script),
-                *(str(folder), kind, str(workers)),
-                TF_CONFIG=json.dumps(config),
-                OMP_NUM_THREADS="1",
-            )
-        )
-    return started
+    arguments = (str(folder), kind, str(workers))
+    return forker.start_workers(logs, str(script), *arguments)
 
 
 def finish(processes: list[Forked], code: int) -> list[str]:

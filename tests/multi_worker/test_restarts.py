@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 
 import numpy as np
@@ -10,8 +9,6 @@ import pytest
 from harness.processes import assert_gone, write_script
 from harness.training import assert_workers
 from multi_worker.test_hosts import TRAIN, trained_alone
-
-from keras_strategies.cluster.resolvers.local_processes import free_addresses
 
 EPOCHS = 4
 SCRIPT = (
@@ -57,11 +54,7 @@ def test_workers_that_are_started_again_end_with_the_same_weights(
     script = write_script(tmp_path, SCRIPT)
     logs = [[tmp_path / f"{i}-{attempt}.log" for i in range(2)] for attempt in range(2)]
     for attempt in range(2):
-        addresses, processes = free_addresses(2), []
-        for index, log in enumerate(logs[attempt]):
-            task = {"type": "worker", "index": index}
-            config = json.dumps({"cluster": {"worker": addresses}, "task": task})
-            processes.append(forker.start(log, script, victim, TF_CONFIG=config))
+        processes = forker.start_workers(logs[attempt], script, victim)
         codes = [process.wait(120)[0] for process in processes]
         assert all(codes) if attempt == 0 else not any(codes), processes[0].text()
     found = []

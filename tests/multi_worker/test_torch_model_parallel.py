@@ -208,43 +208,6 @@ def test_code_that_reads_weights(cluster, name, layout_map, width):
         assert_workers(expected, found, 1e-4)
 
 
-def fit_language_model(strategy, is_rematerialized):
-    """Token embeddings with two uses each, attention, dropout."""
-    keras.utils.set_random_seed(1)
-    remat = keras.RematScope(mode="full" if is_rematerialized else None)
-    with strategy.scope(), remat:
-        tokens = keras.Input((6,), dtype="int32")
-        x = layers.Embedding(41, 16)(tokens)
-        for _ in range(2):
-            y = layers.LayerNormalization()(x)
-            y = layers.MultiHeadAttention(2, 8)(y, y)
-            x = x + layers.Dropout(0.1)(y)
-            y = layers.Dense(32, "gelu")(layers.LayerNormalization()(x))
-            x = x + layers.Dense(16)(y)
-        model = keras.Model(tokens, layers.Dense(41)(x))
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        # Adam would divide gradients of biases of keys, which are zero, by themselves.
-        model.compile(keras.optimizers.SGD(0.1, 0.9), loss)
-    ids = np.random.default_rng(0).integers(0, 41, (20, 6))
-    options = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
-    history = model.fit(ids, np.roll(ids, 1, 1), **options)
-    return as_arrays(history.history | state_of(model))
-
-
-@pytest.mark.nightly(unless=["two-fsdp-1-False", "two-auto-2-False"])
-@pytest.mark.parametrize("is_rematerialized", [False, True])
-@BOTH_LAYOUTS
-def test_a_language_model(cluster, layout_map, width, is_rematerialized):
-    # Dropout of Keras 3.16 draws another mask when it is computed again.
-    alone = ks.OneDeviceStrategy("cpu:0")
-    expected = fit_language_model(alone, is_rematerialized)
-
-    def program(strategy):
-        return fit_language_model(cut(layout_map, width), is_rematerialized)
-
-    assert_workers(expected, cluster(program), 1e-4)
-
-
 def train_in_run(strategy):
     """Rows that do not divide, batch normalization, a norm of all gradients."""
     keras.utils.set_random_seed(3)

@@ -95,28 +95,14 @@ class Resumed:
         )
 
     def _start(self, strategy: str, after: int) -> list[Forked]:
-        from keras_strategies.cluster.resolvers.local_processes import free_addresses
-
-        workers = WORKERS.get(strategy, 1)
-        addresses = free_addresses(workers)
-        started = []
         run = len(list(self._folder.glob("*.log"))) + 1
-        for index in range(workers):
-            task = {"type": "worker", "index": index}
-            config = {"cluster": {"worker": addresses}, "task": task}
-            environment = {"OMP_NUM_THREADS": "1"}
-            if workers > 1:
-                environment["TF_CONFIG"] = json.dumps(config)
-            started.append(
-                self._forker.start(
-                    self._folder / f"run{run}-{index}.log",
-                    __file__,
-                    *(str(self._folder), strategy, str(after)),
-                    *(str(self._dropout), str(self._epochs), self._model),
-                    **environment,
-                )
-            )
-        return started
+        logs = [
+            self._folder / f"run{run}-{index}.log"
+            for index in range(WORKERS.get(strategy, 1))
+        ]
+        settings = (str(self._dropout), str(self._epochs), self._model)
+        arguments = (str(self._folder), strategy, str(after), *settings)
+        return self._forker.start_workers(logs, __file__, *arguments)
 
 
 def assert_same_end(found: Left, expected: Left, tolerance: float) -> None:

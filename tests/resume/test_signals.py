@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -13,8 +12,6 @@ import keras
 import numpy as np
 import pytest
 from harness.forker import Forked, Forker
-
-from keras_strategies.cluster.resolvers.local_processes import free_addresses
 
 pytestmark = pytest.mark.one_backend
 
@@ -102,22 +99,11 @@ class Training:
         self.starts = 0
 
     def start(self, stops_at: str = "") -> list[Forked]:
-        addresses = free_addresses(self.workers)
         self.starts += 1
-        started = []
-        for index in range(self.workers):
-            task = {"type": "worker", "index": index}
-            config = {"cluster": {"worker": addresses}, "task": task}
-            environment = {"OMP_NUM_THREADS": "1"}
-            if self.workers > 1:
-                environment["TF_CONFIG"] = json.dumps(config)
-            log = self.folder / f"log{self.starts}-{index}"
-            folders = str(self.folder), str(self.folder / "snapshots")
-            arguments = (*folders, stops_at, self.kind, str(self.workers))
-            started.append(
-                self.forker.start(log, str(self.script), *arguments, **environment)
-            )
-        return started
+        logs = [self.folder / f"log{self.starts}-{i}" for i in range(self.workers)]
+        folders = str(self.folder), str(self.folder / "snapshots")
+        arguments = (*folders, stops_at, self.kind, str(self.workers))
+        return self.forker.start_workers(logs, str(self.script), *arguments)
 
     def stopped(self, stops_at: str, number: int, victim: int = 0) -> list[str]:
         """Sends a signal to one process at a place; returns what all have printed."""

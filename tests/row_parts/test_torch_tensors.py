@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
-import weakref
 from typing import Any
 
 import keras
@@ -19,7 +17,6 @@ import torch
 from row_parts.functions import TARGETS, X, results
 
 import keras_strategies as ks
-from keras_strategies.engines.torch.data_parallel.row_parts import TorchRowParts
 
 
 def _read(use: Any) -> Any:
@@ -179,36 +176,3 @@ def of_layers(y: Any, model: Any) -> Any:
 )
 def test_uses(use: Any) -> None:
     assert_same_use(use)
-
-
-def test_outputs_of_a_step_are_freed_without_the_garbage_collector() -> None:
-    made: list[weakref.ref[Any]] = []
-
-    class Watched(keras.Sequential):
-        def train_step(self, data: Any) -> Any:
-            gone.append([each() is None for each in made])
-            return super().train_step(data)
-
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            found = super().__call__(*args, **kwargs)
-            if isinstance(found, TorchRowParts):
-                made.append(weakref.ref(found))
-                made.extend(map(weakref.ref, found.parts))
-            return found
-
-    gone: list[list[bool]] = []
-    x, y = np.ones((20, 3), "float32"), np.ones((20, 2), "float32")
-    with ks.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
-        model = Watched([keras.Input((3,)), keras.layers.Dense(2)])
-        model.compile("sgd", "mse", metrics=["mae"])
-    model.fit(x, y, batch_size=4, verbose=0)
-    made.clear()
-    gone.clear()
-    gc.collect()
-    gc.disable()
-    try:
-        model.fit(x, y, batch_size=4, verbose=0)
-    finally:
-        gc.enable()
-    assert [len(each) for each in gone] == [0, 3, 6, 9, 12]
-    assert all(map(all, gone))
