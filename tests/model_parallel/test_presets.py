@@ -55,16 +55,11 @@ def tensors() -> dict[str, np.ndarray]:
 def folder(tmp_path) -> str:
     numpy = pytest.importorskip("safetensors.numpy", reason="not installed")
     config = {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": VOCABULARY,
-        "num_hidden_layers": 1,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": HEADS,
-        "hidden_size": WIDTH,
-        "intermediate_size": INNER,
-        "tie_word_embeddings": False,
-        "rope_theta": 10000.0,
+        **{"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
+        **{"vocab_size": VOCABULARY, "num_hidden_layers": 1},
+        **{"num_attention_heads": HEADS, "num_key_value_heads": HEADS},
+        **{"hidden_size": WIDTH, "intermediate_size": INNER},
+        **{"tie_word_embeddings": False, "rope_theta": 10000.0},
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     numpy.save_file(tensors(), tmp_path / "model.safetensors")
@@ -101,12 +96,9 @@ def test_values_that_the_file_lacks_are_initial_ones(folder, monkeypatch) -> Non
 
     original = safetensor_utils.SafetensorLoader.port_weight
 
-    def port_weight(self: Any, variable: Any, key: str, *args: Any, **kw: Any) -> None:
-        if "down_proj" not in key:
-            original(self, variable, key, *args, **kw)
-
     def port(self: Any, keras_variable: Any, hf_weight_key: str, hook_fn: Any = None):
-        port_weight(self, keras_variable, hf_weight_key, hook_fn)
+        if "down_proj" not in hf_weight_key:
+            original(self, keras_variable, hf_weight_key, hook_fn)
 
     monkeypatch.setattr(safetensor_utils.SafetensorLoader, "port_weight", port)
     expected = loaded(folder, contextlib.nullcontext())

@@ -12,6 +12,8 @@ from typing import Any
 import keras
 import numpy as np
 
+import keras_strategies as ks
+
 ROWS, CLASSES, STEPS = 11, 5, 6
 _rng = np.random.default_rng(0)
 X = _rng.normal(size=(ROWS, 4)).astype("float32")
@@ -181,13 +183,19 @@ def results(
         model.build(x.shape)
         model.compile()
         model.function = make()
-    return dict(
-        model.evaluate(
-            x,
-            y,
-            sample_weight=weights,
-            batch_size=batch_size,
-            verbose=0,
-            return_dict=True,
+    options = {"batch_size": batch_size, "verbose": 0, "return_dict": True}
+    return dict(model.evaluate(x, y, sample_weight=weights, **options))
+
+
+def compared(*arguments: Any, count: int = 3, **options: Any) -> dict[str, Any]:
+    """The results of a step on several replicas, which are those of one device."""
+    expected = results(ks.OneDeviceStrategy("cpu:0"), *arguments, **options)
+    devices = [f"cpu:{i}" for i in range(count)]
+    found = results(ks.MirroredStrategy(devices), *arguments, **options)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        # Of all rows and weights; single gradients can cancel.
+        np.testing.assert_allclose(
+            found[name], value, rtol=2e-5, atol=2e-6, err_msg=name
         )
-    )
+    return found

@@ -24,12 +24,11 @@ from row_parts.functions import (
     WEIGHTS,
     Function,
     X,
+    compared,
     loss_and_gradients,
     names_in,
-    results,
 )
 
-import keras_strategies as ks
 from keras_strategies.runtime.data_parallel.data_parallel_call import DataParallelCall
 
 
@@ -84,20 +83,6 @@ def differentiated(make_losses: Any) -> Any:
         return step
 
     return make
-
-
-def compared(*arguments: Any, count: int = 3, **options: Any) -> dict[str, Any]:
-    """The results of a step on several replicas, which are those of one device."""
-    expected = results(ks.OneDeviceStrategy("cpu:0"), *arguments, **options)
-    devices = [f"cpu:{i}" for i in range(count)]
-    found = results(ks.MirroredStrategy(devices), *arguments, **options)
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        # Of all rows and weights; single gradients can cancel.
-        np.testing.assert_allclose(
-            found[name], value, rtol=2e-5, atol=2e-6, err_msg=name
-        )
-    return found
 
 
 def check(function: Function, problems: list[str | None]) -> None:

@@ -14,9 +14,7 @@ if keras.backend.backend() != "torch":
     pytest.skip("tensors of Torch", allow_module_level=True)
 
 import torch
-from row_parts.functions import TARGETS, X, results
-
-import keras_strategies as ks
+from row_parts.functions import TARGETS, X, compared
 
 
 def _read(use: Any) -> Any:
@@ -38,16 +36,6 @@ def _read(use: Any) -> Any:
         return step
 
     return make
-
-
-def assert_same_use(use: Any) -> None:
-    """Compares a use of outputs on three replicas with one on one device."""
-    arguments = _read(use), X, TARGETS["real"]
-    expected = results(ks.OneDeviceStrategy("cpu:0"), *arguments)
-    found = results(ks.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]), *arguments)
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-6)
 
 
 def gradients(model: Any, *losses: Any) -> list[Any]:
@@ -175,4 +163,4 @@ def of_layers(y: Any, model: Any) -> Any:
     ],
 )
 def test_uses(use: Any) -> None:
-    assert_same_use(use)
+    compared(_read(use), X, TARGETS["real"])
