@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
 import os
@@ -116,24 +115,25 @@ def test_files_are_ordinary_ones(tmp_path):
     assert printed.splitlines()[-1] == "10"
 
 
-def cannot_write(model, monkeypatch, path="m.keras"):
-    """Makes the next save of a model fail in the middle."""
-
-    def broken(store):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(model.layers[-1], "save_own_variables", broken)
+def no_space(*arguments, **options):
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def small_model(units=2, scope=True):
-    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
-    with strategy.scope() if scope else contextlib.nullcontext():
-        model = keras.Sequential([keras.Input((4,)), layers.Dense(units)])
+def small_model():
+    with ks.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+        model = keras.Sequential([keras.Input((4,)), layers.Dense(2)])
         model.compile("sgd", "mse")
     return model
 
 
-WAYS = [("save", "m.keras"), ("save_weights", "m.weights.h5"), ("save", "m.h5")]
+def saver_of(model, way):
+    return ks.Checkpoint(model=model).save if way == "ckpt" else getattr(model, way)
+
+
+WAYS = [
+    *(("save", "m.keras"), ("save_weights", "m.weights.h5")),
+    *(("save", "m.h5"), ("ckpt", "m.ckpt")),
+]
 
 
 @pytest.mark.parametrize("kind", ["file", "link", "link to a link"])
@@ -148,35 +148,32 @@ def test_an_error_while_saving_leaves_the_old_file(
         (tmp_path / name).symlink_to("second" if "to" in kind[5:] else real)
         (tmp_path / "second").symlink_to(real)
     model = small_model()
-    getattr(model, way)(tmp_path / name)
+    save = saver_of(model, way)
+    save(tmp_path / name)
     before = real.read_bytes()
     assert before and (tmp_path / name).is_symlink() == (kind != "file")
 
+    # In the middle; Keras's older format, and checkpoints, have writers of their own.
+    monkeypatch.setattr(model.layers[-1], "save_own_variables", no_space)
+    monkeypatch.setattr(np.lib.format, "write_array", no_space)
     if name == "m.h5":
-        # Keras's older format has a writer of its own.
-        monkeypatch.setattr(model, "get_config", _no_space)
-    else:
-        cannot_write(model, monkeypatch)
+        monkeypatch.setattr(model, "get_config", no_space)
     with pytest.raises(OSError, match="No space left"):
-        getattr(model, way)(tmp_path / name)
+        save(tmp_path / name)
     assert real.read_bytes() == before
     assert not list(tmp_path.rglob(".part-*"))
     monkeypatch.undo()
     model.set_weights([w + 1 for w in model.get_weights()])
-    getattr(model, way)(tmp_path / name)
+    save(tmp_path / name)
     assert real.read_bytes() != before
     assert (tmp_path / name).is_symlink() == (kind != "file")
     assert not list(tmp_path.rglob(".part-*"))
 
 
-def _no_space():
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
-@pytest.mark.parametrize("way", ["keras", "checkpoint"])
+@pytest.mark.parametrize("way", ["save", "ckpt"])
 def test_permissions_are_those_of_the_old_file_or_of_the_umask(way, tmp_path):
     model, path = small_model(), tmp_path / "m.keras"
-    save = model.save if way == "keras" else ks.Checkpoint(model=model).save
+    save = saver_of(model, way)
     before = os.umask(0o027)
     try:
         save(path)
@@ -211,7 +208,7 @@ def test_sharded_weights_are_replaced_when_all_are_written(name, tmp_path, monke
     shards = {f"m_0000{i}.weights.h5" for i in range(2)}
     assert before.keys() == {"m.weights.json", *shards}
     model.set_weights([w + 1 for w in model.get_weights()])
-    cannot_write(model, monkeypatch)
+    monkeypatch.setattr(model.layers[-1], "save_own_variables", no_space)
     with pytest.raises(OSError, match="No space left"):
         save()
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
