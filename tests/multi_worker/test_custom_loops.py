@@ -80,7 +80,7 @@ def test_gather_concatenates_in_replica_order(cluster):
     rows = np.arange(14, dtype="float32").reshape(7, 2)
 
     def program(strategy):
-        with pytest.raises(ks.errors.GatherError, match=r"\[2, 3\].*\[2, 4\]"):
+        with pytest.raises(ks.errors.GatherError, match=r", 3\].*, 4\]"):
             strategy.gather(ops.zeros((2, 3 + strategy.workers.group.index)), axis=0)
         return numpy(strategy.gather(batch_of(strategy, rows), axis=0))
 
