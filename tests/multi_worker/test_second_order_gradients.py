@@ -103,7 +103,7 @@ class Critic(keras.Model):
         self.factor = self.add_weight(shape=(CLASSES,), initializer="ones")
         self.loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         self.mean = keras.metrics.Mean(name="mean")
-        self.function = FUNCTIONS.get(name, plain)
+        self.function = FUNCTIONS.get(name, lambda model, outputs, y: outputs)
         self.built = True
 
     def call(self, x: Any, training: bool = False) -> Any:
@@ -135,23 +135,10 @@ class Critic(keras.Model):
         return {"mean": self.mean.result()}
 
 
-def plain(model: Critic, outputs: Any, y: Any) -> Any:
-    return outputs
-
-
-def with_factor(model: Critic, outputs: Any, y: Any) -> Any:
-    """Has a variable that no layer has."""
-    return outputs * model.factor
-
-
 def with_rows(model: Critic, outputs: Any, y: Any) -> Any:
     """Differs from row to row, and is not linear."""
     rows = ops.arange(ops.shape(outputs)[0], dtype="float32")
     return ops.square(outputs) * rows[:, None] * 0.1
-
-
-def of_all_rows(model: Critic, outputs: Any, y: Any) -> Any:
-    return outputs * ops.sum(outputs) * 0.02
 
 
 def of_two_calls(model: Critic, outputs: Any, y: Any) -> Any:
@@ -161,16 +148,13 @@ def of_two_calls(model: Critic, outputs: Any, y: Any) -> Any:
     return model.last(ops.concatenate(both, axis=-1), training=True)
 
 
-def of_loss(model: Critic, outputs: Any, y: Any) -> Any:
-    return 6.0 * model.loss_of(y, outputs)
-
-
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "factor": with_factor,
+    # A variable that no layer has.
+    "factor": lambda model, outputs, y: outputs * model.factor,
     "rows": with_rows,
-    "all rows": of_all_rows,
+    "all rows": lambda model, outputs, y: outputs * ops.sum(outputs) * 0.02,
     "two calls": of_two_calls,
-    "loss": of_loss,
+    "loss": lambda model, outputs, y: 6.0 * model.loss_of(y, outputs),
     # A sum of its outputs over rows has no gradient.
     "batch statistics": with_rows,
 }
