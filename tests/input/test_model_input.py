@@ -134,10 +134,14 @@ def test_creator_of_a_dataset_for_each_replica(mirrored, train, train_alone) -> 
 
 def test_a_generator_and_class_weights(mirrored, train, train_alone) -> None:
     """It goes on from epoch to epoch."""
-    options = {"steps_per_epoch": 2, "class_weight": {0: 1.0, 1: 2.0, 2: 0.5}}
-    distributed = mirrored.experimental_distribute_dataset(forever())
-    expected = train_alone(forever(), **options)
-    assert_same(expected, train(distributed, **options), 1e-5, "two replicas")
+    distribute = mirrored.experimental_distribute_dataset
+    weights = {0: 1.0, 1: 2.0, 2: 0.5}
+    expected = train_alone(forever(), steps_per_epoch=2)
+    found = train(distribute(forever()), steps_per_epoch=2)
+    assert_same(expected, found, 1e-5, "two replicas")
+    expected = train_alone(X, y=Y, batch_size=8, class_weight=weights)
+    found = train(distribute(batches()), class_weight=weights)
+    assert_same(expected, found, 1e-5, "two replicas")
 
 
 def test_targets_beside_a_dataset(mirrored, train) -> None:
