@@ -93,7 +93,7 @@ WAYS = {
 }
 
 
-@pytest.mark.nightly(unless=["*-batches", "split-tf_data"])
+@pytest.mark.nightly(unless=["*-batches"])
 @pytest.mark.parametrize("make", [tf_data, loader, batches], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("way", WAYS)
 def test_methods_on_a_dataset(mirrored, train, alone, way, make) -> None:
