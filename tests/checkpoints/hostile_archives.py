@@ -18,15 +18,26 @@ _ARRAY = "arrays/0.npy"
 _CONTENTS = "contents.json"
 
 
-def _members(path: Path) -> dict[str, bytes]:
+def members_of(path: Path) -> dict[str, bytes]:
     with zipfile.ZipFile(path) as archive:
         return {name: archive.read(name) for name in archive.namelist()}
 
 
-def _write(path: Path, members: dict[str, bytes], compression: int = 0) -> None:
+def write_members(path: Path, members: dict[str, bytes], compression: int = 0) -> None:
     with zipfile.ZipFile(path, "w", compression) as archive:
         for name, data in members.items():
             archive.writestr(name, data)
+
+
+def _changed(
+    name: str, make: Callable[[bytes], bytes], compression: int = 0
+) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        members = members_of(path)
+        members[name] = make(members[name])
+        write_members(path, members, compression)
+
+    return change
 
 
 def _header(shape: tuple[int, ...], dtype: str = "<f4") -> bytes:
@@ -41,22 +52,15 @@ def _written_header(text: str) -> bytes:
     return b"\x93NUMPY\x01\x00" + size.to_bytes(2, "little") + text.encode() + b"\n"
 
 
-def _with_array(make: Callable[[bytes], bytes]) -> Callable[[Path], None]:
-    def change(path: Path) -> None:
-        members = _members(path)
-        members[_ARRAY] = make(members[_ARRAY])
-        _write(path, members)
-
-    return change
+def _array(make: Callable[[], bytes]) -> Callable[[Path], None]:
+    return _changed(_ARRAY, lambda _: make())
 
 
-def _with_contents(make: Callable[[Any], Any]) -> Callable[[Path], None]:
-    def change(path: Path) -> None:
-        members = _members(path)
-        members[_CONTENTS] = json.dumps(make(json.loads(members[_CONTENTS]))).encode()
-        _write(path, members)
+def _json(make: Callable[[Any], Any]) -> Callable[[Path], None]:
+    def change(data: bytes) -> bytes:
+        return json.dumps(make(json.loads(data))).encode()
 
-    return change
+    return _changed(_CONTENTS, change)
 
 
 def _replaced(value: Any, old: Any, new: Any) -> Any:
@@ -70,32 +74,20 @@ def _replaced(value: Any, old: Any, new: Any) -> Any:
     return value
 
 
-def _bomb(path: Path) -> None:
-    members = _members(path)
-    members[_ARRAY] = _header((BOMB_BYTES // 4,)) + bytes(BOMB_BYTES)
-    _write(path, members, zipfile.ZIP_DEFLATED)
+def _replacing(old: Any, new: Any) -> Callable[[Path], None]:
+    return _json(lambda contents: _replaced(contents, old, new))
 
 
-def _contents_bomb(path: Path) -> None:
-    members = _members(path)
-    members[_CONTENTS] += b" " * BOMB_BYTES
-    _write(path, members, zipfile.ZIP_DEFLATED)
-
-
-def _brackets(path: Path) -> None:
-    members = _members(path)
-    members[_CONTENTS] = b"[" * 100_000
-    _write(path, members)
-
-
-def _nested(path: Path) -> None:
+def _nested(data: bytes) -> bytes:
     """Brackets that JSON reads, in more than Python's recursions."""
-    members = _members(path)
-    state = b"[" * 900 + b"]" * 900
-    contents = json.loads(members[_CONTENTS])
-    text = json.dumps({**contents, "state": None}).encode()
-    members[_CONTENTS] = text.replace(b"null", state)
-    _write(path, members)
+    text = json.dumps({**json.loads(data), "state": None}).encode()
+    return text.replace(b"null", b"[" * 900 + b"]" * 900)
+
+
+def _pickled() -> bytes:
+    file = io.BytesIO()
+    np.save(file, np.array([{}], dtype=object), allow_pickle=True)
+    return file.getvalue()
 
 
 def _encrypted(path: Path) -> None:
@@ -107,73 +99,61 @@ def _encrypted(path: Path) -> None:
     path.write_bytes(data)
 
 
-def _pickled(path: Path) -> None:
-    members = _members(path)
-    file = io.BytesIO()
-    np.save(file, np.array([{}], dtype=object), allow_pickle=True)
-    members[_ARRAY] = file.getvalue()
-    _write(path, members)
-
-
 _FIRST = {"array": 0}
 
 #: Changes of an archive, by name: what they do, and what the error names.
 ATTACKS: dict[str, tuple[Callable[[Path], None], str]] = {
-    "a member that expands": (_bomb, r"arrays/0\.npy is compressed"),
-    "contents that expand": (_contents_bomb, r"is compressed"),
-    "4 TB": (_with_array(lambda _: _header((1 << 40,)) + bytes(64)), r"arrays/0\.npy"),
-    "more than int64": (_with_array(lambda _: _header((1 << 70, 0))), r"arrays/0\.npy"),
-    "negative": (
-        _with_array(lambda _: _header((-1, -4)) + bytes(16)),
-        r"arrays/0\.npy",
-    ),
-    "100 dimensions": (
-        _with_array(lambda _: _header((1,) * 100) + bytes(4)),
-        r"arrays/0\.npy",
-    ),
-    "a large item": (_with_array(lambda _: _header((0,), "V900000000")), r"arrays/0"),
-    "brackets in a header": (
-        _with_array(lambda _: _written_header("(" * 9000)),
-        r"arrays/0\.npy",
-    ),
-    "pickled": (_pickled, r"arrays/0\.npy"),
-    "another attribute": (
-        _with_contents(
-            lambda c: _replaced(c, _FIRST, _FIRST | {"dtype": "__loader__"})
+    "a member that expands": (
+        _changed(
+            _ARRAY,
+            lambda _: _header((BOMB_BYTES // 4,)) + bytes(BOMB_BYTES),
+            zipfile.ZIP_DEFLATED,
         ),
-        "no dtype '__loader__'",
+        r"arrays/0\.npy is compressed",
     ),
-    "another function": (
-        _with_contents(lambda c: _replaced(c, _FIRST, _FIRST | {"dtype": "finfo"})),
-        "no dtype 'finfo'",
+    "contents that expand": (
+        _changed(_CONTENTS, lambda c: c + b" " * BOMB_BYTES, zipfile.ZIP_DEFLATED),
+        r"is compressed",
     ),
-    "other bits": (
-        _with_contents(lambda c: _replaced(c, _FIRST, _FIRST | {"dtype": "bfloat16"})),
-        r"arrays/0\.npy: its bits",
-    ),
-    "used twice": (
-        _with_contents(lambda c: _replaced(c, {"array": 1}, _FIRST)),
-        "used twice",
-    ),
+    **{
+        name: (_array(make), r"arrays/0\.npy")
+        for name, make in {
+            "4 TB": lambda: _header((1 << 40,)) + bytes(64),
+            "more than int64": lambda: _header((1 << 70, 0)),
+            "negative": lambda: _header((-1, -4)) + bytes(16),
+            "100 dimensions": lambda: _header((1,) * 100) + bytes(4),
+            "a large item": lambda: _header((0,), "V900000000"),
+            "brackets in a header": lambda: _written_header("(" * 9000),
+            "pickled": _pickled,
+        }.items()
+    },
+    **{
+        name: (_replacing(_FIRST, _FIRST | {"dtype": dtype}), text)
+        for name, dtype, text in (
+            ("another attribute", "__loader__", "no dtype '__loader__'"),
+            ("another function", "finfo", "no dtype 'finfo'"),
+            ("other bits", "bfloat16", r"arrays/0\.npy: its bits"),
+        )
+    },
+    "used twice": (_replacing({"array": 1}, _FIRST), "used twice"),
     "a member that is missing": (
-        _with_contents(lambda c: _replaced(c, _FIRST, {"array": 10**6})),
+        _replacing(_FIRST, {"array": 10**6}),
         r"arrays/1000000\.npy",
     ),
     "no number": (
-        _with_contents(lambda c: _replaced(c, _FIRST, {"array": "../../0"})),
+        _replacing(_FIRST, {"array": "../../0"}),
         r"contents\.json.*'?\.\./\.\./0'? is not a number",
     ),
-    "brackets": (_brackets, r"contents\.json"),
-    "nested": (_nested, ""),
-    "a list": (_with_contents(lambda c: [c]), r"contents\.json"),
-    "another structure": (
-        _with_contents(lambda c: c | {"state": {"call": []}}),
-        "no structure 'call'",
-    ),
-    "keys that are lists": (
-        _with_contents(lambda c: c | {"state": {"dict": [[[], 1]]}}),
-        r"contents\.json",
-    ),
-    "no state": (_with_contents(lambda c: c | {"state": {"dict": []}}), "is missing"),
+    "brackets": (_changed(_CONTENTS, lambda _: b"[" * 100_000), r"contents\.json"),
+    "nested": (_changed(_CONTENTS, _nested), ""),
+    "a list": (_json(lambda c: [c]), r"contents\.json"),
+    **{
+        name: (_json(lambda c, state=state: c | {"state": state}), text)
+        for name, state, text in (
+            ("another structure", {"call": []}, "no structure 'call'"),
+            ("keys that are lists", {"dict": [[[], 1]]}, r"contents\.json"),
+            ("no state", {"dict": []}, "is missing"),
+        )
+    },
     "encrypted": (_encrypted, "encrypted"),
 }

@@ -1,17 +1,14 @@
-"""One backend's process of the matrix of `test_matrix.py`: it saves, or goes on.
+"""One backend's process of `test_matrix.py`: it saves, or goes on with what all saved.
 
-    python one_backend.py FOLDER save jax-mirrored:keras,loop torch-default:backup ...
-    python one_backend.py FOLDER continue jax-mirrored:keras,loop ...
+    python one_backend.py FOLDER save
+    python one_backend.py FOLDER continue
 
-The names are those of all sources, on every backend, and of the ways in which each
-goes on, besides weights. It runs those of its own backend, KERAS_BACKEND, and leaves
-the results in `FOLDER/save-jax.json` and the like.
+leaves the results in `FOLDER/save-jax.json` and the like.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from pathlib import Path
 
@@ -21,6 +18,7 @@ from keras import layers, ops
 
 import keras_strategies as ks
 
+BACKENDS = ["jax", "tensorflow", "torch"]
 BACKEND = keras.backend.backend()
 DEVICES = [f"cpu:{i}" for i in range(4)]
 SAVED_AFTER, EPOCHS = 2, 4
@@ -34,16 +32,7 @@ STRATEGIES = {
     ),
     "fsdp_4": lambda: ks.ModelParallelStrategy("fsdp", DEVICES, min_shard_bytes=0),
 }
-
-
-FOLDER, PHASE = Path(sys.argv[1]), sys.argv[2]
-WAYS = {pair: ways.split(",") for pair, ways in (a.split(":") for a in sys.argv[3:])}
-SOURCES = list(WAYS)
-OWN = [source for source in SOURCES if source.startswith(BACKEND)]
-
-
-def strategy_of(source: str):
-    return STRATEGIES[source.removeprefix(f"{BACKEND}-")]()
+OWN = [name for name in STRATEGIES if BACKEND == "jax" or "_" not in name]
 
 
 @keras.saving.register_keras_serializable("tests")
@@ -61,157 +50,99 @@ class Draws(layers.Layer):
         return inputs
 
 
-def network():
-    model = keras.Sequential(
-        [
-            keras.Input((6,)),
-            layers.Dense(8, "tanh"),
-            layers.Dense(16, "relu"),
-            layers.BatchNormalization(momentum=0.8),
-            Draws(),
-            layers.Dense(4, "softmax"),
-        ]
-    )
-    random = np.random.default_rng(3)
-    for variable in model.trainable_variables:
-        variable.assign(random.normal(scale=0.3, size=variable.shape))
-    schedule = keras.optimizers.schedules.ExponentialDecay(0.02, 4, 0.8)
-    model.compile(
-        keras.optimizers.Adam(schedule, weight_decay=0.01),
-        "sparse_categorical_crossentropy",
-    )
-    model.optimizer.build(model.trainable_variables)
+def made(strategy):
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((6,)),
+                layers.Dense(8, "tanh"),
+                layers.Dense(16, "relu"),
+                layers.BatchNormalization(momentum=0.8),
+                Draws(),
+                layers.Dense(4, "softmax"),
+            ]
+        )
+        random = np.random.default_rng(3)
+        for variable in model.trainable_variables:
+            variable.assign(random.normal(scale=0.3, size=variable.shape))
+        schedule = keras.optimizers.schedules.ExponentialDecay(0.02, 4, 0.8)
+        model.compile(
+            keras.optimizers.Adam(schedule, weight_decay=0.01),
+            "sparse_categorical_crossentropy",
+        )
+        model.optimizer.build(model.trainable_variables)
     return model
 
 
-def made(strategy):
-    with strategy.scope():
-        return network()
-
-
-def rows():
+def fit(model, **epochs):
     """Three batches that replicas do not share evenly, of one size: one program."""
     random = np.random.default_rng(0)
-    return random.normal(size=(27, 6)), random.integers(0, 4, 27)
-
-
-def fit(model, callbacks=(), **epochs):
-    x, y = rows()
+    x, y = random.normal(size=(27, 6)), random.integers(0, 4, 27)
     if BACKEND == "tensorflow":
         # Strategies run without XLA here; without one it would compile for seconds.
         model.jit_compile = False
-    given = {"batch_size": 9, "shuffle": False, "verbose": 0}
-    history = model.fit(x, y, callbacks=list(callbacks), **given, **epochs)
-    return history.history["loss"]
+    model.fit(x, y, batch_size=9, shuffle=False, verbose=0, **epochs)
+    return state(model)
 
 
 def state(model):
     """What a model has learned and how far it has come."""
     values = [*model.variables, *model.optimizer.variables]
-    values = [variable for variable in values if "seed" not in variable.path]
+    arrays = {v.path: np.asarray(ops.convert_to_numpy(v)) for v in values}
     return {
         "weights": [np.asarray(w).tolist() for w in model.get_weights()],
-        "seeds": [
-            np.asarray(ops.convert_to_numpy(v)).tolist()
-            for v in model.non_trainable_variables
-            if "seed" in v.path
-        ],
-        "slots": [float(np.abs(ops.convert_to_numpy(v)).sum()) for v in values],
+        "seeds": [a.tolist() for path, a in arrays.items() if "seed" in path],
         "iterations": int(ops.convert_to_numpy(model.optimizer.iterations)),
     }
 
 
-def save() -> dict:
-    results = {}
-    reference = made(ks.get_strategy())
-    results["uninterrupted"] = {
-        "losses": fit(reference, epochs=EPOCHS),
-        **state(reference),
-    }
-    for source in OWN:
-        base = FOLDER / source
-        model = made(strategy_of(source))
-        callbacks = [
-            keras.callbacks.ModelCheckpoint(f"{base}-checkpoint.keras"),
-            keras.callbacks.BackupAndRestore(f"{base}-backup", delete_checkpoint=False),
-        ]
-        losses = fit(model, callbacks, epochs=SAVED_AFTER)
+def save(folder):
+    """Trains and saves under each strategy."""
+    results = {"uninterrupted": fit(made(ks.get_strategy()), epochs=EPOCHS)}
+    for name in OWN:
+        base = folder / f"{BACKEND}-{name}"
+        model = made(STRATEGIES[name]())
+        fit(model, epochs=SAVED_AFTER)
         model.save(f"{base}.keras")
         model.save_weights(f"{base}.weights.h5")
-        ks.Checkpoint(model=model, step=keras.Variable(6, trainable=False)).save(
-            f"{base}.ckpt"
-        )
-        results[source] = {"losses": losses, **state(model)}
+        ks.Checkpoint(model=model).save(f"{base}.ckpt")
+        results[f"{BACKEND}-{name}"] = state(model)
     return results
 
 
-def loaded(strategy, path):
-    with strategy.scope():
-        return keras.models.load_model(path)
+def loaded(strategy, file):
+    if file.suffix == ".keras":
+        with strategy.scope():
+            return keras.models.load_model(file)
+    model = made(strategy)
+    ks.Checkpoint(model=model).restore(file)
+    return model
 
 
-def resume(model):
-    before = state(model)
-    losses = fit(model, initial_epoch=SAVED_AFTER, epochs=EPOCHS)
-    return {"losses": losses, "loaded": before, **state(model)}
-
-
-def from_keras_file(target: str, source: str) -> dict:
-    return resume(loaded(strategy_of(target), FOLDER / f"{source}.keras"))
-
-
-def from_checkpoint_callback(target: str, source: str) -> dict:
-    return resume(loaded(strategy_of(target), FOLDER / f"{source}-checkpoint.keras"))
-
-
-def from_loop(target: str, source: str) -> dict:
-    model, step = made(strategy_of(target)), keras.Variable(0, trainable=False)
-    ks.Checkpoint(model=model, step=step).restore(FOLDER / f"{source}.ckpt")
-    assert int(ops.convert_to_numpy(step)) == 6
-    return resume(model)
-
-
-def from_backup(target: str, source: str) -> dict:
-    backup = FOLDER / f"{target}-own-backup"
-    shutil.copytree(FOLDER / f"{source}-backup", backup)
-    model = made(strategy_of(target))
-    losses = fit(model, [keras.callbacks.BackupAndRestore(backup)], epochs=EPOCHS)
-    return {"losses": losses, **state(model)}
-
-
-GO_ON = {
-    "keras": from_keras_file,
-    "checkpoint": from_checkpoint_callback,
-    "loop": from_loop,
-    "backup": from_backup,
-}
-
-
-def continued() -> dict:
+def continued(folder):
+    """Each strategy goes on with the weights of all, and a file of each other kind."""
+    options = {"initial_epoch": SAVED_AFTER, "epochs": EPOCHS}
     results = {}
-    for number, target in enumerate(OWN):
-        model = made(strategy_of(target))
-        for source in SOURCES:
-            model.load_weights(FOLDER / f"{source}.weights.h5")
-            results[f"{source} > {target}: weights"] = resume(model)
-        # These make a new model each time, so every target has one source for each.
-        turn = SOURCES.index(target) + 3 * number + 1
-        for step, way in enumerate(WAYS[target]):
-            sources = SOURCES
-            if way in ("keras", "checkpoint") and BACKEND != "torch":
-                # Keras 3.15 itself writes the class of Torch's optimizer to a `.keras`
-                # file, which no other backend can train with, in Keras alone neither.
-                sources = [source for source in SOURCES if source != "torch-default"]
-            source = sources[(turn + step) % len(sources)]
-            results[f"{source} > {target}: {way}"] = GO_ON[way](target, source)
+    for number, name in enumerate(OWN):
+        strategy = STRATEGIES[name]()
+        model = made(strategy)
+        for file in sorted(folder.glob("*.h5")):
+            model.load_weights(file)
+            results[f"{file.name} > {BACKEND}-{name}"] = fit(model, **options)
+        for kind in ("keras", "ckpt"):
+            # Keras 3.15 itself writes the class of Torch's optimizer to a file without
+            # a strategy, which no other backend can train with.
+            files = sorted(
+                set(folder.glob(f"*.{kind}")) - {folder / "torch-default.keras"}
+            )
+            file = files[(3 * number + BACKENDS.index(BACKEND)) % len(files)]
+            found = fit(loaded(strategy, file), **options)
+            results[f"{file.name} > {BACKEND}-{name}"] = found
     return results
-
-
-def main() -> None:
-    ks.set_virtual_cpu_devices(4)
-    results = save() if PHASE == "save" else continued()
-    (FOLDER / f"{PHASE}-{BACKEND}.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":
-    main()
+    ks.set_virtual_cpu_devices(4)
+    directory = Path(sys.argv[1])
+    found = save(directory) if sys.argv[2] == "save" else continued(directory)
+    (directory / f"{sys.argv[2]}-{BACKEND}.json").write_text(json.dumps(found))

@@ -102,35 +102,26 @@ def test_an_interrupted_loop_goes_on_as_if_undisturbed(two, tmp_path):
 
 
 def test_any_strategy_restores_it(two, tmp_path):
+    """Low precision too."""
     saved = Loop(two)
     saved.train(2)
+    with two.scope():
+        half = keras.Variable([1.5, 0.1], dtype="bfloat16")
+    checkpoint = {"model": saved.model, "half": half}
     path = saved.checkpoint.save(tmp_path / "loop.ckpt")
-    others = [
+    others = ks.Checkpoint(**checkpoint).save(tmp_path / "half.ckpt")
+    expected = ops.convert_to_numpy(ops.cast(half, "float32"))
+    for strategy in (
         ks.get_strategy(),
         ks.MirroredStrategy([f"cpu:{i}" for i in range(4)]),
-    ]
-    for strategy in others:
+    ):
         loop = Loop(strategy, seed=2)
         loop.checkpoint.restore(path)
         assert_same(loop, saved)
-        np.testing.assert_allclose(
-            ops.convert_to_numpy(loop.metric.result()),
-            ops.convert_to_numpy(saved.metric.result()),
-            rtol=1e-6,
-        )
-
-
-def test_a_model_is_restored_alone_and_low_precision_is_exact(two, tmp_path):
-    loop = Loop(two)
-    with two.scope():
-        half = keras.Variable([1.5, 0.1], dtype="bfloat16")
-    path = ks.Checkpoint(model=loop.model, half=half).save(tmp_path / "a.ckpt")
-    expected = ops.convert_to_numpy(ops.cast(half, "float32"))
-    half.assign([0.0, 0.0])
-    ks.Checkpoint(half=half).restore(path)
-    np.testing.assert_array_equal(
-        ops.convert_to_numpy(ops.cast(half, "float32")), expected
-    )
+        half.assign([0.0, 0.0])
+        ks.Checkpoint(half=half).restore(others)
+        found = ops.convert_to_numpy(ops.cast(half, "float32"))
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_the_manager_keeps_the_last_ones(two, tmp_path):
@@ -162,21 +153,6 @@ def test_a_damaged_checkpoint_is_said_and_the_one_before_is_used(two, tmp_path):
     assert int(ops.convert_to_numpy(loop.step)) == 0
 
 
-def test_an_error_while_saving_leaves_the_last_one(two, tmp_path, monkeypatch):
-    loop = Loop(two)
-    path = Path(loop.checkpoint.save(tmp_path / "loop.ckpt"))
-    before = path.read_bytes()
-
-    def full(*args: Any, **kwargs: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(np.lib.format, "write_array", full)
-    with pytest.raises(OSError, match="No space"):
-        loop.checkpoint.save(path)
-    assert path.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [path]
-
-
 def test_what_does_not_fit_is_said_before_anything_changes(two, tmp_path):
     loop = Loop(two)
     loop.train(1)
@@ -195,23 +171,20 @@ def test_what_does_not_fit_is_said_before_anything_changes(two, tmp_path):
         loop.checkpoint.restore(tmp_path / "none.ckpt")
 
 
-@pytest.mark.parametrize("value", [3, "model", None])
-def test_objects_without_variables_are_refused(value):
-    with pytest.raises(ValueError, match=r"'step' of a checkpoint.*keras\.Variable\(0"):
-        ks.Checkpoint(step=value)
-
-
-def test_bad_arguments():
+def test_bad_arguments(two, tmp_path):
     checkpoint = ks.Checkpoint(step=keras.Variable(0, trainable=False))
-    with pytest.raises(ValueError, match="by name"):
-        ks.Checkpoint()
-    with pytest.raises(ValueError, match="`max_to_keep` must be a number"):
-        ks.CheckpointManager(checkpoint, "x", max_to_keep=0)
-    with pytest.raises(ValueError, match="`checkpoint` must be a"):
-        ks.CheckpointManager("model", "x")
-
-
-def test_saving_inside_run_is_refused(two, tmp_path):
-    loop = Loop(two)
-    with pytest.raises(ks.errors.ContextError, match="inside `run`"):
-        two.run(lambda: loop.checkpoint.save(tmp_path / "loop.ckpt"))
+    step = r"'step' of a checkpoint.*keras\.Variable\(0"
+    for call, text in (
+        (lambda: ks.Checkpoint(step=3), step),
+        (lambda: ks.Checkpoint(step="model"), step),
+        (lambda: ks.Checkpoint(step=None), step),
+        (lambda: ks.Checkpoint(), "by name"),
+        (
+            lambda: ks.CheckpointManager(checkpoint, "x", max_to_keep=0),
+            "`max_to_keep` must be a number",
+        ),
+        (lambda: ks.CheckpointManager("model", "x"), "`checkpoint` must be a"),
+        (lambda: two.run(lambda: checkpoint.save(tmp_path / "a")), "inside `run`"),
+    ):
+        with pytest.raises((ValueError, ks.errors.ContextError), match=text):
+            call()

@@ -15,7 +15,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,24 @@ class Forker:
         }
         self._started.append(Forked(self._ask(order), log))
         return self._started[-1]
+
+    def start_workers(
+        self, logs: Sequence[Path], script: str, *arguments: str
+    ) -> list[Forked]:
+        """Starts a script as each worker of a new cluster, one for each log.
+
+        One process alone gets no `TF_CONFIG`.
+        """
+        from keras_strategies.cluster.resolvers.local_processes import free_addresses
+
+        spec, started = {"worker": free_addresses(len(logs))}, []
+        for index, log in enumerate(logs):
+            task = {"type": "worker", "index": index}
+            environment = {"OMP_NUM_THREADS": "1"}
+            if len(logs) > 1:
+                environment["TF_CONFIG"] = json.dumps({"cluster": spec, "task": task})
+            started.append(self.start(log, script, *arguments, **environment))
+        return started
 
     def _ask(self, order: Mapping[str, Any]) -> int:
         """The number of the process that an order forks or kills."""

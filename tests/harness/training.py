@@ -35,9 +35,11 @@ __all__ = [
     "as_arrays",
     "assert_same",
     "assert_same_training",
+    "assert_workers",
     "compiled",
     "differences",
     "fit_evaluate_predict",
+    "numbers",
     "state_of",
     "train",
 ]
@@ -77,6 +79,26 @@ def assert_same(expected: Results, found: Results, tolerance: float, who: str) -
             f"{who} differs from one device by more than {tolerance:g} of the largest "
             f"magnitude, in {len(problems)} places:\n{lines}"
         )
+
+
+def assert_workers(
+    expected: Results, every: list[Any], tolerance: float = 1e-5
+) -> None:
+    """Fails where a worker has other results than one device."""
+    for index, found in enumerate(every):
+        assert_same(expected, found, tolerance, f"worker {index}")
+
+
+def numbers(model: keras.Model, history: Any = None, *others: Any) -> Results:
+    """Logs, weights and other values after a training, for `assert_same`."""
+    logs = {} if history is None else history.history
+    return {
+        "history": {name: np.asarray(values) for name, values in logs.items()},
+        "weights": {
+            i: np.asarray(value) for i, value in enumerate(model.get_weights())
+        },
+        "others": {i: np.asarray(value) for i, value in enumerate(others)},
+    }
 
 
 def differences(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import threading
 
 import keras
@@ -103,6 +101,19 @@ def rows(strategy, dataset) -> list[list[list[int]]]:
 
 def test_each_kind_is_split_by_rows(mirrored, kind) -> None:
     dataset = distribute(mirrored, kind)
+    for spec, shape, dtype in zip(
+        dataset.element_spec, [(None, 3), (None,)], ["float32", "int32"], strict=True
+    ):
+        assert isinstance(spec, ks.PerReplica)
+        for own in spec.values:
+            assert tuple(own.shape) == shape
+            assert keras.backend.standardize_dtype(own.dtype) == dtype
+    if kind in KNOWN_LENGTH:
+        assert dataset.cardinality == len(dataset) == 3
+    else:
+        assert dataset.cardinality is None
+        with pytest.raises(ks.errors.InvalidTypeError, match=r"unknown.*call `take`"):
+            len(dataset)
     expected = [
         [[0, 1, 2, 3], [4, 5, 6, 7]],
         [[8, 9, 10, 11], [12, 13, 14, 15]],
@@ -113,23 +124,15 @@ def test_each_kind_is_split_by_rows(mirrored, kind) -> None:
         with pytest.raises(ks.errors.InputError, match=r"iterated once.*new iterator"):
             iter(dataset).get_next()
     else:
-        assert rows(mirrored, dataset) == expected
+        # A distributed dataset can be distributed: its global batches are.
+        again = mirrored.experimental_distribute_dataset(dataset)
+        assert rows(mirrored, again) == expected
 
 
 def test_each_strategy_gets_every_row_once_in_order(strategy) -> None:
     dataset = distribute(strategy, "list")
     found = [row for step in rows(strategy, dataset) for part in step for row in part]
     assert found == Y.tolist()
-
-
-def test_cardinality(mirrored, kind) -> None:
-    dataset = distribute(mirrored, kind)
-    if kind in KNOWN_LENGTH:
-        assert dataset.cardinality == len(dataset) == 3
-    else:
-        assert dataset.cardinality is None
-        with pytest.raises(ks.errors.InvalidTypeError, match=r"unknown.*call `take`"):
-            len(dataset)
 
 
 def test_the_last_batch_is_smaller_and_nothing_is_dropped(mirrored) -> None:
@@ -140,42 +143,6 @@ def test_the_last_batch_is_smaller_and_nothing_is_dropped(mirrored) -> None:
         for batch in mirrored.experimental_distribute_dataset(dataset)
     ]
     assert steps == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8], [9]]]
-
-
-def test_a_replica_without_rows_gets_zero_of_them(mirrored) -> None:
-    dataset = mirrored.experimental_distribute_dataset([X[:1]])
-    (batch,) = dataset
-    assert [part.shape for part in numpy(mirrored, batch)] == [(1, 3), (0, 3)]
-
-
-def test_one_replica_gets_bare_tensors() -> None:
-    strategy = ks.OneDeviceStrategy("cpu:0")
-    for x, y in strategy.experimental_distribute_dataset(batches()):
-        assert keras.ops.is_tensor(x)
-        assert keras.ops.is_tensor(y)
-
-
-def test_components_lie_on_the_replicas_devices(strategy, backend_name) -> None:
-    if backend_name == "torch":
-        pytest.skip("all virtual CPUs are one device to torch")
-    for x, _ in distribute(strategy, "list"):
-        components = strategy.experimental_local_results(x)
-        where = [str(strategy.engine.device_of(part)) for part in components]
-        assert where == list(strategy.extended.worker_devices)
-
-
-def test_batches_may_stay_on_the_host(mirrored) -> None:
-    options = ks.InputOptions(experimental_fetch_to_device=False)
-    for x, _ in distribute(mirrored, "list", options=options):
-        components = mirrored.experimental_local_results(x)
-        assert {str(mirrored.engine.device_of(c)) for c in components} == {"cpu:0"}
-
-
-@pytest.mark.parametrize("size", [0, 1, 3])
-def test_buffers_of_any_size(mirrored, size) -> None:
-    options = ks.InputOptions(experimental_per_replica_buffer_size=size)
-    dataset = distribute(mirrored, "list", options=options)
-    assert len(rows(mirrored, dataset)) == 3
 
 
 def test_structures_keep_their_containers(mirrored) -> None:
@@ -204,9 +171,6 @@ def test_a_buffer_that_its_owner_writes_over(mirrored) -> None:
             assert part.tolist() == [i, i]
 
 
-# Iterators.
-
-
 def test_ends_of_an_iterator(mirrored) -> None:
     iterator = iter(distribute(mirrored, "list"))
     assert iter(iterator) is iterator
@@ -229,79 +193,8 @@ def test_ends_of_an_iterator(mirrored) -> None:
     assert not iterator.get_next_as_optional().has_value()
 
 
-def test_optional_batches(mirrored) -> None:
-    iterator = iter(distribute(mirrored, "list"))
-    found = []
-    while (optional := iterator.get_next_as_optional()).has_value():
-        found.append(optional.get_value())
-    assert rows(mirrored, found) == rows(mirrored, distribute(mirrored, "list"))
-    with pytest.raises(ValueError, match="has_value"):
-        optional.get_value()
-
-
-def test_iterators_of_one_dataset_are_independent(mirrored) -> None:
-    dataset = distribute(mirrored, "tf_data")
-    first, second = iter(dataset), iter(dataset)
-    next(first)
-    assert rows(mirrored, [next(second)]) == rows(mirrored, [next(iter(dataset))])
-    first.close()
-    second.close()
-
-
-def test_element_spec(mirrored, kind) -> None:
-    dataset = distribute(mirrored, kind)
-    x, y = dataset.element_spec
-    for spec, shape, dtype in ((x, (None, 3), "float32"), (y, (None,), "int32")):
-        assert isinstance(spec, ks.PerReplica)
-        for own in spec.values:
-            assert tuple(own.shape) == shape
-            assert keras.backend.standardize_dtype(own.dtype) == dtype
-    assert len(rows(mirrored, dataset)) == 3
-    with contextlib.closing(iter(distribute(mirrored, "list"))) as iterator:
-        assert iterator.element_spec
-
-
-def test_element_spec_of_one_replica_is_the_backends(backend_name) -> None:
-    strategy = ks.OneDeviceStrategy("cpu:0")
-    x, _ = strategy.experimental_distribute_dataset(batches()).element_spec
-    if backend_name == "tensorflow":
-        import tensorflow as tf
-
-        assert x == tf.TensorSpec((None, 3), "float32")
-    else:
-        assert isinstance(x, keras.KerasTensor)
-
-
-def test_a_dataset_without_batches_has_no_spec(mirrored) -> None:
-    dataset = mirrored.experimental_distribute_dataset([])
-    assert list(dataset) == []
-    with pytest.raises(ks.errors.InputError, match="empty"):
-        _ = dataset.element_spec
-
-
-# Threads.
-
-
 def input_threads() -> list[threading.Thread]:
     return [t for t in threading.enumerate() if t.name == "ks-input"]
-
-
-def test_no_thread_is_left(mirrored, kind) -> None:
-    for _ in distribute(mirrored, kind):
-        pass
-    assert not input_threads()
-    for _ in distribute(mirrored, kind):
-        break
-    gc.collect(1)  # Of what is this young; everything takes as long as ten such tests.
-    for thread in input_threads():
-        thread.join(5)
-        assert not thread.is_alive()
-    iterator = iter(distribute(mirrored, kind))
-    next(iterator)
-    iterator.close()
-    assert not input_threads()
-    with pytest.raises(StopIteration):
-        next(iterator)
 
 
 def test_an_error_of_the_source_keeps_its_type(mirrored) -> None:
@@ -318,155 +211,68 @@ def test_an_error_of_the_source_keeps_its_type(mirrored) -> None:
         next(iterator)
 
 
-# Bad input.
+def test_what_is_no_dataset(mirrored) -> None:
+    distribute = mirrored.experimental_distribute_dataset
+    make = mirrored.make_experimental_numpy_dataset
+    from_function = mirrored.distribute_datasets_from_function
+    parts = [{"left": X[:8], "right": [Y[:7]]}]
+    each = ks.InputOptions(experimental_replication_mode="PER_REPLICA")
+    for call, text in (
+        (lambda: distribute(3), r"of type int\) is not a dataset"),
+        (lambda: distribute(batches(), batch_size=4), "is batched already"),
+        (lambda: distribute(batches(), options=3), "`options` must be a"),
+        (lambda: distribute(batches(), each), "distribute_datasets_from_function"),
+        (lambda: distribute(make((X, Y))), "is not batched"),
+        (lambda: next(iter(distribute(range(9)))), "a range, is not batched"),
+        (lambda: next(iter(distribute(parts))), r"\['left'\] of shape \(8, 3\), .*7"),
+        (lambda: distribute([]).element_spec, "empty"),
+        (lambda: make(np.float32(3)), "data of shape"),
+        (lambda: make((X, Y[:5])), r"data\[0\] of shape \(22, 3\), data\[1\]"),
+        (lambda: from_function(batches()), "function of an InputContext"),
+        (lambda: mirrored.run(lambda: distribute([])), "inside a replica function"),
+    ):
+        with pytest.raises((ValueError, TypeError, RuntimeError), match=text):
+            call()
 
 
 def test_tf_data_that_is_not_batched(mirrored) -> None:
     tf = pytest.importorskip("tensorflow")
-    unbatched = tf.data.Dataset.from_tensor_slices((X, Y))
-    with pytest.raises(
-        ks.errors.BatchError,
-        match=r"not batched.*batch\[0\] of shape \(3,\), batch\[1\] of shape \(\)"
-        r".*\.batch\(global_batch_size\)",
-    ):
-        mirrored.experimental_distribute_dataset(unbatched)
-
-
-def test_array_rows_that_are_not_batched(mirrored, backend_name) -> None:
-    if backend_name != "tensorflow":  # tf.data cannot tell such rows from batches.
-        dataset = mirrored.make_experimental_numpy_dataset(X)
-        with pytest.raises(ValueError, match=r"\.batch\(global_batch_size\)"):
-            mirrored.experimental_distribute_dataset(dataset)
-    dataset = mirrored.make_experimental_numpy_dataset((X, Y))
-    with pytest.raises(ks.errors.BatchError, match="is not batched"):
-        mirrored.experimental_distribute_dataset(dataset)
-
-
-def test_an_iterable_of_scalars(mirrored) -> None:
-    dataset = mirrored.experimental_distribute_dataset(range(10))
-    with pytest.raises(ks.errors.BatchError, match=r"a range, is not batched"):
-        next(iter(dataset))
-
-
-def test_parts_of_different_lengths(mirrored) -> None:
-    dataset = mirrored.experimental_distribute_dataset(
-        [{"left": X[:8], "right": [Y[:7]]}]
+    text = (
+        r"not batched.*batch\[0\] of shape \(3,\), batch\[1\] of shape \(\)"
+        r".*\.batch\(global_batch_size\)"
     )
-    with pytest.raises(
-        ks.errors.BatchError,
-        match=r"batch\['left'\] of shape \(8, 3\), batch\['right'\]\[0\] of shape"
-        r" \(7,\)",
-    ):
-        next(iter(dataset))
+    with pytest.raises(ks.errors.BatchError, match=text):
+        mirrored.experimental_distribute_dataset(
+            tf.data.Dataset.from_tensor_slices((X, Y))
+        )
 
 
-def test_what_is_no_dataset(mirrored) -> None:
-    with pytest.raises(ValueError, match=r"of type int\) is not a dataset"):
-        mirrored.experimental_distribute_dataset(3)
-    with pytest.raises(ValueError, match="is batched already"):
-        mirrored.experimental_distribute_dataset(batches(), batch_size=4)
-    with pytest.raises(ValueError, match="data of shape"):
-        mirrored.make_experimental_numpy_dataset(np.float32(3))
-    with pytest.raises(ValueError, match=r"data\[0\] of shape \(22, 3\), data\[1\]"):
-        mirrored.make_experimental_numpy_dataset((X, Y[:5]))
-    with pytest.raises(ValueError, match="`options` must be a"):
-        mirrored.experimental_distribute_dataset(batches(), options=3)
-
-
-def test_input_is_distributed_outside_of_replicas(mirrored) -> None:
-    def fn():
-        mirrored.experimental_distribute_dataset(batches())
-
-    with pytest.raises(RuntimeError, match="inside a replica function"):
-        mirrored.run(fn)
-
-
-# From functions.
-
-
-def from_function(strategy, dataset, **options):
+def test_a_function_is_called_once_and_its_batches_are_not_split(mirrored) -> None:
     contexts = []
 
     def dataset_fn(context):
         contexts.append(context)
-        return dataset
+        return batches(4)
 
-    found = strategy.distribute_datasets_from_function(
-        dataset_fn, ks.InputOptions(**options)
-    )
-    return found, contexts
-
-
-def test_a_function_is_called_once_and_its_batches_are_not_split(mirrored) -> None:
-    dataset, contexts = from_function(mirrored, batches(4))
-    assert contexts == [ks.InputContext(1, 0, 2)]
+    dataset = mirrored.distribute_datasets_from_function(dataset_fn)
     assert rows(mirrored, dataset) == [
         [[0, 1, 2, 3], [4, 5, 6, 7]],
         [[8, 9, 10, 11], [12, 13, 14, 15]],
         [[16, 17, 18, 19], [20, 21]],
     ]
     assert len(dataset) == 3
-    assert len(contexts) == 1
-
-
-def test_an_incomplete_round_gives_zero_rows(mirrored) -> None:
-    dataset, _ = from_function(mirrored, batches(8))
-    assert rows(mirrored, dataset)[-1] == [[16, 17, 18, 19, 20, 21], []]
-    assert len(dataset) == 2
+    assert contexts == [ks.InputContext(1, 0, 2)]
 
 
 def test_a_dataset_for_each_replica(mirrored) -> None:
-    made = iter([batches(4)[:2], batches(8)[1:]])
+    """The first one ends before the second."""
+    made = iter([batches(4)[:1], batches(8)[1:]])
     dataset = mirrored.distribute_datasets_from_function(
         lambda context: next(made),
         ks.InputOptions(experimental_replication_mode="PER_REPLICA"),
     )
-    steps = [[[0, 1, 2, 3], list(range(8, 16))], [[4, 5, 6, 7], list(range(16, 22))]]
+    steps = [[[0, 1, 2, 3], list(range(8, 16))], [[], list(range(16, 22))]]
     assert rows(mirrored, dataset) == steps
-    with pytest.raises(ValueError, match="distribute_datasets_from_function"):
-        mirrored.experimental_distribute_dataset(
-            batches(), ks.InputOptions(experimental_replication_mode="PER_REPLICA")
-        )
-
-
-def test_datasets_of_replicas_that_end_at_different_times(mirrored) -> None:
-    made = iter([batches(4)[:1], batches(4)[1:3]])
-    dataset = mirrored.distribute_datasets_from_function(
-        lambda context: next(made),
-        ks.InputOptions(experimental_replication_mode="PER_REPLICA"),
-    )
-    assert rows(mirrored, dataset) == [
-        [[0, 1, 2, 3], [4, 5, 6, 7]],
-        [[], [8, 9, 10, 11]],
-    ]
-
-
-def test_a_function_that_is_none(mirrored) -> None:
-    with pytest.raises(ks.errors.InvalidTypeError, match="function of an InputContext"):
-        mirrored.distribute_datasets_from_function(batches())
-
-
-def test_joined_again(mirrored) -> None:
-    """A distributed dataset can be distributed: its global batches are."""
-    dataset, _ = from_function(mirrored, batches(4))
-    again = mirrored.experimental_distribute_dataset(dataset)
-    assert rows(mirrored, again) == rows(mirrored, distribute(mirrored, "list"))
-
-
-# Rows of arrays.
-
-
-def test_rows_of_arrays_shuffled_and_repeated(mirrored) -> None:
-    dataset = mirrored.make_experimental_numpy_dataset((X, Y))
-    dataset = dataset.shuffle(ROWS, seed=3).batch(8).repeat(2).prefetch(2)
-    steps = rows(mirrored, mirrored.experimental_distribute_dataset(dataset))
-    assert len(steps) == 6
-    orders = [
-        [row for step in steps[i : i + 3] for part in step for row in part]
-        for i in (0, 3)
-    ]
-    assert sorted(orders[0]) == sorted(orders[1]) == Y.tolist()
-    assert orders[0] != orders[1]
 
 
 def test_array_dataset(backend_name) -> None:
@@ -479,25 +285,23 @@ def test_array_dataset(backend_name) -> None:
     assert len(dataset) == ROWS
     assert [b.shape[0] for b in dataset.batch(8)] == [8, 8, 6]
     assert [b.shape[0] for b in dataset.batch(8, drop_remainder=True)] == [8, 8]
-    assert dataset.repeat().cardinality() is None
-    with pytest.raises(ks.errors.InvalidTypeError, match="call `repeat` with a number"):
-        len(dataset.repeat())
     assert dataset.batch(8).repeat(-1).cardinality() is None
     assert dataset.batch(8).repeat(3).cardinality() == 9
-    np.testing.assert_array_equal(next(iter(dataset)), X[0])
+    with pytest.raises(ks.errors.InvalidTypeError, match="call `repeat` with a number"):
+        len(dataset.repeat())
     with pytest.raises(ValueError, match="`batch` once"):
         dataset.batch(8).batch(8)
     with pytest.raises(ValueError, match="1 or more"):
         dataset.batch(0)
-
-    keras.utils.set_random_seed(1)
-    first = np.concatenate(list(dataset.shuffle().batch(8)))
-    keras.utils.set_random_seed(1)
-    second = np.concatenate(list(dataset.shuffle().batch(8)))
-    np.testing.assert_array_equal(first, second)
-
-
-# The default strategy.
+    orders = []
+    for _ in range(2):
+        keras.utils.set_random_seed(1)
+        passes = list(dataset.shuffle().batch(8).repeat(2))
+        orders.append(np.concatenate(passes))
+    np.testing.assert_array_equal(*orders)
+    first, second = np.split(orders[0], 2)
+    np.testing.assert_array_equal(np.sort(first, 0), X)
+    assert not np.array_equal(first, second)
 
 
 def test_the_default_strategy_passes_datasets_through() -> None:
@@ -506,50 +310,6 @@ def test_the_default_strategy_passes_datasets_through() -> None:
         given = make()
         assert default.experimental_distribute_dataset(given) is given
         assert default.distribute_datasets_from_function(lambda _, g=given: g) is given
-
-
-@pytest.mark.parametrize("kind", ["py_dataset", "arrays", "frames"])
-def test_the_default_strategy_makes_batches_of_what_has_none(kind) -> None:
-    default = ks.get_strategy()
-    found = rows(default, distribute(default, kind))
-    assert [len(part) for (part,) in found] == [8, 8, 6]
-
-
-@pytest.mark.parametrize("ahead", [0, 2])
-def test_a_dataset_that_is_placed_on_the_replicas_device(
-    mirrored, ahead, backend_name
-) -> None:
-    if backend_name == "torch":
-        pytest.skip("all virtual CPUs are one device to torch")
-    made_on = []
-
-    def dataset_fn(context):
-        offset = keras.ops.ones((2, 3))
-        made_on.append(str(mirrored.engine.device_of(offset)))
-
-        class Batches:
-            def __iter__(self):
-                for i in range(2):
-                    batch = keras.ops.ones((2, 3)) * i
-                    made_on.append(str(mirrored.engine.device_of(batch)))
-                    yield batch + offset
-
-        return Batches()
-
-    options = ks.InputOptions(
-        experimental_replication_mode="PER_REPLICA",
-        experimental_place_dataset_on_device=True,
-        experimental_fetch_to_device=False,
-        experimental_per_replica_buffer_size=ahead,
-    )
-    dataset = mirrored.distribute_datasets_from_function(dataset_fn, options)
-    assert made_on == ["cpu:0", "cpu:1"]
-    for i, batch in enumerate(dataset):
-        for part in numpy(mirrored, batch):
-            assert part.tolist() == [[1 + i] * 3] * 2
-        devices = [str(mirrored.engine.device_of(part)) for part in batch.values]
-        assert devices == ["cpu:0", "cpu:1"]
-    assert made_on[2:] == ["cpu:0", "cpu:1"] * 2
 
 
 @pytest.mark.parametrize("kind", ["text", "objects", "tf.data text", "ragged"])
@@ -570,9 +330,6 @@ def test_text_and_ragged_rows_are_for_tensorflow_alone(mirrored, backend_name, k
         return
     with pytest.raises(ValueError, match=r"batch\['word'\] of .*KERAS_BACKEND"):
         list(mirrored.experimental_distribute_dataset(datasets[kind]))
-
-
-# Values without rows, from a function. What `tf.distribute` gives stands beside each.
 
 
 def scalars(kind: str, count: int):
@@ -598,41 +355,6 @@ def test_values_from_a_function_go_to_the_replicas(mirrored, kind) -> None:
         for step in dataset
     ]
     assert sums == [3.0, 7.0]
-
-
-def test_structures_of_values_with_different_axes(mirrored) -> None:
-    def dataset_fn(context):
-        del context
-        rows = np.arange(12, dtype="int32").reshape(4, 3)
-        return [{"n": np.int32(i), "row": rows[i]} for i in range(4)]
-
-    options = ks.InputOptions(experimental_replication_mode="PER_REPLICA")
-    for given, expected in ((None, [[0, 1], [2, 3]]), (options, [[0, 0], [1, 1]])):
-        dataset = mirrored.distribute_datasets_from_function(dataset_fn, given)
-        steps = list(dataset)[:2]
-        found = [
-            [int(part["n"]) for part in mirrored.experimental_local_results(step)]
-            for step in steps
-        ]
-        assert found == expected  # There: the same.
-        [_, second] = mirrored.experimental_local_results(steps[0])
-        row = keras.ops.convert_to_numpy(second["row"]).tolist()
-        assert row == [3 * expected[0][1] + i for i in range(3)]
-
-
-def test_one_replica_takes_every_value() -> None:
-    strategy = ks.OneDeviceStrategy("cpu:0")
-    dataset = strategy.distribute_datasets_from_function(lambda _: scalars("list", 3))
-    assert [int(step) for step in dataset] == [0, 1, 2]  # There: the same.
-
-
-def test_models_train_on_rows_not_on_values(mirrored) -> None:
-    with mirrored.scope():
-        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-    dataset = mirrored.distribute_datasets_from_function(lambda _: scalars("list", 4))
-    with pytest.raises(ValueError, match=r"is not batched: it yielded batch of shape"):
-        model.fit(dataset, verbose=0)
 
 
 def test_none_in_elements_of_a_tf_data_dataset(mirrored) -> None:

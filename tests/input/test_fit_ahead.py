@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,164 +11,80 @@ import pytest
 from harness.batches_ahead import prepare_ahead
 from harness.strategies import STRATEGIES
 
-import keras_strategies as ks
-
 pytestmark = pytest.mark.one_backend
 
 BACKEND = keras.backend.backend()
-WAIT = 60.0
 ROWS = 7
 
 
-@pytest.fixture(autouse=True)
-def _restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restores what `prepare_ahead` replaces."""
-    if BACKEND == "torch":
-        from keras_strategies.engines.torch import cuda_batches
-
-        monkeypatch.setattr(cuda_batches, "pinned", cuda_batches.pinned)
-
-
-def strategy_of(name: str, is_ahead: bool) -> ks.Strategy:
-    strategy = STRATEGIES[name].make()
-    if is_ahead:
-        prepare_ahead(strategy)
-    return strategy
-
-
-def model_of(strategy: ks.Strategy, **arguments: Any) -> keras.Model:
-    keras.utils.set_random_seed(2)
-    with strategy.scope():
-        model = keras.Sequential(
-            [
-                keras.Input((3,)),
-                keras.layers.Dense(4, "relu"),
-                keras.layers.Dropout(0.2),
-                keras.layers.Dense(1),
-            ]
-        )
-        model.compile(keras.optimizers.SGD(0.1), "mse", **arguments)
-    return model
-
-
-def batch(number: int) -> tuple[Any, Any]:
+def batch(number: int, rows: int = ROWS) -> tuple[Any, Any]:
     x = np.random.default_rng(number).normal(size=(ROWS, 3)).astype("float32")
-    return x, x.sum(1, keepdims=True)
+    return np.resize(x, (rows, 3)), np.resize(x.sum(1), (rows, 1))
 
 
-class Source:
-    """Batches, and how many were read; the last one can be an error."""
+class Trained:
+    """A model under a strategy that prepares batches ahead, or not."""
 
-    def __init__(self, count: int, error: Exception | None = None):
-        self.read = 0
-        self._changed = threading.Condition()
-        self._count, self._error = count, error
+    def __init__(self, name: str, is_ahead: bool, **arguments: Any):
+        strategy = STRATEGIES[name].make()
+        self.end = prepare_ahead(strategy) if is_ahead else lambda: None
+        keras.utils.set_random_seed(2)
+        with strategy.scope():
+            hidden = [keras.layers.Dense(4, "relu"), keras.layers.Dropout(0.2)]
+            model = keras.Sequential(
+                [keras.Input((3,)), *hidden, keras.layers.Dense(1)]
+            )
+            model.compile(keras.optimizers.SGD(0.1), "mse", **arguments)
+        self.model = model
 
-    def __iter__(self) -> Iterator[Any]:
-        for number in range(self._count):
-            with self._changed:
-                self.read += 1
-                self._changed.notify_all()
-            yield batch(number)
-        if self._error is not None:
-            raise self._error
+    def __enter__(self) -> Any:
+        return self.model
 
-    def wait_for(self, count: int) -> bool:
-        with self._changed:
-            return self._changed.wait_for(lambda: self.read >= count, WAIT)
-
-    def dataset(self) -> Any:
-        """The batches as `fit` takes them."""
-        if BACKEND != "tensorflow":
-            return iter(self)
-        import tensorflow as tf
-
-        specs = tuple(tf.TensorSpec((None, size), "float32") for size in (3, 1))
-        dataset = tf.data.Dataset.from_generator(self.__iter__, output_signature=specs)
-        options = tf.data.Options()
-        options.experimental_optimization.inject_prefetch = False
-        return dataset.with_options(options)
-
-
-@pytest.mark.nightly(unless=["central"])
-@pytest.mark.parametrize("name", ["mirrored_2", "central"])
-def test_a_batch_is_read_ahead_and_no_more(name: str) -> None:
-    source = Source(6)
-    counts = []
-
-    def end(step: int, logs: Any) -> None:
-        del logs
-        # The next batch has not been requested.
-        assert step == 5 or source.wait_for(step + 2)
-        counts.append(source.read)
-
-    model = model_of(strategy_of(name, is_ahead=True))
-    noting = keras.callbacks.LambdaCallback(on_train_batch_end=end)
-    model.fit(source.dataset(), steps_per_epoch=6, verbose=0, callbacks=[noting])
-    # TensorFlow: the one that is prefetched, on the host and on the device, and one
-    # that waits for room.
-    spare = 2 if BACKEND == "tensorflow" else 0
-    for step, count in enumerate(counts):
-        assert count <= step + 2 + spare
+    def __exit__(self, *exception: Any) -> None:
+        self.end()
 
 
 @pytest.mark.one_backend("jax")
+@pytest.mark.nightly(unless=["mirrored_4-2-True"])
 @pytest.mark.parametrize(
     ("name", "several", "stops"),
-    [
-        pytest.param("mirrored_2", 1, False, marks=pytest.mark.nightly),
-        ("mirrored_4", 2, True),
-        pytest.param("central", 1, True, marks=pytest.mark.nightly),
-    ],
+    [("mirrored_2", 1, False), ("mirrored_4", 2, True), ("central", 1, True)],
 )
 def test_training_is_the_same(name: str, several: int, stops: bool) -> None:
     """Shuffled arrays, with an early stop in the middle of an epoch."""
     x, y = (np.concatenate([batch(n)[i] for n in range(5)]) for i in (0, 1))
+    arguments = {"batch_size": 8, "epochs": 3, "verbose": 0}
 
     def train(is_ahead: bool) -> Any:
-        model = model_of(strategy_of(name, is_ahead), steps_per_execution=several)
-        steps = []
+        with Trained(name, is_ahead, steps_per_execution=several) as model:
+            steps = []
 
-        def end(step: int, logs: Any) -> None:
-            del logs
-            steps.append(step)
-            model.stop_training = stops and len(steps) == 5
+            def end(step: int, logs: Any) -> None:
+                steps.append(step)
+                model.stop_training = stops and len(steps) == 5
 
-        noting = keras.callbacks.LambdaCallback(on_train_batch_end=end)
-        arguments = {"batch_size": 8, "epochs": 3, "verbose": 0}
-        history = model.fit(x, y, **arguments, callbacks=[noting]).history
-        # Another training after it begins with the same random numbers.
-        again = model.fit(x, y, **arguments).history
-        weights = [weight.tolist() for weight in model.get_weights()]
-        return history, again, model.evaluate(x, y, verbose=0), weights, steps
+            noting = keras.callbacks.LambdaCallback(on_train_batch_end=end)
+            history = model.fit(x, y, **arguments, callbacks=[noting]).history
+            # Another training after it begins with the same random numbers.
+            again = model.fit(x, y, **arguments).history
+            weights = [weight.tolist() for weight in model.get_weights()]
+            return history, again, model.evaluate(x, y, verbose=0), weights, steps
 
     assert train(True) == train(False)
 
 
 @pytest.mark.one_backend("torch")
+@pytest.mark.skipif(BACKEND == "tensorflow", reason="its input is tf.data")
 def test_an_error_of_the_source_is_raised_in_its_step() -> None:
-    model = model_of(strategy_of("mirrored_2", is_ahead=True))
-    source = Source(3, OSError("the disk is gone"))
-    with pytest.raises(Exception, match="the disk is gone"):
-        model.fit(source.dataset(), steps_per_epoch=5, verbose=0)
-    assert int(model.optimizer.iterations) == 3
-    assert np.isfinite(model.fit(*batch(0), verbose=0).history["loss"]).all()
+    def failing() -> Iterator[Any]:
+        yield from map(batch, range(3))
+        raise OSError("the disk is gone")
 
-
-@pytest.mark.one_backend("jax")
-@pytest.mark.parametrize("stops_at", [None, 1])
-def test_no_thread_is_left(stops_at: int | None) -> None:
-    model = model_of(strategy_of("mirrored_2", is_ahead=True))
-    model.fit(*batch(0), verbose=0)
-    before = set(threading.enumerate())
-
-    def end(step: int, logs: Any) -> None:
-        del logs
-        model.stop_training = step == stops_at
-
-    noting = keras.callbacks.LambdaCallback(on_train_batch_end=end)
-    model.fit(Source(4).dataset(), steps_per_epoch=4, verbose=0, callbacks=[noting])
-    assert not {t.name for t in set(threading.enumerate()) - before}
+    with Trained("mirrored_2", True) as model:
+        with pytest.raises(OSError, match="the disk is gone"):
+            model.fit(failing(), steps_per_epoch=5, verbose=0)
+        assert int(model.optimizer.iterations) == 3
+        assert np.isfinite(model.fit(*batch(0), verbose=0).history["loss"]).all()
 
 
 def aligned(array: Any) -> Any:
@@ -181,65 +96,30 @@ def aligned(array: Any) -> Any:
     return found.reshape(array.shape)
 
 
-@pytest.mark.one_backend("jax")
-@pytest.mark.nightly(unless=["one_device-7", "one_device-8", "mirrored_2-7"])
 @pytest.mark.one_backend("jax", "torch")
+@pytest.mark.nightly(unless=["one_device-7", "one_device-8", "mirrored_2-7"])
 @pytest.mark.skipif(BACKEND == "tensorflow", reason="tf.data copies batches")
 @pytest.mark.parametrize("rows", [ROWS, 8])
 @pytest.mark.parametrize("name", ["one_device", "mirrored_2"])
 def test_a_source_may_write_over_its_last_batch(name: str, rows: int) -> None:
-    def batches() -> Iterator[Any]:
-        for number in range(8):
-            x, y = batch(number)
-            yield np.resize(x, (rows, 3)), np.resize(y, (rows, 1))
-
     def overwritten() -> Iterator[Any]:
-        x, y = map(aligned, next(batches()))
-        for new_x, new_y in batches():
-            x[:], y[:] = new_x, new_y
+        x, y = map(aligned, batch(0, rows))
+        for number in range(8):
+            x[:], y[:] = batch(number, rows)
             yield x, y
 
     # Keras reads two batches of a generator for their shapes, and trains with the
     # second one twice if they share memory.
     def fresh() -> Iterator[Any]:
-        for number, found in enumerate(batches()):
-            yield found if number else list(batches())[1]
+        return (batch(number, rows) for number in (1, *range(1, 8)))
 
     def trained(source: Iterator[Any], is_ahead: bool) -> Any:
-        model = model_of(strategy_of(name, is_ahead))
-        model.fit(source, steps_per_epoch=8, verbose=0)
-        return [weight.tolist() for weight in model.get_weights()]
+        with Trained(name, is_ahead) as model:
+            model.fit(source, steps_per_epoch=8, verbose=0)
+            return [weight.tolist() for weight in model.get_weights()]
 
     expected = trained(fresh(), False)
     # One device of JAX does not read ahead on a CPU.
     can_be_ahead = (name, BACKEND) != ("one_device", "jax")
     for is_ahead in (False, True) if can_be_ahead else (False,):
         assert trained(overwritten(), is_ahead) == expected
-
-
-@pytest.mark.one_backend("torch")
-@pytest.mark.skipif(BACKEND != "torch", reason="pinned memory of Torch")
-def test_a_batch_is_pinned_while_a_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    from keras_strategies.engines.torch import cuda_batches
-
-    strategy = strategy_of("mirrored_2", is_ahead=True)
-    copy, runs, waits = cuda_batches.pinned, threading.Event(), []
-
-    def pinned(leaf: Any) -> Any:
-        # Not the first batch, for which the step waits.
-        if len(waits) >= 2:
-            assert runs.wait(WAIT)
-        waits.append(threading.current_thread().name)
-        return copy(leaf)
-
-    def end(step: int, logs: Any) -> None:
-        del step, logs
-        runs.set()
-
-    monkeypatch.setattr(cuda_batches, "pinned", pinned)
-    model = model_of(strategy)
-    model.build((None, 3))
-    noting = keras.callbacks.LambdaCallback(on_train_batch_begin=end)
-    model.fit(iter(Source(3)), steps_per_epoch=3, verbose=0, callbacks=[noting])
-    assert len(waits) >= 6
-    assert all(name.startswith("ks-input") for name in waits)

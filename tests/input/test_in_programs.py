@@ -1,8 +1,4 @@
-"""Distributed datasets inside of compiled functions.
-
-On TensorFlow a loop is part of the program. On Torch a function is Python. On JAX the
-batches would become constants, so that it is refused.
-"""
+"""Distributed datasets inside of compiled functions."""
 
 from __future__ import annotations
 
@@ -21,7 +17,9 @@ ROWS = np.arange(10, dtype="float32")
 BACKEND = keras.backend.backend()
 
 if BACKEND == "jax":
-    pytest.skip("refused there: see test_jax.py", allow_module_level=True)
+    pytest.skip(
+        "batches would become constants: it is refused", allow_module_level=True
+    )
 
 pytestmark = pytest.mark.one_backend
 
@@ -78,19 +76,6 @@ def test_a_loop_may_be_left(mirrored, dataset) -> None:
         gc.collect()  # There the loop is Python's.
     else:
         assert "ks-input" not in names
-
-
-def test_state_changes_with_every_batch(mirrored, dataset) -> None:
-    with mirrored.scope():
-        metric = keras.metrics.Mean()
-
-    @ks.function
-    def epoch() -> None:
-        for batch in dataset:
-            mirrored.run(metric.update_state, args=(batch,))
-
-    epoch()
-    assert float(metric.result()) == 4.5
 
 
 def test_next_goes_on_from_call_to_call(mirrored, dataset) -> None:
@@ -161,69 +146,3 @@ def test_a_model_learns_in_a_loop_as_on_one_device(mirrored) -> None:
 
     for found, expected in zip(train(mirrored), train(ks.get_strategy()), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-4)
-
-
-def test_structures_and_their_devices(mirrored, backend_name) -> None:
-    batch = {"x": ROWS[:4], "rest": (ROWS[:4, None], None)}
-    dataset = mirrored.experimental_distribute_dataset([batch])
-    seen = []
-
-    @ks.function
-    def first(dataset: Any) -> Any:
-        found = next(iter(dataset))
-        seen.append(found)
-        return mirrored.run(lambda x: x["x"][:, None] + x["rest"][0], args=(found,))
-
-    found = mirrored.experimental_local_results(first(dataset))
-    assert [ops.convert_to_numpy(part).tolist() for part in found] == [
-        [[0], [2]],
-        [[4], [6]],
-    ]
-    assert seen[0]["rest"][1] is None
-    if backend_name == "tensorflow":
-        devices = [part.device.rpartition(":")[2] for part in seen[0]["x"].values]
-        assert devices == ["0", "1"]
-
-
-def test_an_error_of_the_source_ends_the_function(mirrored) -> None:
-    def failing() -> Any:
-        yield ROWS[:4]
-        raise FileNotFoundError("part-2")
-
-    dataset = mirrored.experimental_distribute_dataset(failing())
-
-    @ks.function
-    def epoch() -> Any:
-        found = ops.zeros(())
-        for batch in dataset:
-            found += total(mirrored, batch)
-        return found
-
-    with pytest.raises(Exception, match="part-2"):
-        epoch()
-
-
-@pytest.mark.one_backend("tensorflow")
-@pytest.mark.skipif(BACKEND != "tensorflow", reason="programs of TensorFlow")
-@pytest.mark.parametrize("is_known", [True, False])
-def test_a_batch_of_another_rank_than_the_program_is_an_error(
-    mirrored, is_known
-) -> None:
-    import tensorflow as tf
-
-    given = [np.ones((4, 3), "float32"), np.ones((4, 2, 3), "float32")]
-    source: Any = given
-    if not is_known:
-        source = tf.data.Dataset.from_generator(
-            lambda: iter(given), output_signature=tf.TensorSpec(None)
-        )
-
-    @ks.function
-    def epoch(dataset: Any) -> Any:
-        found = ops.zeros(())
-        for batch in dataset:
-            found += total(mirrored, batch)
-        return found
-
-    with pytest.raises(tf.errors.OpError, match=r"3 axes, and 2|2 axes, and 1"):
-        epoch(mirrored.experimental_distribute_dataset(source))

@@ -1,13 +1,15 @@
-"""The thread that makes batches ahead, and that it always ends."""
+"""Batches made ahead: by a thread, which always ends, or by one for accelerators."""
 
 from __future__ import annotations
 
 import gc
 import threading
+import weakref
 
 import pytest
 
 from keras_strategies.input.prefetch import Prefetcher
+from keras_strategies.runtime.batch_prefetch import prefetch_one
 
 pytestmark = pytest.mark.one_backend("jax")
 
@@ -68,15 +70,6 @@ def test_an_error_arrives_after_the_items_before_it_with_its_type() -> None:
         next(prefetcher)
 
 
-def test_an_error_before_the_first_item() -> None:
-    def items():
-        raise OSError("no file")
-
-    with pytest.raises(OSError, match="no file"):
-        next(Prefetcher(items, 1))
-    assert not threads()
-
-
 def test_close_ends_the_thread_and_the_iterator_below() -> None:
     closed = []
 
@@ -108,8 +101,6 @@ def test_an_iterator_that_nobody_holds_ends_its_thread() -> None:
 
 
 def test_memory_of_taken_items_is_not_kept() -> None:
-    import weakref
-
     class Item:
         pass
 
@@ -123,3 +114,55 @@ def test_memory_of_taken_items_is_not_kept() -> None:
     gc.collect()
     assert first() is None
     prefetcher.close()
+
+
+# One batch ahead, for an accelerator: it moves before the one before it is used.
+
+
+class Mover:
+    """Notes when a batch begins to move and when it is used."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def __call__(self, batch):
+        self.events.append(f"move {batch}")
+
+        def arrive():
+            self.events.append(f"use {batch}")
+            return batch * 10
+
+        return arrive
+
+
+def test_each_batch_after_the_first_moves_before_the_one_before_it_is_used() -> None:
+    mover = Mover()
+    assert list(prefetch_one(iter([1, 2, 3]), mover)) == [10, 20, 30]
+    assert mover.events == [
+        # Keras reads the first one of a pass to build a model, and no other.
+        *("move 1", "use 1"),
+        *("move 2", "move 3", "use 2"),
+        "use 3",
+    ]
+
+
+def test_errors_arrive_in_their_turn() -> None:
+    def batches():
+        yield 1
+        yield 2
+        raise OSError("the disk is gone")
+
+    def move(batch):
+        if batch == 2:
+            raise MemoryError("no room on the device")
+        return lambda: batch
+
+    ahead = prefetch_one(batches(), Mover())
+    assert [next(ahead), next(ahead)] == [10, 20]
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(ahead)
+    assert next(ahead, "end") == "end"
+    ahead = prefetch_one([1, 2, 3], move)
+    assert next(ahead) == 1
+    with pytest.raises(MemoryError, match="no room"):
+        next(ahead)

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import torch
-from multi_worker.loaders import BATCH, ROWS, Noisy, Rows, X, Y, forks, loader
+from multi_worker.loaders import BATCH, ROWS, Noisy, Rows, X, forks, loader
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 import keras_strategies as ks
@@ -62,16 +62,6 @@ def test_a_row_is_the_same_in_processes_of_a_loader(kind: str) -> None:
         np.testing.assert_array_equal(passes(given)[0], expected[0])
 
 
-@pytest.mark.slow(seconds=6)
-@forks
-def test_processes_that_stay_draw_other_numbers_in_each_pass() -> None:
-    given = loader(
-        Noisy("torch"), shuffle=False, num_workers=1, persistent_workers=True
-    )
-    every = passes(given, 3)
-    assert not np.isclose(every[1], every[2]).any()
-
-
 def test_reads_leave_the_generators_as_they_were() -> None:
     dataset = Noisy("generator")
 
@@ -116,24 +106,6 @@ def test_a_dataset_that_makes_batches_is_seeded_for_each_batch() -> None:
     assert len(np.unique((one[0] - X)[:, 0].round(5))) == ROWS
 
 
-class OwnLoader(DataLoader):
-    """A loader with a function of its own that makes batches."""
-
-    def __init__(self, dataset: Any, **options: Any):
-        super().__init__(dataset, collate_fn=self.stacked, **options)
-
-    def stacked(self, samples: Any) -> Any:
-        return tuple(
-            torch.tensor(np.stack(each)) for each in zip(*samples, strict=True)
-        )
-
-
-def test_loaders_of_subclasses_are_seeded() -> None:
-    expected = passes(loader(Noisy("numpy"), shuffle=False))
-    found = passes(OwnLoader(Noisy("numpy"), batch_size=BATCH))
-    np.testing.assert_array_equal(found, expected)
-
-
 def fitted(strategy: Any, kind: str, **options: Any) -> list[np.ndarray]:
     keras.utils.set_random_seed(5)
     torch.manual_seed(5)
@@ -172,10 +144,3 @@ def test_the_shuffle_is_that_of_plain_keras() -> None:
         plain(*map(distribute, given))
 
     assert order(ours) == order(plain)
-
-
-def test_y_is_of_the_same_row() -> None:
-    for batch in one_device().experimental_distribute_dataset(loader(Noisy("numpy"))):
-        noise = np.asarray(batch[0]).sum(1, keepdims=True) - np.asarray(batch[1])
-        assert noise.shape == (len(noise), 1) and (noise >= -1e-5).all()
-    assert Y.shape == (ROWS, 1)

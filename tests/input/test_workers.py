@@ -15,48 +15,34 @@ pytestmark = pytest.mark.one_backend("jax")
 @pytest.mark.parametrize(
     ("rows", "counts", "ranges"),
     [
-        (8, ReplicaCounts((2,)), [(0, 4), (4, 8)]),
         (7, ReplicaCounts((2,)), [(0, 4), (4, 7)]),
         (1, ReplicaCounts((4,)), [(0, 1), (1, 1), (1, 1), (1, 1)]),
         (0, ReplicaCounts((2,)), [(0, 0), (0, 0)]),
         (7, ReplicaCounts((2, 2), 1), [(4, 6), (6, 7)]),
         (2, ReplicaCounts((2, 2), 1), [(2, 2), (2, 2)]),
         (5, ReplicaCounts((1, 1, 1), 1), [(2, 4)]),
+        # Workers that form one replica take its rows.
+        (5, ReplicaCounts((1,) * 4, 1, span=2), [(0, 3)]),
+        (5, ReplicaCounts((1,) * 4, 2, span=2), [(3, 5)]),
     ],
 )
 def test_replica_ranges(rows, counts, ranges) -> None:
     assert replica_ranges(rows, counts) == ranges
 
 
-@pytest.mark.parametrize("rows", range(12))
 @pytest.mark.parametrize("replicas", [[1], [2], [2, 2], [3, 1], [1, 2, 3]])
-def test_workers_share_every_row_once(rows, replicas) -> None:
-    taken = []
-    for worker in range(len(replicas)):
-        counts = ReplicaCounts(tuple(replicas), worker)
-        for start, stop in replica_ranges(rows, counts):
-            taken.extend(range(start, stop))
-    assert taken == list(range(rows))
-
-
-def test_workers_that_form_one_replica_take_its_rows() -> None:
-    every = [ReplicaCounts((1,) * 4, worker, span=2) for worker in range(4)]
-    assert [(each.first, each.count, each.total) for each in every] == [
-        (0, 1, 2),
-        (0, 1, 2),
-        (1, 1, 2),
-        (1, 1, 2),
-    ]
-    assert [replica_ranges(5, each) for each in every] == [
-        [(0, 3)],
-        [(0, 3)],
-        [(3, 5)],
-        [(3, 5)],
-    ]
+def test_workers_share_every_row_once(replicas) -> None:
+    for rows in range(12):
+        taken = []
+        for worker in range(len(replicas)):
+            counts = ReplicaCounts(tuple(replicas), worker)
+            for start, stop in replica_ranges(rows, counts):
+                taken.extend(range(start, stop))
+        assert taken == list(range(rows))
 
 
 AUTO, FILE, DATA, OFF, HINT = (
-    AutoShardPolicy[name] for name in ("AUTO", "FILE", "DATA", "OFF", "HINT")
+    AutoShardPolicy.parse(name) for name in ("auto", "file", "data", "off", "hint")
 )
 
 
@@ -75,12 +61,5 @@ AUTO, FILE, DATA, OFF, HINT = (
 )
 def test_resolve_policy(policy, workers, files, expected) -> None:
     assert resolve_policy(policy, workers, files) is expected
-
-
-def test_too_few_files() -> None:
     with pytest.raises(ValueError, match=r"each of the 3 workers.*reads 2 files"):
         resolve_policy(FILE, 3, 2)
-
-
-def test_policies_are_parsed_by_name() -> None:
-    assert AutoShardPolicy.parse("data") is DATA

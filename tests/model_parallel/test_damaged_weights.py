@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -51,46 +50,25 @@ def test_a_truncated_file(model, tmp_path) -> None:
     path = tmp_path / "model.weights.h5"
     model.save_weights(path)
     halve(path)
-    with pytest.raises(DamagedCheckpointError) as error:
+    text = rf"(?s){path}.*eof = {path.stat().st_size}"
+    with pytest.raises(DamagedCheckpointError, match=text):
         model.load_weights(path)
-    assert str(path) in str(error.value)
-    assert f"eof = {path.stat().st_size}" in str(error.value)
 
 
-def test_a_truncated_file_of_an_index(model, index) -> None:
+def test_truncated_and_missing_files_of_an_index(model, index) -> None:
     file = index.with_name("model_00001.weights.h5")
     halve(file)
-    with pytest.raises(
-        DamagedCheckpointError, match=r"one of 2 files of 'model\.weights\.json'"
-    ) as error:
-        model.load_weights(index)
-    assert str(file) in str(error.value)
-    assert f"eof = {file.stat().st_size}" in str(error.value)
-
-
-def test_a_truncated_index(model, index) -> None:
-    halve(index)
     with pytest.raises(DamagedCheckpointError) as error:
         model.load_weights(index)
-    assert str(index) in str(error.value)
-
-
-def test_a_missing_file_of_an_index(model, index) -> None:
-    file = index.with_name("model_00001.weights.h5")
+    size = file.stat().st_size
+    for text in ("one of 2 files of 'model.weights.json'", str(file), f"eof = {size}"):
+        assert text in str(error.value)
     file.unlink()
-    with pytest.raises(FileNotFoundError) as error:
+    with pytest.raises(FileNotFoundError, match=str(file)):
         model.load_weights(index)
-    assert str(file) in str(error.value)
-
-
-def test_an_index_loads(model, index) -> None:
-    expected = model.get_weights()
-    for variable in model.variables:
-        variable.assign(np.zeros(variable.shape, "float32"))
-    model.load_weights(index)
-    for found, value in zip(model.get_weights(), expected, strict=True):
-        np.testing.assert_array_equal(found, value)
-    assert json.loads(index.read_text())["metadata"]["total_size"] > 0
+    halve(index)
+    with pytest.raises(DamagedCheckpointError, match=str(index)):
+        model.load_weights(index)
 
 
 @pytest.mark.parametrize("ending", ["h5", "json"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -53,31 +52,20 @@ def test_auto_cuts(path, shape, axes) -> None:
     assert AUTO.axes(path, shape, 4) == axes
 
 
-def test_small_variables_stay_whole() -> None:
-    rule = AutoLayouts("model", 4, min_shard_bytes=1024)
-    assert rule.axes("kernel", (32, 32), 4) == (None, "model")
-    assert rule.axes("kernel", (32, 28), 4) == ()
-    assert rule.axes("kernel", (32, 32), 2) == ()
-
-
-def test_one_device_along_the_model_axis_cuts_nothing() -> None:
-    assert AutoLayouts("model", 1, 0).axes("kernel", (64, 64), 4) == ()
-
-
-def test_fsdp_cuts_along_the_data_axis() -> None:
+def test_fsdp_cuts_along_the_data_axis_and_a_model_axis() -> None:
     rule = FullyShardedLayouts("batch", 2, 0)
     assert rule.axes("kernel", (64, 256), 4) == (None, "batch")
-    assert rule.axes("bias", (256,), 4) == ("batch",)
     assert rule.axes("odd", (7,), 4) == ()
-
-
-def test_fsdp_with_a_model_axis_cuts_along_both() -> None:
-    rule = FullyShardedLayouts("batch", 2, 0, model=AUTO)
-    assert rule.axes("kernel", (64, 256), 4) == ("batch", "model")
-    assert rule.axes("att/query/kernel", (512, 8, 64), 4) == ("batch", "model")
+    both = FullyShardedLayouts("batch", 2, 0, model=AUTO)
+    assert both.axes("kernel", (64, 256), 4) == ("batch", "model")
+    assert both.axes("att/query/kernel", (512, 8, 64), 4) == ("batch", "model")
     # One axis of the variable is for one axis of the mesh.
-    assert rule.axes("bias", (256,), 4) == ("model",)
-    assert rule.axes("bias", (6,), 4) == ("batch",)
+    assert both.axes("bias", (256,), 4) == ("model",)
+    assert both.axes("bias", (6,), 4) == ("batch",)
+    # Small variables are not sharded.
+    small = AutoLayouts("model", 4, min_shard_bytes=1024)
+    assert small.axes("kernel", (32, 32), 4) == (None, "model")
+    assert small.axes("kernel", (32, 28), 4) == ()
 
 
 def test_patterns_match_whole_paths_and_at_most_one() -> None:
@@ -109,13 +97,6 @@ def test_a_layout_that_does_not_fit_says_why(axes, problem) -> None:
     with pytest.raises(ValueError, match="Variable 'kernel' of shape") as caught:
         grid.layout("kernel", (8, 6))
     assert problem in str(caught.value)
-
-
-def test_states_of_random_generators_stay_whole() -> None:
-    grid = mesh()
-    assert grid.layout("seed_generator_state", (8,), 4, is_float=False) == ()
-    mapped = mesh(MappedLayouts({"ids": ("model",)}))
-    assert mapped.layout("ids", (8,), 4, is_float=False) == ("model",)
 
 
 def test_a_mesh_has_rows_and_parts() -> None:
@@ -160,20 +141,6 @@ def test_shapes_of_meshes() -> None:
             mesh_shape(4, wrong)
 
 
-def test_own_devices_of_a_grid_over_workers() -> None:
-    whole = mesh()
-    assert whole.own_devices == whole.devices
-    part = dataclasses.replace(whole, own=(4, 8))
-    assert [str(device) for device in part.own_devices] == [
-        "cpu:4",
-        "cpu:5",
-        "cpu:6",
-        "cpu:7",
-    ]
-
-
-# Patterns that match nothing.
-
 PATHS = ["net/dense/kernel", "net/dense/bias", "net/ffn_out/kernel", "net/embed/table"]
 
 
@@ -189,36 +156,15 @@ def test_patterns_that_match_nothing_are_named_with_the_closest_paths() -> None:
     with pytest.raises(ValueError, match=r"dense/kernal.*'net/dense/kernel'") as error:
         rule.check_matches()
     assert "embed" not in str(error.value)
-
-
-def test_a_pattern_like_no_path_says_so() -> None:
-    with pytest.raises(ValueError, match="nothing similar"):
-        used({"zzz/qqq": ("model",)}).check_matches()
-
-
-def test_patterns_that_matched_a_variable_of_any_model_are_right() -> None:
+    assert closest_paths(r"^.*ffn\.out/kernel$", PATHS)[0] == "net/ffn_out/kernel"
+    # Those that matched a variable of any model are right.
     rule = used({".*dense/kernel": (None, "model"), "other/kernel": ("model",)})
     rule.find("other/kernel")
     rule.check_matches()
     used({"zzz": ("model",)}, allow_unmatched=True).check_matches()
-
-
-def test_patterns_of_outputs_count_once_layers_are_called() -> None:
+    # Patterns of outputs count once layers are called.
     rule = used({".*dens/output": ("batch", "model")})
     rule.check_matches()
     rule.find("net/dense/output")
     with pytest.raises(ValueError, match=r"dens/output.*'net/dense/output'"):
         rule.check_matches()
-
-
-@pytest.mark.parametrize(
-    "pattern, closest",
-    [
-        (".*dense/kernal", "net/dense/kernel"),
-        ("net/dense/bais", "net/dense/bias"),
-        (r"^.*ffn\.out/kernel$", "net/ffn_out/kernel"),
-        ("table", "net/embed/table"),
-    ],
-)
-def test_closest_paths(pattern, closest) -> None:
-    assert closest_paths(pattern, PATHS)[0] == closest

@@ -7,10 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from harness.forker import Forker
 from harness.worker_pool import Cluster, WorkerPool
-
-# Workers, and devices of each. The first two have the same processes.
-CLUSTERS = {"two": (2, 1), "two_by_two": (2, 2), "three": (3, 1), "four": (4, 1)}
-DEVICES = {2: 2, 3: 1, 4: 1}
+from multi_worker.clusters import CLUSTERS, DEVICES
 
 
 @pytest.fixture(scope="session")

@@ -22,15 +22,7 @@ _START_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class FaultCase:
-    """One fault.
-
-    Args:
-        kind: str, a fault of `faulty.py`; "missing" for a worker that never
-            starts, "twin" for one that says that it is the worker after it.
-        place: str, where; see there.
-        victim: int, the worker with the fault.
-        workers: int, how many there are.
-    """
+    """One fault."""
 
     kind: str
     place: str = ""
@@ -62,16 +54,7 @@ class FaultCase:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one process.
-
-    Args:
-        pid: int.
-        code: int, its exit code, or minus the signal; None where it was stopped.
-        error: str, the error of this package that ended training; empty without one.
-        seconds: float, from the fault to the error.
-        end_seconds: float, from the fault to the end of the process.
-        log: str, what it has printed.
-    """
+    """What came of one process."""
 
     pid: int
     code: int | None
@@ -84,15 +67,7 @@ class Outcome:
 def run_fault(
     forker: Forker, case: FaultCase, folder: Path, script: str = SCRIPT
 ) -> list[Outcome]:
-    """Trains until the fault has ended it.
-
-    Returns:
-        The outcome of each process. All have ended, also the one that was stopped,
-        which is killed at the end.
-
-    Raises:
-        AssertionError: if one of the others is not ended by the fault in time.
-    """
+    """Trains until the fault has ended it."""
     (folder / "checkpoints").mkdir()
     addresses = free_addresses(case.workers)
     arguments = [case.kind, case.place, str(case.victim), str(folder)]

@@ -2,19 +2,9 @@
 
     faulty.py FAULT PLACE VICTIM FOLDER
 
-FAULT is what worker VICTIM does, in epoch 2:
-
-    kill    it is killed (SIGKILL)
-    stop    it is stopped (SIGSTOP)
-    hang    it waits in a call of Python, and its connections live on
-    raise   it raises a `ValueError`
-    exit    it ends with exit code 0
-    batch   it trains with another batch size
-    none    nothing
-
-PLACE is where: in a "callback" before step 17, so that the others wait for it in the
-collectives of the step; in the "data" of step 17, so that they wait for its batch; or
-while it is "saving" the model after epoch 2.
+FAULT is what worker VICTIM does in epoch 2 (see `Fault`; "batch" trains with another
+batch size). PLACE is where: in a "callback" before step 17, so that the others wait in
+collectives; in the "data" of step 17; or while it is "saving" after epoch 2.
 """
 
 from __future__ import annotations
@@ -49,13 +39,13 @@ class Fault:
         self.note("fault")
         if self.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        if self.kind == "stop":
+        elif self.kind == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
-        if self.kind == "hang":
+        elif self.kind == "hang":  # Its connections live on.
             time.sleep(600)
-        if self.kind == "raise":
+        elif self.kind == "raise":
             raise ValueError("bad rows in file 3")
-        if self.kind == "exit":
+        elif self.kind == "exit":
             sys.exit(0)
 
 
@@ -107,10 +97,10 @@ class Layer(keras.layers.Dense):
 
 
 def main(kind: str, place: str, victim: int, folder: Path) -> None:
-    options = ks.CommunicationOptions(timeout_seconds=TIMEOUT)
+    communication = ks.CommunicationOptions(timeout_seconds=TIMEOUT)
     fault = Fault(kind, folder)
     fault.note("begin")
-    strategy = ks.MultiWorkerMirroredStrategy(communication_options=options)
+    strategy = ks.MultiWorkerMirroredStrategy(communication_options=communication)
     index = strategy.cluster_resolver.task_id
     is_victim = index == victim
     x = np.random.default_rng(0).normal(size=(STEPS * BATCH, 5)).astype("float32")
@@ -131,14 +121,8 @@ def main(kind: str, place: str, victim: int, folder: Path) -> None:
     if kind == "batch":
         batch_size = 2 * BATCH if is_victim else BATCH
         fault.note("fault")
-    model.fit(
-        *data,
-        batch_size=batch_size,
-        epochs=EPOCHS,
-        shuffle=False,
-        verbose=0,
-        callbacks=callbacks,
-    )
+    options = {"epochs": EPOCHS, "shuffle": False, "verbose": 0}
+    model.fit(*data, batch_size=batch_size, callbacks=callbacks, **options)
 
 
 def run(kind: str, place: str, victim: str, folder: str) -> None:

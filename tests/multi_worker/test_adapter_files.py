@@ -18,22 +18,17 @@ pytestmark = pytest.mark.one_backend
 keras_hub = pytest.importorskip("keras_hub", reason="keras_hub is not installed")
 
 
-def backbone() -> Any:
-    return keras_hub.models.Llama3Backbone(
-        vocabulary_size=37,
-        num_layers=1,
-        num_query_heads=2,
-        num_key_value_heads=2,
-        hidden_dim=16,
-        intermediate_dim=24,
-    )
+CONFIG = {
+    **{"vocabulary_size": 37, "num_layers": 1, "num_query_heads": 2},
+    **{"num_key_value_heads": 2, "hidden_dim": 16, "intermediate_dim": 24},
+}
 
 
 def with_adapters(scope: Any, seed: int) -> Any:
     """A backbone with adapters of values that tell layers and entries apart."""
     keras.utils.set_random_seed(seed)
     with scope:
-        model = backbone()
+        model = keras_hub.models.Llama3Backbone(**CONFIG)
         model.enable_lora(3)
     rng = np.random.default_rng(seed)
     for variable in model.trainable_variables:
@@ -44,14 +39,13 @@ def with_adapters(scope: Any, seed: int) -> Any:
 def entries(path: Path) -> dict[str, bytes]:
     """The bytes of each array in a file."""
     found: dict[str, bytes] = {}
+
+    def visit(name: str, value: Any) -> None:
+        if isinstance(value, h5py.Dataset):
+            found[name] = value[()].tobytes()
+
     with h5py.File(path) as file:
-        file.visititems(
-            lambda name, value: (
-                found.update({name: value[()].tobytes()})
-                if isinstance(value, h5py.Dataset)
-                else None
-            )
-        )
+        file.visititems(visit)
     return found
 
 
@@ -71,7 +65,6 @@ def program(strategy: Any, folder: str, is_sharded: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["copies", "shards"])
-@pytest.mark.parametrize("cluster", ["two"], indirect=True, scope="session")
 def test_workers_write_and_read_the_file_of_one_device(
     cluster: Any, tmp_path: Path, is_sharded: bool
 ) -> None:

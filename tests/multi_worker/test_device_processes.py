@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -84,8 +85,6 @@ def run_script(
 @pytest.mark.slow(seconds=41)
 @needs_torch
 def test_a_script_trains_in_a_process_for_each_accelerator(tmp_path) -> None:
-    import pickle
-
     done = run_script(tmp_path, TRAIN, CASE.name, **{VARIABLE: "simulated:2"})
     assert done.returncode == 0, done.stderr
     for index in range(2):
@@ -99,77 +98,23 @@ def test_a_script_trains_in_a_process_for_each_accelerator(tmp_path) -> None:
     assert "[worker 1] an error line of process 1" in done.stderr
 
 
-SHARDED = """
-from harness.training import train
-from model_parallel.model_parallel_cases import CASES
-[case] = [case for case in CASES if case.name == sys.argv[1]]
-strategy = ks.ModelParallelStrategy("fsdp", ["cpu:0", "cpu:1"], min_shard_bytes=0)
-index = strategy.cluster_resolver.task_id
-with strategy.scope():
-    kernel = keras.Variable(keras.ops.zeros((6, 2)), name="kernel")
-facts = [list(kernel.value.to_local().shape), repr(kernel)]
-(here / f"{index}.json").write_text(json.dumps(facts))
-(here / f"{index}.results").write_bytes(pickle.dumps(train(case, strategy)))
-"""
-
-
-@pytest.mark.nightly
-@pytest.mark.slow(seconds=33)
-@needs_torch
-def test_a_script_shards_variables_over_processes(tmp_path) -> None:
-    import pickle
-
-    from model_parallel import model_parallel_cases
-
-    [case] = [each for each in model_parallel_cases.CASES if each.name == "dense_bn_3"]
-    done = run_script(tmp_path, SHARDED, case.name)
-    assert done.returncode == 0, done.stderr
-    for index in range(2):
-        shape, text = json.loads((tmp_path / f"{index}.json").read_text())
-        assert shape == [3, 2]
-        # Its value is not shown: the other process would have to send its rows.
-        expected = (
-            "<Variable path=kernel, shape=(6, 2), dtype=float32, in parts on cpu:"
-        )
-        assert text == f"{expected}{index}>"
-        found = pickle.loads((tmp_path / f"{index}.results").read_bytes())
-        assert_same(alone(case), found, case.tolerance, f"process {index}")
-
-
 FAILS = """
 if "KS_DEVICE_PROCESS" in os.environ:
     raise ValueError("the other process cannot read its data")
 ks.MirroredStrategy(["cpu:0", "cpu:1"], processes=True)
 """
 
-ENDS = """
-if "KS_DEVICE_PROCESS" not in os.environ:
-    ks.MirroredStrategy(["cpu:0", "cpu:1"], processes=True)
-"""
-
 
 @pytest.mark.nightly
 @needs_torch
-@pytest.mark.parametrize(
-    ("body", "how"),
-    [
-        (FAILS, "ended with exit code 1 before it made the strategy. ValueError: the "),
-        pytest.param(ENDS, "ended with exit code 0 before", marks=pytest.mark.nightly),
-    ],
-)
-def test_a_process_that_ends_early_ends_the_wait_for_it(tmp_path, body, how) -> None:
-    done = run_script(tmp_path, body)
+def test_a_process_that_fails_ends_the_others(tmp_path) -> None:
+    done = run_script(tmp_path, FAILS)
     assert done.returncode == 1, done.stderr
-    which = "The process of worker 1, which runs this script for another device, "
-    assert which + how in done.stderr
-
-
-LEAVES = """
-strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"], processes=True)
-if strategy.cluster_resolver.task_id == 1:
-    raise ValueError("the other process fails later")
-strategy.reduce("SUM", 1.0, axis=None)
-"""
+    text = (
+        "The process of worker 1, which runs this script for another device, ended "
+        "with exit code 1 before it made the strategy. ValueError: the "
+    )
+    assert text in done.stderr
 
 
 TWO = """
@@ -200,48 +145,35 @@ def test_a_strategy_of_one_process_may_come_first(tmp_path) -> None:
     np.testing.assert_allclose(second, first, rtol=1e-5)
 
 
+# Where no process can be started.
+
+LAUNCHED = {
+    **{"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"},
+    **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
+}
+
+
 @needs_torch
-@pytest.mark.nightly
-def test_a_process_that_fails_later_ends_the_others(tmp_path) -> None:
-    done = run_script(tmp_path, LEAVES)
-    assert done.returncode == 1
-    assert "ValueError: the other process fails later" in done.stderr
-    assert "Worker 1 (127.0.0.1, process" in done.stderr
-
-
-# --- Where no process can be started ------------------------------------------
-
-
-def test_processes_is_true_false_or_none() -> None:
-    with pytest.raises(ValueError, match="`processes` must be True, for a process for"):
-        ks.MirroredStrategy(["cpu:0", "cpu:1"], processes=2)
+@pytest.mark.parametrize(
+    ("devices", "processes", "environment", "text"),
+    [
+        (2, 2, {}, "`processes` must be True, for a process for"),
+        (2, True, {}, r"`ks.launch\(train, workers=2\)`"),
+        (1, True, {}, r"needs two devices or more\. Found: cpu:0"),
+        (2, True, LAUNCHED, "a launcher has started this process as one"),
+    ],
+)
+def test_processes_that_cannot_be(
+    monkeypatch, devices, processes, environment, text
+) -> None:
+    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=text):
+        ks.MirroredStrategy([f"cpu:{i}" for i in range(devices)], processes=processes)
 
 
 @pytest.mark.skipif(BACKEND == "torch", reason="the error of other backends")
 def test_other_backends_need_no_processes() -> None:
     with pytest.raises(ks.errors.BackendError, match="one program computes the steps"):
-        ks.MirroredStrategy(["cpu:0", "cpu:1"], processes=True)
-
-
-@needs_torch
-def test_processes_need_a_script(monkeypatch) -> None:
-    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
-    with pytest.raises(ValueError, match=r"`ks.launch\(train, workers=2\)`"):
-        ks.MirroredStrategy(["cpu:0", "cpu:1"], processes=True)
-
-
-@needs_torch
-def test_processes_need_several_devices() -> None:
-    with pytest.raises(ValueError, match=r"needs two devices or more\. Found: cpu:0"):
-        ks.MirroredStrategy(["cpu:0"], processes=True)
-
-
-@needs_torch
-def test_processes_of_a_launcher_start_no_others(monkeypatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "29500")
-    with pytest.raises(ValueError, match="a launcher has started this process as one"):
         ks.MirroredStrategy(["cpu:0", "cpu:1"], processes=True)

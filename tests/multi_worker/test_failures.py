@@ -8,7 +8,7 @@ import keras
 import pytest
 from harness.processes import assert_gone
 from multi_worker.faults import LIMIT, FaultCase, Outcome, run_fault
-from multi_worker.faulty import EPOCHS, STEPS, TIMEOUT
+from multi_worker.faulty import STEPS, TIMEOUT
 
 BACKEND = keras.backend.backend()
 pytestmark = [pytest.mark.one_backend, pytest.mark.multiprocess]
@@ -23,12 +23,6 @@ LOST = [
     FaultCase("stop", "data", victim=1),
     FaultCase("raise", "data", victim=1),
     FaultCase("exit", "callback", victim=0),
-]
-MORE = [
-    FaultCase("raise", "callback", victim=0),
-    FaultCase("exit", "data", victim=1),
-    FaultCase("kill", "data", victim=2, workers=3),
-    FaultCase("stop", "callback", victim=0, workers=3),
 ]
 HOW = {
     "kill": "its process or its connection ended.",
@@ -54,13 +48,8 @@ def check(case: FaultCase, outcomes: list[Outcome]) -> list[str]:
     return errors
 
 
-def cases(by_day: list[FaultCase], at_night: list[FaultCase]) -> list:
-    marked = [pytest.param(case, marks=pytest.mark.nightly) for case in at_night]
-    return [*by_day, *marked]
-
-
 @pytest.mark.nightly(unless=["exit-callback-0_of_2"])
-@pytest.mark.parametrize("case", cases(LOST, MORE), ids=str)
+@pytest.mark.parametrize("case", LOST, ids=str)
 def test_the_others_name_the_lost_worker_and_its_step(case, forker, tmp_path):
     outcomes = run_fault(forker, case, tmp_path)
     for error in check(case, outcomes):
@@ -90,42 +79,3 @@ def test_the_others_name_the_lost_worker_and_its_step(case, forker, tmp_path):
     assert int(model.optimizer.iterations) in (
         (STEPS, 2 * STEPS) if alone else (STEPS,)
     )
-
-
-def test_without_a_fault_all_goes_well(forker, tmp_path):
-    case = FaultCase("none", "callback")
-    outcomes = run_fault(forker, case, tmp_path)
-    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes[0].log
-    model = keras.saving.load_model(tmp_path / "checkpoints" / "last.keras")
-    assert int(model.optimizer.iterations) == STEPS * EPOCHS
-
-
-@pytest.mark.nightly(unless=["worker"])
-@pytest.mark.slow(seconds=8)
-@pytest.mark.parametrize("victim", [0, 1], ids=["chief", "worker"])
-def test_one_that_never_starts_is_named(victim, forker, tmp_path):
-    case = FaultCase("missing", victim=victim)
-    [error] = check(case, run_fault(forker, case, tmp_path))
-    if victim == 0:
-        assert "Worker 1 could not reach the chief at 127.0.0.1:" in error
-    else:
-        assert "worker 1 (127.0.0.1:" in error
-        assert f"did not connect within {TIMEOUT} s" in error
-    assert "CommunicationOptions(timeout_seconds=...)" in error
-
-
-def test_another_batch_size_is_named(forker, tmp_path):
-    case = FaultCase("batch")
-    outcomes = run_fault(forker, case, tmp_path)
-    for error in check(case, outcomes):
-        assert "`batch_size`: worker 0 has 8, worker 1 has 16" in error
-    assert max(outcome.seconds for outcome in outcomes) < TIMEOUT
-
-
-def test_two_processes_with_one_index_are_both_named(forker, tmp_path):
-    case = FaultCase("twin", workers=3)
-    outcomes = run_fault(forker, case, tmp_path)
-    twins = [outcome.pid for outcome in outcomes[1:]]
-    for error in check(case, outcomes):
-        assert "Two processes connected as worker 2" in error
-        assert all(f"process {pid} on 127.0.0.1" in error for pid in twins)

@@ -13,13 +13,11 @@ if keras.backend.backend() != "torch":
     pytest.skip("steps of Torch", allow_module_level=True)
 
 import torch
-from harness.training import assert_same
+from harness.training import assert_workers, numbers
+from multi_worker.clusters import on_clusters
 
 import keras_strategies as ks
 
-TWO = pytest.mark.parametrize(
-    "cluster", ["two", "two_by_two"], indirect=True, scope="session"
-)
 ROWS, WIDTH, BATCH = 13, 3, 5
 _random = np.random.default_rng(6)
 X = _random.normal(size=(ROWS, WIDTH)).astype("float32")
@@ -28,12 +26,7 @@ WEIGHTS = np.linspace(0.5, 2.0, ROWS).astype("float32")
 
 
 class Step(keras.Model):
-    """A step that does something with the loss before its backward pass.
-
-    Args:
-        use: callable of the model and the loss; returns the loss that is differentiated
-            and a structure of tensors and numbers.
-    """
+    """A step that does something with the loss before its backward pass."""
 
     def __init__(self, use: Callable[..., Any]) -> None:
         super().__init__()
@@ -91,17 +84,6 @@ def of_gradients(model: Any, loss: Any) -> Any:
 USES = (in_metrics, of_changes, of_branches, of_gradients)
 
 
-def numbers(model: Any, history: Any, seen: Any = ()) -> dict[str, Any]:
-    return {
-        "history": {k: np.asarray(v) for k, v in history.history.items()},
-        "weights": {i: np.asarray(w) for i, w in enumerate(model.get_weights())},
-        "seen": {
-            i: keras.ops.convert_to_numpy(each)
-            for i, each in enumerate(keras.tree.flatten(seen))
-        },
-    }
-
-
 def used(strategy: Any, use: Callable[..., Any]) -> dict[str, Any]:
     keras.utils.set_random_seed(3)
     with strategy.scope():
@@ -111,12 +93,11 @@ def used(strategy: Any, use: Callable[..., Any]) -> dict[str, Any]:
     history = model.fit(
         X, Y, BATCH, epochs=2, sample_weight=WEIGHTS, shuffle=False, verbose=0
     )
-    return numbers(model, history, model.seen)
+    seen = map(keras.ops.convert_to_numpy, keras.tree.flatten(model.seen))
+    return numbers(model, history, *seen)
 
 
-@TWO
+@on_clusters("two", "two_by_two")
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
 def test_uses_of_a_loss_have_the_numbers_of_one_device(cluster: Any, use: Any) -> None:
-    expected = used(ks.OneDeviceStrategy("cpu:0"), use)
-    for index, found in enumerate(cluster(used, use)):
-        assert_same(expected, found, 1e-5, f"worker {index}")
+    assert_workers(used(ks.OneDeviceStrategy("cpu:0"), use), cluster(used, use))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -15,7 +14,6 @@ from harness.processes import assert_gone, wait_until
 from harness.training import SGD_TOLERANCE, assert_same
 
 import keras_strategies as ks
-from keras_strategies.cluster.resolvers.local_processes import free_addresses
 from keras_strategies.training.saving.preemption import RESTART_EXIT_CODE
 
 pytestmark = pytest.mark.one_backend
@@ -74,24 +72,12 @@ if index == 0:
 def start(forker: Forker, folder: Path, kind: str, workers: int) -> list[Forked]:
     script = folder / "script.py"
     script.write_text(SCRIPT)
-    addresses = free_addresses(workers)
-    started = []
-    for index in range(workers):
+    logs = [folder / f"{kind}{index}.log" for index in range(workers)]
+    for index, log in enumerate(logs):
         (folder / f"steps{index}").unlink(missing_ok=True)
-        log = folder / f"{kind}{index}.log"
         log.with_suffix(".end").unlink(missing_ok=True)
-        task = {"type": "worker", "index": index}
-        config = {"cluster": {"worker": addresses}, "task": task}
-        started.append(
-            forker.start(
-                log,
-                str(script),
-                *(str(folder), kind, str(workers)),
-                TF_CONFIG=json.dumps(config),
-                OMP_NUM_THREADS="1",
-            )
-        )
-    return started
+    arguments = (str(folder), kind, str(workers))
+    return forker.start_workers(logs, str(script), *arguments)
 
 
 def finish(processes: list[Forked], code: int) -> list[str]:
@@ -148,30 +134,20 @@ def test_a_watcher_and_an_exit_of_ones_own(tmp_path):
     assert again.total_run_calls > 0
 
 
-@pytest.mark.parametrize("checkpoint", [None, 5, object()])
-def test_what_cannot_be_saved_is_refused(checkpoint, tmp_path):
-    with pytest.raises(ValueError, match=r"keras\.Model"):
-        ks.PreemptionCheckpointHandler(None, checkpoint, tmp_path)
-
-
-def test_a_folder_is_needed():
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    with pytest.raises(ValueError, match="must be the folder"):
-        ks.PreemptionCheckpointHandler(None, model)
-
-
-def test_the_resolver_is_that_of_the_workers(tmp_path):
+def test_what_cannot_be(tmp_path):
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     resolvers = ks.cluster_resolver
     spec = resolvers.ClusterSpec({"worker": ["127.0.0.1:1", "127.0.0.1:2"]})
     two = resolvers.SimpleClusterResolver(spec, task_type="worker", task_id=0)
-    with pytest.raises(ValueError, match="describes 2 workers, but 1 have connected"):
-        ks.PreemptionCheckpointHandler(two, model, tmp_path)
-    with pytest.raises(TypeError, match=r"ks\.cluster_resolver.*'TF_CONFIG'"):
-        ks.PreemptionCheckpointHandler("TF_CONFIG", model, tmp_path)
-
-
-def test_bad_configurations_are_refused():
+    for arguments, kind, text in (
+        ((None, None, tmp_path), ValueError, r"keras\.Model"),
+        ((None, 5, tmp_path), ValueError, r"keras\.Model"),
+        ((None, model), ValueError, "must be the folder"),
+        ((two, model, tmp_path), ValueError, "describes 2 workers, but 1 have connect"),
+        (("TF_CONFIG", model, tmp_path), TypeError, r"ks\.cluster_resolver.*'TF_CONF"),
+    ):
+        with pytest.raises(kind, match=text):
+            ks.PreemptionCheckpointHandler(*arguments)
     with pytest.raises(ValueError, match="0 or more"):
         ks.TerminationConfig(grace_period=-1)
     with pytest.raises(ValueError, match="must be a function"):

@@ -5,16 +5,22 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
+from harness.training import assert_workers, numbers
 from keras import layers, ops
+from multi_worker.clusters import on_clusters
 
 import keras_strategies as ks
 
 pytestmark = pytest.mark.one_backend
 
+BACKEND = keras.backend.backend()
 X = np.random.default_rng(3).normal(size=(20, 4)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
-#: There a `run` is compiled in any case.
-NOT_ON_JAX = [pytest.mark.nightly] if keras.backend.backend() == "jax" else []
+#: The rows of each replica in each run.
+SIZES = {
+    2: [[5, 2], [5, 2], [4, 3], [5, 0]],
+    4: [[3, 2, 2, 4], [3, 3, 0, 2], [5, 2, 3, 4]],
+}
 
 
 class Noisy(layers.Layer):
@@ -35,7 +41,7 @@ class Noisy(layers.Layer):
 
 
 def fitted(strategy):
-    """Losses and weights of two epochs with batches of 7, 7 and 6 rows."""
+    """Numbers of two epochs with batches of 7, 7 and 6 rows."""
     keras.utils.set_random_seed(5)
     with strategy.scope():
         model = keras.Sequential(
@@ -51,17 +57,17 @@ def fitted(strategy):
         )
         model.compile(keras.optimizers.SGD(0.05), "mse")
     history = model.fit(X, Y, batch_size=7, epochs=2, shuffle=False, verbose=0)
-    weights = [ops.convert_to_numpy(each) for each in model.trainable_variables]
-    return [*map(np.asarray, history.history["loss"]), *weights]
+    return numbers(model, history)
+
+
+@pytest.mark.one_backend("jax")
+def test_uneven_batches_have_the_numbers_of_one_device(cluster):
+    expected = fitted(ks.OneDeviceStrategy("cpu:0"))
+    assert_workers(expected, cluster(fitted), 1e-4)
 
 
 def drawn_in_run(strategy, sizes, compiled):
-    """What the replicas of this worker draw.
-
-    Args:
-        sizes: for each run, the rows of each replica.
-        compiled: bool, whether each run is in a `ks.function`.
-    """
+    """What the replicas of this worker draw in each run."""
     with strategy.scope():
         layer, seed = layers.Dropout(0.5), keras.random.SeedGenerator(3)
 
@@ -88,84 +94,14 @@ def drawn_in_run(strategy, sizes, compiled):
     return found
 
 
+# On JAX an array of one replica is the same on all workers in a `ks.function`.
 @pytest.mark.nightly(unless=["two-False"])
-@pytest.mark.parametrize(
-    ("cluster", "compiled"),
-    # On JAX an array of one replica is the same on all workers in a `ks.function`.
-    [("two", False), pytest.param("two_by_two", True, marks=NOT_ON_JAX)]
-    + [("two", True)] * (keras.backend.backend() != "jax"),
-    indirect=["cluster"],
-    scope="session",
-)
+@pytest.mark.parametrize("compiled", [False] if BACKEND == "jax" else [False, True])
+@on_clusters("two", "two_by_two")
 def test_run_with_uneven_workers_draws_the_numbers_of_one_device(cluster, compiled):
-    sizes = [[5, 2], [5, 2], [4, 3], [5, 0]]
-    if cluster.replicas == 4:
-        sizes = [[3, 2, 2, 4], [3, 3, 0, 2], [5, 2, 3, 4]]
+    sizes = SIZES[cluster.replicas]
     totals = [[sum(counts)] for counts in sizes]
-    one_device = ks.OneDeviceStrategy("cpu:0")
-    expected = drawn_in_run(one_device, totals, compiled)
+    expected = drawn_in_run(ks.OneDeviceStrategy("cpu:0"), totals, compiled)
     workers = cluster(drawn_in_run, sizes, compiled)
     for one, *parts in zip(expected, *workers, strict=True):
         np.testing.assert_allclose(np.concatenate(parts), one, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.one_backend("jax")
-def test_uneven_batches_have_the_numbers_of_one_device(cluster):
-    expected = fitted(ks.OneDeviceStrategy("cpu:0"))
-    for found in cluster(fitted):
-        for one, other in zip(expected, found, strict=True):
-            np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-5)
-
-
-def lengths_of_workers(strategy, sizes, compiled):
-    """Draws of a fixed length in runs with other rows, on the replicas of this worker.
-
-    Args:
-        sizes: for each run, the rows of each replica.
-        compiled: bool, whether each run is in a `ks.function`.
-    """
-    with strategy.scope():
-        seed = keras.random.SeedGenerator(3)
-
-    def step(rows):
-        return strategy.run(
-            lambda x: keras.random.normal((4, 3), seed=seed) + 0 * ops.sum(x),
-            args=(rows,),
-        )
-
-    step = ks.function(step) if compiled else step
-    found = []
-    for counts in sizes:
-        rows = strategy.experimental_distribute_values_from_function(
-            lambda replica, counts=counts: ops.ones(
-                (counts[replica.replica_id_in_sync_group], 3)
-            )
-        )
-        results = strategy.experimental_local_results(step(rows))
-        found.append([ops.convert_to_numpy(each) for each in results])
-    return found
-
-
-BACKEND = keras.backend.backend()
-
-
-@pytest.mark.nightly(unless=["two-False"])
-@pytest.mark.parametrize("compiled", [False, *[True] * (BACKEND == "tensorflow")])
-def test_other_lengths_are_equal_on_workers_whatever_runs_came_before(
-    cluster, compiled
-):
-    """Also where one worker's rows change, and not the others'."""
-    sizes = [[5, 3], [6, 3], [3, 3], [3, 5]]
-    replicas = cluster.replicas
-    sizes = [(counts * replicas)[:replicas] for counts in sizes]
-    workers = cluster(lengths_of_workers, sizes, compiled)
-    first = workers[0][0][0]
-    runs = [run for found in workers for run in found]
-    assert all(len(run) == replicas // len(workers) for run in runs)
-    one_device = ks.OneDeviceStrategy("cpu:0")
-    alone = lengths_of_workers(one_device, [[9]] * len(sizes), compiled)
-    np.testing.assert_allclose(first, alone[0][0], rtol=1e-6)
-    for found in workers:
-        for run, (expected,) in zip(found, alone, strict=True):
-            for each in run:
-                np.testing.assert_allclose(each, expected, rtol=1e-6)

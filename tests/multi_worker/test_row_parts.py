@@ -1,48 +1,36 @@
-"""What workers send in a step does not depend on the outputs of the model."""
+"""Workers split a call on all of them or on none, and keep their rows of outputs."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
+from harness.training import assert_workers, numbers
+from keras import layers, ops
 
 if keras.backend.backend() == "jax":
     pytest.skip("JAX has no row parts", allow_module_level=True)
 
 import keras_strategies as ks
 
+TORCH = keras.backend.backend() == "torch"
 WORDS, STEPS, WIDTH = 500, 12, 4
 X = np.random.default_rng(1).integers(1, WORDS, (14, STEPS)).astype("int32")
 X[:5, 7:] = 0
-#: What is sent besides gradients: shares of losses, metrics and flags.
-MOST_BYTES = 4096
-#: Torch counts steps, of 5, 5 and 4 rows, and TensorFlow one program for all of them.
-STEPS_OR_PROGRAMS = 3 if keras.backend.backend() == "torch" else 1
-#: Bytes of all outputs, in these steps or programs.
-OUTPUTS = (len(X) if keras.backend.backend() == "torch" else 1) * STEPS * WORDS * 4
 
 
 class Custom(keras.Model):
     """A step that looks at all outputs."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = keras.layers.Embedding(WORDS, WIDTH)
-        self.words = keras.layers.Dense(WORDS)
-
-    def call(self, x: Any) -> Any:
-        return self.words(self.table(x))
-
     def train_step(self, data: Any) -> Any:
         found = super().train_step(data)
-        x, _ = data
-        return {**found, "largest": keras.ops.max(self(x, training=False))}
+        return {**found, "largest": keras.ops.max(self(data[0], training=False))}
 
 
 class Words(keras.metrics.Metric):
@@ -82,171 +70,174 @@ class Largest(keras.metrics.Metric):
 
 
 @contextlib.contextmanager
-def counted() -> Iterator[dict[str, int]]:
-    """Counts the bytes that are gathered and reduced.
-
-    On TensorFlow those of each program: its rows are unknown, and count as one.
-    Gradients of tables, which are gathered there, are not counted.
-    """
-    sent = {"gathered": 0, "reduced": 0, "reductions": 0}
-    if keras.backend.backend() == "torch":
-        from keras_strategies.engines.torch.worker_collectives import TorchCommunicator
-
-        kind, reducing = TorchCommunicator, "start_all_reduce"
+def gathered() -> Iterator[list[int]]:
+    """The rows that are gathered, without those of gradients of tables."""
+    if TORCH:
+        from keras_strategies.engines.torch.worker_collectives import (
+            TorchCommunicator as Workers,
+        )
     else:
         from keras_strategies.engines.tensorflow.workers.worker_collectives import (
-            TensorFlowCommunicator,
+            TensorFlowCommunicator as Workers,
         )
-
-        kind, reducing = TensorFlowCommunicator, "_reduce"
-    gather, reduce = kind.gather_rows, getattr(kind, reducing)
+    kind: Any = Workers
+    found, gather = [], kind.gather_rows
 
     def gather_rows(self: Any, tensor: Any, rows: Any) -> Any:
-        found = gather(self, tensor, rows)
         if sys._getframe(1).f_code.co_qualname != "RowsOfTables.gather":
-            sent["gathered"] += size(found)
-        return found
-
-    def reduced(self: Any, op: Any, flat: Any) -> Any:
-        sent["reduced"] += size(flat)
-        sent["reductions"] += 1
-        return reduce(self, op, flat)
+            found.append(tuple(tensor.shape))
+        return gather(self, tensor, rows)
 
     kind.gather_rows = gather_rows
-    setattr(kind, reducing, reduced)
     try:
-        yield sent
+        yield found
     finally:
         kind.gather_rows = gather
-        setattr(kind, reducing, reduce)
 
 
-def size(tensor: Any) -> int:
-    if keras.backend.backend() == "torch":
-        return int(tensor.nbytes)
-    return math.prod(n or 1 for n in tensor.shape) * int(tensor.dtype.size)
-
-
-def trained(
-    strategy: Any, is_custom: bool, is_masked: bool, with_largest: bool = False
-) -> dict[str, Any]:
-    """Results of two epochs with batches of 5, 5 and 4 rows, and the bytes sent."""
-    others = [Largest()] if with_largest else []
-    with counted() as sent:
-        keras.utils.set_random_seed(3)
+def trained(strategy: Any, kind: str) -> Any:
+    """Numbers of an epoch with batches of 5, 5 and 4 rows, and what was gathered."""
+    others = [Largest()] if kind == "largest" else []
+    keras.utils.set_random_seed(3)
+    with gathered() as found:
         with strategy.scope():
-            if is_custom:
-                model: Any = Custom()
-                model.build((None, STEPS))
-            else:
-                inputs = keras.Input((STEPS,), dtype="int32")
-                table = keras.layers.Embedding(WORDS, WIDTH, mask_zero=is_masked)
-                outputs = keras.layers.Dense(WORDS)(table(inputs))
-                model = keras.Model(inputs, outputs)
+            inputs = keras.Input((STEPS,), dtype="int32")
+            table = keras.layers.Embedding(WORDS, WIDTH, mask_zero=kind == "masked")
+            outputs = keras.layers.Dense(WORDS)(table(inputs))
+            model = (Custom if kind == "step" else keras.Model)(inputs, outputs)
             model.compile(
                 keras.optimizers.SGD(0.1, momentum=0.9),
                 keras.losses.SparseCategoricalCrossentropy(from_logits=True),
                 metrics=["sparse_categorical_accuracy", Words(), *others],
             )
-        if keras.backend.backend() == "torch":
-            model.fit(X, X, batch_size=5, epochs=1, shuffle=False, verbose=0)
-            sent.update(dict.fromkeys(sent, 0))
-        history = model.fit(X, X, batch_size=5, epochs=1, shuffle=False, verbose=0)
-        fitted = dict(sent)
+        history = model.fit(X, X, batch_size=5, shuffle=False, verbose=0)
         evaluated = model.evaluate(X, X, batch_size=5, verbose=0)
-        sent_in_evaluate = {k: sent[k] - fitted[k] for k in sent}
+        is_gathered = any(shape[-1] == WORDS for shape in found)
         predicted = model.predict(X, batch_size=5, verbose=0)
-    dense = [
-        v
-        for v in model.trainable_variables
-        if keras.backend.backend() == "torch" or "embedding" not in v.path
-    ]
-    trained_bytes = sum(4 * np.prod(v.shape) for v in dense)
-    return {
-        "numbers": [
-            *map(np.asarray, history.history.values()),
-            np.asarray(evaluated),
-            np.asarray(predicted),
-            *model.get_weights(),
-        ],
-        "fit": fitted,
-        "evaluate": sent_in_evaluate,
-        "gradients": STEPS_OR_PROGRAMS * int(trained_bytes),
-    }
+    return numbers(model, history, evaluated, predicted), is_gathered
 
 
-def check_numbers(expected: Any, found: Any) -> None:
-    for one, other in zip(expected["numbers"], found["numbers"], strict=True):
-        np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("is_masked", [False, True])
-@pytest.mark.parametrize(
-    "cluster",
-    ["two", pytest.param("four", marks=pytest.mark.nightly)],
-    indirect=True,
-    scope="session",
-)
-def test_outputs_stay_on_their_workers(cluster: Any, is_masked: bool) -> None:
-    expected = trained(ks.OneDeviceStrategy("cpu:0"), False, is_masked)
-    for found in cluster(trained, False, is_masked):
-        check_numbers(expected, found)
-        assert found["fit"]["gathered"] == 0
-        assert found["evaluate"]["gathered"] == 0
-        others = found["fit"]["reduced"] - found["gradients"]
-        assert 0 <= others < MOST_BYTES
-        assert found["evaluate"]["reduced"] < MOST_BYTES
-        # Of the loss and its mask, of all metrics, and of all gradients.
-        reductions = found["evaluate"]["reductions"], found["fit"]["reductions"]
-        assert reductions == (
-            (2 + is_masked) * STEPS_OR_PROGRAMS,
-            (3 + is_masked) * STEPS_OR_PROGRAMS,
-        )
-
-
-def test_a_metric_that_is_no_sum_has_all_rows(cluster: Any) -> None:
-    expected = trained(ks.OneDeviceStrategy("cpu:0"), False, False, True)
-    for found in cluster(trained, False, False, True):
-        check_numbers(expected, found)
-        assert found["fit"]["gathered"] == OUTPUTS
-
-
-@pytest.mark.one_backend("torch")
-def test_a_step_that_reads_outputs_has_all_of_them(cluster: Any) -> None:
-    expected = trained(ks.OneDeviceStrategy("cpu:0"), True, False)
-    for found in cluster(trained, True, False):
-        check_numbers(expected, found)
-        # Once in each step.
-        assert found["fit"]["gathered"] == OUTPUTS
+@pytest.mark.one_backend("torch", "tensorflow")
+@pytest.mark.nightly(unless=["two-", "two-largest", "two-step"])
+@pytest.mark.parametrize("kind", ["", "masked", "largest", "step"])
+def test_outputs_stay_on_their_workers(cluster: Any, kind: str) -> None:
+    """Except for a metric that is no sum, and a step that reads them."""
+    expected, _ = trained(ks.OneDeviceStrategy("cpu:0"), kind)
+    every = cluster(trained, kind)
+    assert_workers(expected, [found for found, _ in every], 1e-4)
+    assert all(is_all == (kind in ("largest", "step")) for _, is_all in every)
 
 
 CHANNELS = 6
 
 
-def normalized(strategy: Any) -> dict[str, Any]:
-    """An epoch with batches of 5, 5 and 4 rows, and the bytes sent."""
+def normalized(strategy: Any) -> Any:
+    """Numbers of an epoch with batches of 5, 5 and 4 rows, and what was gathered."""
     x = np.random.default_rng(2).normal(size=(14, CHANNELS)).astype("float32")
     keras.utils.set_random_seed(3)
-    with counted() as sent:
+    with gathered() as found:
         with strategy.scope():
+            normalization = keras.layers.BatchNormalization()
             model = keras.Sequential(
-                [
-                    keras.Input((CHANNELS,)),
-                    keras.layers.BatchNormalization(),
-                    keras.layers.Dense(1),
-                ]
+                [keras.Input((CHANNELS,)), normalization, keras.layers.Dense(1)]
             )
             model.compile("sgd", "mse")
         model.fit(x, x[:, :1], batch_size=5, shuffle=False, verbose=0)
-    return {"numbers": model.get_weights(), "sent": dict(sent)}
+    return numbers(model), len(found)
 
 
 def test_batch_normalization_sends_its_statistics_and_no_lengths(cluster: Any) -> None:
-    expected = normalized(ks.OneDeviceStrategy("cpu:0"))
+    expected, _ = normalized(ks.OneDeviceStrategy("cpu:0"))
     every = cluster(normalized)
-    for found in every:
-        check_numbers(expected, found)
-        # Count, mean and squared deviations of each worker.
-        statistics = STEPS_OR_PROGRAMS * len(every) * 3 * CHANNELS * 4
-        assert found["sent"]["gathered"] == statistics
+    assert_workers(expected, [found for found, _ in every])
+    # Once in a step of Torch, in TensorFlow's one program for all of them.
+    assert [count for _, count in every] == [3 if TORCH else 1] * 2
+
+
+# Calls that not all workers prove alike.
+
+ROWS = np.random.default_rng(3).normal(size=(14, 4)).astype("float32")
+
+#: Not empty before the step in which `Standardized` computes something else.
+CHANGES: list[int] = []
+
+
+class Scaled(layers.Layer):
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(shape[-1],), initializer="ones")
+        self.average = self.add_weight(shape=(shape[-1],), trainable=False)
+        self.built = True
+
+    def call(self, x):
+        return self.scale * x
+
+
+class Standardized(Scaled):
+    """Uses statistics of the batch further; once, when told so, it does not."""
+
+    def call(self, x):
+        if CHANGES:
+            CHANGES.clear()
+            return self.scale * x
+        h = self.scale * x
+        kept = ops.cast(x[:, 0] > 0, "float32")
+        total = ops.sum(kept * h[:, 1])
+        self.add_loss(0.1 * ops.square(total / ops.maximum(ops.sum(kept), 1)))
+        h = h - ops.mean(h, axis=0)
+        variance = ops.mean(ops.square(h), axis=0)
+        self.average.assign(0.9 * self.average + 0.1 * ops.sqrt(variance + 0.1))
+        return h / ops.sqrt(variance + 0.1)
+
+
+def fitted(strategy, layer, callbacks, batch_size=5, **options):
+    """Numbers after epochs of batches that do not divide."""
+    keras.utils.set_random_seed(5)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), layer(), layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.1), "mse", **options)
+    given = {"batch_size": batch_size, "epochs": 4, "shuffle": False, "verbose": 0}
+    model.fit(ROWS, ROWS.sum(1), callbacks=callbacks, **given)
+    return numbers(model)
+
+
+@pytest.mark.one_backend("torch", "tensorflow")
+@pytest.mark.parametrize("changing", ["no worker", "worker 1"])
+def test_sums_that_all_workers_exchange(cluster, changing):
+    """A worker that computes other sums in a call does not stop the others."""
+    eagerly = changing != "no worker" or TORCH
+
+    def program(strategy):
+        changes = strategy.workers and changing == (
+            f"worker {strategy.workers.group.index}"
+        )
+
+        class Change(keras.callbacks.Callback):
+            def on_train_batch_begin(self, batch, logs=None):
+                if changes and batch == 1 and self.params["steps"] == 3:
+                    CHANGES.append(batch)
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = fitted(strategy, Standardized, [Change()], run_eagerly=eagerly)
+        said = [str(w.message) for w in caught if "split by rows" in str(w.message)]
+        if not strategy.workers:
+            return found
+        proofs = strategy.drivers.fit._call._row_proofs._layers.values()
+        events = [each.events for layer in proofs for each in layer.found.values()]
+        assert any(events) and not said
+        return found
+
+    assert_workers(program(ks.OneDeviceStrategy("cpu:0")), cluster(program))
+
+
+def test_settings_that_one_worker_changes_in_each_step(cluster):
+    def program(strategy):
+        class Noting(keras.callbacks.Callback):
+            def on_train_batch_begin(self, batch, logs=None):
+                if strategy.workers and strategy.workers.group.index == 1:
+                    layer = self.model.layers[0]
+                    layer.steps = getattr(layer, "steps", 0) + 1
+
+        return fitted(strategy, Scaled, [Noting()], batch_size=2)
+
+    assert_workers(program(ks.OneDeviceStrategy("cpu:0")), cluster(program))

@@ -1,22 +1,20 @@
-"""Torch and TensorFlow: gradients of gradients through calls of layers, as penalties.
+"""Gradients of gradients through calls of layers, as penalties, on several workers.
 
-The second gradient comes from an unsplit call of the layer, which has to compute what
-the replicas did: with their random numbers, and the state before they changed it. Where
-it meets what all workers have, such as a factor outside of the layers, it has to be
-that of all rows.
+The second gradient comes from an unsplit call of the layer, with the random numbers of
+replicas, and the state before they changed it.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
-from harness.training import assert_same
+from harness.training import assert_workers
 from keras import layers, ops
+from multi_worker.clusters import on_clusters
 
 import keras_strategies as ks
 
@@ -94,11 +92,7 @@ def gradients(loss_of: Callable[[], Any], variables: Any) -> tuple[Any, list[Any
 
 
 class Critic(keras.Model):
-    """A model that is trained with a penalty on the gradient of a function of it.
-
-    Args:
-        name: a case of `layers_of` or `FUNCTIONS`.
-    """
+    """A model that is trained with a penalty on the gradient of a function of it."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -109,7 +103,7 @@ class Critic(keras.Model):
         self.factor = self.add_weight(shape=(CLASSES,), initializer="ones")
         self.loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         self.mean = keras.metrics.Mean(name="mean")
-        self.function = FUNCTIONS.get(name, plain)
+        self.function = FUNCTIONS.get(name, lambda model, outputs, y: outputs)
         self.built = True
 
     def call(self, x: Any, training: bool = False) -> Any:
@@ -141,23 +135,10 @@ class Critic(keras.Model):
         return {"mean": self.mean.result()}
 
 
-def plain(model: Critic, outputs: Any, y: Any) -> Any:
-    return outputs
-
-
-def with_factor(model: Critic, outputs: Any, y: Any) -> Any:
-    """Has a variable that no layer has."""
-    return outputs * model.factor
-
-
 def with_rows(model: Critic, outputs: Any, y: Any) -> Any:
     """Differs from row to row, and is not linear."""
     rows = ops.arange(ops.shape(outputs)[0], dtype="float32")
     return ops.square(outputs) * rows[:, None] * 0.1
-
-
-def of_all_rows(model: Critic, outputs: Any, y: Any) -> Any:
-    return outputs * ops.sum(outputs) * 0.02
 
 
 def of_two_calls(model: Critic, outputs: Any, y: Any) -> Any:
@@ -167,16 +148,13 @@ def of_two_calls(model: Critic, outputs: Any, y: Any) -> Any:
     return model.last(ops.concatenate(both, axis=-1), training=True)
 
 
-def of_loss(model: Critic, outputs: Any, y: Any) -> Any:
-    return 6.0 * model.loss_of(y, outputs)
-
-
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "factor": with_factor,
+    # A variable that no layer has.
+    "factor": lambda model, outputs, y: outputs * model.factor,
     "rows": with_rows,
-    "all rows": of_all_rows,
+    "all rows": lambda model, outputs, y: outputs * ops.sum(outputs) * 0.02,
     "two calls": of_two_calls,
-    "loss": of_loss,
+    "loss": lambda model, outputs, y: 6.0 * model.loss_of(y, outputs),
     # A sum of its outputs over rows has no gradient.
     "batch statistics": with_rows,
 }
@@ -201,13 +179,8 @@ def layers_of(name: str) -> list[Any]:
 
 
 CASES = [
-    "plain",
-    *FUNCTIONS,
-    "dropout",
-    "noise",
-    "state",
-    "assigned kernels",
-    "unsplit",
+    *("plain", *FUNCTIONS),
+    *("dropout", "noise", "state", "assigned kernels", "unsplit"),
 ]
 
 
@@ -221,32 +194,11 @@ def trained(strategy: Any, name: str) -> dict[str, Any]:
     return {"loss": np.asarray(history.history["mean"]), **found}
 
 
-def is_equal_to_one_device(expected: dict[str, Any], found: Any, who: str) -> None:
-    assert_same(expected, found, 1e-4, who)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.nightly(unless=["two-*"])
+@on_clusters("two", "two_by_two")
+def test_workers_train_to_the_numbers_of_one_device(cluster: Any, name: str) -> None:
+    expected = trained(ks.OneDeviceStrategy("cpu:0"), name)
+    assert_workers(expected, cluster(trained, name), 1e-4)
     # A penalty that has no effect would hide a wrong one.
     assert np.ptp(expected["loss"]) > 1e-3
-
-
-@functools.cache
-def on_one_device(name: str) -> dict[str, Any]:
-    return trained(ks.OneDeviceStrategy("cpu:0"), name)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_replicas_train_to_the_numbers_of_one_device(name: str) -> None:
-    expected = on_one_device(name)
-    found = trained(ks.MirroredStrategy(["cpu:0", "cpu:1"]), name)
-    is_equal_to_one_device(expected, found, "two replicas")
-
-
-@pytest.mark.parametrize(
-    "cluster",
-    ["two", pytest.param("two_by_two", marks=pytest.mark.nightly)],
-    indirect=True,
-    scope="session",
-)
-@pytest.mark.parametrize("name", CASES)
-def test_workers_train_to_the_numbers_of_one_device(cluster: Any, name: str) -> None:
-    expected = on_one_device(name)
-    for index, found in enumerate(cluster(trained, name)):
-        is_equal_to_one_device(expected, found, f"worker {index}")

@@ -33,7 +33,6 @@ def _expected(name: str) -> dict[str, Any]:
     [
         ("residual", "two"),
         pytest.param("gpt", "two", marks=pytest.mark.nightly),
-        pytest.param("exchanging", "two_by_two", marks=pytest.mark.nightly),
         pytest.param("noisy", "two_by_two", marks=pytest.mark.nightly),
     ],
     indirect=["cluster"],

@@ -10,25 +10,14 @@ if keras.backend.backend() != "torch":
     pytest.skip("Torch only", allow_module_level=True)
 
 import torch
-from harness.torch_loops import (
-    batches,
-    distributed,
-    gradients,
-    loss_of,
-    make_model,
-)
+from harness.torch_loops import batches, distributed, gradients, loss_of, make_model
 from multi_worker.torch_shards import cut
 
-OPTIMIZERS = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.02, weight_decay=0.1),
-}
 
-
-def train(strategy, name, inside, rate=0.1):
+def train(strategy, inside, rate=0.1):
     """Two backward passes for a step, in `run` or outside; clipped, with a penalty."""
     model = make_model(strategy)
-    optimizer = OPTIMIZERS[name](model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     seen = []
 
@@ -66,29 +55,23 @@ def train(strategy, name, inside, rate=0.1):
     return weights, list(dict.fromkeys(np.round(seen, 5).tolist()))
 
 
-def assert_same(found, expected):
-    for weights, seen in found:
-        np.testing.assert_allclose(seen, expected[1], rtol=1e-4)
-        for one, other in zip(weights, expected[0], strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(
-    "cluster", ["two", "two_by_two"], indirect=True, scope="session"
+    ("cluster", "how"),
+    [
+        *(("two", how) for how in ("inside", "outside", "shards")),
+        *(("two_by_two", how) for how in ("inside", "outside")),
+    ],
+    indirect=["cluster"],
+    scope="session",
 )
-def test_an_optimizer_of_torch_steps_as_on_one_device(cluster, name, inside):
+def test_an_optimizer_of_torch_steps_as_on_one_device(cluster, how):
+    arguments = (how != "outside", 0 if how == "shards" else 0.1)
+
     def program(strategy):
-        return train(strategy, name, inside)
+        return train(cut() if how == "shards" else strategy, *arguments)
 
-    assert_same(cluster(program), train(None, name, inside))
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("cluster", ["two"], indirect=True, scope="session")
-def test_weights_in_shards(cluster, name):
-    def program(strategy):
-        return train(cut("fsdp", 1), name, True, 0)
-
-    assert_same(cluster(program), train(None, name, True, 0))
+    expected, expected_norms = train(None, *arguments)
+    for weights, norms in cluster(program):
+        np.testing.assert_allclose(norms, expected_norms, rtol=1e-4)
+        for one, other in zip(weights, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)

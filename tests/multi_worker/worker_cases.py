@@ -25,22 +25,12 @@ ROWS, BATCH = 14, 7
 
 @dataclass(frozen=True)
 class WorkerCase:
-    """A case, its cluster, and why it is here.
-
-    Args:
-        case: `Case`.
-        cluster: str, one of `multi_worker/conftest.py`.
-        reason: str, what no other case reaches.
-        nightly_on: backends on which it is for the nightly run.
-    """
+    """A case, its cluster, and why it is here."""
 
     case: Case
     cluster: str
     reason: str
     nightly_on: tuple[str, ...] = ()
-
-
-# --- How they train -----------------------------------------------------------
 
 
 def fit(case: Case, model: keras.Model, rows: Data) -> Results:
@@ -52,10 +42,7 @@ def fit(case: Case, model: keras.Model, rows: Data) -> Results:
 
 
 def fit_on_every_feed(case: Case, model: keras.Model, rows: Data) -> Results:
-    """One model on kinds of data that workers compare in different ways.
-
-    On TensorFlow, each of them is a program.
-    """
+    """One model on kinds of data that workers compare in different ways."""
     feeds = [data.tf_data, data.py_dataset]
     if BACKEND != "tensorflow":
         feeds += [data.loader, data.generator]
@@ -63,9 +50,6 @@ def fit_on_every_feed(case: Case, model: keras.Model, rows: Data) -> Results:
         feed.__name__: fit(replace(case, feed=feed, epochs=1), model, rows)
         for feed in feeds
     }
-
-
-# --- The cases ----------------------------------------------------------------
 
 
 def made(name: str, **kwargs: Any) -> Case:
@@ -92,7 +76,6 @@ _ROWS = [
         made("size_3", rows=3, script=fit),
         "two",
         "fewer rows than a batch, more of them on worker 0",
-        # "arrays" ends with such a batch.
         nightly_on=("jax", "tensorflow"),
     ),
     WorkerCase(
@@ -111,7 +94,6 @@ _ROWS = [
         ),
         "three",
         "worker 2 has no row in the last batch while two workers have one",
-        # Its programs for workers without rows are those of "size_1".
         nightly_on=("tensorflow",),
     ),
 ]
@@ -130,14 +112,12 @@ _MODELS = [
         one_size("subclassed", model=models.Subclassed),
         "two",
         "variables that the first batch makes",
-        # What a worker makes is the same everywhere: seeds and names.
         nightly_on=("tensorflow",),
     ),
     WorkerCase(
         one_size("counting_layer", model=models.counting),
         "two",
         "state that a layer assigns in its call",
-        # Combined as the statistics of "conv_bn".
         nightly_on=("tensorflow",),
     ),
     WorkerCase(
@@ -159,8 +139,6 @@ _MODELS = [
         ),
         "two",
         "structures of inputs and outputs; reductions by sum and by weights",
-        # Split before a backend sees them; its replicas have the cases of
-        # `test_exactness.py`.
         nightly_on=("jax", "tensorflow"),
     ),
     WorkerCase(
@@ -195,7 +173,6 @@ _LOSSES_AND_METRICS = [
         ),
         "two",
         "metrics with counts by threshold and a maximum as states",
-        # Metrics see the gathered outputs there, as on Torch.
         nightly_on=("tensorflow",),
     ),
 ]
@@ -244,7 +221,6 @@ _FIT = [
         ),
         "two",
         "validation between epochs; weights of classes",
-        # The programs are those of fit and evaluate, which "arrays" has.
         nightly_on=("tensorflow",),
     ),
     WorkerCase(
@@ -257,7 +233,6 @@ _FIT = [
         ),
         "two",
         "several steps in a program, fewer of them in the last one",
-        # A loop around the step of the other cases.
         nightly_on=("tensorflow",),
     ),
     WorkerCase(
@@ -270,14 +245,12 @@ _FIT = [
         one_size("run_eagerly", compile={"run_eagerly": True}, epochs=1),
         "two",
         "steps without a program",
-        # Each operation would be one there.
         nightly_on=("jax",),
     ),
     WorkerCase(
         one_size("every_feed", script=fit_on_every_feed),
         "two",
         "datasets of which workers compare each batch",
-        # Compared before a backend sees them.
         nightly_on=("jax",),
     ),
 ]

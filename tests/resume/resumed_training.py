@@ -31,15 +31,7 @@ WORKERS = {"workers": 2, "three workers": 3}
 
 @dataclass(frozen=True)
 class Left:
-    """What a training has left.
-
-    Args:
-        weights: list of arrays.
-        history: dict, `History.history`.
-        log: str, the CSV file.
-        best: list of arrays, the weights of the best checkpoint.
-        trained: int, steps that the last process took.
-    """
+    """What a training has left."""
 
     weights: list[Any]
     history: dict[str, list[float]]
@@ -49,15 +41,7 @@ class Left:
 
 
 class Resumed:
-    """A training that is started again after each kill.
-
-    Args:
-        forker: starts the processes.
-        folder: Path of its files.
-        dropout: float, the rate.
-        epochs: int.
-        model: str, a model of `DRAWING`; empty for a small one.
-    """
+    """A training that is started again after each kill."""
 
     def __init__(
         self,
@@ -81,11 +65,7 @@ class Resumed:
             assert code in (-signal.SIGKILL, 128 + signal.SIGKILL), process.text()
 
     def killed_at_any_moment(self, strategy: str, seconds: float) -> bool:
-        """Kills all processes some seconds after the first step.
-
-        Returns:
-            bool, whether training had not ended before.
-        """
+        """Kills all processes some seconds after the first step."""
         begun = self._folder / "begun"
         begun.unlink(missing_ok=True)
         processes = self._start(strategy, 0)
@@ -115,28 +95,14 @@ class Resumed:
         )
 
     def _start(self, strategy: str, after: int) -> list[Forked]:
-        from keras_strategies.cluster.resolvers.local_processes import free_addresses
-
-        workers = WORKERS.get(strategy, 1)
-        addresses = free_addresses(workers)
-        started = []
         run = len(list(self._folder.glob("*.log"))) + 1
-        for index in range(workers):
-            task = {"type": "worker", "index": index}
-            config = {"cluster": {"worker": addresses}, "task": task}
-            environment = {"OMP_NUM_THREADS": "1"}
-            if workers > 1:
-                environment["TF_CONFIG"] = json.dumps(config)
-            started.append(
-                self._forker.start(
-                    self._folder / f"run{run}-{index}.log",
-                    __file__,
-                    *(str(self._folder), strategy, str(after)),
-                    *(str(self._dropout), str(self._epochs), self._model),
-                    **environment,
-                )
-            )
-        return started
+        logs = [
+            self._folder / f"run{run}-{index}.log"
+            for index in range(WORKERS.get(strategy, 1))
+        ]
+        settings = (str(self._dropout), str(self._epochs), self._model)
+        arguments = (str(self._folder), strategy, str(after), *settings)
+        return self._forker.start_workers(logs, __file__, *arguments)
 
 
 def assert_same_end(found: Left, expected: Left, tolerance: float) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.training.resume.input_position import ShuffledBatches
 from keras_strategies.training.resume.snapshot_writer import SnapshotWriter
 
 pytestmark = pytest.mark.one_backend
@@ -139,21 +137,12 @@ def tf_data(repeat: bool = False) -> Any:
     return dataset.repeat() if repeat else dataset
 
 
-def loader() -> Any:
+def loader(seed: int | None) -> Any:
     import torch
 
     rows = torch.utils.data.TensorDataset(torch.tensor(X), torch.tensor(Y))
-    generator = torch.Generator().manual_seed(4)
-    return torch.utils.data.DataLoader(
-        rows, batch_size=5, shuffle=True, generator=generator
-    )
-
-
-def loader_with_global_numbers() -> Any:
-    import torch
-
-    rows = torch.utils.data.TensorDataset(torch.tensor(X), torch.tensor(Y))
-    return torch.utils.data.DataLoader(rows, batch_size=5, shuffle=True)
+    own = None if seed is None else torch.Generator().manual_seed(seed)
+    return torch.utils.data.DataLoader(rows, batch_size=5, shuffle=True, generator=own)
 
 
 def augmenting_loader(shuffle: bool) -> Any:
@@ -174,6 +163,13 @@ def batches() -> list[tuple[Any, Any]]:
     return [(X[i : i + 5], Y[i : i + 5]) for i in range(0, ROWS, 5)]
 
 
+class Restarting:
+    """An iterable without a length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(batches())
+
+
 def own_dataset() -> Any:
     strategy = ks.OneDeviceStrategy("cpu:0")
     dataset = strategy.make_experimental_numpy_dataset((X, Y))
@@ -192,10 +188,11 @@ INPUT: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "PyDataset": (ShuffledRows, {"shuffle": True}),
     "PyDataset with workers": (RowsByWorkers, {"shuffle": False}),
     "list": (lambda: _distributed(batches()), {}),
+    "unknown length": (lambda: _distributed(Restarting()), {}),
 }
 if BACKEND == "torch":
-    INPUT["loader"] = (loader, {})
-    INPUT["loader with global numbers"] = (loader_with_global_numbers, {})
+    INPUT["loader"] = (lambda: loader(4), {})
+    INPUT["loader with global numbers"] = (lambda: loader(None), {})
 if BACKEND == "tensorflow":
     INPUT["tf.data"] = (tf_data, {})
     INPUT["tf.data in short epochs"] = (lambda: tf_data(True), {"steps_per_epoch": 4})
@@ -209,7 +206,7 @@ def _distributed(dataset: Any) -> Any:
 
 
 @pytest.mark.one_backend("jax")
-@pytest.mark.nightly(unless=["arrays in short epochs"])
+@pytest.mark.nightly(unless=["arrays in short epochs", "unknown length"])
 @pytest.mark.parametrize("kind", INPUT)
 def test_input_continues_where_it_was(kind: str, tmp_path: Path) -> None:
     data, options = INPUT[kind]
@@ -236,15 +233,11 @@ def test_rows_of_a_loader_are_augmented_as_without_an_interruption(
     assert_resumed(tmp_path, lambda: augmenting_loader(shuffle), epochs=4)
 
 
-def test_an_interruption_after_an_epoch(tmp_path: Path) -> None:
-    assert_resumed(tmp_path, arrays, after=11, epochs=4)
+@pytest.mark.parametrize("options", [{"after": 11}, {"initial_epoch": 2, "epochs": 6}])
+def test_interruptions_after_an_epoch_and_a_first_one(tmp_path: Path, options) -> None:
+    assert_resumed(tmp_path, arrays, **{"epochs": 4, **options})
 
 
-def test_the_first_epoch_need_not_be_zero(tmp_path: Path) -> None:
-    assert_resumed(tmp_path, arrays, initial_epoch=2, epochs=6)
-
-
-@pytest.mark.one_backend("jax")
 @pytest.mark.one_backend("jax", "tensorflow")
 @pytest.mark.skipif(BACKEND == "torch", reason="Keras takes single steps on Torch")
 def test_several_steps_in_one_execution(tmp_path: Path) -> None:
@@ -253,15 +246,6 @@ def test_several_steps_in_one_execution(tmp_path: Path) -> None:
     fit(tmp_path / "other", arrays, after=3, **options)
     with pytest.raises(ValueError, match=r"no multiple of `steps_per_execution=4`"):
         fit(tmp_path / "other", arrays, steps_per_execution=4, epochs=4)
-
-
-@pytest.mark.one_backend("jax")
-def test_input_of_unknown_length(tmp_path: Path) -> None:
-    class Rows:
-        def __iter__(self) -> Iterator[Any]:
-            return iter(batches())
-
-    assert_resumed(tmp_path, lambda: _distributed(Rows()), epochs=4)
 
 
 def generator() -> Iterator[Any]:
@@ -273,12 +257,8 @@ def test_a_generator_needs_a_choice(tmp_path: Path) -> None:
     message = "cannot reposition.*would replay.*stream='skip'.*stream='continue'"
     with pytest.raises(ValueError, match=message):
         fit(tmp_path, generator, epochs=2, steps_per_epoch=3)
-
-
-def test_batches_of_a_generator_are_skipped(tmp_path: Path) -> None:
-    assert_resumed(
-        tmp_path, generator, epochs=6, steps_per_epoch=3, stream="skip", after=8
-    )
+    options = {"epochs": 6, "steps_per_epoch": 3, "stream": "skip", "after": 8}
+    assert_resumed(tmp_path, generator, **options)
 
 
 def test_a_stream_is_continued(tmp_path: Path) -> None:
@@ -308,50 +288,3 @@ def test_an_order_without_a_seed_is_a_warning(tmp_path: Path) -> None:
     dataset = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(ROWS).batch(5)
     with pytest.warns(UserWarning, match="shuffles without a seed"):
         fit(tmp_path, dataset)
-
-
-def test_data_of_another_size_are_an_error(tmp_path: Path) -> None:
-    fit(tmp_path, arrays, after=8, epochs=4)
-    with pytest.raises(ValueError, match=r"had 22 rows .* and has 20 now"):
-        fit(tmp_path, {"x": X[:20], "y": Y[:20], "batch_size": 5}, epochs=4)
-
-
-def test_a_list_of_callbacks_made_elsewhere_is_an_error(tmp_path: Path) -> None:
-    model = model_of()
-    callbacks = keras.callbacks.CallbackList(
-        [ks.callbacks.Resume(tmp_path)], model=model, epochs=1
-    )
-    with pytest.raises(RuntimeError, match="not in the list that `fit` was given"):
-        model.fit(X, Y, verbose=0, callbacks=callbacks)
-
-
-class Numbers:
-    """Rows that are their own numbers."""
-
-    rows, batch_size, within_batches = 7, 3, False
-
-    def batch(self, rows: Any) -> Any:
-        return list(rows)
-
-
-def test_any_position_in_an_order_is_reached_without_reading() -> None:
-    order = ShuffledBatches(Numbers(), seed=1)  # type: ignore[arg-type]
-    first = list(order.batches())
-    assert sorted(itertools.chain(*first)) == list(range(7))
-    assert [len(batch) for batch in first] == [3, 3, 1]
-    order.start = 3
-    second = list(order.batches())
-    assert second != first
-    order.start = 5
-    assert list(order.batches()) == second[2:]
-    assert list(ShuffledBatches(Numbers(), 2).batches()) != first  # type: ignore[arg-type]
-
-
-def test_rows_stay_in_their_batch() -> None:
-    numbers = Numbers()
-    numbers.within_batches = True
-    order = ShuffledBatches(numbers, seed=1)  # type: ignore[arg-type]
-    found = list(order.batches())
-    assert [sorted(batch) for batch in found] == [[0, 1, 2], [3, 4, 5], [6]]
-    order.start = 1
-    assert list(order.batches()) == found[1:]

@@ -26,13 +26,10 @@ def killed_after(seed: int, count: int) -> list[int]:
     return [rng.randint(4, STEPS // count - 1) for _ in range(count)]
 
 
-# JAX and TensorFlow compile their programs in each process, and are killed once by day.
-_ALL = pytest.param(2, marks=[] if BACKEND == "torch" else pytest.mark.nightly)
-
-
 @pytest.mark.one_backend("jax")
+@pytest.mark.nightly(unless=["1"])
 @pytest.mark.slow(seconds=9)
-@pytest.mark.parametrize("kills", [_ALL] if BACKEND == "torch" else [1, _ALL])
+@pytest.mark.parametrize("kills", [1, 2])
 def test_a_killed_training_ends_as_one_that_is_not(
     forker: Forker, tmp_path: Path, kills: int
 ) -> None:
@@ -66,14 +63,8 @@ def test_the_strategy_changes_between_kills(forker: Forker, tmp_path: Path) -> N
     assert_same_end(found, expected, ADAM_TOLERANCE)
 
 
-#: By day on the backend that compiles no programs; the elastic test has the other.
-_CNN = pytest.param("cnn", marks=[] if BACKEND == "torch" else pytest.mark.nightly)
-
-
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    "model", [_CNN, pytest.param("transformer", marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("model", ["cnn", "transformer"])
 def test_random_numbers_are_those_of_one_device(
     forker: Forker, tmp_path: Path, model: str
 ) -> None:
@@ -86,15 +77,3 @@ def test_random_numbers_are_those_of_one_device(
     found = killed.finished("workers")
     assert 0 < found.trained < expected.trained
     assert_same_end(found, expected, ADAM_TOLERANCE)
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(BACKEND != "torch", reason="a pair of backends is enough")
-def test_the_backend_changes_between_kills(forker: Forker, tmp_path: Path) -> None:
-    killed = Resumed(forker, tmp_path / "killed")
-    with Forker("jax") as other:
-        expected = Resumed(other, tmp_path / "whole").finished("none")
-        Resumed(other, tmp_path / "killed").killed("none", killed_after(3, 2)[0])
-    found = killed.finished("none")
-    assert found.trained < expected.trained
-    assert_same_end(found, expected, 1e-4)

@@ -12,6 +12,8 @@ from typing import Any
 import keras
 import numpy as np
 
+import keras_strategies as ks
+
 ROWS, CLASSES, STEPS = 11, 5, 6
 _rng = np.random.default_rng(0)
 X = _rng.normal(size=(ROWS, 4)).astype("float32")
@@ -34,18 +36,7 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class Function:
-    """A loss or metric.
-
-    Args:
-        name: str, its class.
-        targets: str, the targets.
-        activation: str, of the outputs.
-        joined: str, why it needs all rows: a part of the problem of its row proof;
-            empty if replicas compute it.
-        arguments: its arguments.
-        calls_itself: bool, whether its class has a `__call__` of its own, instead of a
-            `call`: it is given all rows, and no proof is asked for.
-    """
+    """A loss or metric."""
 
     name: str
     targets: str = "real"
@@ -58,115 +49,82 @@ class Function:
         return self.name
 
 
+def functions(
+    targets: str, activation: str, *names: str, **given: Any
+) -> list[Function]:
+    return [Function(name, targets, activation, **given) for name in names]
+
+
 # Looks whether all labels are 0 or 1.
 LABELS = "is a branch that depends on rows"
-#: Of Keras 3.16.
-#: Those that the lowest release of Keras has not; they are not on the page.
-NEWER_LOSSES = (
-    Function(
-        "SparseCategoricalFocalCrossentropy", "numbers", "softmax", calls_itself=True
-    ),
-)
-LOSSES = (
-    Function("BinaryCrossentropy", "flags", "sigmoid"),
-    Function("BinaryFocalCrossentropy", "flags", "sigmoid"),
-    Function("CategoricalCrossentropy", "one_hot", "softmax"),
-    Function("CategoricalFocalCrossentropy", "one_hot", "softmax"),
-    Function("CategoricalGeneralizedCrossEntropy", "numbers", "softmax"),
-    Function("CategoricalHinge", "one_hot"),
-    Function("Circle", "numbers", joined="reads the value of a tensor"),
-    Function("CosineSimilarity"),
-    Function("Dice", "flags", "sigmoid", joined="a sum over rows"),
-    Function("Hinge", "flags", joined=LABELS),
-    Function("Huber"),
-    Function("KLDivergence", "positive", "softplus"),
-    Function("LogCosh"),
-    Function("MeanAbsoluteError"),
-    Function("MeanAbsolutePercentageError"),
-    Function("MeanSquaredError"),
-    Function("MeanSquaredLogarithmicError", "positive", "softplus"),
-    Function("Poisson", "positive", "softplus"),
-    Function("SparseCategoricalCrossentropy", "numbers", "softmax"),
-    Function("SquaredHinge", "flags", joined=LABELS),
-    Function("Tversky", "flags", "sigmoid", joined="a sum over rows"),
-    *(loss for loss in NEWER_LOSSES if hasattr(keras.losses, loss.name)),
-)
+_SUMS = "a sum over rows"
+LOSSES = [
+    *functions("flags", "sigmoid", "BinaryCrossentropy", "BinaryFocalCrossentropy"),
+    *functions("flags", "sigmoid", "Dice", "Tversky", joined=_SUMS),
+    *functions("flags", "linear", "Hinge", "SquaredHinge", joined=LABELS),
+    *functions("one_hot", "softmax", "CategoricalCrossentropy"),
+    *functions("one_hot", "softmax", "CategoricalFocalCrossentropy"),
+    *functions("one_hot", "linear", "CategoricalHinge"),
+    *functions("numbers", "softmax", "CategoricalGeneralizedCrossEntropy"),
+    *functions("numbers", "softmax", "SparseCategoricalCrossentropy"),
+    *functions("numbers", "linear", "Circle", joined="reads the value of a tensor"),
+    *functions("real", "linear", "CosineSimilarity", "Huber", "LogCosh"),
+    *functions("real", "linear", "MeanAbsoluteError", "MeanAbsolutePercentageError"),
+    *functions("real", "linear", "MeanSquaredError"),
+    *functions("positive", "softplus", "KLDivergence", "MeanSquaredLogarithmicError"),
+    *functions("positive", "softplus", "Poisson"),
+]
+if hasattr(keras.losses, "SparseCategoricalFocalCrossentropy"):  # Of Keras 3.16.
+    _NEWER = "SparseCategoricalFocalCrossentropy"
+    LOSSES += functions("numbers", "softmax", _NEWER, calls_itself=True)
 
-_COUNTS = {"num_classes": CLASSES, "sparse_y_pred": False}
-METRICS = (
-    Function("AUC", "flags", "sigmoid"),
-    Function("Accuracy", "one_hot"),
-    Function("BinaryAccuracy", "flags", "sigmoid"),
-    Function("BinaryCrossentropy", "flags", "sigmoid"),
-    Function("BinaryIoU", "flags", "sigmoid"),
-    Function("CategoricalAccuracy", "one_hot", "softmax"),
-    Function("CategoricalCrossentropy", "one_hot", "softmax"),
-    Function("CategoricalHinge", "one_hot"),
-    Function("ConcordanceCorrelation"),
-    Function("CosineSimilarity"),
-    Function("F1Score", "one_hot", "softmax"),
-    Function("FBetaScore", "one_hot", "softmax"),
-    Function("FalseNegatives", "flags", "sigmoid"),
-    Function("FalsePositives", "flags", "sigmoid"),
-    Function("Hinge", "flags", joined=LABELS),
-    Function(
-        "IoU", "numbers", "softmax", arguments={**_COUNTS, "target_class_ids": [0, 1]}
+#: Arguments of metrics.
+_COUNT = {"num_classes": CLASSES}
+_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "IoU": {**_COUNT, "sparse_y_pred": False, "target_class_ids": [0, 1]},
+    "MeanIoU": {**_COUNT, "sparse_y_pred": False},
+    "OneHotIoU": {**_COUNT, "target_class_ids": [0]},
+    "OneHotMeanIoU": _COUNT,
+    "PrecisionAtRecall": {"recall": 0.5},
+    "RecallAtPrecision": {"precision": 0.5},
+    "SensitivityAtSpecificity": {"specificity": 0.5},
+    "SpecificityAtSensitivity": {"sensitivity": 0.5},
+    "SparseTopKCategoricalAccuracy": {"k": 2},
+    "TopKCategoricalAccuracy": {"k": 2},
+}
+_METRICS: dict[tuple[str, str], str] = {
+    ("flags", "sigmoid"): "AUC BinaryAccuracy BinaryCrossentropy BinaryIoU "
+    "FalseNegatives FalsePositives Precision PrecisionAtRecall Recall "
+    "RecallAtPrecision SensitivityAtSpecificity SpecificityAtSensitivity "
+    "TrueNegatives TruePositives",
+    ("one_hot", "softmax"): "CategoricalAccuracy CategoricalCrossentropy F1Score "
+    "FBetaScore OneHotIoU OneHotMeanIoU",
+    ("one_hot", "linear"): "Accuracy CategoricalHinge TopKCategoricalAccuracy",
+    ("numbers", "softmax"): "IoU MeanIoU SparseCategoricalAccuracy "
+    "SparseCategoricalCrossentropy",
+    ("numbers", "linear"): "SparseTopKCategoricalAccuracy",
+    ("real", "linear"): "ConcordanceCorrelation CosineSimilarity LogCoshError Mean "
+    "MeanAbsoluteError MeanAbsolutePercentageError MeanSquaredError "
+    "PearsonCorrelation R2Score RootMeanSquaredError Sum",
+    ("positive", "softplus"): "KLDivergence MeanSquaredLogarithmicError Poisson",
+}
+METRICS = [
+    *functions("flags", "linear", "Hinge", "SquaredHinge", joined=LABELS),
+    *(
+        Function(name, *outputs, arguments=_ARGUMENTS.get(name, {}))
+        for outputs, names in _METRICS.items()
+        for name in names.split()
     ),
-    Function("KLDivergence", "positive", "softplus"),
-    Function("LogCoshError"),
-    Function("Mean"),
-    Function("MeanAbsoluteError"),
-    Function("MeanAbsolutePercentageError"),
-    Function("MeanIoU", "numbers", "softmax", arguments=_COUNTS),
-    Function("MeanSquaredError"),
-    Function("MeanSquaredLogarithmicError", "positive", "softplus"),
-    Function(
-        "OneHotIoU",
-        "one_hot",
-        "softmax",
-        arguments={"num_classes": CLASSES, "target_class_ids": [0]},
-    ),
-    Function("OneHotMeanIoU", "one_hot", "softmax", arguments={"num_classes": CLASSES}),
-    Function("PearsonCorrelation"),
-    Function("Poisson", "positive", "softplus"),
-    Function("Precision", "flags", "sigmoid"),
-    Function("PrecisionAtRecall", "flags", "sigmoid", arguments={"recall": 0.5}),
-    Function("R2Score"),
-    Function("Recall", "flags", "sigmoid"),
-    Function("RecallAtPrecision", "flags", "sigmoid", arguments={"precision": 0.5}),
-    Function("RootMeanSquaredError"),
-    Function(
-        "SensitivityAtSpecificity", "flags", "sigmoid", arguments={"specificity": 0.5}
-    ),
-    Function("SparseCategoricalAccuracy", "numbers", "softmax"),
-    Function("SparseCategoricalCrossentropy", "numbers", "softmax"),
-    Function("SparseTopKCategoricalAccuracy", "numbers", arguments={"k": 2}),
-    Function(
-        "SpecificityAtSensitivity", "flags", "sigmoid", arguments={"sensitivity": 0.5}
-    ),
-    Function("SquaredHinge", "flags", joined=LABELS),
-    Function("Sum"),
-    Function("TopKCategoricalAccuracy", "one_hot", arguments={"k": 2}),
-    Function("TrueNegatives", "flags", "sigmoid"),
-    Function("TruePositives", "flags", "sigmoid"),
-)
+]
 
 
-def classes_of(module: Any, base: type) -> set[str]:
-    """The classes of a module of Keras that compute something."""
-    return {
-        name
-        for name, kind in vars(module).items()
-        if isinstance(kind, type) and issubclass(kind, base) and kind is not base
-    }
-
-
-def first_of(module: Any, base: type) -> dict[str, Any]:
-    """The classes of a module, by name; of several names of one class the first."""
+def names_in(module: Any, base: type) -> set[str]:
+    """The classes of a module of Keras; of several names of one class the first."""
     found: dict[Any, str] = {}
-    for name in sorted(classes_of(module, base)):
-        found.setdefault(getattr(module, name), name)
-    return {name: kind for kind, name in found.items()}
+    for name, kind in sorted(vars(module).items()):
+        if isinstance(kind, type) and issubclass(kind, base) and kind is not base:
+            found.setdefault(kind, name)
+    return set(found.values())
 
 
 class Rows(keras.Model):
@@ -193,12 +151,7 @@ class Rows(keras.Model):
 
 
 def loss_and_gradients(model: Any, loss: Any) -> tuple[Any, list[Any]]:
-    """A loss, and its gradients of a model's trainable variables.
-
-    Args:
-        model: the model.
-        loss: callable without arguments, the computation.
-    """
+    """A loss, and its gradients of a model's trainable variables."""
     read = [v.value for v in model.trainable_variables]
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
@@ -223,31 +176,26 @@ def results(
     is_masked: bool = False,
     batch_size: int = ROWS,
 ) -> dict[str, Any]:
-    """The results of one step on all rows, or of the last on fewer rows.
-
-    Args:
-        strategy: the strategy.
-        make: callable that returns the step's function, called in the scope.
-        x: the inputs.
-        y: the targets.
-        weights: the weights of the rows.
-        activation: str, of the outputs.
-        is_masked: bool, whether outputs have masks.
-        batch_size: int, the rows of a step.
-    """
+    """The results of one step on all rows, or of the last on fewer rows."""
     keras.utils.set_random_seed(1)
     with strategy.scope():
         model = Rows(activation, is_masked)
         model.build(x.shape)
         model.compile()
         model.function = make()
-    return dict(
-        model.evaluate(
-            x,
-            y,
-            sample_weight=weights,
-            batch_size=batch_size,
-            verbose=0,
-            return_dict=True,
+    options = {"batch_size": batch_size, "verbose": 0, "return_dict": True}
+    return dict(model.evaluate(x, y, sample_weight=weights, **options))
+
+
+def compared(*arguments: Any, count: int = 3, **options: Any) -> dict[str, Any]:
+    """The results of a step on several replicas, which are those of one device."""
+    expected = results(ks.OneDeviceStrategy("cpu:0"), *arguments, **options)
+    devices = [f"cpu:{i}" for i in range(count)]
+    found = results(ks.MirroredStrategy(devices), *arguments, **options)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        # Of all rows and weights; single gradients can cancel.
+        np.testing.assert_allclose(
+            found[name], value, rtol=2e-5, atol=2e-6, err_msg=name
         )
-    )
+    return found

@@ -24,42 +24,21 @@ from row_parts.functions import (
     WEIGHTS,
     Function,
     X,
-    first_of,
+    compared,
     loss_and_gradients,
-    results,
+    names_in,
 )
 
-import keras_strategies as ks
 from keras_strategies.runtime.data_parallel.data_parallel_call import DataParallelCall
-
-#: On TensorFlow, where each case traces programs, those by day whose code differs.
-BY_DAY = (
-    "AUC",
-    "BinaryCrossentropy",
-    "Circle",
-    "F1Score",
-    "Hinge",
-    "IoU",
-    "Mean",
-    "Precision",
-    "R2Score",
-    "SensitivityAtSpecificity",
-    "SparseCategoricalCrossentropy",
-    "TruePositives",
-)
 
 
 def cases(functions: Sequence[Function]) -> list[Any]:
     """Pairs of a function and whether rows have weights."""
-    found = []
-    for function in functions:
-        for has_weights in (False, True):
-            is_by_day = has_weights and function.name in BY_DAY
-            is_nightly = keras.backend.backend() == "tensorflow" and not is_by_day
-            name = f"{function}-{'weights' if has_weights else ''}"
-            marks = pytest.mark.nightly if is_nightly else ()
-            found.append(pytest.param(function, has_weights, id=name, marks=marks))
-    return found
+    return [
+        pytest.param(function, has_weights, id=f"{function}-{'weights' * has_weights}")
+        for function in functions
+        for has_weights in (False, True)
+    ]
 
 
 REDUCTIONS = ("sum_over_batch_size", "sum", "mean", "mean_with_sample_weight", "none")
@@ -106,15 +85,6 @@ def differentiated(make_losses: Any) -> Any:
     return make
 
 
-def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        # Of all rows and weights; single gradients can cancel.
-        np.testing.assert_allclose(
-            found[name], value, rtol=2e-5, atol=2e-6, err_msg=name
-        )
-
-
 def check(function: Function, problems: list[str | None]) -> None:
     assert bool(problems) != function.calls_itself
     for problem in problems:
@@ -124,6 +94,7 @@ def check(function: Function, problems: list[str | None]) -> None:
             assert problem is None
 
 
+@pytest.mark.one_backend("torch", "tensorflow")
 @pytest.mark.nightly(
     unless=[
         "Dice-",
@@ -142,23 +113,17 @@ def test_losses(function: Function, has_weights: bool, problems: Any) -> None:
     def losses() -> dict[str, Any]:
         return {name: kind(reduction=name) for name in REDUCTIONS}
 
-    arguments = (
-        differentiated(losses),
-        X,
-        TARGETS[function.targets],
-        weights,
-        function.activation,
-    )
-    expected = results(ks.OneDeviceStrategy("cpu:0"), *arguments)
-    found = results(ks.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]), *arguments)
-    assert_equal(found, expected)
+    targets = TARGETS[function.targets]
+    compared(differentiated(losses), X, targets, weights, function.activation)
     check(function, problems)
 
 
-def test_all_losses_are_in_the_table() -> None:
+def test_all_of_keras_are_in_the_tables() -> None:
     # CTC loss is tested below.
-    names = set(first_of(keras.losses, keras.losses.Loss)) - {"CTC"}
-    assert names == {function.name for function in LOSSES}
+    losses = names_in(keras.losses, keras.losses.Loss) - {"CTC"}
+    metrics = names_in(keras.metrics, keras.metrics.Metric) - {"MeanMetricWrapper"}
+    assert losses == {function.name for function in LOSSES}
+    assert metrics == {function.name for function in METRICS}
 
 
 @pytest.mark.one_backend("torch")
@@ -167,37 +132,20 @@ def test_masked_losses(reduction: str, problems: Any) -> None:
     def losses() -> dict[str, Any]:
         return {"loss": keras.losses.SparseCategoricalCrossentropy(reduction=reduction)}
 
-    arguments = differentiated(losses), SEQUENCES, TARGETS["steps"]
-    expected = results(
-        ks.OneDeviceStrategy("cpu:0"), *arguments, None, "softmax", is_masked=True
-    )
-    found = results(
-        ks.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]),
-        *arguments,
-        None,
-        "softmax",
-        is_masked=True,
-    )
-    assert_equal(found, expected)
+    arguments = differentiated(losses), SEQUENCES, TARGETS["steps"], None, "softmax"
+    compared(*arguments, is_masked=True)
     assert problems == [None]
 
 
 def test_masked_losses_with_weights(problems: Any) -> None:
-    """Keras on Torch multiplies the weights by the mask in place: rows are joined.
-
-    Else replicas compute it.
-    """
+    """Keras on Torch multiplies the weights by the mask in place: rows are joined."""
 
     def losses() -> dict[str, Any]:
         return {"loss": keras.losses.SparseCategoricalCrossentropy()}
 
     weights = np.repeat(WEIGHTS[:, None], 6, axis=1)
     arguments = differentiated(losses), SEQUENCES, TARGETS["steps"], weights, "softmax"
-    expected = results(ks.OneDeviceStrategy("cpu:0"), *arguments, is_masked=True)
-    found = results(
-        ks.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]), *arguments, is_masked=True
-    )
-    assert_equal(found, expected)
+    compared(*arguments, is_masked=True)
     in_place = "its code changes a tensor in place that may be an argument"
     is_torch = keras.backend.backend() == "torch"
     assert problems == [in_place if is_torch else None]
@@ -206,10 +154,8 @@ def test_masked_losses_with_weights(problems: Any) -> None:
 @pytest.mark.one_backend("torch", "tensorflow")
 def test_ctc(problems: Any) -> None:
     targets = np.clip(TARGETS["steps"][:, :2], 1, 4)
-    arguments = differentiated(lambda: {"loss": keras.losses.CTC()}), SEQUENCES, targets
-    expected = results(ks.OneDeviceStrategy("cpu:0"), *arguments)
-    found = results(ks.MirroredStrategy(["cpu:0", "cpu:1"]), *arguments)
-    assert_equal(found, expected)
+    make = differentiated(lambda: {"loss": keras.losses.CTC()})
+    compared(make, SEQUENCES, targets, count=2)
     [problem] = problems
     assert problem is None
 
@@ -265,97 +211,8 @@ def test_losses_of_users(problems: Any) -> None:
             "normalized": of_function(normalized),
         }
 
-    arguments = differentiated(losses), X, TARGETS["real"]
-    expected = results(ks.OneDeviceStrategy("cpu:0"), *arguments)
-    found = results(ks.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]), *arguments)
-    assert_equal(found, expected)
+    compared(differentiated(losses), X, TARGETS["real"])
     assert [problem is None for problem in problems] == [True, True, False, False]
-
-
-def test_a_changed_attribute_of_a_loss_is_seen() -> None:
-    def make() -> Any:
-        loss = Ratio()
-
-        def step(model: Any, x: Any, y: Any, weights: Any) -> dict[str, Any]:
-            first = loss(y, model(x))
-            loss.scale = 3.0
-            loss.reduction = "sum"
-            return {"first": first, "second": loss(y, model(x))}
-
-        return step
-
-    expected = results(ks.OneDeviceStrategy("cpu:0"), make, X, TARGETS["real"])
-    found = results(
-        ks.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]), make, X, TARGETS["real"]
-    )
-    assert_equal(found, expected)
-
-
-def test_names_of_metrics_with_slashes(problems: Any) -> None:
-    def make() -> Any:
-        loss = keras.losses.MeanSquaredError()
-        metric = keras.metrics.MeanSquaredError(name="mean/error")
-
-        def step(model: Any, x: Any, y: Any, weights: Any) -> dict[str, Any]:
-            metric.update_state(y, model(x))
-            return {"loss": loss(y, model(x)), "metric": metric.result()}
-
-        return step
-
-    expected = results(ks.OneDeviceStrategy("cpu:0"), make, X, TARGETS["real"])
-    found = results(ks.MirroredStrategy(["cpu:0", "cpu:1"]), make, X, TARGETS["real"])
-    assert_equal(found, expected)
-    assert problems == [None, None]
-
-
-class Counting(Ratio):
-    """Counts its calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def call(self, y_true: Any, y_pred: Any) -> Any:
-        self.calls += 1
-        return super().call(y_true, y_pred)
-
-
-@pytest.mark.one_backend("torch", "tensorflow")
-def test_losses_that_change_are_called_as_often_as_on_one_device(
-    problems: Any,
-) -> None:
-    kept = []
-
-    def keeping(y_true: Any, y_pred: Any) -> Any:
-        kept.append(y_pred)
-        return keras.ops.mean(keras.ops.square(y_true - y_pred), axis=-1)
-
-    def make() -> Any:
-        counting = Counting()
-        wrapped = keras.losses.get(keeping)
-        compiled = keras.metrics.MeanMetricWrapper(keeping)
-        own = of_function(keeping)
-
-        def step(model: Any, x: Any, y: Any, weights: Any) -> dict[str, Any]:
-            found = {"counting": counting(y, model(x)), "own": own(y, model(x))}
-            compiled.update_state(y, model(x))
-            found["again"] = counting(y, model(x))
-            found["kept"] = keras.ops.sum(wrapped(y, model(x)))
-            found["metric"] = compiled.result()
-            found["calls"] = counting.calls
-            found["rows"] = sum(each.shape[0] for each in kept)
-            kept.clear()
-            return found
-
-        return step
-
-    expected = results(ks.OneDeviceStrategy("cpu:0"), make, X, TARGETS["real"])
-    found = results(
-        ks.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]), make, X, TARGETS["real"]
-    )
-    assert_equal(found, expected)
-    assert found["calls"] == 2
-    assert None not in problems
 
 
 def updated(function: Function) -> Any:
@@ -389,22 +246,9 @@ _WITHOUT_WEIGHTS = ("BinaryIoU",)
 def test_metrics(function: Function, has_weights: bool, problems: Any) -> None:
     has_weights = has_weights and function.name not in _WITHOUT_WEIGHTS
     weights = WEIGHTS if has_weights else None
-    arguments = (
-        updated(function),
-        X,
-        TARGETS[function.targets],
-        weights,
-        function.activation,
-    )
-    expected = results(ks.OneDeviceStrategy("cpu:0"), *arguments)
-    found = results(ks.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]), *arguments)
-    assert_equal(found, expected)
+    targets = TARGETS[function.targets]
+    compared(updated(function), X, targets, weights, function.activation)
     check(function, problems)
-
-
-def test_all_metrics_are_in_the_table() -> None:
-    names = set(first_of(keras.metrics, keras.metrics.Metric)) - {"MeanMetricWrapper"}
-    assert names == {function.name for function in METRICS}
 
 
 def test_metrics_of_functions_and_users(problems: Any) -> None:
@@ -437,9 +281,5 @@ def test_metrics_of_functions_and_users(problems: Any) -> None:
 
         return step
 
-    expected = results(ks.OneDeviceStrategy("cpu:0"), make, X, TARGETS["real"])
-    found = results(
-        ks.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]), make, X, TARGETS["real"]
-    )
-    assert_equal(found, expected)
+    compared(make, X, TARGETS["real"])
     assert [problem is None for problem in problems] == [True, True, False, False]

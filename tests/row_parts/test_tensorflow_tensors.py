@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import keras
-import numpy as np
 import pytest
 
 if keras.backend.backend() != "tensorflow":
     pytest.skip("tensors of TensorFlow", allow_module_level=True)
 
 import tensorflow as tf
-from row_parts.functions import CLASSES, TARGETS, X, results
+from row_parts.functions import CLASSES, TARGETS, X, compared, results
 
 import keras_strategies as ks
 from keras_strategies.engines.tensorflow.data_parallel.row_parts import (
@@ -37,11 +36,7 @@ def _read(use: Any) -> Any:
 
 
 def joins_of(use: Any, batch_size: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Compares a use of outputs on replicas with one on one device.
-
-    Returns:
-        How many outputs or gradients are joined on three replicas.
-    """
+    """Compares a use of outputs on replicas with one on one device."""
     joined = []
     original = TensorFlowRowParts.joined_silently
 
@@ -51,19 +46,7 @@ def joins_of(use: Any, batch_size: int, monkeypatch: pytest.MonkeyPatch) -> int:
         return original(self)
 
     monkeypatch.setattr(TensorFlowRowParts, "joined_silently", noted)
-    arguments = _read(use), X, TARGETS["real"]
-    expected = results(ks.OneDeviceStrategy("cpu:0"), *arguments, batch_size=batch_size)
-    assert not joined
-    found = results(
-        ks.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]),
-        *arguments,
-        batch_size=batch_size,
-    )
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        np.testing.assert_allclose(
-            found[name], value, rtol=1e-5, atol=1e-6, err_msg=name
-        )
+    compared(_read(use), X, TARGETS["real"], batch_size=batch_size)
     return len(joined)
 
 
@@ -216,16 +199,12 @@ USES = {
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
 def test_uses(use: Any, batch_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     joins = joins_of(use, batch_size, monkeypatch)
-    print("joins", joins)
     if USES[use] is not None:
         assert joins == USES[use]
 
 
 def test_targets_of_another_unknown_length_are_an_error() -> None:
-    """Where their length is not known in the program, it is checked when it runs.
-
-    Programs of Keras's nightly know it.
-    """
+    """Where their length is not known in the program, it is checked when it runs."""
 
     def make() -> Any:
         def step(model: Any, x: Any, y: Any, weights: Any) -> dict[str, Any]:

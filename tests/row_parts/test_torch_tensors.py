@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
-import weakref
 from typing import Any
 
 import keras
@@ -16,10 +14,7 @@ if keras.backend.backend() != "torch":
     pytest.skip("tensors of Torch", allow_module_level=True)
 
 import torch
-from row_parts.functions import TARGETS, X, results
-
-import keras_strategies as ks
-from keras_strategies.engines.torch.data_parallel.row_parts import TorchRowParts
+from row_parts.functions import TARGETS, X, compared
 
 
 def _read(use: Any) -> Any:
@@ -41,16 +36,6 @@ def _read(use: Any) -> Any:
         return step
 
     return make
-
-
-def assert_same_use(use: Any) -> None:
-    """Compares a use of outputs on three replicas with one on one device."""
-    arguments = _read(use), X, TARGETS["real"]
-    expected = results(ks.OneDeviceStrategy("cpu:0"), *arguments)
-    found = results(ks.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]), *arguments)
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-6)
 
 
 def gradients(model: Any, *losses: Any) -> list[Any]:
@@ -178,137 +163,4 @@ def of_layers(y: Any, model: Any) -> Any:
     ],
 )
 def test_uses(use: Any) -> None:
-    assert_same_use(use)
-
-
-def test_text_is_that_of_a_tensor() -> None:
-    texts = []
-
-    def use(y: Any, model: Any) -> Any:
-        texts.append(repr(y))
-        return 0
-
-    assert_same_use(use)
-    plain, parts = texts
-    assert parts.splitlines()[0].replace("TorchRowParts", "tensor")[:20] == plain[:20]
-
-
-def test_a_tensor_with_a_gradient_is_no_array() -> None:
-    errors = []
-
-    def use(y: Any, model: Any) -> Any:
-        with pytest.raises(RuntimeError) as error:
-            y.numpy()
-        errors.append(str(error.value))
-        return 0
-
-    assert_same_use(use)
-    assert errors[0] == errors[1]
-
-
-class Chain(keras.Model):
-    """Its step calls one layer with the outputs of another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = keras.layers.Dense(8, activation="tanh")
-        self.second = keras.layers.Dense(3)
-
-    def call(self, x: Any) -> Any:
-        return self.second(self.first(x))
-
-    def train_step(self, data: Any) -> Any:
-        x, y = data
-        hidden = self.first(x)
-        outputs = self.second(hidden)
-        self.zero_grad()
-        loss = self.compute_loss(x=x, y=y, y_pred=outputs)
-        loss.backward()
-        variables = self.trainable_variables
-        with torch.no_grad():
-            self.optimizer.apply([v.value.grad for v in variables], variables)
-        return {"loss": loss.detach()}
-
-
-def test_layers_take_parts_of_other_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    joined = []
-    original = TorchRowParts.joined
-
-    def noted(self: Any) -> Any:
-        joined.append(self.shape)
-        return original(self)
-
-    monkeypatch.setattr(TorchRowParts, "joined", noted)
-
-    def trained(strategy: Any) -> list[Any]:
-        keras.utils.set_random_seed(2)
-        with strategy.scope():
-            model = Chain()
-            model.build((None, 4))
-            model.compile(keras.optimizers.SGD(0.1), "mse")
-        y = TARGETS["real"][:, :3]
-        history = model.fit(X, y, batch_size=4, epochs=2, shuffle=False, verbose=0)
-        return [*map(np.asarray, history.history["loss"]), *model.get_weights()]
-
-    expected = trained(ks.OneDeviceStrategy("cpu:0"))
-    found = trained(ks.MirroredStrategy(["cpu:0", "cpu:1"]))
-    for one, other in zip(expected, found, strict=True):
-        np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-6)
-    assert joined == []
-
-
-class _Looks(Chain):
-    def train_step(self, data: Any) -> Any:
-        x, _ = data
-        self(x, training=True) + 1
-        return super().train_step(data)
-
-
-def test_a_step_that_needs_all_rows_says_so_once(caplog: Any) -> None:
-    with ks.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
-        model = _Looks()
-        model.build((None, 4))
-        model.compile("sgd", keras.losses.Dice())
-    with caplog.at_level("INFO", "keras_strategies.row_parts"):
-        model.fit(X, TARGETS["flags"][:, :3], batch_size=6, epochs=2, verbose=0)
-    found = [record.getMessage() for record in caplog.records]
-    lines = [text for text in found if f"{__file__}:" in text]
-    # The sum in the step, and the loss that `compute_loss` calls.
-    assert len(lines) == 2
-    assert "(6, 3)" in lines[0] and "joined on one device" in lines[0]
-    proofs = [text for text in found if "'dice' gets all rows" in text]
-    assert 1 <= len(proofs) <= 2  # One for each number of rows.
-    assert "a sum over rows" in proofs[0]
-
-
-def test_outputs_of_a_step_are_freed_without_the_garbage_collector() -> None:
-    made: list[weakref.ref[Any]] = []
-
-    class Watched(keras.Sequential):
-        def train_step(self, data: Any) -> Any:
-            gone.append([each() is None for each in made])
-            return super().train_step(data)
-
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            found = super().__call__(*args, **kwargs)
-            if isinstance(found, TorchRowParts):
-                made.append(weakref.ref(found))
-                made.extend(map(weakref.ref, found.parts))
-            return found
-
-    gone: list[list[bool]] = []
-    x, y = np.ones((20, 3), "float32"), np.ones((20, 2), "float32")
-    with ks.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
-        model = Watched([keras.Input((3,)), keras.layers.Dense(2)])
-        model.compile("sgd", "mse", metrics=["mae"])
-    model.fit(x, y, batch_size=4, verbose=0)
-    made.clear()
-    gone.clear()
-    gc.collect()
-    gc.disable()
-    try:
-        model.fit(x, y, batch_size=4, verbose=0)
-    finally:
-        gc.enable()
-    assert [len(each) for each in gone] == [0, 3, 6, 9, 12]
-    assert all(map(all, gone))
+    compared(_read(use), X, TARGETS["real"])

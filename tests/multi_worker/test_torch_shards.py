@@ -1,0 +1,322 @@
+"""Torch: weights in shards in code around layers, optimizers, files, errors, plans."""
+
+from __future__ import annotations
+
+import time
+
+import keras
+import numpy as np
+import pytest
+from harness.training import as_arrays, assert_workers, state_of
+from multi_worker.clusters import own_cluster
+from multi_worker.torch_shards import cut, fit, network, rows
+
+import keras_strategies as ks
+
+if keras.backend.backend() != "torch":
+    pytest.skip("shards of Torch", allow_module_level=True)
+
+BOTH_LAYOUTS = pytest.mark.parametrize(
+    ("layout_map", "width"), [("fsdp", 1), ("auto", 2)]
+)
+
+#: By the kind of operation, a number of a weight of shape (8, 4). Rows are divided.
+OPERATIONS = {
+    "entries": lambda w, torch: (w * w.abs() + 0.5 * w).sum(),
+    "comparison": lambda w, torch: torch.where(w > 0.1, w, -w).sum(),
+    "another of its shape": lambda w, torch: (w * full(torch)).sum(),
+    "a row for all": lambda w, torch: (w * full(torch)[:1]).sum(),
+    "sum of rows": lambda w, torch: (w.sum(0) ** 2).max(),
+    "mean": lambda w, torch: w.mean(),
+    "norm": lambda w, torch: torch.linalg.vector_norm(w),
+    "product": lambda w, torch: (w.T @ w).diagonal().sum(),
+    "shape": lambda w, torch: (w.reshape(4, 8)[1] * w.flatten()[:8]).sum(),
+    "order": lambda w, torch: (w.sort(0).values * full(torch)).sum(),
+    "rows by number": lambda w, torch: (w[torch.tensor([5, 0, 5])] ** 3).sum(),
+    "joined": lambda w, torch: torch.cat([w, 2 * w[:3]]).square().mean(),
+    "gradient of a gradient": lambda w, torch: slope(w, torch).square().sum(),
+    "random numbers": lambda w, torch: (w * torch.rand_like(w)).sum(),
+}
+
+
+def full(torch):
+    return torch.arange(32.0).reshape(8, 4) / 7
+
+
+def slope(w, torch):
+    (found,) = torch.autograd.grad((w**3).sum(), w, create_graph=True)
+    return found
+
+
+def computed(strategy):
+    """The results and gradients of all operations on a weight."""
+    import torch
+
+    with strategy.scope():
+        kernel = keras.layers.Dense(4, use_bias=False)
+        kernel.build((None, 8))
+        kernel.set_weights([np.random.default_rng(1).normal(size=(8, 4)) / 3])
+        value, found = kernel.kernel.value, {}
+        for name, operation in OPERATIONS.items():
+            torch.manual_seed(5)
+            result = operation(value, torch)
+            (gradient,) = torch.autograd.grad(result, value)
+            both = (result.detach(), gradient)
+            found[name] = [keras.ops.convert_to_numpy(each) for each in both]
+    return as_arrays(found), value
+
+
+def test_operations_and_their_gradients(cluster):
+    def program(strategy):
+        found, value = computed(cut())
+        assert value.to_local().shape == (4, 4)
+        return found
+
+    expected, _ = computed(ks.OneDeviceStrategy("cpu:0"))
+    assert_workers(expected, cluster(program), 1e-6)
+
+
+#: Those that update shards, and those that need full weights.
+OPTIMIZERS = {
+    **{
+        name: {"gradient_accumulation_steps": 2}
+        for name in ("SGD", "AdamW", "Nadam", "Adagrad")
+    },
+    "Adafactor": {"clipnorm": 0.02},
+    "Muon": {"global_clipnorm": 0.02},
+    "Lamb": {"clipvalue": 0.02},
+}
+
+
+def trained(strategy, name, is_built_outside=False):
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+    optimizer = getattr(keras.optimizers, name)(0.01, **OPTIMIZERS[name])
+    if is_built_outside:
+        # Its slots are no shards, and are updated with the weights' full values.
+        optimizer.build(model.trainable_variables)
+    with strategy.scope():
+        model.compile(optimizer, "mse")
+    return as_arrays({"loss": fit(model)} | state_of(model))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(cluster, name):
+    for is_built_outside in (False, True):
+        expected = trained(ks.OneDeviceStrategy("cpu:0"), name, is_built_outside)
+
+        def program(strategy, is_built_outside=is_built_outside):
+            return trained(cut(), name, is_built_outside)
+
+        assert_workers(expected, cluster(program))
+
+
+# Files.
+
+
+def test_the_ordinary_file_goes_on_anywhere(cluster, tmp_path):
+    x, y = rows()
+
+    def save(strategy, folder):
+        model = network(cut())
+        path = f"{folder}/{{epoch}}.keras"
+        fit(model, [keras.callbacks.ModelCheckpoint(path)])
+        return model.get_weights()
+
+    def score(strategy, folder):
+        with cut("auto", 2).scope():
+            model = keras.models.load_model(f"{folder}/2.keras")
+        found = model.evaluate(x, y, verbose=0)
+        assert np.isfinite(fit(model)).all()
+        return found
+
+    saved = cluster(save, str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1.keras", "2.keras"]
+    here = keras.models.load_model(tmp_path / "2.keras")
+    for own in saved:
+        for one, two in zip(here.get_weights(), own, strict=True):
+            np.testing.assert_array_equal(one, two)
+    expected = here.evaluate(x, y, verbose=0)
+    np.testing.assert_allclose(cluster(score, str(tmp_path)), expected, rtol=1e-5)
+
+
+def test_each_process_writes_and_reads_its_shards(cluster, tmp_path):
+    """A checkpoint goes on under another layout, on all weights, and in one process."""
+
+    def save(strategy, folder):
+        own = cut()
+        model = network(own, rate=0.0)
+        fit(model)
+        assert [own.save_sharded(model, folder, keep=2) for _ in range(3)] == [1, 2, 3]
+        saved = model.get_weights()
+        return saved, fit(model), model.get_weights()
+
+    def load(strategy, folder, layout_map, width):
+        own = strategy if layout_map is None else cut(layout_map, width)
+        model = network(own, rate=0.0)
+        assert own.load_sharded(model, folder) == 3
+        return model.get_weights(), fit(model), model.get_weights()
+
+    (saved, losses, after), *_ = cluster(save, str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]
+    files = {path.name: path.stat().st_size for path in (tmp_path / "3").iterdir()}
+    parts = [size for name, size in files.items() if name.endswith(".distcp")]
+    assert len(parts) == 2
+    assert max(parts) < 0.7 * sum(parts)
+    found = cluster(load, str(tmp_path), "auto", 2)
+    found += cluster(load, str(tmp_path), None, 1)
+    found.append(load(ks.OneDeviceStrategy("cpu:0"), tmp_path, None, 1))
+    for weights, losses_of, last in found:
+        for value, expected in zip(weights, saved, strict=True):
+            np.testing.assert_array_equal(value, expected)
+        np.testing.assert_allclose(losses_of, losses, rtol=1e-5)
+        for value, expected in zip(last, after, strict=True):
+            np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-6)
+
+
+# Errors.
+
+
+def test_what_cannot_be(cluster, tmp_path):
+    def program(strategy, folder):
+        own = cut()
+        with pytest.raises(RuntimeError, match="needs its own process"):
+            ks.ModelParallelStrategy("fsdp", ["cpu:0", "cpu:1"])
+        model = network(own)
+        with pytest.raises(ValueError, match="BackupAndRestore was given"):
+            fit(model, [keras.callbacks.BackupAndRestore(folder)])
+
+    cluster(program, str(tmp_path))
+    # A process alone is told how to start.
+    text = r"(?s)without a cluster.* launch --workers N"
+    with pytest.raises(RuntimeError, match=text):
+        ks.ModelParallelStrategy("fsdp", ["cpu:0"])
+
+
+class FailingModel(keras.Sequential):
+    """Raises an error in the steps of one process."""
+
+    fails = False
+
+    def train_step(self, data):
+        if self.fails:
+            raise OSError("the disk is full")
+        return super().train_step(data)
+
+
+@pytest.mark.nightly(unless=["step"])
+@pytest.mark.parametrize("place", ["callback", "step"])
+def test_an_error_in_one_process_is_named_in_the_others(forker, place):
+    """Soon: the others wait for the decisions of callbacks, or for a collective."""
+
+    def program(strategy):
+        index = strategy.workers.group.index
+
+        class Failing(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                if index == 1 and batch == 1:
+                    if place == "callback":
+                        raise OSError("the disk is full")
+                    self.model.fails = True
+
+        with cut().scope():
+            model = FailingModel([keras.Input((8,)), keras.layers.Dense(4)])
+            model.compile("sgd", "mse")
+        fit(model)
+        start = time.monotonic()
+        with pytest.raises(OSError if index else ks.errors.WorkerError) as caught:
+            fit(model, [Failing()])
+        return str(caught.value), time.monotonic() - start
+
+    with own_cluster(forker) as cluster:
+        (one, seconds), (other, _) = cluster(program)
+    assert "the disk is full" in other
+    assert "Worker 1" in one and "the disk is full" in one
+    # Their timeout is 60 seconds.
+    assert seconds < 20
+
+
+# Plans.
+
+
+@pytest.mark.nightly(unless=["two-auto-2"])
+@BOTH_LAYOUTS
+def test_a_plan_has_the_bytes_and_the_peak_of_a_step(cluster, layout_map, width):
+    """Wide layers: shards, packs of weights and activations all count."""
+
+    def program(strategy):
+        from keras_strategies.engines.torch.compat import memory_tracker, tracked_bytes
+
+        options = ks.CommunicationOptions(bytes_per_pack=2**18)
+        own = ks.ModelParallelStrategy(
+            layout_map,
+            ["cpu:0"],
+            width,
+            min_shard_bytes=0,
+            communication_options=options,
+        )
+
+        def build():
+            hidden = [keras.layers.Dense(256, "gelu") for _ in range(6)]
+            model = keras.Sequential([keras.Input((256,)), *hidden])
+            model.compile("adam", "mse")
+            return model
+
+        plan = own.plan(build, ((512, 256), (512, 256)))
+        with own.scope():
+            model = build()
+        x = np.zeros((512, 256), "float32")
+        model.fit(x, x, batch_size=512, verbose=0)
+        with memory_tracker() as tracker:
+            model.fit(x, x, batch_size=512, verbose=0)
+        state = own.describe(model).totals["cpu:0"]
+        kinds = ("weight", "slot", "metric")
+        planned = sum(plan.bytes_per_device(kind)["cpu:0"] for kind in kinds)
+        assert planned == state and plan.sent > 0
+        assert "reduce-scatter of gradients" in str(plan)
+        return plan.peak, tracked_bytes(tracker, "peak") + state
+
+    for planned, found in cluster(program):
+        assert planned == pytest.approx(found, rel=0.15)
+
+
+def test_what_fits_into_the_memory_of_a_device(cluster):
+    """Wide layers in shards; many rows by accumulation; the numbers of one device."""
+
+    def build():
+        hidden = [keras.layers.Dense(64, "gelu") for _ in range(4)]
+        model = keras.Sequential([keras.Input((64,)), *hidden])
+        model.compile(keras.optimizers.SGD(0.1, 0.9), "mse")
+        return model
+
+    rng = np.random.default_rng(0)
+    x, y = (rng.normal(size=(64, 64)).astype("float32") for _ in range(2))
+
+    def weights(model, batch_size):
+        model.fit(x, y, batch_size=batch_size, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    keras.utils.set_random_seed(3)
+    with ks.OneDeviceStrategy("cpu:0").scope():
+        model = build()
+    expected = weights(model, 64)
+
+    def program(strategy):
+        def fit_into(memory):
+            return ks.fit_into(
+                memory, build, ((64, 64), (64, 64)), ["cpu:0"], min_shard_bytes=0
+            )
+
+        ample = fit_into("1 GiB")
+        least = min(each.peak for each in ample.tried if each.peak is not None)
+        chosen = fit_into(least - 1)
+        keras.utils.set_random_seed(3)
+        found = weights(chosen.make_model(build), chosen.batch_size)
+        return ample.choice.layout, chosen.choice, found
+
+    for layout, choice, found in cluster(program):
+        assert layout == "replicated"
+        assert choice.rematerializes or choice.accumulation_steps > 1
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
