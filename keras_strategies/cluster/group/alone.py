@@ -76,6 +76,3 @@ class AloneClient:
 
     def leave(self, *, is_complete: bool = True, how: str = "") -> None:
         pass
-
-    def abandon(self) -> None:
-        pass

@@ -512,16 +512,6 @@ class WorkerGroup(GroupListener):
         self._client.leave()
         reap(0.5)
 
-    def abandon(self) -> None:
-        """Ends the connection at once, as the end of the process does."""
-        self.close()
-        self._client.abandon()
-        self._ended_by("it left the group")
-
-    def end(self, how: str) -> None:
-        """Ends all calls that wait for other workers, with an error."""
-        self._ended_by(how)
-
     def _ended_by(self, how: str) -> None:
         with self._condition:
             if self._loss is None:
