@@ -22,29 +22,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from keras_strategies.lead import files, generations, values
-from keras_strategies.lead.events import (
-    TICK,
-    Absent,
-    Arrived,
-    AskStatus,
-    AwaitsFile,
-    Beat,
-    Begun,
-    Bye,
-    Failed,
-    Gone,
-    Hello,
-    Holds,
-    Message,
-    Overdue,
-    Ready,
-    Saved,
-    Snapshot,
-    Stack,
-    Stop,
-    Tick,
-)
+from keras_strategies.lead import events, files, generations, values
+from keras_strategies.lead.events import TICK, Beat, Message
 from keras_strategies.lead.state import (
     EXITED,
     KnownWorker,
@@ -74,35 +53,25 @@ def step(state: LeadState, event: Any) -> tuple[LeadState, Out]:
     """
     out: Out = []
     if state.is_over:
-        if isinstance(event, Hello):
-            out.append(_over_message(event.uid, state.verdict, state.is_misuse))
-        elif isinstance(event, Bye):
+        if isinstance(event, events.Hello):
+            generations.tell_over((event.uid,), state.verdict, out, state.is_misuse)
+        elif isinstance(event, events.Bye):
             out.append(Message((event.uid,), "bye", {}))
             state = without(state, event.uid)
-        elif isinstance(event, Gone):
+        elif isinstance(event, events.Gone):
             state = without(state, event.uid)
         return state, out
     return _HANDLERS[type(event)](state, event, out), out
 
 
-def _over_message(uid: str, error: str, is_misuse: bool) -> Message:
-    return Message(
-        (uid,), "over", {"error": error, "is_misuse": is_misuse, "loss": None}
-    )
-
-
 # Connections
 
 
-def _hello(state: LeadState, event: Hello, out: Out) -> LeadState:
+def _hello(state: LeadState, event: events.Hello, out: Out) -> LeadState:
     state = replace(state, same=state.same or (event.index, event.same))
     if (why := _difference(state, event)) is not None:
-        out.append(_over_message(event.uid, why, is_misuse=True))
-        return (
-            state
-            if state.has_run
-            else generations.over(state, why, out, is_misuse=True)
-        )
+        generations.tell_over((event.uid,), why, out, is_misuse=True)
+        return state if state.has_run else generations.over(state, why, out, True)
     if not state.workers and not state.group.number:
         state = changed_group(state, since=state.clock)
     if event.uid not in state.workers:
@@ -148,7 +117,7 @@ def _report_arrivals(state: LeadState, worker: KnownWorker, out: Out) -> None:
         out.append(Message(tuple(first), "arrival", body))
 
 
-def _difference(state: LeadState, event: Hello) -> str | None:
+def _difference(state: LeadState, event: events.Hello) -> str | None:
     """The reason to refuse a worker with other versions or settings."""
     assert state.same is not None
     other, same = state.same
@@ -163,7 +132,7 @@ def _difference(state: LeadState, event: Hello) -> str | None:
     return None
 
 
-def _gone(state: LeadState, event: Gone, out: Out) -> LeadState:
+def _gone(state: LeadState, event: events.Gone, out: Out) -> LeadState:
     if event.uid not in state.workers:
         return state
     worker = state.workers[event.uid]
@@ -175,7 +144,7 @@ def _gone(state: LeadState, event: Gone, out: Out) -> LeadState:
     return generations.lose(state, worker, "its process or its connection ended", out)
 
 
-def _bye(state: LeadState, event: Bye, out: Out) -> LeadState:
+def _bye(state: LeadState, event: events.Bye, out: Out) -> LeadState:
     worker, group = state.workers.get(event.uid), state.group
     out.append(Message((event.uid,), "bye", {}))
     if worker is None:
@@ -200,11 +169,11 @@ def _bye(state: LeadState, event: Bye, out: Out) -> LeadState:
     return generations.advance(state, out)
 
 
-def _absent(state: LeadState, event: Absent, out: Out) -> LeadState:
+def _absent(state: LeadState, event: events.Absent, out: Out) -> LeadState:
     return state if state.has_run else generations.over(state, event.why, out)
 
 
-def _snapshot(state: LeadState, event: Snapshot, out: Out) -> LeadState:
+def _snapshot(state: LeadState, event: events.Snapshot, out: Out) -> LeadState:
     if state.snapshot is not None and state.snapshot[0] >= event.step:
         return state
     return replace(state, snapshot=(event.step, event.path))
@@ -213,7 +182,7 @@ def _snapshot(state: LeadState, event: Snapshot, out: Out) -> LeadState:
 # Time
 
 
-def _tick(state: LeadState, event: Tick, out: Out) -> LeadState:
+def _tick(state: LeadState, event: events.Tick, out: Out) -> LeadState:
     passed = 0.0 if state.now is None else event.now - state.now
     clock = state.clock + min(passed, 2 * TICK)
     workers = dict(state.workers)
@@ -257,10 +226,10 @@ def _refuse_doubles(state: LeadState, out: Out) -> LeadState:
             "own index (`task.index` in TF_CONFIG)."
         )
         if not state.has_run and other.seen > worker.since + 2 * TICK:
-            return generations.over(state, why, out, is_misuse=True)
+            return generations.over(state, why, out, True)
         late = state.clock - worker.since > 2 * state.settings.timeout
         if worker.uid in state.waiting and late:
-            out.append(_over_message(worker.uid, why, is_misuse=True))
+            generations.tell_over((worker.uid,), why, out, is_misuse=True)
             state = without(state, worker.uid)
     return state
 
@@ -291,21 +260,28 @@ def _forget(state: LeadState) -> LeadState:
 
 
 _HANDLERS: dict[type, Callable[[LeadState, Any, Out], LeadState]] = {
-    Hello: _hello,
-    Gone: _gone,
-    Ready: generations.ready,
-    Holds: generations.holds,
-    Begun: generations.begun,
-    Stop: generations.stop,
-    Arrived: values.arrived,
-    Saved: files.saved,
-    AwaitsFile: files.awaits_file,
-    Snapshot: _snapshot,
-    Failed: values.failed,
-    Overdue: values.overdue,
-    Absent: _absent,
-    Stack: values.stack,
-    AskStatus: values.status,
-    Bye: _bye,
-    Tick: _tick,
+    events.Hello: _hello,
+    events.Gone: _gone,
+    events.Ready: generations.ready,
+    events.Holds: generations.holds,
+    events.Begun: generations.begun,
+    events.Stop: generations.stop,
+    events.Arrived: values.arrived,
+    events.Saved: files.saved,
+    events.AwaitsFile: files.awaits_file,
+    events.Snapshot: _snapshot,
+    events.Failed: values.failed,
+    events.Overdue: values.overdue,
+    events.Absent: _absent,
+    events.Stack: values.stack,
+    events.AskStatus: values.status,
+    events.Bye: _bye,
+    events.Tick: _tick,
+}
+
+#: Events that workers send, by the kind of their message.
+EVENTS: dict[str, Any] = {
+    each.__name__.lower(): each
+    for each in _HANDLERS
+    if each not in (events.Hello, events.Gone, events.Overdue, events.Tick)
 }

@@ -90,18 +90,28 @@ def over(
     state: LeadState,
     verdict: str,
     out: Out,
-    *,
-    loss: Loss | None = None,
     is_misuse: bool = False,
+    loss: Loss | None = None,
 ) -> LeadState:
     """Ends training, with an error or, with an empty text, because it has finished."""
     to = uids_of(each for each in state.workers.values() if each.gone is None)
-    body = {"error": verdict, "is_misuse": is_misuse, "loss": loss}
-    out.append(Message(to, "over", body))
+    tell_over(to, verdict, out, is_misuse, loss)
     state = replace(
         state, verdict=verdict, is_misuse=is_misuse, waiting=NONE, comparisons={}
     )
     return changed_group(state, phase=Phase.OVER, awaited=NONE)
+
+
+def tell_over(
+    to: tuple[str, ...],
+    error: str,
+    out: Out,
+    is_misuse: bool = False,
+    loss: Loss | None = None,
+) -> None:
+    """Tells workers that training has ended for them (see `over`)."""
+    body = {"error": error, "is_misuse": is_misuse, "loss": loss}
+    out.append(Message(to, "over", body))
 
 
 def advance(state: LeadState, out: Out) -> LeadState:
@@ -313,8 +323,7 @@ def _without_newcomer(state: LeadState, uid: str, out: Out) -> LeadState:
         f"Worker {state.workers[uid].index} cannot join: the others train with "
         "`Elastic(rejoin=False)`. Restart all workers, or set `rejoin=True`."
     )
-    body = {"error": why, "is_misuse": False, "loss": None}
-    out.append(Message((uid,), "over", body))
+    tell_over((uid,), why, out)
     return without(state, uid)
 
 

@@ -17,17 +17,8 @@ import time
 from collections.abc import Collection, Hashable
 from typing import Any
 
-from keras_strategies.lead.decisions import step
-from keras_strategies.lead.events import (
-    EVENTS,
-    JOINT,
-    TICK,
-    Beat,
-    Gone,
-    Hello,
-    Overdue,
-    Tick,
-)
+from keras_strategies.lead.decisions import EVENTS, step
+from keras_strategies.lead.events import JOINT, TICK, Beat, Gone, Hello, Overdue, Tick
 from keras_strategies.lead.peers import (
     PENDING,
     PROOF_SECONDS,

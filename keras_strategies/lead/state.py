@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-from keras_strategies.lead.events import Message
+from keras_strategies.lead.events import AwaitsFile, Message, Saved
 
 #: Reason for the loss of a worker with an open connection.
 NO_HEARTBEAT = "no heartbeat"
@@ -227,31 +227,6 @@ class Comparison:
         return replace(self, values=values, arrived=self.arrived | ranks)
 
 
-class ChiefFile(NamedTuple):
-    """A file that the chief has saved; `error` is empty if that has succeeded."""
-
-    name: str
-    error: str
-
-
-class FileWait(NamedTuple):
-    """A wait for a file of the chief.
-
-    Args:
-        position: int, the comparisons that the worker has begun.
-        name: str, of the file in this worker's call.
-        same: int, its calls at this position with this name, this one included.
-        calls: int, its calls at this position, this one included.
-        since: float, when it began.
-    """
-
-    position: int
-    name: str
-    same: int
-    calls: int
-    since: float
-
-
 @dataclass(frozen=True)
 class LeadState:
     """All that the lead knows.
@@ -266,7 +241,7 @@ class LeadState:
         group: `GenerationState`, the current or last generation.
         comparisons: by stream and number.
         files: the chief's saved files by position.
-        file_waits: by uid.
+        file_waits: by uid, and when they began.
         chief_position: float, comparisons that the chief has begun.
         left: members of the generation that have finished their scripts, by uid.
         snapshot: step and path of the newest one.
@@ -285,8 +260,8 @@ class LeadState:
     waiting: frozenset[str] = NONE
     group: GenerationState = GenerationState()
     comparisons: Mapping[tuple[str, int], Comparison] = field(default_factory=dict)
-    files: Mapping[int, tuple[ChiefFile, ...]] = field(default_factory=dict)
-    file_waits: Mapping[str, FileWait] = field(default_factory=dict)
+    files: Mapping[int, tuple[Saved, ...]] = field(default_factory=dict)
+    file_waits: Mapping[str, tuple[AwaitsFile, float]] = field(default_factory=dict)
     chief_position: float = 0
     left: Mapping[str, KnownWorker] = field(default_factory=dict)
     snapshot: tuple[int, str] | None = None

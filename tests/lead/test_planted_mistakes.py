@@ -68,7 +68,11 @@ MISTAKES = [
     (generations, "if not (state.workers or state.group.number):", "if False:"),
     (decisions, "min(passed, 2 * TICK)", "passed"),
     (decisions, "if (why := _difference(state, event)) is not None:", "if False:"),
-    (decisions, "return state if state.has_run else generations.over(", "return ("),
+    (
+        decisions,
+        "return state if state.has_run else generations.over(state, e",
+        "return (e",
+    ),
     (decisions, "if worker.uid in state.waiting and late:", "if False:"),
     (decisions, "if not state.has_run and other.seen", "if False and other.seen"),
     (decisions, "awaited=group.awaited | {event.uid}", "awaited=group.awaited"),
