@@ -15,12 +15,17 @@ from keras_strategies.lead.connection import BEAT, LeadConnection
 from keras_strategies.lead.state import Loss, Settings
 from keras_strategies.timeline.places import main_thread_place
 
+_FINISHED = (
+    "The workers that trained have ended, so this one cannot join them. Restart all "
+    "workers."
+)
 
-class TrainingEnded(Exception):
+
+class TrainingEnded(WorkerError):
     """The other workers have finished training."""
 
 
-class GroupChanged(Exception):
+class GroupChanged(WorkerError):
     """The generation has ended: leave it, and call `next_generation`.
 
     Args:
@@ -317,17 +322,19 @@ class ClientState:
     def _over(self, message: dict[str, Any]) -> None:
         text = message["error"]
         if not text:
-            self._fail(TrainingEnded("Training has ended."))
+            self._fail(TrainingEnded(_FINISHED))
             return
         error = (ClusterError if message["is_misuse"] else WorkerError)(text)
         self._fail(error, _loss(message))
 
-    def _fail(self, error: Exception, loss: Loss | None = None) -> None:
+    def _fail(
+        self, error: WorkerError | ClusterError, loss: Loss | None = None
+    ) -> None:
         with self._changed:
             if self._error is None and not self._has_left:
                 self._error = error
             self._changed.notify_all()
-        self._end(str(error), loss)
+        self._end(error.text, loss)
 
     # Messages of the lead; `_changed` is held
 

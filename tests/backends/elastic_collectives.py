@@ -71,7 +71,7 @@ class Training:
             self._reform()
         while not self._is_over:
             try:
-                if self.membership.begin_step():
+                if self.membership.group.begin_step():
                     self._take()
                     continue
             except WorkerError as error:

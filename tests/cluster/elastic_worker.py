@@ -60,7 +60,7 @@ class Training:
         self._synchronize()
         while not self._is_over:
             try:
-                if self.membership.begin_step():
+                if self.membership.group.begin_step():
                     self._train()
                 else:
                     self._reform()

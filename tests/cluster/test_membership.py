@@ -214,7 +214,7 @@ def join(
     addresses: list[str], index: int, version: str = "1", **changed: Any
 ) -> Membership:
     given = settings_of(addresses, **changed)
-    return Membership.join(given, index, {"the version": version})
+    return Membership(given, index, {"the version": version})
 
 
 def everywhere(

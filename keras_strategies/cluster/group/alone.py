@@ -50,9 +50,6 @@ class AloneClient:
     def check(self) -> None:
         pass
 
-    def is_broken(self, seconds: float = 0.0) -> bool:
-        return False
-
     def saved(self, name: str, error: str = "") -> None:
         pass
 

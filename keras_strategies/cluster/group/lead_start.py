@@ -88,15 +88,15 @@ def connected(
                 settings=settings,
                 tls=client_tls(),
             )
-        except WorkerError as error:
-            if index or is_started:
-                raise
-            raise _in_use(f"{host}:{ports[0]}") from error
         except TrainingEnded:
             # The lead of an earlier run.
             if time.monotonic() > until:
                 raise
             time.sleep(_TICK)
+        except WorkerError as error:
+            if index or is_started:
+                raise
+            raise _in_use(f"{host}:{ports[0]}") from error
 
 
 def _launched(first: tuple[str, int]) -> list[tuple[str, int]]:

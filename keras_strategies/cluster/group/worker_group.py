@@ -174,9 +174,6 @@ class WorkerGroup(GroupListener):
         try:
             client.next_generation(None, meanwhile=check_absence)
             client.confirm(None)
-        except (GroupChanged, TrainingEnded) as error:
-            client.leave()
-            raise WorkerError(str(error)) from error
         except BaseException:
             client.leave()
             raise
@@ -231,17 +228,22 @@ class WorkerGroup(GroupListener):
             WorkerError: if a worker is lost, or gathers something else.
         """
         text = base64.b64encode(payload).decode()
-        return self._begin_exchange(what, text, stream, base64.b64decode)()
+        return list(map(base64.b64decode, self.gather_values(what, text, stream)))
 
-    def _begin_exchange(
-        self, what: str, text: str, stream: str, parse: Callable[[str], Any]
+    def gather_values(self, what: str, value: Any, stream: str = "") -> list[Any]:
+        """Every worker's JSON value, on every worker."""
+        return self.begin_gather(what, value, stream)()
+
+    def begin_gather(
+        self, what: str, value: Any, stream: str = ""
     ) -> Callable[[], list[Any]]:
+        """Sends a JSON value to the others; the result waits for theirs."""
         if not stream:
             self._steps_since = 0
             self._position += 1
             self._recorder.position(self._position, 0)
         with self._lead_errors():
-            offered = self._client.offer(what, text, stream)
+            offered = self._client.offer(what, json.dumps(value), stream)
 
         def finish() -> list[Any]:
             # Waits of other threads, such as for a later batch, delay no step.
@@ -249,8 +251,8 @@ class WorkerGroup(GroupListener):
             with wait, self._lead_errors():
                 found = self._client.compared(offered, self._check_failure)
             values: list[Any] = [None] * self.count
-            for value, ranks in found:
-                parsed = parse(value)
+            for text, ranks in found:
+                parsed = json.loads(text)
                 for rank in ranks:
                     values[rank] = parsed
             return values
@@ -266,8 +268,8 @@ class WorkerGroup(GroupListener):
         try:
             yield
         except (GroupChanged, TrainingEnded) as error:
-            self._ended_by(str(error))
-            raise WorkerError(self._error_text(str(error))) from error
+            self._ended_by(error.text)
+            raise WorkerError(self._error_text(error.text)) from error
         except WorkerError as error:
             if self.has_ended:
                 raise WorkerError(self._error_text(error.text)) from error
@@ -300,16 +302,6 @@ class WorkerGroup(GroupListener):
         """str, the report about workers that this one waits for; empty without one."""
         text, position = self._stall
         return text if position == self.position else ""
-
-    def gather_values(self, what: str, value: Any, stream: str = "") -> list[Any]:
-        """Every worker's JSON value, on every worker."""
-        return self.begin_gather(what, value, stream)()
-
-    def begin_gather(
-        self, what: str, value: Any, stream: str = ""
-    ) -> Callable[[], list[Any]]:
-        """Sends a JSON value to the others; the result waits for theirs."""
-        return self._begin_exchange(what, json.dumps(value), stream, json.loads)
 
     def broadcast(self, what: str, payload: bytes | None) -> bytes:
         """The chief's bytes on every worker."""

@@ -185,7 +185,7 @@ class ElasticActions(GroupActions):
     def confirm_chief(self, model: Any) -> None:
         if self._is_inside or not self.has_joined:
             return
-        while self._is_interrupted(self._membership.await_lease, model):
+        while self._is_interrupted(lambda: self._membership.group.await_lease(), model):
             pass
         if not self._is_chief():
             raise WorkerError(
@@ -256,7 +256,7 @@ class ElasticActions(GroupActions):
         counts = [workers.steps.count for workers in self._workers]
         restore = save_state()
         try:
-            if not admits or self._membership.begin_step():
+            if not admits or self._membership.group.begin_step():
                 self._membership.group.check()
                 take()
                 return None
