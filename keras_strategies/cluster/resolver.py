@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Mapping
 from typing import Any
 
 from keras_strategies.cluster.spec import ClusterSpec, is_chief, worker_count
@@ -46,6 +47,7 @@ class ClusterResolver(abc.ABC):
     _rpc_layer: str | None = None
     _environment: str = ""
     _master: str = ""
+    _accelerators: Mapping[str, int] = {}
 
     def __init__(
         self,
@@ -143,7 +145,7 @@ class ClusterResolver(abc.ABC):
             dict from kind to number, such as `{"GPU": 2}`; empty if the
             resolver has no such number.
         """
-        return {}
+        return dict(self._accelerators)
 
     @property
     def is_chief(self) -> bool:
@@ -191,6 +193,15 @@ class ClusterResolver(abc.ABC):
             f"<{type(self).__name__}: {self.task_type} {self.task_id} of "
             f"{self.cluster_spec()!r}>"
         )
+
+
+class FixedClusterResolver(ClusterResolver):
+    """A resolver that finds the cluster once, when it is made."""
+
+    _spec: ClusterSpec
+
+    def cluster_spec(self) -> ClusterSpec:
+        return self._spec
 
 
 class _OtherResolver(ClusterResolver):

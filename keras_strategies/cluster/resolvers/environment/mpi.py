@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from keras_strategies.cluster.resolver import ClusterResolver
+from keras_strategies.cluster.resolver import FixedClusterResolver
 from keras_strategies.cluster.resolvers.environment.process_numbers import (
     RankAndSize,
     number,
@@ -101,7 +101,7 @@ def process_number() -> RankAndSize | None:
     return next((each for each in found if each is not None), None)
 
 
-class MPIClusterResolver(ClusterResolver):
+class MPIClusterResolver(FixedClusterResolver):
     """Reads the variables of MPI's launchers: each process is a worker.
 
     The address of the first process is `MASTER_ADDR` and `MASTER_PORT`. Without
@@ -137,9 +137,6 @@ class MPIClusterResolver(ClusterResolver):
         workers = workers_of(f"{_first_host(process)}:{port}", process.size)
         self._spec = ClusterSpec({"worker": workers})
         super().__init__("worker", process.rank, rpc_layer)
-
-    def cluster_spec(self) -> ClusterSpec:
-        return self._spec
 
 
 def _first_host(process: RankAndSize) -> str:

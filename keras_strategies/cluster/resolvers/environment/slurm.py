@@ -178,11 +178,12 @@ class SlurmClusterResolver(ClusterResolver):
             )
         self._places = _distribute(self._counts)
         self._check_place(process)
-        task_type, task_id = self._task(process)
-        super().__init__(task_type, task_id, rpc_layer)
-        self._gpus = self._share_of_gpus(process, gpus_per_node, gpus_per_task)
-        if auto_set_gpu and self._gpus:
-            own = ",".join(self._gpus)
+        tasks = [(job, i) for job, n in self._jobs.items() for i in range(n)]
+        super().__init__(*tasks[process], rpc_layer)
+        gpus = self._share_of_gpus(process, gpus_per_node, gpus_per_task)
+        self._accelerators = {"GPU": len(gpus)}
+        if auto_set_gpu and gpus:
+            own = ",".join(gpus)
             os.environ[SHARED] = f"{_gpus_before_sharing()};{own}"
             os.environ[GPUS] = own
 
@@ -212,14 +213,6 @@ class SlurmClusterResolver(ClusterResolver):
                 f"{len(counts)}: {counts}. Give `tasks_per_node` one number per node."
             )
         return counts
-
-    def _task(self, process: int) -> tuple[str, int]:
-        first = 0
-        for job, count in self._jobs.items():
-            if process < first + count:
-                return job, process - first
-            first += count
-        raise AssertionError("a process without a job")
 
     def _check_place(self, process: int) -> None:
         """Checks the computed node and local rank against SLURM's.
@@ -270,14 +263,6 @@ class SlurmClusterResolver(ClusterResolver):
                 for job, count in self._jobs.items()
             }
         )
-
-    def num_accelerators(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        config_proto: object = None,
-    ) -> dict[str, int]:
-        return {"GPU": len(self._gpus)}
 
 
 def _distribute(counts: Sequence[int]) -> list[tuple[int, int]]:
