@@ -86,19 +86,21 @@ class GroupListener:
     def ended(self, how: str, loss: Loss | None) -> None:
         """The generation has ended; ends the waits of the engine."""
 
-    def failed(self, report: dict[str, Any]) -> None:
-        """A worker leaves a call by an error."""
+    # Messages of the lead, by their kinds.
 
-    def compared(self) -> None:
+    def failed(self, call: int, **report: Any) -> None:
+        """A worker leaves a call by an error; `report` has the arguments of `Loss`."""
+
+    def compared(self, **values: Any) -> None:
         """All workers have arrived in a comparison."""
 
-    def left_group(self, loss: Loss) -> None:
+    def exited(self, loss: list[Any]) -> None:
         """A worker has come to the end of its script."""
 
     def stalled(self, text: str) -> None:
         """Others wait for workers, which the text names."""
 
-    def arrived(self, index: int, count: int) -> None:
+    def arrival(self, index: int, count: int) -> None:
         """A worker has connected before training; told to worker 0."""
 
 
@@ -287,16 +289,8 @@ class ClientState:
             self._end(message["how"], _loss(message))
         elif kind == "over":
             self._over(message)
-        elif kind == "failed":
-            self.listener.failed(message)
-        elif kind == "compared":
-            self.listener.compared()
-        elif kind == "left":
-            self.listener.left_group(Loss(*message["loss"]))
-        elif kind == "stall":
-            self.listener.stalled(message["text"])
-        elif kind == "arrival":
-            self.listener.arrived(message["index"], message["count"])
+        elif kind in ("failed", "compared", "exited", "stalled", "arrival"):
+            getattr(self.listener, kind)(**message)
         elif kind == "where":
             # This thread answers: the main thread may never return.
             body = {"line": main_thread_place(), "progress": self.progress}

@@ -162,7 +162,7 @@ def _bye(state: LeadState, event: events.Bye, out: Out) -> LeadState:
         return generations.over(state, "", out)
     state = replace(state, left={**state.left, event.uid: worker})
     loss = loss_of(state, worker, EXITED)
-    out.append(Message(uids_of(members_of(state)), "left", {"loss": loss}))
+    out.append(Message(uids_of(members_of(state)), "exited", {"loss": loss}))
     if group.ranks[event.uid] == 0:
         state = files.chief_leaves(state, out)
     state = values.check_left(state, out)

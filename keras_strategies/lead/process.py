@@ -116,21 +116,19 @@ def start_lead(
         )
 
 
-def server_tls() -> ssl.SSLContext | None:
-    """The context of the lead's certificate; None without one."""
+def tls_context(*, is_server: bool) -> ssl.SSLContext | None:
+    """The context of the lead's certificate, or of a worker that trusts it.
+
+    Returns:
+        `ssl.SSLContext`; None without a certificate.
+    """
     path = os.environ.get(CERTIFICATE)
     if not path:
         return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(path)
-    return context
-
-
-def client_tls() -> ssl.SSLContext | None:
-    """The context of a worker that trusts the lead's certificate; None without one."""
-    path = os.environ.get(CERTIFICATE)
-    if not path:
-        return None
+    if is_server:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(path)
+        return context
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     # This certificate is trusted, at whatever address the lead is.
     context.check_hostname = False
@@ -148,8 +146,9 @@ def main(given: dict[str, Any]) -> int:
     listener = socket.socket(fileno=given["listener"])
 
     async def serve() -> LeadState:
+        tls = tls_context(is_server=True)
         lead = LeadServer(
-            listener, settings, secret, given["job"], given["starter"], server_tls()
+            listener, settings, secret, given["job"], given["starter"], tls
         )
         await lead.serve()
         return lead.state

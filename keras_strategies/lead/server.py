@@ -141,7 +141,7 @@ class LeadServer:
         }
         text = self._stalls.tick(collectives, now)
         if text is not None:
-            self._send(tuple(group.ranks), "stall", {"text": text})
+            self._send(tuple(group.ranks), "stalled", {"text": text})
         overdue = self._stalls.overdue(self._settings.timeout, now)
         if overdue is not None and self._settings.is_fixed:
             # Elastic workers have more patience with one that is busy.
@@ -151,17 +151,11 @@ class LeadServer:
 
     def _new_stalls(self) -> StallWatch:
         members = list(self.state.group.ranks)
-
-        def ask(rank: int) -> None:
-            self._send((members[rank],), "where", {})
-
-        def about(rank: int) -> dict[str, Any]:
-            worker = self.state.workers[members[rank]]
-            named = {"host": worker.host, "pid": worker.pid}
-            return {**named, "progress": worker.progress}
-
-        after = min(STALL_SECONDS, self._settings.timeout / 2)
-        return StallWatch(after, ask, about)
+        return StallWatch(
+            min(STALL_SECONDS, self._settings.timeout / 2),
+            lambda rank: self._send((members[rank],), "where", {}),
+            lambda rank: self.state.workers[members[rank]],
+        )
 
     def _is_done(self, now: float, ended: float | None) -> bool:
         if self._peers or self._lost:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from keras_strategies.lead.state import KnownWorker
 
 #: Seconds of a wait after which the awaited workers are named.
 STALL_SECONDS = 30.0
@@ -52,19 +53,18 @@ class StallWatch:
         after: float, seconds of a wait after which they are named; again after twice
             the time, and so on.
         ask: callable with a worker's index, asks it where it is; see `answered`.
-        about: callable with a worker's index; returns its `"host"`, `"pid"` and
-            `"progress"`.
+        worker_of: callable with a worker's index; returns what is known of it.
     """
 
     def __init__(
         self,
         after: float,
         ask: Callable[[int], None],
-        about: Callable[[int], Mapping[str, Any]],
+        worker_of: Callable[[int], KnownWorker],
     ):
         self._after = after
         self._ask = ask
-        self._about = about
+        self._worker_of = worker_of
         self._positions: dict[int, _Position] = {}
         # When one of them has changed.
         self._moved = 0.0
@@ -183,8 +183,8 @@ class StallWatch:
         seconds = now - stall.since
         texts = []
         for index in named:
-            about = self._about(index)
-            at = f" It is at {about['progress']}" if about["progress"] else ""
+            worker = self._worker_of(index)
+            at = f" It is at {worker.progress}" if worker.progress else ""
             where = self._answers.get(index)
             if where is None:
                 place = f"{at}. {_NO_ANSWER}"
@@ -192,7 +192,7 @@ class StallWatch:
                 place = f"{at}, in {where}" if at else f" It is in {where}"
             what = f" {stall.what}" if stall.what else ""
             texts.append(
-                f"Worker {index} ({about['host']}, process {about['pid']}) has been "
+                f"Worker {worker.index} ({worker.host}, process {worker.pid}) has been "
                 f"awaited{what} for {seconds:.0f} s.{place}."
             )
         more = len(stall.awaited) - len(named)

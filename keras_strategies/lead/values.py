@@ -29,6 +29,8 @@ from keras_strategies.lead.state import (
 # A comparison is late this many seconds after the patience: a worker that was stopped
 # is lost before.
 _MORE = 1.0
+# What the table of workers has of each.
+_SHOWN = ("index", "host", "pid", "step", "progress", "times")
 
 
 def arrived(state: LeadState, event: Arrived, out: Out) -> LeadState:
@@ -119,22 +121,16 @@ def stack(state: LeadState, event: Stack, out: Out) -> LeadState:
 
 def status(state: LeadState, event: AskStatus, out: Out) -> LeadState:
     """Sends the table of all workers."""
-    ranks, rows = state.group.ranks, []
-    for worker in state.workers.values():
-        rows.append(
-            {
-                "index": worker.index,
-                "rank": ranks.get(worker.uid),
-                "host": worker.host,
-                "pid": worker.pid,
-                "step": worker.step,
-                "progress": worker.progress,
-                "times": worker.times,
-                "silent": round(state.clock - worker.seen, 2),
-                "is_connected": worker.gone is None,
-                "waits": worker.uid in state.waiting,
-            }
-        )
+    rows = [
+        {name: getattr(worker, name) for name in _SHOWN}
+        | {
+            "rank": state.group.ranks.get(worker.uid),
+            "silent": round(state.clock - worker.seen, 2),
+            "is_connected": worker.gone is None,
+            "waits": worker.uid in state.waiting,
+        }
+        for worker in state.workers.values()
+    ]
     body = {"phase": state.group.phase.value, "generation": state.group.number}
     out.append(Message((event.uid,), "status", {**body, "workers": rows}))
     return state

@@ -193,7 +193,7 @@ def test_a_failure_is_sent_to_the_others(lead):
     reports: list[dict] = []
     three = lead.training(3)
     for client in three:
-        client.listener.failed = reports.append
+        client.listener.failed = lambda **report: reports.append(report)
     three[1].progress = "step 7 of fit"
     three[1].report_failure("ValueError: bad rows", 4)
     wait_until(lambda: len(reports) == 2, "the others know")

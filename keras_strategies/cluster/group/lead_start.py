@@ -16,7 +16,7 @@ from keras_strategies.cluster.spec import split_address
 from keras_strategies.errors import ClusterError, WorkerError
 from keras_strategies.lead.client import LeadClient
 from keras_strategies.lead.client_state import GroupListener, TrainingEnded
-from keras_strategies.lead.process import BACKLOG, SECRET, client_tls, start_lead
+from keras_strategies.lead.process import BACKLOG, SECRET, start_lead, tls_context
 from keras_strategies.lead.state import Settings
 
 # Seconds, at least, for the start of a lead.
@@ -86,7 +86,7 @@ def connected(
                 timeout=limit,
                 listener=listener,
                 settings=settings,
-                tls=client_tls(),
+                tls=tls_context(is_server=False),
             )
         except TrainingEnded:
             # The lead of an earlier run.

@@ -59,7 +59,7 @@ class _Starting(GroupListener):
         count = len(addresses)
         self._progress.report(f"waiting for {count} workers at {addresses[0]}")
 
-    def arrived(self, index: int, count: int) -> None:
+    def arrival(self, index: int, count: int) -> None:
         self._progress.report(
             f"worker {index} is ready at {self._addresses[index]}, {count} of "
             f"{len(self._addresses)}"
@@ -532,23 +532,21 @@ class WorkerGroup(GroupListener):
         for callback in self._on_loss:
             callback(loss)
 
-    def failed(self, report: dict[str, Any]) -> None:
-        call = report.pop("call")
-        failure = Loss(**report)
+    def failed(self, call: int, **report: Any) -> None:
         with self._condition:
-            self._failure, self._failed_at = failure, time.monotonic()
+            self._failure, self._failed_at = Loss(**report), time.monotonic()
             self._failed_call = call
             self._condition.notify_all()
         for callback in self._on_failure:
             callback()
 
-    def compared(self) -> None:
+    def compared(self, **values: Any) -> None:
         # All workers arrived, so a failure that was reported before has been handled.
         # The next one may come before the answer is read.
         self._failure, self._stall = None, ("", [])
 
-    def left_group(self, loss: Loss) -> None:
-        self.left = loss
+    def exited(self, loss: list[Any]) -> None:
+        self.left = Loss(*loss)
 
     def stalled(self, text: str) -> None:
         self._stall = (text, self.position)
