@@ -38,35 +38,26 @@ _MORE = 32
 
 
 def needed_descriptors(workers: int) -> int:
-    """Open files that a lead needs."""
-    return workers + PENDING + _MORE
-
-
-def check_descriptors(workers: int) -> None:
-    """Checks that a lead may open as many files as it needs.
+    """Open files that a lead needs.
 
     Raises:
-        ClusterError: if the hard limit is too low.
+        ClusterError: if the hard limit is lower.
     """
-    need, (_, hard) = needed_descriptors(workers), _limits()
+    need, hard = workers + PENDING + _MORE, _limits()[1]
     if hard != resource.RLIM_INFINITY and hard < need:
         raise ClusterError(
             f"{workers} workers need {need} open files in the lead, but the limit of "
             f"this machine is {hard}. Raise it (`ulimit -Hn {need}`)."
         )
+    return need
 
 
 def _limits() -> tuple[int, int]:
     return resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
-def raise_descriptor_limit(workers: int) -> None:
-    """Raises the soft limit of open files where it is too low.
-
-    Raises:
-        ClusterError: if the hard limit is too low.
-    """
-    check_descriptors(workers)
+def _raise_descriptor_limit(workers: int) -> None:
+    """Raises the soft limit of open files where it is too low."""
     need, (soft, hard) = needed_descriptors(workers), _limits()
     if soft != resource.RLIM_INFINITY and soft < need:
         resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))
@@ -95,7 +86,7 @@ def start_lead(
     Raises:
         ClusterError: if the limit of open files is too low.
     """
-    check_descriptors(settings.workers)
+    needed_descriptors(settings.workers)
     with listener:
         given = {
             "listener": listener.fileno(),
@@ -141,7 +132,7 @@ def main(given: dict[str, Any]) -> int:
     settings = given["settings"]
     settings["addresses"] = tuple(settings["addresses"])
     settings = Settings(**settings)
-    raise_descriptor_limit(settings.workers)
+    _raise_descriptor_limit(settings.workers)
     secret = os.environ.get(SECRET, "").encode()
     listener = socket.socket(fileno=given["listener"])
 
