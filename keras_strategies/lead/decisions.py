@@ -23,21 +23,14 @@ from collections.abc import Callable
 from typing import Any
 
 from keras_strategies.lead import events, files, generations, values
-from keras_strategies.lead.events import TICK, Beat, Message
+from keras_strategies.lead.events import TICK, Beat, Out
 from keras_strategies.lead.state import (
     EXITED,
     KnownWorker,
     LeadState,
-    Out,
     Phase,
-    changed_group,
-    is_present,
-    left_phase,
-    loss_of,
-    members_of,
     replace,
     uids_of,
-    without,
 )
 
 # Seconds, at most, without any connection after which training has ended.
@@ -51,15 +44,15 @@ def step(state: LeadState, event: Any) -> tuple[LeadState, Out]:
         state: `LeadState`.
         event: one of the classes of `events.py`, from `Hello` to `Tick`.
     """
-    out: Out = []
+    out = Out()
     if state.is_over:
         if isinstance(event, events.Hello):
             generations.tell_over((event.uid,), state.verdict, out, state.is_misuse)
         elif isinstance(event, events.Bye):
-            out.append(Message((event.uid,), "bye", {}))
-            state = without(state, event.uid)
+            out.tell((event.uid,), "bye")
+            state = state.without(event.uid)
         elif isinstance(event, events.Gone):
-            state = without(state, event.uid)
+            state = state.without(event.uid)
         return state, out
     return _HANDLERS[type(event)](state, event, out), out
 
@@ -73,7 +66,7 @@ def _hello(state: LeadState, event: events.Hello, out: Out) -> LeadState:
         generations.tell_over((event.uid,), why, out, is_misuse=True)
         return state if state.has_run else generations.over(state, why, out, True)
     if not state.workers and not state.group.number:
-        state = changed_group(state, since=state.clock)
+        state = state.with_group(since=state.clock)
     if event.uid not in state.workers:
         state = _without_earlier(state, event.index)
     new = KnownWorker(
@@ -82,21 +75,18 @@ def _hello(state: LeadState, event: events.Hello, out: Out) -> LeadState:
     known_uids, known = state.workers.keys(), state.workers.get(event.uid, new)
     worker = replace(known, gone=None, seen=state.clock, step=event.step)
     state = replace(state, workers={**state.workers, event.uid: worker})
-    body: dict[str, Any] = {
-        "is_running": state.has_run,
-        "generation": state.group.number,
-    }
-    out.append(Message((event.uid,), "welcome", body))
+    facts = {"is_running": state.has_run, "generation": state.group.number}
+    out.tell((event.uid,), "welcome", **facts)
     if not state.has_run and event.uid not in known_uids:
         _report_arrivals(state, worker, out)
     if event.generation:
         # Its generation has ended with its connection.
         how = "the connection to the lead was lost"
-        body = {"generation": event.generation, "how": how, "loss": None}
-        out.append(Message((event.uid,), "end", body))
+        to = (event.uid,)
+        out.tell(to, "end", generation=event.generation, how=how, loss=None)
         group = state.group
         if event.uid in group.ranks and group.phase is Phase.FORMING:
-            return changed_group(state, awaited=group.awaited | {event.uid})
+            return state.with_group(awaited=group.awaited | {event.uid})
     return state
 
 
@@ -104,7 +94,7 @@ def _without_earlier(state: LeadState, index: int) -> LeadState:
     """Without the processes of an index that have ended: another one has its place."""
     for each in list(state.workers.values()):
         if each.index == index and each.gone is not None:
-            state = without(state, each.uid)
+            state = state.without(each.uid)
     return state
 
 
@@ -113,8 +103,7 @@ def _report_arrivals(state: LeadState, worker: KnownWorker, out: Out) -> None:
     first = [each.uid for each in state.workers.values() if each.index == 0]
     shown = state.workers.values() if worker.index == 0 else [worker]
     for count, each in enumerate(shown, len(state.workers) - len(shown) + 1):
-        body = {"index": each.index, "count": count}
-        out.append(Message(tuple(first), "arrival", body))
+        out.tell(first, "arrival", index=each.index, count=count)
 
 
 def _difference(state: LeadState, event: events.Hello) -> str | None:
@@ -140,17 +129,17 @@ def _gone(state: LeadState, event: events.Gone, out: Out) -> LeadState:
         worker = _heard(worker, worker.seen, event.heard)
     worker = replace(worker, gone=state.clock)
     state = replace(state, workers={**state.workers, event.uid: worker})
-    state = left_phase(state, event.uid)
+    state = state.left_phase(event.uid)
     return generations.lose(state, worker, "its process or its connection ended", out)
 
 
 def _bye(state: LeadState, event: events.Bye, out: Out) -> LeadState:
     worker, group = state.workers.get(event.uid), state.group
-    out.append(Message((event.uid,), "bye", {}))
+    out.tell((event.uid,), "bye")
     if worker is None:
         return state
     is_member = group.is_active and event.uid in group.ranks
-    state = without(state, event.uid)
+    state = state.without(event.uid)
     if event.is_complete:
         state = replace(state, completed=max(state.completed, worker.step or 0))
     if not is_member:
@@ -161,8 +150,8 @@ def _bye(state: LeadState, event: events.Bye, out: Out) -> LeadState:
     if state.workers.keys().isdisjoint(group.ranks):
         return generations.over(state, "", out)
     state = replace(state, left={**state.left, event.uid: worker})
-    loss = loss_of(state, worker, EXITED)
-    out.append(Message(uids_of(members_of(state)), "exited", {"loss": loss}))
+    loss = state.loss_of(worker, EXITED)
+    out.tell(uids_of(state.members), "exited", loss=loss)
     if group.ranks[event.uid] == 0:
         state = files.chief_leaves(state, out)
     state = values.check_left(state, out)
@@ -215,10 +204,10 @@ def _refuse_doubles(state: LeadState, out: Out) -> LeadState:
     if len(known) == len({w.index for w in known}):
         return state
     first = {w.index: w for w in reversed(known)}
-    first |= {w.index: w for w in members_of(state) if w.gone is None}
+    first |= {w.index: w for w in state.members if w.gone is None}
     for worker in known:
         other = first[worker.index]
-        if other is worker or not is_present(state, other):
+        if other is worker or not state.is_present(other):
             continue
         why = (
             f"Two processes connected as worker {worker.index}: process {other.pid} on "
@@ -230,7 +219,7 @@ def _refuse_doubles(state: LeadState, out: Out) -> LeadState:
         late = state.clock - worker.since > 2 * state.settings.timeout
         if worker.uid in state.waiting and late:
             generations.tell_over((worker.uid,), why, out, is_misuse=True)
-            state = without(state, worker.uid)
+            state = state.without(worker.uid)
     return state
 
 

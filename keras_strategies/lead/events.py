@@ -6,7 +6,7 @@ class in small letters and its fields after `uid`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -246,6 +246,14 @@ class Message(NamedTuple):
     to: tuple[str, ...]
     kind: str
     body: dict[str, Any]
+
+
+class Out(list[Message]):
+    """Messages to send."""
+
+    def tell(self, to: Iterable[str], kind: str, **body: Any) -> None:
+        """Adds a message to the processes `to`."""
+        self.append(Message(tuple(to), kind, body))
 
 
 #: Those that many workers send at the same time, with the same values.

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 
-from keras_strategies.lead.events import AwaitsFile, Message, Saved
-from keras_strategies.lead.state import LeadState, Out, replace
+from keras_strategies.lead.events import AwaitsFile, Out, Saved
+from keras_strategies.lead.state import LeadState, replace
 
 #: Error of a wait for a file that the chief does not save.
 WENT_ON = "it went on without saving. All workers must make the same calls"
@@ -54,8 +54,8 @@ def answer_waits(state: LeadState, out: Out) -> LeadState:
     for uid, (wait, since) in state.file_waits.items():
         if (error := _error(state, wait, state.clock - since)) is not None:
             del waits[uid]
-            body = {"name": wait.name, "calls": wait.calls, "error": error}
-            out.append(Message((uid,), "file", {"position": wait.position, **body}))
+            place = {"position": wait.position, "calls": wait.calls}
+            out.tell((uid,), "file", **place, error=error)
     return replace(state, file_waits=waits)
 
 

@@ -39,7 +39,7 @@ MISTAKES = [
     (generations, "if _may_still_train(state, found):", "if False:"),
     (generations, "first.setdefault(each.index, each)", "first[each.uid] = each"),
     (generations, "if state.group.awaited or state.is_over:", "if state.is_over:"),
-    (generations, "if is_present(state, each):", "if True:"),
+    (generations, "if state.is_present(each):", "if True:"),
     (generations, "found[: settings.most]", "found"),
     (generations, "if len(found) < settings.least:", "if not found:"),
     (generations, "or found[0].admits", "or True"),

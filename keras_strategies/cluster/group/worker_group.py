@@ -443,9 +443,8 @@ class WorkerGroup(GroupListener):
 
     def lateness(self, index: int) -> str:
         """A sentence about the time of a worker's steps; may be empty."""
-        own = self.times[index]
         others = (each.own for i, each in enumerate(self.times) if i != index)
-        return lateness(own.own, others) if own.steps else ""
+        return lateness(dataclasses.astuple(self.times[index]), others)
 
     def loss(self, wait: float = 0.0) -> Loss | None:
         """The lost or failed worker, if it is detected within `wait` seconds."""
