@@ -143,10 +143,8 @@ class LeadPeer(asyncio.BufferedProtocol):
 
     def close(self) -> None:
         """Closes the connection after the messages sent."""
-        if self._transport is not None:
-            self._transport.close()
+        self._transport.close()
 
     def abort(self) -> None:
         """Closes the connection at once."""
-        if self._transport is not None:
-            self._transport.abort()
+        self._transport.abort()

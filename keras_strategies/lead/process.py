@@ -43,7 +43,8 @@ def needed_descriptors(workers: int) -> int:
     Raises:
         ClusterError: if the hard limit is lower.
     """
-    need, hard = workers + PENDING + _MORE, _limits()[1]
+    need = workers + PENDING + _MORE
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if hard != resource.RLIM_INFINITY and hard < need:
         raise ClusterError(
             f"{workers} workers need {need} open files in the lead, but the limit of "
@@ -52,13 +53,10 @@ def needed_descriptors(workers: int) -> int:
     return need
 
 
-def _limits() -> tuple[int, int]:
-    return resource.getrlimit(resource.RLIMIT_NOFILE)
-
-
 def _raise_descriptor_limit(workers: int) -> None:
     """Raises the soft limit of open files where it is too low."""
-    need, (soft, hard) = needed_descriptors(workers), _limits()
+    need = needed_descriptors(workers)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < need:
         resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))
 

@@ -23,19 +23,6 @@ _NAMED = 4
 _NO_ANSWER = "It does not answer: it is stopped, or busy in one call outside of Python"
 
 
-@dataclass
-class _Position:
-    """How far a worker has come.
-
-    Args:
-        numbers: its collectives, and the steps since.
-        waits: float, seconds for which it has waited for others; 0 if not known.
-    """
-
-    numbers: tuple[int, ...] = ()
-    waits: float = 0.0
-
-
 @dataclass(frozen=True)
 class _Stall:
     """A wait of some workers for others."""
@@ -65,8 +52,8 @@ class StallWatch:
         self._after = after
         self._ask = ask
         self._worker_of = worker_of
-        self._positions: dict[int, _Position] = {}
-        # When one of them has changed.
+        # Numbers and waits of the last beats; and when the numbers of one have changed.
+        self._positions: dict[int, tuple[tuple[int, ...], float]] = {}
         self._moved = 0.0
         # Collectives that some workers have reached, and since when.
         self._pending: dict[Hashable, float] = {}
@@ -88,10 +75,10 @@ class StallWatch:
             waits: float, seconds for which it waits for others; 0 if not known.
             now: float, the time in seconds.
         """
-        position = self._positions.setdefault(index, _Position())
-        position.waits = waits
-        if position.numbers != tuple(numbers):
-            position.numbers, self._moved = tuple(numbers), now
+        before = self._positions.get(index, ((), 0.0))
+        self._positions[index] = tuple(numbers), waits
+        if before[0] != tuple(numbers):
+            self._moved = now
 
     def answered(self, index: int, where: str) -> None:
         """Receives where a worker is."""
@@ -165,16 +152,16 @@ class StallWatch:
         positions = self._positions
         since, waits = self._moved, 0.0
         if len(positions) > 1:
-            waits = max(each.waits for each in positions.values())
+            waits = max(each[1] for each in positions.values())
         if max(now - since, waits) < self._after or len(positions) < 2:
             return None
-        found = {index: each.numbers for index, each in sorted(positions.items())}
+        found = {index: each[0] for index, each in sorted(positions.items())}
         first, last = min(found.values()), max(found.values())
         if first != last and now - since >= self._after:
             awaited = tuple(i for i, numbers in found.items() if numbers == first)
         elif first == last and waits >= self._after:
             since = now - waits
-            awaited = tuple(i for i, p in sorted(positions.items()) if not p.waits)
+            awaited = tuple(i for i in found if not positions[i][1])
         else:
             return None
         return _Stall(tuple(found.items()), "", since, awaited) if awaited else None

@@ -101,7 +101,7 @@ class Training:
         _check(rows, [[each, self.step] for each in numbers for _ in range(each)])
         _check(chief, [numbers[0], self.step])
         self.step += 1
-        self.membership.finished(self.step)
+        self.membership.client.step = self.step
         self._is_over = any(stop)
         if not self._is_noted:
             self._note()

@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from keras_strategies.lead.client_state import GroupListener, JoinedGeneration, Loss
 
 
+@dataclass
 class AloneClient:
     """As `LeadClient`, for a group of one worker.
 
     Args:
         index: int, its number in the cluster.
         host: str, its address.
-        pid: int, its process.
         timeout: float, seconds.
         patience: float, seconds.
     """
 
+    index: int
+    host: str
+    timeout: float
+    patience: float
+    progress: str = ""
+    run_id: str = ""
+    step: int | None = None
     end: tuple[str, Loss | None] | None = None
+    listener: GroupListener = field(default_factory=GroupListener)
+    times_of: dict[int, tuple[float, ...]] = field(default_factory=dict)
 
-    def __init__(
-        self, index: int, host: str, pid: int, timeout: float, patience: float
-    ):
-        self.index, self.timeout, self.patience = index, timeout, patience
-        self.progress = self.run_id = ""
-        self.step: int | None = None
-        self.listener = GroupListener()
-        self.times_of: dict[int, tuple[float, ...]] = {}
-        self.generation = JoinedGeneration(
-            0, None, 0, (index,), (host,), (pid,), (), (), (), ""
-        )
+    def __post_init__(self) -> None:
+        place = (self.index,), (self.host,), (os.getpid(),)
+        self.generation = JoinedGeneration(0, None, 0, *place, (), (), (), "")
 
     def offer(self, what: str, value: str, stream: str = "") -> tuple[str, int, int]:
         self._value = value

@@ -8,7 +8,6 @@ training.
 
 from __future__ import annotations
 
-import os
 import time
 from typing import Any
 
@@ -103,13 +102,14 @@ class Membership:
         *,
         is_ready: bool = True,
     ):
-        self._settings, self._index = settings, index
-        self._client: LeadClient = connected(
+        self.settings, self._index = settings, index
+        #: The connection to the lead.
+        self.client: LeadClient = connected(
             settings, index, same or {}, job, GroupListener()
         )
         self._group: WorkerGroup | None = None
         self._generation: JoinedGeneration | None = None
-        if self._client.is_running and not is_ready:
+        if self.client.is_running and not is_ready:
             self.begin_alone()
             return
         try:
@@ -134,35 +134,18 @@ class Membership:
         return self._generation
 
     @property
-    def count(self) -> int:
-        """int, the workers of the cluster, members or not."""
-        return self._settings.workers
-
-    @property
     def is_member(self) -> bool:
         """bool, whether this worker is in the group of the others."""
         return self._generation is not None
 
-    @property
-    def is_excluded(self) -> bool:
-        """bool, whether the others may train without this worker by now."""
-        return self._client.is_excluded
-
     def begin_alone(self) -> None:
         """Begins a group of this worker, while the others train without it."""
-        settings, host = self._settings, self._client.own_host
-        alone = AloneClient(
-            self._index, host, os.getpid(), settings.timeout, settings.patience
+        times, host = (
+            (self.settings.timeout, self.settings.patience),
+            self.client.own_host,
         )
+        alone = AloneClient(self._index, host, *times)
         self._group, self._generation = WorkerGroup.over(alone), None
-
-    def finished(self, step: int) -> None:
-        """Tells the lead of the last step that this worker has finished."""
-        self._client.step = step
-
-    def saved(self, step: int, path: str) -> None:
-        """Tells the lead of a snapshot of the state after a step; from any thread."""
-        self._client.report_snapshot(step, path)
 
     def is_broken(self) -> bool:
         """Whether a worker is lost, after a call has raised `WorkerError`.
@@ -172,8 +155,8 @@ class Membership:
         if self._generation is None:
             return False
         until = time.monotonic() + _LOSS_SECONDS
-        failed_until = time.monotonic() + self._settings.timeout
-        self._client.report_broken()
+        failed_until = time.monotonic() + self.settings.timeout
+        self.client.report_broken()
         while True:
             try:
                 self.group.check()
@@ -204,8 +187,8 @@ class Membership:
         """
         if self._group is not None:
             self._group.close()
-        self._generation = self._client.next_generation(step, admits=admits)
-        self._group = WorkerGroup.over(self._client)
+        self._generation = self.client.next_generation(step, admits=admits)
+        self._group = WorkerGroup.over(self.client)
         return self._generation
 
     def confirm(self) -> None:
@@ -214,7 +197,7 @@ class Membership:
         Raises:
             WorkerError: if a worker was lost meanwhile.
         """
-        self._client.confirm(self.generation.step)
+        self.client.confirm(self.generation.step)
 
     def _has_confirmed(self) -> bool:
         """Whether the first generation has begun; False if a worker was lost."""
@@ -234,5 +217,5 @@ class Membership:
         """
         if self._group is not None:
             self._group.close()
-        self._client.leave(is_complete=not how, how=how)
+        self.client.leave(is_complete=not how, how=how)
         reap(0.5)

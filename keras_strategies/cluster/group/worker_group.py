@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from keras_strategies.cluster.group.alone import AloneClient
@@ -426,14 +426,14 @@ class WorkerGroup(GroupListener):
 
         The chief has them from heartbeats, the others from the lead.
         """
-        known = self._client.times_of
+        known: Mapping[int, Any] = self._client.times_of
         if not self.is_chief:
             with self._lead_errors():
                 rows = self._client.status()["workers"]
             known = {row["rank"]: row["times"] for row in rows}
         elif known is self._times[0]:
             return self._times[1]
-        times = tuple(_step_times(known.get(i)) for i in range(self.count))
+        times = tuple(StepTimes(*known.get(i, ())) for i in range(self.count))
         self._times = (known, times)
         return times
 
@@ -551,10 +551,6 @@ class WorkerGroup(GroupListener):
         self._stall = (text, self.position)
         if self.is_chief:
             _logger.warning("%s", text)
-
-
-def _step_times(times: Any) -> StepTimes:
-    return StepTimes(*times) if times else StepTimes()
 
 
 def _short(value: Any) -> str:

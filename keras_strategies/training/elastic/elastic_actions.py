@@ -275,7 +275,7 @@ class ElasticActions(GroupActions):
 
     def _finish(self, result: Any) -> None:
         self._done += 1
-        self.membership.finished(self._done)
+        self.membership.client.step = self._done
         self._result = result
         self._random = random_state()
         self._is_new = False
@@ -302,7 +302,7 @@ class ElasticActions(GroupActions):
         lost: set[int] = set()
         joined: set[int] = set()
         while True:
-            if self._fit is not None and self.membership.is_excluded:
+            if self._fit is not None and self.membership.client.is_excluded:
                 self._begin_again(model)
             step = self._done if self._is_clean else None
             try:
@@ -319,7 +319,7 @@ class ElasticActions(GroupActions):
         change = Change(tuple(sorted(lost)), tuple(sorted(joined)), count)
         if generation.rank == 0 and (lost or joined):
             at = f" at {progress}" if progress else ""
-            total = self.membership.count
+            total = self.membership.settings.workers
             _logger.warning(
                 f"{change}{at}; training continues with {count} of {total} workers."
             )
@@ -504,7 +504,7 @@ class ElasticActions(GroupActions):
 
     def saving(self, path: str) -> Callable[[], None]:
         done = self._done
-        return lambda: self.membership.saved(done, path)
+        return lambda: self.membership.client.report_snapshot(done, path)
 
     def leave(self) -> None:
         failure = first_causes.recorded()

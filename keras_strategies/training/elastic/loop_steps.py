@@ -230,8 +230,5 @@ def _key_of(fn: Any) -> Any:
     fn = original_function(fn)
     while isinstance(fn, functools.partial):
         fn = fn.func
-    return getattr(getattr(fn, "__func__", fn), "__code__", None) or _hashable(fn)
-
-
-def _hashable(value: Any) -> Any:
-    return value if isinstance(value, str) else type(value)
+    other = fn if isinstance(fn, str) else type(fn)
+    return getattr(getattr(fn, "__func__", fn), "__code__", None) or other
