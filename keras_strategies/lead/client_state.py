@@ -75,13 +75,9 @@ class JoinedGeneration:
 class GroupListener:
     """What happens to a group, on the client's thread; does nothing by itself."""
 
-    def own_times(self) -> tuple[float, ...]:
-        """Finished steps, and seconds per step without and with waits for others."""
-        return ()
-
-    def position_and_wait(self) -> tuple[int, int, float]:
-        """The two numbers and the seconds of `StallWatch.beat`."""
-        return 0, 0, 0.0
+    def beat(self) -> dict[str, Any]:
+        """The `times` of `Beat`, and the `position` and waits of `StallWatch.beat`."""
+        return {"times": (), "position": (0, 0, 0.0)}
 
     def ended(self, how: str, loss: Loss | None) -> None:
         """The generation has ended; ends the waits of the engine."""
@@ -248,13 +244,7 @@ class ClientState:
         return [] if self._call is None else [self._call]
 
     def beat(self) -> dict[str, Any]:
-        listener = self.listener
-        return {
-            "step": self.step,
-            "progress": self.progress,
-            "times": listener.own_times(),
-            "position": listener.position_and_wait(),
-        }
+        return {"step": self.step, "progress": self.progress, **self.listener.beat()}
 
     def lost(self, how: str) -> None:
         self._end(how, None)
@@ -342,13 +332,12 @@ class ClientState:
 
     def _handle_begin(self, message: dict[str, Any]) -> None:
         members = tuple(message["members"])
-        hosts = message["hosts"]
         self._generation = JoinedGeneration(
             message["generation"],
             None if message["is_first"] else message["step"],
             members.index(self.index),
             members,
-            tuple(hosts[place] for place in message["places"]),
+            tuple(message["hosts"][place] for place in message["places"]),
             tuple(message["pids"]),
             tuple(message["behind"]),
             tuple(message["lost"]),

@@ -73,8 +73,6 @@ def _error(state: LeadState, wait: AwaitsFile, waited: float) -> str | None:
         return files[wait.calls - 1].error
     if has_begun:
         return WENT_ON
-    return (
-        f"it did not save it within {patience:g} s"
-        if waited > patience + _MORE
-        else None
-    )
+    if waited <= patience + _MORE:
+        return None
+    return f"it did not save it within {patience:g} s"

@@ -359,14 +359,10 @@ class LeadServer:
             self._follow(message.get("settings", {}))
         self._detect_cut_cables(peer.socket)
         facts = {
-            "run_id": self.run_id,
-            "beat_seconds": self.beat_seconds,
-            "timeout": self._settings.timeout,
-            "patience": self._settings.patience,
-            "grace": self._settings.grace,
-            "is_resumed": is_resumed,
-            "got": session.received,
+            n: getattr(self._settings, n) for n in ("timeout", "patience", "grace")
         }
+        facts |= {"run_id": self.run_id, "beat_seconds": self.beat_seconds}
+        facts |= {"is_resumed": is_resumed, "got": session.received}
         peer.send(encoded("facts", facts))
         if is_resumed:
             session.acknowledge(message["got"])

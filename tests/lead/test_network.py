@@ -214,7 +214,10 @@ def test_a_timeout_names_who_has_not_arrived_and_its_line():
 
 def test_the_table_of_workers(lead):
     three = lead.training(3)
-    three[2].listener.own_times = lambda: (4, 0.25, 0.5)
+    three[2].listener.beat = lambda: {
+        "times": (4, 0.25, 0.5),
+        "position": (0, 0, 0.0),
+    }
     wait_until(lambda: 2 in three[0].times_of, "the chief knows times")
     wait_until(lambda: three[0].times_of[2] == (4, 0.25, 0.5), "the chief knows times")
     rows = three[1].status()["workers"]

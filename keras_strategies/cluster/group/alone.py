@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from keras_strategies.lead.client_state import GroupListener, JoinedGeneration, Loss
+from keras_strategies.lead.client_state import GroupListener, JoinedGeneration
+from keras_strategies.lead.state import Loss, Settings
 
 
 @dataclass
@@ -17,14 +18,12 @@ class AloneClient:
     Args:
         index: int, its number in the cluster.
         host: str, its address.
-        timeout: float, seconds.
-        patience: float, seconds.
+        settings: those of the cluster.
     """
 
     index: int
     host: str
-    timeout: float
-    patience: float
+    settings: Settings
     progress: str = ""
     run_id: str = ""
     step: int | None = None
@@ -33,6 +32,7 @@ class AloneClient:
     times_of: dict[int, tuple[float, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.timeout, self.patience = self.settings.timeout, self.settings.patience
         place = (self.index,), (self.host,), (os.getpid(),)
         self.generation = JoinedGeneration(0, None, 0, *place, (), (), (), "")
 

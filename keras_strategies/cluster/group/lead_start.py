@@ -61,6 +61,7 @@ def connected(
     job = (
         job or hashlib.sha256(json.dumps(settings.addresses).encode()).hexdigest()[:16]
     )
+    secret = os.environ.get(SECRET, "").encode()
     until = time.monotonic() + _EARLIER_SECONDS
     launched = _launched((host, ports[0]))
     while True:
@@ -70,7 +71,9 @@ def connected(
             server = listen(host, ports, is_shared=not settings.is_fixed)
             if server is not None:
                 addresses = [server.getsockname()[:2]]
-                _start(server, settings, job)
+                reap()
+                lead = start_lead(server, settings, secret, job, ends_with_starter=True)
+                _started.append(lead)
                 is_started = True
         limit = settings.patience if index else _EARLIER_SECONDS
         if is_started:
@@ -78,7 +81,7 @@ def connected(
         try:
             return LeadClient(
                 addresses,
-                _secret(),
+                secret,
                 index,
                 same,
                 # That of a launcher has one cluster, and its address.
@@ -104,17 +107,6 @@ def _launched(first: tuple[str, int]) -> list[tuple[str, int]]:
     given = [split_address(each) for each in os.environ.get(LEAD, "").split()]
     # A process of another cluster may have inherited the variable.
     return given[1:] if given[:1] == [first] else []
-
-
-def _secret() -> bytes:
-    return os.environ.get(SECRET, "").encode()
-
-
-def _start(server: socket.socket, settings: Settings, job: str) -> None:
-    reap()
-    _started.append(
-        start_lead(server, settings, _secret(), job, ends_with_starter=True)
-    )
 
 
 def reap(seconds: float = 0.0) -> None:

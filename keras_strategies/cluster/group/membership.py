@@ -140,11 +140,7 @@ class Membership:
 
     def begin_alone(self) -> None:
         """Begins a group of this worker, while the others train without it."""
-        times, host = (
-            (self.settings.timeout, self.settings.patience),
-            self.client.own_host,
-        )
-        alone = AloneClient(self._index, host, *times)
+        alone = AloneClient(self._index, self.client.own_host, self.settings)
         self._group, self._generation = WorkerGroup.over(alone), None
 
     def is_broken(self) -> bool:

@@ -267,25 +267,20 @@ class WorkerGroup(GroupListener):
             raise WorkerError("The workers form another group.")
         try:
             yield
-        except (GroupChanged, TrainingEnded) as error:
-            self._ended_by(error.text)
-            raise WorkerError(self._error_text(error.text)) from error
         except WorkerError as error:
+            if isinstance(error, (GroupChanged, TrainingEnded)):
+                self._ended_by(error.text)
             if self.has_ended:
-                raise WorkerError(self._error_text(error.text)) from error
+                text = error.text if self._loss is None else self.describe(self._loss)
+                raise WorkerError(text) from error
             if error.text.startswith("Not all workers"):
-                raise WorkerError(f"{error.text} {self._hint()}".rstrip()) from error
+                hint = self._failure or self.stall
+                raise WorkerError(f"{error.text} {hint}".rstrip()) from error
             raise
-
-    def _error_text(self, text: str) -> str:
-        return text if self._loss is None else self.describe(self._loss)
 
     def _check_failure(self) -> None:
         if (failure := self.failure_since(FAILURE_GRACE)) is not None:
             raise WorkerError(self.describe(failure))
-
-    def _hint(self) -> str:
-        return self.stall if self._failure is None else str(self._failure)
 
     @property
     def position(self) -> list[int]:
@@ -511,11 +506,9 @@ class WorkerGroup(GroupListener):
 
     # What the lead tells (see `GroupListener`).
 
-    def own_times(self) -> tuple[float, ...]:
-        return dataclasses.astuple(self.clock.times)
-
-    def position_and_wait(self) -> tuple[int, int, float]:
-        return self._position, self._steps_since, self.clock.wait_seconds
+    def beat(self) -> dict[str, Any]:
+        times = dataclasses.astuple(self.clock.times)
+        return {"times": times, "position": [*self.position, self.clock.wait_seconds]}
 
     def ended(self, how: str, loss: Loss | None) -> None:
         with self._condition:

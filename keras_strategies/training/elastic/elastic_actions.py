@@ -96,9 +96,7 @@ class ElasticActions(GroupActions):
     @property
     def driver(self) -> RollbackDriver:
         """The driver of the first strategy."""
-        driver = self._all_drivers[0].rollback
-        assert driver is not None
-        return driver
+        return _rollback(self._all_drivers[0])
 
     @property
     def has_joined(self) -> bool:
@@ -151,7 +149,7 @@ class ElasticActions(GroupActions):
 
     def step(self, model: Any, kind: str, take: Callable[[], Any]) -> Any:
         admits = kind == "train" and self._fit is not None
-        driver = _driver_of(model)
+        driver = _rollback(strategy_of(model).drivers)
         return self._run_step(
             take, lambda: driver.save_state(model, kind), model, admits
         )
@@ -308,8 +306,13 @@ class ElasticActions(GroupActions):
             try:
                 generation = self.membership.reform(step, admits=admits)
             except WorkerError as error:
-                raise WorkerError(f"{error.text} {self._last_state()}") from error
-            if self._fit is not None and self._is_behind(generation, actions):
+                saved = "Nothing was saved."
+                if self._fit is not None and self._is_clean:
+                    saved = self._fit.save()
+                raise WorkerError(f"{error.text} {saved}") from error
+            missed = (generation.step or 0) - self._done
+            if self._fit is not None and generation.is_behind and missed > actions:
+                # The others have taken more actions without this worker.
                 self._begin_again(model)
             lost = (lost | set(generation.lost)) - set(generation.joined)
             joined |= set(generation.joined)
@@ -332,16 +335,6 @@ class ElasticActions(GroupActions):
         for drivers in self._all_drivers:
             if drivers.rollback is not None:
                 drivers.rollback.reformed(model, has_new)
-
-    def _last_state(self) -> str:
-        """Saves the state after the last step, and says where."""
-        if self._fit is None or not self._is_clean:
-            return "Nothing was saved."
-        return self._fit.save()
-
-    def _is_behind(self, generation: JoinedGeneration, actions: int) -> bool:
-        """Whether the others have taken more `actions` without this worker."""
-        return generation.is_behind and (generation.step or 0) > self._done + actions
 
     def _begin_again(self, model: Any) -> NoReturn:
         """Ends the `fit` of a worker that then joins the others in a new one.
@@ -409,13 +402,15 @@ class ElasticActions(GroupActions):
             self._receive(finished if model is None else model, state)
 
     def _state(self, model: Any) -> dict[str, Any]:
+        if model is not None:
+            strategy_of(model).engine.sync_variables(model)
         return {
             "done": self._done,
             "result": self._result,
             "steps": [workers.steps.count for workers in self._workers],
             "random": random_state(),
             "finished": self._random or random_state(),
-            "model": None if model is None else _values_of(model),
+            "model": None if model is None else model_state(model),
             "synced": None if model is None else are_synced(strategy_of(model), model),
             "fit": None if self._fit is None else self._fit.capture(),
             "fits": self._fits,
@@ -515,13 +510,6 @@ def _nothing_to_undo() -> bool:
     return True
 
 
-def _driver_of(model: Any) -> RollbackDriver:
-    driver = strategy_of(model).drivers.rollback
-    assert driver is not None
-    return cast(RollbackDriver, driver)
-
-
-def _values_of(model: Any) -> dict[str, Any]:
-    """The values of a model on the host, between two steps."""
-    strategy_of(model).engine.sync_variables(model)
-    return model_state(model)
+def _rollback(drivers: Drivers) -> RollbackDriver:
+    assert drivers.rollback is not None
+    return drivers.rollback

@@ -14,6 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from keras_strategies.cluster.resolver import ClusterResolver
+from keras_strategies.cluster.resolvers.environment.process_numbers import number
 from keras_strategies.cluster.spec import ClusterSpec
 from keras_strategies.errors import ClusterError
 
@@ -87,8 +88,8 @@ def _expand(pattern: str, text: str) -> list[str]:
             raise ClusterError(
                 f"The range {part!r} in the node list {text!r} is reversed."
             )
-        for number in range(int(first), int(last) + 1):
-            name = str(number).zfill(len(first))
+        for each in range(int(first), int(last) + 1):
+            name = str(each).zfill(len(first))
             begun = pattern[: match.start()] + name + pattern[match.end() :]
             hosts += _expand(begun, text)
     return hosts
@@ -159,7 +160,7 @@ class SlurmClusterResolver(ClusterResolver):
         auto_set_gpu: bool = True,
         rpc_layer: str | None = None,
     ):
-        self._hosts = expand_node_list(_variable(NODE_LIST))
+        self._hosts = expand_node_list(os.environ[_set_one(NODE_LIST)])
         self._counts = self._tasks_of_nodes(tasks_per_node)
         total = sum(self._counts)
         self._jobs = dict(jobs) if jobs is not None else {"worker": total}
@@ -203,7 +204,7 @@ class SlurmClusterResolver(ClusterResolver):
         elif given is not None:
             counts = [int(count) for count in given]
         elif any(os.environ.get(name) for name in TASKS_PER_NODE):
-            counts = expand_tasks_per_node(_variable(TASKS_PER_NODE))
+            counts = expand_tasks_per_node(os.environ[_set_one(TASKS_PER_NODE)])
         else:
             total = _number(NUM_TASKS)
             counts = [total // nodes + (i < total % nodes) for i in range(nodes)]
@@ -294,18 +295,14 @@ def _gpus_before_sharing() -> str:
 
 
 def _number(names: Sequence[str]) -> int:
-    text = _variable(names)
-    if not text.strip().isdecimal():
-        raise ClusterError(
-            f"One of the environment variables {list(names)} is {text!r}, not a number."
-        )
-    return int(text)
+    return number(_set_one(names))
 
 
-def _variable(names: Sequence[str]) -> str:
+def _set_one(names: Sequence[str]) -> str:
+    """The first of some variables that is set."""
     for name in names:
         if os.environ.get(name):
-            return os.environ[name]
+            return name
     raise ClusterError(
         f"None of the environment variables {list(names)} is set; SLURM sets them "
         "for each process. Start the script with `srun`."

@@ -12,9 +12,8 @@ from __future__ import annotations
 import os
 import urllib.error
 import urllib.request
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from keras_strategies.cluster.resolver import FixedClusterResolver
 from keras_strategies.cluster.resolvers.services.service_members import google_service
@@ -34,8 +33,7 @@ _PRODUCT = Path("/sys/class/dmi/id/product_name")
 _METADATA_SECONDS = 5.0
 
 
-@dataclass(frozen=True)
-class _Slice:
+class _Slice(NamedTuple):
     hosts: tuple[str, ...]
     number: int
     accelerator_type: str
