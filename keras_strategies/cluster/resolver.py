@@ -47,7 +47,6 @@ class ClusterResolver(abc.ABC):
     _rpc_layer: str | None = None
     _environment: str = ""
     _master: str = ""
-    _accelerators: Mapping[str, int] = {}
 
     def __init__(
         self,
@@ -145,7 +144,7 @@ class ClusterResolver(abc.ABC):
             dict from kind to number, such as `{"GPU": 2}`; empty if the
             resolver has no such number.
         """
-        return dict(self._accelerators)
+        return {}
 
     @property
     def is_chief(self) -> bool:
@@ -199,9 +198,18 @@ class FixedClusterResolver(ClusterResolver):
     """A resolver that finds the cluster once, when it is made."""
 
     _spec: ClusterSpec
+    _accelerators: Mapping[str, int] = {}
 
     def cluster_spec(self) -> ClusterSpec:
         return self._spec
+
+    def num_accelerators(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        config_proto: object = None,
+    ) -> dict[str, int]:
+        return dict(self._accelerators)
 
 
 class _OtherResolver(ClusterResolver):

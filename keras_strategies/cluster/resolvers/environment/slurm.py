@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 
-from keras_strategies.cluster.resolver import ClusterResolver
+from keras_strategies.cluster.resolver import FixedClusterResolver
 from keras_strategies.cluster.resolvers.environment.process_numbers import number
 from keras_strategies.cluster.spec import ClusterSpec
 from keras_strategies.errors import ClusterError
@@ -118,7 +118,7 @@ def expand_tasks_per_node(text: str) -> list[int]:
     return found
 
 
-class SlurmClusterResolver(ClusterResolver):
+class SlurmClusterResolver(FixedClusterResolver):
     """Reads the variables of a SLURM job step: each of its tasks is one of the cluster.
 
     Tasks are placed on nodes according to `srun --distribution`: `block`, `cyclic` or
@@ -163,14 +163,13 @@ class SlurmClusterResolver(ClusterResolver):
         self._hosts = expand_node_list(os.environ[_set_one(NODE_LIST)])
         self._counts = self._tasks_of_nodes(tasks_per_node)
         total = sum(self._counts)
-        self._jobs = dict(jobs) if jobs is not None else {"worker": total}
-        if sum(self._jobs.values()) != total:
+        jobs = {"worker": total} if jobs is None else jobs
+        if sum(jobs.values()) != total:
             raise ClusterError(
-                f"The jobs {self._jobs} have {sum(self._jobs.values())} tasks, but "
+                f"The jobs {dict(jobs)} have {sum(jobs.values())} tasks, but "
                 f"SLURM runs {total} on {self._hosts} ({self._counts} of them on "
                 "each). Change `jobs`, or `--ntasks` of `srun`."
             )
-        self._port_base = port_base
         process = _number((PROCESS,))
         if process >= total:
             raise ClusterError(
@@ -179,8 +178,12 @@ class SlurmClusterResolver(ClusterResolver):
             )
         self._places = _distribute(self._counts)
         self._check_place(process)
-        tasks = [(job, i) for job, n in self._jobs.items() for i in range(n)]
+        tasks = [(job, i) for job, count in jobs.items() for i in range(count)]
         super().__init__(*tasks[process], rpc_layer)
+        cluster: dict[str, list[str]] = {job: [] for job in jobs}
+        for (job, _), (node, place) in zip(tasks, self._places, strict=True):
+            cluster[job].append(f"{self._hosts[node]}:{port_base + place}")
+        self._spec = ClusterSpec(cluster)
         gpus = self._share_of_gpus(process, gpus_per_node, gpus_per_task)
         self._accelerators = {"GPU": len(gpus)}
         if auto_set_gpu and gpus:
@@ -252,18 +255,6 @@ class SlurmClusterResolver(ClusterResolver):
                 "`gpus_per_task`, or start fewer tasks per node."
             )
         return names[place * share : (place + 1) * share]
-
-    def cluster_spec(self) -> ClusterSpec:
-        tasks = iter(
-            f"{self._hosts[node]}:{self._port_base + place}"
-            for node, place in self._places
-        )
-        return ClusterSpec(
-            {
-                job: [next(tasks) for _ in range(count)]
-                for job, count in self._jobs.items()
-            }
-        )
 
 
 def _distribute(counts: Sequence[int]) -> list[tuple[int, int]]:
