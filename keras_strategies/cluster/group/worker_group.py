@@ -348,8 +348,8 @@ class WorkerGroup(GroupListener):
                 self._client.wait_saved(os.path.basename(path), again=again)
             except WorkerError as error:
                 # A chief that fails leaves without the file.
-                failure = self._failure
-                if failure is None or failure.rank != 0:
+                failure, is_over = self._failure, isinstance(error, GroupChanged)
+                if failure is None or failure.rank != 0 or is_over:
                     raise
                 raise WorkerError(self.describe(failure)) from error
 
