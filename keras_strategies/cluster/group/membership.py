@@ -183,9 +183,9 @@ class Membership:
         """
         if self._group is not None:
             self._group.close()
-        self._generation = self.client.next_generation(step, admits=admits)
-        self._group = WorkerGroup.over(self.client)
-        return self._generation
+        found = self.client.next_generation(step, admits=admits)
+        self._group, self._generation = WorkerGroup.over(self.client), found
+        return found
 
     def confirm(self) -> None:
         """Tells that this worker has the state of the generation.
