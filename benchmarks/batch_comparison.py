@@ -1,14 +1,16 @@
-"""The comparison of a batch on all workers: through the chief, and by Gloo.
+"""The comparison of a batch on all workers: through the lead, and by Gloo.
 
-Input other than arrays is compared before each step: its shapes, or the rows and their
-order. Ours sends them to the chief, which answers with all that differ
-(`WorkerGroup.gather_values`). The peer is an all-reduce of four integers over Gloo, as
+Input other than arrays is compared in each step: its shapes, or the rows and their
+order. Ours sends them to the lead, which answers with all that differ
+(`WorkerGroup.gather_values`). Here each comparison is awaited at once, which a step
+does on TensorFlow; on Torch and JAX it computes meanwhile. The peer is an all-reduce
+of four integers over Gloo, as
 in Torch's `Join`, which says only whether workers agree.
 
 Workers are processes that do nothing else, on the cores of one machine: with many of
-them the time is mostly that in which they wait for a core. The processor time of the
-chief's process, in all of its threads, is what a step of training has to share with
-the comparison.
+them the time is mostly that in which they wait for a core. The processor time of a
+worker's process, in all of its threads, is what a step of training has to share with
+the comparison; the lead is a process of its own.
 """
 
 from __future__ import annotations
@@ -21,11 +23,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 from measuring import Results, options_parser, ratio
 from page import write_page
 from tables import markdown_table
 
-WORKERS = ("2", "8", "32", "64")
+WORKERS = ("2", "4", "8", "32", "64")
 KINDS = ("ours", "Gloo")
 #: Comparisons that are timed at once, and before them.
 COUNT, WARM = 200, 10
@@ -50,21 +53,29 @@ def gloo(addresses: list[str], rank: int) -> Callable[[], Any]:
     return lambda: torch.distributed.all_reduce(facts, torch.distributed.ReduceOp.MAX)
 
 
+def cpu_of(processes: list[psutil.Process]) -> float:
+    """Seconds of the processor."""
+    return sum(sum(each.cpu_times()[:2]) for each in processes)
+
+
 def work(kind: str, addresses: list[str], rank: int, rounds: int, answers: Any) -> None:
-    """One worker; the first puts the milliseconds of each round, and its processor's.
+    """One worker; the first puts milliseconds of each round: its, its processor's,
+    and those of the processor of the lead, if it has started one.
 
     Its processes end without what they would do at their exit, such as to take leave.
     """
     compare = {"ours": ours, "Gloo": gloo}[kind](addresses, rank)
-    times: dict[str, list[float]] = {"wall": [], "cpu": []}
+    times: dict[str, list[float]] = {"wall": [], "cpu": [], "lead": []}
     for _ in range(WARM):
         compare()
+    leads = psutil.Process().children()
     for _ in range(rounds):
-        began, cpu = time.perf_counter(), time.process_time()
+        began, cpu, before = time.perf_counter(), time.process_time(), cpu_of(leads)
         for _ in range(COUNT):
             compare()
         times["wall"].append((time.perf_counter() - began) / COUNT * 1000)
         times["cpu"].append((time.process_time() - cpu) / COUNT * 1000)
+        times["lead"].append((cpu_of(leads) - before) / COUNT * 1000)
     if rank == 0:
         answers.send(times)
     answers.close()
@@ -74,7 +85,7 @@ def work(kind: str, addresses: list[str], rank: int, rounds: int, answers: Any) 
 
 
 def numbers(kind: str, workers: int, rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of a comparison, and of the chief's processor, by round."""
+    """Milliseconds of a comparison, and of processors, by round."""
     import torch  # noqa: F401 - once, for all processes
 
     import keras_strategies.cluster.group  # noqa: F401
@@ -103,13 +114,14 @@ def numbers(kind: str, workers: int, rounds: int) -> dict[str, list[float]]:
 def table(results: dict[str, Any]) -> str:
     """The results as a Markdown table."""
     header = ["workers", "ours", "Gloo", "Gloo / ours"]
-    header += ["ours: the chief's processor", "Gloo: that of rank 0"]
+    header += ["processor of a worker: ours, Gloo", "processor of the lead"]
     rows = []
     for workers, found in results.items():
         own, peer = (found[kind] for kind in KINDS)
         cells = [f"{statistics.median(each['wall']):.2f} ms" for each in (own, peer)]
         cells.append(ratio(peer["wall"], own["wall"]))
-        cells += [f"{statistics.median(each['cpu']):.2f} ms" for each in (own, peer)]
+        cpu = [f"{statistics.median(each['cpu']):.2f}" for each in (own, peer)]
+        cells += [f"{', '.join(cpu)} ms", f"{statistics.median(own['lead']):.2f} ms"]
         rows.append([workers, *cells])
     return markdown_table(header, rows)
 

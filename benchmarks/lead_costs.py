@@ -202,6 +202,7 @@ def read_soak(file: Path) -> dict[str, dict[str, Any]]:
 def main() -> None:
     parser = options_parser(__doc__)
     parser.add_argument("--soak", type=Path)
+    parser.add_argument("--workers", type=int, nargs="+", default=WORKERS)
     options = parser.parse_args()
     if options.soak is not None:
         results = Results(options.output / "soak.json")
@@ -214,7 +215,7 @@ def main() -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     results = Results(options.output / "lead_costs.json")
-    for count in WORKERS:
+    for count in options.workers:
         found = {
             "lead": of_lead(count, 4 * options.rounds),
             "store": of_store(count, 4 * options.rounds),

@@ -137,14 +137,14 @@ def run_identifier(addresses: Sequence[str], num_workers: int) -> str:
     return "|".join([addresses[0], str(num_workers), *found])
 
 
-def find_local_number() -> local_number.LocalNumber | None:
+def find_local_number() -> RankAndSize | None:
     """The number of this process among those that its launcher runs on this machine.
 
     It is that of torchrun, MPI or SLURM, in the order of `find_cluster`, also if
     `TF_CONFIG` or Keras's variables describe the cluster.
 
     Returns:
-        A `LocalNumber`; None if no launcher has set it.
+        A `RankAndSize`; None if no launcher has set it.
 
     Raises:
         ValueError: if a variable is invalid.
@@ -185,16 +185,12 @@ class _Kind:
     is_set: Callable[[], bool]
     resolver: Callable[[], ClusterResolver]
     number: Callable[[], RankAndSize | None] = lambda: None
-    local: Callable[[], local_number.LocalNumber | None] = lambda: None
+    local: Callable[[], RankAndSize | None] = lambda: None
     name: str = ""
 
 
 def _has(*names: str) -> Callable[[], bool]:
     return lambda: all(os.environ.get(name) for name in names)
-
-
-def _number_of_keras() -> RankAndSize | None:
-    return RankAndSize.read(keras_distribution.RANK, keras_distribution.SIZE)
 
 
 def _number_of_torchrun() -> RankAndSize | None:
@@ -227,7 +223,7 @@ _KINDS = (
     _Kind(
         _has(*keras_distribution.ALL),
         keras_distribution.KerasDistributionClusterResolver,
-        _number_of_keras,
+        lambda: RankAndSize.read(keras_distribution.RANK, keras_distribution.SIZE),
         name=keras_distribution.ADDRESSES,
     ),
     _Kind(

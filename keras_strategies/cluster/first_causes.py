@@ -104,7 +104,8 @@ def record(error: BaseException, is_caused: bool = False) -> Failure:
         # The others have ended because of this process, which sees their end.
         return _recorded
     _recorded = failure
-    _write(failure)
+    if path := os.environ.get(VARIABLE):
+        failure.write(Path(path))
     return failure
 
 
@@ -117,8 +118,3 @@ def forget() -> None:
     if path := os.environ.get(VARIABLE):
         with contextlib.suppress(OSError):
             os.remove(path)
-
-
-def _write(failure: Failure) -> None:
-    if path := os.environ.get(VARIABLE):
-        failure.write(Path(path))

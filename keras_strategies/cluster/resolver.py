@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Mapping
 from typing import Any
 
 from keras_strategies.cluster.spec import ClusterSpec, is_chief, worker_count
@@ -191,6 +192,24 @@ class ClusterResolver(abc.ABC):
             f"<{type(self).__name__}: {self.task_type} {self.task_id} of "
             f"{self.cluster_spec()!r}>"
         )
+
+
+class FixedClusterResolver(ClusterResolver):
+    """A resolver that finds the cluster once, when it is made."""
+
+    _spec: ClusterSpec
+    _accelerators: Mapping[str, int] = {}
+
+    def cluster_spec(self) -> ClusterSpec:
+        return self._spec
+
+    def num_accelerators(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        config_proto: object = None,
+    ) -> dict[str, int]:
+        return dict(self._accelerators)
 
 
 class _OtherResolver(ClusterResolver):

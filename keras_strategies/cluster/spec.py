@@ -175,17 +175,13 @@ def check_training_cluster(spec: ClusterSpec) -> None:
             f"The cluster has the unknown jobs {unknown}. Supported jobs are "
             f"{list(JOBS)}."
         )
-    if "chief" in spec.jobs and spec.num_tasks("chief") > 1:
-        raise ClusterError(
-            f"The cluster has {spec.num_tasks('chief')} chiefs, at "
-            f"{spec.job_tasks('chief')}. At most one is allowed; make the others "
-            "workers."
-        )
-    if "evaluator" in spec.jobs and spec.num_tasks("evaluator") > 1:
-        raise ClusterError(
-            f"The cluster has {spec.num_tasks('evaluator')} evaluators, at "
-            f"{spec.job_tasks('evaluator')}. At most one is allowed; remove the others."
-        )
+    for job in ("chief", "evaluator"):
+        if job in spec.jobs and spec.num_tasks(job) > 1:
+            raise ClusterError(
+                f"The cluster has {spec.num_tasks(job)} {job}s, at "
+                f"{spec.job_tasks(job)}. At most one is allowed; make the others "
+                "workers, or remove them."
+            )
     if worker_count(spec) == 0:
         raise ClusterError(
             f"The cluster {spec!r} has no worker. Add the address of at least one "

@@ -137,13 +137,9 @@ class LeadClient(ClientState):
         with self._changed:
             self._check(in_generation=True)
 
-    def is_broken(self, seconds: float = 2.0) -> bool:
-        """Whether the generation has ended, or ends soon, after a failed collective."""
+    def report_broken(self) -> None:
+        """Tells that a collective has failed, which ends a generation that lost one."""
         self._connection.send("broken", {})
-        with self._changed:
-            return self._changed.wait_for(
-                lambda: bool(self._how or self._error), seconds
-            )
 
     def request_stop(self) -> None:
         """Asks all workers to stop after the same step; from any thread."""

@@ -15,12 +15,17 @@ from keras_strategies.lead.connection import BEAT, LeadConnection
 from keras_strategies.lead.state import Loss, Settings
 from keras_strategies.timeline.places import main_thread_place
 
+_FINISHED = (
+    "The workers that trained have ended, so this one cannot join them. Restart all "
+    "workers."
+)
 
-class TrainingEnded(Exception):
+
+class TrainingEnded(WorkerError):
     """The other workers have finished training."""
 
 
-class GroupChanged(Exception):
+class GroupChanged(WorkerError):
     """The generation has ended: leave it, and call `next_generation`.
 
     Args:
@@ -70,30 +75,28 @@ class JoinedGeneration:
 class GroupListener:
     """What happens to a group, on the client's thread; does nothing by itself."""
 
-    def own_times(self) -> tuple[float, ...]:
-        """Finished steps, and seconds per step without and with waits for others."""
-        return ()
-
-    def position_and_wait(self) -> tuple[int, int, float]:
-        """The two numbers and the seconds of `StallWatch.beat`."""
-        return 0, 0, 0.0
+    def beat(self) -> dict[str, Any]:
+        """The `times` of `Beat`, and the `position` and waits of `StallWatch.beat`."""
+        return {"times": (), "position": (0, 0, 0.0)}
 
     def ended(self, how: str, loss: Loss | None) -> None:
         """The generation has ended; ends the waits of the engine."""
 
-    def failed(self, report: dict[str, Any]) -> None:
-        """A worker leaves a call by an error."""
+    # Messages of the lead, by their kinds.
 
-    def compared(self) -> None:
+    def failed(self, call: int, **report: Any) -> None:
+        """A worker leaves a call by an error; `report` has the arguments of `Loss`."""
+
+    def compared(self, **values: Any) -> None:
         """All workers have arrived in a comparison."""
 
-    def left_group(self, loss: Loss) -> None:
+    def exited(self, loss: list[Any]) -> None:
         """A worker has come to the end of its script."""
 
     def stalled(self, text: str) -> None:
         """Others wait for workers, which the text names."""
 
-    def arrived(self, index: int, count: int) -> None:
+    def arrival(self, index: int, count: int) -> None:
         """A worker has connected before training; told to worker 0."""
 
 
@@ -241,13 +244,7 @@ class ClientState:
         return [] if self._call is None else [self._call]
 
     def beat(self) -> dict[str, Any]:
-        listener = self.listener
-        return {
-            "step": self.step,
-            "progress": self.progress,
-            "times": listener.own_times(),
-            "position": listener.position_and_wait(),
-        }
+        return {"step": self.step, "progress": self.progress, **self.listener.beat()}
 
     def lost(self, how: str) -> None:
         self._end(how, None)
@@ -282,16 +279,8 @@ class ClientState:
             self._end(message["how"], _loss(message))
         elif kind == "over":
             self._over(message)
-        elif kind == "failed":
-            self.listener.failed(message)
-        elif kind == "compared":
-            self.listener.compared()
-        elif kind == "left":
-            self.listener.left_group(Loss(*message["loss"]))
-        elif kind == "stall":
-            self.listener.stalled(message["text"])
-        elif kind == "arrival":
-            self.listener.arrived(message["index"], message["count"])
+        elif kind in ("failed", "compared", "exited", "stalled", "arrival"):
+            getattr(self.listener, kind)(**message)
         elif kind == "where":
             # This thread answers: the main thread may never return.
             body = {"line": main_thread_place(), "progress": self.progress}
@@ -317,17 +306,19 @@ class ClientState:
     def _over(self, message: dict[str, Any]) -> None:
         text = message["error"]
         if not text:
-            self._fail(TrainingEnded("Training has ended."))
+            self._fail(TrainingEnded(_FINISHED))
             return
         error = (ClusterError if message["is_misuse"] else WorkerError)(text)
         self._fail(error, _loss(message))
 
-    def _fail(self, error: Exception, loss: Loss | None = None) -> None:
+    def _fail(
+        self, error: WorkerError | ClusterError, loss: Loss | None = None
+    ) -> None:
         with self._changed:
             if self._error is None and not self._has_left:
                 self._error = error
             self._changed.notify_all()
-        self._end(str(error), loss)
+        self._end(error.text, loss)
 
     # Messages of the lead; `_changed` is held
 
@@ -341,13 +332,12 @@ class ClientState:
 
     def _handle_begin(self, message: dict[str, Any]) -> None:
         members = tuple(message["members"])
-        hosts = message["hosts"]
         self._generation = JoinedGeneration(
             message["generation"],
             None if message["is_first"] else message["step"],
             members.index(self.index),
             members,
-            tuple(hosts[place] for place in message["places"]),
+            tuple(message["hosts"][place] for place in message["places"]),
             tuple(message["pids"]),
             tuple(message["behind"]),
             tuple(message["lost"]),

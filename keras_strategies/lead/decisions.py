@@ -22,43 +22,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from keras_strategies.lead import files, generations, values
-from keras_strategies.lead.events import (
-    TICK,
-    Absent,
-    Arrived,
-    AskStatus,
-    AwaitsFile,
-    Beat,
-    Begun,
-    Bye,
-    Failed,
-    Gone,
-    Hello,
-    Holds,
-    Message,
-    Overdue,
-    Ready,
-    Saved,
-    Snapshot,
-    Stack,
-    Stop,
-    Tick,
-)
+from keras_strategies.lead import events, files, generations, values
+from keras_strategies.lead.events import TICK, Beat, Out
 from keras_strategies.lead.state import (
     EXITED,
     KnownWorker,
     LeadState,
-    Out,
     Phase,
-    changed_group,
-    is_present,
-    left_phase,
-    loss_of,
-    members_of,
     replace,
     uids_of,
-    without,
 )
 
 # Seconds, at most, without any connection after which training has ended.
@@ -72,39 +44,29 @@ def step(state: LeadState, event: Any) -> tuple[LeadState, Out]:
         state: `LeadState`.
         event: one of the classes of `events.py`, from `Hello` to `Tick`.
     """
-    out: Out = []
+    out = Out()
     if state.is_over:
-        if isinstance(event, Hello):
-            out.append(_over_message(event.uid, state.verdict, state.is_misuse))
-        elif isinstance(event, Bye):
-            out.append(Message((event.uid,), "bye", {}))
-            state = without(state, event.uid)
-        elif isinstance(event, Gone):
-            state = without(state, event.uid)
+        if isinstance(event, events.Hello):
+            generations.tell_over((event.uid,), state.verdict, out, state.is_misuse)
+        elif isinstance(event, events.Bye):
+            out.tell((event.uid,), "bye")
+            state = state.without(event.uid)
+        elif isinstance(event, events.Gone):
+            state = state.without(event.uid)
         return state, out
     return _HANDLERS[type(event)](state, event, out), out
-
-
-def _over_message(uid: str, error: str, is_misuse: bool) -> Message:
-    return Message(
-        (uid,), "over", {"error": error, "is_misuse": is_misuse, "loss": None}
-    )
 
 
 # Connections
 
 
-def _hello(state: LeadState, event: Hello, out: Out) -> LeadState:
+def _hello(state: LeadState, event: events.Hello, out: Out) -> LeadState:
     state = replace(state, same=state.same or (event.index, event.same))
     if (why := _difference(state, event)) is not None:
-        out.append(_over_message(event.uid, why, is_misuse=True))
-        return (
-            state
-            if state.has_run
-            else generations.over(state, why, out, is_misuse=True)
-        )
+        generations.tell_over((event.uid,), why, out, is_misuse=True)
+        return state if state.has_run else generations.over(state, why, out, True)
     if not state.workers and not state.group.number:
-        state = changed_group(state, since=state.clock)
+        state = state.with_group(since=state.clock)
     if event.uid not in state.workers:
         state = _without_earlier(state, event.index)
     new = KnownWorker(
@@ -113,21 +75,18 @@ def _hello(state: LeadState, event: Hello, out: Out) -> LeadState:
     known_uids, known = state.workers.keys(), state.workers.get(event.uid, new)
     worker = replace(known, gone=None, seen=state.clock, step=event.step)
     state = replace(state, workers={**state.workers, event.uid: worker})
-    body: dict[str, Any] = {
-        "is_running": state.has_run,
-        "generation": state.group.number,
-    }
-    out.append(Message((event.uid,), "welcome", body))
+    facts = {"is_running": state.has_run, "generation": state.group.number}
+    out.tell((event.uid,), "welcome", **facts)
     if not state.has_run and event.uid not in known_uids:
         _report_arrivals(state, worker, out)
     if event.generation:
         # Its generation has ended with its connection.
         how = "the connection to the lead was lost"
-        body = {"generation": event.generation, "how": how, "loss": None}
-        out.append(Message((event.uid,), "end", body))
+        to = (event.uid,)
+        out.tell(to, "end", generation=event.generation, how=how, loss=None)
         group = state.group
         if event.uid in group.ranks and group.phase is Phase.FORMING:
-            return changed_group(state, awaited=group.awaited | {event.uid})
+            return state.with_group(awaited=group.awaited | {event.uid})
     return state
 
 
@@ -135,7 +94,7 @@ def _without_earlier(state: LeadState, index: int) -> LeadState:
     """Without the processes of an index that have ended: another one has its place."""
     for each in list(state.workers.values()):
         if each.index == index and each.gone is not None:
-            state = without(state, each.uid)
+            state = state.without(each.uid)
     return state
 
 
@@ -144,11 +103,10 @@ def _report_arrivals(state: LeadState, worker: KnownWorker, out: Out) -> None:
     first = [each.uid for each in state.workers.values() if each.index == 0]
     shown = state.workers.values() if worker.index == 0 else [worker]
     for count, each in enumerate(shown, len(state.workers) - len(shown) + 1):
-        body = {"index": each.index, "count": count}
-        out.append(Message(tuple(first), "arrival", body))
+        out.tell(first, "arrival", index=each.index, count=count)
 
 
-def _difference(state: LeadState, event: Hello) -> str | None:
+def _difference(state: LeadState, event: events.Hello) -> str | None:
     """The reason to refuse a worker with other versions or settings."""
     assert state.same is not None
     other, same = state.same
@@ -163,7 +121,7 @@ def _difference(state: LeadState, event: Hello) -> str | None:
     return None
 
 
-def _gone(state: LeadState, event: Gone, out: Out) -> LeadState:
+def _gone(state: LeadState, event: events.Gone, out: Out) -> LeadState:
     if event.uid not in state.workers:
         return state
     worker = state.workers[event.uid]
@@ -171,17 +129,17 @@ def _gone(state: LeadState, event: Gone, out: Out) -> LeadState:
         worker = _heard(worker, worker.seen, event.heard)
     worker = replace(worker, gone=state.clock)
     state = replace(state, workers={**state.workers, event.uid: worker})
-    state = left_phase(state, event.uid)
+    state = state.left_phase(event.uid)
     return generations.lose(state, worker, "its process or its connection ended", out)
 
 
-def _bye(state: LeadState, event: Bye, out: Out) -> LeadState:
+def _bye(state: LeadState, event: events.Bye, out: Out) -> LeadState:
     worker, group = state.workers.get(event.uid), state.group
-    out.append(Message((event.uid,), "bye", {}))
+    out.tell((event.uid,), "bye")
     if worker is None:
         return state
     is_member = group.is_active and event.uid in group.ranks
-    state = without(state, event.uid)
+    state = state.without(event.uid)
     if event.is_complete:
         state = replace(state, completed=max(state.completed, worker.step or 0))
     if not is_member:
@@ -192,19 +150,19 @@ def _bye(state: LeadState, event: Bye, out: Out) -> LeadState:
     if state.workers.keys().isdisjoint(group.ranks):
         return generations.over(state, "", out)
     state = replace(state, left={**state.left, event.uid: worker})
-    loss = loss_of(state, worker, EXITED)
-    out.append(Message(uids_of(members_of(state)), "left", {"loss": loss}))
+    loss = state.loss_of(worker, EXITED)
+    out.tell(uids_of(state.members), "exited", loss=loss)
     if group.ranks[event.uid] == 0:
         state = files.chief_leaves(state, out)
     state = values.check_left(state, out)
     return generations.advance(state, out)
 
 
-def _absent(state: LeadState, event: Absent, out: Out) -> LeadState:
+def _absent(state: LeadState, event: events.Absent, out: Out) -> LeadState:
     return state if state.has_run else generations.over(state, event.why, out)
 
 
-def _snapshot(state: LeadState, event: Snapshot, out: Out) -> LeadState:
+def _snapshot(state: LeadState, event: events.Snapshot, out: Out) -> LeadState:
     if state.snapshot is not None and state.snapshot[0] >= event.step:
         return state
     return replace(state, snapshot=(event.step, event.path))
@@ -213,7 +171,7 @@ def _snapshot(state: LeadState, event: Snapshot, out: Out) -> LeadState:
 # Time
 
 
-def _tick(state: LeadState, event: Tick, out: Out) -> LeadState:
+def _tick(state: LeadState, event: events.Tick, out: Out) -> LeadState:
     passed = 0.0 if state.now is None else event.now - state.now
     clock = state.clock + min(passed, 2 * TICK)
     workers = dict(state.workers)
@@ -246,10 +204,10 @@ def _refuse_doubles(state: LeadState, out: Out) -> LeadState:
     if len(known) == len({w.index for w in known}):
         return state
     first = {w.index: w for w in reversed(known)}
-    first |= {w.index: w for w in members_of(state) if w.gone is None}
+    first |= {w.index: w for w in state.members if w.gone is None}
     for worker in known:
         other = first[worker.index]
-        if other is worker or not is_present(state, other):
+        if other is worker or not state.is_present(other):
             continue
         why = (
             f"Two processes connected as worker {worker.index}: process {other.pid} on "
@@ -257,11 +215,11 @@ def _refuse_doubles(state: LeadState, out: Out) -> LeadState:
             "own index (`task.index` in TF_CONFIG)."
         )
         if not state.has_run and other.seen > worker.since + 2 * TICK:
-            return generations.over(state, why, out, is_misuse=True)
+            return generations.over(state, why, out, True)
         late = state.clock - worker.since > 2 * state.settings.timeout
         if worker.uid in state.waiting and late:
-            out.append(_over_message(worker.uid, why, is_misuse=True))
-            state = without(state, worker.uid)
+            generations.tell_over((worker.uid,), why, out, is_misuse=True)
+            state = state.without(worker.uid)
     return state
 
 
@@ -291,21 +249,28 @@ def _forget(state: LeadState) -> LeadState:
 
 
 _HANDLERS: dict[type, Callable[[LeadState, Any, Out], LeadState]] = {
-    Hello: _hello,
-    Gone: _gone,
-    Ready: generations.ready,
-    Holds: generations.holds,
-    Begun: generations.begun,
-    Stop: generations.stop,
-    Arrived: values.arrived,
-    Saved: files.saved,
-    AwaitsFile: files.awaits_file,
-    Snapshot: _snapshot,
-    Failed: values.failed,
-    Overdue: values.overdue,
-    Absent: _absent,
-    Stack: values.stack,
-    AskStatus: values.status,
-    Bye: _bye,
-    Tick: _tick,
+    events.Hello: _hello,
+    events.Gone: _gone,
+    events.Ready: generations.ready,
+    events.Holds: generations.holds,
+    events.Begun: generations.begun,
+    events.Stop: generations.stop,
+    events.Arrived: values.arrived,
+    events.Saved: files.saved,
+    events.AwaitsFile: files.awaits_file,
+    events.Snapshot: _snapshot,
+    events.Failed: values.failed,
+    events.Overdue: values.overdue,
+    events.Absent: _absent,
+    events.Stack: values.stack,
+    events.AskStatus: values.status,
+    events.Bye: _bye,
+    events.Tick: _tick,
+}
+
+#: Events that workers send, by the kind of their message.
+EVENTS: dict[str, Any] = {
+    each.__name__.lower(): each
+    for each in _HANDLERS
+    if each not in (events.Hello, events.Gone, events.Overdue, events.Tick)
 }

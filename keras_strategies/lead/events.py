@@ -6,7 +6,7 @@ class in small letters and its fields after `uid`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -123,7 +123,16 @@ class Saved(NamedTuple):
 
 
 class AwaitsFile(NamedTuple):
-    """A member waits for a file of the chief (see `files.py`)."""
+    """A member waits for a file of the chief (see `files.py`).
+
+    Args:
+        uid: str, the process.
+        generation: int, its generation.
+        position: int, the comparisons that the worker has begun.
+        name: str, of the file in this worker's call.
+        same: int, its calls at this position with this name, this one included.
+        calls: int, its calls at this position, this one included.
+    """
 
     uid: str
     generation: int
@@ -239,25 +248,13 @@ class Message(NamedTuple):
     body: dict[str, Any]
 
 
+class Out(list[Message]):
+    """Messages to send."""
+
+    def tell(self, to: Iterable[str], kind: str, **body: Any) -> None:
+        """Adds a message to the processes `to`."""
+        self.append(Message(tuple(to), kind, body))
+
+
 #: Those that many workers send at the same time, with the same values.
 JOINT = frozenset({"ready", "holds", "arrived"})
-
-#: Events that workers send, by the kind of their message.
-EVENTS: dict[str, Any] = {
-    each.__name__.lower(): each
-    for each in (
-        Ready,
-        Holds,
-        Begun,
-        Stop,
-        Arrived,
-        Saved,
-        AwaitsFile,
-        Snapshot,
-        Failed,
-        Absent,
-        Stack,
-        AskStatus,
-        Bye,
-    )
-}

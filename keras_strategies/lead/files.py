@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 
-from keras_strategies.lead.events import AwaitsFile, Message, Saved
-from keras_strategies.lead.state import ChiefFile, FileWait, LeadState, Out, replace
+from keras_strategies.lead.events import AwaitsFile, Out, Saved
+from keras_strategies.lead.state import LeadState, replace
 
 #: Error of a wait for a file that the chief does not save.
 WENT_ON = "it went on without saving. All workers must make the same calls"
@@ -24,8 +24,7 @@ def saved(state: LeadState, event: Saved, out: Out) -> LeadState:
     if event.generation != state.group.number:
         return state
     before = state.files.get(event.position, ())
-    file = ChiefFile(event.name, event.error)
-    files = {**state.files, event.position: (*before, file)}
+    files = {**state.files, event.position: (*before, event)}
     return answer_waits(replace(state, files=files), out)
 
 
@@ -33,8 +32,7 @@ def awaits_file(state: LeadState, event: AwaitsFile, out: Out) -> LeadState:
     """A member waits for a file."""
     if event.generation != state.group.number or not state.group.is_active:
         return state
-    wait = FileWait(event.position, event.name, event.same, event.calls, state.clock)
-    waits = {**state.file_waits, event.uid: wait}
+    waits = {**state.file_waits, event.uid: (event, state.clock)}
     return answer_waits(replace(state, file_waits=waits), out)
 
 
@@ -53,21 +51,21 @@ def chief_leaves(state: LeadState, out: Out) -> LeadState:
 def answer_waits(state: LeadState, out: Out) -> LeadState:
     """Ends the waits for files that the chief has saved, or will not save."""
     waits = dict(state.file_waits)
-    for uid, wait in state.file_waits.items():
-        if (error := _error(state, wait)) is not None:
+    for uid, (wait, since) in state.file_waits.items():
+        if (error := _error(state, wait, state.clock - since)) is not None:
             del waits[uid]
-            body = {"name": wait.name, "calls": wait.calls, "error": error}
-            out.append(Message((uid,), "file", {"position": wait.position, **body}))
+            place = {"position": wait.position, "calls": wait.calls}
+            out.tell((uid,), "file", **place, error=error)
     return replace(state, file_waits=waits)
 
 
-def _error(state: LeadState, wait: FileWait) -> str | None:
+def _error(state: LeadState, wait: AwaitsFile, waited: float) -> str | None:
     """The reason why there is no file, empty if there is one; None to wait on."""
     files = state.files.get(wait.position, ())
     same = [file for file in files if file.name == wait.name]
     if len(same) >= wait.same:
         return same[wait.same - 1].error
-    patience, waited = state.settings.patience, state.clock - wait.since
+    patience = state.settings.patience
     has_begun = state.chief_position > wait.position
     if not has_begun and waited <= patience:
         return None
@@ -75,8 +73,6 @@ def _error(state: LeadState, wait: FileWait) -> str | None:
         return files[wait.calls - 1].error
     if has_begun:
         return WENT_ON
-    return (
-        f"it did not save it within {patience:g} s"
-        if waited > patience + _MORE
-        else None
-    )
+    if waited <= patience + _MORE:
+        return None
+    return f"it did not save it within {patience:g} s"

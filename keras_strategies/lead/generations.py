@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from keras_strategies.lead.events import Begun, Holds, Message, Ready, Stop
+from keras_strategies.lead.events import Begun, Holds, Out, Ready, Stop
 from keras_strategies.lead.state import (
     NO_HEARTBEAT,
     NONE,
@@ -26,17 +26,9 @@ from keras_strategies.lead.state import (
     KnownWorker,
     LeadState,
     Loss,
-    Out,
     Phase,
-    changed_group,
-    changed_worker,
-    is_present,
-    left_phase,
-    loss_of,
-    members_of,
     replace,
     uids_of,
-    without,
 )
 
 # Leases are this much longer at the lead than at a worker.
@@ -48,7 +40,7 @@ LEASE = 1.1
 def lose(state: LeadState, worker: KnownWorker, how: str, out: Out) -> LeadState:
     """Ends the generation if the worker is a member of it."""
     if state.group.is_active and worker.uid in state.group.ranks:
-        state = _end_by_loss(state, {worker.uid}, loss_of(state, worker, how), out)
+        state = _end_by_loss(state, {worker.uid}, state.loss_of(worker, how), out)
     return advance(state, out)
 
 
@@ -64,14 +56,13 @@ def end(
     """Ends the generation: its members answer with `Ready`."""
     members = [
         each
-        for each in members_of(state)
+        for each in state.members
         if each.gone is None and each.uid not in state.waiting
     ]
-    body = {"generation": state.group.number, "how": how, "loss": loss}
-    out.append(Message(uids_of(members), "end", body))
-    awaited = {w.uid for w in members if is_present(state, w)} - lost
-    return changed_group(
-        _without_waits(state),
+    number = state.group.number
+    out.tell(uids_of(members), "end", generation=number, how=how, loss=loss)
+    awaited = {w.uid for w in members if state.is_present(w)} - lost
+    return _without_waits(state).with_group(
         phase=Phase.FORMING,
         awaited=frozenset(awaited),
         since=state.clock,
@@ -90,18 +81,27 @@ def over(
     state: LeadState,
     verdict: str,
     out: Out,
-    *,
-    loss: Loss | None = None,
     is_misuse: bool = False,
+    loss: Loss | None = None,
 ) -> LeadState:
     """Ends training, with an error or, with an empty text, because it has finished."""
     to = uids_of(each for each in state.workers.values() if each.gone is None)
-    body = {"error": verdict, "is_misuse": is_misuse, "loss": loss}
-    out.append(Message(to, "over", body))
+    tell_over(to, verdict, out, is_misuse, loss)
     state = replace(
         state, verdict=verdict, is_misuse=is_misuse, waiting=NONE, comparisons={}
     )
-    return changed_group(state, phase=Phase.OVER, awaited=NONE)
+    return state.with_group(phase=Phase.OVER, awaited=NONE)
+
+
+def tell_over(
+    to: tuple[str, ...],
+    error: str,
+    out: Out,
+    is_misuse: bool = False,
+    loss: Loss | None = None,
+) -> None:
+    """Tells workers that training has ended for them (see `over`)."""
+    out.tell(to, "over", error=error, is_misuse=is_misuse, loss=loss)
 
 
 def advance(state: LeadState, out: Out) -> LeadState:
@@ -116,21 +116,21 @@ def advance(state: LeadState, out: Out) -> LeadState:
 def check_phase(state: LeadState, out: Out) -> LeadState:
     """Excludes silent workers, and those that are alive but late."""
     group, settings = state.group, state.settings
-    silent = [each for each in members_of(state) if not is_present(state, each)]
+    silent = [each for each in state.members if not state.is_present(each)]
     if group.is_active and silent:
         seconds = state.clock - silent[0].seen
         how = f"{NO_HEARTBEAT} for {max(seconds, settings.timeout):.0f} s"
         lost = {each.uid for each in silent}
-        loss = loss_of(state, silent[0], how)
+        loss = state.loss_of(silent[0], how)
         return advance(_end_by_loss(state, lost, loss, out), out)
     late = state.clock - group.since > settings.patience
     if late and group.phase is Phase.SYNCING:
         first = state.workers[min(group.awaited, key=group.ranks.__getitem__)]
-        loss = loss_of(state, first, f"it was not ready within {settings.patience:g} s")
+        loss = state.loss_of(first, f"it was not ready within {settings.patience:g} s")
         return advance(_end_by_loss(state, set(group.awaited), loss, out), out)
     if group.phase is Phase.FORMING:
         gone = {each.uid for each in silent}
-        state = changed_group(state, awaited=NONE if late else group.awaited - gone)
+        state = state.with_group(awaited=NONE if late else group.awaited - gone)
     return advance(state, out)
 
 
@@ -176,7 +176,7 @@ def _candidates(state: LeadState) -> list[KnownWorker]:
     )
     first: dict[int, KnownWorker] = {}
     for each in waiting:
-        if is_present(state, each):
+        if state.is_present(each):
             first.setdefault(each.index, each)
     return list(first.values())
 
@@ -219,7 +219,7 @@ def _may_still_train(state: LeadState, found: list[KnownWorker]) -> bool:
     if any(each.uid in ranks for each in found):
         return False
     lease = LEASE * state.settings.timeout
-    return any(state.clock - each.seen <= lease for each in members_of(state))
+    return any(state.clock - each.seen <= lease for each in state.members)
 
 
 def _begin(
@@ -228,6 +228,7 @@ def _begin(
     """Begins a generation; the first worker is its chief and has the newest state."""
     before, begun = state.group, newest or 0
     ranks = {each.uid: rank for rank, each in enumerate(chosen)}
+    earlier = dict(zip(before.ranks, before.indices, strict=True))
     indices = tuple(each.index for each in chosen)
     hosts = {host: i for i, host in enumerate(dict.fromkeys(w.host for w in chosen))}
     body = {
@@ -239,17 +240,11 @@ def _begin(
         "places": [hosts[each.host] for each in chosen],
         "pids": [each.pid for each in chosen],
         "behind": [rank for rank, each in enumerate(chosen) if each.step != newest],
-        "lost": [
-            before.indices[i] for uid, i in before.ranks.items() if uid not in ranks
-        ],
-        "joined": [
-            each.index
-            for each in chosen
-            if before.ranks and each.uid not in before.ranks
-        ],
+        "lost": [i for uid, i in earlier.items() if uid not in ranks],
+        "joined": [w.index for w in chosen if earlier and w.uid not in earlier],
         "how": before.how,
     }
-    out.append(Message(tuple(ranks), "begin", body))
+    out.tell(ranks, "begin", **body)
     group = GenerationState(
         before.number + 1,
         ranks,
@@ -266,9 +261,8 @@ def _begin(
 
 def _go(state: LeadState, out: Out) -> LeadState:
     """Lets a generation run, whose members all hold the state."""
-    body = {"generation": state.group.number}
-    out.append(Message(tuple(state.group.ranks), "go", body))
-    state = changed_group(state, phase=Phase.RUNNING, since=state.clock)
+    out.tell(state.group.ranks, "go", generation=state.group.number)
+    state = state.with_group(phase=Phase.RUNNING, since=state.clock)
     state = replace(state, has_run=True)
     return _pause(state, out) if state.is_stop_asked else _admit(state, out)
 
@@ -280,8 +274,8 @@ def holds(state: LeadState, event: Holds, out: Out) -> LeadState:
     uids = group.awaited.intersection((event.uid, *event.others))
     if not is_current or not uids:
         return state
-    state = changed_worker(state, *uids, step=event.step)
-    return advance(changed_group(state, awaited=group.awaited - uids), out)
+    state = state.with_workers(*uids, step=event.step)
+    return advance(state.with_group(awaited=group.awaited - uids), out)
 
 
 def ready(state: LeadState, event: Ready, out: Out) -> LeadState:
@@ -294,8 +288,8 @@ def ready(state: LeadState, event: Ready, out: Out) -> LeadState:
             state = _without_newcomer(state, uid, out)
     if not uids:
         return state
-    state = changed_worker(state, *uids, step=event.step, admits=event.admits)
-    state = left_phase(state, *uids)
+    state = state.with_workers(*uids, step=event.step, admits=event.admits)
+    state = state.left_phase(*uids)
     state = replace(state, waiting=state.waiting.union(uids))
     is_planned = group.phase is Phase.STOPPING and event.is_planned
     members = [uid for uid in uids if uid in group.ranks]
@@ -303,7 +297,7 @@ def ready(state: LeadState, event: Ready, out: Out) -> LeadState:
         how = f"{state.workers[members[0]]} could not continue"
         if group.failures >= settings.failures:
             return over(state, f"{how}, {group.failures} times in a row.", out)
-        failed = changed_group(state, failures=group.failures + 1)
+        failed = state.with_group(failures=group.failures + 1)
         state = end(failed, set(), how, out)
     return advance(state, out)
 
@@ -313,9 +307,8 @@ def _without_newcomer(state: LeadState, uid: str, out: Out) -> LeadState:
         f"Worker {state.workers[uid].index} cannot join: the others train with "
         "`Elastic(rejoin=False)`. Restart all workers, or set `rejoin=True`."
     )
-    body = {"error": why, "is_misuse": False, "loss": None}
-    out.append(Message((uid,), "over", body))
-    return without(state, uid)
+    tell_over((uid,), why, out)
+    return state.without(uid)
 
 
 # Joins, and stops after a common step
@@ -325,10 +318,10 @@ def _admit(state: LeadState, out: Out) -> LeadState:
     """Makes a running generation stop at a common step, if a worker can join it."""
     if not state.waiting:
         return state
-    members = [each for each in members_of(state) if each.gone is None]
+    members = [each for each in state.members if each.gone is None]
     taken = {each.index for each in members}
     waiting = [state.workers[uid] for uid in state.waiting]
-    joins = any(w.index not in taken and is_present(state, w) for w in waiting)
+    joins = any(w.index not in taken and state.is_present(w) for w in waiting)
     if not joins or len(members) >= state.settings.most:
         return state
     return _pause(state, out)
@@ -341,10 +334,9 @@ def stop(state: LeadState, event: Stop, out: Out) -> LeadState:
 
 
 def _pause(state: LeadState, out: Out) -> LeadState:
-    members = uids_of(members_of(state))
-    out.append(Message(members, "pause", {"generation": state.group.number}))
-    return changed_group(
-        state,
+    members = uids_of(state.members)
+    out.tell(members, "pause", generation=state.group.number)
+    return state.with_group(
         phase=Phase.PAUSING,
         awaited=frozenset(members),
         since=state.clock,
@@ -359,18 +351,17 @@ def begun(state: LeadState, event: Begun, out: Out) -> LeadState:
     if not is_current or event.uid not in group.awaited:
         return state
     last, awaited = max(group.last_step, event.steps), group.awaited - {event.uid}
-    return advance(changed_group(state, last_step=last, awaited=awaited), out)
+    return advance(state.with_group(last_step=last, awaited=awaited), out)
 
 
 def _stop_after(state: LeadState, out: Out) -> LeadState:
-    members, group = uids_of(members_of(state)), state.group
-    body = {"generation": group.number, "count": group.last_step}
-    out.append(Message(members, "stop_after", body))
+    members, group = uids_of(state.members), state.group
+    facts = {"generation": group.number, "count": group.last_step}
+    out.tell(members, "stop_after", **facts)
     state = replace(state, is_stop_asked=False)
     if state.settings.is_fixed:
-        return changed_group(state, phase=Phase.RUNNING, since=state.clock)
-    return changed_group(
-        state,
+        return state.with_group(phase=Phase.RUNNING, since=state.clock)
+    return state.with_group(
         phase=Phase.STOPPING,
         awaited=frozenset(members),
         since=state.clock,
@@ -379,7 +370,7 @@ def _stop_after(state: LeadState, out: Out) -> LeadState:
 
 
 def _stopped(state: LeadState, out: Out) -> LeadState:
-    return _form(changed_group(state, phase=Phase.FORMING, since=state.clock), out)
+    return _form(state.with_group(phase=Phase.FORMING, since=state.clock), out)
 
 
 _NEXT: dict[Phase, Callable[[LeadState, Out], LeadState]] = {

@@ -7,7 +7,6 @@ Before a peer has proved the secret, it costs one of `PENDING` places for
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 import time
 from collections.abc import Callable
@@ -22,7 +21,6 @@ from keras_strategies.lead.wire import (
     take_messages,
 )
 
-_logger = logging.getLogger("keras_strategies.lead")
 #: Peers without a proof at a time, and the seconds that they have for it; fewer if all
 #: places are taken.
 PENDING, PROOF_SECONDS, SHORT_SECONDS = 64, 5.0, 0.5
@@ -42,7 +40,7 @@ class RareWarnings:
         show: called with each line.
     """
 
-    def __init__(self, show: Callable[[str], None] = _logger.warning):
+    def __init__(self, show: Callable[[str], None]):
         self._show = show
         self._next, self._left_out = 0.0, 0
 
@@ -145,10 +143,8 @@ class LeadPeer(asyncio.BufferedProtocol):
 
     def close(self) -> None:
         """Closes the connection after the messages sent."""
-        if self._transport is not None:
-            self._transport.close()
+        self._transport.close()
 
     def abort(self) -> None:
         """Closes the connection at once."""
-        if self._transport is not None:
-            self._transport.abort()
+        self._transport.abort()

@@ -38,36 +38,25 @@ _MORE = 32
 
 
 def needed_descriptors(workers: int) -> int:
-    """Open files that a lead needs."""
-    return workers + PENDING + _MORE
-
-
-def check_descriptors(workers: int) -> None:
-    """Checks that a lead may open as many files as it needs.
+    """Open files that a lead needs.
 
     Raises:
-        ClusterError: if the hard limit is too low.
+        ClusterError: if the hard limit is lower.
     """
-    need, (_, hard) = needed_descriptors(workers), _limits()
+    need = workers + PENDING + _MORE
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if hard != resource.RLIM_INFINITY and hard < need:
         raise ClusterError(
             f"{workers} workers need {need} open files in the lead, but the limit of "
             f"this machine is {hard}. Raise it (`ulimit -Hn {need}`)."
         )
+    return need
 
 
-def _limits() -> tuple[int, int]:
-    return resource.getrlimit(resource.RLIMIT_NOFILE)
-
-
-def raise_descriptor_limit(workers: int) -> None:
-    """Raises the soft limit of open files where it is too low.
-
-    Raises:
-        ClusterError: if the hard limit is too low.
-    """
-    check_descriptors(workers)
-    need, (soft, hard) = needed_descriptors(workers), _limits()
+def _raise_descriptor_limit(workers: int) -> None:
+    """Raises the soft limit of open files where it is too low."""
+    need = needed_descriptors(workers)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < need:
         resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))
 
@@ -95,7 +84,7 @@ def start_lead(
     Raises:
         ClusterError: if the limit of open files is too low.
     """
-    check_descriptors(settings.workers)
+    needed_descriptors(settings.workers)
     with listener:
         given = {
             "listener": listener.fileno(),
@@ -116,21 +105,19 @@ def start_lead(
         )
 
 
-def server_tls() -> ssl.SSLContext | None:
-    """The context of the lead's certificate; None without one."""
+def tls_context(*, is_server: bool) -> ssl.SSLContext | None:
+    """The context of the lead's certificate, or of a worker that trusts it.
+
+    Returns:
+        `ssl.SSLContext`; None without a certificate.
+    """
     path = os.environ.get(CERTIFICATE)
     if not path:
         return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(path)
-    return context
-
-
-def client_tls() -> ssl.SSLContext | None:
-    """The context of a worker that trusts the lead's certificate; None without one."""
-    path = os.environ.get(CERTIFICATE)
-    if not path:
-        return None
+    if is_server:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(path)
+        return context
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     # This certificate is trusted, at whatever address the lead is.
     context.check_hostname = False
@@ -143,13 +130,14 @@ def main(given: dict[str, Any]) -> int:
     settings = given["settings"]
     settings["addresses"] = tuple(settings["addresses"])
     settings = Settings(**settings)
-    raise_descriptor_limit(settings.workers)
+    _raise_descriptor_limit(settings.workers)
     secret = os.environ.get(SECRET, "").encode()
     listener = socket.socket(fileno=given["listener"])
 
     async def serve() -> LeadState:
+        tls = tls_context(is_server=True)
         lead = LeadServer(
-            listener, settings, secret, given["job"], given["starter"], server_tls()
+            listener, settings, secret, given["job"], given["starter"], tls
         )
         await lead.serve()
         return lead.state

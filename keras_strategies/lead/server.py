@@ -17,17 +17,8 @@ import time
 from collections.abc import Collection, Hashable
 from typing import Any
 
-from keras_strategies.lead.decisions import step
-from keras_strategies.lead.events import (
-    EVENTS,
-    JOINT,
-    TICK,
-    Beat,
-    Gone,
-    Hello,
-    Overdue,
-    Tick,
-)
+from keras_strategies.lead.decisions import EVENTS, step
+from keras_strategies.lead.events import JOINT, TICK, Beat, Gone, Hello, Overdue, Tick
 from keras_strategies.lead.peers import (
     PENDING,
     PROOF_SECONDS,
@@ -150,7 +141,7 @@ class LeadServer:
         }
         text = self._stalls.tick(collectives, now)
         if text is not None:
-            self._send(tuple(group.ranks), "stall", {"text": text})
+            self._send(tuple(group.ranks), "stalled", {"text": text})
         overdue = self._stalls.overdue(self._settings.timeout, now)
         if overdue is not None and self._settings.is_fixed:
             # Elastic workers have more patience with one that is busy.
@@ -160,17 +151,11 @@ class LeadServer:
 
     def _new_stalls(self) -> StallWatch:
         members = list(self.state.group.ranks)
-
-        def ask(rank: int) -> None:
-            self._send((members[rank],), "where", {})
-
-        def about(rank: int) -> dict[str, Any]:
-            worker = self.state.workers[members[rank]]
-            named = {"host": worker.host, "pid": worker.pid}
-            return {**named, "progress": worker.progress}
-
-        after = min(STALL_SECONDS, self._settings.timeout / 2)
-        return StallWatch(after, ask, about)
+        return StallWatch(
+            min(STALL_SECONDS, self._settings.timeout / 2),
+            lambda rank: self._send((members[rank],), "where", {}),
+            lambda rank: self.state.workers[members[rank]],
+        )
 
     def _is_done(self, now: float, ended: float | None) -> bool:
         if self._peers or self._lost:
@@ -374,14 +359,10 @@ class LeadServer:
             self._follow(message.get("settings", {}))
         self._detect_cut_cables(peer.socket)
         facts = {
-            "run_id": self.run_id,
-            "beat_seconds": self.beat_seconds,
-            "timeout": self._settings.timeout,
-            "patience": self._settings.patience,
-            "grace": self._settings.grace,
-            "is_resumed": is_resumed,
-            "got": session.received,
+            n: getattr(self._settings, n) for n in ("timeout", "patience", "grace")
         }
+        facts |= {"run_id": self.run_id, "beat_seconds": self.beat_seconds}
+        facts |= {"is_resumed": is_resumed, "got": session.received}
         peer.send(encoded("facts", facts))
         if is_resumed:
             session.acknowledge(message["got"])

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from keras_strategies.lead.state import KnownWorker
 
 #: Seconds of a wait after which the awaited workers are named.
 STALL_SECONDS = 30.0
@@ -20,19 +21,6 @@ _ANSWER_SECONDS = 2.0
 # Number of awaited workers that are named.
 _NAMED = 4
 _NO_ANSWER = "It does not answer: it is stopped, or busy in one call outside of Python"
-
-
-@dataclass
-class _Position:
-    """How far a worker has come.
-
-    Args:
-        numbers: its collectives, and the steps since.
-        waits: float, seconds for which it has waited for others; 0 if not known.
-    """
-
-    numbers: tuple[int, ...] = ()
-    waits: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -52,21 +40,20 @@ class StallWatch:
         after: float, seconds of a wait after which they are named; again after twice
             the time, and so on.
         ask: callable with a worker's index, asks it where it is; see `answered`.
-        about: callable with a worker's index; returns its `"host"`, `"pid"` and
-            `"progress"`.
+        worker_of: callable with a worker's index; returns what is known of it.
     """
 
     def __init__(
         self,
         after: float,
         ask: Callable[[int], None],
-        about: Callable[[int], Mapping[str, Any]],
+        worker_of: Callable[[int], KnownWorker],
     ):
         self._after = after
         self._ask = ask
-        self._about = about
-        self._positions: dict[int, _Position] = {}
-        # When one of them has changed.
+        self._worker_of = worker_of
+        # Numbers and waits of the last beats; and when the numbers of one have changed.
+        self._positions: dict[int, tuple[tuple[int, ...], float]] = {}
         self._moved = 0.0
         # Collectives that some workers have reached, and since when.
         self._pending: dict[Hashable, float] = {}
@@ -88,10 +75,10 @@ class StallWatch:
             waits: float, seconds for which it waits for others; 0 if not known.
             now: float, the time in seconds.
         """
-        position = self._positions.setdefault(index, _Position())
-        position.waits = waits
-        if position.numbers != tuple(numbers):
-            position.numbers, self._moved = tuple(numbers), now
+        before = self._positions.get(index, ((), 0.0))
+        self._positions[index] = tuple(numbers), waits
+        if before[0] != tuple(numbers):
+            self._moved = now
 
     def answered(self, index: int, where: str) -> None:
         """Receives where a worker is."""
@@ -165,16 +152,16 @@ class StallWatch:
         positions = self._positions
         since, waits = self._moved, 0.0
         if len(positions) > 1:
-            waits = max(each.waits for each in positions.values())
+            waits = max(each[1] for each in positions.values())
         if max(now - since, waits) < self._after or len(positions) < 2:
             return None
-        found = {index: each.numbers for index, each in sorted(positions.items())}
+        found = {index: each[0] for index, each in sorted(positions.items())}
         first, last = min(found.values()), max(found.values())
         if first != last and now - since >= self._after:
             awaited = tuple(i for i, numbers in found.items() if numbers == first)
         elif first == last and waits >= self._after:
             since = now - waits
-            awaited = tuple(i for i, p in sorted(positions.items()) if not p.waits)
+            awaited = tuple(i for i in found if not positions[i][1])
         else:
             return None
         return _Stall(tuple(found.items()), "", since, awaited) if awaited else None
@@ -183,8 +170,8 @@ class StallWatch:
         seconds = now - stall.since
         texts = []
         for index in named:
-            about = self._about(index)
-            at = f" It is at {about['progress']}" if about["progress"] else ""
+            worker = self._worker_of(index)
+            at = f" It is at {worker.progress}" if worker.progress else ""
             where = self._answers.get(index)
             if where is None:
                 place = f"{at}. {_NO_ANSWER}"
@@ -192,7 +179,7 @@ class StallWatch:
                 place = f"{at}, in {where}" if at else f" It is in {where}"
             what = f" {stall.what}" if stall.what else ""
             texts.append(
-                f"Worker {index} ({about['host']}, process {about['pid']}) has been "
+                f"Worker {worker.index} ({worker.host}, process {worker.pid}) has been "
                 f"awaited{what} for {seconds:.0f} s.{place}."
             )
         more = len(stall.awaited) - len(named)

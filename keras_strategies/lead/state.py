@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-from keras_strategies.lead.events import Message
+from keras_strategies.lead.events import AwaitsFile, Saved
 
 #: Reason for the loss of a worker with an open connection.
 NO_HEARTBEAT = "no heartbeat"
@@ -16,7 +16,6 @@ NO_ARRIVAL = "the others have waited for it"
 #: Reason for the loss of a worker that has come to the end of its script.
 EXITED = "it exited"
 NONE: frozenset[str] = frozenset()
-Out = list[Message]
 T = TypeVar("T")
 
 
@@ -227,31 +226,6 @@ class Comparison:
         return replace(self, values=values, arrived=self.arrived | ranks)
 
 
-class ChiefFile(NamedTuple):
-    """A file that the chief has saved; `error` is empty if that has succeeded."""
-
-    name: str
-    error: str
-
-
-class FileWait(NamedTuple):
-    """A wait for a file of the chief.
-
-    Args:
-        position: int, the comparisons that the worker has begun.
-        name: str, of the file in this worker's call.
-        same: int, its calls at this position with this name, this one included.
-        calls: int, its calls at this position, this one included.
-        since: float, when it began.
-    """
-
-    position: int
-    name: str
-    same: int
-    calls: int
-    since: float
-
-
 @dataclass(frozen=True)
 class LeadState:
     """All that the lead knows.
@@ -266,7 +240,7 @@ class LeadState:
         group: `GenerationState`, the current or last generation.
         comparisons: by stream and number.
         files: the chief's saved files by position.
-        file_waits: by uid.
+        file_waits: by uid, and when they began.
         chief_position: float, comparisons that the chief has begun.
         left: members of the generation that have finished their scripts, by uid.
         snapshot: step and path of the newest one.
@@ -285,8 +259,8 @@ class LeadState:
     waiting: frozenset[str] = NONE
     group: GenerationState = GenerationState()
     comparisons: Mapping[tuple[str, int], Comparison] = field(default_factory=dict)
-    files: Mapping[int, tuple[ChiefFile, ...]] = field(default_factory=dict)
-    file_waits: Mapping[str, FileWait] = field(default_factory=dict)
+    files: Mapping[int, tuple[Saved, ...]] = field(default_factory=dict)
+    file_waits: Mapping[str, tuple[AwaitsFile, float]] = field(default_factory=dict)
     chief_position: float = 0
     left: Mapping[str, KnownWorker] = field(default_factory=dict)
     snapshot: tuple[int, str] | None = None
@@ -301,46 +275,52 @@ class LeadState:
         """bool, whether training has ended."""
         return self.group.phase is Phase.OVER
 
+    @property
+    def members(self) -> list[KnownWorker]:
+        """Members that have not ended, by rank."""
+        return [self.workers[uid] for uid in self.group.ranks if uid in self.workers]
 
-# Changes of the state, and questions about it
+    def is_present(self, worker: KnownWorker) -> bool:
+        """Whether a worker is connected and not silent."""
+        silent = self.clock - worker.seen
+        return worker.gone is None and silent <= self.settings.timeout
 
+    def loss_of(self, worker: KnownWorker, how: str) -> Loss:
+        """The loss of a worker; its own failure report has more details than `how`."""
+        others = [w.times[1] for w in self.members if w is not worker and w.times]
+        return Loss(
+            worker.index,
+            self.group.ranks.get(worker.uid, -1),
+            worker.host,
+            worker.pid,
+            worker.progress,
+            worker.failure or how,
+            lateness(worker.times, others),
+        )
 
-def changed_group(state: LeadState, **changes: Any) -> LeadState:
-    """The state with a changed group."""
-    return replace(state, group=replace(state.group, **changes))
+    # Changed states
 
+    def with_group(self, **changes: Any) -> LeadState:
+        """The state with a changed group."""
+        return replace(self, group=replace(self.group, **changes))
 
-def changed_worker(state: LeadState, *uids: str, **changes: Any) -> LeadState:
-    """The state with changed workers."""
-    changed = {uid: replace(state.workers[uid], **changes) for uid in uids}
-    return replace(state, workers={**state.workers, **changed})
+    def with_workers(self, *uids: str, **changes: Any) -> LeadState:
+        """The state with changed workers."""
+        changed = {uid: replace(self.workers[uid], **changes) for uid in uids}
+        return replace(self, workers={**self.workers, **changed})
 
+    def without(self, uid: str) -> LeadState:
+        """The state without a worker."""
+        workers = {other: each for other, each in self.workers.items() if other != uid}
+        return replace(self, workers=workers).left_phase(uid)
 
-def without(state: LeadState, uid: str) -> LeadState:
-    """The state without a worker."""
-    workers = {other: each for other, each in state.workers.items() if other != uid}
-    return left_phase(replace(state, workers=workers), uid)
-
-
-def left_phase(state: LeadState, *uids: str) -> LeadState:
-    """The workers are neither awaited nor wait."""
-    waits = state.file_waits
-    if not waits.keys().isdisjoint(uids):
-        waits = {key: each for key, each in waits.items() if key not in uids}
-    state = replace(state, waiting=state.waiting.difference(uids), file_waits=waits)
-    return changed_group(state, awaited=state.group.awaited.difference(uids))
-
-
-def is_present(state: LeadState, worker: KnownWorker | None) -> bool:
-    """Whether a worker is connected and not silent."""
-    if worker is None or worker.gone is not None:
-        return False
-    return state.clock - worker.seen <= state.settings.timeout
-
-
-def members_of(state: LeadState) -> list[KnownWorker]:
-    """Members that have not ended, by rank."""
-    return [state.workers[uid] for uid in state.group.ranks if uid in state.workers]
+    def left_phase(self, *uids: str) -> LeadState:
+        """The workers are neither awaited nor wait."""
+        waits = self.file_waits
+        if not waits.keys().isdisjoint(uids):
+            waits = {key: each for key, each in waits.items() if key not in uids}
+        state = replace(self, waiting=self.waiting.difference(uids), file_waits=waits)
+        return state.with_group(awaited=self.group.awaited.difference(uids))
 
 
 def ranks_of(bits: int) -> list[int]:
@@ -353,34 +333,18 @@ def uids_of(workers: Iterable[KnownWorker]) -> tuple[str, ...]:
     return tuple(each.uid for each in workers)
 
 
-def loss_of(state: LeadState, worker: KnownWorker, how: str) -> Loss:
-    """The loss of a worker; its own failure report has more details than `how`."""
-    how = worker.failure or how
-    return Loss(
-        worker.index,
-        state.group.ranks.get(worker.uid, -1),
-        worker.host,
-        worker.pid,
-        worker.progress,
-        how,
-        _lateness(state, worker),
-    )
+def lateness(times: Sequence[float], others: Iterable[float]) -> str:
+    """A sentence about the time of a worker's steps; empty if it is not known.
 
-
-def _lateness(state: LeadState, worker: KnownWorker) -> str:
-    others = [w.times[1] for w in members_of(state) if w is not worker and w.times]
-    if not worker.times or not worker.times[0]:
-        return ""
-    return lateness(worker.times[1], others)
-
-
-def lateness(own: float, others: Iterable[float]) -> str:
-    """A sentence about the seconds of a worker's steps; empty without others."""
-    if not (ordered := sorted(others)):
+    Args:
+        times: those of `Beat`.
+        others: seconds of the steps of other workers, without waits.
+    """
+    if not times or not times[0] or not (ordered := sorted(others)):
         return ""
     middle = len(ordered) // 2
     median = (ordered[middle] + ordered[~middle]) / 2
     return (
-        f" Its last steps took {1000 * own:.0f} ms each without waits for other "
+        f" Its last steps took {1000 * times[1]:.0f} ms each without waits for other "
         f"workers, those of the others {1000 * median:.0f} ms."
     )

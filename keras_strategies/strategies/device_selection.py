@@ -6,7 +6,9 @@ import os
 from collections.abc import Sequence
 
 from keras_strategies.cluster.environment import DEVICES_PER_WORKER, find_local_number
-from keras_strategies.cluster.resolvers.environment.local_number import LocalNumber
+from keras_strategies.cluster.resolvers.environment.process_numbers import (
+    RankAndSize,
+)
 from keras_strategies.devices import Device, as_devices, check_devices
 from keras_strategies.engines import get_engine
 from keras_strategies.errors import ClusterError, InvalidArgumentError
@@ -74,7 +76,7 @@ def keep_own_accelerator(engine: Engine) -> Device | None:
     return _kept[engine]
 
 
-def own_accelerator(found: Sequence[Device], local: LocalNumber) -> Device | None:
+def own_accelerator(found: Sequence[Device], local: RankAndSize) -> Device | None:
     """The accelerator of a process that shares its machine with others.
 
     Args:
@@ -95,10 +97,10 @@ def own_accelerator(found: Sequence[Device], local: LocalNumber) -> Device | Non
     restricted = [name for name in _VISIBLE if os.environ.get(name)]
     if len(found) == 1 and restricted:
         return found[0]
-    needed = local.rank + 1 if local.size is None else local.size
+    needed = local.size or local.rank + 1
     if needed > len(found):
         given = [local.variables, *(f"{n}={os.environ[n]}" for n in restricted)]
-        least = "At least " if local.size is None else ""
+        least = "" if local.size else "At least "
         raise ClusterError(
             f"{least}{needed} processes run on this machine ({', '.join(given)}), and "
             f"this one sees {len(found)} accelerators: {', '.join(map(str, found))}. "

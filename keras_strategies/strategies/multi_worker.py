@@ -243,7 +243,7 @@ def join_workers(
         require(engine, Feature.ELASTIC_WORKERS)
         _check_addresses(resolver)
         settings = elastic_settings(elastic, addresses, timeout)
-        membership = Membership.join(settings, index, same, job, is_ready=False)
+        membership = Membership(settings, index, same, job, is_ready=False)
         actions = ElasticActions(membership)
         group = membership.group
     try:

@@ -60,7 +60,7 @@ class Training:
         self._synchronize()
         while not self._is_over:
             try:
-                if self.membership.begin_step():
+                if self.membership.group.begin_step():
                     self._train()
                 else:
                     self._reform()
@@ -78,7 +78,7 @@ class Training:
         assert {step for step, _, _ in found} == {self.step}
         self.state = updated(self.state, sum(part for _, part, _ in found))
         self.step += 1
-        self.membership.finished(self.step)
+        self.membership.client.step = self.step
         self._is_over = any(stop for _, _, stop in found)
 
     def _reform(self) -> None:
@@ -101,7 +101,7 @@ class Training:
                 self._note(self.membership.reform(self.step))
                 continue
             self.step, self.state = found[0]
-            self.membership.finished(self.step)
+            self.membership.client.step = self.step
             write_members(self.folder, self.membership)
             return
 

@@ -31,7 +31,7 @@ class Group:
 @pytest.fixture
 def watched():
     group, ended = Group(), threading.Event()
-    return group, ExitWatchdog(group, GRACE, ended.set), ended
+    return group, ExitWatchdog(group, GRACE, lambda _: ended.set()), ended
 
 
 def test_who_still_waits_is_ended_after_the_error_is_printed(watched, capfd):

@@ -356,7 +356,7 @@ def test_the_loss_of_a_worker_says_how_long_its_steps_took(three):
         lambda: bool(three[0].times) and min(t.steps for t in three[0].times) == 3,
         "the chief has the times of all",
     )
-    three[2].abandon()
+    three[2]._client.abandon()
     wait_until(lambda: three[0].loss() is not None, "the loss is seen")
     with pytest.raises(WorkerError, match="Its last steps took 0 ms each without"):
         three[0].check()

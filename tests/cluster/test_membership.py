@@ -214,7 +214,7 @@ def join(
     addresses: list[str], index: int, version: str = "1", **changed: Any
 ) -> Membership:
     given = settings_of(addresses, **changed)
-    return Membership.join(given, index, {"the version": version})
+    return Membership(given, index, {"the version": version})
 
 
 def everywhere(
@@ -266,17 +266,17 @@ def test_a_start_below_the_minimum_is_an_error():
 def test_without_any_state_the_error_names_the_last_snapshot(joined):
     addresses = free_addresses(2)
     joined += join_all(addresses, [0, 1])
-    joined[1].saved(8, "/runs/8")
-    joined[0].group.abandon()
+    joined[1].client.report_snapshot(8, "/runs/8")
+    joined[0].client.abandon()
 
     def is_waiting() -> bool:
-        rows = joined[1]._client.status()["workers"]
+        rows = joined[1].client.status()["workers"]
         return any(row["waits"] for row in rows)
 
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(join, addresses, 0)
         wait_until(is_waiting, "the new worker waits")
-        joined[1].group.abandon()
+        joined[1].client.abandon()
         error = waiting.exception(TIMEOUT)
     assert "No worker has the state of training any longer" in str(error)
     assert "they continue at the last snapshot, '/runs/8'" in str(error)

@@ -153,7 +153,7 @@ def test_slurm_without_tasks_per_node_and_without_gpus(environment) -> None:
         ({"tasks_per_node": [1, 1]}, {}, "3 nodes"),
         ({"gpus_per_task": 3}, {}, "3 GPUs each, but there are 4"),
         ({}, {"SLURM_PROCID": "5"}, "SLURM_PROCID is 5"),
-        ({}, {"SLURM_PROCID": "two"}, r"\['SLURM_PROCID'\] is 'two'"),
+        ({}, {"SLURM_PROCID": "two"}, "SLURM_PROCID is 'two', not a number"),
         ({"tasks_per_node": {"x": 5}}, {}, r"names the nodes \['x'\]"),
         ({}, {"SLURM_NODEID": "2"}, "on node 1 .gpu02. as its task 1 .*NODEID is 2"),
         ({}, {"SLURM_LOCALID": "0"}, "SLURM_LOCALID is 0"),

@@ -12,10 +12,15 @@ from keras_strategies.cluster.group import WorkerGroup
 from keras_strategies.cluster.resolvers.local_processes import free_addresses
 from keras_strategies.errors import WorkerError
 from keras_strategies.lead.stalls import StallWatch
+from keras_strategies.lead.state import KnownWorker
 
 pytestmark = pytest.mark.one_backend("jax")
 
-ABOUT = {"host": "10.0.0.7", "pid": 42, "progress": "step 4 of fit"}
+
+def worker_of(rank):
+    """In a group whose first workers were lost, numbers are not ranks."""
+    at = "step 4 of fit"
+    return KnownWorker("", rank + 2, "10.0.0.7", 42, 0.0, 0.0, progress=at)
 
 
 class Watched:
@@ -24,7 +29,7 @@ class Watched:
     def __init__(self, after=30.0, answers=True):
         self.asked = []
         self._answers = answers
-        self.watch = StallWatch(after, self._ask, lambda index: ABOUT)
+        self.watch = StallWatch(after, self._ask, worker_of)
 
     def _ask(self, index):
         self.asked.append(index)
@@ -52,7 +57,7 @@ def test_a_collective_names_those_that_have_not_arrived_and_their_lines():
     # At 30 s, and after twice the time each.
     assert list(found) == [40, 70, 130, 250]
     assert found[40] == (
-        "Worker 1 (10.0.0.7, process 42) has been awaited in 'the end of batch 3' for "
+        "Worker 3 (10.0.0.7, process 42) has been awaited in 'the end of batch 3' for "
         "30 s. It is at step 4 of fit, in train.py, line 1."
     )
     assert watched.asked == [1, 1, 1, 1]
@@ -62,7 +67,7 @@ def test_a_wait_in_an_engine_names_those_with_the_lowest_count():
     found = Watched().reports(
         lambda now: [((5, 0), 0.0), ((4, 9), 0.0), ((5, 0), 0.0)], until=60
     )
-    assert [found[30][:8], len(found)] == ["Worker 1", 1]
+    assert [found[30][:8], len(found)] == ["Worker 3", 1]
 
 
 def test_equal_counts_name_those_that_do_not_wait():
@@ -70,7 +75,7 @@ def test_equal_counts_name_those_that_do_not_wait():
         return [((5, 1), float(now)), ((5, 1), 0.0), ((5, 1), float(now))]
 
     found = Watched().reports(beats, until=60)
-    assert [found[30][:8], len(found)] == ["Worker 1", 1]
+    assert [found[30][:8], len(found)] == ["Worker 3", 1]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +107,7 @@ def test_one_that_does_not_answer_is_named():
         lambda now: [((1, 0), 0.0)] * 2, lambda now: {("", 0): ("a batch", {0})}, 40
     )
     assert list(found) == [32]
-    assert "Worker 1" in found[32] and "It does not answer" in found[32]
+    assert "Worker 3" in found[32] and "It does not answer" in found[32]
 
 
 def test_many_awaited_workers_are_counted():

@@ -324,7 +324,7 @@ def await_newcomer(strategy: Any, folder: Path, step: int) -> None:
         members = set(membership.generation.members)
         new = {int(path.name[3:].split("-")[0]) for path in folder.glob("new*")}
         is_refused = any(folder.glob("failed*"))
-        rows = membership._client.status()["workers"]
+        rows = membership.client.status()["workers"]
         is_waiting = any(row["waits"] for row in rows)
         return is_waiting or bool(new & members) or is_refused
 

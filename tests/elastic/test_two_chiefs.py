@@ -121,4 +121,7 @@ def test_one_group_trains(forker: Forker, tmp_path: Path, seed: int) -> None:
             soak.await_steps()
         soak.finish()
         codes = [worker.ended() for worker in run.workers]
+        assert all(code is None or code[0] != -signal.SIGABRT for code in codes), (
+            run.text()
+        )
         print(f"{kind}: generation {soak.check_chiefs()}, {codes}")

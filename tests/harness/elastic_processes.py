@@ -60,9 +60,9 @@ class Workers:
 
 
 def join(settings: dict[str, Any], index: int, is_ready: bool = True) -> Membership:
-    """Joins the group; `is_ready` as in `Membership.join`."""
+    """Joins the group; `is_ready` as in `Membership`."""
     group = Settings(**settings["group"])
-    return Membership.join(group, index, is_ready=is_ready)
+    return Membership(group, index, is_ready=is_ready)
 
 
 def write_members(folder: Path, membership: Membership) -> None:

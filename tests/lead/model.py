@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from keras_strategies.lead import events
-from keras_strategies.lead.decisions import step
+from keras_strategies.lead.decisions import EVENTS, step
 from keras_strategies.lead.events import TICK, Beat, Message
 from keras_strategies.lead.state import LeadState, Settings
 
@@ -219,7 +219,7 @@ class World:
         elif kind == "bye":
             self.feed(events.Bye(uid, True, ""))
         else:
-            event = events.EVENTS[kind](uid, *rest)
+            event = EVENTS[kind](uid, *rest)
             if kind in events.JOINT and self.rng.random() < 0.5:
                 event = event._replace(others=self.joint(w, (kind, *rest)))
             self.feed(event)

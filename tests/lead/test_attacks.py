@@ -20,7 +20,7 @@ from lead.leads import compare as compare_values
 from keras_strategies.errors import WorkerError
 from keras_strategies.lead.client import LeadClient
 from keras_strategies.lead.peers import PENDING, RareWarnings
-from keras_strategies.lead.process import client_tls
+from keras_strategies.lead.process import tls_context
 
 pytestmark = pytest.mark.one_backend
 
@@ -240,7 +240,9 @@ def test_connections_can_be_encrypted(tmp_path, monkeypatch):
     path.write_text(path.read_text() + (tmp_path / "lead.pem.crt").read_text())
     monkeypatch.setenv("KS_CLUSTER_CERT", str(path))
     with RunningLead(2) as lead:
-        two = together(range(2), lambda i: lead.client(i, tls=client_tls()))
+        two = together(
+            range(2), lambda i: lead.client(i, tls=tls_context(is_server=False))
+        )
         together(two, begin)
         found = together(
             two, lambda c: compare_values(c, "x", f"{c.index}" * 3_000_000)

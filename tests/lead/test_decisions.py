@@ -497,7 +497,7 @@ def test_a_member_that_leaves_ends_the_waits_of_others():
 def test_a_comparison_after_a_member_has_left_ends_the_generation():
     lead = Lead(2)
     lead.run("0a", "1a")
-    assert lead.feed(events.Bye("1a", True, "")).keys() == {"bye", "left"}
+    assert lead.feed(events.Bye("1a", True, "")).keys() == {"bye", "exited"}
     assert "it exited while" in lead.feed(arrived("0a", 0))["end"].body["how"]
 
 

@@ -193,7 +193,7 @@ def test_a_failure_is_sent_to_the_others(lead):
     reports: list[dict] = []
     three = lead.training(3)
     for client in three:
-        client.listener.failed = reports.append
+        client.listener.failed = lambda **report: reports.append(report)
     three[1].progress = "step 7 of fit"
     three[1].report_failure("ValueError: bad rows", 4)
     wait_until(lambda: len(reports) == 2, "the others know")
@@ -214,7 +214,10 @@ def test_a_timeout_names_who_has_not_arrived_and_its_line():
 
 def test_the_table_of_workers(lead):
     three = lead.training(3)
-    three[2].listener.own_times = lambda: (4, 0.25, 0.5)
+    three[2].listener.beat = lambda: {
+        "times": (4, 0.25, 0.5),
+        "position": (0, 0, 0.0),
+    }
     wait_until(lambda: 2 in three[0].times_of, "the chief knows times")
     wait_until(lambda: three[0].times_of[2] == (4, 0.25, 0.5), "the chief knows times")
     rows = three[1].status()["workers"]

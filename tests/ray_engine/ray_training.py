@@ -87,7 +87,7 @@ def faults(folder: str, strategy: Any, victim: int | None, joins: bool) -> Any:
 
 def has_newcomer(membership: Any) -> bool:
     """Whether a worker waits for the next generation."""
-    return any(row["waits"] for row in membership._client.status()["workers"])
+    return any(row["waits"] for row in membership.client.status()["workers"])
 
 
 def await_newcomer(strategy: Any, folder: Path) -> None:

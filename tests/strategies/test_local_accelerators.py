@@ -15,7 +15,9 @@ from harness.launcher_variables import SLURM
 
 import keras_strategies as ks
 from keras_strategies.cluster.environment import RANK_VARIABLES, find_local_number
-from keras_strategies.cluster.resolvers.environment.local_number import LocalNumber
+from keras_strategies.cluster.resolvers.environment.process_numbers import (
+    RankAndSize,
+)
 from keras_strategies.devices import Device
 from keras_strategies.engines import get_engine
 from keras_strategies.errors import ClusterError
@@ -75,7 +77,7 @@ def set_variables(monkeypatch, variables):
         (TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0"}, None),
         (OPEN_MPI, (2, 4)),
         (MVAPICH, (3, 4)),
-        (MPICH, (0, None)),
+        (MPICH, (0, 0)),
         (MPICH | {"MPI_LOCALNRANKS": "2"}, (0, 2)),
         (CRAY | {"PMI_LOCAL_SIZE": "4"}, (2, 4)),
         (SLURM | {"CUDA_VISIBLE_DEVICES": ""}, (1, 2)),
@@ -106,7 +108,7 @@ def test_a_number_that_is_none_is_an_error(monkeypatch):
         (1, 4, GPUS, {}, GPUS[1]),
         (3, 4, GPUS, {}, GPUS[3]),
         (1, 2, GPUS, {}, GPUS[1]),
-        (2, None, GPUS, {}, GPUS[2]),
+        (2, 0, GPUS, {}, GPUS[2]),
         (0, 1, GPUS, {}, None),
         (1, 2, [], {}, None),
         (1, 2, GPUS[:1], {"CUDA_VISIBLE_DEVICES": "6"}, GPUS[0]),
@@ -122,13 +124,13 @@ def test_a_process_has_the_accelerator_of_its_number(
     monkeypatch, rank, size, found, environment, expected
 ):
     set_variables(monkeypatch, environment)
-    assert own_accelerator(found, LocalNumber(rank, size, "LOCAL_RANK=1")) == expected
+    assert own_accelerator(found, RankAndSize(rank, size, "LOCAL_RANK=1")) == expected
 
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_too_few_accelerators_are_an_error_in_every_process(monkeypatch, rank):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    local = LocalNumber(rank, 3, f"LOCAL_RANK={rank} and LOCAL_WORLD_SIZE=3")
+    local = RankAndSize(rank, 3, f"LOCAL_RANK={rank} and LOCAL_WORLD_SIZE=3")
     with pytest.raises(ClusterError) as raised:
         own_accelerator(GPUS[:2], local)
     assert (

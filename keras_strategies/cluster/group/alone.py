@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
-from keras_strategies.lead.client_state import GroupListener, JoinedGeneration, Loss
+from keras_strategies.lead.client_state import GroupListener, JoinedGeneration
+from keras_strategies.lead.state import Loss, Settings
 
 
+@dataclass
 class AloneClient:
     """As `LeadClient`, for a group of one worker.
 
     Args:
         index: int, its number in the cluster.
         host: str, its address.
-        pid: int, its process.
-        timeout: float, seconds.
-        patience: float, seconds.
+        settings: those of the cluster.
     """
 
+    index: int
+    host: str
+    settings: Settings
+    progress: str = ""
+    run_id: str = ""
+    step: int | None = None
     end: tuple[str, Loss | None] | None = None
+    listener: GroupListener = field(default_factory=GroupListener)
+    times_of: dict[int, tuple[float, ...]] = field(default_factory=dict)
 
-    def __init__(
-        self, index: int, host: str, pid: int, timeout: float, patience: float
-    ):
-        self.index, self.timeout, self.patience = index, timeout, patience
-        self.progress = self.run_id = ""
-        self.step: int | None = None
-        self.listener = GroupListener()
-        self.times_of: dict[int, tuple[float, ...]] = {}
-        self.generation = JoinedGeneration(
-            0, None, 0, (index,), (host,), (pid,), (), (), (), ""
-        )
+    def __post_init__(self) -> None:
+        self.timeout, self.patience = self.settings.timeout, self.settings.patience
+        place = (self.index,), (self.host,), (os.getpid(),)
+        self.generation = JoinedGeneration(0, None, 0, *place, (), (), (), "")
 
     def offer(self, what: str, value: str, stream: str = "") -> tuple[str, int, int]:
         self._value = value
@@ -49,9 +52,6 @@ class AloneClient:
 
     def check(self) -> None:
         pass
-
-    def is_broken(self, seconds: float = 0.0) -> bool:
-        return False
 
     def saved(self, name: str, error: str = "") -> None:
         pass
@@ -75,7 +75,4 @@ class AloneClient:
         return {"workers": []}
 
     def leave(self, *, is_complete: bool = True, how: str = "") -> None:
-        pass
-
-    def abandon(self) -> None:
         pass

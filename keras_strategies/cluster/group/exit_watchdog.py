@@ -27,17 +27,13 @@ GRACE = 5.0
 _TICK = 0.05
 
 
-def _exit() -> None:
-    os._exit(1)
-
-
 class ExitWatchdog:
     """Watches one process of a group.
 
     Args:
         group: the workers.
         grace: float, seconds.
-        end: ends the process.
+        end: ends the process, with a status.
 
     Example:
 
@@ -50,7 +46,7 @@ class ExitWatchdog:
         self,
         group: WorkerGroup,
         grace: float = GRACE,
-        end: Callable[[], None] = _exit,
+        end: Callable[[int], None] = os._exit,
     ):
         self._group = group
         self._exit_grace = grace
@@ -104,7 +100,7 @@ class ExitWatchdog:
                 file=sys.stderr,
                 flush=True,
             )
-        self._end()
+        self._end(1)
 
     def limit_exit(self) -> None:
         """Limits the exit of a process that has lost a worker.

@@ -16,7 +16,7 @@ from keras_strategies.cluster.spec import split_address
 from keras_strategies.errors import ClusterError, WorkerError
 from keras_strategies.lead.client import LeadClient
 from keras_strategies.lead.client_state import GroupListener, TrainingEnded
-from keras_strategies.lead.process import BACKLOG, SECRET, client_tls, start_lead
+from keras_strategies.lead.process import BACKLOG, SECRET, start_lead, tls_context
 from keras_strategies.lead.state import Settings
 
 # Seconds, at least, for the start of a lead.
@@ -61,6 +61,7 @@ def connected(
     job = (
         job or hashlib.sha256(json.dumps(settings.addresses).encode()).hexdigest()[:16]
     )
+    secret = os.environ.get(SECRET, "").encode()
     until = time.monotonic() + _EARLIER_SECONDS
     launched = _launched((host, ports[0]))
     while True:
@@ -70,7 +71,9 @@ def connected(
             server = listen(host, ports, is_shared=not settings.is_fixed)
             if server is not None:
                 addresses = [server.getsockname()[:2]]
-                _start(server, settings, job)
+                reap()
+                lead = start_lead(server, settings, secret, job, ends_with_starter=True)
+                _started.append(lead)
                 is_started = True
         limit = settings.patience if index else _EARLIER_SECONDS
         if is_started:
@@ -78,7 +81,7 @@ def connected(
         try:
             return LeadClient(
                 addresses,
-                _secret(),
+                secret,
                 index,
                 same,
                 # That of a launcher has one cluster, and its address.
@@ -86,17 +89,17 @@ def connected(
                 timeout=limit,
                 listener=listener,
                 settings=settings,
-                tls=client_tls(),
+                tls=tls_context(is_server=False),
             )
-        except WorkerError as error:
-            if index or is_started:
-                raise
-            raise _in_use(f"{host}:{ports[0]}") from error
         except TrainingEnded:
             # The lead of an earlier run.
             if time.monotonic() > until:
                 raise
             time.sleep(_TICK)
+        except WorkerError as error:
+            if index or is_started:
+                raise
+            raise _in_use(f"{host}:{ports[0]}") from error
 
 
 def _launched(first: tuple[str, int]) -> list[tuple[str, int]]:
@@ -104,17 +107,6 @@ def _launched(first: tuple[str, int]) -> list[tuple[str, int]]:
     given = [split_address(each) for each in os.environ.get(LEAD, "").split()]
     # A process of another cluster may have inherited the variable.
     return given[1:] if given[:1] == [first] else []
-
-
-def _secret() -> bytes:
-    return os.environ.get(SECRET, "").encode()
-
-
-def _start(server: socket.socket, settings: Settings, job: str) -> None:
-    reap()
-    _started.append(
-        start_lead(server, settings, _secret(), job, ends_with_starter=True)
-    )
 
 
 def reap(seconds: float = 0.0) -> None:

@@ -8,9 +8,8 @@ training.
 
 from __future__ import annotations
 
-import os
 import time
-from typing import Any, Self
+from typing import Any
 
 from keras_strategies.cluster.group.alone import AloneClient
 from keras_strategies.cluster.group.lead_start import connected, reap
@@ -18,10 +17,8 @@ from keras_strategies.cluster.group.worker_group import WorkerGroup
 from keras_strategies.errors import ClusterError, WorkerError
 from keras_strategies.lead.client import LeadClient
 from keras_strategies.lead.client_state import (
-    GroupChanged,
     GroupListener,
     JoinedGeneration,
-    TrainingEnded,
 )
 from keras_strategies.lead.state import Settings
 from keras_strategies.types import Elastic
@@ -29,10 +26,6 @@ from keras_strategies.types import Elastic
 # Seconds within which the loss behind a failed collective is reported.
 _LOSS_SECONDS = 2.0
 _TICK = 0.05
-_ENDED = (
-    "The workers that trained have ended, so this one cannot join them. Restart all "
-    "workers."
-)
 
 
 def elastic_settings(
@@ -68,8 +61,8 @@ def elastic_settings(
 class Membership:
     """An elastic group of workers, as seen by one of them.
 
-    Use `join`, which has the same arguments. `begin_step` and `reform` are for one
-    thread.
+    Forms the first generation with the other workers, or joins a running one. `reform`
+    and the steps of `group` are for one thread.
 
     Args:
         settings: `Settings` of the group.
@@ -77,12 +70,18 @@ class Membership:
         same: dict of values that must agree on all workers, by name.
         job: str, identifies this cluster among others at the same addresses; None to
             use the addresses.
+        is_ready: bool, whether this worker can join a group that trains without it.
+
+    Raises:
+        ClusterError: if worker 0 cannot listen at its address, two workers have one
+            index, or workers disagree.
+        WorkerError: if fewer than `min_workers` connect in time.
 
     Example:
 
-    >>> membership = Membership.join(elastic_settings(elastic, addresses, 10.0), index)
+    >>> membership = Membership(elastic_settings(elastic, addresses, 10.0), index)
     >>> try:
-    ...     may_begin = membership.begin_step()
+    ...     may_begin = membership.group.begin_step()
     ...     if may_begin:
     ...         train()
     ...         step += 1
@@ -100,54 +99,27 @@ class Membership:
         index: int,
         same: dict[str, Any] | None = None,
         job: str | None = None,
+        *,
+        is_ready: bool = True,
     ):
-        self._settings, self._index = settings, index
-        self._client: LeadClient = connected(
+        self.settings, self._index = settings, index
+        #: The connection to the lead.
+        self.client: LeadClient = connected(
             settings, index, same or {}, job, GroupListener()
         )
         self._group: WorkerGroup | None = None
         self._generation: JoinedGeneration | None = None
-
-    @classmethod
-    def join(
-        cls,
-        settings: Settings,
-        index: int,
-        same: dict[str, Any] | None = None,
-        job: str | None = None,
-        *,
-        is_ready: bool = True,
-    ) -> Self:
-        """Forms the first generation with the other workers, or joins a running one.
-
-        Args:
-            settings: as of the class, and `index`, `same` and `job`.
-            is_ready: bool, whether this worker can join a group that trains without it.
-
-        Returns:
-            A `Membership`.
-
-        Raises:
-            ClusterError: if worker 0 cannot listen at its address, two workers have one
-                index, or workers disagree.
-            WorkerError: if fewer than `min_workers` connect in time.
-        """
+        if self.client.is_running and not is_ready:
+            self.begin_alone()
+            return
         try:
-            membership = cls(settings, index, same, job)
-        except TrainingEnded as error:
-            raise WorkerError(_ENDED) from error
-        try:
-            if membership._client.is_running and not is_ready:
-                membership.begin_alone()
-                return membership
-            while membership.reform(None).step is None:
+            while self.reform(None).step is None:
                 # All workers begin with the chief's weights.
-                if membership._has_confirmed():
+                if self._has_confirmed():
                     break
         except BaseException:
-            membership.leave()
+            self.leave()
             raise
-        return membership
 
     @property
     def group(self) -> WorkerGroup:
@@ -161,58 +133,15 @@ class Membership:
         assert self._generation is not None
         return self._generation
 
-    def begin_step(self) -> bool:
-        """Requests permission for another step.
-
-        Returns:
-            Whether the step may begin; False on all workers after the same step if new
-            ones wait: call `reform`.
-
-        Raises:
-            WorkerError: if a worker is lost: restore the state after the last finished
-                step and call `reform`.
-        """
-        self.group.check()
-        return self.group.begin_step()
-
-    def await_lease(self) -> None:
-        """Waits until the lead has confirmed that the generation has not ended.
-
-        Raises:
-            WorkerError: if it has.
-        """
-        self.group.await_lease()
-
-    @property
-    def count(self) -> int:
-        """int, the workers of the cluster, members or not."""
-        return self._settings.workers
-
     @property
     def is_member(self) -> bool:
         """bool, whether this worker is in the group of the others."""
         return self._generation is not None
 
-    @property
-    def is_excluded(self) -> bool:
-        """bool, whether the others may train without this worker by now."""
-        return self._client.is_excluded
-
     def begin_alone(self) -> None:
         """Begins a group of this worker, while the others train without it."""
-        settings, host = self._settings, self._client.own_host
-        alone = AloneClient(
-            self._index, host, os.getpid(), settings.timeout, settings.patience
-        )
+        alone = AloneClient(self._index, self.client.own_host, self.settings)
         self._group, self._generation = WorkerGroup.over(alone), None
-
-    def finished(self, step: int) -> None:
-        """Tells the lead of the last step that this worker has finished."""
-        self._client.step = step
-
-    def saved(self, step: int, path: str) -> None:
-        """Tells the lead of a snapshot of the state after a step; from any thread."""
-        self._client.report_snapshot(step, path)
 
     def is_broken(self) -> bool:
         """Whether a worker is lost, after a call has raised `WorkerError`.
@@ -222,8 +151,8 @@ class Membership:
         if self._generation is None:
             return False
         until = time.monotonic() + _LOSS_SECONDS
-        failed_until = time.monotonic() + self._settings.timeout
-        self._client.is_broken(0.0)
+        failed_until = time.monotonic() + self.settings.timeout
+        self.client.report_broken()
         while True:
             try:
                 self.group.check()
@@ -254,13 +183,9 @@ class Membership:
         """
         if self._group is not None:
             self._group.close()
-        try:
-            found = self._client.next_generation(step, admits=admits)
-        except TrainingEnded as error:
-            raise WorkerError(_ENDED) from error
-        self._group = WorkerGroup.over(self._client)
-        self._generation = found
-        return self._generation
+        found = self.client.next_generation(step, admits=admits)
+        self._group, self._generation = WorkerGroup.over(self.client), found
+        return found
 
     def confirm(self) -> None:
         """Tells that this worker has the state of the generation.
@@ -268,10 +193,7 @@ class Membership:
         Raises:
             WorkerError: if a worker was lost meanwhile.
         """
-        try:
-            self._client.confirm(self.generation.step)
-        except GroupChanged as error:
-            raise WorkerError(str(error)) from error
+        self.client.confirm(self.generation.step)
 
     def _has_confirmed(self) -> bool:
         """Whether the first generation has begun; False if a worker was lost."""
@@ -291,5 +213,5 @@ class Membership:
         """
         if self._group is not None:
             self._group.close()
-        self._client.leave(is_complete=not how, how=how)
+        self.client.leave(is_complete=not how, how=how)
         reap(0.5)

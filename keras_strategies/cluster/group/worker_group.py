@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from keras_strategies.cluster.group.alone import AloneClient
@@ -59,7 +59,7 @@ class _Starting(GroupListener):
         count = len(addresses)
         self._progress.report(f"waiting for {count} workers at {addresses[0]}")
 
-    def arrived(self, index: int, count: int) -> None:
+    def arrival(self, index: int, count: int) -> None:
         self._progress.report(
             f"worker {index} is ready at {self._addresses[index]}, {count} of "
             f"{len(self._addresses)}"
@@ -174,9 +174,6 @@ class WorkerGroup(GroupListener):
         try:
             client.next_generation(None, meanwhile=check_absence)
             client.confirm(None)
-        except (GroupChanged, TrainingEnded) as error:
-            client.leave()
-            raise WorkerError(str(error)) from error
         except BaseException:
             client.leave()
             raise
@@ -231,17 +228,22 @@ class WorkerGroup(GroupListener):
             WorkerError: if a worker is lost, or gathers something else.
         """
         text = base64.b64encode(payload).decode()
-        return self._begin_exchange(what, text, stream, base64.b64decode)()
+        return list(map(base64.b64decode, self.gather_values(what, text, stream)))
 
-    def _begin_exchange(
-        self, what: str, text: str, stream: str, parse: Callable[[str], Any]
+    def gather_values(self, what: str, value: Any, stream: str = "") -> list[Any]:
+        """Every worker's JSON value, on every worker."""
+        return self.begin_gather(what, value, stream)()
+
+    def begin_gather(
+        self, what: str, value: Any, stream: str = ""
     ) -> Callable[[], list[Any]]:
+        """Sends a JSON value to the others; the result waits for theirs."""
         if not stream:
             self._steps_since = 0
             self._position += 1
             self._recorder.position(self._position, 0)
         with self._lead_errors():
-            offered = self._client.offer(what, text, stream)
+            offered = self._client.offer(what, json.dumps(value), stream)
 
         def finish() -> list[Any]:
             # Waits of other threads, such as for a later batch, delay no step.
@@ -249,8 +251,8 @@ class WorkerGroup(GroupListener):
             with wait, self._lead_errors():
                 found = self._client.compared(offered, self._check_failure)
             values: list[Any] = [None] * self.count
-            for value, ranks in found:
-                parsed = parse(value)
+            for text, ranks in found:
+                parsed = json.loads(text)
                 for rank in ranks:
                     values[rank] = parsed
             return values
@@ -265,25 +267,20 @@ class WorkerGroup(GroupListener):
             raise WorkerError("The workers form another group.")
         try:
             yield
-        except (GroupChanged, TrainingEnded) as error:
-            self._ended_by(str(error))
-            raise WorkerError(self._error_text(str(error))) from error
         except WorkerError as error:
+            if isinstance(error, (GroupChanged, TrainingEnded)):
+                self._ended_by(error.text)
             if self.has_ended:
-                raise WorkerError(self._error_text(error.text)) from error
+                text = error.text if self._loss is None else self.describe(self._loss)
+                raise WorkerError(text) from error
             if error.text.startswith("Not all workers"):
-                raise WorkerError(f"{error.text} {self._hint()}".rstrip()) from error
+                hint = self._failure or self.stall
+                raise WorkerError(f"{error.text} {hint}".rstrip()) from error
             raise
-
-    def _error_text(self, text: str) -> str:
-        return text if self._loss is None else self.describe(self._loss)
 
     def _check_failure(self) -> None:
         if (failure := self.failure_since(FAILURE_GRACE)) is not None:
             raise WorkerError(self.describe(failure))
-
-    def _hint(self) -> str:
-        return self.stall if self._failure is None else str(self._failure)
 
     @property
     def position(self) -> list[int]:
@@ -300,16 +297,6 @@ class WorkerGroup(GroupListener):
         """str, the report about workers that this one waits for; empty without one."""
         text, position = self._stall
         return text if position == self.position else ""
-
-    def gather_values(self, what: str, value: Any, stream: str = "") -> list[Any]:
-        """Every worker's JSON value, on every worker."""
-        return self.begin_gather(what, value, stream)()
-
-    def begin_gather(
-        self, what: str, value: Any, stream: str = ""
-    ) -> Callable[[], list[Any]]:
-        """Sends a JSON value to the others; the result waits for theirs."""
-        return self._begin_exchange(what, json.dumps(value), stream, json.loads)
 
     def broadcast(self, what: str, payload: bytes | None) -> bytes:
         """The chief's bytes on every worker."""
@@ -361,8 +348,8 @@ class WorkerGroup(GroupListener):
                 self._client.wait_saved(os.path.basename(path), again=again)
             except WorkerError as error:
                 # A chief that fails leaves without the file.
-                failure = self._failure
-                if failure is None or failure.rank != 0:
+                failure, is_over = self._failure, isinstance(error, GroupChanged)
+                if failure is None or failure.rank != 0 or is_over:
                     raise
                 raise WorkerError(self.describe(failure)) from error
 
@@ -434,14 +421,14 @@ class WorkerGroup(GroupListener):
 
         The chief has them from heartbeats, the others from the lead.
         """
-        known = self._client.times_of
+        known: Mapping[int, Any] = self._client.times_of
         if not self.is_chief:
             with self._lead_errors():
                 rows = self._client.status()["workers"]
             known = {row["rank"]: row["times"] for row in rows}
         elif known is self._times[0]:
             return self._times[1]
-        times = tuple(_step_times(known.get(i)) for i in range(self.count))
+        times = tuple(StepTimes(*known.get(i, ())) for i in range(self.count))
         self._times = (known, times)
         return times
 
@@ -451,9 +438,8 @@ class WorkerGroup(GroupListener):
 
     def lateness(self, index: int) -> str:
         """A sentence about the time of a worker's steps; may be empty."""
-        own = self.times[index]
         others = (each.own for i, each in enumerate(self.times) if i != index)
-        return lateness(own.own, others) if own.steps else ""
+        return lateness(dataclasses.astuple(self.times[index]), others)
 
     def loss(self, wait: float = 0.0) -> Loss | None:
         """The lost or failed worker, if it is detected within `wait` seconds."""
@@ -512,16 +498,6 @@ class WorkerGroup(GroupListener):
         self._client.leave()
         reap(0.5)
 
-    def abandon(self) -> None:
-        """Ends the connection at once, as the end of the process does."""
-        self.close()
-        self._client.abandon()
-        self._ended_by("it left the group")
-
-    def end(self, how: str) -> None:
-        """Ends all calls that wait for other workers, with an error."""
-        self._ended_by(how)
-
     def _ended_by(self, how: str) -> None:
         with self._condition:
             if self._loss is None:
@@ -530,11 +506,9 @@ class WorkerGroup(GroupListener):
 
     # What the lead tells (see `GroupListener`).
 
-    def own_times(self) -> tuple[float, ...]:
-        return dataclasses.astuple(self.clock.times)
-
-    def position_and_wait(self) -> tuple[int, int, float]:
-        return self._position, self._steps_since, self.clock.wait_seconds
+    def beat(self) -> dict[str, Any]:
+        times = dataclasses.astuple(self.clock.times)
+        return {"times": times, "position": [*self.position, self.clock.wait_seconds]}
 
     def ended(self, how: str, loss: Loss | None) -> None:
         with self._condition:
@@ -550,32 +524,26 @@ class WorkerGroup(GroupListener):
         for callback in self._on_loss:
             callback(loss)
 
-    def failed(self, report: dict[str, Any]) -> None:
-        call = report.pop("call")
-        failure = Loss(**report)
+    def failed(self, call: int, **report: Any) -> None:
         with self._condition:
-            self._failure, self._failed_at = failure, time.monotonic()
+            self._failure, self._failed_at = Loss(**report), time.monotonic()
             self._failed_call = call
             self._condition.notify_all()
         for callback in self._on_failure:
             callback()
 
-    def compared(self) -> None:
+    def compared(self, **values: Any) -> None:
         # All workers arrived, so a failure that was reported before has been handled.
         # The next one may come before the answer is read.
         self._failure, self._stall = None, ("", [])
 
-    def left_group(self, loss: Loss) -> None:
-        self.left = loss
+    def exited(self, loss: list[Any]) -> None:
+        self.left = Loss(*loss)
 
     def stalled(self, text: str) -> None:
         self._stall = (text, self.position)
         if self.is_chief:
             _logger.warning("%s", text)
-
-
-def _step_times(times: Any) -> StepTimes:
-    return StepTimes(*times) if times else StepTimes()
 
 
 def _short(value: Any) -> str:

@@ -7,7 +7,7 @@ import errno
 import random
 import socket
 
-from keras_strategies.cluster.resolver import ClusterResolver
+from keras_strategies.cluster.resolver import FixedClusterResolver
 from keras_strategies.cluster.spec import ClusterSpec
 from keras_strategies.errors import ClusterError
 
@@ -48,7 +48,7 @@ def free_addresses(count: int) -> list[str]:
         return found
 
 
-class LocalClusterResolver(ClusterResolver):
+class LocalClusterResolver(FixedClusterResolver):
     """A cluster on this machine; the strategy starts its processes.
 
     This process is the chief. Addresses are on the loopback only.
@@ -79,6 +79,3 @@ class LocalClusterResolver(ClusterResolver):
             cluster["ps"] = addresses[1 + workers :]
         self._spec = ClusterSpec(cluster)
         super().__init__("chief", 0)
-
-    def cluster_spec(self) -> ClusterSpec:
-        return self._spec

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from keras_strategies.cluster.resolver import ClusterResolver
+from keras_strategies.cluster.resolver import FixedClusterResolver
 from keras_strategies.cluster.spec import ClusterSpec
 
 
-class SimpleClusterResolver(ClusterResolver):
+class SimpleClusterResolver(FixedClusterResolver):
     """A resolver for a given cluster and task.
 
     Args:
@@ -44,17 +44,6 @@ class SimpleClusterResolver(ClusterResolver):
         self._spec = ClusterSpec(cluster_spec)
         self._master = master
         self._environment = environment
-        self._num_accelerators = dict(num_accelerators or {})
+        self._accelerators = dict(num_accelerators or {})
         if task_type is not None or task_id is not None:
             self.check_task()
-
-    def cluster_spec(self) -> ClusterSpec:
-        return self._spec
-
-    def num_accelerators(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        config_proto: object = None,
-    ) -> dict[str, int]:
-        return dict(self._num_accelerators)

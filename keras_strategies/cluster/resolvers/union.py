@@ -49,8 +49,7 @@ class UnionResolver(ClusterResolver):
         self._resolvers = resolvers
         named = (each.environment for each in resolvers)
         self._environment = next(filter(None, named), "")
-        having = [r for r in resolvers if r.task_type is not None]
-        own = having[0] if having else resolvers[0]
+        own = next((r for r in resolvers if r.task_type is not None), resolvers[0])
         layers = [r.rpc_layer for r in resolvers if r.rpc_layer is not None]
         super().__init__(
             own.task_type if task_type is None else task_type,

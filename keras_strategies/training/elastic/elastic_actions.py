@@ -49,7 +49,8 @@ class ElasticActions(GroupActions):
     """
 
     def __init__(self, membership: Membership):
-        self._membership = membership
+        #: The elastic group.
+        self.membership = membership
         self._workers: list[Communicator] = []
         self._strategies: list[weakref.ref[Any]] = []
         #: The number of finished actions.
@@ -64,7 +65,8 @@ class ElasticActions(GroupActions):
         self._is_clean = True
         # The last finished action and the state after it, of a worker that joins again.
         self._kept: tuple[int, bytes] | None = None
-        self._is_inside = False
+        #: bool, whether an action is under way.
+        self.is_inside = False
         self._is_new = False
         self._fit: ElasticFit | None = None
         self._fits = 0
@@ -75,7 +77,7 @@ class ElasticActions(GroupActions):
     def register(self, workers: Communicator) -> None:
         """Adds the communicator of a strategy, which follows the generations."""
         self._workers.append(workers)
-        self._watch(self._membership.group)
+        self._watch(self.membership.group)
 
     def follow(self, strategy: Any) -> None:
         """Adds a strategy; its replicas follow the generations."""
@@ -94,28 +96,16 @@ class ElasticActions(GroupActions):
     @property
     def driver(self) -> RollbackDriver:
         """The driver of the first strategy."""
-        driver = self._all_drivers[0].rollback
-        assert driver is not None
-        return driver
-
-    @property
-    def membership(self) -> Membership:
-        """The elastic group."""
-        return self._membership
+        return _rollback(self._all_drivers[0])
 
     @property
     def has_joined(self) -> bool:
         """bool, whether this worker is in the group of the others."""
-        return self._membership.is_member
+        return self.membership.is_member
 
     @property
     def is_new(self) -> bool:
         return self._is_new
-
-    @property
-    def is_inside(self) -> bool:
-        """bool, whether an action is under way."""
-        return self._is_inside
 
     @property
     def is_in_fit(self) -> bool:
@@ -125,7 +115,7 @@ class ElasticActions(GroupActions):
     @property
     def generation(self) -> object:
         """A different object for each group of workers."""
-        return self._membership.group
+        return self.membership.group
 
     # Methods of models
 
@@ -146,16 +136,20 @@ class ElasticActions(GroupActions):
         self, name: str, callbacks: list[Any], verbose: Any, times: Any
     ) -> list[Any]:
         following = ChiefCallbacks(callbacks, verbose, self._is_chief)
-        return [ElasticFit(self, following, times)] if name == "fit" else []
+        return (
+            [ElasticFit(self._begin_fit, self._end_fit, following, times)]
+            if name == "fit"
+            else []
+        )
 
     def _is_chief(self) -> bool:
-        return self._membership.group.is_chief and self.has_joined
+        return self.membership.group.is_chief and self.has_joined
 
     # Actions
 
     def step(self, model: Any, kind: str, take: Callable[[], Any]) -> Any:
         admits = kind == "train" and self._fit is not None
-        driver = _driver_of(model)
+        driver = _rollback(strategy_of(model).drivers)
         return self._run_step(
             take, lambda: driver.save_state(model, kind), model, admits
         )
@@ -164,7 +158,7 @@ class ElasticActions(GroupActions):
         return cast(T, self._run_step(call, lambda: _nothing_to_undo, model, False))
 
     def prepare(self, call: Callable[[], T]) -> T:
-        if self._is_inside or not self.has_joined:
+        if self.is_inside or not self.has_joined:
             return call()
         found: list[T] = []
         while not found:
@@ -172,7 +166,7 @@ class ElasticActions(GroupActions):
         return found[0]
 
     def await_chief(self, wait: Callable[[bool], None], model: Any) -> bool:
-        if self._is_inside or not self.has_joined:
+        if self.is_inside or not self.has_joined:
             wait(False)
             return True
         again = False
@@ -183,9 +177,9 @@ class ElasticActions(GroupActions):
         return False
 
     def confirm_chief(self, model: Any) -> None:
-        if self._is_inside or not self.has_joined:
+        if self.is_inside or not self.has_joined:
             return
-        while self._is_interrupted(self._membership.await_lease, model):
+        while self._is_interrupted(lambda: self.membership.group.await_lease(), model):
             pass
         if not self._is_chief():
             raise WorkerError(
@@ -209,7 +203,7 @@ class ElasticActions(GroupActions):
         model: Any,
         admits: bool,
     ) -> Any:
-        if self._is_inside or not self.has_joined:
+        if self.is_inside or not self.has_joined:
             return take()
         begun = self._done
         with self.inside():
@@ -237,7 +231,7 @@ class ElasticActions(GroupActions):
             if function.exchanges:
                 self._finish(None)
 
-        self._membership.group.progress = f"step {self.loop.step + 1} of the loop"
+        self.membership.group.progress = f"step {self.loop.step + 1} of the loop"
         with self.inside():
             change = self._try_step(call, save_state, None, function.trains)
         if change is not None:
@@ -256,12 +250,12 @@ class ElasticActions(GroupActions):
         counts = [workers.steps.count for workers in self._workers]
         restore = save_state()
         try:
-            if not admits or self._membership.begin_step():
-                self._membership.group.check()
+            if not admits or self.membership.group.begin_step():
+                self.membership.group.check()
                 take()
                 return None
         except WorkerError:
-            if not self._membership.is_broken():
+            if not self.membership.is_broken():
                 raise
             self._is_clean = restore()
             for workers, count in zip(self._workers, counts, strict=True):
@@ -271,15 +265,15 @@ class ElasticActions(GroupActions):
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
         """Entered around an action."""
-        self._is_inside = True
+        self.is_inside = True
         try:
             yield
         finally:
-            self._is_inside = False
+            self.is_inside = False
 
     def _finish(self, result: Any) -> None:
         self._done += 1
-        self._membership.finished(self._done)
+        self.membership.client.step = self._done
         self._result = result
         self._random = random_state()
         self._is_new = False
@@ -302,43 +296,45 @@ class ElasticActions(GroupActions):
 
         A worker receives the results of as many `actions` that it is behind.
         """
-        progress = self._membership.group.progress
+        progress = self.membership.group.progress
         lost: set[int] = set()
         joined: set[int] = set()
         while True:
-            if self._fit is not None and self._membership.is_excluded:
+            if self._fit is not None and self.membership.client.is_excluded:
                 self._begin_again(model)
             step = self._done if self._is_clean else None
             try:
-                generation = self._membership.reform(step, admits=admits)
+                generation = self.membership.reform(step, admits=admits)
             except WorkerError as error:
-                raise WorkerError(f"{error.text} {self._last_state()}") from error
-            if self._fit is not None and self._is_behind(generation, actions):
+                saved = "Nothing was saved."
+                if self._fit is not None and self._is_clean:
+                    saved = self._fit.save()
+                raise WorkerError(f"{error.text} {saved}") from error
+            missed = (generation.step or 0) - self._done
+            if self._fit is not None and generation.is_behind and missed > actions:
+                # The others have taken more actions without this worker.
                 self._begin_again(model)
             lost = (lost | set(generation.lost)) - set(generation.joined)
             joined |= set(generation.joined)
             if self._replaced(model, generation):
                 break
-        self._report(generation, lost, joined, progress)
+        count = len(generation.members)
+        change = Change(tuple(sorted(lost)), tuple(sorted(joined)), count)
+        if generation.rank == 0 and (lost or joined):
+            at = f" at {progress}" if progress else ""
+            total = self.membership.settings.workers
+            _logger.warning(
+                f"{change}{at}; training continues with {count} of {total} workers."
+            )
         self._drop_checks(model, bool(joined))
         if self._fit is not None:
             self._fit.reformed()
-        return Change(frozenset(lost), frozenset(joined), len(generation.members))
+        return change
 
     def _drop_checks(self, model: Any, has_new: bool) -> None:
         for drivers in self._all_drivers:
             if drivers.rollback is not None:
                 drivers.rollback.reformed(model, has_new)
-
-    def _last_state(self) -> str:
-        """Saves the state after the last step, and says where."""
-        if self._fit is None or not self._is_clean:
-            return "Nothing was saved."
-        return self._fit.save()
-
-    def _is_behind(self, generation: JoinedGeneration, actions: int) -> bool:
-        """Whether the others have taken more `actions` without this worker."""
-        return generation.is_behind and (generation.step or 0) > self._done + actions
 
     def _begin_again(self, model: Any) -> NoReturn:
         """Ends the `fit` of a worker that then joins the others in a new one.
@@ -348,7 +344,7 @@ class ElasticActions(GroupActions):
         """
         assert self._fit is not None
         if not self._fit.can_begin_again:
-            self._membership.leave("its input cannot be read again")
+            self.membership.leave("its input cannot be read again")
             raise WorkerError(
                 "The other workers had no heartbeat of this worker for too long and "
                 "train without it. It cannot rejoin in this process, since its input "
@@ -359,7 +355,7 @@ class ElasticActions(GroupActions):
             self._kept = self._done, packed(self._state(finished))
         self._fit, self._is_clean = None, True
         self._fits -= 1
-        self._membership.begin_alone()
+        self.membership.begin_alone()
         self._replace()
         self._drop_checks(model, True)
         raise MethodRestart("fit")
@@ -369,15 +365,15 @@ class ElasticActions(GroupActions):
         try:
             self._replace()
             self._synchronize(model, generation)
-            self._membership.confirm()
+            self.membership.confirm()
         except WorkerError:
-            if not self._membership.is_broken():
+            if not self.membership.is_broken():
                 raise
             return False
         return True
 
     def _replace(self) -> None:
-        group = self._membership.group
+        group = self.membership.group
         with self._ending:
             # A thread may still abort the waits of the previous generation.
             for workers in self._workers:
@@ -406,13 +402,15 @@ class ElasticActions(GroupActions):
             self._receive(finished if model is None else model, state)
 
     def _state(self, model: Any) -> dict[str, Any]:
+        if model is not None:
+            strategy_of(model).engine.sync_variables(model)
         return {
             "done": self._done,
             "result": self._result,
             "steps": [workers.steps.count for workers in self._workers],
             "random": random_state(),
             "finished": self._random or random_state(),
-            "model": None if model is None else _values_of(model),
+            "model": None if model is None else model_state(model),
             "synced": None if model is None else are_synced(strategy_of(model), model),
             "fit": None if self._fit is None else self._fit.capture(),
             "fits": self._fits,
@@ -433,29 +431,10 @@ class ElasticActions(GroupActions):
         self._done, self._result = state["done"], state["result"]
         self._is_clean = True
 
-    def _report(
-        self,
-        generation: JoinedGeneration,
-        lost: set[int],
-        joined: set[int],
-        progress: str,
-    ) -> None:
-        if generation.rank != 0 or not (lost or joined):
-            return
-        count = len(generation.members)
-        changes = [f"worker {index} was lost" for index in sorted(lost)]
-        changes += [f"worker {index} has joined" for index in sorted(joined)]
-        total = self._membership.count
-        at = f" at {progress}" if progress else ""
-        _logger.warning(
-            f"{' and '.join(changes)}{at}; training continues with {count} of {total} "
-            "workers."
-        )
-
     # New workers
 
-    def begin_fit(self, model: Any, fit: ElasticFit) -> dict[str, Any] | None:
-        """See `FitActions`."""
+    def _begin_fit(self, model: Any, fit: ElasticFit) -> dict[str, Any] | None:
+        """See `ElasticFit`."""
         self._fit = fit
         self._fits += 1
         if self.has_joined:
@@ -478,20 +457,19 @@ class ElasticActions(GroupActions):
         if state["loop"] is None:
             self._refuse("`fit`", "a custom loop")
         members = generation.members
-        own = frozenset([members[generation.rank]])
-        return Change(frozenset(), own, len(members))
+        return Change((), (members[generation.rank],), len(members))
 
     def _join(self) -> tuple[JoinedGeneration, dict[str, Any]]:
         while True:
             step = None if self._kept is None else self._kept[0]
-            generation = self._membership.reform(step)
+            generation = self.membership.reform(step)
             try:
                 state = self._joined(generation)
-                self._membership.confirm()
+                self.membership.confirm()
                 self._kept = None
                 return generation, state
             except WorkerError:
-                if not self._membership.is_broken():
+                if not self.membership.is_broken():
                     raise
 
     def _joined(self, generation: JoinedGeneration) -> dict[str, Any]:
@@ -509,37 +487,29 @@ class ElasticActions(GroupActions):
     def _refuse(self, theirs: str, own: str) -> NoReturn:
         """Ends this worker, which has joined in another part of the script."""
         # The others, which may wait for it in a collective, continue without it.
-        self._membership.leave(f"it has joined in {own}")
+        self.membership.leave(f"it has joined in {own}")
         raise WorkerError(
             f"This worker has joined in {own}, but the other workers are in {theirs}. "
             "Skip finished parts of the script, so that a new worker reaches "
             f"{theirs} first."
         )
 
-    def end_fit(self) -> None:
-        """Ends a `fit`."""
+    def _end_fit(self) -> None:
         self._fit = None
 
     def saving(self, path: str) -> Callable[[], None]:
         done = self._done
-        return lambda: self._membership.saved(done, path)
+        return lambda: self.membership.client.report_snapshot(done, path)
 
     def leave(self) -> None:
         failure = first_causes.recorded()
-        self._membership.leave("" if failure is None else failure.text)
+        self.membership.leave("" if failure is None else failure.text)
 
 
 def _nothing_to_undo() -> bool:
     return True
 
 
-def _driver_of(model: Any) -> RollbackDriver:
-    driver = strategy_of(model).drivers.rollback
-    assert driver is not None
-    return cast(RollbackDriver, driver)
-
-
-def _values_of(model: Any) -> dict[str, Any]:
-    """The values of a model on the host, between two steps."""
-    strategy_of(model).engine.sync_variables(model)
-    return model_state(model)
+def _rollback(drivers: Drivers) -> RollbackDriver:
+    assert drivers.rollback is not None
+    return drivers.rollback

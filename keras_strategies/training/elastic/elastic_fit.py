@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import keras
 
@@ -23,24 +24,6 @@ from keras_strategies.training.resume.resume_callback import Resume
 from keras_strategies.training.worker_training import DecisionTimes
 
 
-class FitActions(Protocol):
-    """The actions of a worker that trains."""
-
-    def begin_fit(self, model: Any, fit: ElasticFit) -> dict[str, Any] | None:
-        """Begins a `fit`, in which workers can join.
-
-        Args:
-            model: the model, built.
-            fit: provides and follows the state of the `fit`.
-
-        Returns:
-            On a new worker, what `ElasticFit.capture` returned on one that trains.
-        """
-
-    def end_fit(self) -> None:
-        """Ends a `fit`."""
-
-
 class ElasticFit(fit_position.OrderedCallback):
     """Position and callbacks of a `fit` of elastic workers.
 
@@ -48,20 +31,24 @@ class ElasticFit(fit_position.OrderedCallback):
     steps are skipped.
 
     Args:
-        actions: the actions of this worker.
+        begin: begins a `fit` with the built model and this object, which provides and
+            follows its state; returns, on a new worker, what `capture` returned on one
+            that trains.
+        end: ends it.
         chief_callbacks: those that follow the chief.
         decisions: `DecisionTimes` of the workers.
     """
 
     def __init__(
         self,
-        actions: FitActions,
+        begin: Callable[[Any, ElasticFit], dict[str, Any] | None],
+        end: Callable[[], None],
         chief_callbacks: ChiefCallbacks,
         decisions: DecisionTimes,
     ):
         super().__init__()
         self._decisions = decisions
-        self._actions = actions
+        self._begin, self._end = begin, end
         self._chief_callbacks = chief_callbacks
         self._others: list[Any] = []
         self._epochs: Any = None
@@ -74,11 +61,6 @@ class ElasticFit(fit_position.OrderedCallback):
         #: int, the steps of the epoch after which callbacks were called.
         self.steps = 0
         fit_position.order_callbacks()
-
-    @property
-    def is_new(self) -> bool:
-        """bool, whether this worker has joined and has not trained yet."""
-        return self._state is not None
 
     def companion(self) -> keras.callbacks.Callback:
         return _First(self)
@@ -98,7 +80,7 @@ class ElasticFit(fit_position.OrderedCallback):
             self._position = InputPosition(
                 self._epochs, "skip", lambda done: None, reorders=False
             )
-        self._state = self._actions.begin_fit(self.model, self)
+        self._state = self._begin(self.model, self)
         if self._state is None:
             return
         fit_position.build_for_input(self.model, self._epochs)
@@ -126,7 +108,7 @@ class ElasticFit(fit_position.OrderedCallback):
             self._position.end_epoch()
 
     def on_train_end(self, logs: Any = None) -> None:
-        self._actions.end_fit()
+        self._end()
 
     def _restore(self) -> None:
         assert self._state is not None

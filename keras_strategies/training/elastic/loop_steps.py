@@ -29,14 +29,19 @@ class Change:
     """A change of the group.
 
     Args:
-        lost: the numbers of the workers that were lost.
+        lost: the numbers of the workers that were lost, in order.
         joined: those of the workers that have joined.
         workers: int, the number of workers in the new group.
     """
 
-    lost: frozenset[int]
-    joined: frozenset[int]
+    lost: tuple[int, ...]
+    joined: tuple[int, ...]
     workers: int
+
+    def __str__(self) -> str:
+        changes = [f"worker {index} was lost" for index in self.lost]
+        changes += [f"worker {index} has joined" for index in self.joined]
+        return " and ".join(changes)
 
 
 @dataclass
@@ -57,9 +62,8 @@ class Function:
 class Actions(Protocol):
     """The actions of this worker."""
 
-    @property
-    def is_inside(self) -> bool:
-        """bool, whether an action is under way."""
+    #: bool, whether an action is under way.
+    is_inside: bool
 
     @property
     def is_in_fit(self) -> bool:
@@ -195,18 +199,15 @@ class LoopSteps(CustomLoop):
 
     def changed(self, change: Change) -> WorkersChanged:
         """The error for a change of the group."""
-        lost, joined = tuple(sorted(change.lost)), tuple(sorted(change.joined))
-        changes = [f"worker {index} was lost" for index in lost]
-        changes += [f"worker {index} has joined" for index in joined]
         count = change.workers
         return WorkersChanged(
-            f"{' and '.join(changes) or 'The group was formed again'} after step "
+            f"{str(change) or 'The group was formed again'} after step "
             f"{self.step} of the loop, which continues with {count} "
             f"worker{'s' * (count != 1)}. Catch `ks.WorkersChanged` around the loop, "
             "and begin again with the batch after its `step`.",
             step=self.step,
-            lost=lost,
-            joined=joined,
+            lost=change.lost,
+            joined=change.joined,
             workers=count,
         )
 
@@ -229,8 +230,5 @@ def _key_of(fn: Any) -> Any:
     fn = original_function(fn)
     while isinstance(fn, functools.partial):
         fn = fn.func
-    return getattr(getattr(fn, "__func__", fn), "__code__", None) or _hashable(fn)
-
-
-def _hashable(value: Any) -> Any:
-    return value if isinstance(value, str) else type(value)
+    other = fn if isinstance(fn, str) else type(fn)
+    return getattr(getattr(fn, "__func__", fn), "__code__", None) or other

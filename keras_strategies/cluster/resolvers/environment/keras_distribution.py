@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from keras_strategies.cluster.resolver import ClusterResolver
+from keras_strategies.cluster.resolver import FixedClusterResolver
 from keras_strategies.cluster.resolvers.environment.process_numbers import (
     RankAndSize,
     workers_of,
@@ -22,7 +22,7 @@ RANK = "KERAS_DISTRIBUTION_PROCESS_ID"
 ALL = (ADDRESSES, SIZE, RANK)
 
 
-class KerasDistributionClusterResolver(ClusterResolver):
+class KerasDistributionClusterResolver(FixedClusterResolver):
     """Reads the variables of `keras.distribution.initialize`: each process is a worker.
 
     The addresses are those of all processes, or of the first one only; the others
@@ -67,6 +67,3 @@ class KerasDistributionClusterResolver(ClusterResolver):
             addresses = workers_of(addresses[0], process.size)
         self._spec = ClusterSpec({"worker": addresses})
         super().__init__("worker", process.rank, rpc_layer)
-
-    def cluster_spec(self) -> ClusterSpec:
-        return self._spec

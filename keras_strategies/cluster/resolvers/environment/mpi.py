@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from keras_strategies.cluster.resolver import ClusterResolver
+from keras_strategies.cluster.resolver import FixedClusterResolver
 from keras_strategies.cluster.resolvers.environment.process_numbers import (
     RankAndSize,
     number,
@@ -44,14 +44,25 @@ class _Launcher:
     """The variables of one launcher.
 
     Args:
-        rank: str, that with the number of the process.
-        size: str, that with the number of processes.
-        local: pairs of these for the processes of one machine.
+        prefix: str, that of their names.
+        own: pairs of the variables with the number of a process, and of processes, of
+            one machine, beside those with the prefix.
     """
 
-    rank: str
-    size: str
-    local: tuple[tuple[str, str], ...]
+    prefix: str
+    own: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def rank(self) -> str:
+        return f"{self.prefix}_RANK"
+
+    @property
+    def size(self) -> str:
+        return f"{self.prefix}_SIZE"
+
+    @property
+    def local(self) -> tuple[tuple[str, str], ...]:
+        return *self.own, (f"{self.prefix}_LOCAL_RANK", f"{self.prefix}_LOCAL_SIZE")
 
     @property
     def is_complete(self) -> bool:
@@ -59,25 +70,10 @@ class _Launcher:
 
 
 LAUNCHERS = (
-    _Launcher(
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        (("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),),
-    ),
-    _Launcher(
-        "MV2_COMM_WORLD_RANK",
-        "MV2_COMM_WORLD_SIZE",
-        (("MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),),
-    ),
+    _Launcher("OMPI_COMM_WORLD"),
+    _Launcher("MV2_COMM_WORLD"),
     # The last: those of Open MPI and MVAPICH2 may set them as well.
-    _Launcher(
-        "PMI_RANK",
-        "PMI_SIZE",
-        (
-            ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-            ("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
-        ),
-    ),
+    _Launcher("PMI", (("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),)),
 )
 NUMBERS = tuple(name for each in LAUNCHERS for name in (each.rank, each.size))
 LOCAL_NUMBERS = tuple(n for each in LAUNCHERS for pair in each.local for n in pair)
@@ -101,7 +97,7 @@ def process_number() -> RankAndSize | None:
     return next((each for each in found if each is not None), None)
 
 
-class MPIClusterResolver(ClusterResolver):
+class MPIClusterResolver(FixedClusterResolver):
     """Reads the variables of MPI's launchers: each process is a worker.
 
     The address of the first process is `MASTER_ADDR` and `MASTER_PORT`. Without
@@ -137,9 +133,6 @@ class MPIClusterResolver(ClusterResolver):
         workers = workers_of(f"{_first_host(process)}:{port}", process.size)
         self._spec = ClusterSpec({"worker": workers})
         super().__init__("worker", process.rank, rpc_layer)
-
-    def cluster_spec(self) -> ClusterSpec:
-        return self._spec
 
 
 def _first_host(process: RankAndSize) -> str:

@@ -10,12 +10,12 @@ from keras_strategies.errors import ClusterError
 
 @dataclass(frozen=True)
 class RankAndSize:
-    """The number of this process, and of all processes.
+    """The number of this process, among all processes or those of its machine.
 
     Args:
         rank: int, from 0.
-        size: int, the number of processes.
-        variables: str, the two variables, for errors.
+        size: int, the number of processes; 0 if it is not known.
+        variables: str, the environment variables, for errors.
     """
 
     rank: int
@@ -23,21 +23,25 @@ class RankAndSize:
     variables: str
 
     @classmethod
-    def read(cls, rank: str, size: str) -> RankAndSize | None:
-        """The number in two environment variables; None if neither is set.
+    def read(
+        cls, rank: str, size: str, *, needs_size: bool = True
+    ) -> RankAndSize | None:
+        """The number in environment variables; None if they are not set.
 
         Args:
             rank: str, the name of the variable with the number of this process.
             size: str, that with the number of processes.
+            needs_size: bool, whether one of them alone is an error; otherwise the size
+                may be missing.
 
         Raises:
             ValueError: if one of them is missing or is not a number, or the rank is not
                 below the size.
         """
         given = [name for name in (rank, size) if os.environ.get(name)]
-        if not given:
+        if not given or (given == [size] and not needs_size):
             return None
-        if len(given) == 1:
+        if len(given) == 1 and needs_size:
             missing = size if given == [rank] else rank
             raise ClusterError(
                 f"{given[0]} is {os.environ[given[0]]!r}, but {missing} is not set. "
@@ -45,8 +49,8 @@ class RankAndSize:
                 f"{given[0]} to train as one worker."
             )
         check_rank(rank, size)
-        variables = f"{rank}={os.environ[rank]} and {size}={os.environ[size]}"
-        return cls(number(rank), number(size), variables)
+        variables = " and ".join(f"{name}={os.environ[name]}" for name in given)
+        return cls(number(rank), number(size) if size in given else 0, variables)
 
 
 def number(name: str) -> int:

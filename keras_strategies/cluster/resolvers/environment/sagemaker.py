@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 
-from keras_strategies.cluster.resolver import ClusterResolver
+from keras_strategies.cluster.resolver import FixedClusterResolver
 from keras_strategies.cluster.spec import ClusterSpec
 from keras_strategies.errors import ClusterError
 
@@ -17,7 +17,7 @@ CURRENT_HOST = "SM_CURRENT_HOST"
 NUM_GPUS = "SM_NUM_GPUS"
 
 
-class SageMakerClusterResolver(ClusterResolver):
+class SageMakerClusterResolver(FixedClusterResolver):
     """Reads SageMaker's variables: each host is a worker.
 
     Args:
@@ -74,16 +74,6 @@ class SageMakerClusterResolver(ClusterResolver):
             rpc_layer,
         )
         self._environment = "sagemaker" if environment is None else environment
-        self.check_task()
-
-    def cluster_spec(self) -> ClusterSpec:
-        return self._spec
-
-    def num_accelerators(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        config_proto: object = None,
-    ) -> dict[str, int]:
         count = os.environ.get(NUM_GPUS, "")
-        return {"GPU": int(count)} if count.isdigit() else {}
+        self._accelerators = {"GPU": int(count)} if count.isdigit() else {}
+        self.check_task()

@@ -13,7 +13,8 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 
-from keras_strategies.cluster.resolver import ClusterResolver
+from keras_strategies.cluster.resolver import FixedClusterResolver
+from keras_strategies.cluster.resolvers.environment.process_numbers import number
 from keras_strategies.cluster.spec import ClusterSpec
 from keras_strategies.errors import ClusterError
 
@@ -87,8 +88,8 @@ def _expand(pattern: str, text: str) -> list[str]:
             raise ClusterError(
                 f"The range {part!r} in the node list {text!r} is reversed."
             )
-        for number in range(int(first), int(last) + 1):
-            name = str(number).zfill(len(first))
+        for each in range(int(first), int(last) + 1):
+            name = str(each).zfill(len(first))
             begun = pattern[: match.start()] + name + pattern[match.end() :]
             hosts += _expand(begun, text)
     return hosts
@@ -117,7 +118,7 @@ def expand_tasks_per_node(text: str) -> list[int]:
     return found
 
 
-class SlurmClusterResolver(ClusterResolver):
+class SlurmClusterResolver(FixedClusterResolver):
     """Reads the variables of a SLURM job step: each of its tasks is one of the cluster.
 
     Tasks are placed on nodes according to `srun --distribution`: `block`, `cyclic` or
@@ -159,17 +160,16 @@ class SlurmClusterResolver(ClusterResolver):
         auto_set_gpu: bool = True,
         rpc_layer: str | None = None,
     ):
-        self._hosts = expand_node_list(_variable(NODE_LIST))
+        self._hosts = expand_node_list(os.environ[_set_one(NODE_LIST)])
         self._counts = self._tasks_of_nodes(tasks_per_node)
         total = sum(self._counts)
-        self._jobs = dict(jobs) if jobs is not None else {"worker": total}
-        if sum(self._jobs.values()) != total:
+        jobs = {"worker": total} if jobs is None else jobs
+        if sum(jobs.values()) != total:
             raise ClusterError(
-                f"The jobs {self._jobs} have {sum(self._jobs.values())} tasks, but "
+                f"The jobs {dict(jobs)} have {sum(jobs.values())} tasks, but "
                 f"SLURM runs {total} on {self._hosts} ({self._counts} of them on "
                 "each). Change `jobs`, or `--ntasks` of `srun`."
             )
-        self._port_base = port_base
         process = _number((PROCESS,))
         if process >= total:
             raise ClusterError(
@@ -178,11 +178,16 @@ class SlurmClusterResolver(ClusterResolver):
             )
         self._places = _distribute(self._counts)
         self._check_place(process)
-        task_type, task_id = self._task(process)
-        super().__init__(task_type, task_id, rpc_layer)
-        self._gpus = self._share_of_gpus(process, gpus_per_node, gpus_per_task)
-        if auto_set_gpu and self._gpus:
-            own = ",".join(self._gpus)
+        tasks = [(job, i) for job, count in jobs.items() for i in range(count)]
+        super().__init__(*tasks[process], rpc_layer)
+        cluster: dict[str, list[str]] = {job: [] for job in jobs}
+        for (job, _), (node, place) in zip(tasks, self._places, strict=True):
+            cluster[job].append(f"{self._hosts[node]}:{port_base + place}")
+        self._spec = ClusterSpec(cluster)
+        gpus = self._share_of_gpus(process, gpus_per_node, gpus_per_task)
+        self._accelerators = {"GPU": len(gpus)}
+        if auto_set_gpu and gpus:
+            own = ",".join(gpus)
             os.environ[SHARED] = f"{_gpus_before_sharing()};{own}"
             os.environ[GPUS] = own
 
@@ -202,7 +207,7 @@ class SlurmClusterResolver(ClusterResolver):
         elif given is not None:
             counts = [int(count) for count in given]
         elif any(os.environ.get(name) for name in TASKS_PER_NODE):
-            counts = expand_tasks_per_node(_variable(TASKS_PER_NODE))
+            counts = expand_tasks_per_node(os.environ[_set_one(TASKS_PER_NODE)])
         else:
             total = _number(NUM_TASKS)
             counts = [total // nodes + (i < total % nodes) for i in range(nodes)]
@@ -212,14 +217,6 @@ class SlurmClusterResolver(ClusterResolver):
                 f"{len(counts)}: {counts}. Give `tasks_per_node` one number per node."
             )
         return counts
-
-    def _task(self, process: int) -> tuple[str, int]:
-        first = 0
-        for job, count in self._jobs.items():
-            if process < first + count:
-                return job, process - first
-            first += count
-        raise AssertionError("a process without a job")
 
     def _check_place(self, process: int) -> None:
         """Checks the computed node and local rank against SLURM's.
@@ -259,26 +256,6 @@ class SlurmClusterResolver(ClusterResolver):
             )
         return names[place * share : (place + 1) * share]
 
-    def cluster_spec(self) -> ClusterSpec:
-        tasks = iter(
-            f"{self._hosts[node]}:{self._port_base + place}"
-            for node, place in self._places
-        )
-        return ClusterSpec(
-            {
-                job: [next(tasks) for _ in range(count)]
-                for job, count in self._jobs.items()
-            }
-        )
-
-    def num_accelerators(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        config_proto: object = None,
-    ) -> dict[str, int]:
-        return {"GPU": len(self._gpus)}
-
 
 def _distribute(counts: Sequence[int]) -> list[tuple[int, int]]:
     """The node of each process, and its number there.
@@ -309,18 +286,14 @@ def _gpus_before_sharing() -> str:
 
 
 def _number(names: Sequence[str]) -> int:
-    text = _variable(names)
-    if not text.strip().isdecimal():
-        raise ClusterError(
-            f"One of the environment variables {list(names)} is {text!r}, not a number."
-        )
-    return int(text)
+    return number(_set_one(names))
 
 
-def _variable(names: Sequence[str]) -> str:
+def _set_one(names: Sequence[str]) -> str:
+    """The first of some variables that is set."""
     for name in names:
         if os.environ.get(name):
-            return os.environ[name]
+            return name
     raise ClusterError(
         f"None of the environment variables {list(names)} is set; SLURM sets them "
         "for each process. Start the script with `srun`."

@@ -11,14 +11,14 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from keras_strategies.cluster.resolver import ClusterResolver
+from keras_strategies.cluster.resolver import FixedClusterResolver
 from keras_strategies.cluster.spec import ClusterSpec
 from keras_strategies.errors import ClusterError
 
 VARIABLE = "TF_CONFIG"
 
 
-class TFConfigClusterResolver(ClusterResolver):
+class TFConfigClusterResolver(FixedClusterResolver):
     """Reads the environment variable `TF_CONFIG`; arguments take precedence.
 
     Args:
@@ -66,9 +66,6 @@ class TFConfigClusterResolver(ClusterResolver):
             self.check_task()
         except ClusterError as error:
             raise ClusterError(f"{error.text} {self._shown()}") from None
-
-    def cluster_spec(self) -> ClusterSpec:
-        return self._spec
 
     def _read(self) -> dict[str, Any]:
         if not self._text.strip():

@@ -12,11 +12,11 @@ from __future__ import annotations
 import os
 import urllib.error
 import urllib.request
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from keras_strategies.cluster.resolver import ClusterResolver
+from keras_strategies.cluster.resolver import FixedClusterResolver
+from keras_strategies.cluster.resolvers.services.service_members import google_service
 from keras_strategies.cluster.spec import ClusterSpec, split_address
 from keras_strategies.errors import ClusterError
 
@@ -33,14 +33,13 @@ _PRODUCT = Path("/sys/class/dmi/id/product_name")
 _METADATA_SECONDS = 5.0
 
 
-@dataclass(frozen=True)
-class _Slice:
+class _Slice(NamedTuple):
     hosts: tuple[str, ...]
     number: int
     accelerator_type: str
 
 
-class TPUClusterResolver(ClusterResolver):
+class TPUClusterResolver(FixedClusterResolver):
     """The machines of a TPU slice.
 
     Args:
@@ -108,7 +107,8 @@ class TPUClusterResolver(ClusterResolver):
                 f"Received: zone={zone!r}, project={project!r}"
             )
         path = f"projects/{project}/locations/{zone}/nodes/{name}"
-        nodes = (service or _service()).projects().locations().nodes()
+        service = service or google_service("tpu", "v2", type(self).__name__)
+        nodes = service.projects().locations().nodes()
         node = nodes.get(name=path).execute()
         if node.get("state") != "READY":
             raise ClusterError(
@@ -120,9 +120,6 @@ class TPUClusterResolver(ClusterResolver):
             f"{endpoint['ipAddress']}:{endpoint.get('port', port)}"
             for endpoint in node["networkEndpoints"]
         ]
-
-    def cluster_spec(self) -> ClusterSpec:
-        return self._spec
 
     @property
     def accelerator_type(self) -> str:
@@ -201,15 +198,3 @@ def _expect_device(name: str) -> None:
         "machine with a TPU, pass `zone` and `project` to look up a TPU by its name, "
         "or use ks.MirroredStrategy."
     )
-
-
-def _service() -> Any:
-    try:
-        from googleapiclient import discovery
-    except ImportError:
-        raise ImportError(
-            "TPUClusterResolver needs the package `google-api-python-client` to look "
-            "up a TPU by its name: `pip install google-api-python-client`. Or pass a "
-            "client as `service`."
-        ) from None
-    return discovery.build("tpu", "v2")

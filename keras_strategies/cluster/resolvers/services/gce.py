@@ -6,6 +6,7 @@ from typing import Any
 
 from keras_strategies.cluster.resolver import ClusterResolver
 from keras_strategies.cluster.resolvers.services.service_members import (
+    google_service,
     natural_order,
     own_place,
 )
@@ -59,7 +60,11 @@ class GCEClusterResolver(ClusterResolver):
         self._place = {"project": project, "zone": zone}
         self._group = instance_group
         self._port = port
-        self._service = service if service is not None else _service(credentials)
+        if service is None:
+            given = None if credentials == "default" else credentials
+            name = type(self).__name__
+            service = google_service("compute", "v1", name, credentials=given)
+        self._service = service
 
     def cluster_spec(self) -> ClusterSpec:
         addresses = []
@@ -98,15 +103,3 @@ class GCEClusterResolver(ClusterResolver):
         found = own_place([("", [{name} for name in self._names()])])
         self._task_id = found[1] if found else None
         return None, self._task_id
-
-
-def _service(credentials: Any) -> Any:
-    try:
-        from googleapiclient import discovery
-    except ImportError:
-        raise ImportError(
-            "GCEClusterResolver needs the package `google-api-python-client`: "
-            "`pip install google-api-python-client`. Or pass a client as `service`."
-        ) from None
-    given = None if credentials == "default" else credentials
-    return discovery.build("compute", "v1", credentials=given)

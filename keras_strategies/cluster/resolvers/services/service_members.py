@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Iterable
+from typing import Any
 
 
 def natural_order(name: str) -> tuple[object, ...]:
@@ -30,3 +31,25 @@ def own_place(groups: Iterable[tuple[str, list[set[str]]]]) -> tuple[str, int] |
             if name in names or short in names:
                 return job, index
     return None
+
+
+def google_service(name: str, version: str, resolver: str, **options: Any) -> Any:
+    """A client of a service of Google.
+
+    Args:
+        name: str, the service.
+        version: str, its version.
+        resolver: str, what needs it, for the error.
+        options: of `googleapiclient.discovery.build`.
+
+    Raises:
+        ImportError: without the package `google-api-python-client`.
+    """
+    try:
+        from googleapiclient import discovery
+    except ImportError:
+        raise ImportError(
+            f"{resolver} needs the package `google-api-python-client`: "
+            "`pip install google-api-python-client`. Or pass a client as `service`."
+        ) from None
+    return discovery.build(name, version, **options)
