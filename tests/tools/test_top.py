@@ -86,7 +86,9 @@ def forker():
 def line_of(kind: str) -> str:
     """The line of the script that stalls."""
     lines = Path(SCRIPT).read_text().splitlines()
-    [number] = [i for i, line in enumerate(lines, 1) if f"# stalls {kind}" in line]
+    [number] = [
+        i for i, line in enumerate(lines, 1) if line.endswith(f"# stalls {kind}")
+    ]
     return f"{SCRIPT}, line {number}, in "
 
 
