@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -123,6 +124,22 @@ def test_a_stall_is_named_with_worker_cause_and_line(forker, tmp_path, kind):
     if "delay" not in kind:
         assert report.awaited == (worker,)
         assert f"for {worker}" in text
+
+
+@pytest.mark.nightly
+def test_batches_of_unequal_shapes_are_an_error_that_names_the_worker(forker, tmp_path):
+    training = Training(forker, tmp_path, "shapes")
+    until = time.monotonic() + NAMED
+    for each in training.workers:
+        code, _ = each.wait(max(0.1, until - time.monotonic()))
+        text = each.text()
+        [error] = re.findall(r"^keras_strategies\.errors\.WorkerError: .*$", text, re.M)
+        assert code == 1 and "different batches at step 21 of fit" in error
+        assert re.search(r"worker 1 has (shapes )?\[\[12, 8\], \[12, 1\]\]", error), (
+            error
+        )
+        # It is said alone, not as the reason of a loss that nobody knows.
+        assert "none is known to be lost" not in error
 
 
 @pytest.mark.slow(seconds=20)
