@@ -29,7 +29,8 @@ NAMED = 10.0
 STALLS = {
     # What is planted: the worker, what it does, how, and whether a line of it is known.
     "loader": (1, "data", "idle", True),
-    "first_batch": (1, "data", "idle", True),
+    # Keras looks at the first batch of a generator before its loop.
+    "first_batch": (1, "other", "idle", True),
     "pipe": (1, "data", "idle", True),
     "socket": (1, "data", "idle", True),
     "queue": (1, "data", "idle", True),
