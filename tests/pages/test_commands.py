@@ -32,11 +32,10 @@ def commands(program: str) -> list[tuple[str, str]]:
     for page, text in pages.items():
         blocks = "".join(SHELL.findall(text)).replace("\\\n", " ")
         for line in [*blocks.splitlines(), *INLINE.findall(text)]:
-            words = shlex.split(line.split(" && ")[0], comments=True)
-            words = words[words.index("--") + 1 :] if "--" in words else words
-            while words and "=" in words[0]:
-                del words[0]
-            if words[:1] == [program]:
+            # After variables, `srun`, or `kubectl exec POD --`.
+            command = re.search(rf"(?:^|\s){program}\s.*", line.split(" && ")[0])
+            if command and not line.startswith("#"):
+                words = shlex.split(command[0], comments=True)
                 found.append((page, shlex.join(words)))
     return sorted({*found})
 
@@ -48,7 +47,7 @@ def test_a_command_of_this_package_has_its_arguments(page: str, command: str) ->
     words = shlex.split(command)[1:]
     if words[:1] == ["launch"] and not words[-1].endswith(".py"):
         # An option that a sentence names.
-        words.append("train.py")
+        words += ["2", "train.py"] if words[-1].startswith("--") else ["train.py"]
     replaced = ["2" if word == "N" else word for word in words]
     assert cli._parser().parse_args(replaced).command == words[0]
 
