@@ -3,6 +3,7 @@
 `KS_PROJECT_URL=https://host/owner/name python -m build` puts links to the source, the
 pages, the issues and the changes into the wheel, and makes the links of the README
 absolute, which are relative to the repository. Without it the wheel has none.
+`KS_SITE_URL` is the address of the pages, where they are published as a site.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class ProjectAddress(MetadataHookInterface):
             )
             metadata["urls"] = {
                 "Source": address,
-                "Documentation": f"{address}/blob/{tag}/docs/index.md",
+                "Documentation": os.environ.get(
+                    "KS_SITE_URL", f"{address}/blob/{tag}/docs/index.md"
+                ),
                 "Changes": f"{address}/blob/{tag}/CHANGELOG.md",
                 "Issues": f"{address}/issues",
             }

@@ -21,7 +21,7 @@ _SEVERAL = 3
 _IDLE = 0.1
 _DOING = {
     "outside": "in its script, outside of the methods of a model",
-    "other": "between steps, in callbacks",
+    "other": "between steps, in callbacks or in a first look at the input",
     "compute": "in a step",
     "data": "reading a batch",
     "wait": "waiting for other workers",

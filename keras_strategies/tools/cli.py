@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "doctor":
             return doctor(timeout_seconds=options.timeout)
         if options.command == "explain":
-            print(explain(options.name))
+            print(explain(" ".join(options.words) or None))
             return 0
         given = {k: v for k, v in vars(options).items() if k != "command"}
         if options.command == "verify":
@@ -99,7 +99,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return choose_command(ChooseOptions(**given))
         return _launch(options)
     except KerasStrategiesError as error:
-        print(f"keras-strategies {options.command}: {error}", file=sys.stderr)
+        # That of `explain` does not lead to `explain` again.
+        text = error.text if options.command == "explain" else error
+        print(f"keras-strategies {options.command}: {text}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # The output was closed, as by `| head`.
         return 1
@@ -254,9 +256,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Print the causes of an error and what to do.",
     )
     entry.add_argument(
-        "name",
-        metavar="NAME",
-        nargs="?",
+        "words",
+        metavar="WORD",
+        nargs="*",
         help="class of the error, such as BatchError, a message, or words of what "
         "happens, such as slow (default: list all entries)",
     )

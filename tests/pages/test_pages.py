@@ -185,7 +185,18 @@ def test_outputs_of_a_notebook_are_those_of_its_code(path: Path) -> None:
     shown = [output.get("data", {}) for output in outputs]
     figures = [data for data in shown if data.get("text/plain", "")[:7] == "<Figure"]
     assert [data for data in figures if "image/png" not in data] == []
-    assert "You will see" in notebook.cells[0].source
+    opening = notebook.cells[0].source.replace("\n", " ")
+    assert "You will see" in opening and re.search("For .* of your own", opening)
+    code = "".join(c.source for c in notebook.cells if c.cell_type == "code")
+    assert re.search(r"keras_strategies\.|from keras_strategies", code) is None
+
+
+def test_the_tutorial_on_kubernetes_shows_the_manifest_that_is_tested() -> None:
+    page = PAGES["docs/tutorials/kubernetes.md"]
+    manifest = (ROOT / "examples" / "kubernetes" / "multi_worker.yaml").read_text()
+    shown = re.findall(r"^```yaml\n(.*?)^```$", page, re.DOTALL | re.M)
+    assert len(shown) == 4
+    assert [part for part in shown if part not in manifest] == []
 
 
 def test_features_of_keras_have_tests() -> None:

@@ -134,5 +134,9 @@ def test_the_table_of_what_works_where_is_what_the_package_says() -> None:
     said = {row[0] for row in rows if row[column] == "no"}
     lacks = {name for name, feature in COLUMNS.items() if feature in engine.lacks}
     assert said == lacks
+    (is_memory_only,) = {
+        row[column] == "memory only" for row in rows if row[0] == "model parallel"
+    }
+    assert is_memory_only == engine.gathers_shards
     # What the table leaves out is how a dataset is iterated.
     assert {*COLUMNS.values(), Feature.DATASETS_IN_PROGRAMS} - {None} == set(Feature)

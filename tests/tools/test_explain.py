@@ -89,7 +89,13 @@ def test_an_unknown_name_is_an_error_with_the_closest_ones(
         explain(name)
     assert str(caught.value).startswith(message)
     assert main(["explain", name]) == 2
-    assert message in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert message in error and "See `keras-strategies explain" not in error
+
+
+def test_words_need_no_quotes(capsys) -> None:
+    assert main(["explain", "out", "of", "memory"]) == 0
+    assert capsys.readouterr().out.startswith("Out of memory\n")
 
 
 def test_a_reader_that_takes_the_first_line_only_sees_no_traceback() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -28,12 +29,29 @@ NAMED = 10.0
 STALLS = {
     # What is planted: the worker, what it does, how, and whether a line of it is known.
     "loader": (1, "data", "idle", True),
+    # Keras looks at the first batch of a generator before its loop.
+    "first_batch": (1, "other", "idle", True),
+    "pipe": (1, "data", "idle", True),
+    "socket": (1, "data", "idle", True),
+    "queue": (1, "data", "idle", True),
+    "busy_loader": (1, "data", "busy", True),
+    # It holds the interpreter: nothing in its process can say the line.
+    "pattern": (1, "data", "native", False),
     "lock": (1, "other", "idle", True),
+    "file_lock": (1, "other", "idle", True),
+    "thread": (1, "other", "idle", True),
+    "program": (1, "other", "idle", True),
+    "busy_callback": (1, "other", "busy", True),
+    "epoch": (1, "other", "idle", True),
     "gc": (1, "gc", "idle", True),
     "save": (0, "save", "idle", True),
     "outside": (1, "outside", "idle", True),
+    "late_chief": (0, "outside", "idle", True),
+    "left": (1, "outside", "idle", True),
     "stop": (1, "other", "stopped", False),
+    "stop_chief": (0, "other", "stopped", False),
     "delay": (1, "data", None, True),
+    "delay_callback": (1, "other", None, True),
 }
 
 
@@ -70,7 +88,9 @@ def forker():
 def line_of(kind: str) -> str:
     """The line of the script that stalls."""
     lines = Path(SCRIPT).read_text().splitlines()
-    [number] = [i for i, line in enumerate(lines, 1) if f"# stalls {kind}" in line]
+    [number] = [
+        i for i, line in enumerate(lines, 1) if line.endswith(f"# stalls {kind}")
+    ]
     return f"{SCRIPT}, line {number}, in "
 
 
@@ -92,7 +112,7 @@ def test_a_stall_is_named_with_worker_cause_and_line(forker, tmp_path, kind):
     worker, state, how, has_line = STALLS[kind]
     training = Training(forker, tmp_path, kind)
     pid = training.workers[worker].pid
-    if kind == "stop":
+    if kind in ("stop", "stop_chief"):
         os.kill(pid, signal.SIGSTOP)
     found, report = first_finding(Watch(str(training.workers[0].pid)))
     text = top_command.as_text(report)
@@ -101,10 +121,26 @@ def test_a_stall_is_named_with_worker_cause_and_line(forker, tmp_path, kind):
     if has_line:
         assert line_of(kind) in found.place, text
         assert f"Worker {worker} (process {pid})" in text and line_of(kind) in text
-        assert f", {Path(SCRIPT).name}:" in text or kind == "delay"
-    if kind != "delay":
+        assert f", {Path(SCRIPT).name}:" in text or "delay" in kind
+    if "delay" not in kind:
         assert report.awaited == (worker,)
         assert f"for {worker}" in text
+
+
+@pytest.mark.nightly
+def test_batches_of_unequal_shapes_are_an_error_that_names_the_worker(forker, tmp_path):
+    training = Training(forker, tmp_path, "shapes")
+    until = time.monotonic() + NAMED
+    for each in training.workers:
+        code, _ = each.wait(max(0.1, until - time.monotonic()))
+        text = each.text()
+        [error] = re.findall(r"^keras_strategies\.errors\.WorkerError: .*$", text, re.M)
+        assert code == 1 and "different batches at step 21 of fit" in error
+        assert re.search(r"worker 1 has (shapes )?\[\[12, 8\], \[12, 1\]\]", error), (
+            error
+        )
+        # It is said alone, not as the reason of a loss that nobody knows.
+        assert "none is known to be lost" not in error
 
 
 @pytest.mark.slow(seconds=20)

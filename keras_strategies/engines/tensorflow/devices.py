@@ -79,5 +79,6 @@ def set_virtual_cpus(count: int) -> None:
             f"{count} CPU devices were requested, but TensorFlow has already been "
             f"used in this process, with {cpu_count()} CPU devices, and can no longer "
             f"change them. Call `ks.set_virtual_cpu_devices({count})` first, right "
-            "after the imports, before any tensor, variable or model is created."
+            "after the imports, before any tensor, variable or model is created. In a "
+            "notebook, restart the kernel."
         ) from error

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import socket
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -143,12 +144,10 @@ class TorchCommunicator(Communicator):
         group = self.group
         ranks = group.index, group.count
         begin = functools.partial(create_gloo_group, store, *ranks, self._timeout)
-        try:
+        with _naming_loss(group):
             device = self._sockets.listening(lambda: gloo_device(group.own_host))
             with self._sockets.connecting(group):
                 return begin(device)
-        except RuntimeError as error:
-            raise lost_worker(group, error) from error
 
     def _abort(self) -> None:
         """Aborts collectives that wait for a lost worker."""
@@ -247,15 +246,12 @@ class TorchCommunicator(Communicator):
         return error
 
     def _wait(self, device: torch.device, begin: Callable[[], Any]) -> None:
-        try:
-            with self.group.clock.waiting():
-                work = begin()
-                if self._uses_nccl(device):
-                    work.wait()
-                else:
-                    wait_for(work, self._groups.get("gloo"), self._has_ended)
-        except RuntimeError as error:
-            raise lost_worker(self.group, error) from error
+        with _naming_loss(self.group), self.group.clock.waiting():
+            work = begin()
+            if self._uses_nccl(device):
+                work.wait()
+            else:
+                wait_for(work, self._groups.get("gloo"), self._has_ended)
         if self._uses_nccl(device):
             self._works.add(work)
 
@@ -264,12 +260,8 @@ class TorchCommunicator(Communicator):
         return group.has_ended or group.failure_since(FAILURE_GRACE) is not None
 
     def confirm(self) -> None:
-        try:
+        with _naming_loss(self.group):
             self._works.confirm(self.group)
-        except WorkerError:
-            raise
-        except RuntimeError as error:
-            raise lost_worker(self.group, error) from error
 
     def use_unconfirmed(self) -> None:
         """Lets the host go on with results that the end of the step confirms.
@@ -343,10 +335,8 @@ class TorchCommunicator(Communicator):
         """
         options = dist.AllreduceOptions()
         options.reduceOp = _OPERATIONS.get(op, dist.ReduceOp.SUM)
-        try:
+        with _naming_loss(self.group):
             work = self._engine(flat.device).allreduce([flat], options)
-        except RuntimeError as error:
-            raise lost_worker(self.group, error) from error
 
         def finish() -> None:
             self._wait(flat.device, lambda: work)
@@ -367,11 +357,9 @@ class TorchCommunicator(Communicator):
         Returns:
             A callable that waits, as that of `start_all_reduce`.
         """
-        try:
+        with _naming_loss(self.group):
             engine = self._engine(parts.device)
             work = reduce_scatter_into(engine, own, parts.view(-1))
-        except RuntimeError as error:
-            raise lost_worker(self.group, error) from error
         return lambda: self._wait(parts.device, lambda: work)
 
     def start_all_gather(
@@ -386,10 +374,8 @@ class TorchCommunicator(Communicator):
         Returns:
             A callable that waits, as that of `start_all_reduce`.
         """
-        try:
+        with _naming_loss(self.group):
             work = all_gather_into(self._engine(own.device), every, own)
-        except RuntimeError as error:
-            raise lost_worker(self.group, error) from error
         return lambda: self._wait(own.device, lambda: work)
 
     def gather_rows(self, tensor: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
@@ -470,6 +456,17 @@ def _served_store(group: WorkerGroup, timeout: datetime.timedelta) -> Any:
     )
 
 
+@contextlib.contextmanager
+def _naming_loss(group: WorkerGroup) -> Iterator[None]:
+    """Turns errors of Torch into that of the lost worker; those of checks stay."""
+    try:
+        yield
+    except WorkerError:
+        raise
+    except RuntimeError as error:
+        raise lost_worker(group, error) from error
+
+
 def _reached_store(
     host: str, port: int, group: WorkerGroup, timeout: datetime.timedelta
 ) -> Any:
@@ -479,7 +476,7 @@ def _reached_store(
         WorkerError: if so.
     """
     seconds = datetime.timedelta(seconds=max(_CONNECT_SECONDS, group.timeout))
-    try:
+    with _naming_loss(group):
         store = dist.TCPStore(
             host,
             port,
@@ -488,7 +485,5 @@ def _reached_store(
             timeout=min(timeout, seconds),
             wait_for_workers=False,
         )
-    except RuntimeError as error:
-        raise lost_worker(group, error) from error
     store.set_timeout(timeout)
     return store

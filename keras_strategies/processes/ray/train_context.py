@@ -39,7 +39,8 @@ def _context() -> Any:
     try:
         context = importlib.import_module("ray.train").get_context()
         context.get_world_size()
-    except (RuntimeError, AttributeError):
+    except (RuntimeError, AttributeError, DeprecationWarning):
+        # The last is what Ray raises in a trial of Ray Tune.
         return None
     return context
 
