@@ -167,20 +167,6 @@ def test_hooks_of_saved_tensors() -> None:
     assert_as_one_device(torch.autograd.graph.save_on_cpu)
 
 
-def test_hooks_of_saved_tensors_that_are_disabled() -> None:
-    def note() -> str:
-        try:
-            torch.autograd.graph.save_on_cpu().__enter__()
-        except RuntimeError as error:
-            return str(error)
-        return ""
-
-    def context() -> Any:
-        return torch.autograd.graph.disable_saved_tensors_hooks("not here")
-
-    assert noted(note, context) == {"not here"}
-
-
 def test_inference_mode_and_no_grad() -> None:
     model_of = {}
     for name in ("one_device", "mirrored_2"):
