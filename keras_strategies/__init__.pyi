@@ -48,11 +48,11 @@ from keras_strategies.parameter_server.variables.sharded_variable import (
 from keras_strategies.processes.launch_function import launch as launch
 from keras_strategies.reports.describe import Description as Description
 from keras_strategies.reports.plan import Plan as Plan
+from keras_strategies.reports.rulecheck import RowReport as RowReport
+from keras_strategies.reports.rulecheck import rulecheck as rulecheck
 from keras_strategies.reports.worker_status import TrainingStatus as TrainingStatus
 from keras_strategies.reports.worker_status import WorkerStatus as WorkerStatus
 from keras_strategies.rows.declarations import row_wise as row_wise
-from keras_strategies.rows.rulecheck import RowReport as RowReport
-from keras_strategies.rows.rulecheck import rulecheck as rulecheck
 from keras_strategies.runtime.context import has_strategy as has_strategy
 from keras_strategies.runtime.context import (
     in_cross_replica_context as in_cross_replica_context,

@@ -132,11 +132,10 @@ PRIVATE = (
         "torch",
     ),
     Private(
-        "keras.src.utils.torch_utils",
-        ("TorchModuleWrapper",),
-        "Torch modules have parameters outside of every scope.",
+        "keras.src.backend",
+        ("compute_output_spec",),
+        "Traces of updates; metrics and losses that are built from symbolic outputs.",
     ),
-    Private("keras.src.backend", ("compute_output_spec",), "Traces of updates."),
     Private(
         "keras.src.distribution.distribution_lib.DeviceMesh",
         ("_backend_mesh", "_devices", "_shape"),
@@ -251,22 +250,13 @@ PRIVATE = (
         "Whether a layer draws random numbers.",
     ),
     Private(
-        "keras.src.ops.operation", ("Operation",), "Objects that are sent to workers."
-    ),
-    Private(
         "keras.src.saving.keras_saveable",
         ("KerasSaveable",),
         "Objects that are sent to workers.",
     ),
     Private(
         "keras.src.utils.tracking",
-        (
-            "TrackedDict",
-            "TrackedList",
-            "TrackedOrderedDict",
-            "TrackedSet",
-            "Tracker",
-        ),
+        ("Tracker",),
         "Containers that are sent to workers.",
     ),
     Private(
@@ -315,11 +305,6 @@ PRIVATE = (
         "keras.src.trainers.compile_utils.CompileLoss",
         ("_user_loss",),
         "The losses that the user gave.",
-    ),
-    Private(
-        "keras.src.backend",
-        ("compute_output_spec",),
-        "Metrics and losses that are built from symbolic outputs.",
     ),
     Private(
         "keras.src.models.functional",
@@ -381,11 +366,7 @@ PRIVATE = (
     ),
     Private(
         f"{_ADAPTERS}.data_adapter_utils",
-        (
-            "NUM_BATCHES_FOR_TENSOR_SPEC",
-            "class_weight_to_sample_weights",
-            "unpack_x_y_sample_weight",
-        ),
+        ("NUM_BATCHES_FOR_TENSOR_SPEC", "class_weight_to_sample_weights"),
         "Weights of samples.",
     ),
     Private(f"{_ADAPTERS}.data_adapter", ("DataAdapter",), "Input of `fit`."),

@@ -138,11 +138,15 @@ def _check(frame: types.FrameType) -> None:
         raise NotTraced(
             f"asks in {code.co_name!r} of which class a tensor is, or who calls it"
         )
-    for name, value in named:
+    # What a library draws from is an argument, or an attribute of its object.
+    given = list(frame.f_locals.items())
+    held = [x for _, each in given[:1] for x in getattr(each, "__dict__", {}).items()]
+    for name, value in (*named, *given, *held):
         if isinstance(getattr(value, "__self__", value), GENERATORS) or (
             name == "random" and _draws(code, dict(named))
         ):
             raise NotTraced(f"may draw random numbers of {name!r}")
+    for name, value in named:
         if _is_of_framework(name, value):
             at = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
             raise NotTraced(

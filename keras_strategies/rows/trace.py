@@ -44,6 +44,7 @@ from keras_strategies.rows.row_tensors import (
     symbolic,
     tensors_in,
 )
+from keras_strategies.rows.variances import as_means
 
 #: Operations that call others of Keras.
 _CALLING = """
@@ -271,6 +272,9 @@ class Trace:
             finally:
                 self._layers.pop()
         name = type(operation).__name__
+        composed = as_means(name.lower(), args[0]) if args else None
+        if composed is not None:
+            return composed(args[0], operation.axis, operation.keepdims)
         is_own = not type(operation).__module__.startswith("keras.src.")
         if is_own or name in _FOLLOWED:
             return operation.call(*args, **kwargs)

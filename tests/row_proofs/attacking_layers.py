@@ -8,10 +8,13 @@ from typing import Any
 
 import keras
 import numpy as np
+import scipy.stats
 from keras import layers, ops
 
 Function = Callable[..., Any]
 _COINS = np.random.default_rng(3)
+_NORMAL = scipy.stats.norm()
+_NORMAL.random_state = np.random.RandomState(2)
 _HELD: dict[str, Any] = {}
 
 
@@ -131,6 +134,14 @@ def coin_of_generator(layer: Any, x: Any) -> Any:
     return center(x) if _COINS.random() < 0.5 else x
 
 
+def coin_of_library(layer: Any, x: Any) -> Any:
+    return center(x) if scipy.stats.norm.rvs() < 0 else x
+
+
+def coin_of_distribution(layer: Any, x: Any) -> Any:
+    return center(x) if _NORMAL.rvs() < 0 else x
+
+
 def for_large_batches(layer: Any, x: Any) -> None:
     if x.shape[0] > 6:
         layer.state.assign(layer.count.value)
@@ -240,6 +251,8 @@ LAYERS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
     "coin": step(coin),
     "coin of NumPy": step(coin_of_numpy),
     "coin of a generator": step(coin_of_generator),
+    "coin of a library": step(coin_of_library),
+    "coin of a distribution": step(coin_of_distribution),
     "framework by its name": step(by_name_of_module),
     "state of large batches": step(for_large_batches),
     "state of the largest": step(assigned(ops.max)),

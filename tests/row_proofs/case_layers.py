@@ -54,16 +54,6 @@ class SelfAttention(layers.Layer):
         return self.attention(inputs, inputs, use_causal_mask=True, training=training)
 
 
-class ZeroGate(layers.Layer):
-    """Adds the mean over the batch times a weight that is zero at first."""
-
-    def build(self, shape: Any) -> None:
-        self.gate = self.add_weight(shape=(), initializer="zeros")
-
-    def call(self, inputs: Any) -> Any:
-        return inputs + self.gate * ops.mean(inputs, axis=0, keepdims=True)
-
-
 class ZeroTable(layers.Layer):
     """Adds a weight that is zero at first, with as many entries as the batch."""
 
@@ -180,15 +170,6 @@ class Sampled(layers.Layer):
     def call(self, inputs: Any) -> Any:
         noise = keras.random.normal(self.shape_of(inputs), seed=self.seed_generator)
         return inputs + noise
-
-
-class Shuffled(layers.Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seed_generator = keras.random.SeedGenerator(5)
-
-    def call(self, inputs: Any) -> Any:
-        return keras.random.shuffle(inputs, axis=0, seed=self.seed_generator)
 
 
 def with_gradient(gradient: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -13,47 +13,12 @@ from row_proofs.case_layers import Apply
 from row_proofs.row_case import FLOAT, Argument, RowCase
 
 #: They take no tensor of a batch, or return none: shapes, constants, tests of Python.
-WITHOUT_ROWS = frozenset(
-    [
-        "arange",
-        "array",
-        "bartlett",
-        "blackman",
-        "convert_to_numpy",
-        "dtype",
-        "empty",
-        "eye",
-        "full",
-        "geomspace",
-        "hamming",
-        "hanning",
-        "identity",
-        "is_tensor",
-        "kaiser",
-        "linspace",
-        "logspace",
-        "ndim",
-        "ones",
-        "shape",
-        "size",
-        "tri",
-        "unravel_index",
-        "zeros",
-    ]
-)
-#: What they return depends on all rows, whatever their arguments are.
-MIXING = frozenset(
-    [
-        "allclose",
-        "array_equal",
-        "append_flat",
-        "corrcoef",
-        "histogram",
-        "nonzero",
-        "unique",
-        "vstack",
-    ]
-)
+_WITHOUT_ROWS = """
+    arange array bartlett blackman convert_to_numpy dtype empty eye full geomspace
+    hamming hanning identity is_tensor kaiser linspace logspace ndim ones shape size
+    tri unravel_index zeros
+"""
+WITHOUT_ROWS = frozenset(_WITHOUT_ROWS.split())
 
 
 @dataclass(frozen=True)
@@ -132,16 +97,8 @@ def _elementwise() -> dict[str, Use]:
     """
     for name in plain.split():
         found[name] = use(of(name))
-    for name in [
-        "arccosh",
-        "log",
-        "log10",
-        "log1p",
-        "log2",
-        "reciprocal",
-        "rsqrt",
-        "sqrt",
-    ]:
+    logarithms = "arccosh log log10 log1p log2 reciprocal rsqrt sqrt"
+    for name in logarithms.split():
         found[name] = use(lambda x, name=name: of(name)(positive(x) + 1.0))
     for name in ["arccos", "arcsin", "arctanh", "erfinv"]:
         found[name] = use(lambda x, name=name: of(name)(within(x)))

@@ -13,17 +13,11 @@ from row_proofs.keras_functions import IMAGE, Use, integers, mixing
 from row_proofs.row_case import Argument, RowCase
 
 #: Bases, and layers of one framework that hold a program of the user's.
-WITHOUT_EXAMPLE = frozenset(
-    [
-        "FlaxLayer",
-        "InputLayer",
-        "JaxLayer",
-        "Layer",
-        "TFSMLayer",
-        "TorchModuleWrapper",
-        "Wrapper",
-    ]
-)
+_WITHOUT_EXAMPLE = """
+    FlaxLayer InputLayer JaxLayer Layer TFSMLayer TorchModuleWrapper Wrapper
+"""
+WITHOUT_EXAMPLE = frozenset(_WITHOUT_EXAMPLE.split())
+_MERGING = "Add Average Concatenate Maximum Minimum Multiply Subtract"
 VECTOR, SEQUENCE, VIDEO, VOLUME = (6,), (5, 4), (3, 6, 6, 2), (4, 4, 4, 2)
 
 
@@ -248,20 +242,7 @@ def _of_vectors() -> dict[str, Use]:
             lambda: layers.SpectralNormalization(layers.Dense(3))
         ),
         "UnitNormalization": use(layers.UnitNormalization),
-        **{
-            name: merged(name)
-            for name in (
-                [
-                    "Add",
-                    "Average",
-                    "Concatenate",
-                    "Maximum",
-                    "Minimum",
-                    "Multiply",
-                    "Subtract",
-                ]
-            )
-        },
+        **{name: merged(name) for name in _MERGING.split()},
         "Dot": called(lambda: layers.Dot(1), lambda d, x, y: d([x, y]), (6,), (6,)),
     }
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
+from harness.training import as_arrays
 
 import keras_strategies as ks
 from keras_strategies.rows.layer_calls import LayerCall, argument_leaves
@@ -80,3 +82,23 @@ def placed_updates(layer: Any, proof: RowProof) -> list[RowPlacement]:
         for variable in layer.variables
         if id(variable) in proof.updates and "seed" not in variable.path
     ]
+
+
+def trained(
+    make: Callable[[], Any], fit: Callable[[Any], Any], strategy: Any = None
+) -> tuple[Any, list[str]]:
+    """The history and weights of a training, and its warnings of unsplit calls.
+
+    Args:
+        make: returns the compiled model.
+        fit: trains it, and returns the history.
+        strategy: a strategy; None for none.
+    """
+    keras.utils.set_random_seed(3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with strategy.scope() if strategy else contextlib.nullcontext():
+            model = make()
+        history = fit(model).history
+        found = as_arrays({"history": history, "weights": model.get_weights()})
+    return found, [str(w.message) for w in caught if "split by rows" in str(w.message)]

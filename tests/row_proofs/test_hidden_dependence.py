@@ -7,21 +7,20 @@ an attribute. Each is trained without a strategy and on two and three replicas.
 
 from __future__ import annotations
 
-import contextlib
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
-from harness.training import as_arrays, assert_same
+from harness.training import assert_same
 from keras import layers, ops
 
 import keras_strategies as ks
 from keras_strategies.keras_compat.backends.keras_on_tensorflow import (
     step_is_traced_for_batches,
 )
+from row_proofs.proofs import trained
 
 BACKEND = keras.backend.backend()
 SPLITS = BACKEND != "jax"
@@ -60,15 +59,6 @@ class AnnealedSum(Layer):
         return hidden
 
 
-class SumOfExcess(Layer):
-    """Zero for the first batch."""
-
-    def call(self, inputs: Any) -> Any:
-        hidden = ops.matmul(inputs, self.kernel)
-        self.add_loss(0.01 * ops.sum(ops.relu(ops.abs(inputs) * hidden - 6.0)))
-        return hidden
-
-
 class MeanOfKept(Layer):
     """A mean over rows that a mask keeps; it keeps all of the first batch."""
 
@@ -77,13 +67,6 @@ class MeanOfKept(Layer):
         kept = ops.cast(ops.abs(inputs[:, 0]) < 3.5, "float32")
         total = ops.sum(ops.square(hidden[:, 0]) * kept)
         self.add_loss(0.1 * total / ops.maximum(ops.sum(kept), 1.0))
-        return hidden
-
-
-class SumAndConstant(Layer):
-    def call(self, inputs: Any) -> Any:
-        hidden = ops.matmul(inputs, self.kernel)
-        self.add_loss(1e-3 * ops.sum(hidden) + 1.0)
         return hidden
 
 
@@ -100,12 +83,6 @@ class ZeroTimesMean(Layer):
     def call(self, inputs: Any) -> Any:
         hidden = ops.matmul(inputs, self.kernel)
         return hidden + self.scale * (hidden - ops.mean(hidden, axis=0))
-
-
-class NormOfTheBatch(Layer):
-    def call(self, inputs: Any) -> Any:
-        hidden = ops.matmul(inputs, self.kernel)
-        return hidden * ops.minimum(1.0, 12.0 / ops.norm(hidden))
 
 
 class Capacity(Layer):
@@ -147,51 +124,10 @@ class Events(Layer):
         return ops.matmul(inputs, self.kernel)
 
 
-@ops.custom_gradient
-def clipped(x: Any) -> Any:
-    def grad(*args: Any, upstream: Any = None) -> Any:
-        gradient = args[0] if upstream is None else upstream
-        norm = ops.sqrt(ops.sum(ops.square(gradient)))
-        return gradient * ops.minimum(1.0, 0.05 / (norm + 1e-12))
-
-    return x, grad
-
-
-class ClippedGradient(Layer):
-    def call(self, inputs: Any) -> Any:
-        return clipped(ops.matmul(inputs, self.kernel))
-
-
 # Numbers of rows.
 
 
-class BranchOnRows(Layer):
-    def call(self, inputs: Any) -> Any:
-        hidden = ops.matmul(inputs, self.kernel)
-        rows = inputs.shape[0]
-        return hidden if rows is not None and rows > 12 else 0.5 * hidden
-
-
-class DividedByRows(Layer):
-    def call(self, inputs: Any) -> Any:
-        rows = ops.cast(ops.shape(inputs)[0], "float32")
-        return ops.matmul(inputs, self.kernel) / rows
-
-
 # What Python holds.
-
-
-class CountedCalls(Layer):
-    steps = 0
-
-    def __init__(self, **kwargs: Any):
-        super().__init__(**kwargs)
-        self.steps = 0
-
-    def call(self, inputs: Any, training: bool = False) -> Any:
-        if training:
-            self.steps += 1
-        return ops.matmul(inputs, self.kernel) * (1.0 + 1.0 / (1 + self.steps))
 
 
 class Switched(Layer):
@@ -220,32 +156,6 @@ class OwnModel(keras.Model):
 
     def call(self, inputs: Any) -> Any:
         return self.head(self.inner(inputs))
-
-
-class TensorInAttribute(OwnModel):
-    def call(self, inputs: Any) -> Any:
-        self.features = ops.tanh(self.inner(inputs))
-        return self.head(self.features)
-
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        own = ops.mean(ops.square(ops.mean(self.features, 0)))
-        return super().compute_loss(*args, **kwargs) + own
-
-
-class TensorInList(OwnModel):
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: list[Any] = []
-
-    def call(self, inputs: Any) -> Any:
-        self.kept.clear()
-        hidden = self.inner(inputs)
-        self.kept.append(hidden)
-        return self.head(hidden)
-
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        own = ops.mean(ops.square(ops.mean(self.kept[0], 0)))
-        return super().compute_loss(*args, **kwargs) + own
 
 
 class PythonOutput(OwnModel):
@@ -355,26 +265,17 @@ MODELS: dict[str, Callable[[], keras.Model]] = {
         kind.__name__: (lambda kind=kind: around(kind))
         for kind in (
             AnnealedSum,
-            SumOfExcess,
             MeanOfKept,
-            SumAndConstant,
             ZeroTimesMean,
-            NormOfTheBatch,
             Capacity,
             RunningMaximum,
             Events,
-            ClippedGradient,
-            BranchOnRows,
-            DividedByRows,
-            CountedCalls,
             Switched,
         )
     },
     **{
         kind.__name__: kind
         for kind in (
-            TensorInAttribute,
-            TensorInList,
             PythonOutput,
             Codebook,
             TwoViews,
@@ -393,10 +294,8 @@ LOSSES = {
 #: Computed by replicas, without a warning.
 SPLIT = (
     "AnnealedSum",
-    "SumOfExcess",
     # Replicas exchange their sums.
     "MeanOfKept",
-    "SumAndConstant",
     "ZeroTimesMean",
     "Events",
     "Switched",
@@ -410,19 +309,10 @@ if BACKEND == "tensorflow":
     SPLIT += ("Prototypes",)
     if not step_is_traced_for_batches(steps_per_execution=1):
         # A program for any number of rows sees None as their number.
-        SPLIT += ("PythonOutput", "BranchOnRows")
-#: Python that depends on attributes runs in each step on Torch; in a program of
-#: TensorFlow or JAX it runs when that is traced, so eager steps are compared.
-EAGER = ("CountedCalls", "Switched")
-#: JAX does not let tensors leave a traced call, runs Python when it traces, and Keras
-#: builds functional models for any number of rows there.
-NOT_ON_JAX = (
-    "BranchOnRows",
-    "CountedCalls",
-    "Switched",
-    "TensorInAttribute",
-    "TensorInList",
-)
+        SPLIT += ("PythonOutput",)
+#: Python runs when a program is traced, so eager steps are compared; Keras builds
+#: functional models for any number of rows on JAX.
+EAGER = NOT_ON_JAX = ("Switched",)
 
 
 def changed_later(model: keras.Model) -> keras.callbacks.Callback:
@@ -436,38 +326,25 @@ def changed_later(model: keras.Model) -> keras.callbacks.Callback:
     return keras.callbacks.LambdaCallback(on_epoch_begin=change)
 
 
-def trained(name: str, strategy: Any) -> tuple[Any, list[str]]:
+def trained_model(name: str, strategy: Any) -> tuple[Any, list[str]]:
     """The history and the weights after three epochs, and warnings of unsplit calls."""
-    keras.utils.set_random_seed(3)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with strategy.scope() if strategy else contextlib.nullcontext():
-            model = MODELS[name]()
-            options = EAGERLY if name in EAGER and BACKEND == "tensorflow" else {}
-            loss = LOSSES.get(name, "mse")
-            model.compile(keras.optimizers.SGD(0.004), loss, **options)
-        targets = Y
-        if name in LOSSES:
-            targets = (np.abs(X[:, 0]) * 7).astype("int32") % (
-                3 if name == "softmax" else 2
-            )
-        history = model.fit(
-            X,
-            targets,
-            batch_size=BATCH,
-            epochs=3,
-            shuffle=False,
-            verbose=0,
-            callbacks=[changed_later(model)],
-        ).history
-        results = as_arrays(
-            {"history": history, "weights": dict(enumerate(model.get_weights()))}
-        )
-        results["steps"] = np.array(
-            [getattr(layer, "steps", 0) for layer in model.layers]
-        )
-    said = [str(w.message) for w in caught if "split by rows" in str(w.message)]
-    return results, said
+    targets = Y
+    if name in LOSSES:
+        classes = 3 if name == "softmax" else 2
+        targets = (np.abs(X[:, 0]) * 7).astype("int32") % classes
+
+    def make() -> keras.Model:
+        model = MODELS[name]()
+        options = EAGERLY if name in EAGER and BACKEND == "tensorflow" else {}
+        loss = LOSSES.get(name, "mse")
+        model.compile(keras.optimizers.SGD(0.004), loss, **options)
+        return model
+
+    def fit(model: keras.Model) -> Any:
+        options = {"epochs": 3, "shuffle": False, "verbose": 0}
+        return model.fit(X, targets, BATCH, callbacks=[changed_later(model)], **options)
+
+    return trained(make, fit, strategy)
 
 
 # Three replicas differ from two by an uneven batch for each pair of them.
@@ -477,9 +354,9 @@ def trained(name: str, strategy: Any) -> tuple[Any, list[str]]:
 def test_numbers_are_those_of_one_device(name: str, replicas: int) -> None:
     if BACKEND == "jax" and name in NOT_ON_JAX:
         pytest.skip("JAX refuses it without a strategy, too")
-    expected, _ = trained(name, None)
+    expected, _ = trained_model(name, None)
     devices = [f"cpu:{i}" for i in range(replicas)]
-    found, said = trained(name, ks.MirroredStrategy(devices))
+    found, said = trained_model(name, ks.MirroredStrategy(devices))
     assert_same(expected, found, 2e-5, f"{replicas} replicas")
     if SPLITS:
         assert bool(said) == (name not in SPLIT), said

@@ -114,38 +114,6 @@ def test_mixed(use: Any) -> None:
     assert found.problem is not None
 
 
-@needs_split
-def test_gradients_through_a_known_layer_are_proved() -> None:
-    def clipped(x: Any) -> Any:
-        """A gradient that is divided by its norm over the batch."""
-        if keras.backend.backend() == "torch":
-            return Clipped.apply(x)
-        return clip(x)
-
-    if keras.backend.backend() == "torch":
-        import torch
-
-        class Clipped(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, x: Any) -> Any:
-                return x.clone()
-
-            @staticmethod
-            def backward(ctx: Any, gradient: Any) -> Any:
-                return gradient / gradient.norm().clamp(min=100.0)
-    else:
-        import tensorflow as tf
-
-        @tf.custom_gradient
-        def clip(x: Any) -> Any:
-            return tf.identity(x), lambda g: g / tf.maximum(tf.norm(g), 100.0)
-
-    # The gradient of the output mixes rows before it reaches the layer, which has the
-    # only weights.
-    found = proof(Inner(layers.Dense(6), lambda layer, x: clipped(layer(x))), 6)
-    assert found.problem is not None
-
-
 @pytest.mark.one_backend("torch", "tensorflow")
 @needs_split
 def test_masks_updates_and_draws() -> None:
@@ -170,57 +138,8 @@ def test_masks_updates_and_draws() -> None:
     assert (found.problem, found.outputs) == (None, [ROWS])
 
 
-class OwnNormalization(layers.BatchNormalization):
-    """Leaves out entries with a negative first feature."""
-
-    def call(self, inputs: Any, training: Any = None, mask: Any = None) -> Any:
-        return super().call(inputs, training=training, mask=inputs[..., 0] > 0)
-
-
-@needs_split
-def test_masked_batch_normalization_is_proved_by_its_operations() -> None:
-    whole = Inner(OwnNormalization(), lambda norm, x: norm(x, training=True))
-    found = proof(whole, 3, 6)
-    assert (found.problem, found.outputs) == (None, [ROWS])
-    assert placed_updates(whole, found) == [SAME, SAME]
-
-    def use(norm: Any, x: Any) -> Any:
-        flat = ops.reshape(x, (-1, 6))
-        return norm(flat, mask=flat[:, 0] > 0, training=True)
-
-    found = proof(Inner(layers.BatchNormalization(), use), 3, 6)
-    assert found.problem is None
-    assert found.outputs == [RowPlacement(RowKind.ROWS, multiple=3)]
-
-
 @needs_split
 def test_rows_of_flattened_axes_are_proved_by_operations() -> None:
     flat = Inner(layers.Dense(6), lambda layer, x: layer(ops.reshape(x, (-1, 6))))
     found = proof(flat, 3, 6)
     assert found.outputs == [RowPlacement(RowKind.ROWS, multiple=3)]
-
-
-@needs_split
-def test_code_of_a_known_layer_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Block(layers.Layer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = layers.MultiHeadAttention(2, 3)
-
-        def call(self, x: Any) -> Any:
-            return x + self.attention(x, x, use_causal_mask=True)
-
-    block = Block()
-    values = np.zeros((BATCH, 4, 6), "float32")
-    block(ops.convert_to_tensor(values))
-    calls = []
-    original = layers.MultiHeadAttention.call
-
-    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        calls.append(args)
-        return original(self, *args, **kwargs)
-
-    monkeypatch.setattr(layers.MultiHeadAttention, "call", counted)
-    found = proof_of(block, [values], [True], (4, 3, 1))
-    assert (found.problem, found.outputs) == (None, [ROWS])
-    assert not calls

@@ -6,12 +6,8 @@ its mean over the rows of the batch.
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import contextvars
-import queue
 import types
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +15,11 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from harness.training import as_arrays, assert_same
+from harness.training import assert_same
 from keras import layers, ops
 
 import keras_strategies as ks
-from row_proofs.proofs import SPLITS
+from row_proofs.proofs import SPLITS, trained
 
 BACKEND = keras.backend.backend()
 RANDOM = np.random.default_rng(7)
@@ -141,34 +137,18 @@ class FactorInAttribute(Base):
 
 
 CONTEXT = contextvars.ContextVar("CONTEXT")
-QUEUE = queue.Queue[Any]()
-BY_NAME = collections.UserDict[str, Any]()
 LAYER = layers.Identity()
-
-
-def of_queue(model: Any) -> Any:
-    found = [QUEUE.get() for _ in range(QUEUE.qsize())]
-    return found[-1]
 
 
 MODELS: dict[str, Callable[[], keras.Model]] = {
     "context variable": keeping(
         lambda model, hidden: CONTEXT.set(hidden), lambda model: CONTEXT.get()
     ),
-    "queue": keeping(lambda model, hidden: QUEUE.put(hidden), of_queue),
-    "UserDict": keeping(
-        lambda model, hidden: BY_NAME.update(hidden=hidden),
-        lambda model: BY_NAME["hidden"],
-    ),
     "other layer": keeping(
         lambda model, hidden: setattr(LAYER, "hidden", hidden),
         lambda model: LAYER.hidden,
     ),
     # No state that a proof knows of.
-    "variable": keeping(
-        lambda model, hidden: setattr(model.first.kernel, "hidden", hidden),
-        lambda model: model.first.kernel.hidden,
-    ),
     "dataclass": returning(Outputs, lambda found: (found.last, found.hidden)),
     "function": returning(
         lambda last, hidden: {"last": last, "mean": lambda: ops.mean(hidden, 0)},
@@ -183,17 +163,15 @@ MODELS: dict[str, Callable[[], keras.Model]] = {
 @pytest.mark.one_backend("torch")
 @pytest.mark.parametrize("name", MODELS)
 def test_numbers_are_those_of_one_device(name: str) -> None:
-    found = []
-    for strategy in (None, ks.MirroredStrategy(["cpu:0", "cpu:1"])):
-        keras.utils.set_random_seed(3)
-        with (
-            warnings.catch_warnings(record=True) as caught,
-            strategy.scope() if strategy else contextlib.nullcontext(),
-        ):
-            warnings.simplefilter("always")
-            model = MODELS[name]()
-            model.compile(keras.optimizers.SGD(0.02), "mse")
-            history = model.fit(X, Y, 11, epochs=2, shuffle=False, verbose=0).history
-        found.append(as_arrays({"loss": history["loss"], "of": model.get_weights()}))
-    assert_same(found[0], found[1], 2e-5, name)
-    assert any("split by rows" in str(each.message) for each in caught)
+    def make() -> keras.Model:
+        model = MODELS[name]()
+        model.compile(keras.optimizers.SGD(0.02), "mse")
+        return model
+
+    def fit(model: keras.Model) -> Any:
+        return model.fit(X, Y, 11, epochs=2, shuffle=False, verbose=0)
+
+    expected, _ = trained(make, fit)
+    found, said = trained(make, fit, ks.MirroredStrategy(["cpu:0", "cpu:1"]))
+    assert_same(expected, found, 2e-5, name)
+    assert said

@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import scipy.stats
 from harness.training import as_arrays, assert_same
 from keras import layers, ops
 
@@ -47,6 +48,7 @@ STATES: dict[str, Callable[[Held], float]] = {
     "generator of NumPy": lambda held: 5 * float(held.numbers.normal()),
     "random state of NumPy": lambda held: 5 * float(held.state.normal()),
     "generator of Python": lambda held: 5 * held.random.random(),
+    "library": lambda held: 5 * float(scipy.stats.norm.rvs()),
     "iterator": lambda held: next(held.count),
     "generator function": lambda held: next(held.generated),
 }

@@ -27,34 +27,19 @@ Function = Callable[[Any], Any]
 
 BY_ROWS: list[Function] = [
     lambda x: ops.relu(x) + 0.1 * x,
-    lambda x: x * 2 + 1,
-    lambda x: ops.softmax(x),
     lambda x: x - ops.mean(x, -1, keepdims=True),
     lambda x: ops.cumsum(x, 1),
     lambda x: ops.sort(x, 1),
-    lambda x: ops.top_k(x, 6)[0],
     lambda x: ops.matmul(x, MATRIX),
     lambda x: ops.reshape(ops.tanh(ops.reshape(x, (-1, 3))), (-1, 6)),
-    lambda x: ops.flip(x, 1),
-    lambda x: ops.roll(x, 1, 1),
     lambda x: ops.transpose(ops.cumsum(ops.transpose(x), 0)),
     lambda x: ops.pad(x, ((0, 0), (1, 0)))[:, 1:],
-    lambda x: ops.take(x, [5, 1, 2, 3, 4, 0], axis=1),
     lambda x: ops.take_along_axis(x, ops.argsort(x, axis=1), axis=1),
     lambda x: ops.take(ops.convert_to_tensor(MATRIX), ops.argmax(x, 1), axis=0) * x,
-    lambda x: ops.where(x > 0, x, 0.1 * x),
     lambda x: ops.einsum("bi,bj->bij", x, x)[:, 0],
     lambda x: ops.concatenate([x[:, :3], x[:, 3:] * 2], 1),
     lambda x: ops.stack([x, x * x], 0)[1],
-    lambda x: ops.repeat(x, 2, axis=1)[:, ::2],
     lambda x: x / ops.norm(x, axis=1, keepdims=True),
-    lambda x: x + ops.zeros_like(x),
-    # TensorFlow has no gradient of `slice_update`.
-    lambda x: (
-        2 * x
-        if keras.backend.backend() == "tensorflow"
-        else ops.slice_update(x, (0, 0), 2 * x)
-    ),
     lambda x: with_gradient(lambda g: g / (1 + ops.norm(g, axis=1, keepdims=True)))(x),
 ]
 MIXING: list[Function] = [

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import random
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
+import scipy.stats
 from keras import layers, ops
 
 import keras_strategies as ks
 
 pytestmark = pytest.mark.one_backend
+NORMAL = scipy.stats.norm()
+NORMAL.random_state = np.random.RandomState(2)
 
 
 class Block(layers.Layer):
@@ -130,6 +134,18 @@ def test_values_are_not_read() -> None:
         return x if float(ops.sum(x)) > 0 else -x
 
     assert "reads the value of a tensor" in str(ks.rulecheck(branching, (None, 4)))
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand, NORMAL.rvs])
+def test_draws_that_are_not_of_keras(draw: Any) -> None:
+    """Nothing is drawn: the generators are those of another thread, too."""
+
+    def noisy(x: Any) -> Any:
+        return x if draw() < 0.5 else -x
+
+    before = random.getstate(), str(np.random.get_state())
+    assert "may draw random numbers" in str(ks.rulecheck(noisy, (None, 4)))
+    assert (random.getstate(), str(np.random.get_state())) == before
 
 
 def test_shared_arguments() -> None:

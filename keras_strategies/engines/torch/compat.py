@@ -12,26 +12,20 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
+import optree
 import torch
 import torch.distributed as dist
 from torch import overrides
 from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _python_dispatch
-from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import (
-    tree_flatten,
-    tree_map,
-    tree_unflatten,
-)
 
 from keras_strategies.keras_compat.private_names import Private
 from keras_strategies.runtime.thread_scheduling import scheduled_as_batch
 
 __all__ = [
     "PRIVATE_NAMES",
-    "DeviceContext",
     "StorageWeakRef",
     "TorchDispatchMode",
     "all_gather_into",
@@ -39,13 +33,11 @@ __all__ = [
     "compile_call",
     "compile_graph",
     "create_gloo_group",
-    "default_mps_generator",
     "disabled_torch_function",
     "dispatch_modes",
     "fake_tensor_mode",
     "function_modes",
     "gloo_device",
-    "has_forward_gradients",
     "has_global_hooks",
     "is_graph_retained",
     "is_transformed",
@@ -68,8 +60,6 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
     "version_of",
-    "why_saved_tensors_hooks_are_disabled",
-    "with_forward_gradients",
     "without_donated_buffers",
 ]
 
@@ -91,12 +81,6 @@ PRIVATE_NAMES = (
         "Whether the memory of a gathered weight is still there.",
     ),
     Private("torch.Tensor", ("_version",), "Whether a tensor has changed in place."),
-    Private("torch._C", ("_is_fwd_grad_enabled",), "State of the caller's thread."),
-    Private(
-        "torch._C",
-        ("_disabled_torch_function_impl",),
-        "Row parts: operations on a subclass of `torch.Tensor` return tensors.",
-    ),
     Private(
         "torch.Tensor",
         ("_make_wrapper_subclass",),
@@ -109,10 +93,7 @@ PRIVATE_NAMES = (
     ),
     Private(
         "torch._C._autograd",
-        (
-            "_saved_tensors_hooks_get_disabled_error_message",
-            "_top_saved_tensors_default_hooks",
-        ),
+        ("_top_saved_tensors_default_hooks",),
         "State of the caller's thread.",
     ),
     Private(
@@ -125,7 +106,7 @@ PRIVATE_NAMES = (
         ("donated_buffer", "enable_autograd_cache", "force_non_lazy_backward_lowering"),
         "Compiled layer calls: two backward passes, and programs of functions.",
     ),
-    Private("torch._inductor", ("compile", "config"), "Compiled steps of workers."),
+    Private("torch._inductor", ("config",), "Compiled steps of workers."),
     Private(
         "torch._inductor.compile_fx",
         ("compile_fx", "compile_fx_inner"),
@@ -152,8 +133,8 @@ PRIVATE_NAMES = (
     Private("torch.UntypedStorage", ("_cdata",), "Tensors that share their memory."),
     Private(
         "torch.autograd.forward_ad",
-        ("_current_level", "_set_fwd_grad_enabled"),
-        "State of the caller's thread; calls in forward mode are not split.",
+        ("_current_level",),
+        "Calls in forward mode are not split.",
     ),
     Private(
         "torch.distributed.ProcessGroupGloo",
@@ -167,7 +148,7 @@ PRIVATE_NAMES = (
     ),
     Private(
         "torch.distributed._tools.mem_tracker",
-        ("MemTracker", "_TOTAL_KEY"),
+        ("MemTracker",),
         "The memory of a planned step.",
     ),
     Private(
@@ -179,9 +160,6 @@ PRIVATE_NAMES = (
         "torch.distributed.tensor.DTensor",
         ("_local_tensor", "_spec"),
         "Shards and their gradients, without an operation for each.",
-    ),
-    Private(
-        "torch.mps", ("_get_default_mps_generator",), "Random numbers of replicas."
     ),
     Private(
         "torch.nn.Module",
@@ -204,9 +182,6 @@ PRIVATE_NAMES = (
         "State of the caller's thread.",
     ),
     Private(
-        "torch.utils._device", ("DeviceContext",), "The default device of a thread."
-    ),
-    Private(
         "torch.utils._python_dispatch",
         ("TorchDispatchMode",),
         "Operations of a layer call.",
@@ -216,18 +191,30 @@ PRIVATE_NAMES = (
         ("_get_current_dispatch_mode_stack", "_pop_mode", "_push_mode"),
         "State of the caller's thread.",
     ),
-    Private(
-        "torch.utils._pytree",
-        ("tree_flatten", "tree_map", "tree_unflatten"),
-        "Arguments of operations.",
-    ),
 )
+
+
+def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
+    """The leaves of nested containers, and their structure, which is hashable."""
+    leaves, structure = optree.tree_flatten(tree, none_is_leaf=True)
+    return leaves, structure
+
+
+def tree_unflatten(leaves: Any, structure: Any) -> Any:
+    """The inverse of `tree_flatten`."""
+    return optree.tree_unflatten(structure, leaves)
+
+
+def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Containers with a function of their leaves."""
+    return optree.tree_map(function, tree, none_is_leaf=True)
+
 
 #: The number of in-place changes of a tensor: a getter in C, for reads in every step.
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
 #: The `__torch_function__` of subclasses whose operations return plain tensors.
-disabled_torch_function = torch._C._disabled_torch_function_impl
+disabled_torch_function = torch.nn.Parameter.__torch_function__
 
 
 def is_graph_retained() -> bool:
@@ -284,36 +271,12 @@ def is_in_checkpoint() -> bool:
     return getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
-def why_saved_tensors_hooks_are_disabled() -> str | None:
-    """The message of `disable_saved_tensors_hooks` in this thread."""
-    found: str | None
-    found = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
-    return found
-
-
-def has_forward_gradients() -> bool:
-    """Whether operations of this thread compute derivatives in forward mode."""
-    return bool(torch._C._is_fwd_grad_enabled())
-
-
-def with_forward_gradients(enabled: bool) -> contextlib.AbstractContextManager[Any]:
-    """A context with or without derivatives in forward mode."""
-    context: contextlib.AbstractContextManager[Any]
-    context = forward_ad._set_fwd_grad_enabled(enabled)
-    return context
-
-
 def is_transformed() -> bool:
     """Whether this thread is in a transform of `torch.func`, or in forward mode."""
     return (
         torch._C._functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
     )
-
-
-def default_mps_generator() -> torch.Generator:
-    """The default generator of MPS devices."""
-    return torch.mps._get_default_mps_generator()
 
 
 #: Returns the dicts of the hooks of a module's calls.
@@ -373,10 +336,9 @@ def tracked_bytes(tracker: Any, kind: str) -> int:
         tracker: a `memory_tracker`.
         kind: str, `"current"`, or `"peak"`.
     """
-    from torch.distributed._tools.mem_tracker import _TOTAL_KEY
-
     found = tracker.get_tracker_snapshot(kind)
-    return sum(int(each[_TOTAL_KEY]) for each in found.values())
+    # One of the entries of a device is the sum of the others.
+    return sum(max(map(int, each.values())) for each in found.values())
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -452,12 +414,12 @@ def reduce_scatter_into(group: Any, own: torch.Tensor, parts: torch.Tensor) -> A
 
 def compile_graph(graph: Any, inputs: list[Any]) -> Callable[..., Any]:
     """Compiles a graph of ATen operations by TorchInductor, in this process."""
-    from torch._inductor import compile, config
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
 
     # No pool of compiler processes.
     with config.patch(compile_threads=1):
-        compiled: Callable[..., Any] = compile(graph, inputs)
-    return compiled
+        return cast(Callable[..., Any], compile_fx(graph, inputs))
 
 
 def without_donated_buffers() -> contextlib.AbstractContextManager[None]:

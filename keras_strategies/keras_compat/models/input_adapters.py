@@ -125,7 +125,7 @@ def batches_adapter(
         return map(with_weights, standard())
 
     def with_weights(batch: Any) -> Any:
-        x, y, sample_weight = data_adapter_utils.unpack_x_y_sample_weight(batch)
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
         if sample_weight is not None:
             raise InvalidArgumentError(
                 f"`fit` received class_weight={class_weight}, and a batch has a "

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
+
 
 def sublayers(layer: Any) -> list[Any]:
     """A layer and all layers in it (`Layer._flatten_layers`)."""
@@ -51,9 +53,8 @@ def torch_module_wrappers(layer: Any) -> list[Any]:
     Keras 3.15 wraps each in a `TorchModuleWrapper`; its call reads the module's
     parameters and not the Keras variables that stand for them.
     """
-    from keras.src.utils.torch_utils import TorchModuleWrapper
-
-    return [sub for sub in sublayers(layer) if isinstance(sub, TorchModuleWrapper)]
+    kind = keras.layers.TorchModuleWrapper
+    return [sub for sub in sublayers(layer) if isinstance(sub, kind)]
 
 
 def rematerializes(layer: Any) -> bool:

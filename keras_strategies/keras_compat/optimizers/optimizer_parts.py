@@ -62,10 +62,8 @@ def set_rate(optimizer: Any, rate: float) -> None:
 
 
 def is_optimizer(made: Any) -> bool:
-    """Whether something is an optimizer (`BaseOptimizer` of Keras 3.15)."""
-    from keras.src.optimizers.base_optimizer import BaseOptimizer
-
-    return isinstance(made, BaseOptimizer)
+    """Whether something is an optimizer of Keras."""
+    return isinstance(made, keras.optimizers.Optimizer)
 
 
 def weight_decay_applies(optimizer: Any, variable: Any) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import keras
+
 from keras_strategies.keras_compat.optimizers.optimizer_classes import optimizer_kind
 from keras_strategies.keras_compat.optimizers.optimizer_parts import is_optimizer
 from keras_strategies.keras_compat.strategy_attribute import STRATEGY_ATTRIBUTE
@@ -27,10 +29,9 @@ def is_keras_object(made: Any) -> bool:
 
     Keras 3.15: `KerasSaveable`, and `Operation`, which layers and operations share.
     """
-    from keras.src.ops.operation import Operation
     from keras.src.saving.keras_saveable import KerasSaveable
 
-    return isinstance(made, (KerasSaveable, Operation))
+    return isinstance(made, (KerasSaveable, keras.Operation))
 
 
 def object_state(made: Any) -> dict[str, Any] | None:
@@ -83,15 +84,14 @@ def container_state(made: Any) -> tuple[Any, ...] | None:
     Keras 3.15: containers and trackers of `keras.src.utils.tracking` store the `id`
     of what they track.
     """
-    from keras.src.utils import tracking
+    from keras.src.utils.tracking import Tracker
 
-    if isinstance(made, tracking.Tracker):
+    if isinstance(made, Tracker):
         return (None, dict(vars(made)))
-    if isinstance(made, (tracking.TrackedList, tracking.TrackedSet)):
-        return (list(made), made.tracker)
-    if isinstance(made, (tracking.TrackedDict, tracking.TrackedOrderedDict)):
-        return (dict(made), made.tracker)
-    return None
+    tracker = getattr(made, "tracker", None)
+    if not isinstance(tracker, Tracker) or not isinstance(made, (dict, list, set)):
+        return None
+    return (dict(made) if isinstance(made, dict) else list(made), tracker)
 
 
 def fill_container(made: Any, state: tuple[Any, ...]) -> None:
@@ -116,10 +116,10 @@ def renew_identities(made: Iterable[Any]) -> None:
 
     Keras 3.15: `Tracker.stored_ids`, `BaseOptimizer._trainable_variables_indices`.
     """
-    from keras.src.utils import tracking
+    from keras.src.utils.tracking import Tracker
 
     for each in made:
-        if isinstance(each, tracking.Tracker):
+        if isinstance(each, Tracker):
             each.stored_ids = {
                 name: {id(value) for value in store}
                 for name, (_, store) in each.config.items()

@@ -142,11 +142,6 @@ class Step:
     def out_rank(self) -> int:
         return len(self.out_shapes()[0])
 
-    @property
-    def rank_of_first(self) -> int:
-        """The number of axes of its first argument."""
-        return len(shape_of(next(iter(self.arguments[0].values()))))
-
 
 def _bound(node: Node) -> dict[str, Any]:
     """The arguments of an operation by their names."""

@@ -15,6 +15,7 @@ from keras_strategies.rows.row_placements import (
     Exchange,
     ProvedEvent,
 )
+from keras_strategies.rows.variances import as_means
 from keras_strategies.runtime import context
 
 
@@ -72,6 +73,9 @@ class ExchangedSums:
     ) -> Any:
         if self._is_inside or self.has_diverged:
             return original(*args, **kwargs)
+        composed = as_means(name, args[0]) if args else None
+        if composed is not None:
+            return composed(*args, **kwargs)
         with self._inside():
             found = original(*args, **kwargs)
         if name not in FUNCTIONS_OF_SUMS or found is NotImplemented:

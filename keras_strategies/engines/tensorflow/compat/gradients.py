@@ -20,7 +20,7 @@ PRIVATE_NAMES = (
     Private(
         f"{_PYTHON}.framework.ops.EagerTensor",
         ("_id",),
-        "The identity of a tensor on a tape.",
+        "The identity of a tensor on a tape, and in a trace.",
     ),
     Private(
         f"{_PYTHON}.framework.ops.Graph",

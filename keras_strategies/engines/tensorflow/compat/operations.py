@@ -7,14 +7,15 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import tensorflow as tf
 from tensorflow.python.eager import context as eager_context
 from tensorflow.python.ops import (
-    array_ops,
     gen_nn_ops,
     gen_stateless_random_ops,
     gen_stateless_random_ops_v2,
 )
 
+from keras_strategies.engines.tensorflow.compat.workers import runtime
 from keras_strategies.keras_compat.private_names import Private
 
 _PYTHON = "tensorflow.python"
@@ -22,18 +23,13 @@ _PYTHON = "tensorflow.python"
 PRIVATE_NAMES = (
     Private(
         f"{_PYTHON}.eager.context",
-        ("context", "global_seed"),
+        ("global_seed",),
         "Seeds of operations.",
     ),
     Private(
         f"{_PYTHON}.eager.context.Context",
         ("_rng",),
         "Seeds of operations.",
-    ),
-    Private(
-        f"{_PYTHON}.ops.array_ops",
-        ("shape_internal",),
-        "`tf.shape` of a tensor whose rows are on other devices does not move them.",
     ),
     Private(
         f"{_PYTHON}.ops.gen_nn_ops",
@@ -43,8 +39,6 @@ PRIVATE_NAMES = (
             "conv3d",
             "conv3d_backprop_input_v2",
             "depthwise_conv2d_native",
-            "dilation2d",
-            "fractional_max_pool",
             "max_pool",
             "max_pool3d",
             "max_pool_v2",
@@ -83,8 +77,6 @@ FAILING_KERNELS = {
     "conv3d": "Conv3D",
     "conv3d_backprop_input_v2": "Conv3DBackpropInputV2",
     "depthwise_conv2d_native": "DepthwiseConv2dNative",
-    "dilation2d": "Dilation2D",
-    "fractional_max_pool": "FractionalMaxPool",
     "max_pool": "MaxPool",
     "max_pool3d": "MaxPool3D",
     "max_pool_v2": "MaxPoolV2",
@@ -150,12 +142,13 @@ def global_seed() -> int | None:
 
 def operation_seeds() -> random.Random:
     """The generator of seeds for operations, after `tf.random.set_seed`."""
-    generator: random.Random = eager_context.context()._rng
+    generator: random.Random = runtime()._rng
     return generator
 
 
 #: Calls between `tf.shape` and the conversion of its argument, at most.
-_CALLS_OF_CONVERSION = 10
+_CALLS_OF_CONVERSION = 14
+_OF_SHAPE = inspect.unwrap(tf.shape).__code__
 
 
 def is_read_for_shape() -> bool:
@@ -168,7 +161,7 @@ def is_read_for_shape() -> bool:
     for _ in range(_CALLS_OF_CONVERSION):
         if frame is None:
             return False
-        if frame.f_code is array_ops.shape_internal.__code__:
+        if frame.f_code is _OF_SHAPE:
             return True
         frame = frame.f_back
     return False

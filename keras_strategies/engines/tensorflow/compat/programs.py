@@ -19,6 +19,7 @@ from tensorflow.python.ops import (
     control_flow_util,
 )
 
+from keras_strategies.engines.tensorflow.compat.workers import runtime
 from keras_strategies.keras_compat.private_names import Private
 from keras_strategies.runtime.once import once
 
@@ -27,7 +28,7 @@ _PYTHON = "tensorflow.python"
 PRIVATE_NAMES = (
     Private(
         f"{_PYTHON}.eager.context",
-        ("FunctionCallOptions", "context"),
+        ("FunctionCallOptions",),
         "The options of programs.",
     ),
     Private(
@@ -133,7 +134,7 @@ def is_compiled_by_xla(graph: Any) -> bool:
 
 def program_options() -> Any:
     """The current options for calls of programs."""
-    return eager_context.context().function_call_options
+    return runtime().function_call_options
 
 
 @contextlib.contextmanager
@@ -145,7 +146,7 @@ def program_config(change: Callable[[Any], None]) -> Iterator[None]:
     Args:
         change: function that changes this process's `ConfigProto` in place.
     """
-    context, given = eager_context.context(), program_options()
+    context, given = runtime(), program_options()
     context.function_call_options = _changed_options(
         change, given.config_proto_serialized, given.executor_type
     )

@@ -9,6 +9,7 @@ from tensorflow.python.ops import (
     resource_variable_ops,
 )
 
+from keras_strategies.engines.tensorflow.compat.gradients import tape_id
 from keras_strategies.keras_compat.private_names import Private
 
 _PYTHON = "tensorflow.python"
@@ -41,11 +42,6 @@ PRIVATE_NAMES = (
         "Reads and assignments of mirrored and sharded variables.",
     ),
     Private(f"{_VARIABLES}.VariableSpec", ("_component_specs",), "Their trace types."),
-    Private(
-        f"{_PYTHON}.framework.ops.EagerTensor",
-        ("_id",),
-        "The identity of an argument in a trace.",
-    ),
 )
 
 
@@ -218,7 +214,7 @@ def handle_alias(variable: Any, context: Any) -> Any:
         variable: the variable.
         context: a `tf.types.experimental.TracingContext`.
     """
-    return context.alias_global_id(variable.handle._id)
+    return context.alias_global_id(tape_id(variable.handle))
 
 
 def handle_specs(alias: Any) -> list[Any]:

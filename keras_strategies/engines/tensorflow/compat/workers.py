@@ -28,6 +28,11 @@ PRIVATE_NAMES = (
 )
 
 
+def runtime() -> Any:
+    """TensorFlow's runtime in this process."""
+    return eager_context.context()
+
+
 def configure_collectives(leader: str, device_filter: str) -> None:
     """Configures collectives of several workers, before the runtime is started.
 
@@ -38,7 +43,7 @@ def configure_collectives(leader: str, device_filter: str) -> None:
     Raises:
         RuntimeError: if the runtime is started.
     """
-    eager_context.context().configure_collective_ops(
+    runtime().configure_collective_ops(
         collective_leader=leader, device_filters=(device_filter,)
     )
 
@@ -51,7 +56,7 @@ def collective_configuration(leader: str) -> Any:
     Args:
         leader: str, the task that orders collectives.
     """
-    context = eager_context.context()
+    context = runtime()
     context._collective_leader = leader
     return context.config
 
@@ -65,7 +70,7 @@ def start_collectives(server: Any) -> None:
     Raises:
         tf.errors.OpError: if the server cannot start.
     """
-    context = eager_context.context()
+    context = runtime()
     context.enable_collective_ops(server)
     context.ensure_initialized()
 
@@ -83,11 +88,11 @@ def replace_collectives(server: Any) -> None:
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        eager_context.context().enable_collective_ops(server)
+        runtime().enable_collective_ops(server)
     finally:
         logger.setLevel(level)
 
 
 def abort_collectives(code: int, message: str) -> None:
     """Aborts all collectives under way, with an error."""
-    eager_context.context().abort_collective_ops(code, message)
+    runtime().abort_collective_ops(code, message)

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
-
-from keras_strategies.engines.torch.compat import default_mps_generator
 
 _State = list[torch.Tensor]
 
@@ -70,12 +69,22 @@ class ReplicaGenerators:
         return found if device.type == "cpu" else [*found, generator_of(device)]
 
 
+class _OfMps:
+    """The process's generator of MPS devices."""
+
+    get_state = staticmethod(torch.mps.get_rng_state)
+    set_state = staticmethod(torch.mps.set_rng_state)
+
+
+_of_mps: Any = _OfMps()
+
+
 def generator_of(device: torch.device) -> torch.Generator:
     """The process's generator of a device."""
     if device.type == "cpu":
         return torch.default_generator
     if device.type == "mps":
-        return default_mps_generator()
+        return _of_mps  # type: ignore[no-any-return]
     module = torch.get_device_module(device)
     index = module.current_device() if device.index is None else device.index
     found: torch.Generator = module.default_generators[index]

@@ -9,14 +9,15 @@ has that of the call of `backward`.
 
 - Gradients on or off; inference mode: the caller's, since the same operations are
   differentiated.
-- Forward-mode switch: the caller's, since outside of a level it has no effect.
+- Forward-mode switch: not carried; outside of a level it has no effect.
 - Levels of `torch.func`, levels of `forward_ad`: the call is not split; `run` raises,
   since derivatives belong to levels of the thread, and the boundary has none for
   them.
 - Autocast: switch and dtype of each type of device, use of the cache: the caller's,
   for the same dtypes; the cache has separate entries for each replica's copies.
-- `saved_tensors_hooks`, `save_on_cpu`, `disable_saved_tensors_hooks`: the innermost
-  of the caller, since only the innermost acts; hooks are called from several threads.
+- `saved_tensors_hooks`, `save_on_cpu`: the innermost of the caller, since only the
+  innermost acts; hooks are called from several threads.
+- `disable_saved_tensors_hooks`: not carried; no number depends on it.
 - Function and dispatch modes: the caller's, called from several threads, to see the
   same functions.
 - Default device (`with torch.device`): the replica's, if the default is a device of a
@@ -76,15 +77,11 @@ import torch
 from torch.autograd import graph
 
 from keras_strategies.engines.torch.compat import (
-    DeviceContext,
     dispatch_modes,
     function_modes,
-    has_forward_gradients,
     pushed_dispatch_mode,
     pushed_function_mode,
     saved_tensors_hooks_of_thread,
-    why_saved_tensors_hooks_are_disabled,
-    with_forward_gradients,
 )
 
 # The smallest number; half of it is zero where denormal numbers are flushed to zero.
@@ -126,12 +123,10 @@ class CallerState:
         self._streams = Streams(devices)
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
-        self._forward_gradients = has_forward_gradients()
         kinds = {"cpu", *(device.type for device in devices)}
         self._autocast = {kind: _autocast_of(kind) for kind in kinds}
         self._autocast_cache = torch.is_autocast_cache_enabled()
         self._hooks = saved_tensors_hooks_of_thread()
-        self._no_hooks = why_saved_tensors_hooks_are_disabled()
         self._function_modes = function_modes()
         self._dispatch_modes = dispatch_modes()
         self._flushes = _flushes_denormals()
@@ -163,8 +158,6 @@ class CallerState:
             yield torch.accelerator.device_index(device.index)
         if self._inference:
             yield torch.inference_mode()
-        if not self._forward_gradients:
-            yield with_forward_gradients(False)
         for kind, wanted in self._autocast.items():
             if wanted != _autocast_of(kind):
                 enabled, dtype = wanted
@@ -172,8 +165,6 @@ class CallerState:
                 yield torch.autocast(kind, dtype, enabled, cache_enabled=cache)
         if self._hooks is not None:
             yield graph.saved_tensors_hooks(*self._hooks)
-        if self._no_hooks is not None:
-            yield graph.disable_saved_tensors_hooks(self._no_hooks)
         for mode in self._function_modes:
             yield pushed_function_mode(self._on_replica(mode, device))
         for mode in self._dispatch_modes:
@@ -181,8 +172,8 @@ class CallerState:
 
     def _on_replica(self, mode: Any, device: torch.device) -> Any:
         """A function mode; a default device that replicas have is the own one."""
-        if isinstance(mode, DeviceContext) and mode.device in self._devices:
-            return DeviceContext(device)
+        if getattr(mode, "device", None) in self._devices:
+            return type(mode)(device)
         return mode
 
 
