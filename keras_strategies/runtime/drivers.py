@@ -228,6 +228,15 @@ class ParameterServerDriver(abc.ABC):
         """
 
     @abc.abstractmethod
+    def worker_input(self, function: Any, class_weight: dict[int, float] | None) -> Any:
+        """The input of `fit` and `evaluate` that workers read.
+
+        Args:
+            function: `DatasetFunction`.
+            class_weight: dict, as for `fit`.
+        """
+
+    @abc.abstractmethod
     def input_made(self, epochs: Any) -> None:
         """A method of a model has made an epoch iterator of its input."""
 

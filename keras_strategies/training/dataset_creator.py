@@ -20,6 +20,9 @@ class DatasetCreator(DatasetFunction):
     batches are this worker's part of the global batch. Either way `fit` computes what
     one device computes on these global batches.
 
+    On parameter servers each batch is that of a step: workers call the function and
+    read its batches, and steps are divided over them.
+
     Args:
         dataset_fn: callable of an `InputContext` that returns a batched dataset of
             any kind.

@@ -129,14 +129,20 @@ def model_arguments(
                     f"`{other}` was given with `x`, a {type(x).__name__}: its "
                     "batches contain it. Omit it."
                 )
-    if is_ours(x):
+    servers = None if strategy is None else strategy.drivers.servers
+    reads = servers.worker_input if servers and name != "predict" else None
+    if reads is not None and isinstance(x, DatasetFunction):
+        changed["x"] = reads(x, class_weight)
+    elif is_ours(x):
         shuffle = name == "fit" and arguments.get("shuffle", True)
         changed["x"] = _model_input(strategy, x, class_weight, bool(shuffle))
     if not has_others:
         # Keras refuses the others with a loader.
         _read_own_rows(strategy, changed, "x", x)
     validation = arguments.get("validation_data")
-    if is_ours(validation):
+    if reads is not None and isinstance(validation, DatasetFunction):
+        changed["validation_data"] = reads(validation, None)
+    elif is_ours(validation):
         changed["validation_data"] = _model_input(strategy, validation, None)
     _read_own_rows(strategy, changed, "validation_data", validation)
     return changed

@@ -181,6 +181,48 @@ def batches_adapter(
     return BatchesAdapter()
 
 
+def data_adapter(given: Any, class_weight: dict[int, float] | None) -> Any:
+    """Keras's adapter of an `x` of `fit`, in the order of the dataset itself.
+
+    Keras 3.15: `get_data_adapter`.
+    """
+    from keras.src.trainers import data_adapters
+
+    return data_adapters.get_data_adapter(
+        x=given, class_weight=class_weight, shuffle=False
+    )
+
+
+def unread_adapter(source: Any) -> Any:
+    """An `x` for `fit` and `evaluate` that other processes read.
+
+    Keras 3.15: on TensorFlow `TFEpochIterator` makes a dataset, which is not iterated.
+
+    Args:
+        source: in place of a pass over NumPy arrays (see `read_through`).
+    """
+    from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+
+    class UnreadAdapter(DataAdapter):
+        num_batches = None
+        unread_source = source
+
+        def get_numpy_iterator(self) -> Any:
+            return source
+
+        def get_tf_dataset(self) -> Any:
+            import tensorflow as tf
+
+            return tf.data.Dataset.range(0)
+
+    return UnreadAdapter()
+
+
+def unread_source(value: Any) -> Any:
+    """The source of an adapter of `unread_adapter`; None for other values."""
+    return getattr(value, "unread_source", None)
+
+
 def numpy_pass(adapter: Any) -> Iterator[Any]:
     """A pass over an adapter's batches as NumPy arrays, in the order of `fit`.
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from keras_strategies.parameter_server.coordinator.cluster_processes import EndCause
+from keras_strategies.parameter_server.coordinator.pipelines import Pipelines
 
 #: Number of processes that may have been ended from outside, as by preemption, until
 #: the task that they ran, or their start, is taken for the cause.
@@ -52,6 +53,8 @@ class QueuedTask:
         timeouts: int, number of these deaths that `step_timeout_seconds` caused.
         variables: see `ScheduledTask`.
         worker_values: see `ScheduledTask`.
+        pipelines: the pipelines that its batches are read from; None for `arguments`.
+        place: the pipeline and the position of its first batch, once it is assigned.
     """
 
     definition: int
@@ -65,6 +68,8 @@ class QueuedTask:
     timeouts: int = 0
     variables: tuple[int, ...] = ()
     worker_values: tuple[int, ...] = ()
+    pipelines: Pipelines | None = None
+    place: tuple[int, int] | None = None
 
 
 @dataclass

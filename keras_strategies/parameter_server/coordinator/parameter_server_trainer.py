@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 from keras_strategies.keras_compat import patching
-from keras_strategies.keras_compat.models.input_adapters import read_through
+from keras_strategies.keras_compat.models.input_adapters import (
+    read_through,
+    unread_adapter,
+    unread_source,
+)
 from keras_strategies.keras_compat.variables.hosted_variables import host_variable
 from keras_strategies.parameter_server.coordinator.remote_functions import (
     RemoteFunctions,
 )
-from keras_strategies.parameter_server.coordinator.scheduled_steps import (
-    ReadAhead,
-    ScheduledSteps,
-)
+from keras_strategies.parameter_server.coordinator.scheduled_steps import ScheduledSteps
 from keras_strategies.parameter_server.coordinator.scheduler import Scheduler
+from keras_strategies.parameter_server.coordinator.step_sources import (
+    ReadAhead,
+    StepSource,
+)
+from keras_strategies.parameter_server.coordinator.worker_passes import WorkerInput
 from keras_strategies.parameter_server.engines import parameter_server_engine
 from keras_strategies.parameter_server.variables.dtype_sizes import bytes_per_element
 from keras_strategies.parameter_server.variables.variable_registry import (
@@ -79,8 +86,12 @@ class ParameterServerTrainer(FitDriver, ParameterServerDriver):
             return original(*bound.args, **bound.kwargs)
         kind = _KINDS[name.split("_")[0]]
         setattr(model, f"{kind}_function", None)
+        arguments = bound.arguments
+        for given, of in (("x", kind), ("validation_data", "test")):
+            source = unread_source(arguments.get(given))
+            if source is not None:
+                source.step_function = functools.partial(_step_function, model, of)
         if not name.endswith("on_batch"):
-            arguments = bound.arguments
             arguments["callbacks"] = self._with_progress(
                 arguments.get("callbacks"), arguments.get("verbose", "auto")
             )
@@ -108,7 +119,18 @@ class ParameterServerTrainer(FitDriver, ParameterServerDriver):
 
     def input_made(self, epochs: Any) -> None:
         per_step, per_epoch = epochs.steps_per_execution, epochs.steps_per_epoch
-        read_through(epochs, lambda read: ReadAhead(read, per_step, per_epoch))
+
+        def begin(read: Any) -> StepSource:
+            if isinstance(read, WorkerInput):
+                return read.begin(per_step, per_epoch)
+            return ReadAhead(read, per_step, per_epoch)
+
+        read_through(epochs, begin)
+
+    def worker_input(self, function: Any, class_weight: dict[int, float] | None) -> Any:
+        count = len(self._scheduler.workers)
+        source = WorkerInput(function, class_weight, self._functions, count)
+        return unread_adapter(source)
 
     def reads_results(self, model: Any) -> None:
         for kind in set(_KINDS.values()):
@@ -132,6 +154,10 @@ class ParameterServerTrainer(FitDriver, ParameterServerDriver):
             )
             for shard in description.shards
         ]
+
+
+def _step_function(model: Any, kind: str) -> Any:
+    return getattr(model, f"{kind}_function")
 
 
 def _row_bytes(description: VariableDescription) -> int:

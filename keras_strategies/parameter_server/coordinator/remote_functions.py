@@ -12,6 +12,7 @@ from typing import Any
 from keras_strategies.keras_compat.models.building import compiled_parts
 from keras_strategies.keras_compat.models.layers import layer_settings
 from keras_strategies.parameter_server.coordinator.cluster_state import QueuedTask
+from keras_strategies.parameter_server.coordinator.pipelines import Pipelines
 from keras_strategies.parameter_server.coordinator.remote_values import (
     PerWorkerValues,
     RemoteValue,
@@ -171,13 +172,27 @@ class RemoteFunctions:
         return value
 
     def schedule_steps(
-        self, definition: ModelDefinition, batches: list[Any]
+        self,
+        definition: ModelDefinition,
+        batches: list[Any],
+        pipelines: Pipelines | None = None,
+        readers: PerWorkerValues | None = None,
     ) -> RemoteValue:
-        """Schedules a model's steps on batches of arrays and composite tensors."""
+        """Schedules a model's steps.
+
+        Args:
+            definition: the model's.
+            batches: list of batches of arrays and composite tensors.
+            pipelines: the pipelines that workers read batches from, instead.
+            readers: their readers.
+        """
         batches = [expanded(batch, on_host) for batch in batches]
         value = RemoteValue()
-        number, local, uses = definition.number, definition.local, definition.uses
-        self._scheduler.schedule(QueuedTask(number, batches, 0, value.set, local, uses))
+        number, local = definition.number, definition.local
+        uses = (definition.uses, readers)
+        self._scheduler.schedule(
+            QueuedTask(number, batches, 0, value.set, local, uses, pipelines=pipelines)
+        )
         return value
 
     def run(

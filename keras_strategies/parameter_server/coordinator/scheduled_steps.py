@@ -9,14 +9,10 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections import deque
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
-import numpy as np
 
-from keras_strategies.input.batches import as_numpy
 from keras_strategies.keras_compat.models.building import (
     empty_input,
     is_unbuilt,
@@ -29,68 +25,17 @@ from keras_strategies.parameter_server.coordinator.remote_functions import (
 )
 from keras_strategies.parameter_server.coordinator.remote_values import RemoteValue
 from keras_strategies.parameter_server.coordinator.scheduler import Scheduler
-from keras_strategies.parameter_server.engines.composite_tensors import is_composite
-from keras_strategies.runtime.row_splits import check_batch
+from keras_strategies.parameter_server.coordinator.step_sources import (
+    SourceStep,
+    StepBatches,
+    StepSource,
+)
+from keras_strategies.parameter_server.coordinator.task_queue import END_OF_INPUT
 
 #: Tasks per worker that are scheduled ahead of the loop.
 _WINDOW = 3
 #: The same, while the loop waits for a slow worker.
 _FAR_WINDOW = 64
-
-
-class StepBatches:
-    """The batches of one step: `steps_per_execution` or, at the end, fewer.
-
-    Args:
-        batches: the batches, as the user gives them.
-        source: the pass that they were read from; None for those of `*_on_batch`.
-    """
-
-    def __init__(self, batches: Iterable[Any], source: ReadAhead | None = None):
-        self.batches = [_on_host(batch) for batch in batches]
-        self.source = source
-        for batch in self.batches:
-            check_batch(batch)
-
-
-class ReadAhead:
-    """A pass over batches that can be read further than it yields.
-
-    Args:
-        batches: iterator of batches.
-        per_step: int, batches of a step.
-        per_epoch: int, batches of an epoch; None for all.
-    """
-
-    def __init__(self, batches: Iterator[Any], per_step: int, per_epoch: int | None):
-        self._batches = batches
-        self._per_step = per_step
-        #: Steps of an epoch; None for all.
-        self.per_epoch = per_epoch and -(-per_epoch // per_step)
-        self._ahead: deque[StepBatches] = deque()
-        self._yielded: Iterator[ReadBatch] = iter(())
-
-    def __iter__(self) -> Iterator[ReadBatch]:
-        return self
-
-    def __next__(self) -> ReadBatch:
-        batch = next(self._yielded, None)
-        if batch is not None:
-            return batch
-        step = self._ahead.popleft() if self._ahead else self._read()
-        self._yielded = (ReadBatch(batch, step) for batch in step.batches)
-        return next(self._yielded)
-
-    def step_ahead(self) -> StepBatches | None:
-        """Reads the batches of one more step; None at the end of the input."""
-        step = self._read()
-        if not step.batches:
-            return None
-        self._ahead.append(step)
-        return step
-
-    def _read(self) -> StepBatches:
-        return StepBatches(itertools.islice(self._batches, self._per_step), self)
 
 
 class ScheduledSteps:
@@ -112,10 +57,12 @@ class ScheduledSteps:
         self._scheduler = scheduler
         # As in Keras, the layers at the start of the method count.
         self._definition: ModelDefinition | None = None
-        self._in_flight: dict[StepBatches, RemoteValue] = {}
-        self._source: ReadAhead | None = None
+        self._in_flight: dict[SourceStep, RemoteValue] = {}
+        self._source: StepSource | None = None
         # Steps of the source.
         self._scheduled = 0
+        # Results of steps that Keras's loop has not requested.
+        self._results: dict[SourceStep, Any] = {}
 
     def __call__(self, *arguments: Any) -> Any:
         """Keras's step function.
@@ -131,7 +78,8 @@ class ScheduledSteps:
                 raise empty_input(model)
             raise StopIteration
         is_read = isinstance(taken[0], ReadBatch)
-        result = self._run(taken[0].step if is_read else StepBatches(taken))
+        step = taken[0].step if is_read else StepBatches(taken)
+        result = self._results.pop(step) if step in self._results else self._run(step)
         return (result, *state) if state else result
 
     def finish(self) -> None:
@@ -139,7 +87,15 @@ class ScheduledSteps:
         while self._in_flight:
             self._fetch(next(iter(self._in_flight)))
 
-    def _run(self, step: StepBatches) -> Any:
+    def run(self, step: SourceStep) -> None:
+        """Runs a step before Keras's loop requests its result.
+
+        Raises:
+            StopIteration: at the end of input that workers read.
+        """
+        self._results[step] = self._run(step)
+
+    def _run(self, step: SourceStep) -> Any:
         if self._source is not step.source:
             self._source, self._scheduled = step.source, 0
         if step not in self._in_flight:
@@ -149,9 +105,15 @@ class ScheduledSteps:
             if ahead is None:
                 break
             self._schedule(ahead)
-        return self._fetch(step)
+        result = self._fetch(step)
+        while result is END_OF_INPUT and self._in_flight:
+            # Other workers had more batches for later steps.
+            result = self._fetch(next(iter(self._in_flight)))
+        if result is END_OF_INPUT:
+            raise StopIteration
+        return result
 
-    def _step_ahead(self) -> StepBatches | None:
+    def _step_ahead(self) -> SourceStep | None:
         source = self._source
         if source is None:
             return None
@@ -171,18 +133,19 @@ class ScheduledSteps:
         # A slow worker runs the first task; the others continue.
         return count < far and not scheduler.tasks.wait_for_room(first.is_done)
 
-    def _schedule(self, step: StepBatches) -> None:
+    def _schedule(self, step: SourceStep) -> None:
         if self._definition is None:
             model: Any = self._model()
             if self._kind != "predict" and is_unbuilt(model):
-                symbolic_build(model, step.batches[0])
+                first = step.first_batch()
+                if first is None:
+                    raise empty_input(model)
+                symbolic_build(model, first)
             self._definition = self._functions.model_definition(model, self._kind)
-        self._in_flight[step] = self._functions.schedule_steps(
-            self._definition, step.batches
-        )
+        self._in_flight[step] = step.schedule(self._functions, self._definition)
         self._scheduled += 1
 
-    def _fetch(self, step: StepBatches) -> Any:
+    def _fetch(self, step: SourceStep) -> Any:
         value = self._in_flight[step]
         if self._kind == "predict":
             # Keras converts the outputs of all batches to arrays.
@@ -196,28 +159,3 @@ class ScheduledSteps:
 
 def _concatenated(*parts: Any) -> Any:
     return parts[0] if len(parts) == 1 else keras.ops.concatenate(parts)
-
-
-def _on_host(batch: Any) -> Any:
-    """A batch of NumPy arrays and composite tensors, without trailing None."""
-    parts = list(batch) if isinstance(batch, (tuple, list)) else [batch]
-    while parts and parts[-1] is None:
-        parts.pop()
-    return tuple(
-        keras.tree.map_structure(
-            lambda leaf: (
-                leaf
-                if leaf is None or is_composite(leaf)
-                else _contiguous(as_numpy(leaf))
-            ),
-            part,
-        )
-        for part in parts
-    )
-
-
-def _contiguous(array: Any) -> Any:
-    if array.dtype == np.float64:
-        # As Keras converts it.
-        array = array.astype(keras.config.floatx())
-    return np.ascontiguousarray(array) if array.ndim else array

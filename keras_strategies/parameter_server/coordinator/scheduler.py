@@ -28,7 +28,10 @@ from keras_strategies.parameter_server.coordinator.cluster_state import (
 from keras_strategies.parameter_server.coordinator.process_supervisor import (
     ProcessSupervisor,
 )
-from keras_strategies.parameter_server.coordinator.task_queue import TaskQueue
+from keras_strategies.parameter_server.coordinator.task_queue import (
+    END_OF_INPUT,
+    TaskQueue,
+)
 from keras_strategies.parameter_server.variables.coordinator_variables import (
     CoordinatorVariables,
 )
@@ -136,7 +139,10 @@ class Scheduler:
         self.tasks.add(task)
         with self.condition:
             # Busy workers receive it after their next result.
-            is_wanted = bool(self.tasks.waiting and self._ready_workers())
+            waiting = self.tasks.waiting
+            is_wanted = bool(waiting) and (
+                _has_no_batch(waiting[0]) or bool(self._ready_workers())
+            )
         if is_wanted:
             self._service.wake()
 
@@ -177,8 +183,6 @@ class Scheduler:
             index = self.supervisor.add_worker()
         self._service.wake()
         return index
-
-    # Resizing
 
     def close(self) -> None:
         """Stops the workers and ends the thread."""
@@ -251,6 +255,10 @@ class Scheduler:
     def worker_lost(self, worker: WorkerState, cause: EndCause) -> None:
         again = list(worker.in_flight)
         worker.in_flight.clear()
+        for task in again:
+            if task.pipelines is not None and not task.pipelines.is_exact:
+                # Another worker reads the next batch of its own pipeline.
+                task.place = None
         # Only the first one was running.
         if again and self.supervisor.is_evidence(cause):
             self._count_death(again[0], worker, cause)
@@ -337,8 +345,34 @@ class Scheduler:
         if self.tasks.fatal is not None:
             return
         waiting = self.tasks.waiting
-        while waiting and (ready := self._ready_workers()):
-            self._send_task(min(ready, key=lambda w: len(w.in_flight)))
+        while waiting:
+            if _has_no_batch(waiting[0]):
+                self.tasks.finish(waiting.popleft(), END_OF_INPUT)
+                self.condition.notify_all()
+            elif ready := self._ready_workers():
+                self._send_task(min(ready, key=self._load))
+            else:
+                break
+
+    def _load(self, worker: WorkerState) -> tuple[int, int]:
+        """Tasks of a worker, and batches that its pipeline has been read by."""
+        pipelines = self.tasks.waiting[0].pipelines
+        read = 0 if pipelines is None else pipelines.position(self._pipeline(worker))
+        return len(worker.in_flight), read
+
+    def _can_read(self, worker: WorkerState) -> bool:
+        """Whether a worker can read the batches of the first task of the queue."""
+        return self.tasks.waiting[0].pipelines is None or self._pipeline(worker) >= 0
+
+    def _pipeline(self, worker: WorkerState) -> int:
+        """The pipeline of a worker for the first task of the queue; -1 for none."""
+        workers, task = self.workers, self.tasks.waiting[0]
+        assert task.pipelines is not None, "it reads pipelines"
+
+        def is_alive(index: int) -> bool:
+            return index in workers and workers[index].is_alive
+
+        return task.pipelines.of_worker(worker.index, is_alive, task.place)
 
     def _ready_workers(self) -> list[WorkerState]:
         """Workers that may receive the first task of the queue."""
@@ -348,7 +382,7 @@ class Scheduler:
             if in_flight > self.max_staleness:
                 return []
         ahead = self._max_in_flight()
-        return [w for w in workers if len(w.in_flight) < ahead]
+        return [w for w in workers if len(w.in_flight) < ahead and self._can_read(w)]
 
     def _max_in_flight(self) -> int:
         """Maximum number of tasks of a worker."""
@@ -362,7 +396,13 @@ class Scheduler:
         )
 
     def _send_task(self, worker: WorkerState) -> None:
-        pending = self.tasks.waiting.popleft()
+        pending = self.tasks.waiting[0]
+        arguments = pending.arguments
+        if pending.pipelines is not None:
+            if pending.place is None:
+                pending.place = pending.pipelines.take(self._pipeline(worker))
+            arguments = pending.pipelines.references(pending.place)
+        self.tasks.waiting.popleft()
         assert worker.sender is not None
         for resource in self._resources.values():
             if ("resource", resource.number) not in worker.known:
@@ -376,7 +416,7 @@ class Scheduler:
         task = ScheduledTask(
             pending.number,
             number,
-            pending.arguments,
+            arguments,
             local={n: self._local.get(n) for n in pending.local},
             done=self.tasks.first_unfinished,
             generation=pending.generation,
@@ -407,6 +447,12 @@ class Scheduler:
         worker.last_heartbeat = worker.last_progress = time.monotonic()
         if result.error is not None:
             self.tasks.fail(pending, result.error.error())
+            return
+        if pending.pipelines is not None and not result.steps:
+            assert pending.place is not None, "it was assigned"
+            pending.pipelines.end(pending.place[0])
+            pending.place = None
+            self.tasks.waiting.appendleft(pending)
             return
         value = result.value
         if isinstance(value, PickledResult):
@@ -484,3 +530,8 @@ class Scheduler:
         for worker in self.workers.values():
             worker.in_flight.clear()
         self.tasks.fail_all(running, error)
+
+
+def _has_no_batch(task: QueuedTask) -> bool:
+    """Whether no pipeline has a batch for a task."""
+    return task.pipelines is not None and task.pipelines.have_ended(task.place)

@@ -12,6 +12,8 @@ from keras_strategies.parameter_server.coordinator.cluster_state import QueuedTa
 from keras_strategies.user_warnings import warn_user
 
 _MAX_QUEUED = 256
+#: The value of a step that no worker had a batch for.
+END_OF_INPUT = object()
 
 
 class TaskQueue:

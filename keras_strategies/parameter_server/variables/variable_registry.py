@@ -385,8 +385,6 @@ class VariableRegistry:
             self._deleted += numbers
         self._servers.request_all("delete", old)
 
-    # Resizing
-
     # Balance
 
     def bytes_per_server(self) -> list[int]:

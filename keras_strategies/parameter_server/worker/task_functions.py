@@ -122,6 +122,11 @@ class TaskFunctions:
         self._create_values(task.worker_values)
         return load(task.arguments, self._context, task.generation)
 
+    def value(self, number: int) -> Any:
+        """This worker's value of a `WorkerResource`."""
+        self._create_values((number,))
+        return self._values[number]
+
     def _create_values(self, numbers: Iterable[int]) -> None:
         """Creates this worker's values: unpickled objects refer to them."""
         for number in numbers:

@@ -14,12 +14,18 @@ import keras
 
 from keras_strategies.engines import get_engine
 from keras_strategies.errors import OutOfRangeError, WorkerError
+from keras_strategies.keras_compat.models.building import has_custom_step
 from keras_strategies.keras_compat.optimizers.applying import applying_through
+from keras_strategies.parameter_server.engines.composite_tensors import (
+    expanded,
+    on_host,
+)
 from keras_strategies.parameter_server.engines.engine_interface import (
     StepProgram,
     StepResult,
 )
 from keras_strategies.parameter_server.variables.object_pickling import dump_result
+from keras_strategies.parameter_server.wire.batch_references import BatchReference
 from keras_strategies.parameter_server.wire.heartbeat import coordinator_lost_message
 from keras_strategies.parameter_server.wire.request_connection import Connection
 from keras_strategies.parameter_server.wire.step_messages import StepReply
@@ -46,6 +52,7 @@ from keras_strategies.parameter_server.worker.step_execution import (
 from keras_strategies.parameter_server.worker.step_programs import StepPrograms
 from keras_strategies.parameter_server.worker.task_functions import TaskFunctions
 from keras_strategies.processes.portable_exceptions import PortableException
+from keras_strategies.runtime.row_splits import batches_of_custom_step, check_batch
 
 #: Seconds between checks of the connection to the coordinator.
 _CHECK_SECONDS = 1.0
@@ -177,7 +184,7 @@ class Worker:
                 steps = max(1, running_task.steps)
             else:
                 value = self._model_steps(running_task, definition)
-                steps = len(task.arguments)
+                steps = running_task.steps
             seconds = time.monotonic() - start
             # It is complete once the servers confirm its last update.
             self._unconfirmed.append(
@@ -272,7 +279,10 @@ class Worker:
         batches = running_task.task.arguments
         outputs = []
         for i in range(len(batches)):
-            program, batch = self._model_program(definition, batches[i])
+            given = self._batch(running_task.task, i)
+            if given is None:
+                break
+            program, batch = self._model_program(definition, given)
             if self._pipeline.is_waiting:
                 self._await_replies()
             ready = self._pipeline.take(running_task.task, i)
@@ -287,7 +297,19 @@ class Worker:
                 self._advance_local(running_task)
         if definition.kind == "predict":
             return outputs
-        return outputs[-1]
+        return outputs[-1] if outputs else None
+
+    def _batch(self, task: ScheduledTask, i: int) -> Any:
+        """A batch of a task, read from a pipeline at first; None at its end."""
+        batch = task.arguments[i]
+        if isinstance(batch, BatchReference):
+            definition = self._functions.definition(task)
+            is_custom = has_custom_step(self._functions.function(definition))
+            with self._running(), batches_of_custom_step(is_custom):
+                batch = self._functions.value(batch.reader).read(batch)
+                check_batch(batch)
+            task.arguments[i] = batch = expanded(batch, on_host)
+        return batch
 
     def _pull(
         self, program: StepProgram, batch: Any, task: ScheduledTask, i: int
@@ -343,8 +365,11 @@ class Worker:
         steps = []
         for task, index in following:
             try:
+                given = self._batch(task, index)
+                if given is None:
+                    break
                 program, batch = self._model_program(
-                    self._functions.definition(task), task.arguments[index]
+                    self._functions.definition(task), given
                 )
                 plan = self._execution.plan(program, batch)
             except Exception:  # Raised again when that step runs.
