@@ -56,7 +56,9 @@ def with_mlflow(strategy: Any, folder: str) -> dict[str, list[float]]:
     if not is_chief(strategy):
         return fit(strategy, [])
     mlflow.set_tracking_uri(f"sqlite:///{folder}/runs.db")
-    with mlflow.start_run():
+    # By default files of a run go to the folder of the process.
+    experiment = mlflow.create_experiment("tests", f"file://{folder}/files")
+    with mlflow.start_run(experiment_id=experiment):
         return fit(strategy, [mlflow.keras.MlflowCallback()])
 
 
@@ -121,7 +123,9 @@ def logged_by_mlflow(folder: str) -> list[dict[str, list[float]]]:
             name: [e.value for e in client.get_metric_history(run.info.run_id, name)]
             for name in run.data.metrics
         }
-        for run in client.search_runs(["0"])
+        for run in client.search_runs(
+            [client.get_experiment_by_name("tests").experiment_id]
+        )
     ]
 
 
