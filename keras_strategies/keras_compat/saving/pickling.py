@@ -88,10 +88,11 @@ def container_state(made: Any) -> tuple[Any, ...] | None:
 
     if isinstance(made, Tracker):
         return (None, dict(vars(made)))
-    tracker = getattr(made, "tracker", None)
-    if not isinstance(tracker, Tracker) or not isinstance(made, (dict, list, set)):
+    # It may have no tracker any more.
+    is_tracked = hasattr(made, "tracker") and isinstance(made, (dict, list, set))
+    if not is_tracked or not type(made).__module__.startswith("keras."):
         return None
-    return (dict(made) if isinstance(made, dict) else list(made), tracker)
+    return (dict(made) if isinstance(made, dict) else list(made), made.tracker)
 
 
 def fill_container(made: Any, state: tuple[Any, ...]) -> None:
