@@ -171,3 +171,28 @@ def test_tensors_are_read_one_by_one_in_each_process(cluster, tmp_path) -> None:
         assert value == expected
         # The tensor, and no copy of it.
         assert above < 1.75 * SIZE / COUNT
+
+
+@pytest.mark.skipif(not TORCH, reason="a process has all devices")
+def test_the_values_of_the_chief_count(cluster, tmp_path) -> None:
+    """A worker has changed the part of the file in its memory."""
+    path = str(tmp_path / "values")
+    np.arange(256 * 8, dtype="float32").tofile(path)
+
+    def program(strategy: Any) -> list[np.ndarray]:
+        own = ks.ModelParallelStrategy("fsdp", ["cpu:0"], min_shard_bytes=0)
+        with own.scope():
+            layer = keras.layers.Dense(256, use_bias=False)
+            layer.build((None, 8))
+        found = []
+        for factor in (1.0, 2.0):
+            values = np.memmap(path, "float32", "c", 0, (256, 8))
+            values *= 1.0 if strategy.workers.is_chief else factor
+            layer.kernel.assign(values.view(np.ndarray).T)
+            found.append(np.array(keras.ops.convert_to_numpy(layer.kernel)))
+        return found
+
+    expected = np.arange(256 * 8, dtype="float32").reshape(256, 8).T
+    for found in cluster(program):
+        for value in found:
+            np.testing.assert_array_equal(value, expected)
