@@ -33,7 +33,8 @@ def language_model(width=64, heads=4):
     keras.utils.set_random_seed(1)
     letters = keras.Input((LENGTH,), dtype="int32")
     x = layers.Embedding(LETTERS, width, name="letters")(letters)
-    x = x + layers.Embedding(LENGTH, width)(keras.ops.arange(LENGTH))
+    places = keras.ops.cumsum(keras.ops.ones_like(letters), axis=1) - 1
+    x = x + layers.Embedding(LENGTH, width, name="places")(places)
     attention = layers.MultiHeadAttention(heads, width // heads)
     x = layers.LayerNormalization()(x + attention(x, x, use_causal_mask=True))
     x = x + layers.Dense(width, name="down")(layers.Dense(4 * width, "gelu")(x))

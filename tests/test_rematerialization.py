@@ -114,6 +114,29 @@ def test_layers_that_assign_variables_in_the_backward_pass_too(mirrored, layer) 
         assert_trains_as_on_one_device(mirrored, rematerialized)
 
 
+class Kept(keras.layers.Layer):
+    """Calls a layer by a function that it keeps, as in the documentation of Keras."""
+
+    def __init__(self, again: Any) -> None:
+        super().__init__()
+        self.inner = keras.layers.Dense(3, "tanh")
+        self.again = again(self.inner)
+
+    def build(self, shape: Any) -> None:
+        self.inner.build(shape)
+
+    def call(self, x: Any) -> Any:
+        return self.again(x)
+
+
+def test_a_function_that_a_layer_keeps_is_trained(mirrored) -> None:
+    """Plain Keras on JAX has the values with which the model was built in it."""
+    expected = weights_of(model_on(None, lambda: Kept(lambda layer: layer)))
+    found = weights_of(model_on(mirrored, lambda: Kept(keras.remat)))
+    for value, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("mode", [None, "full", "activations"])
 def test_replicas_take_turns_where_a_call_sets_an_attribute(mode) -> None:
     """Layers that are known by type run side by side, which would wrap it twice."""

@@ -141,6 +141,24 @@ GROUPS: dict[str, Group] = {
                 "`load_weights` restores them too, also in a model without a strategy "
                 "from a file of one.",
             ),
+            Patch(
+                f"{_JAX}.core | {_BACKENDS_OPS}",
+                "remat",
+                "(f)",
+                "backends.keras_on_jax.remat",
+                "JAX finds the trace of a function again that a layer keeps, with the "
+                "values that variables had when the model was built: they never train.",
+                backend="jax",
+            ),
+            Patch(
+                f"{_TORCH}.core | {_BACKENDS_OPS}",
+                "remat",
+                "(f)",
+                "backends.keras_on_torch.remat",
+                "The backward pass would call the layer with weights in shards; a "
+                "compiled layer call computes again what it does not keep.",
+                backend="torch",
+            ),
         ),
     ),
     "custom loops": Group(
@@ -346,6 +364,14 @@ GROUPS: dict[str, Group] = {
                 "be built by a call on all rows of a batch, on each worker.",
                 backend="torch",
             ),
+            Patch(
+                "keras.src.models.model.Model",
+                "_post_quantize",
+                "(self, mode, **kwargs)",
+                "backends.keras_on_torch.post_quantize",
+                "It registers values of variables, which have none in a plan.",
+                backend="torch",
+            ),
         ),
         is_temporary=True,
     ),
@@ -481,14 +507,6 @@ GROUPS: dict[str, Group] = {
                 "(x)",
                 "backends.keras_on_torch.to_numpy",
                 "The same function, for modules of the backend.",
-                backend="torch",
-            ),
-            Patch(
-                f"{_TORCH}.core | {_BACKENDS_OPS}",
-                "remat",
-                "(f)",
-                "backends.keras_on_torch.remat",
-                "The backward pass would call the layer with weights in shards.",
                 backend="torch",
             ),
             Patch(

@@ -74,6 +74,31 @@ def exchanging() -> keras.Model:
     return keras.Model(vectors, layers.Dense(3)(x), name="exchanging")
 
 
+class Again(layers.Layer):
+    """A layer that is called twice, once as the backward pass computes it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = layers.Dense(8, "tanh")
+        self.again = keras.remat(self.inner)
+
+    def build(self, shape: Any) -> None:
+        self.inner.build(shape)
+
+    def call(self, x: Any) -> Any:
+        return self.inner(x) + self.again(0.5 * x)
+
+
+def rematerialized(mode: str | None = "full") -> keras.Model:
+    """Layers that the backward pass computes again."""
+    vectors = keras.Input((6,))
+    x = Again()(layers.Dropout(0.3)(vectors))
+    with keras.RematScope(mode):
+        h = layers.Dense(8, "gelu")(layers.LayerNormalization()(x))
+        x = x + layers.Dense(8, "tanh")(h)
+    return keras.Model(vectors, layers.Dense(3)(x), name="rematerialized")
+
+
 def product() -> keras.Model:
     """A program of library calls, for which no C++ is compiled."""
     vectors = keras.Input((6,))
@@ -87,6 +112,7 @@ MODELS: dict[str, tuple[Callable[[], keras.Model], Any]] = {
     "residual": (residual, IMAGES),
     "noisy": (noisy, VECTORS),
     "exchanging": (exchanging, VECTORS),
+    "rematerialized": (rematerialized, VECTORS),
     "product": (product, VECTORS),
 }
 

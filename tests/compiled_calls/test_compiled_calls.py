@@ -40,7 +40,7 @@ def replicas(count: int, **options: Any) -> ks.MirroredStrategy:
     return ks.MirroredStrategy([f"cpu:{i}" for i in range(count)], **options)
 
 
-@pytest.mark.nightly(unless=["residual-2", "noisy-2"])
+@pytest.mark.nightly(unless=["residual-2", "noisy-2", "rematerialized-2"])
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_programs_train_as_one_device(name, count) -> None:
@@ -65,6 +65,30 @@ def _collectives_in_order(graph: torch.fx.Graph) -> int:
     for node, before in zip(found, [None, *found], strict=False):
         assert node.kwargs.get("after") is before
     return len(found)
+
+
+def test_what_is_computed_again_is_not_kept() -> None:
+    found = []
+    for mode in (None, "full"):
+        with replicas(2).scope(), graphs_without_compiler() as graphs:
+            model = made(
+                lambda mode=mode: models.rematerialized(mode), jit_compile=True
+            )
+            for _ in range(3):
+                model.train_on_batch(VECTORS[:8], LABELS[:8])
+        forward, backward = graphs
+        [results] = forward.output_node().args
+        found.append((len(results), *map(_products, (forward, backward))))
+    (kept, forward, backward), (kept_again, forward_again, backward_again) = found
+    assert kept_again < kept
+    assert forward_again == forward
+    assert backward_again > backward
+
+
+def _products(graph: torch.fx.Graph) -> int:
+    """How many matrices a graph multiplies, which no compiler computes again."""
+    kinds = torch.ops.aten.mm.default, torch.ops.aten.addmm.default
+    return sum(node.target in kinds for node in graph.nodes)
 
 
 @pytest.mark.nightly(unless=["product"])
@@ -191,17 +215,11 @@ def _declared() -> Any:
     return keras.Sequential([keras.Input((6,)), Declared(), layers.Dense(3)])
 
 
-def _rematerialized() -> Any:
-    with keras.RematScope("full"):
-        return keras.Sequential([keras.Input((6,)), layers.Dense(4), layers.Dense(3)])
-
-
 def _in_half() -> Any:
     return keras.Sequential([keras.Input((6,)), layers.Dense(3, dtype="mixed_float16")])
 
 
 REFUSED = {
-    "remat": (_rematerialized, {}, "it is rematerialized in the backward pass"),
     "float16": (_in_half, {}, "it reads variables in float16"),
     "keras_numbers": (
         models.noisy,

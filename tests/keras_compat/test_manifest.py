@@ -106,6 +106,10 @@ CALLED = {
         "keras.src.backend.common.remat.backend.ops | "
         "keras.src.backend.common.remat.backend.core"
     ),
+    "keras.src.backend.jax.core | keras.src.backend.ops": (
+        "keras.src.backend.common.remat.backend.ops | "
+        "keras.src.backend.common.remat.backend.core"
+    ),
     "keras.src.distribution.distribution_lib": (
         "keras.src.layers.layer.distribution_lib"
     ),
@@ -159,6 +163,7 @@ CALLED = {
         "keras.src.models.model.Trainer"
     ),
     "keras.src.backend.torch.layer.TorchLayer": "keras.layers.Dense",
+    "keras.src.models.model.Model": "keras.Sequential",
     "keras.src.backend.torch.numpy | keras.src.backend.torch.ops.numpy": (
         "keras.src.ops.numpy.backend.ops.numpy | keras.src.ops.numpy.backend.numpy"
     ),

@@ -95,6 +95,28 @@ def test_a_plan_says_what_then_is(name, built) -> None:
         assert sum(kind.get(device, 0) for kind in kinds) == nbytes
 
 
+@pytest.mark.one_backend
+def test_a_quantized_model_with_adapters_is_planned(mirrored) -> None:
+    """Keras on Torch registers the values of variables that it makes."""
+
+    def build() -> keras.Model:
+        model = perceptron()()
+        model.quantize("int8", filters=lambda each: isinstance(each, layers.Dense))
+        for name in ("up", "down"):
+            model.get_layer(name).enable_lora(2)
+        model.compile("adam", "mse")
+        return model
+
+    plan = mirrored.plan(build, ((8, 32), (8, 32)))
+    with mirrored.scope():
+        model = build()
+    weights = plan.bytes_per_device("weight")
+    expected = sum(
+        int(np.prod(v.shape)) * np.dtype(v.dtype).itemsize for v in model.variables
+    )
+    assert weights["cpu:0"] == expected
+
+
 def test_gradients_are_as_large_as_what_is_trained() -> None:
     strategy = ks.OneDeviceStrategy("cpu:0")
     plan = strategy.plan(perceptron(), ((8, 32), (8, 32)))

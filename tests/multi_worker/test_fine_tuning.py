@@ -118,7 +118,8 @@ def tuned(strategy: Any, kind: str, is_sharded: bool) -> dict[str, Any]:
 def test_fine_tuning_is_that_of_one_device(
     cluster: Any, kind: str, is_sharded: bool
 ) -> None:
-    expected = tuned(None, kind, False)
+    # Plain Keras on JAX does not train what a layer gives `keras.remat` as it is.
+    expected = tuned(ks.OneDeviceStrategy("cpu:0"), kind, False)
     for found in cluster(tuned, kind, is_sharded):
         assert_same(expected, found, TOLERANCES.get(kind, 1e-5), "a worker")
 

@@ -189,6 +189,88 @@ def test_datasets_from_a_function_are_not_divided_again(cluster):
     assert cluster(program) == [[22, 1, 1], [22, 1, 1]]
 
 
+def of_shards(strategy, shards):
+    """How often training has seen each row of a stream."""
+    import torch
+
+    class Stream(torch.utils.data.IterableDataset):
+        """Shards of five rows, of which a node takes those of `split_by_node`."""
+
+        def __init__(self, node, nodes):
+            self.node, self.nodes = node, nodes
+
+        def __iter__(self):
+            if shards % self.nodes == 0:
+                own = range(self.node, shards, self.nodes)
+                rows = (5 * shard + i for shard in own for i in range(5))
+            else:
+                # Hugging Face's `split_dataset_by_node` takes one row of each group.
+                rows = iter(range(self.node, 5 * shards, self.nodes))
+            for row in rows:
+                yield np.eye(5 * shards, dtype="float32")[row], np.zeros(1, "float32")
+
+    def dataset_fn(context):
+        stream = Stream(context.input_pipeline_id, context.num_input_pipelines)
+        return torch.utils.data.DataLoader(stream, batch_size=2)
+
+    with strategy.scope():
+        inputs = keras.Input((5 * shards,))
+        # Row i adds 1 to weight i, and to no other.
+        dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+        model = keras.Model(inputs, dense(inputs))
+        model.compile(keras.optimizers.SGD(1.0), _negative_sum)
+    model.fit(ks.DatasetCreator(dataset_fn), epochs=2, verbose=0)
+    return np.asarray(model.get_weights()[0])[:, 0]
+
+
+def _negative_sum(y, found):
+    return -keras.ops.sum(found)
+
+
+@pytest.mark.one_backend
+@pytest.mark.nightly(unless=["3-two"])
+@on_clusters("two", "three")
+@pytest.mark.parametrize("shards", [3, 4])
+def test_each_row_of_a_stream_is_read_once_if_shards_do_not_divide(cluster, shards):
+    for seen in cluster(of_shards, shards):
+        np.testing.assert_array_equal(seen, np.full(5 * shards, 2.0))
+
+
+def of_mapped_elements(strategy, count):
+    """A worker divides the elements of a pipeline before their `map`."""
+    tf = pytest.importorskip("tensorflow", reason="not installed")
+    x, y = rows(count)
+    read = []
+
+    def row(number):
+        read.append(int(number))
+        return x[number], y[number]
+
+    def dataset_fn(context):
+        pipelines = context.num_input_pipelines
+        numbers = tf.data.Dataset.range(count).shuffle(count, seed=1)
+        own = numbers.shard(pipelines, context.input_pipeline_id)
+        own = own.map(lambda n: tf.numpy_function(row, [n], [tf.float32, tf.float32]))
+        own = own.map(lambda *row: (tf.ensure_shape(row[0], 2), row[1]))
+        return own.map(lambda x, y: (x, tf.ensure_shape(y, 1))).batch(6 // pipelines)
+
+    model = make_model(strategy)
+    history = model.fit(ks.DatasetCreator(dataset_fn), epochs=2, verbose=0)
+    return numbers(model, history), read
+
+
+@pytest.mark.nightly(unless=["two"])
+@on_clusters("two", "three")
+def test_elements_that_are_divided_before_a_map_are_read_once(cluster):
+    count = 20
+    expected, read = of_mapped_elements(ks.OneDeviceStrategy("cpu:0"), count)
+    found = cluster(of_mapped_elements, count)
+    assert sorted(n for _, own in found for n in own) == sorted(read)
+    assert max(len(own) for _, own in found) < len(read) / len(found) + 2
+    for worker, (own, _) in enumerate(found):
+        assert_same(expected, own, 1e-5, f"worker {worker}")
+
+
 # Input that differs: the model, what it is given, and the error of every worker.
 
 

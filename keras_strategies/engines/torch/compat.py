@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
@@ -20,8 +21,10 @@ from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 
 from keras_strategies.keras_compat.private_names import Private
+from keras_strategies.keras_compat.recorded_calls import unrecorded
 from keras_strategies.runtime.thread_scheduling import scheduled_as_batch
 
 __all__ = [
@@ -32,6 +35,7 @@ __all__ = [
     "changed_buffers",
     "compile_call",
     "compile_graph",
+    "computed_again",
     "create_gloo_group",
     "disabled_torch_function",
     "dispatch_modes",
@@ -62,6 +66,9 @@ __all__ = [
     "version_of",
     "without_donated_buffers",
 ]
+
+#: Numbers of contexts whose results programs compute again.
+_numbers = itertools.count(1)
 
 PRIVATE_NAMES = (
     Private(
@@ -105,6 +112,11 @@ PRIVATE_NAMES = (
         "torch._functorch.config",
         ("donated_buffer", "enable_autograd_cache", "force_non_lazy_backward_lowering"),
         "Compiled layer calls: two backward passes, and programs of functions.",
+    ),
+    Private(
+        "torch.fx.traceback",
+        ("current_meta", "preserve_node_meta"),
+        "Compiled layer calls: which nodes the backward program computes again.",
     ),
     Private("torch._inductor", ("config",), "Compiled steps of workers."),
     Private(
@@ -465,8 +477,13 @@ def compile_call(
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+    class Shapes(FakeTensorMode):
+        def __torch_dispatch__(self, *args: Any, **kwargs: Any) -> Any:
+            with unrecorded():  # Torch computes shapes by operations of its own.
+                return super().__torch_dispatch__(*args, **kwargs)
+
     # The compiler's cache leaves out programs without a `ShapeEnv`.
-    with FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True):
+    with Shapes(shape_env=ShapeEnv(), static_shapes=True):
         fakes = [
             torch.empty_strided(
                 *(each.shape, each.stride()),
@@ -495,6 +512,21 @@ def compile_call(
     # What is compiled refers to the module, and the function to the layer.
     del module.function
     return compiled
+
+
+@contextlib.contextmanager
+def computed_again() -> Iterator[None]:
+    """A context of a trace; the backward program computes again what is traced in it.
+
+    What one context takes from another is kept.
+    """
+    from torch.fx import traceback
+
+    with traceback.preserve_node_meta():
+        traceback.current_meta.update(
+            recompute=CheckpointPolicy.MUST_RECOMPUTE, ac_graph_id=next(_numbers)
+        )
+        yield
 
 
 def module_copy(module: torch.nn.Module, values: dict[int, Any], device: Any) -> Any:

@@ -10,6 +10,7 @@ import keras
 from keras_strategies.errors import ContextError
 from keras_strategies.keras_compat import patching
 from keras_strategies.keras_compat.state_scope import current_policy
+from keras_strategies.keras_compat.thread_state import current_stateless_scope
 from keras_strategies.keras_compat.variables.values import raw_value
 
 
@@ -27,6 +28,11 @@ def repeat(original: Any, x: Any, repeats: Any, axis: int | None = None) -> Any:
     if not is_shape or not isinstance(repeats, int):
         return original(x, repeats, axis)
     return torch.repeat_interleave(x, repeats, dim=axis)
+
+
+def post_quantize(original: Any, self: Any, mode: str, **kwargs: Any) -> None:
+    if current_stateless_scope() is None:
+        original(self, mode, **kwargs)
 
 
 def sparse_categorical_crossentropy(
@@ -102,14 +108,12 @@ class _Tensors:
     full_tensor: Callable[[Any], Any]
     read: Callable[[Any], Any]
     assign: Callable[[Any, Any], None]
-    called_again: Callable[[Any], Any]
 
 
 def hook_torch_dtensors(
     full_tensor: Callable[[Any], Any],
     read: Callable[[Any], Any],
     assign: Callable[[Any, Any], None],
-    called_again: Callable[[Any], Any],
 ) -> None:
     """Installs hooks for models with DTensors as variables; later calls do nothing.
 
@@ -118,10 +122,8 @@ def hook_torch_dtensors(
         read: returns the value of a variable or its tensor, a NumPy array, if it has
             been gathered, else None.
         assign: gives a DTensor the values of a tensor.
-        called_again: wraps a function that the backward pass calls again.
     """
-    _Tensors.full_tensor, _Tensors.read = full_tensor, read
-    _Tensors.assign, _Tensors.called_again = assign, called_again
+    _Tensors.full_tensor, _Tensors.read, _Tensors.assign = full_tensor, read, assign
     patching.install("torch dtensors")
 
 
@@ -138,8 +140,27 @@ def to_numpy(original: Any, x: Any) -> Any:
     return original(_Tensors.full_tensor(value))
 
 
+class _Rematerialized:
+    call: Callable[[Any, Any], Any] | None = None
+
+
+def hook_torch_remat(rematerialized: Callable[[Any, Any], Any]) -> None:
+    """Sets what `keras.remat` does in a call of what it returns.
+
+    Args:
+        rematerialized: callable of Keras's `remat` and the function.
+    """
+    _Rematerialized.call = rematerialized
+
+
 def remat(original: Any, f: Any) -> Any:
-    return original(_Tensors.called_again(f))
+    def called(*args: Any, **kwargs: Any) -> Any:
+        # A layer may keep what `remat` returns.
+        call = _Rematerialized.call
+        again = original(f) if call is None else call(original, f)
+        return again(*args, **kwargs)
+
+    return called
 
 
 def assign_shards(shards: Any, value: Any) -> None:

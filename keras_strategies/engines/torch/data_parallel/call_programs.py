@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import torch
 
-from keras_strategies.engines.torch.compat import compile_call
+from keras_strategies.engines.torch.compat import compile_call, computed_again
 from keras_strategies.engines.torch.data_parallel.assigned_values import assigned_value
 from keras_strategies.engines.torch.data_parallel.program_ops import (
     CollectivesInProgram,
@@ -22,6 +22,7 @@ from keras_strategies.engines.torch.data_parallel.program_ops import (
 from keras_strategies.engines.torch.devices import DeviceName
 from keras_strategies.engines.torch.random_numbers.block_draws import traced_draws
 from keras_strategies.engines.torch.random_numbers.row_numbers import seeing_draws
+from keras_strategies.engines.torch.rematerialization import computed_again_in_program
 from keras_strategies.engines.torch.replicas.thread_collectives import (
     ThreadCollectives,
 )
@@ -223,6 +224,7 @@ class _Trace:
             with (
                 context.on_replica(self._replica()),
                 with_thread_state({**thread_state(), "torch_device": device}),
+                computed_again_in_program(computed_again),
             ):
                 result = self._call(slices, state, self._rows)
         finally:
@@ -247,8 +249,12 @@ class _Trace:
         draws: DrawsInProgram,
         tensors: Sequence[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
-        proved = self._plan.proof.calls.get(len(tensors[0]), result.calls)
-        if result.has_diverged or result.calls != proved:
+        calls = result.calls
+        if calls is not None:
+            # Torch decomposes its operations, below those that the code calls.
+            calls = [call for call in calls if "FakeTensor" not in call]
+        proved = self._plan.proof.calls.get(len(tensors[0]), calls)
+        if result.has_diverged or calls != proved:
             raise NotCompiledError("its code computes something else in a trace")
         leaves = result.leaves
         outputs = [i for i, leaf in enumerate(leaves) if keras.ops.is_tensor(leaf)]
@@ -269,7 +275,7 @@ class _Trace:
             ),
             ReplicaState(lambda variable: None),
             [],
-            result.calls,
+            calls,
             result.lines,
         )
         self.form = _Form(kept, outputs, masks, [v for v, _ in updates], draws)

@@ -33,11 +33,7 @@ from keras_strategies.engines.torch.compat import (
     saved_tensors_hooks_of_thread,
 )
 from keras_strategies.errors import ContextError
-from keras_strategies.keras_compat.models.layers import (
-    get_mask,
-    rematerializes,
-    sublayers,
-)
+from keras_strategies.keras_compat.models.layers import get_mask, sublayers
 from keras_strategies.rows.declarations import is_declared
 from keras_strategies.rows.python_state import argument_key
 from keras_strategies.runtime.data_parallel.split_plan import SplitPlan
@@ -276,7 +272,6 @@ def _problem(kind: _Kind, plan: SplitPlan, has_shards: bool) -> str:
         _MANY_ROWS: len(compiled) > _MOST,
         "workers may come and go": not is_fixed(plan.row_split.workers),
         "its variables are in shards": has_shards,
-        "it is rematerialized in the backward pass": rematerializes(layer),
         "it reads variables in float16": kind.in_half,
         "what code of a layer reads that is declared as row-wise is not known": (
             any(map(is_declared, sublayers(layer)))

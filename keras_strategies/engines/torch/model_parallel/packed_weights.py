@@ -11,9 +11,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from keras_strategies.engines.torch.model_parallel.call_weights import CallWeights
-from keras_strategies.engines.torch.model_parallel.called_again import (
-    entered_again_by,
-)
 from keras_strategies.engines.torch.model_parallel.process_mesh import (
     gather_shards,
     in_step,
@@ -26,6 +23,7 @@ from keras_strategies.engines.torch.model_parallel.shards import (
     layout_of,
 )
 from keras_strategies.engines.torch.model_parallel.weight_packs import WeightPacks
+from keras_strategies.engines.torch.rematerialization import entered_again_by
 from keras_strategies.engines.torch.worker_collectives import TorchCommunicator
 from keras_strategies.keras_compat.models.building import is_built
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through

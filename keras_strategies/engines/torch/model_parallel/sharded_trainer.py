@@ -20,9 +20,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from keras_strategies.engines.torch.devices import device_of, torch_device
-from keras_strategies.engines.torch.model_parallel.called_again import (
-    called_again,
-)
 from keras_strategies.engines.torch.model_parallel.counted_reads import CountedReads
 from keras_strategies.engines.torch.model_parallel.packed_weights import (
     PackedWeights,
@@ -131,7 +128,7 @@ class ShardedTrainer(FitDriver, ShardingDriver):
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        hook_torch_dtensors(gather_shards, _read, assign_shards, called_again)
+        hook_torch_dtensors(gather_shards, _read, assign_shards)
         with (
             self.by_rows.scope(),
             self._distribution.scope(),
