@@ -142,22 +142,15 @@ GROUPS: dict[str, Group] = {
                 "from a file of one.",
             ),
             Patch(
-                f"{_JAX}.core | {_BACKENDS_OPS}",
+                f"{_BACKEND}.core | {_BACKENDS_OPS}",
                 "remat",
                 "(f)",
-                "backends.keras_on_jax.remat",
+                "backends.rematerialization.remat",
                 "JAX finds the trace of a function again that a layer keeps, with the "
-                "values that variables had when the model was built: they never train.",
-                backend="jax",
-            ),
-            Patch(
-                f"{_TORCH}.core | {_BACKENDS_OPS}",
-                "remat",
-                "(f)",
-                "backends.keras_on_torch.remat",
-                "The backward pass would call the layer with weights in shards; a "
-                "compiled layer call computes again what it does not keep.",
-                backend="torch",
+                "values that variables had when the model was built: they never train. "
+                "On Torch the backward pass would call a layer with weights in shards, "
+                "and a compiled layer call computes again what it does not keep.",
+                backend="jax | torch",
             ),
         ),
     ),

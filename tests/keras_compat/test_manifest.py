@@ -102,11 +102,7 @@ CALLED = {
     "keras.src.backend | keras.src.backend.ops": (
         "keras.src.saving.saving_lib.backend.ops | keras.src.saving.saving_lib.backend"
     ),
-    "keras.src.backend.torch.core | keras.src.backend.ops": (
-        "keras.src.backend.common.remat.backend.ops | "
-        "keras.src.backend.common.remat.backend.core"
-    ),
-    "keras.src.backend.jax.core | keras.src.backend.ops": (
+    "keras.src.backend.{backend}.core | keras.src.backend.ops": (
         "keras.src.backend.common.remat.backend.ops | "
         "keras.src.backend.common.remat.backend.core"
     ),

@@ -113,11 +113,6 @@ PRIVATE_NAMES = (
         ("donated_buffer", "enable_autograd_cache", "force_non_lazy_backward_lowering"),
         "Compiled layer calls: two backward passes, and programs of functions.",
     ),
-    Private(
-        "torch.fx.traceback",
-        ("current_meta", "preserve_node_meta"),
-        "Compiled layer calls: which nodes the backward program computes again.",
-    ),
     Private("torch._inductor", ("config",), "Compiled steps of workers."),
     Private(
         "torch._inductor.compile_fx",
@@ -523,7 +518,7 @@ def computed_again() -> Iterator[None]:
     from torch.fx import traceback
 
     with traceback.preserve_node_meta():
-        traceback.current_meta.update(
+        traceback.get_current_meta().update(
             recompute=CheckpointPolicy.MUST_RECOMPUTE, ac_graph_id=next(_numbers)
         )
         yield

@@ -50,14 +50,6 @@ def epoch_batches(original: Any, self: Any) -> Any:
     return placer.batches(batches, self.steps_per_execution)
 
 
-def remat(original: Any, f: Any) -> Any:
-    def called(*args: Any, **kwargs: Any) -> Any:
-        # Another function for each call, so that each is traced.
-        return original(lambda *args, **kwargs: f(*args, **kwargs))(*args, **kwargs)
-
-    return called
-
-
 class _Placement:
     put: Callable[[Any, Any], Any]
     is_spread: Callable[[Any], bool]

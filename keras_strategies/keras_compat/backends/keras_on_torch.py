@@ -140,29 +140,6 @@ def to_numpy(original: Any, x: Any) -> Any:
     return original(_Tensors.full_tensor(value))
 
 
-class _Rematerialized:
-    call: Callable[[Any, Any], Any] | None = None
-
-
-def hook_torch_remat(rematerialized: Callable[[Any, Any], Any]) -> None:
-    """Sets what `keras.remat` does in a call of what it returns.
-
-    Args:
-        rematerialized: callable of Keras's `remat` and the function.
-    """
-    _Rematerialized.call = rematerialized
-
-
-def remat(original: Any, f: Any) -> Any:
-    def called(*args: Any, **kwargs: Any) -> Any:
-        # A layer may keep what `remat` returns.
-        call = _Rematerialized.call
-        again = original(f) if call is None else call(original, f)
-        return again(*args, **kwargs)
-
-    return called
-
-
 def assign_shards(shards: Any, value: Any) -> None:
     """Gives a DTensor the values of a tensor, each process its shard."""
     _Tensors.assign(shards, value)

@@ -26,10 +26,8 @@ from keras_strategies.engines.torch.random_numbers.replica_generators import (
 from keras_strategies.engines.torch.rematerialization import rematerialized
 from keras_strategies.engines.torch.replicas.replica_threads import ReplicaThreads
 from keras_strategies.engines.torch.replicas.replica_variables import ReplicaVariables
-from keras_strategies.keras_compat.backends.keras_on_torch import (
-    hook_torch_modules,
-    hook_torch_remat,
-)
+from keras_strategies.keras_compat.backends.keras_on_torch import hook_torch_modules
+from keras_strategies.keras_compat.backends.rematerialization import hook_remat
 from keras_strategies.keras_compat.models.layers import (
     sublayers,
     torch_module_wrappers,
@@ -69,7 +67,7 @@ class TorchLayerCalls(LayerCallDriver):
         self._compiled = CompiledCalls()
         self._has_warned = False
         hook_torch_modules(module_copy, changed_buffers)
-        hook_torch_remat(rematerialized)
+        hook_remat(rematerialized)
 
     def can_split(self, tensors: Sequence[Any]) -> bool:
         if is_in_checkpoint():
