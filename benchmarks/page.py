@@ -123,6 +123,7 @@ def table(name: str) -> str:
     import steps_per_execution
     import two_workers
     import uneven_rows
+    import verify_costs
     import without_strategy
 
     file, _, what = name.partition(", ")
@@ -169,6 +170,7 @@ def table(name: str) -> str:
         "steps per execution": steps_per_execution,
         "two workers": two_workers,
         "uneven rows": uneven_rows,
+        "verify costs": verify_costs,
         "without strategy": without_strategy,
     }
     if file in modules:

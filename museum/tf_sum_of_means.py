@@ -1,12 +1,12 @@
 """A loop applies the sum of the replicas' mean gradients.
 
-`tf.reduce_mean` of a replica's rows is differentiated, and the optimizer sums over
-replicas: the step is as many times too long as there are replicas.
+The sum of gradients of `tf.reduce_mean` is too large by the number of replicas.
 
 Framework: tf.distribute
 Reported: tensorflow, 2021-05 (the guide warns of it)
 Link: https://github.com/tensorflow/tensorflow/issues/48875
 Number: the weight after a step of SGD
+Upstream: `apply` in `run` could warn of a loss that no division has scaled.
 """
 
 import tensorflow as tf

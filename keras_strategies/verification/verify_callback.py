@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from typing import Any
 
 import keras
@@ -29,10 +31,12 @@ class Verify(keras.callbacks.Callback):
     takes the next variables and the next layer.
 
     Args:
-        every: int, steps between two checks.
+        every: int, steps between two checks, or more: see `time_share`.
         rows: int, rows of the layer call for each replica.
         share: float, the part of the variables' bytes that a check reads, at least one
             variable.
+        time_share: float, the part of the time of training that checks may take: after
+            one that took longer, the next waits for more steps. None for no bound.
 
     Raises:
         ValueError: for invalid numbers; in `fit`, for a strategy without copies to
@@ -45,7 +49,13 @@ class Verify(keras.callbacks.Callback):
     >>> model.fit(x, y, callbacks=[ks.callbacks.Verify(every=100)])
     """
 
-    def __init__(self, every: int = 100, rows: int = 2, share: float = 1 / 16):
+    def __init__(
+        self,
+        every: int = 100,
+        rows: int = 2,
+        share: float = 1 / 16,
+        time_share: float | None = 0.005,
+    ):
         super().__init__()
         for name, value in (("every", every), ("rows", rows)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -53,15 +63,19 @@ class Verify(keras.callbacks.Callback):
                     f"`{name}` of `Verify` must be an int, 1 or more. Received: "
                     f"{value!r}"
                 )
-        if not 0 < share <= 1:
-            raise InvalidArgumentError(
-                "`share` of `Verify` must be above 0, and at most 1. Received: "
-                f"{share!r}"
-            )
+        parts = {"share": share, "time_share": 1 if time_share is None else time_share}
+        for name, part in parts.items():
+            if not 0 < part <= 1:
+                raise InvalidArgumentError(
+                    f"`{name}` of `Verify` must be above 0, and at most 1. Received: "
+                    f"{part!r}"
+                )
         self.every, self.rows, self.share = every, rows, share
+        self.time_share = time_share
         #: int, the number of checks so far.
         self.checks = 0
         self._steps = self._next_variable = self._next_layer = 0
+        self._begin_interval(every)
         self._random = np.random.default_rng(0)
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -76,10 +90,29 @@ class Verify(keras.callbacks.Callback):
                 "`ks.CentralStorageStrategy` or `ks.MultiWorkerMirroredStrategy`."
             )
 
+        self._begin_interval(self.every)
+
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._steps += 1
-        if self._steps % self.every == 0:
-            self.check()
+        self._left -= 1
+        if self._left:
+            return
+        begun = time.monotonic()
+        step = (begun - self._begun) / self._interval
+        self.check()
+        steps = self.every
+        if self.time_share is not None:
+            seconds = time.monotonic() - begun
+            steps = max(steps, math.ceil(seconds / (self.time_share * step)))
+            workers = strategy_of(self.model).workers
+            if workers is not None:
+                name = "steps until the next check"
+                steps = workers.group.gather_values(name, steps)[0]
+        self._begin_interval(steps)
+
+    def _begin_interval(self, steps: int) -> None:
+        self._interval = self._left = steps
+        self._begun = time.monotonic()
 
     def check(self) -> None:
         """Makes one check now.

@@ -114,6 +114,13 @@ def test_scripts_are_short_and_say_where_the_bug_is_published() -> None:
         assert about["Story"], name
 
 
+def test_what_is_alive_has_a_text_to_send_upstream() -> None:
+    results = json.loads(RESULTS.read_text())["results"]
+    alive = {name for name, result in results.items() if result["state"] == "alive"}
+    assert alive
+    assert {name for name in alive if "Upstream" not in scripts()[name]} == set()
+
+
 def test_the_page_is_that_of_the_last_run() -> None:
     """`python -m museum.page` writes it after a change of a docstring."""
     results = json.loads(RESULTS.read_text())

@@ -166,7 +166,7 @@ class ConstantSeed(keras.layers.Layer):
     """The same mask on each replica."""
 
     def call(self, x: Any) -> Any:
-        return x * uniform((x.shape[0], 5))
+        return x * uniform((ops.shape(x)[0], 5))
 
 
 def uniform(shape: Any) -> Any:

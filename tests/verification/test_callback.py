@@ -12,6 +12,7 @@ from verification.planted_in_fit import compiled, data, dense
 
 import keras_strategies as ks
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
+from keras_strategies.verification import verify_callback
 
 pytestmark = pytest.mark.one_backend
 
@@ -25,7 +26,7 @@ def made(build: Any) -> Any:
 
 
 def test_a_sound_model_passes_all_checks() -> None:
-    verify = Verify(every=2)
+    verify = Verify(every=2, time_share=None)
     model = made(lambda: dense(keras.layers.BatchNormalization()))
     model.fit(**data(), epochs=2, verbose=0, callbacks=[verify])
     assert verify.checks == 3
@@ -45,15 +46,17 @@ class Wrong(keras.layers.Layer):
 @pytest.mark.filterwarnings("ignore:Layer .* cannot be split")
 def test_a_replica_that_computes_wrong_is_named() -> None:
     model = made(lambda: dense(Wrong(name="wrong")))
-    verify = Verify(every=1)
+    verify = Verify(every=1, time_share=None)
     with pytest.raises(RuntimeError, match=r"Replica 1 computes other outputs .*wrong"):
         model.fit(**data(), verbose=0, callbacks=[verify])
     assert verify.checks == 2
 
 
 class Mixing(keras.layers.Layer):
+    """By a maximum: sums and means over rows are exchanged by replicas in `run`."""
+
     def call(self, x: Any) -> Any:
-        return x - ops.mean(x, axis=0, keepdims=True)
+        return x - ops.max(x, axis=0, keepdims=True)
 
 
 @pytest.mark.nightly
@@ -61,7 +64,7 @@ class Mixing(keras.layers.Layer):
 def test_a_layer_that_mixes_rows_is_named() -> None:
     model = made(lambda: dense(Mixing(name="mixing")))
     with pytest.raises(RuntimeError, match=r"split over replicas .*'mixing'"):
-        model.fit(**data(), verbose=0, callbacks=[Verify(every=1)])
+        model.fit(**data(), verbose=0, callbacks=[Verify(every=1, time_share=None)])
 
 
 def corrupted(value: Any) -> Any:
@@ -131,8 +134,41 @@ def test_a_check_is_below_half_a_percent_of_its_steps() -> None:
     assert {v.path for v in model.trainable_variables} <= seen
 
 
+@pytest.mark.nightly
+@pytest.mark.one_backend("jax")
+def test_checks_warn_of_nothing_that_is_the_users(recwarn, caplog) -> None:
+    model = made(lambda: dense(keras.layers.Dense(4)))
+    verify = Verify(every=1, time_share=None)
+    model.fit(**data(), epochs=8, verbose=0, callbacks=[verify])
+    assert verify.checks == 24
+    assert not [each for each in recwarn if "`run`" in str(each.message)]
+    assert "`run`" not in caplog.text
+
+
+def test_checks_that_take_long_wait_for_more_steps(monkeypatch) -> None:
+    """A clock by which a step takes a second, and a check 3."""
+    now = 0.0
+    monkeypatch.setattr(verify_callback.time, "monotonic", lambda: now)
+    verify = Verify(every=2, time_share=0.5)
+    checked: list[int] = []
+
+    def check() -> None:
+        nonlocal now
+        now += 3.0
+        checked.append(verify._steps)
+
+    monkeypatch.setattr(verify, "check", check)
+    verify.set_model(made(dense))
+    verify.on_train_begin()
+    for _ in range(14):
+        now += 1.0
+        verify.on_train_batch_end(0)
+    assert checked == [2, 8, 14]
+
+
 def test_bad_input_is_an_error_at_once() -> None:
-    for options in ({"every": 0}, {"rows": 0}, {"share": 0.0}, {"share": 2.0}):
+    given = ({"every": 0}, {"rows": 0}, {"share": 0.0}, {"share": 2.0})
+    for options in (*given, {"time_share": 0.0}):
         with pytest.raises(ValueError, match=f"`{next(iter(options))}` of `Verify`"):
             Verify(**options)
     with pytest.raises(ValueError, match="no strategy"):

@@ -1,0 +1,105 @@
+"""What `ks.callbacks.Verify` costs: processor time of a check, and of steps.
+
+    python benchmarks/verify_costs.py
+
+On each backend one process trains a model of convolutions on two replicas with `fit`.
+The processor time of all threads of the process is read around an epoch without the
+callback, and around checks: the first of each layer, which a backend may compile, and
+the next ones. Epochs and checks take turns; medians are given.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from typing import Any
+
+from measuring import BACKENDS, Results, options_parser, run_script
+from models import convolutional
+from page import write_page
+from tables import markdown_table
+
+ROWS, STEPS, ROUNDS, EVERY = 64, 6, 3, 100
+
+
+def work() -> None:
+    """Trains, checks, and prints a line of JSON."""
+    import keras
+    import numpy as np
+
+    import keras_strategies as ks
+    from keras_strategies.verification.layer_outputs import observed_layers
+
+    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        model = convolutional()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("adam", loss)
+    shape = (ROWS * STEPS, *model.input_shape[1:])
+    x = np.random.rand(*shape).astype("float32")
+    y = np.random.randint(0, 10, len(x))
+
+    def epoch() -> None:
+        model.fit(x, y, batch_size=ROWS, verbose=0)
+
+    epoch()
+    verify = ks.callbacks.Verify(EVERY)
+    verify.set_model(model)
+    layers = len(observed_layers(model))
+    first = [seconds(verify.check) for _ in range(layers)]
+    steps, checks = [], []
+    for _ in range(ROUNDS):
+        steps.append(seconds(epoch) / STEPS)
+        checks += [seconds(verify.check) for _ in range(layers)]
+    found: dict[str, Any] = {
+        "step": statistics.median(steps),
+        "first": statistics.mean(first),
+        "check": statistics.mean(checks),
+        "layers": layers,
+    }
+    print("\n" + json.dumps(found))
+
+
+def seconds(call: Any) -> float:
+    """Processor time of all threads of this process."""
+    begin = time.process_time()
+    call()
+    return time.process_time() - begin
+
+
+def table(results: dict[str, Any]) -> str:
+    rows = []
+    for name, each in results.items():
+        share = each["check"] / (EVERY * each["step"])
+        needed = each["first"] / (0.005 * each["step"])
+        rows.append(
+            [
+                name,
+                f"{1000 * each['step']:.0f} ms",
+                f"{1000 * each['check']:.1f} ms",
+                f"{100 * share:.2f} %",
+                f"{1000 * each['first']:.0f} ms",
+                f"{max(EVERY, round(needed))}",
+            ]
+        )
+    header = ["", "step", "check", "share of 100 steps", "first check of a layer"]
+    return markdown_table([*header, "steps until the next"], rows)
+
+
+def main() -> None:
+    options = options_parser(__doc__, BACKENDS, has_workers=True).parse_args()
+    if options.worker:
+        work()
+        return
+    results = Results(options.output / "verify_costs.json")
+    for backend in options.backends:
+        found = run_script(__file__, "--worker", "1", backend=backend)
+        results.put(backend, found)
+    print(table(results.values))
+    write_page(options.output)
+
+
+if __name__ == "__main__":
+    main()
