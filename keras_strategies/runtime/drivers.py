@@ -212,6 +212,11 @@ class CheckpointDriver(abc.ABC):
 class ParameterServerDriver(abc.ABC):
     """Models with variables and steps in other processes."""
 
+    @property
+    @abc.abstractmethod
+    def is_synchronous(self) -> bool:
+        """Whether each step follows the updates of all before it."""
+
     @abc.abstractmethod
     def before_init(self, variable: Any) -> None:
         """Called before a `keras.Variable` is created in the scope."""

@@ -16,12 +16,13 @@ def differing_copies(
 ) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
     """Variables of which the copies are not equal, bit by bit.
 
-    All workers call it together. Shards of a mesh have no copies to compare.
+    All workers call it together. Shards of a mesh and variables on
+    servers have no copies to compare.
 
     Yields:
         The variable's path, its first copy, and the first one that differs.
     """
-    if strategy.placement.mesh is not None:
+    if strategy.placement.mesh is not None or strategy.drivers.servers is not None:
         return
     own: list[tuple[str, list[np.ndarray]]] = []
     for variable in variables:

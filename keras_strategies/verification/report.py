@@ -10,6 +10,7 @@ from pathlib import Path
 
 from keras_strategies.text_tables import Table
 from keras_strategies.verification.causes import CAUSES
+from keras_strategies.verification.picture import DIFFERENT, EQUAL, picture
 
 _MOST_ROWS = 8
 
@@ -43,7 +44,7 @@ class Difference:
 class VerificationReport:
     """Whether training under a strategy equals that on one device; true if it does.
 
-    Prints as text, and as tables in a notebook.
+    Prints as text, and as a picture and tables in a notebook.
 
     Args:
         strategy: str, the strategy.
@@ -158,10 +159,13 @@ class VerificationReport:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        color = "#2e7d32" if self.equal else "#c62828"
+        color = EQUAL if self.equal else DIFFERENT
+        largest: dict[str, float] = {}
+        for each in self.differences:
+            largest[each.kind] = max(each.gap, largest.get(each.kind, 0.0))
         verdict = html.escape(self._verdict())
         return (
-            f"<p style='color:{color}'><b>{verdict}</b></p>"
+            f"<p style='color:{color}'><b>{verdict}</b></p>{picture(largest)}"
             f"{self._table()._repr_html_()}"
         )
 

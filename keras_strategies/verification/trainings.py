@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -54,8 +53,22 @@ class Script:
     steps: int
     seed: int
     resume_after: int | None = None
+    kill_after: int | None = None
+    is_elastic: bool = False
+
+    @property
+    def interrupted_after(self) -> int | None:
+        """int or None, the step after which `fit` is interrupted in some way."""
+        return self.kill_after if self.resume_after is None else self.resume_after
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether `ks.callbacks.Resume` continues `fit`, and no other workers."""
+        return self.interrupted_after is not None and not self.is_elastic
 
 
+#: The epoch and the step of it.
+Position = tuple[int, int]
 #: A kind, and the number of a value of that kind: names count up within a process.
 Key = tuple[str, int]
 
@@ -173,36 +186,41 @@ class Training:
         with self.strategy.scope():
             return read_batches(fit_arguments(self.script.data), most, False)
 
-    def train(self, steps: int, more: Sequence[Any] = ()) -> list[Observed]:
+    def train(
+        self,
+        steps: int,
+        more: Sequence[Any] = (),
+        records: dict[Position, Observed] | None = None,
+    ) -> list[Observed]:
         """Takes steps as the script does.
 
         Args:
             steps: int.
             more: callbacks of `fit`; one of them may interrupt it.
+            records: what was observed of `fit` before an interruption, by position;
+                the steps that are taken now are added, or replace what is there.
 
         Returns:
             list of what is observed after each step.
         """
         self.fresh_seed()
-        records: list[Observed] = []
         if self.script.step is not None:
-            for batch in self._distributed(self.batches[:steps]):
-                logs = self._own_step(batch)
-                records.append(self._observed(logs))
-            return records
+            batches = self._distributed(self.batches[:steps])
+            return [self._observed(self._own_step(batch)) for batch in batches]
+        records = {} if records is None else records
         recorder = _Recorder(self, records, steps)
         with self.strategy.scope():
             given = fit_arguments(self.script.data)
         callbacks = [*(given.pop("callbacks", None) or []), recorder, *more]
         with contextlib.ExitStack() as stack:
             if more:
-                stack.enter_context(contextlib.suppress(KeyboardInterrupt))
-            elif self.script.resume_after is not None:
+                stack.enter_context(contextlib.suppress(KeyboardInterrupt, Killed))
+            elif self.script.is_resumed:
                 # `Resume` shuffles arrays in an order of its own.
                 folder = stack.enter_context(tempfile.TemporaryDirectory())
                 callbacks.append(Resume(folder))
             self.model.fit(**given, epochs=steps, verbose=0, callbacks=callbacks)
-        return records
+        return list(records.values())
 
     def _observed(self, logs: dict[str, Any]) -> Observed:
         self.steps_taken += 1
@@ -292,46 +310,27 @@ class Training:
             ]
 
 
-def resumed(script: Script, make: Callable[[], Training]) -> list[Observed]:
-    """Steps of a training that is interrupted, and continued with another model.
-
-    Args:
-        script: the script, with `resume_after`.
-        make: returns a training from the initial weights.
-    """
-    assert script.resume_after is not None
-    with tempfile.TemporaryDirectory() as directory:
-        resume = Resume(directory)
-        interruption = _Interruption(script.resume_after)
-        first = make().train(script.steps, [resume, interruption])
-        resume = Resume(directory)
-        left = script.steps - len(first)
-        return first + make().train(script.steps, [resume, _Interruption(left)])
-
-
-class _Interruption(keras.callbacks.Callback):
-    """Presses Ctrl-C in a step, after which `fit` ends with a snapshot."""
-
-    def __init__(self, steps: int):
-        super().__init__()
-        self._left = steps
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._left -= 1
-        if not self._left:
-            signal.raise_signal(signal.SIGINT)
+class Killed(BaseException):
+    """Ends `fit` as a kill of its process does: nothing of it is saved."""
 
 
 class _Recorder(keras.callbacks.Callback):
     """Observes each step of `fit`, and ends it after the last."""
 
-    def __init__(self, training: Training, records: list[Observed], steps: int):
+    def __init__(
+        self, training: Training, records: dict[Position, Observed], steps: int
+    ):
         super().__init__()
         self._training, self._records, self._steps = training, records, steps
+        self._epoch = 0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epoch = epoch
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         model = self.model  # Keras on JAX writes the state into the variables here.
-        self._records.append(self._training._observed(dict(logs or {})))
+        found = self._training._observed(dict(logs or {}))
+        self._records[self._epoch, batch] = found
         if len(self._records) == self._steps:
             model.stop_training = True
 

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 
 from keras_strategies.communication.checksums import checksum
-from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.communication.communicator import is_fixed
 from keras_strategies.keras_compat.models.layers import sublayers
 from keras_strategies.rows.declarations import is_declared
 from keras_strategies.strategies.base.strategy import Strategy
@@ -23,6 +23,11 @@ from keras_strategies.strategies.one_device import OneDeviceStrategy
 from keras_strategies.training.resume.compiled_settings import (
     changed_settings,
     compiled_settings,
+)
+from keras_strategies.verification.arguments import (
+    check_arguments,
+    check_interruption,
+    check_kill,
 )
 from keras_strategies.verification.batches import Batch, data_problem
 from keras_strategies.verification.causes import Situation
@@ -36,6 +41,7 @@ from keras_strategies.verification.comparison import (
     relative_gap,
 )
 from keras_strategies.verification.copies import differing_copies
+from keras_strategies.verification.interruptions import resumed, worker_kill
 from keras_strategies.verification.report import Difference, VerificationReport
 from keras_strategies.verification.trainings import (
     Key,
@@ -43,7 +49,6 @@ from keras_strategies.verification.trainings import (
     Script,
     Step,
     Training,
-    resumed,
 )
 
 
@@ -57,6 +62,7 @@ def verify(
     step: Step | None = None,
     seed: int = 0,
     resume_after: int | None = None,
+    kill_after: int | None = None,
 ) -> VerificationReport:
     """Trains a model on one device and under a strategy, and compares every step.
 
@@ -73,7 +79,8 @@ def verify(
             batches that can be read again; or a callable without arguments that
             returns one of these, called for each training.
         strategy: the strategy, with one replica or more. On several workers, each of
-            them calls `verify`.
+            them calls `verify`; with parameter servers the coordinator does, and
+            `max_staleness` is 0.
         steps: int, the number of steps to compare.
         tolerance: float, the difference relative to the largest value of a tensor that
             counts as equal; None for 2e-5 in float32, and more in lower precisions.
@@ -84,6 +91,11 @@ def verify(
         resume_after: int, the step after which `fit` under the strategy is interrupted
             as by Ctrl-C, and continued by `ks.callbacks.Resume` with a new model;
             None for never.
+        kill_after: int, the step of `fit` under the strategy after which its last
+            elastic worker kills its own process by SIGKILL; the others continue, and
+            `verify` returns on them. Without elastic workers what is in memory is
+            dropped, and `ks.callbacks.Resume` continues from its last snapshot with a
+            new model. None for never.
 
     Returns:
         A `VerificationReport`, true if all values are equal.
@@ -99,47 +111,29 @@ def verify(
     >>> print(report)
     >>> report.save("verified.json")
     """
-    _check(build, strategy, steps, tolerance)
-    _check_resume(resume_after, steps, step)
-    script = Script(build, data, step, steps, seed, resume_after)
+    check_arguments(build, strategy, steps, tolerance)
+    check_interruption("resume_after", resume_after, steps, step)
+    check_interruption("kill_after", kill_after, steps, step)
+    check_kill(kill_after, resume_after, strategy)
+    is_elastic = not is_fixed(strategy.workers)
+    script = Script(
+        build, data, step, steps, seed, resume_after, kill_after, is_elastic
+    )
     return _Verification(script, strategy, tolerance).report()
 
 
-def _check(build: Any, strategy: Any, steps: Any, tolerance: Any) -> None:
-    if not callable(build):
-        raise InvalidArgumentError(
-            "`build` of `verify` must be a function that makes and compiles the model, "
-            f"because it is made several times. Received: {build!r}"
-        )
-    if not isinstance(strategy, Strategy):
-        raise InvalidArgumentError(
-            "`strategy` of `verify` must be a strategy, such as "
-            f"`ks.MirroredStrategy()`. Received: {strategy!r}"
-        )
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise InvalidArgumentError(
-            f"`steps` of `verify` must be an int, 1 or more. Received: {steps!r}"
-        )
-    if tolerance is not None and not tolerance > 0:
-        raise InvalidArgumentError(
-            f"`tolerance` of `verify` must be above 0, or None. Received: {tolerance!r}"
-        )
-
-
-def _check_resume(resume_after: Any, steps: int, step: Any) -> None:
-    if resume_after is None:
-        return
-    is_int = isinstance(resume_after, int) and not isinstance(resume_after, bool)
-    if not is_int or not 1 <= resume_after < steps or step is not None:
-        raise InvalidArgumentError(
-            "`resume_after` of `verify` must be a step of `fit` before the last one, "
-            f"with `step=None`. Received: {resume_after!r} of {steps} steps"
-        )
+def parts_of(strategy: Strategy) -> int:
+    """The number of replicas, or of workers of parameter servers."""
+    if strategy.drivers.servers is not None:
+        return len(strategy.extended.worker_devices)
+    return strategy.num_replicas_in_sync
 
 
 def reference_of(strategy: Strategy) -> Strategy:
     """The strategy of one device that draws the random numbers of another."""
     partitioned = strategy.random_numbers == "partitioned"
+    if strategy.drivers.servers is not None:
+        return DefaultStrategy()
     if keras.backend.backend() == "torch" and partitioned:
         return OneDeviceStrategy(str(strategy.placement.replicas[0]))
     return DefaultStrategy()
@@ -153,6 +147,8 @@ class _Verification:
 
     def __post_init__(self) -> None:
         self.reference = reference_of(self.strategy)
+        # Before workers are lost.
+        self.replicas = parts_of(self.strategy)
         self.alone = Training(self.script, self.reference)
         self.initial = self.alone.state()
         self.own = Training(self.script, self.strategy, self.initial)
@@ -241,7 +237,7 @@ class _Verification:
         problem = data_problem(
             self.alone.batches,
             self.own.batches,
-            self.strategy.num_replicas_in_sync,
+            self.replicas,
             lambda is_own: self._readable(is_own).batches_again(_MOST_BATCHES),
         )
         if problem is None:
@@ -339,10 +335,14 @@ class _Verification:
         yield from self._of_copies()
 
     def _of_strategy(self) -> list[Observed]:
-        if self.script.resume_after is None:
-            return self.own.train(self.script.steps)
+        script = self.script
+        if script.interrupted_after is None:
+            return self.own.train(script.steps)
+        if script.is_elastic:
+            kill = worker_kill(script.interrupted_after, self.strategy.workers)
+            return self.own.train(script.steps, [kill])
         makes = (self._fresh(), self.own)
-        return resumed(self.script, iter(makes).__next__)
+        return resumed(script, iter(makes).__next__)
 
     def _fresh(self) -> Training:
         training = Training(self.script, self.strategy, self.initial)
@@ -351,8 +351,7 @@ class _Verification:
 
     def _is_lost_at_resume(self, index: int) -> bool:
         """Whether a step equals that of one device without the interruption."""
-        after = self.script.resume_after
-        if after is None or index < after:
+        if not self.script.is_resumed:
             return False
         one = self.alone_steps[index]
         other = self._fresh().train(self.script.steps)[index]
@@ -379,7 +378,7 @@ class _Verification:
     ) -> Iterator[Difference]:
         """Repeats the step from its state, with outputs and gradients observed."""
         if self._is_lost_at_resume(index):
-            after = self.script.resume_after
+            after = self.script.interrupted_after
             self._found(
                 "lost_at_resume", f"equal without an interruption after {after}"
             )
@@ -408,7 +407,13 @@ class _Verification:
             outputs = []
         elif all(outputs):
             outputs.append(self._outputs(self.reference, noisy, batch, True))
-        trials = [self._experiment(s, state, False).step(batch) for s, state in states]
+        # Servers update rows; they have no gradients to observe.
+        on_servers = self.strategy.drivers.servers is not None
+        trials = [
+            self._experiment(s, state, False).step(batch)
+            for s, state in states
+            if not on_servers
+        ]
         found: list[tuple[Key, float, float, Observed, Observed]] = []
         for observed in ([each[0] for each in outputs if each], trials):
             if len(observed) < 3:
@@ -428,7 +433,7 @@ class _Verification:
             batch,
             first[3],
             first[4],
-            self.strategy.num_replicas_in_sync,
+            self.replicas,
             self.precision,
         )
         try:

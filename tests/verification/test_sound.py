@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import keras
@@ -10,10 +11,12 @@ import numpy as np
 import pytest
 from harness import data as datasets
 from harness import models
-from verification import planted_in_loops
+from verification import planted_in_fit, planted_in_loops
 from verification.planted_in_fit import compiled, data, dense, loss_of
 
 import keras_strategies as ks
+from keras_strategies.verification.picture import BEHIND, DIFFERENT, EQUAL
+from keras_strategies.verification.trainings import KINDS
 
 pytestmark = pytest.mark.one_backend
 
@@ -187,6 +190,20 @@ def test_what_a_snapshot_lacks_is_found_and_named() -> None:
     assert (report.cause, report.first and report.first.step) == ("lost_at_resume", 3)
 
 
+def boxes(report: Any) -> dict[str, str]:
+    """The colors of the kinds in the picture of a notebook."""
+    shown = r'fill="(#\w+)"/><text [^>]*>([^<]+)<'
+    return {kind: color for color, kind in re.findall(shown, report._repr_html_())}
+
+
+def test_the_picture_shows_where_the_first_difference_is() -> None:
+    report = ks.verify(planted_in_fit.scaled_clipping, data, mirrored(), steps=1)
+    expected = {"setting": DIFFERENT} | dict.fromkeys(KINDS[1:], BEHIND)
+    assert boxes(report) == expected
+    report = ks.verify(dense, planted_in_fit.batch_per_replica, mirrored(), steps=1)
+    assert list(boxes(report).values())[:4] == [EQUAL, EQUAL, DIFFERENT, BEHIND]
+
+
 def test_a_report_is_text_a_table_and_a_file(tmp_path) -> None:
     calls = []
 
@@ -199,6 +216,7 @@ def test_a_report_is_text_a_table_and_a_file(tmp_path) -> None:
     assert report.raise_if_different() is report
     assert "equal in 3 steps" in str(report)
     assert "<table>" in report._repr_html_()
+    assert boxes(report) == dict.fromkeys(KINDS, EQUAL)
     report.save(tmp_path / "report.json")
     found = json.loads((tmp_path / "report.json").read_text())
     assert found["equal"] and found["seed"] == 0

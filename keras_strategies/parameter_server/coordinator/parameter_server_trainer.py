@@ -63,6 +63,10 @@ class ParameterServerTrainer(FitDriver, ParameterServerDriver):
         self._functions = functions
         self._scheduler = scheduler
 
+    @property
+    def is_synchronous(self) -> bool:
+        return self._scheduler.max_staleness == 0
+
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         patching.install("parameter servers")
         parameter_server_engine().install()

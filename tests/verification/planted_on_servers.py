@@ -1,0 +1,75 @@
+"""Mistakes of scripts that train with parameter servers, one step after the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+from verification import planted_in_fit
+from verification.planted_in_fit import Planted, arrays, compiled, dense
+from verification.planted_in_loops import per_row
+
+import keras_strategies as ks
+
+
+def workers() -> int:
+    return len(ks.get_strategy().extended.worker_devices)
+
+
+def rate_of_workers() -> Any:
+    return dense(optimizer=keras.optimizers.SGD(0.1 / workers()))
+
+
+def batch_of_workers() -> dict[str, Any]:
+    return planted_in_fit.data() | {"batch_size": 4 * workers()}
+
+
+def shard_of_worker() -> dict[str, Any]:
+    x, y = arrays(rows=42)
+    return planted_in_fit.data() | {"x": x[:: workers()], "y": y[:: workers()]}
+
+
+def table() -> Any:
+    layers = keras.layers
+    embedded = [keras.Input((3,), dtype="int32"), layers.Embedding(11, 4)]
+    last = [layers.Flatten(), layers.Dense(3)]
+    model = keras.Sequential([*embedded, *last])
+    return compiled(model, optimizer=keras.optimizers.Adam(0.01))
+
+
+def ids() -> dict[str, Any]:
+    random = np.random.default_rng(0)
+    x, y = random.integers(0, 11, (12, 3)), random.integers(0, 3, 12)
+    return {"x": x.astype("int32"), "y": y, "batch_size": 2, "shuffle": False}
+
+
+def step(strategy: Any, model: Any, batch: Any) -> Any:
+    """A sound step of a loop, on a worker."""
+
+    def on_worker(x: Any, y: Any) -> Any:
+        def loss_fn() -> Any:
+            return ops.sum(per_row(y, model(x, training=True))) / x.shape[0]
+
+        variables = model.trainable_variables
+        loss, grads = ks.value_and_grad(loss_fn, variables)()
+        model.optimizer.apply(grads, variables)
+        return loss
+
+    return strategy.run(on_worker, args=batch)
+
+
+CASES = [
+    Planted(
+        "server_rate", "learning_rate_scaled", "setting", rate_of_workers, by_day=("*",)
+    ),
+    Planted(
+        "server_batch",
+        "batch_size_per_replica",
+        "batch",
+        data=batch_of_workers,
+        by_day=("*",),
+    ),
+    Planted("server_shard", "data_depends_on_replicas", "batch", data=shard_of_worker),
+]
