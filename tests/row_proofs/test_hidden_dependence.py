@@ -244,7 +244,7 @@ class Modes(OwnModel):
         hidden = self.inner(x)
         found = self.mode(hidden, mode=0) + self.mode(hidden, mode=1)
         found += self.mode(hidden, None) + self.mode(None, hidden)
-        return ops.mean(ops.square(self.head(found) - y))
+        return ops.mean(ops.square(self.head(found / 8) - y))
 
 
 class Mode(layers.Layer):
