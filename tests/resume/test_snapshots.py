@@ -229,7 +229,9 @@ def test_bad_arguments(arguments: Any, message: str, tmp_path: Path) -> None:
 
 def test_a_loss_scale_is_resumed(tmp_path: Path) -> None:
     first, again = (
-        model_of(optimizer=keras.optimizers.LossScaleOptimizer("sgd", scale))
+        model_of(
+            optimizer=keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(), scale)
+        )
         for scale in (8.0, 2.0)
     )
     fit(first, ks.callbacks.Resume(tmp_path))
