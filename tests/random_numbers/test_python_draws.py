@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 from harness.strategies import STRATEGIES
 
-import keras_strategies as ks
-
 ROWS = 11
 
 
