@@ -20,6 +20,20 @@ class Apply(layers.Layer):
         return self.function(*inputs)
 
 
+class OwnModel(keras.Model):
+    """A subclassed model of two layers of Keras's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = layers.Dense(4), layers.Dense(1)
+        self.inner.build((None, 4))
+        self.head.build((None, 4))
+        self.built = True
+
+    def call(self, inputs: Any) -> Any:
+        return self.head(self.inner(inputs))
+
+
 class AddLoss(layers.Layer):
     """Returns its input and adds a function of it as a loss."""
 
