@@ -33,6 +33,14 @@ def parameters() -> Iterator[Any]:
             yield pytest.param(case, id=case.name, marks=marks)
 
 
+#: Those of a program for any number of rows, one of each kind of rules.
+ANY_ROWS = (
+    *("conv2d dilated", "masked LSTM", "x * rows / rows", "repeated rows"),
+    *("cumsum along rows", "capacity", "x / rows", "x / at most 64 rows"),
+    *("sum / rows", "moving average of a mean", "loop over time"),
+)
+
+
 @pytest.mark.one_backend("torch", "tensorflow")
 @pytest.mark.slow(seconds=6)
 @needs_split
@@ -56,3 +64,17 @@ def test_placements(case: RowCase) -> None:
     count = len(proof.losses)
     expected = numbers(layer, later, count, None, [1.0] * count)
     assert_equal(expected, split_numbers(layer, later, has_rows, SIZES, proof))
+
+
+@pytest.mark.one_backend("tensorflow")
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="programs of TensorFlow")
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if c.name in ANY_ROWS], ids=lambda case: case.name
+)
+def test_placements_for_any_number_of_rows(case: RowCase) -> None:
+    layer, values = built(case)
+    proof = proof_of(layer, values, [a.has_rows for a in case.arguments], sizes=())
+    assert (proof.problem is not None) == case.problem
+    if not case.problem:
+        assert tuple(proof.outputs) == case.outputs
+        assert tuple(proof.losses) == case.losses
