@@ -46,18 +46,6 @@ class AddLoss(layers.Layer):
         return inputs
 
 
-class Around(layers.Layer):
-    """Calls a layer within it on a function of the input."""
-
-    def __init__(self, inner: layers.Layer, arguments: Callable[[Any], Any]):
-        super().__init__()
-        self.inner = inner
-        self.arguments = arguments
-
-    def call(self, inputs: Any) -> Any:
-        return self.inner(self.arguments(inputs))
-
-
 class SelfAttention(layers.Layer):
     def __init__(self, **options: Any):
         super().__init__()

@@ -110,18 +110,8 @@ def with_inner_layer(layer: Statistics, x: Any) -> Any:
     return layer.inner(h - ops.mean(h, axis=0)) @ layer.kernel
 
 
-FUNCTIONS_OF_ROWS = {
-    f.__name__: f
-    for f in (
-        masked_mean,
-        vicreg,
-        minibatch_deviation,
-        codebook,
-        balance,
-        stopped,
-        with_inner_layer,
-    )
-}
+_FUNCTIONS = masked_mean, vicreg, minibatch_deviation, codebook, balance, stopped
+FUNCTIONS_OF_ROWS = {f.__name__: f for f in (*_FUNCTIONS, with_inner_layer)}
 
 
 def model_of(function: Callable[..., Any], dtype: str = "float32") -> keras.Model:
@@ -143,15 +133,8 @@ def trained(
         model = model_of(function, dtype)
         optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
         model.compile(optimizer, "mse", run_eagerly=eagerly)
-        history = model.fit(
-            X,
-            Y,
-            sample_weight=WEIGHTS,
-            batch_size=8,
-            epochs=2,
-            shuffle=False,
-            verbose=0,
-        )
+        options = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
+        history = model.fit(X, Y, sample_weight=WEIGHTS, **options)
     found = {**state_of(model), "loss": np.array(history.history["loss"])}
     said = [str(w.message) for w in caught if "split by rows" in str(w.message)]
     return found, said, replicas > 1 and exchanges(strategy)
@@ -343,12 +326,12 @@ def test_attacks(name: str) -> None:
         for rows, factor in (8, 1.0), (8, 3.0), (7, 3.0):
             values = [batch(rows, factor, shape)]
             try:
-                expected = numbers(layer, values, count, None, [1.0] * count)
+                expected = numbers(layer, values, count)
             except Exception:
                 # It has no gradient, or takes an even number of rows.
                 continue
             split = OnReplicas(layer, strategy)
-            found = numbers(split, values, count, None, [1.0] * count)
+            found = numbers(split, values, count)
             assert_equal(expected, found)
             calls += 1
     is_exchanged = own in EXCHANGED or name in IN_TWO_TABLES
