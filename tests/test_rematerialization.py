@@ -176,7 +176,7 @@ class Rematerialized(keras.layers.Layer):
 
 
 @pytest.mark.one_backend("torch", "tensorflow")
-@pytest.mark.nightly(unless=["<lambda>"])
+@pytest.mark.nightly(unless=["dropout", "dense"])
 @pytest.mark.skipif(
     BACKEND == "jax",
     reason="plain Keras raises: assigned values leave the function that JAX traces",
@@ -186,9 +186,11 @@ class Rematerialized(keras.layers.Layer):
     [
         keras.layers.BatchNormalization,
         lambda: keras.layers.Dropout(0.5, seed=4),
+        lambda: keras.layers.Dense(3, "tanh"),
     ],
+    ids=["normalization", "dropout", "dense"],
 )
-def test_functions_that_assign_variables_in_the_backward_pass_too(
+def test_functions_that_read_or_assign_variables_in_the_backward_pass_too(
     mirrored, layer
 ) -> None:
     """Layers that are known by their types have operations in both passes."""

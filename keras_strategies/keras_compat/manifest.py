@@ -149,8 +149,8 @@ GROUPS: dict[str, Group] = {
                 "JAX finds the trace of a function again that a layer keeps, with the "
                 "values that variables had when the model was built: they never train. "
                 "On Torch the backward pass would call a layer with weights in shards, "
-                "and a compiled layer call computes again what it does not keep.",
-                backend="jax | torch",
+                "and a compiled layer call computes again what it does not keep. On "
+                "TensorFlow it would find no variables that replicas read.",
             ),
         ),
     ),

@@ -18,6 +18,8 @@ from keras_strategies.engines.tensorflow.replicas.lockstep_replicas import Repli
 from keras_strategies.keras_compat.backends.keras_on_tensorflow import (
     holds_tf_variables,
 )
+from keras_strategies.keras_compat.backends.rematerialization import hook_remat
+from keras_strategies.keras_compat.state_scope import current_policy
 from keras_strategies.rows.layer_calls import LayerCall
 from keras_strategies.runtime.data_parallel.replica_executor import LayerCallDriver
 from keras_strategies.runtime.data_parallel.split_plan import SplitPlan
@@ -41,6 +43,7 @@ class TensorFlowLayerCalls(LayerCallDriver):
     def __init__(self, strategy: StrategyCore, engine: ReplicaEngine):
         self._engine = engine
         self._placement = strategy.placement
+        hook_remat(_kept_on_replicas)
 
     def can_split(self, tensors: Sequence[Any]) -> bool:
         kinds = (tf.RaggedTensor, tf.SparseTensor)
@@ -93,3 +96,14 @@ class TensorFlowLayerCalls(LayerCallDriver):
         check = tf.debugging.Assert(rows >= count, [message, rows])
         with tf.control_dependencies([check]):
             return tf.identity(rows)
+
+
+def _kept_on_replicas(
+    original: Callable[..., Any], function: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`keras.remat`, but for a function of a replica, which keeps its activations.
+
+    `tf.recompute_grad` has gradients of variables that the function reads itself, and
+    replicas read tensors in their place.
+    """
+    return original(function) if current_policy() is None else function
