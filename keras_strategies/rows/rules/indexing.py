@@ -200,8 +200,7 @@ def _one_hot(step: Step) -> Placed:
         return placed
     if step.name == "MultiHot" and placed.axis == rank - 1:
         return mixed("encodes all rows at once")
-    axis = int(step.attribute("axis")) % step.out_rank
-    return placed.at(placed.axis + (axis <= placed.axis))
+    return step.moved(placed)
 
 
 @rule("Digitize SearchSorted IsIn")

@@ -5,9 +5,6 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
-from typing import Any
-
-import numpy as np
 
 from keras_strategies.rows.placed import (
     Placed,
@@ -58,33 +55,12 @@ def _reshaped(step: Step, placed: Placed) -> Placed:
     return replace(placed, axis=into, blocks=blocks, multiple=multiple)
 
 
-@of_axis("Transpose Swapaxes Moveaxis ExpandDims")
+@of_axis("Transpose Swapaxes Moveaxis ExpandDims Squeeze")
 def _permuted(step: Step, placed: Placed) -> Placed:
-    rank = step.rank("x")
-    # An array whose shape has the number of each axis.
-    numbered = np.broadcast_to(np.empty((1,) * rank), range(2, rank + 2))
-    moves: dict[str, tuple[Any, ...]] = {
-        "Transpose": (np.transpose, "axes"),
-        "Swapaxes": (np.swapaxes, "axis1", "axis2"),
-        "Moveaxis": (np.moveaxis, "source", "destination"),
-        "ExpandDims": (np.expand_dims, "axis"),
-    }
-    move, *names = moves[step.name]
-    moved = move(numbered, *map(step.attribute, names))
-    return placed.at(moved.shape.index(placed.axis + 2))
-
-
-@of_axis("Squeeze")
-def _squeezed(step: Step, placed: Placed) -> Placed:
-    axis, shape = step.attribute("axis"), step.shapes("x")[-1]
-    gone = axes_of(axis, len(shape))
-    if axis is None:
-        gone = [i for i, length in enumerate(shape) if length == 1]
-        if step.placements.is_any:
-            return mixed("drops the rows where there is one")
-    if placed.axis in gone:
-        return mixed("drops the rows")
-    return placed.at(placed.axis - sum(each < placed.axis for each in gone))
+    is_squeeze = step.name == "Squeeze" and step.attribute("axis") is None
+    if is_squeeze and step.placements.is_any:
+        return mixed("drops the rows where there is one")
+    return step.moved(placed)
 
 
 @rule("BroadcastTo")
@@ -167,13 +143,12 @@ def _split(step: Step, placed: Placed) -> Placed:
     axis = fixed.get(step.name, step.attribute("axis", 0)) % rank
     if placed.axis == axis:
         return mixed("takes rows apart")
-    return placed.at(placed.axis - (step.name == "Unstack" and axis < placed.axis))
+    return step.moved(placed)
 
 
 @of_axis("Diagonal Trace")
 def _diagonal(step: Step, placed: Placed) -> Placed:
     pair = [step.attribute("axis1"), step.attribute("axis2")]
-    pair = axes_of(pair, step.rank("x"))
-    if placed.axis in pair:
+    if placed.axis in axes_of(pair, step.rank("x")):
         return mixed("takes a diagonal of the rows")
-    return placed.at(placed.axis - sum(axis < placed.axis for axis in pair))
+    return step.moved(placed)
