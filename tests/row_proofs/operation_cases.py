@@ -96,6 +96,11 @@ ROW_OPERATIONS = [
 MIXING_OPERATIONS = [
     mixing_function("cumsum along rows", lambda x: ops.cumsum(x, axis=0), (6,)),
     mixing("capacity", lambda: own.Capacity(100), (6,)),
+    mixing_function(
+        "an entry by the number of its row",
+        lambda x: x[np.arange(x.shape[0]), np.arange(x.shape[0])],
+        (200,),
+    ),
     function(
         "zeros with rows summed",
         lambda x: x + ops.sum(ops.ones((ops.shape(x)[0], 6))) * 0.0,

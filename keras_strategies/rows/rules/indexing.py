@@ -58,7 +58,10 @@ def _slice_updated(step: Step) -> Placed:
 @rule("GetItem")
 def _item(step: Step) -> Placed:
     (placed,), rank = step.placed("x"), step.rank("x")
-    return _indexed(step, placed, [_expanded(k, rank) for k in step.values("key")])
+    keys = [_expanded(key, rank) for key in step.values("key")]
+    if any("bool" in str(getattr(part, "dtype", "")) for part in keys[0]):
+        return mixed("takes as many entries as a mask says")
+    return _indexed(step, placed, keys)
 
 
 def _expanded(key: Any, rank: int) -> list[Any]:
@@ -88,108 +91,57 @@ def _is_tensor(part: Any) -> bool:
 
 
 def _indexed(step: Step, placed: Placed, keys: list[list[Any]]) -> Placed:
-    axis = out = 0
-    found, by_numbers = placed, False
-    picked: list[tuple[int, list[Any]]] = []
+    axis, by_numbers = 0, False
+    picked: list[tuple[Placed, int]] = []
     for parts in zip(*keys, strict=True):
         part = parts[0]
         is_row_axis = placed.is_rows and placed.axis == axis
         if part is None:
-            out += 1
             continue
         if isinstance(part, slice):
             sizes = [shape[axis] for shape in step.shapes("x")]
             ranges = [s.indices(size) for s, size in zip(parts, sizes, strict=True)]
             if is_row_axis:
-                if any(
-                    r != (0, size, 1) for r, size in zip(ranges, sizes, strict=True)
-                ):
+                if ranges != [(0, size, 1) for size in sizes]:
                     return mixed("takes some rows")
                 if step.placements.is_any and not all(map(_has_no_bounds, parts)):
                     return mixed("takes at most a number of rows")
-                found = placed.at(out)
             elif len(set(ranges)) > 1 or _has_count(part):
                 return mixed("takes as many entries as there are rows")
-            out += 1
         elif is_row_axis and not _is_tensor(part):
             return mixed("takes one row")
         elif isinstance(part, (int, np.integer)):
             if len(set(parts)) > 1:
                 return mixed("takes an entry by the number of rows")
-        elif is_row_axis and not step.placements.are_row_numbers(parts):
-            return mixed("takes rows by their numbers")
+        elif is_row_axis:
+            if placed.layout != (1, 1) or not step.placements.are_row_numbers(parts):
+                return mixed("takes rows by their numbers")
+            by_numbers, shapes = True, [shape_of(each) for each in parts]
+            picked.append((rows_of_shapes(shapes, step.counts), len(shapes[0])))
         else:
-            by_numbers = by_numbers or is_row_axis
-            picked.append((out, list(parts)))
-            out += len(shape_of(part)) if len(picked) == 1 else 0
+            picked.append((step.placements.placed(parts)[0], len(shape_of(part))))
         axis += 1
-    if by_numbers and placed.layout == (1, 1):
-        return _own_entries(step, picked).times(placed.power)
-    return _picked(step, placed, found, picked)
-
-
-def _own_entries(step: Step, picked: list[Any]) -> Placed:
-    """Entries of each row: its number is an index, and others may have the rows."""
-    indices = []
-    for _, parts in picked:
-        if step.placements.are_row_numbers(parts):
-            each = rows_of_shapes([shape_of(part) for part in parts], step.counts)
-        else:
-            each = step.placements.placed(parts)[0]
-        indices.append((each, len(shape_of(parts[0]))))
-    index = joined(indices, max(rank for _, rank in indices))
-    return index.at(index.axis + picked[0][0]) if index.axis is not None else index
-
-
-def _picked(step: Step, placed: Placed, found: Placed, picked: list[Any]) -> Placed:
-    """The result of indices that are tensors."""
-    if not picked:
-        return found
-    place = picked[0][0]
-    ranks = [len(shape_of(parts[0])) for _, parts in picked]
-    indices = [
-        (step.placements.placed(parts)[0], rank)
-        for (_, parts), rank in zip(picked, ranks, strict=True)
-    ]
-    if any("bool" in str(getattr(parts[0], "dtype", "")) for _, parts in picked):
-        return mixed("takes as many entries as a mask says")
-    index = joined(indices, max(ranks))
+    index = joined(picked, max((rank for _, rank in picked), default=0))
+    if by_numbers:  # Entries of each row; other indices may have the rows, too.
+        return step.moved(index).times(placed.power)
     if index.is_mixed:
         return index
     if index.is_rows and not placed.is_constant:
-        return mixed("takes entries of rows by row")
-    if len(picked) > 1 and found.is_rows:
+        is_hidden = index.axis is None and index == placed
+        return index if is_hidden else mixed("takes entries of rows by row")
+    if len(picked) > 1 and placed.has_axis:
         return mixed("takes entries by several indices")
-    if index.has_axis:
-        return index.at(index.axis + place)
-    return index if index.is_rows else found
+    return step.moved(index if index.is_rows else placed)
 
 
 @rule("Take")
 def _taken(step: Step) -> Placed:
-    (x, rank), (index, index_rank) = step.leaves("x", "indices")
-    axis = step.attribute("axis")
-    if x.is_mixed or index.is_mixed:
-        return x if x.is_mixed else index
-    if index.power or (x.power and index.is_rows):
-        return mixed("depends on the number of rows")
-    if axis is None:
-        if x.is_rows:
-            return mixed("takes entries of all rows")
-        axis = 0
-    axis = int(axis) % max(rank, 1)
-    if index.is_rows:
-        if not x.is_same:
-            hidden = x.is_rows and x.axis is None and index == x
-            return index if hidden else mixed("takes entries of rows by row")
-        return index if index.axis is None else index.at(index.axis + axis)
-    if index.is_sum:
-        return mixed("takes an entry by a sum over rows")
-    if x.has_axis:
-        if x.axis == axis:
-            return mixed("takes rows by their numbers")
-        return x.at(x.axis + (index_rank - 1 if axis < x.axis else 0))
-    return x
+    (x,), rank, axis = step.placed("x"), step.rank("x"), step.attribute("axis")
+    if axis is None and x.is_rows:
+        return mixed("takes entries of all rows")
+    before = [slice(None)] * (int(axis or 0) % max(rank, 1))
+    indices = step.values("indices")
+    return _indexed(step, x, [_expanded([*before, each], rank) for each in indices])
 
 
 @rule("OneHot MultiHot")
