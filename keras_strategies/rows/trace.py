@@ -9,7 +9,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +155,7 @@ class TracedState(StatePolicy):
         self.values[id(variable)] = value
 
 
+@dataclass(eq=False)
 class Trace:
     """The operations of one call with a number of rows.
 
@@ -167,44 +168,38 @@ class Trace:
         draws: see `Tracer`.
     """
 
-    def __init__(
-        self,
-        rows: int,
-        is_any: bool,
-        followed: frozenset[int],
-        only_adds: bool,
-        functions: Any,
-        draws: Any,
-    ):
-        self.rows = rows
-        self.is_any = is_any
-        self.only_adds = only_adds
-        self.functions, self.draws = functions, draws
-        #: The tensors with rows, the results, and the lines of the user's that ran.
-        self.inputs: list[Any] = []
-        self.outputs: Any = None
-        self.lines: Lines = set()
-        self.nodes: list[Node] = []
-        self.made: list[weakref.ref[Any]] = []
+    rows: int
+    is_any: bool
+    followed: frozenset[int]
+    only_adds: bool
+    functions: Any
+    draws: Any
+    #: The tensors with rows, the results, and the lines of the user's that ran.
+    inputs: list[Any] = field(default_factory=list)
+    outputs: Any = None
+    lines: Lines = field(default_factory=set)
+    nodes: list[Node] = field(default_factory=list)
+    made: list[weakref.ref[Any]] = field(default_factory=list)
+    losses: list[Any] = field(default_factory=list)
+    depth: int = 0
+    #: How many functions around are computed again in the backward pass.
+    repeated: int = 0
+    #: The tensors that are drawn, and the functions that draw them.
+    drawn: list[tuple[str, Any]] = field(default_factory=list)
+    draws_without_seed: bool = False
+    events: list[Event] = field(default_factory=list)
+    #: A context around calls with values, which are not those of a replica.
+    outside: Callable[[], contextlib.AbstractContextManager[Any]] = nullcontext
+    problem: str | None = None
+    #: Whether a function of the backend computes constants, by others.
+    _is_inside: bool = False
+    _known_calls: int = 0
+    _layers: list[Any] = field(default_factory=list)
+    #: Tensors of lengths, by their ids, of which Keras's losses take the product.
+    _lengths: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         self.state = TracedState(self)
-        self.losses: list[Any] = []
-        self.depth = 0
-        #: How many functions around are computed again in the backward pass.
-        self.repeated = 0
-        #: The tensors that are drawn, and the functions that draw them.
-        self.drawn: list[tuple[str, Any]] = []
-        self.draws_without_seed = False
-        self.events: list[Event] = []
-        #: Whether a function of the backend computes constants, by others.
-        self._is_inside = False
-        #: A context around calls with values, which are not those of a replica.
-        self.outside: Callable[[], contextlib.AbstractContextManager[Any]] = nullcontext
-        self.problem: str | None = None
-        self._followed = followed
-        self._known_calls = 0
-        self._layers: list[Any] = []
-        #: Tensors of lengths, by their ids, of which Keras's losses take the product.
-        self._lengths: dict[int, tuple[Any, Any]] = {}
 
     # Tensors.
 
@@ -392,7 +387,7 @@ class Trace:
         if _has_own_spec(layer) and all(ranks) and is_row_wise(layer, ranks):
             number = self._known_calls
             self._known_calls += 1
-            if number not in self._followed and not seed_generators(layer):
+            if number not in self.followed and not seed_generators(layer):
                 outputs = layer.compute_output_spec(*args, **kwargs)
                 if _is_complete(outputs):
                     self._note_layer(layer, is_one=True)
