@@ -9,7 +9,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,7 @@ class Node:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: Any
-    place: str
+    place: str = ""
     bodies: tuple[Body, ...] = ()
     number: int | None = None
 
@@ -194,7 +194,8 @@ class Trace:
     #: Whether a function of the backend computes constants, by others.
     _is_inside: bool = False
     _known_calls: int = 0
-    _layers: list[Any] = field(default_factory=list)
+    #: The innermost one that is called.
+    _layer: Any = None
     #: Tensors of lengths, by their ids, of which Keras's losses take the product.
     _lengths: dict[int, tuple[Any, Any]] = field(default_factory=dict)
 
@@ -244,14 +245,9 @@ class Trace:
         if self.repeated:
             raise NotTraced(f"{what} in what is computed again in the backward pass")
 
-    @contextlib.contextmanager
-    def repeating(self) -> Iterator[None]:
+    def repeating(self) -> contextlib.AbstractContextManager[None]:
         """Context of code that is computed again in the backward pass."""
-        self.repeated += 1
-        try:
-            yield
-        finally:
-            self.repeated -= 1
+        return _assigned(self, repeated=self.repeated + 1)
 
     def note_problem(self, problem: str) -> None:
         self.problem = self.problem or problem
@@ -259,13 +255,9 @@ class Trace:
     def call(self, operation: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = self.values(args), self.values(kwargs)
         if isinstance(operation, keras.layers.Layer):
-            self._layers.append(operation)
             again = self.repeating if is_rematerialized(operation) else nullcontext
-            try:
-                with again():
-                    return self._call_layer(operation, args, kwargs)
-            finally:
-                self._layers.pop()
+            with _assigned(self, _layer=operation), again():
+                return self._call_layer(operation, args, kwargs)
         name = type(operation).__name__
         composed = as_means(name.lower(), args[0]) if args else None
         if composed is not None:
@@ -276,9 +268,8 @@ class Trace:
         _, lengths = self._lengths.get(id(args[0]) if args else 0, (None, None))
         if name == "Prod" and lengths and operation.axis is None:
             return self._constant(RowCount(math.prod(map(int, lengths))))
-        return self.record(
-            name, operation, args, kwargs, _spec(operation, args, kwargs)
-        )
+        spec = _spec(operation, args, kwargs)
+        return self.record(Node(name, operation, args, kwargs, spec))
 
     def call_function(
         self, name: str, original: Any, symbolic: Any, args: Any, kwargs: Any
@@ -302,16 +293,13 @@ class Trace:
     def _of_constants(self, name: str, original: Any, args: Any, kwargs: Any) -> Any:
         if name in FUNCTIONS_OF_SUMS and not (self.depth or self._is_inside):
             self.events.append(Event(FUNCTIONS_OF_SUMS[name]))
-        before, self._is_inside = self._is_inside, True
-        try:
+        with _assigned(self, _is_inside=True):
             return original(*args, **kwargs)
-        finally:
-            self._is_inside = before
 
     def changed_in_place(self, before: RowTensor, after: RowTensor) -> Any:
         """The tensor that an operator with assignment has changed to `after`."""
         given = (before, after, before.is_inner)
-        found = self.record("in_place", None, given, {}, after)
+        found = self.record(Node("in_place", None, given, {}, after))
         found.is_inner = before.is_inner
         return found
 
@@ -324,11 +312,8 @@ class Trace:
         return original(tensor, *args)
 
     def add_to_variable(self, original: Any, variable: Any, value: Any) -> Any:
-        self.state.is_adding = True
-        try:
+        with _assigned(self.state, is_adding=True):
             return original(variable, value)
-        finally:
-            self.state.is_adding = False
 
     # Programs for any number of rows: what depends on it is no constant.
 
@@ -344,7 +329,7 @@ class Trace:
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         dtype = keras.backend.standardize_dtype(dtype)
         spec = keras.KerasTensor(tuple(map(int, shape)), dtype)
-        found: RowTensor = self.record("filled", None, (value,), {}, spec)
+        found: RowTensor = self.record(Node("filled", None, (value,), {}, spec))
         return found
 
     def _row_numbers(
@@ -355,7 +340,7 @@ class Trace:
         if first != 0 or step not in (None, 1):
             refuse_count()
         spec = keras.KerasTensor((int(count),), dtype or "int32")
-        found: RowTensor = self.record("row_numbers", None, (), {}, spec)
+        found: RowTensor = self.record(Node("row_numbers", None, (), {}, spec))
         return found
 
     def _lifted(self, structure: Any) -> Any:
@@ -372,10 +357,10 @@ class Trace:
     def _constant(self, leaf: Any) -> Any:
         """A tensor of the trace for an array or a number of rows."""
         if not isinstance(leaf, RowCount):
-            return self.record("constant", None, (leaf,), {}, symbolic(leaf))
+            return self.record(Node("constant", None, (leaf,), {}, symbolic(leaf)))
         # A plain number, which is compared between the traces.
         spec = keras.KerasTensor((), "int32")
-        return self.record("constant", None, (int(leaf),), {}, spec)
+        return self.record(Node("constant", None, (int(leaf),), {}, spec))
 
     # Layers.
 
@@ -421,7 +406,9 @@ class Trace:
         more = [*results.losses, *results.updates.values()]
         count = sum(isinstance(x, keras.KerasTensor) for x in leaves_of(outputs))
         options = {"flags": flags, "outputs": count, "means": len(more)}
-        made, added = self.record("row_wise", None, tensors, options, (outputs, more))
+        made, added = self.record(
+            Node("row_wise", None, tensors, options, (outputs, more))
+        )
         for loss in added[: len(results.losses)]:
             layer.add_loss(loss)
         variables = {id(variable): variable for variable in layer.variables}
@@ -451,64 +438,42 @@ class Trace:
             assigned = [layer.kernel, layer.vector_u]
         states = [v for v in assigned if not is_seed_state(v)]
         after = [keras.KerasTensor(v.shape, v.dtype) for v in states]
-        name = type(layer).__name__
-        made, values = self.record(
-            name, layer, args, kwargs, (outputs, after), number=number
-        )
+        given = (type(layer).__name__, layer, args, kwargs, (outputs, after))
+        made, values = self.record(Node(*given, number=number))
         for variable, value in zip(states, values, strict=True):
             self.state.assign(variable, value)
         return made
 
     # Operations.
 
-    def record(
-        self,
-        name: str,
-        operation: Any,
-        args: Any,
-        kwargs: Any,
-        outputs: Any,
-        bodies: tuple[Body, ...] = (),
-        number: int | None = None,
-    ) -> Any:
+    def record(self, node: Node) -> Any:
         """Adds an operation, and returns its results.
 
         Args:
-            name: see `Node`, as all arguments.
-            operation: the operation.
-            args: its arguments.
-            kwargs: its keyword arguments.
-            outputs: structure of symbolic tensors like its results.
-            bodies: functions that it calls.
-            number: that of the call of a layer.
+            node: the operation, with symbolic tensors like its results and without a
+                place.
         """
-        made = self.like(outputs)
+        made = self.like(node.outputs)
         if keras.backend.backend() == "torch":
-            _note_memory(name, (args, kwargs), made)
-        place = self._place()
-        node = Node(name, operation, args, kwargs, made, place, bodies, number)
+            _note_memory(node.name, (node.args, node.kwargs), made)
+        node = replace(node, outputs=made, place=self._place())
         self.nodes.append(node)
-        if name in SUMS and number is None and not self.depth:
-            self.events.append(Event(name, node, is_repeated=self.repeated > 0))
+        if node.name in SUMS and node.number is None and not self.depth:
+            self.events.append(Event(node.name, node, is_repeated=self.repeated > 0))
         return made
 
     def body(self, function: Callable[..., Any], *specs: Any) -> Body:
         """The operations of a function, called with tensors as given."""
         inputs = [self.like(spec_of(spec)) for spec in specs]
-        outer, self.nodes = self.nodes, []
-        self.depth += 1
-        try:
+        with _assigned(self, nodes=[], depth=self.depth + 1):
             (outputs,) = self.values((function(*inputs),))
             return Body(inputs, self.nodes, outputs)
-        finally:
-            self.nodes = outer
-            self.depth -= 1
 
     def _place(self) -> str:
         """The innermost layer, and the line of the user's that is being called."""
         found = []
-        if self._layers:
-            layer = self._layers[-1]
+        layer = self._layer
+        if layer is not None:
             found.append(f"in layer {layer.name!r} ({type(layer).__name__})")
         frame = inspect.currentframe()
         while frame is not None and frame.f_code.co_filename != _PROVER:
@@ -523,6 +488,17 @@ class Trace:
         """Lets go of all tensors."""
         vars(self.state).clear()
         vars(self).clear()
+
+
+@contextlib.contextmanager
+def _assigned(owner: Any, **values: Any) -> Iterator[None]:
+    """A context in which attributes have other values."""
+    before = {name: getattr(owner, name) for name in values}
+    vars(owner).update(values)
+    try:
+        yield
+    finally:
+        vars(owner).update(before)
 
 
 def _note_memory(name: str, arguments: Any, made: Any) -> None:

@@ -16,7 +16,7 @@ from keras import ops, tree
 
 from keras_strategies.keras_compat.symbolic_backend import current_tracer
 from keras_strategies.rows.row_tensors import NotTraced, is_number, shape_of
-from keras_strategies.rows.trace import Body, Trace, spec_of
+from keras_strategies.rows.trace import Body, Node, Trace, spec_of
 
 
 def _active() -> Trace:
@@ -50,7 +50,9 @@ def _length(structure: Any) -> int:
 
 
 def _flow(name: str, given: Any, outputs: Any, *bodies: Body, **static: Any) -> Any:
-    return _active().record(name, None, (given,), static, spec_of(outputs), bodies)
+    return _active().record(
+        Node(name, None, (given,), static, spec_of(outputs), bodies=bodies)
+    )
 
 
 # Control flow.
@@ -262,7 +264,7 @@ def _draw(name: str, seed: Any, shape: Any, dtype: Any, *arguments: Any) -> Any:
         raise NotTraced("draws random numbers in the body of a loop or branch")
     given = trace.values(arguments)
     spec = keras.KerasTensor(tuple(map(int, shape)), dtype or keras.config.floatx())
-    made = trace.record("draw", None, given, {}, spec)
+    made = trace.record(Node("draw", None, given, {}, spec))
     # The name tells which have a parameter for each entry.
     has_parameters = any(len(shape_of(each)) == len(shape) for each in given)
     trace.drawn.append((name if has_parameters else "", made))
