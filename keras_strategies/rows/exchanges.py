@@ -9,6 +9,7 @@ rules here either.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -16,7 +17,7 @@ import keras
 from keras_strategies.rows.placed import SAME, Placed
 from keras_strategies.rows.row_placements import Exchange, ProvedEvent
 from keras_strategies.rows.row_tensors import RowTensor, tensors_in
-from keras_strategies.rows.trace import Event, Node
+from keras_strategies.rows.trace import Node
 
 #: One device has more digits of a sum in 16 bits than replicas could exchange.
 #: Sums that are used further may be sums of others, as the mean in a variance.
@@ -31,11 +32,9 @@ class Exchanges:
         events: those of the first trace.
     """
 
-    def __init__(self, events: Sequence[Event]):
+    def __init__(self, events: Sequence[tuple[ProvedEvent, Node | None]]):
         self._events = events
-        self._may = {
-            id(event.node) for event in events if event.node and not event.is_repeated
-        }
+        self._may = {id(node) for _, node in events if node and not node.is_repeated}
         #: The exchanges, by the `id` of their nodes.
         self._chosen: dict[int, Exchange] = {}
         self._wanted: dict[int, Exchange] = {}
@@ -109,13 +108,10 @@ class Exchanges:
         """The events of a call of a layer; empty without exchanges."""
         if not self._used:
             return []
-        events = list(self._events)
-        if events[0].layer is layer:
-            del events[0]
-        found = []
-        for event in events:
-            is_used = id(event.node) in self._used
-            exchange = self._chosen[id(event.node)] if is_used else None
-            layer = 0 if event.layer is None else id(event.layer)
-            found.append(ProvedEvent(event.name, layer, event.is_one, exchange))
-        return found
+        events = [
+            replace(event, exchange=self._chosen[id(node)])
+            if id(node) in self._used
+            else event
+            for event, node in self._events
+        ]
+        return events[events[0].layer == id(layer) :]

@@ -31,7 +31,7 @@ from keras_strategies.rows.code_names import Lines
 from keras_strategies.rows.declarations import is_declared
 from keras_strategies.rows.declared_calls import are_rows, results_of_declared
 from keras_strategies.rows.python_state import argument_key
-from keras_strategies.rows.row_placements import FUNCTIONS_OF_SUMS, SUMS
+from keras_strategies.rows.row_placements import FUNCTIONS_OF_SUMS, SUMS, ProvedEvent
 from keras_strategies.rows.row_tensors import (
     NotTraced,
     RowCount,
@@ -86,6 +86,7 @@ class Node:
         place: str, the layer and the line of the user's that make it.
         bodies: functions that it calls.
         number: int, that of a call of a layer that is one operation.
+        is_repeated: bool, whether the backward pass computes it again.
     """
 
     name: str
@@ -96,24 +97,6 @@ class Node:
     place: str = ""
     bodies: tuple[Body, ...] = ()
     number: int | None = None
-
-
-@dataclass(frozen=True)
-class Event:
-    """An operation of `SUMS`, or a call of a layer, outside of loops and branches.
-
-    Args:
-        name: str, the kind of the operation; empty for a layer.
-        node: the operation; None for a layer, and for one of constants.
-        layer: the layer.
-        is_one: bool, whether its call is one operation of the trace.
-        is_repeated: bool, whether the backward pass computes it again.
-    """
-
-    name: str = ""
-    node: Node | None = None
-    layer: Any = None
-    is_one: bool = False
     is_repeated: bool = False
 
 
@@ -187,7 +170,9 @@ class Trace:
     #: The tensors that are drawn, and the functions that draw them.
     drawn: list[tuple[str, Any]] = field(default_factory=list)
     draws_without_seed: bool = False
-    events: list[Event] = field(default_factory=list)
+    #: Operations of `SUMS`, and calls of layers, outside of loops and branches. An
+    #: operation of constants has no node.
+    events: list[tuple[ProvedEvent, Node | None]] = field(default_factory=list)
     #: A context around calls with values, which are not those of a replica.
     outside: Callable[[], contextlib.AbstractContextManager[Any]] = nullcontext
     problem: str | None = None
@@ -292,7 +277,7 @@ class Trace:
 
     def _of_constants(self, name: str, original: Any, args: Any, kwargs: Any) -> Any:
         if name in FUNCTIONS_OF_SUMS and not (self.depth or self._is_inside):
-            self.events.append(Event(FUNCTIONS_OF_SUMS[name]))
+            self.events.append((ProvedEvent(FUNCTIONS_OF_SUMS[name]), None))
         with _assigned(self, _is_inside=True):
             return original(*args, **kwargs)
 
@@ -384,7 +369,7 @@ class Trace:
 
     def _note_layer(self, layer: Any, is_one: bool = False) -> None:
         if not self.depth:
-            self.events.append(Event(layer=layer, is_one=is_one))
+            self.events.append((ProvedEvent("", id(layer), is_one), None))
 
     def declared_call(self, layer: Any, args: Any, kwargs: Any) -> Any:
         """A declared layer or function as one operation."""
@@ -456,10 +441,11 @@ class Trace:
         made = self.like(node.outputs)
         if keras.backend.backend() == "torch":
             _note_memory(node.name, (node.args, node.kwargs), made)
-        node = replace(node, outputs=made, place=self._place())
+        repeated = self.repeated > 0
+        node = replace(node, outputs=made, place=self._place(), is_repeated=repeated)
         self.nodes.append(node)
         if node.name in SUMS and node.number is None and not self.depth:
-            self.events.append(Event(node.name, node, is_repeated=self.repeated > 0))
+            self.events.append((ProvedEvent(node.name), node))
         return made
 
     def body(self, function: Callable[..., Any], *specs: Any) -> Body:

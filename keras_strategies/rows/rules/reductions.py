@@ -20,7 +20,8 @@ from keras_strategies.rows.rules.step import Step, rule
 def _reduced(step: Step, name: str = "x") -> tuple[Placed, bool, Placed]:
     """The argument, whether its rows are reduced, and the result if they are not."""
     placed, rank = step.placed(name)[0], step.rank(name)
-    if placed.has_axis and placed.axis in axes_of(step.attribute("axis"), rank):
+    axes = step.attribute("axes", step.attribute("axis"))
+    if placed.has_axis and placed.axis in axes_of(axes, rank):
         return placed, True, placed
     return placed, False, step.moved(placed)
 
@@ -70,16 +71,11 @@ def _reduction(step: Step) -> Placed:
 
 @rule("Moments")
 def _moments(step: Step) -> list[Placed]:
-    (placed,), rank = step.placed("x"), step.rank("x")
-    axes = axes_of(step.attribute("axes"), rank)
-    if not placed.has_axis:
-        return [joined([(placed, rank)], rank)] * 2
-    if placed.axis in axes:
+    placed, over_rows, rest = _reduced(step)
+    if over_rows:
         mean = replace(SUM, power=placed.power - 1)
         return [mean, mixed("is a variance over rows")]
-    if placed.power:
-        return [mixed("depends on the number of rows")] * 2
-    return [step.moved(placed)] * 2
+    return [joined([(rest, 0)], 0)] * 2
 
 
 #: Of them, those of which sums over rows are sums over rows.

@@ -99,17 +99,14 @@ def _longer(step: Step) -> Placed:
     axis = placed.axis + len(after[0]) - len(before[0])
     if step.name == "Repeat" and step.attribute("axis") is None:
         return mixed("repeats entries of all rows")
-    repeats = step.attribute("repeats")
-    if step.name == "Repeat" and int(step.attribute("axis")) % len(after[0]) != axis:
-        return placed.at(axis)
     ratio, rest = divmod(after[0][axis], before[0][placed.axis])
-    if step.name != "Repeat" and ratio == 1 and not rest:
-        return placed.at(axis)
-    if step.name == "Repeat" and isinstance(repeats, int):
+    if step.name == "Repeat" and int(step.attribute("axis")) % len(after[0]) == axis:
+        if not isinstance(step.attribute("repeats"), int):
+            return mixed("changes the number of rows")
         return replace(placed, axis=axis, multiple=placed.multiple * ratio)
-    if step.name == "Tile" and not rest:
-        return replace(placed, axis=axis, blocks=placed.blocks * ratio)
-    return mixed("changes the number of rows")
+    if rest or (step.name == "Pad" and ratio != 1):
+        return mixed("changes the number of rows")
+    return replace(placed, axis=axis, blocks=placed.blocks * ratio)
 
 
 @rule("Concatenate Append Hstack Vstack Dstack Stack")
@@ -129,10 +126,9 @@ def _concatenated(step: Step) -> Placed:
     if found.has_axis:
         if any(each.is_same for each, _ in leaves):
             return mixed("joins rows with a constant")
-        if step.name == "Stack":
-            found = found.at(found.axis + (axis <= found.axis))
-        elif found.axis == axis:
+        if step.name != "Stack" and found.axis == axis:
             return mixed("has rows of one argument after those of another")
+        found = step.moved(found)
     return found.times(max(powers)) if len(powers) == 1 else found
 
 
