@@ -19,9 +19,9 @@ from keras_strategies.rows.row_placements import Exchange, ProvedEvent
 from keras_strategies.rows.row_tensors import RowTensor, tensors_in
 from keras_strategies.rows.trace import Node
 
-#: One device has more digits of a sum in 16 bits than replicas could exchange.
 #: Sums that are used further may be sums of others, as the mean in a variance.
 _MOST_TRIES = 32
+#: One device has more digits of a sum in 16 bits than replicas could exchange.
 _DTYPES = ("float32", "float64", "int32", "int64")
 
 
@@ -36,22 +36,17 @@ class Exchanges:
         self._events = events
         self._may = {id(node) for _, node in events if node and not node.is_repeated}
         #: The exchanges, by the `id` of their nodes.
-        self._chosen: dict[int, Exchange] = {}
+        self.chosen: dict[int, Exchange] = {}
         self._wanted: dict[int, Exchange] = {}
         self._used: set[int] = set()
         #: The sums that another sum is computed from, by its index.
         self._origins: dict[int, dict[int, Exchange]] = {}
         self._tries = 0
 
-    @property
-    def are_chosen(self) -> bool:
-        """Whether there is any."""
-        return bool(self._chosen)
-
     def choose_more(self) -> bool:
         """Whether other exchanges may help; the next propagation has them."""
         found = self._wanted
-        self._chosen |= found
+        self.chosen |= found
         self._tries += 1
         self._wanted, self._used, self._origins = {}, set(), {}
         return bool(found) and self._tries <= _MOST_TRIES
@@ -92,9 +87,9 @@ class Exchanges:
         if not placed.is_sum or placed.power not in (0, -1) or dtype not in _DTYPES:
             return {}
         exchange = Exchange(placed.power == -1, made.lengths, dtype)
-        if node not in self._chosen:
+        if node not in self.chosen:
             return {node: exchange}
-        self._chosen[node] = exchange
+        self.chosen[node] = exchange
         self._used.add(node)
         known[made.index] = SAME
         return {}
@@ -109,7 +104,7 @@ class Exchanges:
         if not self._used:
             return []
         events = [
-            replace(event, exchange=self._chosen[id(node)])
+            replace(event, exchange=self.chosen[id(node)])
             if id(node) in self._used
             else event
             for event, node in self._events

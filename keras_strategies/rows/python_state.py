@@ -253,20 +253,16 @@ class LayerSettings:
     """
 
     def __init__(self) -> None:
-        self._known: dict[Any, int] = {}
+        #: The numbers of all settings that there were.
+        self.known: dict[Any, int] = {}
         self._before: tuple[tuple[Any, ...], ...] = ()
         self._number = -1
-
-    @property
-    def count(self) -> int:
-        """How many different settings there were."""
-        return len(self._known)
 
     def number(self, layer: Any) -> int:
         """The number of the current settings; fast where nothing was assigned."""
         if self._number < 0 or not all(map(_is_unchanged, self._before)):
             keys, self._before = zip(*map(_attributes, sublayers(layer)), strict=True)
-            self._number = self._known.setdefault(keys, len(self._known))
+            self._number = self.known.setdefault(keys, len(self.known))
         return self._number
 
 

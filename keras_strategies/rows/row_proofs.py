@@ -99,7 +99,7 @@ class RowProofs:
         if proofs is None:
             proofs = _LayerProofs(is_declared=is_declared(layer))
             self._layers[layer] = proofs
-        if self._workers is not None and proofs.settings.count >= _MOST_SETTINGS:
+        if self._workers is not None and len(proofs.settings.known) >= _MOST_SETTINGS:
             # The limit below may be reached on one worker alone. What workers have
             # agreed on stays, so that none of them asks alone.
             proofs = self._layers[layer] = _LayerProofs(agreed=proofs.agreed)
@@ -118,7 +118,10 @@ class RowProofs:
         for key in ((settings, arguments), (_OFTEN, arguments)):
             if key in proofs.found:
                 return proofs.found[key], False
-        if max(proofs.settings.count, proofs.dropped) > _MOST_SETTINGS and not by_type:
+        if (
+            max(len(proofs.settings.known), proofs.dropped) > _MOST_SETTINGS
+            and not by_type
+        ):
             found = proofs.found[_OFTEN, arguments] = RowProof(problem=_OFTEN)
             return found, True
         if proofs.is_declared:

@@ -138,7 +138,7 @@ class _Attempts:
                 try:
                     return self._proof_without_left()
                 except UnknownUse as error:
-                    self._followed |= {error.number}
+                    self._followed |= {*error.args}
                     self._close()
             return RowProof(problem="its known layers are used in unknown ways")
         except MixesRows as error:
@@ -306,7 +306,7 @@ class _Attempts:
         found = placements.joined(leaves)
         if (
             self._call.is_in_run
-            and placements.exchanges.are_chosen
+            and placements.exchanges.chosen
             and found.kind in (RowKind.SUM, RowKind.MEAN)
         ):
             # A quotient of a replica's sum and that of all rows is neither's.

@@ -133,8 +133,6 @@ class TracedState(StatePolicy):
     def assign(self, variable: Any, value: Any) -> None:
         self.read(variable)
         self._trace().check_once("assigns a variable")
-        if self._trace().depth:
-            raise NotTraced("assigns a variable in the body of a loop or branch")
         self.values[id(variable)] = value
 
 
@@ -226,9 +224,11 @@ class Trace:
         return _has(structure, RowTensor)
 
     def check_once(self, what: str) -> None:
-        """Raises an error for what a backward pass must not do again."""
+        """Raises an error for what happens once, where code is repeated."""
         if self.repeated:
             raise NotTraced(f"{what} in what is computed again in the backward pass")
+        if self.depth:
+            raise NotTraced(f"{what} in the body of a loop or branch")
 
     def repeating(self) -> contextlib.AbstractContextManager[None]:
         """Context of code that is computed again in the backward pass."""
@@ -302,7 +302,7 @@ class Trace:
 
     # Programs for any number of rows: what depends on it is no constant.
 
-    def _made_of_shape(self, name: str, *args: Any, **kwargs: Any) -> RowTensor:
+    def _made_of_shape(self, name: str, *args: Any, **kwargs: Any) -> Any:
         names = ["shape", *(["fill_value"] if name == "full" else []), "dtype"]
         given = dict(zip(names, args, strict=False)) | kwargs
         value = given.get("fill_value", int(name != "zeros"))
@@ -314,19 +314,17 @@ class Trace:
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         dtype = keras.backend.standardize_dtype(dtype)
         spec = keras.KerasTensor(tuple(map(int, shape)), dtype)
-        found: RowTensor = self.record(Node("filled", None, (value,), {}, spec))
-        return found
+        return self.record(Node("filled", None, (value,), {}, spec))
 
     def _row_numbers(
         self, start: Any, stop: Any = None, step: Any = None, dtype: Any = None
-    ) -> RowTensor:
+    ) -> Any:
         """0, 1, ..., n - 1."""
         first, count = (0, start) if stop is None else (start, stop)
         if first != 0 or step not in (None, 1):
             refuse_count()
         spec = keras.KerasTensor((int(count),), dtype or "int32")
-        found: RowTensor = self.record(Node("row_numbers", None, (), {}, spec))
-        return found
+        return self.record(Node("row_numbers", None, (), {}, spec))
 
     def _lifted(self, structure: Any) -> Any:
         """Arguments with tensors of the trace in place of arrays, or of counts."""
@@ -359,7 +357,8 @@ class Trace:
             self._known_calls += 1
             if number not in self.followed and not seed_generators(layer):
                 outputs = layer.compute_output_spec(*args, **kwargs)
-                if _is_complete(outputs):
+                # Some layers say None for the sizes of the batch.
+                if all(x is None or None not in x.shape for x in leaves_of(outputs)):
                     self._note_layer(layer, is_one=True)
                     return self._known_call(layer, args, kwargs, number, outputs)
         self._note_layer(layer)
@@ -536,11 +535,6 @@ def _has(structure: Any, kind: type) -> bool:
         if isinstance(x, (list, tuple, dict)) and _has(x, kind):
             return True
     return False
-
-
-def _is_complete(specs: Any) -> bool:
-    """Whether all sizes are known; some layers say None for those of the batch."""
-    return all(x is None or None not in x.shape for x in leaves_of(specs))
 
 
 def _has_own_spec(layer: Any) -> bool:

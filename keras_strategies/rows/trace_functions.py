@@ -260,8 +260,6 @@ def _draw(name: str, seed: Any, shape: Any, dtype: Any, *arguments: Any) -> Any:
     trace = _active()
     trace.draws_without_seed |= seed is None
     trace.check_once("draws random numbers")
-    if trace.depth:
-        raise NotTraced("draws random numbers in the body of a loop or branch")
     given = trace.values(arguments)
     spec = keras.KerasTensor(tuple(map(int, shape)), dtype or keras.config.floatx())
     made = trace.record(Node("draw", None, given, {}, spec))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,6 @@ import numpy as np
 from keras_strategies.rows.placed import (
     SUM,
     Placed,
-    as_array,
     joined,
     mixed,
     not_along,
@@ -86,10 +84,6 @@ def _has_no_bounds(part: slice) -> bool:
     return part.start in (None, 0) and isinstance(part.stop, (type(None), RowCount))
 
 
-def _is_tensor(part: Any) -> bool:
-    return isinstance(part, RowTensor) or is_array(part)
-
-
 def _indexed(step: Step, placed: Placed, keys: list[list[Any]]) -> Placed:
     axis, by_numbers = 0, False
     picked: list[tuple[Placed, int]] = []
@@ -108,7 +102,7 @@ def _indexed(step: Step, placed: Placed, keys: list[list[Any]]) -> Placed:
                     return mixed("takes at most a number of rows")
             elif len(set(ranges)) > 1 or _has_count(part):
                 return mixed("takes as many entries as there are rows")
-        elif is_row_axis and not _is_tensor(part):
+        elif is_row_axis and not (isinstance(part, RowTensor) or is_array(part)):
             return mixed("takes one row")
         elif isinstance(part, (int, np.integer)):
             if len(set(parts)) > 1:
@@ -209,11 +203,3 @@ def _segments(step: Step) -> Placed:
             return mixed("goes over rows")
         return SUM
     return both if both.is_mixed else mixed("goes over all rows")
-
-
-def are_row_numbers(values: Sequence[Any], counts: Sequence[int]) -> bool:
-    """Whether an index is 0, 1, ..., n - 1 along one axis."""
-    return all(map(is_array, values)) and all(
-        np.array_equal(as_array(value).reshape(-1), np.arange(n))
-        for value, n in zip(values, counts, strict=True)
-    )

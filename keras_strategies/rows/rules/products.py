@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from string import ascii_letters
 
 from keras_strategies.rows.placed import SAME, SUM, Placed, joined, mixed, not_along
 from keras_strategies.rows.row_placements import RowKind
 from keras_strategies.rows.rules.step import Step, rule
-
-_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def _contracted(step: Step, labels: Sequence[str], output: str) -> Placed:
@@ -60,7 +59,7 @@ def _einsum(step: Step) -> Placed:
             rank - len(own) + 3 if "..." in own else 0
             for own, rank in zip(labels, ranks, strict=True)
         ]
-        free = [letter for letter in _LETTERS if letter not in text][: max(extra)]
+        free = [letter for letter in ascii_letters if letter not in text][: max(extra)]
         fill = {k: "".join(free[len(free) - k :]) for k in range(len(free) + 1)}
         labels = [
             own.replace("...", fill[k]) for own, k in zip(labels, extra, strict=True)
@@ -78,7 +77,7 @@ def _einsum(step: Step) -> Placed:
 def _matmul(step: Step) -> Placed:
     one, two = (rank for _, rank in step.leaves())
     batch = max(one, two, 2) - 2
-    letters = _LETTERS[:batch]
+    letters = ascii_letters[:batch]
     a = letters[batch - max(one - 2, 0) :] + ("XY" if one > 1 else "Y")
     b = letters[batch - max(two - 2, 0) :] + ("YZ" if two > 1 else "Y")
     output = letters + ("X" if one > 1 else "") + ("Z" if two > 1 else "")
@@ -88,7 +87,7 @@ def _matmul(step: Step) -> Placed:
 @rule("Dot Inner Vdot Tensordot")
 def _product(step: Step) -> Placed:
     one, two = (rank for _, rank in step.leaves())
-    a, b = _LETTERS[:one], _LETTERS[26 : 26 + two]
+    a, b = ascii_letters[:one], ascii_letters[26 : 26 + two]
     if 0 in (one, two) and step.name != "Tensordot":
         return _contracted(step, [a, b], a + b)
     pairs: list[tuple[int, int]] = [(one - 1, two - 1)]

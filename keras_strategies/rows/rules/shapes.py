@@ -28,11 +28,9 @@ def _rearranged(step: Step, placed: Placed) -> Placed:
     own = before[placed.axis]
     if len(own) != 1 or placed.layout != (1, 1):
         return mixed("takes rows apart")
-    lengths = step.shapes("tensor")[0]
-    sizes = {group[0]: n for group, n in zip(before, lengths, strict=True) if group}
-    names = {name for groups in (before, after) for group in groups for name in group}
-    given = step.arguments[0]
-    sizes |= {name: given.get(name, sizes.get(name, 0)) for name in names}
+    lengths = zip(before, step.shapes("tensor")[0], strict=True)
+    sizes = {group[0]: n for group, n in lengths if len(group) == 1}
+    sizes = {**step.nodes[0].kwargs, **sizes}
     into = next(i for i, group in enumerate(after) if own[0] in group)
     at = after[into].index(own[0])
     blocks = math.prod(sizes[name] for name in after[into][:at])
