@@ -163,6 +163,4 @@ class RowProof:
 
     def of_update(self, variable: Any) -> RowPlacement | None:
         """The placement of the value that the call assigns; None if it is unknown."""
-        if self.every_update is not None:
-            return self.every_update
-        return self.updates.get(id(variable))
+        return self.every_update or self.updates.get(id(variable))

@@ -118,10 +118,8 @@ class RowProofs:
         for key in ((settings, arguments), (_OFTEN, arguments)):
             if key in proofs.found:
                 return proofs.found[key], False
-        if (
-            max(len(proofs.settings.known), proofs.dropped) > _MOST_SETTINGS
-            and not by_type
-        ):
+        count = max(len(proofs.settings.known), proofs.dropped)
+        if count > _MOST_SETTINGS and not by_type:
             found = proofs.found[_OFTEN, arguments] = RowProof(problem=_OFTEN)
             return found, True
         if proofs.is_declared:

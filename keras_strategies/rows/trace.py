@@ -391,7 +391,7 @@ class Trace:
         count = sum(isinstance(x, keras.KerasTensor) for x in leaves_of(outputs))
         options = {"flags": flags, "outputs": count, "means": len(more)}
         made, added = self.record(
-            Node("row_wise", None, tensors, options, (outputs, more))
+            Node("row_wise", None, tuple(tensors), options, (outputs, more))
         )
         for loss in added[: len(results.losses)]:
             layer.add_loss(loss)

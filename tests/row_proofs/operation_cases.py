@@ -12,6 +12,7 @@ from row_proofs import case_layers as own
 from row_proofs.row_case import (
     BATCH,
     FLOAT,
+    Apply,
     function,
     ids,
     mixing,
@@ -96,10 +97,11 @@ ROW_OPERATIONS = [
 MIXING_OPERATIONS = [
     mixing_function("cumsum along rows", lambda x: ops.cumsum(x, axis=0), (6,)),
     mixing("capacity", lambda: own.Capacity(100), (6,)),
-    mixing_function(
+    mixing(
         "an entry by the number of its row",
-        lambda x: x[np.arange(x.shape[0]), np.arange(x.shape[0])],
+        lambda: Apply(lambda x: x[np.arange(x.shape[0]), np.arange(x.shape[0])]),
         (200,),
+        only="torch",  # TensorFlow takes no arrays as indices.
     ),
     function(
         "zeros with rows summed",

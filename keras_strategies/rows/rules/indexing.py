@@ -155,7 +155,7 @@ def _by_table(step: Step) -> Placed:
     values, table = names.get(step.name, ("values", "sorted_sequence"))
     (edges,) = step.placed(table)
     if not edges.is_constant:
-        return edges if edges.is_mixed else mixed("compares with all rows")
+        return mixed("compares with all rows")
     return joined(step.leaves(values), step.rank(values))
 
 
@@ -174,7 +174,7 @@ def _scattered(step: Step) -> Placed:
     depth = step.shapes("indices")[0][-1]
     into = step.placed("inputs") if step.name == "ScatterUpdate" else []
     if not index.is_constant:
-        return index if index.is_mixed else mixed("scatters to rows")
+        return mixed("scatters to rows")
     if placed.has_axis:
         before = step.rank("indices") - 1
         if placed.axis < before:

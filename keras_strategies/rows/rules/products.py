@@ -22,9 +22,6 @@ def _contracted(step: Step, labels: Sequence[str], output: str) -> Placed:
     """
     leaves = [each for each, _ in step.leaves()]
     power = sum(each.power for each in leaves)
-    for each in leaves:
-        if each.is_mixed:
-            return each
     sums = [each for each in leaves if each.is_sum]
     rows = [(e, own) for e, own in zip(leaves, labels, strict=True) if e.is_rows]
     if sums:
@@ -115,10 +112,8 @@ def _outer(step: Step) -> Placed:
     (x, _), (y, _) = step.leaves()
     if y.is_rows:
         return mixed("takes rows for another axis")
-    if x.is_sum or y.is_sum or x.is_mixed or y.is_mixed or not x.is_rows:
+    if not x.has_axis or not y.is_same:
         return _contracted(step, ["a", "b"], "ab")
-    if x.axis is None:
-        return x
     shape = step.shapes("x1")[0]
     blocks = math.prod(shape[: x.axis]) * x.blocks
     multiple = math.prod(shape[x.axis + 1 :]) * x.multiple

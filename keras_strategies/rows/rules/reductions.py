@@ -60,7 +60,7 @@ def _reduction(step: Step) -> Placed:
     others = [n for n in step.arguments[0] if n not in (name, "q")]
     if any(not each.is_constant for each in step.placed(*others)) if others else False:
         return mixed("has another argument that depends on rows")
-    if placed.is_sum or placed.power or placed.is_mixed:
+    if placed.is_sum or placed.power:
         return joined([(placed, 0)], 0)
     if "q" in step.arguments[0]:
         (q,) = step.placed("q")
