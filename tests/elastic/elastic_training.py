@@ -387,15 +387,15 @@ def die_in_exchange(number: int) -> None:
     """Makes this worker kill itself instead of an exchange of values with others."""
     from keras_strategies.cluster.group.worker_group import WorkerGroup
 
-    exchange, numbers = WorkerGroup._begin_exchange, itertools.count(1)
+    exchange, numbers = WorkerGroup.begin_gather, itertools.count(1)
 
-    def exchange_or_die(*args: Any) -> Any:
+    def exchange_or_die(*args: Any, **kwargs: Any) -> Any:
         if next(numbers) == number:
             time.sleep(0.5)  # The others begin to wait.
             os.kill(os.getpid(), signal.SIGKILL)
-        return exchange(*args)
+        return exchange(*args, **kwargs)
 
-    WorkerGroup._begin_exchange = exchange_or_die  # type: ignore[method-assign]
+    WorkerGroup.begin_gather = exchange_or_die  # type: ignore[method-assign]
 
 
 def kills_of(settings: Settings, index: int, is_eager: bool) -> list[Kill]:

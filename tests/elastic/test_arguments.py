@@ -46,7 +46,7 @@ def test_workers_without_addresses_are_an_error(monkeypatch) -> None:
 
 def elastic_strategy() -> Any:
     workers = SimpleNamespace(actions=SimpleNamespace(is_fixed=False), group=None)
-    return SimpleNamespace(workers=workers)
+    return SimpleNamespace(workers=workers, drivers=SimpleNamespace(servers=None))
 
 
 def test_data_of_each_worker_is_refused() -> None:

@@ -89,7 +89,7 @@ def test_tables_of_benchmarks_are_those_of_the_results() -> None:
     blocks = re.findall("<!-- measured: (.*) -->", PAGES["docs/benchmarks.md"])
     assert {block.partition(",")[0] for block in blocks} == {
         *("fit", "first step", "loops", "two workers", "faults"),
-        *("compiled calls", "recording costs"),
+        *("compiled calls", "recording costs", "verify costs"),
         *("elasticity", "snapshots", "fit gpu", "start", "memory"),
         *("parameter servers", "model parallelism", "steps per execution"),
         *("without strategy", "first step large"),

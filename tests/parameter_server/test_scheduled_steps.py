@@ -9,9 +9,9 @@ import pytest
 
 from keras_strategies.parameter_server.coordinator.remote_values import RemoteValue
 from keras_strategies.parameter_server.coordinator.scheduled_steps import (
-    ReadAhead,
     ScheduledSteps,
 )
+from keras_strategies.parameter_server.coordinator.step_sources import ReadAhead
 
 pytestmark = pytest.mark.one_backend
 

@@ -204,11 +204,6 @@ STATES = {
         ),
         torch.float16,
     ),
-    "disabled hooks": (
-        hook_of_saved_tensors,
-        lambda: torch.autograd.graph.disable_saved_tensors_hooks("not here"),
-        "not here",
-    ),
     "default device": (
         lambda: torch.empty(1).device.type,
         lambda: torch.device("meta"),
