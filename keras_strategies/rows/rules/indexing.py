@@ -30,9 +30,8 @@ def _sliced(step: Step) -> Placed:
     if not placed.has_axis:
         is_fixed = varying_axis(step.out_shapes()) is None
         return placed if is_fixed else mixed("takes as much as there are rows")
-    axis = placed.axis or 0
     pairs = zip(step.shapes("inputs"), step.out_shapes(), strict=True)
-    if all(before[axis] == after[axis] for before, after in pairs):
+    if all(before[placed.axis] == after[placed.axis] for before, after in pairs):
         return placed
     return mixed(f"takes rows from {start}")
 
@@ -43,12 +42,11 @@ def _slice_updated(step: Step) -> Placed:
     placed = joined(step.leaves("inputs", "updates"), step.rank("inputs"))
     if not placed.has_axis:
         return placed
-    axis = placed.axis or 0
     leaves = step.placed("inputs", "updates")
     if not all(each.is_rows for each in leaves):
         return mixed("replaces entries of rows by a constant")
     pairs = zip(step.shapes("inputs"), step.shapes("updates"), strict=True)
-    if all(one[axis] == two[axis] for one, two in pairs):
+    if all(one[placed.axis] == two[placed.axis] for one, two in pairs):
         return placed
     return mixed("replaces rows")
 
