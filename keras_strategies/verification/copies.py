@@ -9,6 +9,7 @@ import keras
 import numpy as np
 
 from keras_strategies.communication.checksums import checksum
+from keras_strategies.runtime.state.model_values import in_numpy_dtype
 
 
 def differing_copies(
@@ -44,5 +45,4 @@ def differing_copies(
 
 
 def _array(value: Any) -> np.ndarray:
-    found = np.asarray(keras.ops.convert_to_numpy(value))
-    return found if found.dtype.isbuiltin == 1 else found.astype("float32")
+    return in_numpy_dtype(keras.ops.convert_to_numpy(value))

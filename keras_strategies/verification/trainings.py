@@ -18,7 +18,7 @@ from keras_strategies.keras_compat.variables.generator_seeds import (
     create_global_generator,
     is_seed_state,
 )
-from keras_strategies.runtime.state.model_values import copied_value
+from keras_strategies.runtime.state.model_values import copied_value, in_numpy_dtype
 from keras_strategies.training.resume.resume_callback import Resume
 from keras_strategies.values import PerReplica
 from keras_strategies.verification.batches import Batch, fit_arguments, read_batches
@@ -336,8 +336,8 @@ class _Recorder(keras.callbacks.Callback):
 
 
 def _array(tensor: Any) -> np.ndarray:
-    if isinstance(tensor, np.ndarray) and tensor.dtype.isbuiltin == 1:
-        return tensor
+    if isinstance(tensor, np.ndarray):
+        return in_numpy_dtype(tensor)
     tensor = keras.ops.convert_to_tensor(tensor)
     name = keras.backend.standardize_dtype(tensor.dtype)
     if name == "bfloat16":

@@ -11,6 +11,7 @@ import numpy as np
 
 from keras_strategies.errors import InvalidArgumentError, ReplicaError
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
+from keras_strategies.runtime.state.model_values import in_numpy_dtype
 from keras_strategies.verification.comparison import relative_gap
 from keras_strategies.verification.copies import differing_copies
 from keras_strategies.verification.layer_outputs import observed_layers
@@ -220,8 +221,4 @@ def _input_of(layer: Any) -> tuple[tuple[int | None, ...], str] | None:
 
 def _arrays(strategy: Any, value: Any) -> list[np.ndarray]:
     values = strategy.experimental_local_results(value)
-    found = []
-    for each in values:
-        array = np.asarray(keras.ops.convert_to_numpy(each))
-        found.append(array if array.dtype.isbuiltin == 1 else array.astype("float32"))
-    return found
+    return [in_numpy_dtype(keras.ops.convert_to_numpy(each)) for each in values]

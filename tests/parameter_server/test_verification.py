@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import keras
 import pytest
 from verification import planted_in_fit, planted_on_servers
 from verification.planted_in_fit import Planted, dense
@@ -21,7 +22,14 @@ def servers(forks) -> Iterator[Any]:
         yield strategy
 
 
+def dropout() -> Any:
+    """Its seed has more digits than float32."""
+    return dense(keras.layers.Dropout(0.3, seed=413_654_321))
+
+
 SOUND: dict[str, dict[str, Any]] = {
+    "dropout": {"build": dropout, "data": planted_in_fit.data},
+    "resumed": {"build": dropout, "data": planted_in_fit.data, "resume_after": 2},
     "table": {"build": planted_on_servers.table, "data": planted_on_servers.ids},
     "loop": {
         "build": dense,

@@ -20,6 +20,20 @@ class Apply(layers.Layer):
         return self.function(*inputs)
 
 
+class OwnModel(keras.Model):
+    """A subclassed model of two layers of Keras's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = layers.Dense(4), layers.Dense(1)
+        self.inner.build((None, 4))
+        self.head.build((None, 4))
+        self.built = True
+
+    def call(self, inputs: Any) -> Any:
+        return self.head(self.inner(inputs))
+
+
 class AddLoss(layers.Layer):
     """Returns its input and adds a function of it as a loss."""
 
@@ -30,18 +44,6 @@ class AddLoss(layers.Layer):
     def call(self, inputs: Any) -> Any:
         self.add_loss(self.function(inputs))
         return inputs
-
-
-class Around(layers.Layer):
-    """Calls a layer within it on a function of the input."""
-
-    def __init__(self, inner: layers.Layer, arguments: Callable[[Any], Any]):
-        super().__init__()
-        self.inner = inner
-        self.arguments = arguments
-
-    def call(self, inputs: Any) -> Any:
-        return self.inner(self.arguments(inputs))
 
 
 class SelfAttention(layers.Layer):

@@ -10,7 +10,7 @@ import numpy as np
 from keras import ops
 
 from row_proofs.case_layers import Apply
-from row_proofs.row_case import FLOAT, Argument, RowCase
+from row_proofs.row_case import FLOAT, Argument, RowCase, as_argument
 
 #: They take no tensor of a batch, or return none: shapes, constants, tests of Python.
 _WITHOUT_ROWS = """
@@ -36,10 +36,7 @@ class Use:
     mixes: bool = False
 
     def case(self, name: str) -> RowCase:
-        arguments = tuple(
-            each if isinstance(each, Argument) else Argument(each)
-            for each in self.arguments
-        )
+        arguments = tuple(map(as_argument, self.arguments))
         return RowCase(name, lambda: Apply(self.apply), arguments)
 
 

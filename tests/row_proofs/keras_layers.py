@@ -10,7 +10,7 @@ from random_numbers.cases import image_layers as augmentations
 from random_numbers.cases import more_image_layers
 
 from row_proofs.keras_functions import IMAGE, Use, integers, mixing
-from row_proofs.row_case import Argument, RowCase
+from row_proofs.row_case import Argument, RowCase, as_argument
 
 #: Bases, and layers of one framework that hold a program of the user's.
 _WITHOUT_EXAMPLE = """
@@ -259,10 +259,7 @@ LAYERS: dict[str, Use] = {
 def case_of(name: str) -> RowCase:
     """The case of a layer; `apply` makes it."""
     own = LAYERS[name]
-    arguments = tuple(
-        each if isinstance(each, Argument) else Argument(each) for each in own.arguments
-    )
-    return RowCase(name, own.apply, arguments)
+    return RowCase(name, own.apply, tuple(map(as_argument, own.arguments)))
 
 
 def layers_of_keras() -> set[str]:

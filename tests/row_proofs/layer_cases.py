@@ -18,37 +18,29 @@ KERAS_LAYERS = [
     rows(
         "batch norm and a loss",
         lambda: own.Regularized(),
-        (6,),
         losses=(MEAN,),
         updates=(SAME, SAME),
     ),
     rows(
         "spectral norm",
         lambda: layers.SpectralNormalization(layers.Dense(4)),
-        (6,),
         updates=(SAME, SAME),
     ),
     rows(
-        "dropout shared by the batch",
-        lambda: layers.Dropout(0.3, noise_shape=(1, 6)),
-        (6,),
+        "dropout shared by the batch", lambda: layers.Dropout(0.3, noise_shape=(1, 6))
     ),
     rows("conv2d dilated", lambda: layers.Conv2D(4, 3, dilation_rate=2), (9, 9, 3)),
     rows(
-        "attention dropout",
-        lambda: own.SelfAttention(dropout=0.2),
-        (5, 8),
-        draws=True,
+        "attention dropout", lambda: own.SelfAttention(dropout=0.2), (5, 8), draws=True
     ),
     rows("masked LSTM", lambda: own.masked(lambda: layers.LSTM(4)), ids(5)),
     mixing("stateful GRU", lambda: layers.GRU(4, stateful=True), (5, 3)),
     rows(
         "activity regularizer",
         lambda: layers.Dense(3, activity_regularizer="l2"),
-        (6,),
         losses=(MEAN,),
     ),
-    rows("kernel regularizer", lambda: layers.Dense(3, kernel_regularizer="l2"), (6,)),
+    rows("kernel regularizer", lambda: layers.Dense(3, kernel_regularizer="l2")),
     rows(
         "transformer of two blocks with dropout",
         lambda: own.transformer(2, rate=0.1),

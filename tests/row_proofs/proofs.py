@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from harness.training import as_arrays
+from harness.training import as_arrays, assert_same
 
 import keras_strategies as ks
 from keras_strategies.rows.layer_calls import LayerCall, argument_leaves
@@ -102,3 +102,23 @@ def trained(
         history = fit(model).history
         found = as_arrays({"history": history, "weights": model.get_weights()})
     return found, [str(w.message) for w in caught if "split by rows" in str(w.message)]
+
+
+def assert_exact(
+    make: Callable[[], Any],
+    fit: Callable[[Any], Any],
+    replicas: int = 2,
+    tolerance: float = 2e-5,
+) -> list[str]:
+    """Fails if replicas train otherwise than one device; returns their warnings.
+
+    Args:
+        make, fit: as in `trained`.
+        replicas: int, how many.
+        tolerance: float, relative to the largest magnitude of an array.
+    """
+    expected, _ = trained(make, fit, ks.OneDeviceStrategy("cpu:0"))
+    devices = [f"cpu:{i}" for i in range(replicas)]
+    found, said = trained(make, fit, ks.MirroredStrategy(devices))
+    assert_same(expected, found, tolerance, f"{replicas} replicas")
+    return said

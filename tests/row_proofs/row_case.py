@@ -55,7 +55,6 @@ class RowCase:
             order of the layer's variables; without the states of seeds.
         problem: bool, whether the call cannot be split.
         draws: bool, whether random numbers of the rows are drawn.
-        only: str, the one backend that can call the layer; empty for all.
     """
 
     name: str
@@ -66,19 +65,18 @@ class RowCase:
     updates: tuple[RowPlacement, ...] = ()
     problem: bool = False
     draws: bool = False
-    only: str = ""
 
 
 def rows(name: str, make: Callable[[], Any], *shapes: Any, **expected: Any) -> RowCase:
-    return RowCase(name, make, tuple(map(_argument, shapes)), **expected)
+    return RowCase(name, make, tuple(map(as_argument, shapes or [(6,)])), **expected)
 
 
-def mixing(name: str, make: Callable[[], Any], *shapes: Any, only: str = "") -> RowCase:
-    arguments = tuple(map(_argument, shapes))
-    return RowCase(name, make, arguments, problem=True, only=only)
+def mixing(name: str, make: Callable[[], Any], *shapes: Any) -> RowCase:
+    arguments = tuple(map(as_argument, shapes or [(6,)]))
+    return RowCase(name, make, arguments, problem=True)
 
 
-def _argument(shape: Any) -> Argument:
+def as_argument(shape: Any) -> Argument:
     return shape if isinstance(shape, Argument) else Argument(shape)
 
 
@@ -115,7 +113,3 @@ def whole(*shape: int) -> Argument:
 
 def row_count(x: Any) -> Any:
     return ops.cast(ops.shape(x)[0], FLOAT)
-
-
-def positive(x: Any) -> Any:
-    return ops.cast(x > 0, FLOAT)

@@ -16,6 +16,7 @@ from keras_strategies.rows.row_placements import (
     RowPlacement,
     RowProof,
 )
+from row_proofs.row_case import SIZES
 
 
 @dataclass
@@ -42,8 +43,8 @@ def numbers(
     layer: Any,
     values: Sequence[Any],
     losses: int,
-    factors: Sequence[Any] | None,
-    loss_factors: Sequence[float],
+    factors: Sequence[Any] | None = None,
+    loss_factors: Sequence[float] | None = None,
 ) -> Numbers:
     """Calls a layer, and restores its weights.
 
@@ -52,7 +53,7 @@ def numbers(
         values: arrays, the arguments.
         losses: int, how many losses the call adds.
         factors: a factor for each output; None for `factors_of`.
-        loss_factors: one for each loss.
+        loss_factors: one for each loss; None for ones.
     """
     before = [np.copy(v) for v in map(keras.ops.convert_to_numpy, layer.variables)]
     trained = [v for v in layer.trainable_variables if "float" in str(v.dtype)]
@@ -70,7 +71,9 @@ def numbers(
         ]
         terms += [
             keras.ops.cast(keras.ops.sum(loss), "float32") * factor
-            for loss, factor in zip(leaves["losses"], loss_factors, strict=True)
+            for loss, factor in zip(
+                leaves["losses"], loss_factors or [1.0] * losses, strict=True
+            )
         ]
         return sum(keras.ops.cast(term, "float32") for term in terms)
 
@@ -143,7 +146,7 @@ def split_numbers(
     loss_kinds = [each.kind for each in proof.losses]
     ends = np.cumsum(sizes)
     # Factors of the unsplit outputs, of which parts get their shares.
-    unsplit = numbers(layer, values, count, None, [1.0] * count)
+    unsplit = numbers(layer, values, count)
     every = factors_of(unsplit.outputs)
     parts = []
     for size, end in zip(sizes, ends, strict=True):
@@ -220,3 +223,15 @@ def assert_equal(expected: Numbers, found: Numbers, tolerance: float = 1e-4) -> 
                 atol=tolerance * max(1.0, float(np.abs(one).max(initial=0.0))),
                 err_msg=f"{name} {i}",
             )
+
+
+def assert_parts_equal(
+    layer: Any,
+    values: Sequence[Any],
+    proof: RowProof,
+    has_rows: Sequence[bool] = (True,),
+    sizes: Sequence[int] = SIZES,
+) -> None:
+    """Fails if the results joined from parts are not those of the unsplit call."""
+    expected = numbers(layer, values, len(proof.losses))
+    assert_equal(expected, split_numbers(layer, values, has_rows, sizes, proof))

@@ -19,7 +19,7 @@ from keras_strategies.rows.layer_calls import LayerCall
 from row_proofs.attacking_layers import LAYERS, METRICS, OwnMetric
 from row_proofs.case_layers import AddLoss, Apply
 from row_proofs.proofs import needs_split, proof_of, prover
-from row_proofs.split_numbers import assert_equal, numbers, split_numbers
+from row_proofs.split_numbers import assert_parts_equal
 
 pytestmark = pytest.mark.one_backend("torch", "tensorflow")
 
@@ -365,9 +365,7 @@ def assert_refused_or_equal(
         return
     # Larger values than those of the proof.
     values = [batch(sum(sizes), 7.0)]
-    count = len(proof.losses)
-    expected = numbers(layer, values, count, None, [1.0] * count)
-    assert_equal(expected, split_numbers(layer, values, [True], sizes, proof))
+    assert_parts_equal(layer, values, proof, sizes=sizes)
 
 
 @pytest.mark.one_backend("torch", "tensorflow")

@@ -14,8 +14,8 @@ import pytest
 
 from row_proofs.cases import CASES
 from row_proofs.proofs import built, needs_split, placed_updates, proof_of
-from row_proofs.row_case import BATCH, SIZES, RowCase
-from row_proofs.split_numbers import assert_equal, numbers, split_numbers
+from row_proofs.row_case import BATCH, RowCase
+from row_proofs.split_numbers import assert_parts_equal
 
 pytestmark = pytest.mark.one_backend("torch", "tensorflow")
 
@@ -28,9 +28,16 @@ AT_NIGHT = ("transformer of two blocks with dropout",)
 
 def parameters() -> Iterator[Any]:
     for case in CASES:
-        if case.only in ("", BACKEND):
-            marks = [pytest.mark.nightly] if case.name in AT_NIGHT else []
-            yield pytest.param(case, id=case.name, marks=marks)
+        marks = [pytest.mark.nightly] if case.name in AT_NIGHT else []
+        yield pytest.param(case, id=case.name, marks=marks)
+
+
+#: Those of a program for any number of rows, one of each kind of rules.
+ANY_ROWS = (
+    *("conv2d dilated", "masked LSTM", "x * rows / rows", "repeated rows"),
+    *("cumsum along rows", "capacity", "x / rows", "x / at most 64 rows"),
+    *("sum / rows", "moving average of a mean", "loop over time"),
+)
 
 
 @pytest.mark.one_backend("torch", "tensorflow")
@@ -53,6 +60,18 @@ def test_placements(case: RowCase) -> None:
         return
     random = np.random.default_rng(23)
     later = [argument.value(BATCH, random) for argument in case.arguments]
-    count = len(proof.losses)
-    expected = numbers(layer, later, count, None, [1.0] * count)
-    assert_equal(expected, split_numbers(layer, later, has_rows, SIZES, proof))
+    assert_parts_equal(layer, later, proof, has_rows)
+
+
+@pytest.mark.one_backend("tensorflow")
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="programs of TensorFlow")
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if c.name in ANY_ROWS], ids=lambda case: case.name
+)
+def test_placements_for_any_number_of_rows(case: RowCase) -> None:
+    layer, values = built(case)
+    proof = proof_of(layer, values, [a.has_rows for a in case.arguments], sizes=())
+    assert (proof.problem is not None) == case.problem
+    if not case.problem:
+        assert tuple(proof.outputs) == case.outputs
+        assert tuple(proof.losses) == case.losses

@@ -9,10 +9,9 @@ import keras
 import pytest
 
 from row_proofs import keras_functions, keras_layers, keras_table
-from row_proofs.keras_table import MIXES, PROVED, TYPE
+from row_proofs.keras_table import PROVED, TYPE
 from row_proofs.proofs import built, needs_split, proof_of
-from row_proofs.row_case import SIZES
-from row_proofs.split_numbers import assert_equal, numbers, split_numbers
+from row_proofs.split_numbers import assert_parts_equal
 
 pytestmark = pytest.mark.one_backend("torch", "tensorflow")
 
@@ -79,12 +78,6 @@ def test_a_call_is_treated_as_the_page_says(kind: str, name: str) -> None:
     case = keras_table.cases(kind)[name]
     found = keras_table.verdict(kind, name, case)
     assert found == keras_table.read()[BACKEND][kind][name]
-    assert (
-        found != MIXES
-        or (keras_layers.LAYERS if kind == "layers" else keras_functions.FUNCTIONS)[
-            name
-        ].mixes
-    )
     if found not in (PROVED, TYPE) or name in WITHOUT_NUMBERS:
         return
     # Two uneven parts of the batch give its numbers.
@@ -92,8 +85,4 @@ def test_a_call_is_treated_as_the_page_says(kind: str, name: str) -> None:
     proof = proof_of(layer, values, [True] * len(values))
     if any(proof.draws) or name == "BatchNormalization" or proof.problem is not None:
         return
-    has_rows = [True] * len(values)
-    expected = numbers(
-        layer, values, len(proof.losses), None, [1.0] * len(proof.losses)
-    )
-    assert_equal(expected, split_numbers(layer, values, has_rows, SIZES, proof))
+    assert_parts_equal(layer, values, proof, [True] * len(values))

@@ -15,20 +15,16 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from harness.training import assert_same
 from keras import layers, ops
 
-import keras_strategies as ks
-from row_proofs.proofs import SPLITS, trained
+from row_proofs.case_layers import OwnModel
+from row_proofs.proofs import assert_exact, needs_split
 
-BACKEND = keras.backend.backend()
 RANDOM = np.random.default_rng(7)
 X = RANDOM.normal(size=(27, 4)).astype("float32")
 Y = RANDOM.normal(size=(27, 1)).astype("float32")
 
-pytestmark = pytest.mark.skipif(
-    BACKEND not in SPLITS, reason="JAX lets no tensor leave a traced call"
-)
+pytestmark = needs_split  # JAX lets no tensor leave a traced call.
 
 
 @dataclass
@@ -37,97 +33,43 @@ class Outputs:
     hidden: Any
 
 
-class Base(keras.Model):
-    def __init__(self) -> None:
+class Kept(OwnModel):
+    """Returns what `put` makes of the last and the hidden tensor.
+
+    Args:
+        put: callable(model, last, hidden, given).
+        get: callable(model, what `put` returned, given): the two tensors.
+        given: what makes an argument of the call.
+    """
+
+    def __init__(self, put: Any, get: Any, given: Any = lambda: None):
         super().__init__()
-        self.first, self.last = layers.Dense(4), layers.Dense(1)
-        self.first.build((None, 4))
-        self.last.build((None, 4))
-        self.built = True
+        self.put, self.get, self.given = put, get, given
 
-    def call(self, inputs: Any) -> Any:
-        return self.last(self.first(inputs))
+    def call(self, inputs: Any, given: Any = None) -> Any:
+        hidden = self.inner(inputs)
+        last = self.head(hidden)
+        found = self.put(self, last, hidden, given)
+        return last if found is None else found
 
-    def loss_of(self, y: Any, outputs: Any, hidden: Any) -> Any:
+    def compute_loss(self, x: Any, y: Any, *args: Any, **kwargs: Any) -> Any:
+        given = self.given()
+        last, hidden = self.get(self, self(x, given=given), given)
         mean = ops.mean(hidden, axis=0)
-        return ops.mean(ops.square(y - outputs)) + ops.mean(ops.square(mean))
+        return ops.mean(ops.square(y - last)) + ops.mean(ops.square(mean))
 
     def compute_metrics(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return {metric.name: metric.result() for metric in self.metrics}
 
 
-def keeping(
-    put: Callable[[Any, Any], None], get: Callable[[Any], Any]
-) -> Callable[[], keras.Model]:
-    class Keeping(Base):
-        def call(self, inputs: Any) -> Any:
-            hidden = self.first(inputs)
-            put(self, hidden)
-            return self.last(hidden)
-
-        def compute_loss(self, x: Any, y: Any, *args: Any, **kwargs: Any) -> Any:
-            outputs = self(x)
-            return self.loss_of(y, outputs, get(self))
-
-    return Keeping
-
-
-def returning(
-    put: Callable[[Any, Any], Any], get: Callable[[Any], tuple[Any, Any]]
-) -> Callable[[], keras.Model]:
-    class Returning(Base):
-        def call(self, inputs: Any) -> Any:
-            hidden = self.first(inputs)
-            return put(self.last(hidden), hidden)
-
-        def compute_loss(
-            self, x: Any, y: Any, y_pred: Any, *args: Any, **_: Any
-        ) -> Any:
-            return self.loss_of(y, *get(y_pred))
-
-    return Returning
-
-
-class GivenObject(Base):
-    """Keeps the tensor in an object that its call gets."""
-
-    def call(self, inputs: Any, kept: Any = None) -> Any:
-        hidden = self.first(inputs)
-        if kept is not None:
-            kept.hidden = hidden
-        return self.last(hidden)
-
-    def compute_loss(self, x: Any, y: Any, *args: Any, **kwargs: Any) -> Any:
-        kept = types.SimpleNamespace()
-        outputs = self(x, kept=kept)
-        return self.loss_of(y, outputs, kept.hidden)
-
-
-class GivenFunction(Base):
-    """Calls a function that its call gets, which keeps the tensor in a list."""
-
-    def call(self, inputs: Any, keep: Any = None) -> Any:
-        hidden = self.first(inputs)
-        if keep is not None:
-            keep(hidden)
-        return self.last(hidden)
-
-    def compute_loss(self, x: Any, y: Any, *args: Any, **kwargs: Any) -> Any:
-        kept: list[Any] = []
-        outputs = self(x, keep=lambda hidden: kept.append(hidden))
-        return self.loss_of(y, outputs, kept[0])
-
-
-class FactorInAttribute(Base):
+class FactorInAttribute(OwnModel):
     """Multiplies with a tensor of the step, which is in an attribute in one call."""
 
     factor = None
 
     def call(self, inputs: Any) -> Any:
-        hidden = self.first(inputs)
-        if self.factor is not None:
-            hidden = hidden * self.factor
-        return self.last(hidden)
+        hidden = self.inner(inputs)
+        return self.head(hidden if self.factor is None else hidden * self.factor)
 
     def compute_loss(self, x: Any, y: Any, *args: Any, **kwargs: Any) -> Any:
         self.factor = ops.abs(y)
@@ -135,27 +77,41 @@ class FactorInAttribute(Base):
         self.factor = None
         return ops.mean(ops.square(y - outputs))
 
+    compute_metrics = Kept.compute_metrics
+
 
 CONTEXT = contextvars.ContextVar("CONTEXT")
 LAYER = layers.Identity()
 
 
 MODELS: dict[str, Callable[[], keras.Model]] = {
-    "context variable": keeping(
-        lambda model, hidden: CONTEXT.set(hidden), lambda model: CONTEXT.get()
+    "context variable": lambda: Kept(
+        lambda model, last, hidden, _: CONTEXT.set(hidden) and None,
+        lambda model, found, _: (found, CONTEXT.get()),
     ),
-    "other layer": keeping(
-        lambda model, hidden: setattr(LAYER, "hidden", hidden),
-        lambda model: LAYER.hidden,
+    "other layer": lambda: Kept(
+        lambda model, last, hidden, _: setattr(LAYER, "hidden", hidden),
+        lambda model, found, _: (found, LAYER.hidden),
     ),
     # No state that a proof knows of.
-    "dataclass": returning(Outputs, lambda found: (found.last, found.hidden)),
-    "function": returning(
-        lambda last, hidden: {"last": last, "mean": lambda: ops.mean(hidden, 0)},
-        lambda found: (found["last"], found["mean"]()),
+    "dataclass": lambda: Kept(
+        lambda model, last, hidden, _: Outputs(last, hidden),
+        lambda model, found, _: (found.last, found.hidden),
     ),
-    "object that is given": GivenObject,
-    "function that is given": GivenFunction,
+    "function": lambda: Kept(
+        lambda model, last, hidden, _: {"last": last, "mean": lambda: hidden},
+        lambda model, found, _: (found["last"], found["mean"]()),
+    ),
+    "object that is given": lambda: Kept(
+        lambda model, last, hidden, kept: kept and setattr(kept, "hidden", hidden),
+        lambda model, found, kept: (found, kept.hidden),
+        lambda: types.SimpleNamespace(hidden=None),
+    ),
+    "function that is given": lambda: Kept(
+        lambda model, last, hidden, keep: keep and keep(hidden),
+        lambda model, found, keep: (found, keep.__self__[0]),
+        lambda: [].append,
+    ),
     "factor in an attribute": FactorInAttribute,
 }
 
@@ -168,10 +124,6 @@ def test_numbers_are_those_of_one_device(name: str) -> None:
         model.compile(keras.optimizers.SGD(0.02), "mse")
         return model
 
-    def fit(model: keras.Model) -> Any:
-        return model.fit(X, Y, 11, epochs=2, shuffle=False, verbose=0)
-
-    expected, _ = trained(make, fit)
-    found, said = trained(make, fit, ks.MirroredStrategy(["cpu:0", "cpu:1"]))
-    assert_same(expected, found, 2e-5, name)
-    assert said
+    assert assert_exact(
+        make, lambda model: model.fit(X, Y, 11, epochs=2, shuffle=False, verbose=0)
+    )

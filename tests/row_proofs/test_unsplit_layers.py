@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,22 +33,13 @@ def mirrored(**options: Any) -> ks.MirroredStrategy:
     return ks.MirroredStrategy(["cpu:0", "cpu:1"], **options)
 
 
-def around(layer: Callable[[], layers.Layer]) -> Callable[[], keras.Model]:
-    def make() -> keras.Model:
-        return keras.Sequential(
-            [
-                keras.Input((6,)),
-                layers.Dense(6, activation="tanh"),
-                layer(),
-                layers.Dense(3, activation="softmax"),
-            ]
-        )
-
-    return make
-
-
-# To trace a program of TensorFlow takes longer than to take a few steps.
-EAGERLY = {"run_eagerly": True}
+def mirrored_model(*inner: Any) -> keras.Model:
+    """A model of some layers, whose steps are eager, on two replicas."""
+    with mirrored().scope():
+        # Programs of TensorFlow take longer to trace than a few steps to run.
+        model = keras.Sequential([keras.Input((6,)), *inner])
+        model.compile("sgd", "mse", run_eagerly=True)
+    return model
 
 
 class CallCount(layers.Layer):
@@ -62,56 +52,16 @@ class CallCount(layers.Layer):
         return 2 * inputs
 
 
-def predicted(layer: layers.Layer, rows: int) -> list[str]:
-    """The warnings of a call that predicts some rows, each on its own."""
-    with mirrored().scope():
-        model = keras.Sequential([keras.Input((6,)), layer])
-        model.compile(run_eagerly=True)
-    layer.calls = 0
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        model.predict_on_batch(X[:rows])
-    return [str(w.message) for w in caught if "split by rows" in str(w.message)]
-
-
 @SPLITS
 def test_python_runs_as_often_as_on_one_device() -> None:
     layer = CallCount()
-    (said,) = predicted(layer, 8)
-    assert "'calls'" in said
+    model = mirrored_model(layer)
+    layer.calls = 0
+    with pytest.warns(
+        UserWarning, match="split by rows.*'calls'|'calls'.*split by rows"
+    ):
+        model.predict_on_batch(X[:8])
     assert layer.calls == 1
-
-
-# Layers with independent rows, although parts round differently, draw other random
-# numbers or exchange statistics.
-
-
-class StochasticDepth(layers.Layer):
-    """Drops a branch of each row."""
-
-    def __init__(self, **kwargs: Any):
-        super().__init__(**kwargs)
-        self.seeds = keras.random.SeedGenerator(5)
-
-    def call(self, inputs: Any, training: bool = False) -> Any:
-        if not training:
-            return inputs
-        shape = (ops.shape(inputs)[0], 1, 1)
-        kept = keras.random.uniform(shape, seed=self.seeds) < 0.5
-        return inputs * ops.cast(kept, inputs.dtype)
-
-
-def many_kinds() -> keras.Model:
-    words = keras.Input((3,), dtype="int32")
-    hidden = layers.Embedding(11, 8, mask_zero=True)(words)
-    hidden = layers.LSTM(4, return_sequences=True)(hidden)
-    hidden = layers.GaussianNoise(0.1)(layers.Dropout(0.6)(hidden))
-    hidden = layers.MultiHeadAttention(2, 4, dropout=0.3)(hidden, hidden)
-    hidden = layers.BatchNormalization()(StochasticDepth()(hidden))
-    hidden = layers.GaussianDropout(0.3)(layers.SpatialDropout1D(0.2)(hidden))
-    hidden = layers.GlobalAveragePooling1D()(layers.LayerNormalization()(hidden))
-    hidden = layers.Dense(6, activity_regularizer="l2", dtype="float32")(hidden)
-    return keras.Model(words, layers.Dense(3, "softmax", dtype="float32")(hidden))
 
 
 # Parts differ most in bfloat16. With mixed_float16 replicas keep statistics of their
@@ -131,11 +81,22 @@ def many_kinds() -> keras.Model:
 def test_layers_of_keras_are_split(policy: str) -> None:
     words = RANDOM.integers(0, 11, (8, 3)).astype("int32")
     strategy = mirrored(sync_batch_norm=policy != "mixed_float16")
+
+    def make() -> keras.Model:
+        parts = layers.LSTM(4, return_sequences=True), layers.BatchNormalization()
+        noise = layers.GaussianNoise(0.1), layers.SpatialDropout1D(0.2)
+        last = (
+            layers.GlobalAveragePooling1D(),
+            layers.Dense(3, activity_regularizer="l2"),
+        )
+        embedding = layers.Embedding(11, 8, mask_zero=True)
+        parts = keras.Input((3,), dtype="int32"), embedding, *parts, *noise, *last
+        return keras.Sequential([*parts, layers.Softmax(dtype="float32")])
+
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*split by rows")
         with strategy.scope():
-            case = Case("many", model=many_kinds, policy=policy)
-            # To trace these layers for TensorFlow takes longer than to run them.
+            case = Case("many", model=make, policy=policy)
             model = compiled(case, run_eagerly=True)
         model.train_on_batch(words, Y[:8])
         model.predict_on_batch(words)
@@ -144,8 +105,7 @@ def test_layers_of_keras_are_split(policy: str) -> None:
 @pytest.mark.one_backend("torch", "tensorflow")
 @SPLITS
 def test_quantized_layers_are_split() -> None:
-    with mirrored().scope():
-        model = compiled(Case("quantized", model=around(lambda: layers.Dense(16))))
+    model = mirrored_model(layers.Dense(16), layers.Dense(3))
     model.quantize("int8")
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*split by rows")
@@ -155,22 +115,12 @@ def test_quantized_layers_are_split() -> None:
 @SPLITS
 def test_random_numbers_are_those_without_checks() -> None:
     """A check draws nothing from the generators of the process and of layers."""
-    with mirrored().scope():
-        model = compiled(Case("noise", model=around(lambda: layers.GaussianNoise(1.0))))
+    model = mirrored_model(layers.Dense(6), layers.GaussianNoise(1.0))
     before = np.random.get_state()[1].copy()
-    model.train_on_batch(X, Y)
+    model.train_on_batch(X, X)
     np.testing.assert_array_equal(before, np.random.get_state()[1])
     (state,) = [v for v in model.non_trainable_variables if "seed" in v.path]
     assert int(ops.convert_to_numpy(state)[1]) == 1
-
-
-# State for each row of a batch; inputs with rows that do not correspond.
-
-
-def stateful() -> keras.Model:
-    inputs = keras.Input(batch_shape=(8, 3, 2))
-    hidden = layers.LSTM(4, stateful=True)(inputs)
-    return keras.Model(inputs, layers.Dense(3, activation="softmax")(hidden))
 
 
 class GraphConvolution(keras.Model):
@@ -192,39 +142,21 @@ class GraphConvolution(keras.Model):
         return self.last(ops.segment_sum(sent, edges[:, 1], num_segments=count))
 
 
-def graph() -> keras.Model:
-    model = GraphConvolution()
-    model.build(None)
-    return model
-
-
-def graphs() -> tuple[Any, Any]:
+def test_rows_that_do_not_correspond_are_exact() -> None:
     edges = np.random.default_rng(1).integers(0, 12, (30, 2)).astype("int32")
-    return (X[:12], edges), Y[:12]
+    batch = ops.convert_to_tensor(X[:12]), ops.convert_to_tensor(edges)
 
-
-BATCHES = {
-    "stateful": (stateful, lambda: (X[:8].reshape(8, 3, 2), Y[:8])),
-    "graph": (graph, graphs),
-}
-
-
-@pytest.mark.nightly(unless=["graph"])
-@pytest.mark.parametrize("name", BATCHES)
-def test_rows_that_do_not_correspond_are_exact(name: str) -> None:
-    make, batch = BATCHES[name]
+    def make() -> keras.Model:
+        model = GraphConvolution()
+        model.build(None)
+        return model
 
     def script(case: Case, model: Any, data: Any) -> Any:
-        x, y = batch()
-        x = keras.tree.map_structure(ops.convert_to_tensor, x)
-        y = ops.convert_to_tensor(y)
-        # Keras 3.15 cannot train a stateful layer on Torch, on one device either.
-        only_tests = BACKEND == "torch" and name == "stateful"
-        step = model.test_on_batch if only_tests else model.train_on_batch
-        return {"logs": [float(step(x, y)) for _ in range(3)]}
+        y = ops.convert_to_tensor(Y[:12])
+        return {"logs": [float(model.train_on_batch(batch, y)) for _ in range(3)]}
 
-    eagerly = EAGERLY if BACKEND == "tensorflow" else {}
-    case = Case(name, model=make, script=script, compile_alone=eagerly)
+    eagerly = {"run_eagerly": True} if BACKEND == "tensorflow" else {}
+    case = Case("graph", model=make, script=script, compile_alone=eagerly)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = train(case, mirrored())
@@ -251,9 +183,7 @@ class Large(layers.Layer):
 def test_a_proof_without_memory_says_nothing_about_the_layer(tmp_path: Path) -> None:
     """A later call, with the memory, is split."""
     file = tmp_path / "memory_is_used"
-    with mirrored().scope():
-        model = keras.Sequential([keras.Input((6,)), Large(file), layers.Dense(3)])
-        model.compile(run_eagerly=True)
+    model = mirrored_model(Large(file), layers.Dense(3))
     file.touch()
     with warnings.catch_warnings():
         # That it cannot be split.

@@ -30,7 +30,7 @@ LOSSES = [
         ),
         MEAN,
     ),
-    rows("loss of weights", lambda: own.WeightLoss(), (6,), losses=(SAME,)),
+    rows("loss of weights", lambda: own.WeightLoss(), losses=(SAME,)),
     mixing_loss("sum + 0 * mean", lambda x: ops.sum(x) + 0.0 * ops.mean(x)),
     mixing_loss(
         "padded sum",
@@ -39,22 +39,20 @@ LOSSES = [
     rows(
         "sum padded by 0",
         lambda: AddLoss(lambda x: ops.sum(ops.pad(ops.sum(x, 0), ((0, 1),)))),
-        (6,),
         losses=(SUM,),
     ),
 ]
 
 
 UPDATES = [
-    rows("counter", lambda: Tracked(lambda v, x: v + 1), (6,), updates=(SAME,)),
+    rows("counter", lambda: Tracked(lambda v, x: v + 1), updates=(SAME,)),
     rows(
         "moving average of a mean",
         lambda: Tracked(lambda v, x: 0.9 * v + 0.1 * ops.mean(x)),
-        (6,),
         updates=(MEAN,),
     ),
-    mixing("rows counted", lambda: Tracked(lambda v, x: v + row_count(x)), (6,)),
-    mixing("rows kept", lambda: Tracked(lambda v, x: x, (BATCH, 6)), (6,)),
+    mixing("rows counted", lambda: Tracked(lambda v, x: v + row_count(x))),
+    mixing("rows kept", lambda: Tracked(lambda v, x: x, (BATCH, 6))),
 ]
 
 
@@ -62,26 +60,22 @@ GRADIENTS = [
     function(
         "gradient clipped by row",
         own.with_gradient(lambda g: g / (1.0 + ops.norm(g, axis=-1, keepdims=True))),
-        (6,),
     ),
     mixing(
         "clipped gradient of a weight",
         lambda: own.Scaled(
             lambda w, x: x * own.with_gradient(lambda g: g / (1e6 + ops.norm(g)))(w)
         ),
-        (6,),
     ),
     rows(
         "scaled gradient of a weight",
         lambda: own.Scaled(lambda w, x: x * own.with_gradient(lambda g: 3.0 * g)(w)),
-        (6,),
     ),
     mixing(
         "constant gradient of a weight",
         lambda: own.Scaled(
             lambda w, x: x * own.with_gradient(lambda g: ops.ones_like(g))(w)
         ),
-        (6,),
     ),
 ]
 
@@ -93,5 +87,5 @@ CONTROL_FLOW = [
             0, 5, lambda i, h: h * 0.5 + ops.take(x, i, axis=1), x[:, 0]
         ),
         (5, 3),
-    ),
+    )
 ]

@@ -97,5 +97,12 @@ def _text(described: dict[str, Any]) -> str:
 
 def copied_value(variable: Any) -> Any:
     """A copy that later steps leave unchanged; bfloat16 as float32."""
-    value = np.array(keras.ops.convert_to_numpy(variable), copy=True)
-    return value if value.dtype.isbuiltin == 1 else value.astype("float32")
+    return in_numpy_dtype(np.array(keras.ops.convert_to_numpy(variable), copy=True))
+
+
+def in_numpy_dtype(array: Any) -> np.ndarray:
+    """An array, in float32 if NumPy has not got its dtype, such as bfloat16."""
+    array = np.asarray(array)
+    # `isbuiltin` is 0 for dtypes of NumPy that come from pickles, too.
+    is_of_numpy = array.dtype.type.__module__ == "numpy"
+    return array if is_of_numpy else array.astype("float32")

@@ -9,6 +9,7 @@ import numpy as np
 
 from keras_strategies.errors import CheckpointError
 from keras_strategies.keras_compat.models import fit_position
+from keras_strategies.runtime.state.model_values import in_numpy_dtype
 
 #: Pieces of consecutive rows of an array that are compared, and bytes of each.
 _PIECES = 8
@@ -115,8 +116,7 @@ def _in_numpy(piece: Any) -> np.ndarray:
     if hasattr(piece, "detach"):  # A tensor of Torch, on any device.
         piece = piece.detach().cpu()
     values = np.asarray(piece)
-    if values.dtype.isbuiltin != 1 and values.dtype.kind not in "OUS":
-        values = values.astype("float32")
+    values = in_numpy_dtype(values)
     if values.dtype == object and not all(isinstance(v, str) for v in values.flat):
         raise TypeError
     return values

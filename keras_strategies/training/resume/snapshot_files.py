@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from keras_strategies.errors import DamagedCheckpointError
+from keras_strategies.runtime.state.model_values import in_numpy_dtype
 from keras_strategies.training.saving.archives import (
-    in_float32,
     naming_damage,
     open_archive,
     with_arrays,
@@ -140,7 +140,7 @@ def packed(state: Any) -> bytes:
 def _portable(state: Any) -> Any:
     """A structure with arrays of dtypes that every framework takes."""
     if isinstance(state, np.ndarray):
-        return in_float32(state)
+        return in_numpy_dtype(state)
     if isinstance(state, dict):
         return {key: _portable(value) for key, value in state.items()}
     if isinstance(state, (list, tuple)):

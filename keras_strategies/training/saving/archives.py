@@ -374,9 +374,3 @@ def with_arrays(state: Any) -> Any:
     if isinstance(state, (list, tuple)):
         return type(state)(map(with_arrays, state))
     return state
-
-
-def in_float32(array: Any) -> Any:
-    """An array, in float32 if NumPy has not got its dtype, such as bfloat16."""
-    array = np.asarray(array)
-    return array if array.dtype.isbuiltin == 1 else array.astype("float32")

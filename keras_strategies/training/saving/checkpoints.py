@@ -28,12 +28,12 @@ from keras_strategies.keras_compat.optimizers.optimizer_parts import is_optimize
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.keras_compat.thread_state import current_stateless_scope
 from keras_strategies.runtime import context
+from keras_strategies.runtime.state.model_values import in_numpy_dtype
 from keras_strategies.timeline import recording
 from keras_strategies.training.random_sync import random_numbers, set_random_numbers
 from keras_strategies.training.saving.archives import (
     LazyArray,
     check_stored,
-    in_float32,
     naming_damage,
     open_archive,
     with_arrays,
@@ -145,7 +145,7 @@ class Checkpoint:
                 backend = random.pop("of")
             self._prepare(contents["objects"])
             for variable, entry in self._matched(contents["objects"], str(path)):
-                variable.assign(in_float32(entry["value"].read()))
+                variable.assign(in_numpy_dtype(entry["value"].read()))
             if backend != keras.backend.backend():
                 random["backend"] = ""
             set_random_numbers(get_engine(), random)
