@@ -49,8 +49,7 @@ _PYTHON = str(Path(random.__file__).parent)
 _known: set[str] = set()
 
 
-@contextlib.contextmanager
-def checked_code() -> Iterator[Lines]:
+def checked_code() -> contextlib.AbstractContextManager[Lines]:
     """A context in which a function of the user's that cannot be traced does not begin.
 
     Yields:
@@ -64,29 +63,27 @@ def checked_code() -> Iterator[Lines]:
     if sys.gettrace() is not None and sys.getprofile() is not None:
         raise NotTraced("runs under a debugger and a profiler")
     # What declared layers compute is not traced.
-    noted = _Lines(lambda: current_tracer() is not None, _check)
-    setter(noted)
-    try:
-        yield noted.lines
-    finally:
-        setter(None)
+    return _noting(setter, _Lines(lambda: current_tracer() is not None, _check))
 
 
-@contextlib.contextmanager
-def noted_lines() -> Iterator[Lines]:
+def noted_lines() -> contextlib.AbstractContextManager[Lines]:
     """A context that notes the lines of the user's where calls are recorded.
 
     None are noted under a debugger.
     """
     noted = _Lines(are_recorded, lambda frame: None)
     if sys.gettrace() is not None:
-        yield noted.lines
-        return
-    sys.settrace(noted)
+        return contextlib.nullcontext(noted.lines)
+    return _noting(sys.settrace, noted)
+
+
+@contextlib.contextmanager
+def _noting(setter: Callable[[Any], None], noted: _Lines) -> Iterator[Lines]:
+    setter(noted)
     try:
         yield noted.lines
     finally:
-        sys.settrace(None)
+        setter(None)
 
 
 class _Lines:

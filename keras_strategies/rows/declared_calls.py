@@ -19,6 +19,7 @@ from keras_strategies.keras_compat.variables.generator_seeds import (
     seed_generators,
 )
 from keras_strategies.rows.layer_calls import LayerCall, argument_leaves
+from keras_strategies.rows.placed import as_array
 from keras_strategies.rows.python_state import PythonState
 from keras_strategies.rows.row_tensors import NotTraced, RowTensor, error_text, symbolic
 
@@ -241,11 +242,8 @@ def _arrays(results: CallResults) -> tuple[list[Any], dict[str, Any]]:
 def _numbers(value: Any) -> Any:
     if not ops.is_tensor(value):
         return np.asarray(value)
-    dtype = keras.backend.standardize_dtype(value.dtype)
-    found = ops.convert_to_numpy(
-        ops.cast(value, "float32") if "float" in dtype else value
-    )
-    return found.astype("float16") if dtype in ("float16", "bfloat16") else found
+    is_half = keras.backend.standardize_dtype(value.dtype) in ("float16", "bfloat16")
+    return as_array(value).astype("float16") if is_half else as_array(value)
 
 
 def _difference(every: Any, parts: Sequence[Any], slices: Sequence[slice]) -> str:

@@ -9,6 +9,7 @@ rules here either.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -16,11 +17,11 @@ import keras
 from keras_strategies.rows.placed import SAME, Placed
 from keras_strategies.rows.row_placements import Exchange, ProvedEvent
 from keras_strategies.rows.row_tensors import RowTensor, tensors_in
-from keras_strategies.rows.trace import Event, Node
+from keras_strategies.rows.trace import Node
 
-#: One device has more digits of a sum in 16 bits than replicas could exchange.
 #: Sums that are used further may be sums of others, as the mean in a variance.
 _MOST_TRIES = 32
+#: One device has more digits of a sum in 16 bits than replicas could exchange.
 _DTYPES = ("float32", "float64", "int32", "int64")
 
 
@@ -31,28 +32,21 @@ class Exchanges:
         events: those of the first trace.
     """
 
-    def __init__(self, events: Sequence[Event]):
+    def __init__(self, events: Sequence[tuple[ProvedEvent, Node | None]]):
         self._events = events
-        self._may = {
-            id(event.node) for event in events if event.node and not event.is_repeated
-        }
+        self._may = {id(node) for _, node in events if node and not node.is_repeated}
         #: The exchanges, by the `id` of their nodes.
-        self._chosen: dict[int, Exchange] = {}
+        self.chosen: dict[int, Exchange] = {}
         self._wanted: dict[int, Exchange] = {}
         self._used: set[int] = set()
         #: The sums that another sum is computed from, by its index.
         self._origins: dict[int, dict[int, Exchange]] = {}
         self._tries = 0
 
-    @property
-    def are_chosen(self) -> bool:
-        """Whether there is any."""
-        return bool(self._chosen)
-
     def choose_more(self) -> bool:
         """Whether other exchanges may help; the next propagation has them."""
         found = self._wanted
-        self._chosen |= found
+        self.chosen |= found
         self._tries += 1
         self._wanted, self._used, self._origins = {}, set(), {}
         return bool(found) and self._tries <= _MOST_TRIES
@@ -93,9 +87,9 @@ class Exchanges:
         if not placed.is_sum or placed.power not in (0, -1) or dtype not in _DTYPES:
             return {}
         exchange = Exchange(placed.power == -1, made.lengths, dtype)
-        if node not in self._chosen:
+        if node not in self.chosen:
             return {node: exchange}
-        self._chosen[node] = exchange
+        self.chosen[node] = exchange
         self._used.add(node)
         known[made.index] = SAME
         return {}
@@ -109,13 +103,10 @@ class Exchanges:
         """The events of a call of a layer; empty without exchanges."""
         if not self._used:
             return []
-        events = list(self._events)
-        if events[0].layer is layer:
-            del events[0]
-        found = []
-        for event in events:
-            is_used = id(event.node) in self._used
-            exchange = self._chosen[id(event.node)] if is_used else None
-            layer = 0 if event.layer is None else id(event.layer)
-            found.append(ProvedEvent(event.name, layer, event.is_one, exchange))
-        return found
+        events = [
+            replace(event, exchange=self.chosen[id(node)])
+            if id(node) in self._used
+            else event
+            for event, node in self._events
+        ]
+        return events[events[0].layer == id(layer) :]

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import keras
+import numpy as np
 
 import keras_strategies.rows.rules  # noqa: F401  Registers the rules.
 from keras_strategies.keras_compat.structures import leaves_of
@@ -18,13 +19,13 @@ from keras_strategies.rows.placed import (
     Placed,
     Shape,
     are_equal,
+    as_array,
     fits,
     mixed,
     place_constant,
 )
 from keras_strategies.rows.row_placements import RowPlacement
 from keras_strategies.rows.row_tensors import RowTensor, is_array, shape_of, tensors_in
-from keras_strategies.rows.rules.indexing import are_row_numbers
 from keras_strategies.rows.rules.step import RULES, TENSORS_AS_ATTRIBUTES, Step
 from keras_strategies.rows.trace import Node
 
@@ -49,13 +50,8 @@ _VARYING = {
 class UnknownUse(Exception):
     """A known layer gets values that its type says nothing about.
 
-    Args:
-        number: int, that of the call; its code is traced in the next try.
+    Its argument is the number of the call, whose code is traced in the next try.
     """
-
-    def __init__(self, number: int):
-        super().__init__(number)
-        self.number = number
 
 
 class Propagation:
@@ -119,7 +115,10 @@ class Propagation:
         """Whether an index is 0, 1, ..., n - 1 along one axis."""
         if isinstance(values[0], RowTensor):
             return values[0].index in self._row_numbers
-        return are_row_numbers(values, self.counts)
+        return all(map(is_array, values)) and all(
+            np.array_equal(as_array(value).reshape(-1), np.arange(n))
+            for value, n in zip(values, self.counts, strict=True)
+        )
 
     def body(self, step: Step, number: int, placed: list[Placed]) -> list[Placed]:
         """The placements of the outputs of a function in an operation."""
@@ -132,11 +131,10 @@ class Propagation:
 
     def run(self, every: Sequence[list[Node]]) -> None:
         """Places the results of operations, given as they are in each trace."""
-        if len({len(nodes) for nodes in every}) != 1:
+        kinds = {tuple((node.name, node.number) for node in nodes) for nodes in every}
+        if len(kinds) != 1:
             raise MixesRows("has other operations for other numbers of rows")
         for nodes in zip(*every, strict=True):
-            if len({(node.name, node.number) for node in nodes}) != 1:
-                raise MixesRows("has other operations for other numbers of rows")
             self._place(nodes)
 
     def _place(self, nodes: tuple[Node, ...]) -> None:

@@ -253,22 +253,16 @@ class LayerSettings:
     """
 
     def __init__(self) -> None:
-        self._known: dict[Any, int] = {}
-        self._before: list[tuple[Any, ...]] = []
+        #: The numbers of all settings that there were.
+        self.known: dict[Any, int] = {}
+        self._before: tuple[tuple[Any, ...], ...] = ()
         self._number = -1
-
-    @property
-    def count(self) -> int:
-        """How many different settings there were."""
-        return len(self._known)
 
     def number(self, layer: Any) -> int:
         """The number of the current settings; fast where nothing was assigned."""
         if self._number < 0 or not all(map(_is_unchanged, self._before)):
-            layers = sublayers(layer)
-            self._before = [_attributes(each) for each in layers]
-            key = tuple(map(_settings, layers))
-            self._number = self._known.setdefault(key, len(self._known))
+            keys, self._before = zip(*map(_attributes, sublayers(layer)), strict=True)
+            self._number = self.known.setdefault(keys, len(self.known))
         return self._number
 
 
@@ -280,15 +274,19 @@ def argument_key(value: Any) -> Any:
     return type(value), _token(value, 0)
 
 
-def _attributes(layer: Any) -> tuple[Any, ...]:
-    """The attributes that may be settings, what they hold, and the layers in it."""
+def _attributes(layer: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The settings of a layer, and the attributes and layers that it has them from."""
     space, own = vars(layer), own_layers(layer)
-    names = [name for name, value in space.items() if _may_be_setting(name, value)]
+    tokens = {
+        name: _token(value, 0)
+        for name, value in list(space.items())
+        if _may_be_setting(name, value)
+    }
     # With one name it would return no tuple.
-    read = operator.itemgetter(*names, names[0])
-    held = [(space[name], _token(space[name], 0)) for name in names]
-    held = [(value, token) for value, token in held if _may_change(value)]
-    return space, len(space), read, read(space), held, own, list(own)
+    read = operator.itemgetter(*tokens, next(iter(tokens)))
+    held = [(space[x], tokens[x]) for x in tokens if _may_change(space[x])]
+    key = id(layer), layer.trainable, layer.dtype_policy.name, tuple(tokens.items())
+    return key, (space, len(space), read, read(space), held, own, list(own))
 
 
 def _is_unchanged(attributes: tuple[Any, ...]) -> bool:
@@ -302,19 +300,6 @@ def _is_unchanged(attributes: tuple[Any, ...]) -> bool:
     if not held or not is_same:
         return is_same
     return all(_token(value, 0) == token for value, token in held)
-
-
-def _settings(layer: Any) -> Any:
-    return (
-        id(layer),
-        layer.trainable,
-        layer.dtype_policy.name,
-        tuple(
-            (name, _token(value, 0))
-            for name, value in list(vars(layer).items())
-            if _may_be_setting(name, value)
-        ),
-    )
 
 
 class _Identity:

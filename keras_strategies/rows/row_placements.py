@@ -151,18 +151,12 @@ class RowProof:
 
     def of_outputs(self, count: int) -> list[RowPlacement | None]:
         """The placements of a number of outputs."""
-        if self.every_output is not None:
-            return [self.every_output] * count
-        return list(self.outputs)
+        return [self.every_output] * count if self.is_by_type else list(self.outputs)
 
     def of_losses(self, count: int) -> list[RowPlacement]:
         """The placements of a number of losses."""
-        if self.every_loss is not None:
-            return [self.every_loss] * count
-        return list(self.losses)
+        return [self.every_loss] * count if self.every_loss else list(self.losses)
 
     def of_update(self, variable: Any) -> RowPlacement | None:
         """The placement of the value that the call assigns; None if it is unknown."""
-        if self.every_update is not None:
-            return self.every_update
-        return self.updates.get(id(variable))
+        return self.every_update or self.updates.get(id(variable))

@@ -52,6 +52,7 @@ class _LayerProofs:
     is_declared: bool = False
 
 
+@dataclass(eq=False)
 class RowProofs:
     """The proofs for all layers that a strategy calls.
 
@@ -64,38 +65,21 @@ class RowProofs:
         prover: the prover.
         why_unsplit: returns why a call cannot be split whatever its operations are, as
             the end of a sentence; empty if it can be.
-        synchronizes_batch_norm: bool, whether batch statistics are those of all rows.
+        synchronizes: bool, whether batch statistics are those of all rows.
         comparing: a context around calls of a declared layer with a few rows; gets a
             function for why it cannot be split, as the end of "its code ...".
         workers: the workers, which make the same calls; None without a cluster. A layer
             is split on all of them or on none.
-        may_exchange: bool, whether replicas may exchange sums over rows.
     """
 
-    def __init__(
-        self,
-        prover: RowProver,
-        why_unsplit: Callable[[Any, RowProof | None], str],
-        synchronizes_batch_norm: bool,
-        comparing: Comparing,
-        workers: Communicator | None = None,
-        may_exchange: bool = True,
-    ):
-        self._prover = prover
-        self._why_unsplit = why_unsplit
-        self._workers = workers
-        self._may_exchange = may_exchange
-        self._synchronizes = synchronizes_batch_norm
-        self._comparing = comparing
-        # Of a call that is known by the types of its layers.
-        self._by_type = RowProof(
-            every_output=ROWS,
-            every_loss=MEAN,
-            every_update=SAME if synchronizes_batch_norm else MEAN,
-        )
-        self._layers: weakref.WeakKeyDictionary[Any, _LayerProofs] = (
-            weakref.WeakKeyDictionary()
-        )
+    _prover: RowProver
+    _why_unsplit: Callable[[Any, RowProof | None], str]
+    _synchronizes: bool
+    _comparing: Comparing
+    _workers: Communicator | None = None
+    _layers: weakref.WeakKeyDictionary[Any, _LayerProofs] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
 
     def of(
         self,
@@ -115,7 +99,7 @@ class RowProofs:
         if proofs is None:
             proofs = _LayerProofs(is_declared=is_declared(layer))
             self._layers[layer] = proofs
-        if self._workers is not None and proofs.settings.count >= _MOST_SETTINGS:
+        if self._workers is not None and len(proofs.settings.known) >= _MOST_SETTINGS:
             # The limit below may be reached on one worker alone. What workers have
             # agreed on stays, so that none of them asks alone.
             proofs = self._layers[layer] = _LayerProofs(agreed=proofs.agreed)
@@ -134,7 +118,8 @@ class RowProofs:
         for key in ((settings, arguments), (_OFTEN, arguments)):
             if key in proofs.found:
                 return proofs.found[key], False
-        if max(proofs.settings.count, proofs.dropped) > _MOST_SETTINGS and not by_type:
+        count = max(len(proofs.settings.known), proofs.dropped)
+        if count > _MOST_SETTINGS and not by_type:
             found = proofs.found[_OFTEN, arguments] = RowProof(problem=_OFTEN)
             return found, True
         if proofs.is_declared:
@@ -183,6 +168,11 @@ class RowProofs:
             problem = f"its code {notes[0]}"
         return RowProof(problem=problem) if problem else proof
 
+    def _by_type(self) -> RowProof:
+        """A new proof of a call that is known by the types of its layers."""
+        update = SAME if self._synchronizes else MEAN
+        return RowProof(every_output=ROWS, every_loss=MEAN, every_update=update)
+
     def _by_types(
         self,
         proofs: _LayerProofs,
@@ -203,7 +193,7 @@ class RowProofs:
                 may_draw and rematerializes(layer)
             )
             # One for these settings, by which programs of the call are found again.
-            proof = replace(self._by_type, calls={}) if is_known else None
+            proof = self._by_type() if is_known else None
             known = proofs.row_wise[settings, ranks] = proof, may_draw
         if known[0] is not None and self._why_unsplit(layer, None):
             return None, known[1]
@@ -219,7 +209,7 @@ class RowProofs:
         problem = self._why_unsplit(call.layer, None)
         if problem:
             return RowProof(problem=problem)
-        may_exchange = self._may_exchange and not by_type and call.exchanges
+        may_exchange = not by_type and call.exchanges
         found = self._prover.prove(
             call, with_rows, () if by_type else sizes, may_exchange
         )
@@ -229,7 +219,7 @@ class RowProofs:
         if problem:
             return RowProof(problem=problem)
         if by_type:
-            return replace(self._by_type, draws=found.draws, drawn=found.drawn)
+            return replace(self._by_type(), draws=found.draws, drawn=found.drawn)
         if not self._synchronizes and not call.adds:
             # Statistics are those of a replica's rows, by the user's choice.
             updates = dict.fromkeys(found.updates, MEAN)

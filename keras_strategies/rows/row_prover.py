@@ -8,7 +8,7 @@ import operator
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import keras
@@ -97,9 +97,8 @@ class RowProver:
         state = PythonState(call.layer, call.leaves)
         if state.problem is not None:
             return RowProof(problem=state.problem)
-        attempts = _Attempts(
-            *(self._surroundings, call, with_rows, sizes, state, may_exchange)
-        )
+        options = (self._surroundings, call, with_rows, sizes, may_exchange)
+        attempts = _Attempts(*options, state)
         with routed_backend():
             proof = attempts.proof()
         change = state.change()
@@ -108,33 +107,26 @@ class RowProver:
         return proof
 
 
+@dataclass
 class _Attempts:
     """Proofs of a call, until all known layers that have to be traced, are."""
 
-    def __init__(
-        self,
-        surroundings: Surroundings,
-        call: LayerCall,
-        with_rows: Sequence[bool],
-        sizes: Sequence[int],
-        state: PythonState,
-        may_exchange: bool,
-    ):
-        self._surroundings = surroundings
-        self._may_exchange = may_exchange
-        self._call = call
-        self._state = state
-        self._with_rows = with_rows
-        self._replicas = max(2, sum(size > 0 for size in sizes))
-        self._is_any = not sizes
-        counts = {size for size in sizes if size} | ({call.rows} if sizes else set())
-        if self._is_any:
-            counts = set(_ANY_ROWS)
-        elif len(counts) < 2:
+    _surroundings: Surroundings
+    _call: LayerCall
+    _with_rows: Sequence[bool]
+    _sizes: Sequence[int]
+    _may_exchange: bool
+    _state: PythonState
+    _followed: frozenset[int] = frozenset()
+    _traces: list[Trace] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        sizes = [size for size in self._sizes if size]
+        self._replicas = max(2, len(sizes))
+        counts = {*sizes, self._call.rows} if self._sizes else {*_ANY_ROWS}
+        if len(counts) < 2:
             counts |= {max(counts) + 3}
         self._counts = tuple(sorted(counts))
-        self._followed: frozenset[int] = frozenset()
-        self._traces: list[Trace] = []
 
     def proof(self) -> RowProof:
         """The proof."""
@@ -146,7 +138,7 @@ class _Attempts:
                 try:
                     return self._proof_without_left()
                 except UnknownUse as error:
-                    self._followed |= {error.number}
+                    self._followed |= {*error.args}
                     self._close()
             return RowProof(problem="its known layers are used in unknown ways")
         except MixesRows as error:
@@ -232,7 +224,7 @@ class _Attempts:
 
     def _trace(self, rows: int) -> None:
         call = self._call
-        options = (rows, self._is_any, self._followed, call.only_adds)
+        options = (rows, not self._sizes, self._followed, call.only_adds)
         trace = Trace(*options, FUNCTIONS, DRAWS)
         self._traces.append(trace)
         given = [
@@ -273,7 +265,7 @@ class _Attempts:
         return made
 
     def _propagated(self, exchanges: Exchanges) -> Propagation:
-        found = Propagation(self._counts, self._is_any, exchanges)
+        found = Propagation(self._counts, not self._sizes, exchanges)
         for tensors in zip(*(trace.inputs for trace in self._traces), strict=True):
             shapes = [shape_of(x) for x in tensors]
             found.place(tensors, rows_of_shapes(shapes, self._counts))
@@ -314,7 +306,7 @@ class _Attempts:
         found = placements.joined(leaves)
         if (
             self._call.is_in_run
-            and placements.exchanges.are_chosen
+            and placements.exchanges.chosen
             and found.kind in (RowKind.SUM, RowKind.MEAN)
         ):
             # A quotient of a replica's sum and that of all rows is neither's.

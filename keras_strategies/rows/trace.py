@@ -9,7 +9,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from keras_strategies.rows.code_names import Lines
 from keras_strategies.rows.declarations import is_declared
 from keras_strategies.rows.declared_calls import are_rows, results_of_declared
 from keras_strategies.rows.python_state import argument_key
-from keras_strategies.rows.row_placements import FUNCTIONS_OF_SUMS, SUMS
+from keras_strategies.rows.row_placements import FUNCTIONS_OF_SUMS, SUMS, ProvedEvent
 from keras_strategies.rows.row_tensors import (
     NotTraced,
     RowCount,
@@ -86,6 +86,7 @@ class Node:
         place: str, the layer and the line of the user's that make it.
         bodies: functions that it calls.
         number: int, that of a call of a layer that is one operation.
+        is_repeated: bool, whether the backward pass computes it again.
     """
 
     name: str
@@ -93,27 +94,9 @@ class Node:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: Any
-    place: str
+    place: str = ""
     bodies: tuple[Body, ...] = ()
     number: int | None = None
-
-
-@dataclass(frozen=True)
-class Event:
-    """An operation of `SUMS`, or a call of a layer, outside of loops and branches.
-
-    Args:
-        name: str, the kind of the operation; empty for a layer.
-        node: the operation; None for a layer, and for one of constants.
-        layer: the layer.
-        is_one: bool, whether its call is one operation of the trace.
-        is_repeated: bool, whether the backward pass computes it again.
-    """
-
-    name: str = ""
-    node: Node | None = None
-    layer: Any = None
-    is_one: bool = False
     is_repeated: bool = False
 
 
@@ -150,11 +133,10 @@ class TracedState(StatePolicy):
     def assign(self, variable: Any, value: Any) -> None:
         self.read(variable)
         self._trace().check_once("assigns a variable")
-        if self._trace().depth:
-            raise NotTraced("assigns a variable in the body of a loop or branch")
         self.values[id(variable)] = value
 
 
+@dataclass(eq=False)
 class Trace:
     """The operations of one call with a number of rows.
 
@@ -167,44 +149,41 @@ class Trace:
         draws: see `Tracer`.
     """
 
-    def __init__(
-        self,
-        rows: int,
-        is_any: bool,
-        followed: frozenset[int],
-        only_adds: bool,
-        functions: Any,
-        draws: Any,
-    ):
-        self.rows = rows
-        self.is_any = is_any
-        self.only_adds = only_adds
-        self.functions, self.draws = functions, draws
-        #: The tensors with rows, the results, and the lines of the user's that ran.
-        self.inputs: list[Any] = []
-        self.outputs: Any = None
-        self.lines: Lines = set()
-        self.nodes: list[Node] = []
-        self.made: list[weakref.ref[Any]] = []
+    rows: int
+    is_any: bool
+    followed: frozenset[int]
+    only_adds: bool
+    functions: Any
+    draws: Any
+    #: The tensors with rows, the results, and the lines of the user's that ran.
+    inputs: list[Any] = field(default_factory=list)
+    outputs: Any = None
+    lines: Lines = field(default_factory=set)
+    nodes: list[Node] = field(default_factory=list)
+    made: list[weakref.ref[Any]] = field(default_factory=list)
+    losses: list[Any] = field(default_factory=list)
+    depth: int = 0
+    #: How many functions around are computed again in the backward pass.
+    repeated: int = 0
+    #: The tensors that are drawn, and the functions that draw them.
+    drawn: list[tuple[str, Any]] = field(default_factory=list)
+    draws_without_seed: bool = False
+    #: Operations of `SUMS`, and calls of layers, outside of loops and branches. An
+    #: operation of constants has no node.
+    events: list[tuple[ProvedEvent, Node | None]] = field(default_factory=list)
+    #: A context around calls with values, which are not those of a replica.
+    outside: Callable[[], contextlib.AbstractContextManager[Any]] = nullcontext
+    problem: str | None = None
+    #: Whether a function of the backend computes constants, by others.
+    _is_inside: bool = False
+    _known_calls: int = 0
+    #: The innermost one that is called.
+    _layer: Any = None
+    #: Tensors of lengths, by their ids, of which Keras's losses take the product.
+    _lengths: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         self.state = TracedState(self)
-        self.losses: list[Any] = []
-        self.depth = 0
-        #: How many functions around are computed again in the backward pass.
-        self.repeated = 0
-        #: The tensors that are drawn, and the functions that draw them.
-        self.drawn: list[tuple[str, Any]] = []
-        self.draws_without_seed = False
-        self.events: list[Event] = []
-        #: Whether a function of the backend computes constants, by others.
-        self._is_inside = False
-        #: A context around calls with values, which are not those of a replica.
-        self.outside: Callable[[], contextlib.AbstractContextManager[Any]] = nullcontext
-        self.problem: str | None = None
-        self._followed = followed
-        self._known_calls = 0
-        self._layers: list[Any] = []
-        #: Tensors of lengths, by their ids, of which Keras's losses take the product.
-        self._lengths: dict[int, tuple[Any, Any]] = {}
 
     # Tensors.
 
@@ -245,18 +224,15 @@ class Trace:
         return _has(structure, RowTensor)
 
     def check_once(self, what: str) -> None:
-        """Raises an error for what a backward pass must not do again."""
+        """Raises an error for what happens once, where code is repeated."""
         if self.repeated:
             raise NotTraced(f"{what} in what is computed again in the backward pass")
+        if self.depth:
+            raise NotTraced(f"{what} in the body of a loop or branch")
 
-    @contextlib.contextmanager
-    def repeating(self) -> Iterator[None]:
+    def repeating(self) -> contextlib.AbstractContextManager[None]:
         """Context of code that is computed again in the backward pass."""
-        self.repeated += 1
-        try:
-            yield
-        finally:
-            self.repeated -= 1
+        return _assigned(self, repeated=self.repeated + 1)
 
     def note_problem(self, problem: str) -> None:
         self.problem = self.problem or problem
@@ -264,13 +240,9 @@ class Trace:
     def call(self, operation: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = self.values(args), self.values(kwargs)
         if isinstance(operation, keras.layers.Layer):
-            self._layers.append(operation)
             again = self.repeating if is_rematerialized(operation) else nullcontext
-            try:
-                with again():
-                    return self._call_layer(operation, args, kwargs)
-            finally:
-                self._layers.pop()
+            with _assigned(self, _layer=operation), again():
+                return self._call_layer(operation, args, kwargs)
         name = type(operation).__name__
         composed = as_means(name.lower(), args[0]) if args else None
         if composed is not None:
@@ -281,9 +253,8 @@ class Trace:
         _, lengths = self._lengths.get(id(args[0]) if args else 0, (None, None))
         if name == "Prod" and lengths and operation.axis is None:
             return self._constant(RowCount(math.prod(map(int, lengths))))
-        return self.record(
-            name, operation, args, kwargs, _spec(operation, args, kwargs)
-        )
+        spec = _spec(operation, args, kwargs)
+        return self.record(Node(name, operation, args, kwargs, spec))
 
     def call_function(
         self, name: str, original: Any, symbolic: Any, args: Any, kwargs: Any
@@ -306,17 +277,14 @@ class Trace:
 
     def _of_constants(self, name: str, original: Any, args: Any, kwargs: Any) -> Any:
         if name in FUNCTIONS_OF_SUMS and not (self.depth or self._is_inside):
-            self.events.append(Event(FUNCTIONS_OF_SUMS[name]))
-        before, self._is_inside = self._is_inside, True
-        try:
+            self.events.append((ProvedEvent(FUNCTIONS_OF_SUMS[name]), None))
+        with _assigned(self, _is_inside=True):
             return original(*args, **kwargs)
-        finally:
-            self._is_inside = before
 
     def changed_in_place(self, before: RowTensor, after: RowTensor) -> Any:
         """The tensor that an operator with assignment has changed to `after`."""
         given = (before, after, before.is_inner)
-        found = self.record("in_place", None, given, {}, after)
+        found = self.record(Node("in_place", None, given, {}, after))
         found.is_inner = before.is_inner
         return found
 
@@ -329,15 +297,12 @@ class Trace:
         return original(tensor, *args)
 
     def add_to_variable(self, original: Any, variable: Any, value: Any) -> Any:
-        self.state.is_adding = True
-        try:
+        with _assigned(self.state, is_adding=True):
             return original(variable, value)
-        finally:
-            self.state.is_adding = False
 
     # Programs for any number of rows: what depends on it is no constant.
 
-    def _made_of_shape(self, name: str, *args: Any, **kwargs: Any) -> RowTensor:
+    def _made_of_shape(self, name: str, *args: Any, **kwargs: Any) -> Any:
         names = ["shape", *(["fill_value"] if name == "full" else []), "dtype"]
         given = dict(zip(names, args, strict=False)) | kwargs
         value = given.get("fill_value", int(name != "zeros"))
@@ -349,19 +314,17 @@ class Trace:
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         dtype = keras.backend.standardize_dtype(dtype)
         spec = keras.KerasTensor(tuple(map(int, shape)), dtype)
-        found: RowTensor = self.record("filled", None, (value,), {}, spec)
-        return found
+        return self.record(Node("filled", None, (value,), {}, spec))
 
     def _row_numbers(
         self, start: Any, stop: Any = None, step: Any = None, dtype: Any = None
-    ) -> RowTensor:
+    ) -> Any:
         """0, 1, ..., n - 1."""
         first, count = (0, start) if stop is None else (start, stop)
         if first != 0 or step not in (None, 1):
             refuse_count()
         spec = keras.KerasTensor((int(count),), dtype or "int32")
-        found: RowTensor = self.record("row_numbers", None, (), {}, spec)
-        return found
+        return self.record(Node("row_numbers", None, (), {}, spec))
 
     def _lifted(self, structure: Any) -> Any:
         """Arguments with tensors of the trace in place of arrays, or of counts."""
@@ -377,10 +340,10 @@ class Trace:
     def _constant(self, leaf: Any) -> Any:
         """A tensor of the trace for an array or a number of rows."""
         if not isinstance(leaf, RowCount):
-            return self.record("constant", None, (leaf,), {}, symbolic(leaf))
+            return self.record(Node("constant", None, (leaf,), {}, symbolic(leaf)))
         # A plain number, which is compared between the traces.
         spec = keras.KerasTensor((), "int32")
-        return self.record("constant", None, (int(leaf),), {}, spec)
+        return self.record(Node("constant", None, (int(leaf),), {}, spec))
 
     # Layers.
 
@@ -392,9 +355,10 @@ class Trace:
         if _has_own_spec(layer) and all(ranks) and is_row_wise(layer, ranks):
             number = self._known_calls
             self._known_calls += 1
-            if number not in self._followed and not seed_generators(layer):
+            if number not in self.followed and not seed_generators(layer):
                 outputs = layer.compute_output_spec(*args, **kwargs)
-                if _is_complete(outputs):
+                # Some layers say None for the sizes of the batch.
+                if all(x is None or None not in x.shape for x in leaves_of(outputs)):
                     self._note_layer(layer, is_one=True)
                     return self._known_call(layer, args, kwargs, number, outputs)
         self._note_layer(layer)
@@ -404,7 +368,7 @@ class Trace:
 
     def _note_layer(self, layer: Any, is_one: bool = False) -> None:
         if not self.depth:
-            self.events.append(Event(layer=layer, is_one=is_one))
+            self.events.append((ProvedEvent("", id(layer), is_one), None))
 
     def declared_call(self, layer: Any, args: Any, kwargs: Any) -> Any:
         """A declared layer or function as one operation."""
@@ -426,7 +390,9 @@ class Trace:
         more = [*results.losses, *results.updates.values()]
         count = sum(isinstance(x, keras.KerasTensor) for x in leaves_of(outputs))
         options = {"flags": flags, "outputs": count, "means": len(more)}
-        made, added = self.record("row_wise", None, tensors, options, (outputs, more))
+        made, added = self.record(
+            Node("row_wise", None, tuple(tensors), options, (outputs, more))
+        )
         for loss in added[: len(results.losses)]:
             layer.add_loss(loss)
         variables = {id(variable): variable for variable in layer.variables}
@@ -456,64 +422,43 @@ class Trace:
             assigned = [layer.kernel, layer.vector_u]
         states = [v for v in assigned if not is_seed_state(v)]
         after = [keras.KerasTensor(v.shape, v.dtype) for v in states]
-        name = type(layer).__name__
-        made, values = self.record(
-            name, layer, args, kwargs, (outputs, after), number=number
-        )
+        given = (type(layer).__name__, layer, args, kwargs, (outputs, after))
+        made, values = self.record(Node(*given, number=number))
         for variable, value in zip(states, values, strict=True):
             self.state.assign(variable, value)
         return made
 
     # Operations.
 
-    def record(
-        self,
-        name: str,
-        operation: Any,
-        args: Any,
-        kwargs: Any,
-        outputs: Any,
-        bodies: tuple[Body, ...] = (),
-        number: int | None = None,
-    ) -> Any:
+    def record(self, node: Node) -> Any:
         """Adds an operation, and returns its results.
 
         Args:
-            name: see `Node`, as all arguments.
-            operation: the operation.
-            args: its arguments.
-            kwargs: its keyword arguments.
-            outputs: structure of symbolic tensors like its results.
-            bodies: functions that it calls.
-            number: that of the call of a layer.
+            node: the operation, with symbolic tensors like its results and without a
+                place.
         """
-        made = self.like(outputs)
+        made = self.like(node.outputs)
         if keras.backend.backend() == "torch":
-            _note_memory(name, (args, kwargs), made)
-        place = self._place()
-        node = Node(name, operation, args, kwargs, made, place, bodies, number)
+            _note_memory(node.name, (node.args, node.kwargs), made)
+        repeated = self.repeated > 0
+        node = replace(node, outputs=made, place=self._place(), is_repeated=repeated)
         self.nodes.append(node)
-        if name in SUMS and number is None and not self.depth:
-            self.events.append(Event(name, node, is_repeated=self.repeated > 0))
+        if node.name in SUMS and node.number is None and not self.depth:
+            self.events.append((ProvedEvent(node.name), node))
         return made
 
     def body(self, function: Callable[..., Any], *specs: Any) -> Body:
         """The operations of a function, called with tensors as given."""
         inputs = [self.like(spec_of(spec)) for spec in specs]
-        outer, self.nodes = self.nodes, []
-        self.depth += 1
-        try:
+        with _assigned(self, nodes=[], depth=self.depth + 1):
             (outputs,) = self.values((function(*inputs),))
             return Body(inputs, self.nodes, outputs)
-        finally:
-            self.nodes = outer
-            self.depth -= 1
 
     def _place(self) -> str:
         """The innermost layer, and the line of the user's that is being called."""
         found = []
-        if self._layers:
-            layer = self._layers[-1]
+        layer = self._layer
+        if layer is not None:
             found.append(f"in layer {layer.name!r} ({type(layer).__name__})")
         frame = inspect.currentframe()
         while frame is not None and frame.f_code.co_filename != _PROVER:
@@ -528,6 +473,17 @@ class Trace:
         """Lets go of all tensors."""
         vars(self.state).clear()
         vars(self).clear()
+
+
+@contextlib.contextmanager
+def _assigned(owner: Any, **values: Any) -> Iterator[None]:
+    """A context in which attributes have other values."""
+    before = {name: getattr(owner, name) for name in values}
+    vars(owner).update(values)
+    try:
+        yield
+    finally:
+        vars(owner).update(before)
 
 
 def _note_memory(name: str, arguments: Any, made: Any) -> None:
@@ -579,11 +535,6 @@ def _has(structure: Any, kind: type) -> bool:
         if isinstance(x, (list, tuple, dict)) and _has(x, kind):
             return True
     return False
-
-
-def _is_complete(specs: Any) -> bool:
-    """Whether all sizes are known; some layers say None for those of the batch."""
-    return all(x is None or None not in x.shape for x in leaves_of(specs))
 
 
 def _has_own_spec(layer: Any) -> bool:

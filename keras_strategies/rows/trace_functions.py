@@ -15,8 +15,8 @@ import numpy as np
 from keras import ops, tree
 
 from keras_strategies.keras_compat.symbolic_backend import current_tracer
-from keras_strategies.rows.row_tensors import NotTraced, shape_of
-from keras_strategies.rows.trace import Body, Trace, spec_of
+from keras_strategies.rows.row_tensors import NotTraced, is_number, shape_of
+from keras_strategies.rows.trace import Body, Node, Trace, spec_of
 
 
 def _active() -> Trace:
@@ -27,22 +27,20 @@ def _active() -> Trace:
     return tracer
 
 
-def _without(axis: int, structure: Any) -> Any:
-    """Symbolic tensors without an axis."""
+def _without(structure: Any) -> Any:
+    """Symbolic tensors without the first axis."""
 
     def spec(x: Any) -> Any:
-        lengths = shape_of(x)
-        return keras.KerasTensor((*lengths[:axis], *lengths[axis + 1 :]), x.dtype)
+        return None if x is None else keras.KerasTensor(shape_of(x)[1:], x.dtype)
 
     return tree.map_structure(spec, spec_of(structure))
 
 
-def _with(axis: int, length: int, structure: Any) -> Any:
-    """Symbolic tensors with a further axis."""
+def _with(length: int, structure: Any) -> Any:
+    """Symbolic tensors with a further first axis."""
 
     def spec(x: Any) -> Any:
-        lengths = shape_of(x)
-        return keras.KerasTensor((*lengths[:axis], length, *lengths[axis:]), x.dtype)
+        return keras.KerasTensor((length, *shape_of(x)), x.dtype)
 
     return tree.map_structure(spec, spec_of(structure))
 
@@ -52,7 +50,9 @@ def _length(structure: Any) -> int:
 
 
 def _flow(name: str, given: Any, outputs: Any, *bodies: Body, **static: Any) -> Any:
-    return _active().record(name, None, (given,), static, spec_of(outputs), bodies)
+    return _active().record(
+        Node(name, None, (given,), static, spec_of(outputs), bodies=bodies)
+    )
 
 
 # Control flow.
@@ -69,9 +69,9 @@ def _scan(
     trace = _active()
     init, xs = trace.values((init, xs))
     steps = _length(xs) if xs is not None else int(length)
-    body = trace.body(f, init, None if xs is None else _without(0, xs))
+    body = trace.body(f, init, None if xs is None else _without(xs))
     carry, y = body.outputs
-    y = None if y is None else _with(0, steps, y)
+    y = None if y is None else _with(steps, y)
     return _flow("scan", (init, xs), (carry, y), body, length=length)
 
 
@@ -95,18 +95,13 @@ def _fori_loop(lower: Any, upper: Any, body_fun: Any, init_val: Any) -> Any:
 
 
 def _cond(pred: Any, true_fn: Any, false_fn: Any) -> Any:
-    if isinstance(pred, (bool, np.bool_)):
-        return true_fn() if pred else false_fn()
-    return _switch_of(pred, (true_fn, false_fn), ())
+    index = int(not pred) if is_number(pred) else pred
+    return _switch(index, (true_fn, false_fn))
 
 
 def _switch(index: Any, branches: Any, *operands: Any) -> Any:
     if isinstance(index, (int, np.integer)):
         return branches[min(max(int(index), 0), len(branches) - 1)](*operands)
-    return _switch_of(index, branches, operands)
-
-
-def _switch_of(index: Any, branches: Any, operands: Any) -> Any:
     trace = _active()
     (index,) = trace.values((index,))
     bodies = [trace.body(lambda f=f: f(*operands)) for f in branches]
@@ -116,8 +111,8 @@ def _switch_of(index: Any, branches: Any, operands: Any) -> Any:
 def _vectorized_map(function: Any, elements: Any) -> Any:
     trace = _active()
     (elements,) = trace.values((elements,))
-    body = trace.body(function, _without(0, elements))
-    outputs = _with(0, _length(elements), body.outputs)
+    body = trace.body(function, _without(elements))
+    outputs = _with(_length(elements), body.outputs)
     return _flow("map", elements, outputs, body)
 
 
@@ -157,28 +152,31 @@ def _rnn(
     """A loop over axis 1, the steps in time of all rows."""
     if time_major:
         raise NotTraced("has a loop over time with rows along the second axis")
-    trace = _active()
-    states = list(initial_states)
-    inputs, states, mask = trace.values((inputs, states, mask))
-    fixed = tuple(trace.values(tuple(constants or ())))
-    one = _without(1, inputs)
-    kept = None if mask is None else _without(1, mask)
+    fixed = tuple(constants or ())
 
-    def step(states: Any, x: Any, mask: Any) -> Any:
+    def step(states: Any, given: Any) -> Any:
+        x, mask = given
         output, after = step_function(x, (*states, *fixed))
         after = list(after)[: len(states)]
         if mask is not None:
-            empty = ops.zeros_like(output)
-            output = _chosen(mask, output, empty)
+            output = _chosen(mask, output, ops.zeros_like(output))
             after = [_chosen(mask, a, b) for a, b in zip(after, states, strict=True)]
         return after, output
 
-    body = trace.body(step, states, one, kept)
-    after, output = body.outputs
-    length = shape_of(tree.flatten(inputs)[0])[1] if return_all_outputs else 1
-    outputs = (after, (spec_of(output), _with(1, length, output)))
-    after, (last, every) = _flow("rnn", (states, inputs, mask), outputs, body)
+    every = _swapped((inputs, mask))
+    after, every = _scan(step, list(initial_states), every)
+    every = _swapped(every)
+    last = tree.map_structure(lambda x: x[:, -1], every)
+    if not return_all_outputs:
+        every = tree.map_structure(lambda x: x[:, -1:], every)
     return last, every, after
+
+
+def _swapped(structure: Any) -> Any:
+    def swap(x: Any) -> Any:
+        return None if x is None else ops.swapaxes(x, 0, 1)
+
+    return tree.map_structure(swap, structure)
 
 
 def _chosen(mask: Any, one: Any, other: Any) -> Any:
@@ -262,11 +260,9 @@ def _draw(name: str, seed: Any, shape: Any, dtype: Any, *arguments: Any) -> Any:
     trace = _active()
     trace.draws_without_seed |= seed is None
     trace.check_once("draws random numbers")
-    if trace.depth:
-        raise NotTraced("draws random numbers in the body of a loop or branch")
     given = trace.values(arguments)
     spec = keras.KerasTensor(tuple(map(int, shape)), dtype or keras.config.floatx())
-    made = trace.record("draw", None, given, {}, spec)
+    made = trace.record(Node("draw", None, given, {}, spec))
     # The name tells which have a parameter for each entry.
     has_parameters = any(len(shape_of(each)) == len(shape) for each in given)
     trace.drawn.append((name if has_parameters else "", made))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keras
 import numpy as np
 from keras import ops
 
@@ -79,3 +80,11 @@ MIXING_OPERATIONS = [
         (6,),
     ),
 ]
+if keras.backend.backend() != "tensorflow":  # It takes no arrays as indices.
+    MIXING_OPERATIONS.append(
+        mixing_function(
+            "an entry by the number of its row",
+            lambda x: x[np.arange(x.shape[0]), np.arange(x.shape[0])],
+            (200,),
+        )
+    )

@@ -39,35 +39,23 @@ def _repeated(
     raise MixesRows("is a loop whose values change their placements")
 
 
-def _without_axis(placed: Placed, gone: int) -> Placed:
+def _without_axis(placed: Placed) -> Placed:
+    """The placement of an entry of the first axis."""
     if not placed.has_axis:
         return placed
-    if placed.axis == gone:
-        return mixed("loops over rows")
-    return placed.at(placed.axis - (placed.axis > gone))
+    return mixed("loops over rows") if placed.axis == 0 else placed.at(placed.axis - 1)
 
 
-def _with_axis(placed: Placed, added: int) -> Placed:
-    if placed.axis is None:
-        return placed
-    return placed.at(placed.axis + (placed.axis >= added))
+def _with_axis(placed: Placed) -> Placed:
+    return placed if placed.axis is None else placed.at(placed.axis + 1)
 
 
 @rule("scan")
 def _scan(step: Step) -> list[Placed]:
     carry = step.placements.placed(step.given(0))
     xs = step.placements.placed(step.given(1))
-    carry, outputs = _repeated(step, 0, carry, [_without_axis(x, 0) for x in xs])
-    return [*carry, *(_with_axis(each, 0) for each in outputs[len(carry) :])]
-
-
-@rule("rnn")
-def _rnn(step: Step) -> list[Placed]:
-    carry, *others = (step.placements.placed(step.given(i)) for i in range(3))
-    one = [_without_axis(each, 1) for part in others for each in part]
-    carry, outputs = _repeated(step, 0, carry, one)
-    (last,) = outputs[len(carry) :]
-    return [*carry, last, _with_axis(last, 1)]
+    carry, outputs = _repeated(step, 0, carry, [_without_axis(x) for x in xs])
+    return [*carry, *(_with_axis(each) for each in outputs[len(carry) :])]
 
 
 @rule("for")
@@ -109,8 +97,8 @@ def _map(step: Step) -> Placed | list[Placed]:
     elements = step.placements.placed([node.args[0] for node in step.nodes])
     rows = {each for each in elements if each.is_rows and each.axis == 0}
     if not rows:
-        inner = [_without_axis(each, 0) for each in elements]
-        return [_with_axis(each, 0) for each in step.body(0, inner)]
+        inner = [_without_axis(each) for each in elements]
+        return [_with_axis(each) for each in step.body(0, inner)]
     if len(rows) > 1 or any(each not in rows for each in elements):
         return mixed("maps rows with others")
     (row,) = rows

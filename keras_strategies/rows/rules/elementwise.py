@@ -69,8 +69,6 @@ def _added(step: Step) -> Placed:
 @rule("Multiply Divide TrueDivide DivideNoNan")
 def _multiplied(step: Step) -> Placed:
     (one, rank), (other, other_rank) = step.leaves()
-    if one.is_mixed or other.is_mixed:
-        return one if one.is_mixed else other
     divides = step.name != "Multiply"
     power = one.power - other.power if divides else one.power + other.power
     if one.is_sum or (other.is_sum and not divides):

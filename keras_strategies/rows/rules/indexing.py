@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,6 @@ import numpy as np
 from keras_strategies.rows.placed import (
     SUM,
     Placed,
-    as_array,
     joined,
     mixed,
     not_along,
@@ -32,9 +30,8 @@ def _sliced(step: Step) -> Placed:
     if not placed.has_axis:
         is_fixed = varying_axis(step.out_shapes()) is None
         return placed if is_fixed else mixed("takes as much as there are rows")
-    axis = placed.axis or 0
     pairs = zip(step.shapes("inputs"), step.out_shapes(), strict=True)
-    if all(before[axis] == after[axis] for before, after in pairs):
+    if all(before[placed.axis] == after[placed.axis] for before, after in pairs):
         return placed
     return mixed(f"takes rows from {start}")
 
@@ -45,12 +42,11 @@ def _slice_updated(step: Step) -> Placed:
     placed = joined(step.leaves("inputs", "updates"), step.rank("inputs"))
     if not placed.has_axis:
         return placed
-    axis = placed.axis or 0
     leaves = step.placed("inputs", "updates")
     if not all(each.is_rows for each in leaves):
         return mixed("replaces entries of rows by a constant")
     pairs = zip(step.shapes("inputs"), step.shapes("updates"), strict=True)
-    if all(one[axis] == two[axis] for one, two in pairs):
+    if all(one[placed.axis] == two[placed.axis] for one, two in pairs):
         return placed
     return mixed("replaces rows")
 
@@ -58,7 +54,10 @@ def _slice_updated(step: Step) -> Placed:
 @rule("GetItem")
 def _item(step: Step) -> Placed:
     (placed,), rank = step.placed("x"), step.rank("x")
-    return _indexed(step, placed, [_expanded(k, rank) for k in step.values("key")])
+    keys = [_expanded(key, rank) for key in step.values("key")]
+    if any("bool" in str(getattr(part, "dtype", "")) for part in keys[0]):
+        return mixed("takes as many entries as a mask says")
+    return _indexed(step, placed, keys)
 
 
 def _expanded(key: Any, rank: int) -> list[Any]:
@@ -83,113 +82,58 @@ def _has_no_bounds(part: slice) -> bool:
     return part.start in (None, 0) and isinstance(part.stop, (type(None), RowCount))
 
 
-def _is_tensor(part: Any) -> bool:
-    return isinstance(part, RowTensor) or is_array(part)
-
-
 def _indexed(step: Step, placed: Placed, keys: list[list[Any]]) -> Placed:
-    axis = out = 0
-    found, by_numbers = placed, False
-    picked: list[tuple[int, list[Any]]] = []
+    axis, by_numbers = 0, False
+    picked: list[tuple[Placed, int]] = []
     for parts in zip(*keys, strict=True):
         part = parts[0]
         is_row_axis = placed.is_rows and placed.axis == axis
         if part is None:
-            out += 1
             continue
         if isinstance(part, slice):
             sizes = [shape[axis] for shape in step.shapes("x")]
             ranges = [s.indices(size) for s, size in zip(parts, sizes, strict=True)]
             if is_row_axis:
-                if any(
-                    r != (0, size, 1) for r, size in zip(ranges, sizes, strict=True)
-                ):
+                if ranges != [(0, size, 1) for size in sizes]:
                     return mixed("takes some rows")
                 if step.placements.is_any and not all(map(_has_no_bounds, parts)):
                     return mixed("takes at most a number of rows")
-                found = placed.at(out)
             elif len(set(ranges)) > 1 or _has_count(part):
                 return mixed("takes as many entries as there are rows")
-            out += 1
-        elif is_row_axis and not _is_tensor(part):
+        elif is_row_axis and not (isinstance(part, RowTensor) or is_array(part)):
             return mixed("takes one row")
         elif isinstance(part, (int, np.integer)):
             if len(set(parts)) > 1:
                 return mixed("takes an entry by the number of rows")
-        elif is_row_axis and not step.placements.are_row_numbers(parts):
-            return mixed("takes rows by their numbers")
+        elif is_row_axis:
+            if placed.layout != (1, 1) or not step.placements.are_row_numbers(parts):
+                return mixed("takes rows by their numbers")
+            by_numbers, shapes = True, [shape_of(each) for each in parts]
+            picked.append((rows_of_shapes(shapes, step.counts), len(shapes[0])))
         else:
-            by_numbers = by_numbers or is_row_axis
-            picked.append((out, list(parts)))
-            out += len(shape_of(part)) if len(picked) == 1 else 0
+            picked.append((step.placements.placed(parts)[0], len(shape_of(part))))
         axis += 1
-    if by_numbers and placed.layout == (1, 1):
-        return _own_entries(step, picked).times(placed.power)
-    return _picked(step, placed, found, picked)
-
-
-def _own_entries(step: Step, picked: list[Any]) -> Placed:
-    """Entries of each row: its number is an index, and others may have the rows."""
-    indices = []
-    for _, parts in picked:
-        if step.placements.are_row_numbers(parts):
-            each = rows_of_shapes([shape_of(part) for part in parts], step.counts)
-        else:
-            each = step.placements.placed(parts)[0]
-        indices.append((each, len(shape_of(parts[0]))))
-    index = joined(indices, max(rank for _, rank in indices))
-    return index.at(index.axis + picked[0][0]) if index.axis is not None else index
-
-
-def _picked(step: Step, placed: Placed, found: Placed, picked: list[Any]) -> Placed:
-    """The result of indices that are tensors."""
-    if not picked:
-        return found
-    place = picked[0][0]
-    ranks = [len(shape_of(parts[0])) for _, parts in picked]
-    indices = [
-        (step.placements.placed(parts)[0], rank)
-        for (_, parts), rank in zip(picked, ranks, strict=True)
-    ]
-    if any("bool" in str(getattr(parts[0], "dtype", "")) for _, parts in picked):
-        return mixed("takes as many entries as a mask says")
-    index = joined(indices, max(ranks))
+    index = joined(picked, max((rank for _, rank in picked), default=0))
+    if by_numbers:  # Entries of each row; other indices may have the rows, too.
+        return step.moved(index).times(placed.power)
     if index.is_mixed:
         return index
     if index.is_rows and not placed.is_constant:
-        return mixed("takes entries of rows by row")
-    if len(picked) > 1 and found.is_rows:
+        is_hidden = index.axis is None and index == placed
+        return index if is_hidden else mixed("takes entries of rows by row")
+    if len(picked) > 1 and placed.has_axis:
         return mixed("takes entries by several indices")
-    if index.has_axis:
-        return index.at(index.axis + place)
-    return index if index.is_rows else found
+    return step.moved(index if index.is_rows else placed)
 
 
 @rule("Take")
 def _taken(step: Step) -> Placed:
-    (x, rank), (index, index_rank) = step.leaves("x", "indices")
-    axis = step.attribute("axis")
-    if x.is_mixed or index.is_mixed:
-        return x if x.is_mixed else index
-    if index.power or (x.power and index.is_rows):
-        return mixed("depends on the number of rows")
-    if axis is None:
-        if x.is_rows:
-            return mixed("takes entries of all rows")
-        axis = 0
-    axis = int(axis) % max(rank, 1)
-    if index.is_rows:
-        if not x.is_same:
-            hidden = x.is_rows and x.axis is None and index == x
-            return index if hidden else mixed("takes entries of rows by row")
-        return index if index.axis is None else index.at(index.axis + axis)
-    if index.is_sum:
-        return mixed("takes an entry by a sum over rows")
-    if x.has_axis:
-        if x.axis == axis:
-            return mixed("takes rows by their numbers")
-        return x.at(x.axis + (index_rank - 1 if axis < x.axis else 0))
-    return x
+    (x,), rank, axis = step.placed("x"), step.rank("x"), step.attribute("axis")
+    if axis is None and x.is_rows:
+        return mixed("takes entries of all rows")
+    before = [slice(None)] * (int(axis or 0) % max(rank, 1))
+    indices = step.values("indices")
+    return _indexed(step, x, [_expanded([*before, each], rank) for each in indices])
 
 
 @rule("OneHot MultiHot")
@@ -200,8 +144,7 @@ def _one_hot(step: Step) -> Placed:
         return placed
     if step.name == "MultiHot" and placed.axis == rank - 1:
         return mixed("encodes all rows at once")
-    axis = int(step.attribute("axis")) % step.out_rank
-    return placed.at(placed.axis + (axis <= placed.axis))
+    return step.moved(placed)
 
 
 @rule("Digitize SearchSorted IsIn")
@@ -210,7 +153,7 @@ def _by_table(step: Step) -> Placed:
     values, table = names.get(step.name, ("values", "sorted_sequence"))
     (edges,) = step.placed(table)
     if not edges.is_constant:
-        return edges if edges.is_mixed else mixed("compares with all rows")
+        return mixed("compares with all rows")
     return joined(step.leaves(values), step.rank(values))
 
 
@@ -229,7 +172,7 @@ def _scattered(step: Step) -> Placed:
     depth = step.shapes("indices")[0][-1]
     into = step.placed("inputs") if step.name == "ScatterUpdate" else []
     if not index.is_constant:
-        return index if index.is_mixed else mixed("scatters to rows")
+        return mixed("scatters to rows")
     if placed.has_axis:
         before = step.rank("indices") - 1
         if placed.axis < before:
@@ -258,11 +201,3 @@ def _segments(step: Step) -> Placed:
             return mixed("goes over rows")
         return SUM
     return both if both.is_mixed else mixed("goes over all rows")
-
-
-def are_row_numbers(values: Sequence[Any], counts: Sequence[int]) -> bool:
-    """Whether an index is 0, 1, ..., n - 1 along one axis."""
-    return all(map(is_array, values)) and all(
-        np.array_equal(as_array(value).reshape(-1), np.arange(n))
-        for value, n in zip(values, counts, strict=True)
-    )

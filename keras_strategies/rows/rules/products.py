@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from string import ascii_letters
 
 from keras_strategies.rows.placed import SAME, SUM, Placed, joined, mixed, not_along
 from keras_strategies.rows.row_placements import RowKind
 from keras_strategies.rows.rules.step import Step, rule
-
-_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def _contracted(step: Step, labels: Sequence[str], output: str) -> Placed:
@@ -23,9 +22,6 @@ def _contracted(step: Step, labels: Sequence[str], output: str) -> Placed:
     """
     leaves = [each for each, _ in step.leaves()]
     power = sum(each.power for each in leaves)
-    for each in leaves:
-        if each.is_mixed:
-            return each
     sums = [each for each in leaves if each.is_sum]
     rows = [(e, own) for e, own in zip(leaves, labels, strict=True) if e.is_rows]
     if sums:
@@ -60,7 +56,7 @@ def _einsum(step: Step) -> Placed:
             rank - len(own) + 3 if "..." in own else 0
             for own, rank in zip(labels, ranks, strict=True)
         ]
-        free = [letter for letter in _LETTERS if letter not in text][: max(extra)]
+        free = [letter for letter in ascii_letters if letter not in text][: max(extra)]
         fill = {k: "".join(free[len(free) - k :]) for k in range(len(free) + 1)}
         labels = [
             own.replace("...", fill[k]) for own, k in zip(labels, extra, strict=True)
@@ -78,7 +74,7 @@ def _einsum(step: Step) -> Placed:
 def _matmul(step: Step) -> Placed:
     one, two = (rank for _, rank in step.leaves())
     batch = max(one, two, 2) - 2
-    letters = _LETTERS[:batch]
+    letters = ascii_letters[:batch]
     a = letters[batch - max(one - 2, 0) :] + ("XY" if one > 1 else "Y")
     b = letters[batch - max(two - 2, 0) :] + ("YZ" if two > 1 else "Y")
     output = letters + ("X" if one > 1 else "") + ("Z" if two > 1 else "")
@@ -88,7 +84,7 @@ def _matmul(step: Step) -> Placed:
 @rule("Dot Inner Vdot Tensordot")
 def _product(step: Step) -> Placed:
     one, two = (rank for _, rank in step.leaves())
-    a, b = _LETTERS[:one], _LETTERS[26 : 26 + two]
+    a, b = ascii_letters[:one], ascii_letters[26 : 26 + two]
     if 0 in (one, two) and step.name != "Tensordot":
         return _contracted(step, [a, b], a + b)
     pairs: list[tuple[int, int]] = [(one - 1, two - 1)]
@@ -116,10 +112,8 @@ def _outer(step: Step) -> Placed:
     (x, _), (y, _) = step.leaves()
     if y.is_rows:
         return mixed("takes rows for another axis")
-    if x.is_sum or y.is_sum or x.is_mixed or y.is_mixed or not x.is_rows:
+    if not x.has_axis or not y.is_same:
         return _contracted(step, ["a", "b"], "ab")
-    if x.axis is None:
-        return x
     shape = step.shapes("x1")[0]
     blocks = math.prod(shape[: x.axis]) * x.blocks
     multiple = math.prod(shape[x.axis + 1 :]) * x.multiple

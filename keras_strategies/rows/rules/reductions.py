@@ -20,12 +20,10 @@ from keras_strategies.rows.rules.step import Step, rule
 def _reduced(step: Step, name: str = "x") -> tuple[Placed, bool, Placed]:
     """The argument, whether its rows are reduced, and the result if they are not."""
     placed, rank = step.placed(name)[0], step.rank(name)
-    axes = axes_of(step.attribute("axis"), rank)
-    if not placed.has_axis:
-        return placed, False, placed
-    keeps = step.out_rank == rank
-    fewer = 0 if keeps else sum(each < placed.axis for each in axes)
-    return placed, placed.axis in axes, placed.at(placed.axis - fewer)
+    axes = step.attribute("axes", step.attribute("axis"))
+    if placed.has_axis and placed.axis in axes_of(axes, rank):
+        return placed, True, placed
+    return placed, False, step.moved(placed)
 
 
 @rule("Sum Mean Nansum CountNonzero")
@@ -62,29 +60,22 @@ def _reduction(step: Step) -> Placed:
     others = [n for n in step.arguments[0] if n not in (name, "q")]
     if any(not each.is_constant for each in step.placed(*others)) if others else False:
         return mixed("has another argument that depends on rows")
-    if placed.is_sum or placed.power or placed.is_mixed:
+    if placed.is_sum or placed.power:
         return joined([(placed, 0)], 0)
     if "q" in step.arguments[0]:
-        (q,) = step.leaves("q")
-        if not q[0].is_constant:
+        (q,) = step.placed("q")
+        if not q.is_constant:
             return mixed("has quantiles that depend on rows")
-        return rest.at(rest.axis + q[1]) if rest.axis is not None else rest
     return rest
 
 
 @rule("Moments")
 def _moments(step: Step) -> list[Placed]:
-    (placed,), rank = step.placed("x"), step.rank("x")
-    axes = axes_of(step.attribute("axes"), rank)
-    if not placed.has_axis:
-        return [joined([(placed, rank)], rank)] * 2
-    if placed.axis in axes:
+    placed, over_rows, rest = _reduced(step)
+    if over_rows:
         mean = replace(SUM, power=placed.power - 1)
         return [mean, mixed("is a variance over rows")]
-    if placed.power:
-        return [mixed("depends on the number of rows")] * 2
-    fewer = 0 if step.attribute("keepdims") else sum(a < placed.axis for a in axes)
-    return [placed.at(placed.axis - fewer)] * 2
+    return [joined([(rest, 0)], 0)] * 2
 
 
 #: Of them, those of which sums over rows are sums over rows.

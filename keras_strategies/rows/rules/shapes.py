@@ -5,9 +5,6 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
-from typing import Any
-
-import numpy as np
 
 from keras_strategies.rows.placed import (
     Placed,
@@ -31,11 +28,9 @@ def _rearranged(step: Step, placed: Placed) -> Placed:
     own = before[placed.axis]
     if len(own) != 1 or placed.layout != (1, 1):
         return mixed("takes rows apart")
-    lengths = step.shapes("tensor")[0]
-    sizes = {group[0]: n for group, n in zip(before, lengths, strict=True) if group}
-    names = {name for groups in (before, after) for group in groups for name in group}
-    given = step.arguments[0]
-    sizes |= {name: given.get(name, sizes.get(name, 0)) for name in names}
+    lengths = zip(before, step.shapes("tensor")[0], strict=True)
+    sizes = {group[0]: n for group, n in lengths if len(group) == 1}
+    sizes = {**step.nodes[0].kwargs, **sizes}
     into = next(i for i, group in enumerate(after) if own[0] in group)
     at = after[into].index(own[0])
     blocks = math.prod(sizes[name] for name in after[into][:at])
@@ -58,33 +53,12 @@ def _reshaped(step: Step, placed: Placed) -> Placed:
     return replace(placed, axis=into, blocks=blocks, multiple=multiple)
 
 
-@of_axis("Transpose Swapaxes Moveaxis ExpandDims")
+@of_axis("Transpose Swapaxes Moveaxis ExpandDims Squeeze")
 def _permuted(step: Step, placed: Placed) -> Placed:
-    rank = step.rank("x")
-    # An array whose shape has the number of each axis.
-    numbered = np.broadcast_to(np.empty((1,) * rank), range(2, rank + 2))
-    moves: dict[str, tuple[Any, ...]] = {
-        "Transpose": (np.transpose, "axes"),
-        "Swapaxes": (np.swapaxes, "axis1", "axis2"),
-        "Moveaxis": (np.moveaxis, "source", "destination"),
-        "ExpandDims": (np.expand_dims, "axis"),
-    }
-    move, *names = moves[step.name]
-    moved = move(numbered, *map(step.attribute, names))
-    return placed.at(moved.shape.index(placed.axis + 2))
-
-
-@of_axis("Squeeze")
-def _squeezed(step: Step, placed: Placed) -> Placed:
-    axis, shape = step.attribute("axis"), step.shapes("x")[-1]
-    gone = axes_of(axis, len(shape))
-    if axis is None:
-        gone = [i for i, length in enumerate(shape) if length == 1]
-        if step.placements.is_any:
-            return mixed("drops the rows where there is one")
-    if placed.axis in gone:
-        return mixed("drops the rows")
-    return placed.at(placed.axis - sum(each < placed.axis for each in gone))
+    is_squeeze = step.name == "Squeeze" and step.attribute("axis") is None
+    if is_squeeze and step.placements.is_any:
+        return mixed("drops the rows where there is one")
+    return step.moved(placed)
 
 
 @rule("BroadcastTo")
@@ -123,17 +97,14 @@ def _longer(step: Step) -> Placed:
     axis = placed.axis + len(after[0]) - len(before[0])
     if step.name == "Repeat" and step.attribute("axis") is None:
         return mixed("repeats entries of all rows")
-    repeats = step.attribute("repeats")
-    if step.name == "Repeat" and int(step.attribute("axis")) % len(after[0]) != axis:
-        return placed.at(axis)
     ratio, rest = divmod(after[0][axis], before[0][placed.axis])
-    if step.name != "Repeat" and ratio == 1 and not rest:
-        return placed.at(axis)
-    if step.name == "Repeat" and isinstance(repeats, int):
+    if step.name == "Repeat" and int(step.attribute("axis")) % len(after[0]) == axis:
+        if not isinstance(step.attribute("repeats"), int):
+            return mixed("changes the number of rows")
         return replace(placed, axis=axis, multiple=placed.multiple * ratio)
-    if step.name == "Tile" and not rest:
-        return replace(placed, axis=axis, blocks=placed.blocks * ratio)
-    return mixed("changes the number of rows")
+    if rest or (step.name == "Pad" and ratio != 1):
+        return mixed("changes the number of rows")
+    return replace(placed, axis=axis, blocks=placed.blocks * ratio)
 
 
 @rule("Concatenate Append Hstack Vstack Dstack Stack")
@@ -153,10 +124,9 @@ def _concatenated(step: Step) -> Placed:
     if found.has_axis:
         if any(each.is_same for each, _ in leaves):
             return mixed("joins rows with a constant")
-        if step.name == "Stack":
-            found = found.at(found.axis + (axis <= found.axis))
-        elif found.axis == axis:
+        if step.name != "Stack" and found.axis == axis:
             return mixed("has rows of one argument after those of another")
+        found = step.moved(found)
     return found.times(max(powers)) if len(powers) == 1 else found
 
 
@@ -167,13 +137,12 @@ def _split(step: Step, placed: Placed) -> Placed:
     axis = fixed.get(step.name, step.attribute("axis", 0)) % rank
     if placed.axis == axis:
         return mixed("takes rows apart")
-    return placed.at(placed.axis - (step.name == "Unstack" and axis < placed.axis))
+    return step.moved(placed)
 
 
 @of_axis("Diagonal Trace")
 def _diagonal(step: Step, placed: Placed) -> Placed:
     pair = [step.attribute("axis1"), step.attribute("axis2")]
-    pair = axes_of(pair, step.rank("x"))
-    if placed.axis in pair:
+    if placed.axis in axes_of(pair, step.rank("x")):
         return mixed("takes a diagonal of the rows")
-    return placed.at(placed.axis - sum(axis < placed.axis for axis in pair))
+    return step.moved(placed)

@@ -11,7 +11,14 @@ import keras
 import numpy as np
 
 from keras_strategies.keras_compat.structures import leaves_of
-from keras_strategies.rows.placed import Counts, MixesRows, Placed, Shape
+from keras_strategies.rows.placed import (
+    Counts,
+    MixesRows,
+    Placed,
+    Shape,
+    mixed,
+    varying_axis,
+)
 from keras_strategies.rows.row_tensors import is_number, shape_of
 from keras_strategies.rows.trace import Node
 
@@ -134,6 +141,13 @@ class Step:
 
     def out_shapes(self, i: int = 0) -> list[Shape]:
         return [shape_of(leaves_of(node.outputs)[i]) for node in self.nodes]
+
+    def moved(self, placed: Placed) -> Placed:
+        """A placement with the rows along the axis of the result that has them."""
+        if not placed.has_axis:
+            return placed
+        axis = varying_axis(self.out_shapes())
+        return mixed("loses the rows") if axis is None else placed.at(axis)
 
     def rank(self, name: str) -> int:
         return len(self.shapes(name)[0])

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from keras_strategies.keras_compat import patching
+from keras_strategies.rows.trace import Node, Trace
 from keras_strategies.runtime import context
 from keras_strategies.runtime.frames import merged_replicas
 from keras_strategies.runtime.replica_context import ReplicaContext
@@ -21,7 +22,6 @@ from keras_strategies.runtime.replicas.collectives import (
 from keras_strategies.types import ReduceOp
 
 if TYPE_CHECKING:
-    from keras_strategies.rows.trace import Trace
     from keras_strategies.runtime.engine import StrategyCore
 
 #: A context around code that is traced; gets a function for why it cannot be.
@@ -110,7 +110,7 @@ class MarkedCollectives(ReplicaCollectives):
     def _marked(self, tensor: Any, shape: Any) -> Any:
         dtype = keras.backend.standardize_dtype(tensor.dtype)
         spec = keras.KerasTensor(tuple(map(int, shape)), dtype)
-        return self._trace.record("collective", None, (tensor,), {}, spec)
+        return self._trace.record(Node("collective", None, (tensor,), {}, spec))
 
     def merge_call(
         self, replica: int, merge: Callable[..., Any], arguments: MergeArguments
