@@ -154,8 +154,8 @@ MUTANTS = [
     Mutant(
         "python_state_not_compared",
         "rows/row_prover.py",
-        "        if change is not None and proof.problem is None:",
-        "        if change is not None and proof.problem is not None:",
+        "            if change is not None:",
+        "            if change is not None and rows < 0:",
         {"torch": "tests/row_proofs/test_unsplit_layers.py -k python_runs_as_often"},
     ),
     Mutant(

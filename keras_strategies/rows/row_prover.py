@@ -100,11 +100,7 @@ class RowProver:
         options = (self._surroundings, call, with_rows, sizes, may_exchange)
         attempts = _Attempts(*options, state)
         with routed_backend():
-            proof = attempts.proof()
-        change = state.change()
-        if change is not None and proof.problem is None:
-            return RowProof(problem=change)
-        return proof
+            return attempts.proof()
 
 
 @dataclass
