@@ -93,7 +93,7 @@ def without_proofs() -> None:
 
     def of(self: Any, call: Any, *args: Any) -> tuple[Any, bool]:
         if isinstance(call.layer, keras.Model):
-            return self._by_type, False
+            return self._by_type(), False
         return original(self, call, *args)
 
     RowProofs.of = of  # type: ignore[method-assign]
