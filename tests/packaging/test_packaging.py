@@ -48,7 +48,7 @@ def test_the_promised_extras_exist() -> None:
 
 def test_the_base_install_brings_no_framework() -> None:
     names = {item.name for item in requirements(PROJECT["dependencies"])}
-    assert names == {"cloudpickle", "keras", "numpy"}
+    assert names == {"cloudpickle", "keras", "numpy", "optree"}
     assert not names & FRAMEWORKS
 
 
