@@ -237,3 +237,23 @@ def test_a_tf_function_in_run_may_do_what_a_replica_does(devices, jit):
         assert float(seen) == count * i
         assert float(metric.result()) == 1.5
     assert step.experimental_get_tracing_count() == 0
+
+
+@pytest.mark.parametrize("signature", [None, [tf.TensorSpec((None, 4))]])
+def test_draws_of_rows_in_a_function_within_run_are_refused(mirrored, signature):
+    """A trace is called by all replicas; draws without rows are right in it."""
+    normal = keras.random.normal
+
+    @tf.function(input_signature=signature)
+    def noisy(x):
+        return x + normal(tf.shape(x), seed=1)
+
+    @tf.function(input_signature=signature)
+    def shifted(x):
+        return x + normal((1, 4), seed=1) + normal((), seed=2)
+
+    rows = parts(np.zeros((3, 4), "float32"), np.zeros((3, 4), "float32"))
+    with pytest.raises(ks.errors.ContextError, match="Omit the inner"):
+        mirrored.run(lambda x: noisy(x), args=(rows,))
+    first, second = mirrored.run(lambda x: shifted(x), args=(rows,)).values
+    np.testing.assert_array_equal(first, second)

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import keras
 import pytest
-
-EXAMPLE = Path(__file__).parents[2] / "examples" / "sharded_transformer.py"
+from harness.examples import run_example
 
 
 @pytest.mark.nightly
@@ -19,20 +14,13 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "sharded_transformer.py"
     keras.backend.backend() == "torch", reason="each device needs a process"
 )
 def test_the_example_learns() -> None:
-    process = subprocess.run(
-        [sys.executable, str(EXAMPLE), "--model-parallel", "2"],
-        env={**os.environ, "KERAS_BACKEND": keras.backend.backend()},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert process.returncode == 0, process.stderr[-3000:]
+    output = run_example("sharded_transformer.py", "--model-parallel", "2")
     found = {
-        name: float(re.search(rf"{name}: ([\d.e+-]+)", process.stdout)[1])
+        name: float(re.search(rf"{name}: ([\d.e+-]+)", output)[1])
         for name in ("accuracy", "largest difference to one device")
     }
     assert found["accuracy"] > 0.9
     assert found["largest difference to one device"] < 1e-3
-    assert "saved in parts as checkpoint 1" in process.stdout
+    assert "saved in parts as checkpoint 1" in output
     if keras.backend.backend() == "jax":
-        assert "peak of a step per device" in process.stdout
+        assert "peak of a step per device" in output

@@ -99,16 +99,6 @@ def test_a_layout_that_does_not_fit_says_why(axes, problem) -> None:
     assert problem in str(caught.value)
 
 
-def test_a_mesh_has_rows_and_parts() -> None:
-    grid = mesh()
-    assert grid.sizes == {"batch": 2, "model": 4}
-    assert [str(row[0]) for row in grid.rows] == ["cpu:0", "cpu:4"]
-    assert grid.shard_shape((8, 6), ("model",)) == (2, 6)
-    assert grid.shard_shape((8, 6), ("model", "batch")) == (2, 3)
-    assert grid.layout("kernel", (16, 8)) == ("model",)
-    assert grid.checked("kernel", (16, 8), (None, None)) == ()
-
-
 def test_one_group_shards_over_all_devices_what_a_mesh_shards() -> None:
     layouts = {
         "kernel": (None, "model"),

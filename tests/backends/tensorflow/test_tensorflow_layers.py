@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 
 import keras
-import numpy as np
 import pytest
 from keras import layers, ops
 
@@ -99,32 +98,3 @@ def test_batch_normalization_is_split_over_replicas():
 
 
 # --- Keras inside replicas ----------------------------------------------------
-
-
-@ks.row_wise
-class Failing(layers.Layer):
-    error: BaseException | None = None
-
-    def call(self, x):
-        replica = ks.get_replica_context() if ks.has_strategy() else None
-        if None not in (self.error, replica) and replica.replica_id_in_sync_group == 1:
-            raise self.error
-        return x
-
-
-def test_an_error_in_a_replica_arrives_and_the_next_fit_works():
-    x, y, _ = rows(16)
-    with two().scope():
-        failing = Failing()
-        model = keras.Sequential(
-            [keras.Input((6,)), failing, layers.BatchNormalization(), layers.Dense(1)]
-        )
-        model.compile(keras.optimizers.SGD(0.01), "mse")
-    for error in (ZeroDivisionError("mine"), KeyboardInterrupt()):
-        failing.error = error
-        with pytest.raises(type(error)):
-            model.fit(x, y, batch_size=8, verbose=0)
-        assert not ks.has_strategy()
-    failing.error = None
-    history = model.fit(x, y, batch_size=8, epochs=3, verbose=0).history["loss"]
-    assert np.isfinite(history).all()

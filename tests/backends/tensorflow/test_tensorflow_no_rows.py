@@ -20,16 +20,12 @@ ks.set_virtual_cpu_devices(4)
 
 SEQUENCE, IMAGE, VOLUME, VIDEO = (6, 3), (6, 6, 3), (4, 4, 4, 3), (2, 6, 6, 3)
 LAYERS = {
-    "conv2d": (lambda: layers.Conv2D(4, 3, strides=2), IMAGE),
     "conv3d": (lambda: layers.Conv3D(4, 3), VOLUME),
     "conv1d_transpose": (lambda: layers.Conv1DTranspose(4, 3), SEQUENCE),
-    "depthwise2d": (lambda: layers.DepthwiseConv2D(3), IMAGE),
-    "separable1d": (lambda: layers.SeparableConv1D(4, 3), SEQUENCE),
     "max2d": (lambda: layers.MaxPooling2D(2), IMAGE),
     "average2d": (lambda: layers.AveragePooling2D(2), IMAGE),
     "gru": (lambda: layers.GRU(4), SEQUENCE),
     "conv_lstm": (lambda: layers.ConvLSTM2D(4, 3), VIDEO),
-    "time_distributed": (lambda: layers.TimeDistributed(layers.Conv2D(4, 3)), VIDEO),
     "own_kernels": (lambda: Kernels(), IMAGE),
     "masked": (lambda: MaskedLSTM(), SEQUENCE),
     "network": (

@@ -1,4 +1,4 @@
-"""Torch: reductions between GPUs go through NCCL; waits of Gloo end."""
+"""Torch: reductions between GPUs go through NCCL."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ if keras.backend.backend() != "torch":
 import torch
 
 from keras_strategies.engines import get_engine
-from keras_strategies.engines.torch.gloo_waits import wait_for
 from keras_strategies.engines.torch.replicas.nccl_reduce import nccl_all_reduce
 
 EXPECTED = {"sum": [4, 6], "mean": [2, 3], "min": [1, 2], "max": [3, 4]}
@@ -52,37 +51,3 @@ def test_values_on_two_gpus_are_reduced_by_nccl(op):
     reduced = ks.NcclAllReduce().reduce(op, value, ["gpu:0", "gpu:1"])
     for tensor in reduced.values:
         np.testing.assert_allclose(tensor.cpu(), EXPECTED[op])
-
-
-# --- Packs ----------------------------------------------------------------------
-
-
-class Wait:
-    """A wait of Gloo."""
-
-    def __init__(self, looks, error=""):
-        self.looks, self.error, self.count = looks, error, 0
-
-    def is_completed(self):
-        return self.looks is not None and self.count > self.looks
-
-    def wait(self, timeout=None):
-        self.count += 1
-        if not self.is_completed():
-            raise RuntimeError("Operation timed out!")
-        if self.error:
-            raise RuntimeError(self.error)
-
-
-def test_a_wait_of_gloo_without_an_end_is_given_up_when_the_group_has_ended():
-    work = Wait(None)
-    with pytest.raises(RuntimeError, match="timed out"):
-        wait_for(work, None, lambda: work.count >= 3)
-    # The second look after the end: a wait may need a moment for its own error.
-    assert work.count == 4
-
-
-def test_a_long_wait_of_gloo_ends_by_itself():
-    wait_for(Wait(5), None, lambda: False)
-    with pytest.raises(RuntimeError, match="closed by peer"):
-        wait_for(Wait(1, "closed by peer"), None, lambda: True)

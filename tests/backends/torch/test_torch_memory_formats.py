@@ -55,14 +55,3 @@ def test_reductions_and_gathers(make) -> None:
         (first, _) = strategy.experimental_local_results(total)
     np.testing.assert_array_equal(first, expected)
     np.testing.assert_array_equal(reduced, expected)
-
-
-def test_a_pack_keeps_formats_and_values() -> None:
-    from keras_strategies.engines.torch.worker_collectives import Pack
-
-    last, first = images(2), images(3).contiguous()
-    wide = torch.arange(6.0).reshape(2, 3).T
-    found = Pack([last, first, wide]).tensors()
-    for own, given in zip(found, (last, first, wide), strict=True):
-        np.testing.assert_array_equal(own, given)
-        assert own.stride() == given.stride()

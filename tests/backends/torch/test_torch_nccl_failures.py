@@ -135,23 +135,6 @@ class Work:
             raise self.error
 
 
-@pytest.mark.parametrize("looks", [0, 10**9], ids=["aborted", "under way"])
-def test_a_lost_worker_is_an_error_whatever_the_collective_says(looks):
-    works = NcclWorks()
-    works.add(Work(looks))
-    with pytest.raises(WorkerError, match="Worker 1"):
-        works.confirm(Group(WorkerError("Worker 1 was lost.")))  # type: ignore[arg-type]
-
-
-def test_the_error_of_a_collective_is_raised_once():
-    works = NcclWorks()
-    for work in (Work(), Work(error=RuntimeError("NCCL communicator was aborted"))):
-        works.add(work)
-    with pytest.raises(RuntimeError, match="was aborted"):
-        works.confirm(Group())  # type: ignore[arg-type]
-    works.confirm(Group())  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_weights_are_spoiled_by_aborted_sums_and_not_by_interruptions(is_lost):
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
