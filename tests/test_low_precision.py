@@ -174,17 +174,6 @@ def test_replicas_are_off_by_what_another_order_of_summation_is(policy: str) -> 
     assert found.difference(alone) <= 2 * rounding
 
 
-# Layers of a pure policy begin with other weights.
-@pytest.mark.one_backend
-@pytest.mark.parametrize("policy", policies("mixed_float16", "mixed_bfloat16"))
-def test_halves_on_one_device_are_within_the_rounding_of_the_policy(policy) -> None:
-    """What replicas are compared with is float32's training, rounded."""
-    halves, exact = halves_on_one_device(policy), train("float32")
-    step = STEP[policy.removeprefix("mixed_")]
-    assert halves.difference(exact) > step / 100
-    np.testing.assert_allclose(halves.losses, exact.losses, rtol=step)
-
-
 # --- Sums over replicas are float32 and are rounded once -------------------------
 
 

@@ -13,8 +13,6 @@ from harness import strategies
 from harness.forker import run_code
 from keras import layers
 
-import keras_strategies as ks
-
 pytestmark = pytest.mark.one_backend
 
 # What a strategy has of its own here is where variables lie, how they are copied to
@@ -203,11 +201,6 @@ def test_callbacks_do_what_they_do_on_one_device(tmp_path) -> None:
         np.testing.assert_allclose(histories[1][key], values, rtol=1e-5, err_msg=key)
 
 
-def test_tensorboard_writes_its_events(tmp_path) -> None:
-    fit(ready()(), callbacks=[keras.callbacks.TensorBoard(str(tmp_path))])
-    assert list(tmp_path.rglob("events.*"))
-
-
 def test_a_callback_evaluates_predicts_saves_and_changes_the_rate(tmp_path) -> None:
     def train(model):
         seen = []
@@ -225,33 +218,6 @@ def test_a_callback_evaluates_predicts_saves_and_changes_the_rate(tmp_path) -> N
     model, plain = ready()(), ready(None)()
     np.testing.assert_allclose(train(model), train(plain), rtol=1e-5)
     assert_same_weights(model, plain)
-
-
-def test_a_callback_stops_training() -> None:
-    class Stop(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            self.model.stop_training = True
-
-    model = ready()()
-    fit(model, epochs=4, callbacks=[Stop()])
-    assert int(model.optimizer.iterations) == 1
-
-
-def test_an_interrupted_run_resumes_from_its_backup(tmp_path) -> None:
-    class Interrupt(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            if epoch == 1:
-                raise RuntimeError("interrupted")
-
-    def backup():
-        return keras.callbacks.BackupAndRestore(str(tmp_path / "backup"))
-
-    with pytest.raises(RuntimeError, match="interrupted"):
-        fit(ready()(), epochs=4, callbacks=[backup(), Interrupt()])
-    again = ready()()
-    history = fit(again, epochs=4, callbacks=[backup()])
-    assert len(history["loss"]) < 4
-    assert_trained(again, history, 4)
 
 
 @pytest.mark.one_backend("jax")
@@ -341,30 +307,6 @@ def test_freezing_and_unfreezing_between_fits(strategy) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
-def test_two_strategies_one_after_the_other() -> None:
-    model = ready("mirrored_2")()
-    assert_trained(model, fit(model), 1)
-    strategy = ks.MirroredStrategy(["cpu:1", "cpu:3"])
-    with strategy.scope():
-        model = build()
-    assert_trained(model, fit(model), 1)
-
-
-def test_a_model_evaluated_under_another_number_of_replicas(tmp_path) -> None:
-    two = ks.MirroredStrategy(["cpu:0", "cpu:1"])
-    four = ks.MirroredStrategy([f"cpu:{i}" for i in range(4)])
-    with two.scope():
-        model = build()
-    model.save(tmp_path / "model.keras")
-    with four.scope():
-        loaded = keras.models.load_model(tmp_path / "model.keras")
-    np.testing.assert_allclose(
-        loaded.evaluate(X, Y, verbose=0, batch_size=8),
-        model.evaluate(X, Y, verbose=0, batch_size=8),
-        rtol=1e-5,
-    )
-
-
 def test_a_clone_belongs_to_the_scope_that_it_is_made_in(mirrored) -> None:
     with mirrored.scope():
         model = build()
@@ -373,35 +315,6 @@ def test_a_clone_belongs_to_the_scope_that_it_is_made_in(mirrored) -> None:
     clone.set_weights(model.get_weights())
     compile_model(clone)
     assert_trained(clone, fit(clone), 1)
-
-
-def test_random_layers_repeat_with_the_seed_and_differ_between_replicas(
-    mirrored,
-) -> None:
-    def masks():
-        with mirrored.scope():
-            keras.utils.set_random_seed(11)
-            model = keras.Sequential([keras.Input((64,)), layers.Dropout(0.5)])
-            model.compile("sgd", "mse", run_eagerly=True)
-        seen = []
-
-        class Look(keras.callbacks.Callback):
-            def on_test_batch_end(self, batch, logs=None):
-                seen.append(logs)
-
-        class Model(keras.Model):
-            def call(self, x):
-                return model(x, training=True)
-
-        with mirrored.scope():
-            outer = Model()
-            outer.compile("sgd", "mse")
-        return outer.predict(np.ones((4, 64), "float32"), verbose=0)
-
-    first, second = masks(), masks()
-    np.testing.assert_array_equal(first, second)
-    # Rows 0 and 1 are the first replica's, 2 and 3 the second's.
-    assert not np.array_equal(first[:2], first[2:])
 
 
 def test_paths_of_the_optimizers_variables_are_those_of_keras(mirrored) -> None:

@@ -16,7 +16,6 @@ from keras import layers, ops
 
 import keras_strategies as ks
 from keras_strategies.keras_compat import patching
-from keras_strategies.runtime.once import once
 
 pytestmark = pytest.mark.one_backend
 
@@ -150,17 +149,3 @@ def test_two_first_fits_at_once_are_those_one_after_the_other(
         for a, b, largest in zip(one, other, scale, strict=True):
             np.testing.assert_allclose(a, b, rtol=0, atol=rounding * largest)
     assert replaced() == before
-
-
-def test_what_is_replaced_for_good_is_replaced_once() -> None:
-    calls = []
-    both = threading.Barrier(2)
-
-    @once
-    def replace() -> None:
-        calls.append(1)
-        with pytest.raises(threading.BrokenBarrierError):
-            both.wait(0.2)  # The other thread has not come here.
-
-    at_the_same_time(replace, replace)
-    assert calls == [1]

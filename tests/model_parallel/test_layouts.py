@@ -14,7 +14,6 @@ from keras_strategies.layouts import (
     OneGroupLayouts,
     VariableMesh,
     closest_paths,
-    mesh_shape,
 )
 
 pytestmark = pytest.mark.one_backend("jax")
@@ -119,16 +118,6 @@ def test_one_group_shards_over_all_devices_what_a_mesh_shards() -> None:
     one.rule.check_matches()
     with pytest.raises(ValueError, match="does not divide over the 4 devices"):
         one.layout("kernel", (64, 6))
-
-
-def test_shapes_of_meshes() -> None:
-    assert mesh_shape(8, 2) == (4, 2)
-    assert mesh_shape(8, 8) == (1, 8)
-    with pytest.raises(ValueError, match=r"does not divide .* 6\. Use one of \[1, 2"):
-        mesh_shape(6, 4)
-    for wrong in (0, True, 2.0):
-        with pytest.raises(ValueError, match="1 or more"):
-            mesh_shape(4, wrong)
 
 
 PATHS = ["net/dense/kernel", "net/dense/bias", "net/ffn_out/kernel", "net/embed/table"]

@@ -139,15 +139,6 @@ def test_fsdp_sends_at_most_two_gathers_and_a_reduction() -> None:
         assert plan.sent <= 1.05 * 4 * 3 * shard + 1000
 
 
-@only_jax
-def test_peak_memory_falls_with_the_model_axis() -> None:
-    build, shapes = perceptron(1024, 512), ((8, 512), (8, 512))
-    peaks = [
-        model_parallel("auto", size).plan(build, shapes).peak for size in (1, 2, 4)
-    ]
-    assert peaks[1] < 0.6 * peaks[0] and peaks[2] < 0.6 * peaks[1]
-
-
 @not_torch
 def test_a_plan_and_a_description_are_readable() -> None:
     strategy = model_parallel()
