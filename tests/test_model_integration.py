@@ -239,18 +239,6 @@ def test_a_saved_model_opens_with_and_without_a_strategy(
         assert_trained(opened, fit(opened), 2)
 
 
-def test_a_file_saved_in_the_scope_is_an_ordinary_one(mirrored, tmp_path) -> None:
-    with mirrored.scope():
-        model = build()
-        model.save(tmp_path / "inside.keras")
-    build().save(tmp_path / "outside.keras")
-    inside = keras.models.load_model(tmp_path / "inside.keras")
-    outside = keras.models.load_model(tmp_path / "outside.keras")
-    assert_same_weights(inside, outside)
-    assert inside.get_config().keys() == outside.get_config().keys()
-    assert b"keras_strategies" not in (tmp_path / "inside.keras").read_bytes()
-
-
 @pytest.mark.slow(seconds=10)
 def test_a_saved_model_opens_on_another_backend(
     mirrored, tmp_path, backend_name

@@ -11,7 +11,6 @@ from keras_strategies.layouts import (
     AutoLayouts,
     FullyShardedLayouts,
     MappedLayouts,
-    OneGroupLayouts,
     VariableMesh,
     closest_paths,
 )
@@ -96,28 +95,6 @@ def test_a_layout_that_does_not_fit_says_why(axes, problem) -> None:
     with pytest.raises(ValueError, match="Variable 'kernel' of shape") as caught:
         grid.layout("kernel", (8, 6))
     assert problem in str(caught.value)
-
-
-def test_one_group_shards_over_all_devices_what_a_mesh_shards() -> None:
-    layouts = {
-        "kernel": (None, "model"),
-        "both": ("batch", "model"),
-        "short": ("model",),
-        "odd": ("batch",),
-        "ids": ("batch",),
-    }
-    grid = mesh(MappedLayouts(layouts))
-    one = VariableMesh((8,), ("batch",), grid.devices, OneGroupLayouts(grid))
-    assert one.layout("kernel", (64, 16)) == (None, "batch")
-    assert one.layout("both", (64, 16)) == ("batch",)
-    # Its own dimension does not divide over 8 devices, the other one does.
-    assert one.layout("short", (4, 32)) == (None, "batch")
-    assert one.layout("odd", (2, 3)) == one.layout("bias", (64,)) == ()
-    assert one.layout("ids", (8,), is_float=False) == ("batch",)
-    assert (one.rule.name, one.shard_shape((64, 16), ("batch",))) == ("map", (8, 16))
-    one.rule.check_matches()
-    with pytest.raises(ValueError, match="does not divide over the 4 devices"):
-        one.layout("kernel", (64, 6))
 
 
 PATHS = ["net/dense/kernel", "net/dense/bias", "net/ffn_out/kernel", "net/embed/table"]

@@ -117,17 +117,6 @@ def test_a_quantized_model_with_adapters_is_planned(mirrored) -> None:
     assert weights["cpu:0"] == expected
 
 
-def test_gradients_are_as_large_as_what_is_trained() -> None:
-    strategy = ks.OneDeviceStrategy("cpu:0")
-    plan = strategy.plan(perceptron(), ((8, 32), (8, 32)))
-    trained = (32 * 64 + 64 + 64 * 32 + 32) * 4
-    assert plan.bytes_per_device("gradient") == {"cpu:0": trained}
-    # Two slots for each, the iteration and the learning rate.
-    iteration = np.dtype("int64" if TENSORFLOW else "int32").itemsize
-    assert plan.bytes_per_device("slot") == {"cpu:0": 2 * trained + iteration + 4}
-    assert plan.sent == 0
-
-
 @only_jax
 def test_fsdp_sends_at_most_two_gathers_and_a_reduction() -> None:
     for units, inputs, rows in ((1024, 512, 8), (64, 32, 4096)):

@@ -34,25 +34,109 @@ from keras_strategies.engines.jax.fit.compiled_steps import CompiledStep
 ks.set_virtual_cpu_devices(4)
 
 
-# --- The same numbers, where `tests/exactness` does not reach ----------------------
-
-
-def fit_and_predict(strategy, optimizer):
-    x, y = rows(16)
-    with scope_of(strategy):
-        model = small_model(optimizer())
-    model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
-    return {"weights": model.get_weights(), "predict": [model.predict(x, 8, 0)]}
-
-
-def adamw():
-    return keras.optimizers.AdamW(0.01, weight_decay=0.1)
+# --- Central storage: one copy of the variables, steps in two programs -------------
 
 
 def test_central_storage_whose_device_computes_is_exact():
     """The update donates what the mesh reads: one of its devices has the variables."""
-    found = fit_and_predict(STRATEGIES["central_overlapping"](), adamw)
-    assert_same(found, fit_and_predict(None, adamw), 1e-4)
+
+    def fitted(strategy):
+        x, y = rows(16)
+        with scope_of(strategy):
+            model = small_model(keras.optimizers.AdamW(0.01, weight_decay=0.1))
+        model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+        return {"weights": model.get_weights(), "predict": [model.predict(x, 8, 0)]}
+
+    strategy = ks.CentralStorageStrategy(["cpu:0", "cpu:1"], "cpu:0")
+    assert_same(fitted(strategy), fitted(None), 1e-4)
+
+
+class Uses(keras.Model):
+    """A step of one's own, with an update that it goes on to use."""
+
+    def __init__(self, use, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = layers.Dense(1)
+        self.use = use
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, state, data):
+        trainable, non_trainable, optimizer, metrics = state
+        x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
+        gradient = jax.value_and_grad(self.compute_loss_and_updates, has_aux=True)
+        (loss, _), gradients = gradient(
+            trainable,
+            non_trainable,
+            metrics,
+            x,
+            y,
+            weights,
+            training=True,
+            optimizer_variables=optimizer,
+        )
+        apply = self.optimizer.stateless_apply
+        if self.use == "before":
+            trainable = [value * 0.5 for value in trainable]
+        new, new_optimizer = apply(optimizer, gradients, trainable)
+        logs = {"loss": loss}
+        if self.use == "times":
+            new = [value * 0.5 for value in new]
+        if self.use == "call":
+            output, _ = self.stateless_call(new, non_trainable, x)
+            logs["output"] = jax.numpy.mean(output)
+        if self.use == "twice":
+            new, new_optimizer = apply(new_optimizer, gradients, new)
+        if self.use == "slots":
+            logs["slots"] = sum(jax.numpy.sum(value) for value in optimizer)
+        return logs, (new, non_trainable, new_optimizer, metrics)
+
+
+@pytest.mark.nightly(unless=["call-False"])
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("use", ["before", "times", "call", "twice", "slots"])
+def test_central_storage_runs_any_step(use, eager):
+    x, y = rows(16)
+
+    def fitted(strategy):
+        with scope_of(strategy):
+            keras.utils.set_random_seed(1)
+            model = Uses(use)
+            optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+            model.compile(optimizer, "mse", run_eagerly=eager)
+        history = model.fit(x, y, batch_size=8, epochs=2, verbose=0, shuffle=False)
+        model.evaluate(x, y, batch_size=8, verbose=0)
+        return {"weights": model.get_weights(), **history.history}
+
+    assert_same(fitted(STRATEGIES["central"]()), fitted(None))
+
+
+@pytest.mark.parametrize("name", ["mirrored_2", "central", "model_2x1"])
+def test_trainable_changes_without_compile(name):
+    """As in Keras: the optimizer has other variables, and `compile` makes a new one."""
+    strategies = {
+        **STRATEGIES,
+        "model_2x1": lambda: ks.ModelParallelStrategy(
+            "fsdp", ["cpu:0", "cpu:1"], min_shard_bytes=0
+        ),
+    }
+    x, y = rows(8)
+    messages = []
+    for strategy in (None, strategies[name]()):
+        with scope_of(strategy):
+            model = small_model()
+        model.fit(x, y, batch_size=8, verbose=0)
+        model.layers[1].trainable = False
+        frozen = model.layers[1].kernel.numpy()
+        with pytest.raises(ValueError, match="optimizer was built with") as caught:
+            model.fit(x, y, batch_size=8, verbose=0)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+    with scope_of(strategy):
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    model.fit(x, y, batch_size=8, verbose=0)
+    np.testing.assert_array_equal(model.layers[1].kernel.numpy(), frozen)
 
 
 # --- Programs -------------------------------------------------------------------
