@@ -15,28 +15,9 @@ from keras import layers
 
 pytestmark = pytest.mark.one_backend
 
-# What a strategy has of its own here is where variables lie, how they are copied to
-# files, and which of them a program updates. Two replicas do for that: more of them
-# make a difference to numbers, which `test_exactness.py` is about.
-PLACEMENTS = {
-    "one_device": "Keras's own programs and variables",
-    "mirrored_2": "a copy on each device",
-    "central": "one copy, and an update of it",
-    "fsdp_2x2": "parts of variables, along both axes of a mesh",
-}
 RANDOM = np.random.default_rng(7)
 X = RANDOM.normal(size=(16, 6)).astype("float32")
 Y = RANDOM.integers(0, 3, 16)
-
-
-def on_strategies(*names: str) -> pytest.MarkDecorator:
-    """Runs a test on these strategies, and each night on all the others."""
-    assert set(names) <= set(PLACEMENTS)
-    cases = [
-        pytest.param(case, id=name, marks=[] if name in names else pytest.mark.nightly)
-        for name, case in strategies.STRATEGIES.items()
-    ]
-    return pytest.mark.parametrize("strategy_case", cases)
 
 
 def build(compiled: bool = True) -> keras.Model:
@@ -117,7 +98,6 @@ def ready(name: str | None = "mirrored_2") -> Ready:
 
 @pytest.mark.one_backend("torch")
 @pytest.mark.nightly(unless=["one_device", "central"])
-@on_strategies("one_device", "mirrored_2", "central", "fsdp_2x2")
 def test_compile_outside_of_the_scope_and_fit_again(strategy_case) -> None:
     model, strategy = ready(strategy_case.name)(), ready(strategy_case.name).strategy
     for epoch in (1, 2, 3):
@@ -147,7 +127,7 @@ def assert_describe_adds_up(strategy, model: keras.Model) -> None:
 
 
 @pytest.mark.one_backend("jax")
-@on_strategies("mirrored_2")
+@strategies.TWO_REPLICAS_BY_DAY
 def test_fit_may_stand_in_the_scope(strategy) -> None:
     with strategy.scope():
         model = build()
@@ -221,8 +201,7 @@ def test_a_callback_evaluates_predicts_saves_and_changes_the_rate(tmp_path) -> N
 
 
 @pytest.mark.one_backend("jax")
-@pytest.mark.nightly(unless=["mirrored_2"])
-@on_strategies("mirrored_2", "central", "fsdp_2x2")
+@strategies.TWO_REPLICAS_BY_DAY
 def test_a_saved_model_opens_with_and_without_a_strategy(
     strategy_case, tmp_path
 ) -> None:
@@ -284,7 +263,7 @@ def frozen_alone() -> tuple[list[float], list[np.ndarray]]:
     return freeze_and_unfreeze(build())
 
 
-@on_strategies("mirrored_2")
+@strategies.TWO_REPLICAS_BY_DAY
 def test_freezing_and_unfreezing_between_fits(strategy) -> None:
     with strategy.scope():
         model = build()
