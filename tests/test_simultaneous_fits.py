@@ -125,15 +125,10 @@ def one_after_the_other() -> list[list[np.ndarray]]:
     return [train(made(strategy, seed)) for seed in (1, 2)]
 
 
-#: JAX replaces nothing in a first step; its programs compile for seconds.
-MARKS = [pytest.mark.nightly] if keras.backend.backend() == "jax" else []
-
-
+# JAX replaces nothing in a first step.
 @pytest.mark.one_backend("torch", "tensorflow")
 @pytest.mark.nightly(unless=["False"])
-@pytest.mark.parametrize(
-    "of_one_strategy", [pytest.param(each, marks=MARKS) for each in (True, False)]
-)
+@pytest.mark.parametrize("of_one_strategy", [True, False])
 def test_two_first_fits_at_once_are_those_one_after_the_other(
     one_after_the_other: list[list[np.ndarray]], of_one_strategy: bool
 ) -> None:
