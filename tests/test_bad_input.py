@@ -95,17 +95,6 @@ def test_a_batch_whose_parts_have_different_lengths(model, assert_still_exact) -
     assert_still_exact()
 
 
-def test_an_error_that_keras_raises_again_ends_with_its_command() -> None:
-    class Refuses(keras.Layer):
-        def call(self, x):
-            raise ks.errors.BatchError("No rows.")
-
-    with pytest.raises(ks.errors.BatchError, match=r"No rows\.(?s:.*)") as caught:
-        Refuses()(keras.ops.ones((2, 2)))
-    assert str(caught.value).count("See `keras-strategies") == 1
-    assert str(caught.value).endswith("\nSee `keras-strategies explain BatchError`")
-
-
 class Break(keras.callbacks.Callback):
     """Raises an error at the second batch."""
 

@@ -18,16 +18,13 @@ import tensorflow as tf
 
 ks.set_virtual_cpu_devices(4)
 
-SEQUENCE, IMAGE, VOLUME, VIDEO = (6, 3), (6, 6, 3), (4, 4, 4, 3), (2, 6, 6, 3)
+SEQUENCE, IMAGE, VOLUME = (6, 3), (6, 6, 3), (4, 4, 4, 3)
 LAYERS = {
     "conv3d": (lambda: layers.Conv3D(4, 3), VOLUME),
     "conv1d_transpose": (lambda: layers.Conv1DTranspose(4, 3), SEQUENCE),
     "max2d": (lambda: layers.MaxPooling2D(2), IMAGE),
     "average2d": (lambda: layers.AveragePooling2D(2), IMAGE),
-    "gru": (lambda: layers.GRU(4), SEQUENCE),
-    "conv_lstm": (lambda: layers.ConvLSTM2D(4, 3), VIDEO),
     "own_kernels": (lambda: Kernels(), IMAGE),
-    "masked": (lambda: MaskedLSTM(), SEQUENCE),
     "network": (
         lambda: keras.Sequential(
             [
@@ -57,18 +54,6 @@ class Kernels(layers.Layer):
         y = ops.conv_transpose(y, self.narrow, 2)
         y, _ = tf.nn.max_pool_with_argmax(ops.max_pool(y, 2), 2, 1, "SAME")
         return tf.nn.depthwise_conv2d(y, self.narrow[..., :1], [1] * 4, "SAME")
-
-
-class MaskedLSTM(layers.Layer):
-    def __init__(self):
-        super().__init__()
-        self.masking, self.lstm = layers.Masking(), layers.LSTM(4)
-
-    def build(self, shape):
-        self.lstm.build(shape)
-
-    def call(self, x):
-        return self.lstm(self.masking(x))
 
 
 def train(strategy, make, x, compiled):
@@ -114,8 +99,6 @@ def _arguments(layer):
 
 def three_rows(name):
     values = np.random.default_rng(0).normal(size=(3, *LAYERS[name][1]))
-    if name.startswith("masked"):
-        values[:2, 4:] = 0  # What the mask leaves out.
     return tf.constant(values, "float32")
 
 
