@@ -11,6 +11,8 @@ import pytest
 from harness.strategies import TWO_REPLICAS_BY_DAY
 from keras import layers, ops
 
+import keras_strategies as ks
+
 # Rows of different sizes, so that the largest value is of one replica.
 X = np.random.default_rng(0).normal(size=(10, 5)) * np.linspace(1, 4, 10)[:, None]
 X = X.astype("float32")
@@ -39,6 +41,31 @@ def fitted(strategy: Any) -> list[np.ndarray]:
     return values(model)
 
 
+def looped(strategy: Any) -> list[np.ndarray]:
+    with strategy.scope():
+        model = new_model()
+        optimizer = keras.optimizers.SGD(0.05)
+        optimizer.build(model.trainable_variables)
+
+    def loss(x: Any, y: Any) -> Any:
+        return ops.sum((model(x, training=True) - y) ** 2) / BATCH
+
+    def step(x: Any, y: Any) -> None:
+        _, gradients = ks.value_and_grad(loss, model.trainable_variables)(x, y)
+        optimizer.apply(gradients, model.trainable_variables)
+
+    pairs = [(X[i : i + BATCH], Y[i : i + BATCH]) for i in (0, 4)]
+
+    # Keras's custom gradients of float8 layers need a graph on TensorFlow.
+    @ks.function
+    def train(x: Any, y: Any) -> None:
+        strategy.run(step, args=(x, y))
+
+    for x, y in strategy.experimental_distribute_dataset(pairs):
+        train(x, y)
+    return values(model)
+
+
 def values(model: keras.Model) -> list[np.ndarray]:
     return [ops.convert_to_numpy(variable) for variable in model.weights]
 
@@ -55,3 +82,8 @@ def assert_equal(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
 @TWO_REPLICAS_BY_DAY
 def test_fit_overwrites_as_on_one_device(strategy) -> None:
     assert_equal(fitted(strategy), fitted(None))
+
+
+@pytest.mark.one_backend
+def test_a_custom_loop_overwrites_as_on_one_device(mirrored) -> None:
+    assert_equal(looped(mirrored), looped(ks.OneDeviceStrategy("cpu:0")))

@@ -181,6 +181,28 @@ def test_callbacks_do_what_they_do_on_one_device(tmp_path) -> None:
         np.testing.assert_allclose(histories[1][key], values, rtol=1e-5, err_msg=key)
 
 
+def test_tensorboard_writes_its_events(tmp_path) -> None:
+    fit(ready()(), callbacks=[keras.callbacks.TensorBoard(str(tmp_path))])
+    assert list(tmp_path.rglob("events.*"))
+
+
+def test_an_interrupted_run_resumes_from_its_backup(tmp_path) -> None:
+    class Interrupt(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 1:
+                raise RuntimeError("interrupted")
+
+    def backup():
+        return keras.callbacks.BackupAndRestore(str(tmp_path / "backup"))
+
+    with pytest.raises(RuntimeError, match="interrupted"):
+        fit(ready()(), epochs=4, callbacks=[backup(), Interrupt()])
+    again = ready()()
+    history = fit(again, epochs=4, callbacks=[backup()])
+    assert len(history["loss"]) < 4
+    assert_trained(again, history, 4)
+
+
 def test_a_callback_evaluates_predicts_saves_and_changes_the_rate(tmp_path) -> None:
     def train(model):
         seen = []
