@@ -11,9 +11,8 @@ named that are expected to find it, each of them part of `make test`.
 
 The working tree is not touched: a mutant is planted in a copy. A line for each mutant
 and backend names the test that found it. `found` means that a test failed; `alive`,
-that all passed; `clean?`, that the tests fail without the mutant. A table of mutants
-and suites follows: a cell has the backends on which a test of the suite found the
-mutant. The exit code is 1 unless every mutant is found.
+that all passed; `clean?`, that the tests fail without the mutant. The exit code is 1
+unless every mutant is found.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -384,50 +383,15 @@ def examine(mutant: Mutant) -> Iterator[Outcome]:
             yield Outcome(mutant.name, backend, kind, failed or "")
 
 
-def suite_of(test: str) -> str:
-    """The folder of a test below `tests`; the file, if it is in no other folder."""
-    folder, *inner = test.partition("::")[0].removeprefix("tests/").split("/")
-    return folder if inner else folder.removesuffix(".py")
-
-
-def table(outcomes: Iterable[Outcome]) -> str:
-    """The backends on which each suite found each mutant, as a table in Markdown."""
-    cells: dict[str, dict[str, list[str]]] = {}
-    for one in outcomes:
-        by_suite = cells.setdefault(one.mutant, {})
-        if one.kind == "found":
-            by_suite.setdefault(suite_of(one.test), []).append(one.backend)
-    suites = sorted({suite for by_suite in cells.values() for suite in by_suite})
-    rows = [["mutant", *suites]]
-    for mutant, by_suite in cells.items():
-        found = [", ".join(by_suite.get(suite, ())) for suite in suites]
-        rows.append([mutant, *found])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    rows.insert(1, ["-" * width for width in widths])
-    return "\n".join(
-        "| "
-        + " | ".join(f"{cell:{n}}" for cell, n in zip(row, widths, strict=True))
-        + " |"
-        for row in rows
-    )
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("words", nargs="*", help="only mutants with one in their name")
     parser.add_argument("--list", action="store_true", help="print their names")
-    parser.add_argument("--check", action="store_true", help="only try to plant them")
     options = parser.parse_args()
     words = options.words or [""]
     chosen = [m for m in MUTANTS if any(word in m.name for word in words)]
     if options.list:
         print("\n".join(mutant.name for mutant in chosen))
-        return 0
-    if options.check:
-        for mutant in chosen:
-            with tempfile.TemporaryDirectory() as folder:
-                copy_tree(Path(folder))
-                mutant.plant(Path(folder))
         return 0
     outcomes = []
     for mutant in chosen:
@@ -435,7 +399,7 @@ def main() -> int:
             outcomes.append(outcome)
             print(outcome, flush=True)
     found = sum(outcome.kind == "found" for outcome in outcomes)
-    print(f"\n{table(outcomes)}\n\n{found} of {len(outcomes)} found")
+    print(f"\n{found} of {len(outcomes)} found")
     return int(found < len(outcomes))
 
 

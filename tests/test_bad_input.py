@@ -8,7 +8,6 @@ import pytest
 from harness.strategies import STRATEGIES
 
 import keras_strategies as ks
-from keras_strategies.runtime.row_splits import check_batch
 
 pytestmark = pytest.mark.one_backend
 
@@ -96,48 +95,6 @@ def test_a_batch_whose_parts_have_different_lengths(model, assert_still_exact) -
     assert_still_exact()
 
 
-def test_a_generator_whose_parts_have_different_lengths(
-    model, assert_still_exact
-) -> None:
-    def batches():
-        yield X[:11], Y[:11]
-        yield X[:4], Y[:3]
-
-    with pytest.raises(ValueError, match=r"(?s)x of shape \(4, 6\), y of shape \(3,\)"):
-        model.fit(batches(), verbose=0)
-    assert_still_exact()
-
-
-def test_arrays_of_different_lengths(model, assert_still_exact) -> None:
-    with pytest.raises(ValueError, match="22"):
-        model.fit(X, Y[:20], verbose=0)
-    assert_still_exact()
-
-
-@pytest.mark.parametrize(
-    "batch",
-    [
-        (np.ones((4, 2)), np.ones(4)),
-        (np.ones((4, 2)), np.ones(4), np.ones(4)),
-        ({"a": np.ones((4, 2)), "b": np.ones((4, 3, 3))}, None),
-        np.ones((1, 2)),
-    ],
-)
-def test_batches_that_are_right_pass(batch) -> None:
-    check_batch(batch)
-
-
-def test_an_error_that_keras_raises_again_ends_with_its_command() -> None:
-    class Refuses(keras.Layer):
-        def call(self, x):
-            raise ks.errors.BatchError("No rows.")
-
-    with pytest.raises(ks.errors.BatchError, match=r"No rows\.(?s:.*)") as caught:
-        Refuses()(keras.ops.ones((2, 2)))
-    assert str(caught.value).count("See `keras-strategies") == 1
-    assert str(caught.value).endswith("\nSee `keras-strategies explain BatchError`")
-
-
 class Break(keras.callbacks.Callback):
     """Raises an error at the second batch."""
 
@@ -218,16 +175,6 @@ def test_a_method_in_a_program(mirrored, name) -> None:
     alone = build()
     alone.compile(keras.optimizers.Adam(), "sparse_categorical_crossentropy")
     _assert_same_fit(model, alone)
-
-
-def test_nan_is_handled_as_keras_does(model) -> None:
-    inputs = X.copy()
-    inputs[3] = np.nan
-    stop = keras.callbacks.TerminateOnNaN()
-    weights = model.get_weights()
-    history = model.fit(inputs, Y, batch_size=11, verbose=0, epochs=3, callbacks=[stop])
-    model.set_weights(weights)
-    assert len(history.history["loss"]) < 3
 
 
 @pytest.mark.parametrize("kind", [ks.MultiWorkerMirroredStrategy])

@@ -125,11 +125,3 @@ def test_device_objects_are_accepted_where_names_are() -> None:
     assert float(strategy.extended.reduce_to("sum", value, [second])) == 3
     with pytest.raises(ValueError, match="3 is not a device name"):
         ks.MirroredStrategy(3)
-
-
-def test_devices_of_other_frameworks_objects() -> None:
-    class PhysicalDevice:
-        name, device_type = "/physical_device:GPU:1", "GPU"
-
-    PhysicalDevice.__module__ = "tensorflow.python.eager.context"
-    assert str(parse_device(PhysicalDevice())) == "gpu:1"

@@ -49,16 +49,6 @@ def test_an_error_of_another_process_has_one_command(pickler) -> None:
     assert str(sent(error)) == str(error)
 
 
-def test_a_quoted_error_gives_its_command_to_the_one_that_quotes_it() -> None:
-    cause = ks.errors.BatchError("No rows.")
-    error = ks.errors.ClosureCancelledError(f"An earlier one failed: {cause}.")
-    again = ks.errors.PeerError(f"PeerError: {error}")
-    for quoting in (error, again):
-        assert str(quoting).count("See ") == 1
-        assert command_of(quoting) == "keras-strategies explain BatchError"
-    assert error.text == "An earlier one failed: No rows.."
-
-
 def test_an_error_defined_elsewhere_has_the_entry_of_its_base() -> None:
     class OwnError(ks.errors.LayoutError):
         pass

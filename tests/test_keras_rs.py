@@ -39,16 +39,10 @@ def trained(loss: str) -> tuple[Any, dict[str, list[float]], np.ndarray]:
 
 
 @pytest.mark.one_backend("torch")
+@pytest.mark.nightly(unless=["mirrored_2-PairwiseHingeLoss"])
 @pytest.mark.parametrize(
     ("strategy", "loss"),
-    [
-        ("mirrored_2", LOSSES[0]),
-        *(
-            pytest.param("mirrored_2", loss, marks=pytest.mark.nightly)
-            for loss in LOSSES[1:]
-        ),
-        pytest.param("central", LOSSES[0], marks=pytest.mark.nightly),
-    ],
+    [*(("mirrored_2", loss) for loss in LOSSES), ("central", LOSSES[0])],
 )
 def test_it_trains_as_on_one_device(strategy: str, loss: str) -> None:
     _, expected, predicted = trained(loss)

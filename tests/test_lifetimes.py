@@ -83,15 +83,6 @@ if BACKEND == "jax":
     RUNS["model_parallel"] = lambda: fit_under(
         lambda: ks.ModelParallelStrategy("auto", TWO, 2, min_shard_bytes=0)
     )
-# What holds references of its own: threads of replicas on Torch, mirrored variables on
-# TensorFlow, copies on a mesh (central) and Keras's distribution (model_parallel) on
-# JAX; and on each the programs of `fit` and of custom loops. The others run nightly,
-# except on Torch, where nothing is compiled.
-HERE = {
-    "torch": tuple(RUNS),
-    "tensorflow": ("mirrored", "custom_loop"),
-    "jax": ("mirrored", "central", "model_parallel", "custom_loop"),
-}
 
 
 class Usage:
@@ -135,14 +126,9 @@ def check_nothing_is_left(
         time.sleep(0.1)
 
 
+@pytest.mark.one_backend("torch")
 @pytest.mark.nightly(unless=["one_device"])
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in HERE[BACKEND] else pytest.param(name, marks=pytest.mark.nightly)
-        for name in RUNS
-    ],
-)
+@pytest.mark.parametrize("name", RUNS)
 def test_nothing_is_left_of_a_strategy(name: str) -> None:
     check_nothing_is_left(RUNS[name], 3)
 
@@ -169,15 +155,10 @@ def megabytes_of_keras() -> float:
     return max(last - first, 0)
 
 
-# Thirty programs are compiled on other backends than Torch.
+# Thirty programs are compiled on other backends.
+@pytest.mark.one_backend("torch")
 @pytest.mark.nightly(unless=["custom_loop"])
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.nightly] * (BACKEND != "torch"))
-        for name in ("mirrored", "custom_loop")
-    ],
-)
+@pytest.mark.parametrize("name", ["mirrored", "custom_loop"])
 def test_memory_of_thirty_runs(name: str, megabytes_of_keras: float) -> None:
     """Thirty runs need no more memory than thirty of plain Keras, within 60 MB."""
     first, last = check_nothing_is_left(RUNS[name], 30)

@@ -13,32 +13,11 @@ from harness import strategies
 from harness.forker import run_code
 from keras import layers
 
-import keras_strategies as ks
-
 pytestmark = pytest.mark.one_backend
 
-# What a strategy has of its own here is where variables lie, how they are copied to
-# files, and which of them a program updates. Two replicas do for that: more of them
-# make a difference to numbers, which `test_exactness.py` is about.
-PLACEMENTS = {
-    "one_device": "Keras's own programs and variables",
-    "mirrored_2": "a copy on each device",
-    "central": "one copy, and an update of it",
-    "fsdp_2x2": "parts of variables, along both axes of a mesh",
-}
 RANDOM = np.random.default_rng(7)
 X = RANDOM.normal(size=(16, 6)).astype("float32")
 Y = RANDOM.integers(0, 3, 16)
-
-
-def on_strategies(*names: str) -> pytest.MarkDecorator:
-    """Runs a test on these strategies, and each night on all the others."""
-    assert set(names) <= set(PLACEMENTS)
-    cases = [
-        pytest.param(case, id=name, marks=[] if name in names else pytest.mark.nightly)
-        for name, case in strategies.STRATEGIES.items()
-    ]
-    return pytest.mark.parametrize("strategy_case", cases)
 
 
 def build(compiled: bool = True) -> keras.Model:
@@ -108,6 +87,7 @@ class Ready:
         for variable in self._model.optimizer.variables:
             variable.assign(np.zeros(variable.shape, variable.dtype))
         self._model.optimizer.learning_rate = 0.1
+        self._model._initial_epoch = None  # Where `BackupAndRestore` went on.
         return self._model
 
 
@@ -119,7 +99,6 @@ def ready(name: str | None = "mirrored_2") -> Ready:
 
 @pytest.mark.one_backend("torch")
 @pytest.mark.nightly(unless=["one_device", "central"])
-@on_strategies("one_device", "mirrored_2", "central", "fsdp_2x2")
 def test_compile_outside_of_the_scope_and_fit_again(strategy_case) -> None:
     model, strategy = ready(strategy_case.name)(), ready(strategy_case.name).strategy
     for epoch in (1, 2, 3):
@@ -149,7 +128,7 @@ def assert_describe_adds_up(strategy, model: keras.Model) -> None:
 
 
 @pytest.mark.one_backend("jax")
-@on_strategies("mirrored_2")
+@strategies.TWO_REPLICAS_BY_DAY
 def test_fit_may_stand_in_the_scope(strategy) -> None:
     with strategy.scope():
         model = build()
@@ -227,16 +206,6 @@ def test_a_callback_evaluates_predicts_saves_and_changes_the_rate(tmp_path) -> N
     assert_same_weights(model, plain)
 
 
-def test_a_callback_stops_training() -> None:
-    class Stop(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            self.model.stop_training = True
-
-    model = ready()()
-    fit(model, epochs=4, callbacks=[Stop()])
-    assert int(model.optimizer.iterations) == 1
-
-
 def test_an_interrupted_run_resumes_from_its_backup(tmp_path) -> None:
     class Interrupt(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
@@ -255,8 +224,7 @@ def test_an_interrupted_run_resumes_from_its_backup(tmp_path) -> None:
 
 
 @pytest.mark.one_backend("jax")
-@pytest.mark.nightly(unless=["mirrored_2"])
-@on_strategies("mirrored_2", "central", "fsdp_2x2")
+@strategies.TWO_REPLICAS_BY_DAY
 def test_a_saved_model_opens_with_and_without_a_strategy(
     strategy_case, tmp_path
 ) -> None:
@@ -271,18 +239,6 @@ def test_a_saved_model_opens_with_and_without_a_strategy(
     # The optimizer's momentum went on too.
     for opened in (plain, distributed):
         assert_trained(opened, fit(opened), 2)
-
-
-def test_a_file_saved_in_the_scope_is_an_ordinary_one(mirrored, tmp_path) -> None:
-    with mirrored.scope():
-        model = build()
-        model.save(tmp_path / "inside.keras")
-    build().save(tmp_path / "outside.keras")
-    inside = keras.models.load_model(tmp_path / "inside.keras")
-    outside = keras.models.load_model(tmp_path / "outside.keras")
-    assert_same_weights(inside, outside)
-    assert inside.get_config().keys() == outside.get_config().keys()
-    assert b"keras_strategies" not in (tmp_path / "inside.keras").read_bytes()
 
 
 @pytest.mark.slow(seconds=10)
@@ -330,7 +286,7 @@ def frozen_alone() -> tuple[list[float], list[np.ndarray]]:
     return freeze_and_unfreeze(build())
 
 
-@on_strategies("mirrored_2")
+@strategies.TWO_REPLICAS_BY_DAY
 def test_freezing_and_unfreezing_between_fits(strategy) -> None:
     with strategy.scope():
         model = build()
@@ -341,30 +297,6 @@ def test_freezing_and_unfreezing_between_fits(strategy) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
-def test_two_strategies_one_after_the_other() -> None:
-    model = ready("mirrored_2")()
-    assert_trained(model, fit(model), 1)
-    strategy = ks.MirroredStrategy(["cpu:1", "cpu:3"])
-    with strategy.scope():
-        model = build()
-    assert_trained(model, fit(model), 1)
-
-
-def test_a_model_evaluated_under_another_number_of_replicas(tmp_path) -> None:
-    two = ks.MirroredStrategy(["cpu:0", "cpu:1"])
-    four = ks.MirroredStrategy([f"cpu:{i}" for i in range(4)])
-    with two.scope():
-        model = build()
-    model.save(tmp_path / "model.keras")
-    with four.scope():
-        loaded = keras.models.load_model(tmp_path / "model.keras")
-    np.testing.assert_allclose(
-        loaded.evaluate(X, Y, verbose=0, batch_size=8),
-        model.evaluate(X, Y, verbose=0, batch_size=8),
-        rtol=1e-5,
-    )
-
-
 def test_a_clone_belongs_to_the_scope_that_it_is_made_in(mirrored) -> None:
     with mirrored.scope():
         model = build()
@@ -373,35 +305,6 @@ def test_a_clone_belongs_to_the_scope_that_it_is_made_in(mirrored) -> None:
     clone.set_weights(model.get_weights())
     compile_model(clone)
     assert_trained(clone, fit(clone), 1)
-
-
-def test_random_layers_repeat_with_the_seed_and_differ_between_replicas(
-    mirrored,
-) -> None:
-    def masks():
-        with mirrored.scope():
-            keras.utils.set_random_seed(11)
-            model = keras.Sequential([keras.Input((64,)), layers.Dropout(0.5)])
-            model.compile("sgd", "mse", run_eagerly=True)
-        seen = []
-
-        class Look(keras.callbacks.Callback):
-            def on_test_batch_end(self, batch, logs=None):
-                seen.append(logs)
-
-        class Model(keras.Model):
-            def call(self, x):
-                return model(x, training=True)
-
-        with mirrored.scope():
-            outer = Model()
-            outer.compile("sgd", "mse")
-        return outer.predict(np.ones((4, 64), "float32"), verbose=0)
-
-    first, second = masks(), masks()
-    np.testing.assert_array_equal(first, second)
-    # Rows 0 and 1 are the first replica's, 2 and 3 the second's.
-    assert not np.array_equal(first[:2], first[2:])
 
 
 def test_paths_of_the_optimizers_variables_are_those_of_keras(mirrored) -> None:

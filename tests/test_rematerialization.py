@@ -12,7 +12,6 @@ import pytest
 from harness.strategies import STRATEGIES
 
 import keras_strategies as ks
-from keras_strategies.keras_compat.models.row_wise_layers import is_row_wise
 
 X = np.random.default_rng(0).normal(size=(9, 3)).astype("float32")
 Y = X[:, ::-1] * 2
@@ -94,17 +93,22 @@ def test_remat_runs_once_and_once_again_on_each_replica(mirrored) -> None:
 
 
 @pytest.mark.parametrize(
-    "layer",
+    ("mode", "layer"),
     [
-        keras.layers.BatchNormalization,
-        # Its mask is drawn again.
-        lambda: keras.layers.Dropout(0.5, seed=4),
+        # In the backward pass variables are assigned, and a mask is drawn, again.
+        ("full", keras.layers.BatchNormalization),
+        ("full", lambda: keras.layers.Dropout(0.5, seed=4)),
+        # Keras puts `layer.activation` aside in each call; replicas share the layer.
+        ("activations", lambda: keras.layers.Dense(3, "gelu")),
     ],
+    ids=["normalization", "dropout", "activation"],
 )
-@pytest.mark.skipif(BACKEND != "torch", reason="Keras cannot trace `training` in it")
-def test_layers_that_assign_variables_in_the_backward_pass_too(mirrored, layer) -> None:
+def test_layers_of_a_scope(mirrored, mode, layer) -> None:
+    if mode == "full" and BACKEND != "torch":
+        pytest.skip("Keras cannot trace `training` in it")
+
     def rematerialized() -> Any:
-        with keras.RematScope(mode="full"):
+        with keras.RematScope(mode=mode):
             return keras.Sequential(
                 [keras.layers.Dense(5, "tanh"), layer(), keras.layers.Dense(3)]
             )
@@ -135,30 +139,6 @@ def test_a_function_that_a_layer_keeps_is_trained(mirrored) -> None:
     found = weights_of(model_on(mirrored, lambda: Kept(keras.remat)))
     for value, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("mode", [None, "full", "activations"])
-def test_replicas_take_turns_where_a_call_sets_an_attribute(mode) -> None:
-    """Layers that are known by type run side by side, which would wrap it twice."""
-    with keras.RematScope(mode=mode):
-        layer = keras.layers.Dense(3, "tanh")
-    layer.build((None, 3))
-    assert is_row_wise(layer, [2]) == (mode != "activations")
-
-
-@pytest.mark.one_backend
-def test_activations_that_are_computed_again(mirrored) -> None:
-    """Keras puts `layer.activation` aside in each call; replicas share the layer."""
-
-    def rematerialized() -> Any:
-        with keras.RematScope(mode="activations"):
-            return keras.Sequential(
-                [keras.layers.Dense(5, "tanh"), keras.layers.Dense(3, "gelu")]
-            )
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert_trains_as_on_one_device(mirrored, rematerialized)
 
 
 class Rematerialized(keras.layers.Layer):

@@ -16,7 +16,6 @@ from keras import layers, ops
 
 import keras_strategies as ks
 from keras_strategies.keras_compat import patching
-from keras_strategies.runtime.once import once
 
 pytestmark = pytest.mark.one_backend
 
@@ -126,15 +125,10 @@ def one_after_the_other() -> list[list[np.ndarray]]:
     return [train(made(strategy, seed)) for seed in (1, 2)]
 
 
-#: JAX replaces nothing in a first step; its programs compile for seconds.
-MARKS = [pytest.mark.nightly] if keras.backend.backend() == "jax" else []
-
-
+# JAX replaces nothing in a first step.
 @pytest.mark.one_backend("torch", "tensorflow")
 @pytest.mark.nightly(unless=["False"])
-@pytest.mark.parametrize(
-    "of_one_strategy", [pytest.param(each, marks=MARKS) for each in (True, False)]
-)
+@pytest.mark.parametrize("of_one_strategy", [True, False])
 def test_two_first_fits_at_once_are_those_one_after_the_other(
     one_after_the_other: list[list[np.ndarray]], of_one_strategy: bool
 ) -> None:
@@ -150,17 +144,3 @@ def test_two_first_fits_at_once_are_those_one_after_the_other(
         for a, b, largest in zip(one, other, scale, strict=True):
             np.testing.assert_allclose(a, b, rtol=0, atol=rounding * largest)
     assert replaced() == before
-
-
-def test_what_is_replaced_for_good_is_replaced_once() -> None:
-    calls = []
-    both = threading.Barrier(2)
-
-    @once
-    def replace() -> None:
-        calls.append(1)
-        with pytest.raises(threading.BrokenBarrierError):
-            both.wait(0.2)  # The other thread has not come here.
-
-    at_the_same_time(replace, replace)
-    assert calls == [1]

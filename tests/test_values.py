@@ -11,27 +11,11 @@ import pytest
 
 import keras_strategies as ks
 from keras_strategies.runtime.row_splits import split_sizes
-from keras_strategies.values import PerReplica, map_structure, regroup, select_replica
+from keras_strategies.values import PerReplica, map_structure, regroup
 
 pytestmark = pytest.mark.one_backend
 
 Point = namedtuple("Point", "x y")
-
-
-def test_identical_results_come_back_bare() -> None:
-    same = object()
-    assert regroup([same, same]) is same
-    assert regroup([(same, 1), (same, 1)]) == (same, 1)
-
-
-def test_different_results_become_per_replica() -> None:
-    result = regroup([{"a": [1.5]}, {"a": [2.5]}])
-    assert isinstance(result["a"][0], ks.PerReplica)
-    assert result["a"][0].values == (1.5, 2.5)
-
-
-def test_one_replica_needs_no_wrapper() -> None:
-    assert regroup([{"a": 1}]) == {"a": 1}
 
 
 @pytest.mark.parametrize(
@@ -53,11 +37,6 @@ def test_containers_keep_their_type(structure) -> None:
 def test_structures_that_differ_are_an_error() -> None:
     with pytest.raises(ValueError, match=r"lengths \[1, 2\]"):
         regroup([[1], [1, 2]])
-
-
-def test_each_replica_gets_its_component() -> None:
-    value = [ks.PerReplica([1, 2]), 3, None]
-    assert select_replica(1, value) == [2, 3, None]
 
 
 def test_values_cannot_be_iterated_by_mistake() -> None:

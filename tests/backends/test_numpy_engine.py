@@ -22,7 +22,6 @@ FILES = ("numpy_engine.py", "numpy_gradients.py", "numpy_replicas.py")
 #: Tests of what `run` promises, whatever the framework.
 LOOPS = (
     "test_run.py",
-    "test_linear_model.py",
     "test_optimizers.py",
     "test_made_in_run.py",
     "test_extended.py",

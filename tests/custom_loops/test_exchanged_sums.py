@@ -94,17 +94,6 @@ def test_loop_is_that_of_one_device(name: str, compiled: bool) -> None:
     check(LAYERS[name], compiled)
 
 
-def test_layer_that_the_first_run_builds() -> None:
-    strategy = ks.MirroredStrategy(DEVICES)
-    with strategy.scope():
-        layer = Statistics(lambda layer, x: x - ops.mean(x, axis=0))
-    (x,) = strategy.experimental_distribute_dataset(X[:ROWS], batch_size=ROWS)
-    found = strategy.run(lambda x: layer(x), args=(x,)).values
-    found = np.concatenate(list(map(ops.convert_to_numpy, found)))
-    expected = X[:ROWS] - X[:ROWS].mean(axis=0)
-    np.testing.assert_allclose(found, expected, atol=1e-6)
-
-
 #: Whether `changing` uses no sum.
 CHANGED: list[bool] = []
 

@@ -10,17 +10,6 @@ from keras import ops
 import keras_strategies as ks
 
 
-def test_reduce_to_devices(mirrored):
-    values = ks.PerReplica([ops.ones((2,)), ops.ones((2,)) * 3])
-    (device, *_) = mirrored.extended.worker_devices
-    total = mirrored.extended.reduce_to("sum", values, device)
-    np.testing.assert_array_equal(ops.convert_to_numpy(total), [4, 4])
-    pairs = [(values, device), (ks.PerReplica([ops.ones(()), ops.zeros(())]), device)]
-    means = mirrored.extended.batch_reduce_to(ks.ReduceOp.MEAN, pairs)
-    np.testing.assert_array_equal(ops.convert_to_numpy(means[0]), [2, 2])
-    assert float(means[1]) == 0.5
-
-
 def test_update_is_refused_on_a_replica(mirrored):
     with mirrored.scope():
         variable = keras.Variable(1.0)

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from keras import layers, ops
+from keras import ops
 
 import keras_strategies as ks
 
@@ -152,29 +152,3 @@ def test_a_callback_is_that_of_each_run(mirrored):
     for factor in (2.0, 3.0):
         found = mirrored.run(step(factor), args=(x,))
         assert [float(part) for part in found.values] == [factor, 2 * factor]
-
-
-# Central storage.
-
-
-def central() -> Any:
-    return ks.CentralStorageStrategy(["cpu:1", "cpu:2"], "cpu:0")
-
-
-def test_central_storage_has_its_variables_on_one_device_after_a_loop():
-    strategy = central()
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
-        optimizer = keras.optimizers.Adam(0.1)
-        optimizer.build(model.trainable_variables)
-
-    def replica_step(x: Any) -> None:
-        variables = model.trainable_variables
-        _, gradients = ks.value_and_grad(lambda: ops.sum(model(x)), variables)()
-        optimizer.apply(gradients, variables)
-
-    step = ks.function(lambda x: strategy.run(replica_step, args=(x,)))
-    for _ in range(2):
-        step(per_replica(np.ones((2, 4)), np.ones((2, 4))))
-    for variable in (*model.variables, *optimizer.variables):
-        assert variable.value.devices() == {jax.devices("cpu")[0]}

@@ -136,20 +136,6 @@ def test_after_updates_a_later_run_may_make_a_variable(mirrored):
     assert float(total.numpy()) == 6
 
 
-def test_what_was_built_before_an_error_can_be_used(mirrored):
-    once = Once(lambda: layers.Dense(2), lambda layer: layer(ROWS))
-
-    def fails() -> Any:
-        once()
-        raise ValueError("after it was built")
-
-    with pytest.raises(ValueError, match="after it was built"):
-        mirrored.run(fails)
-    assert once.made.kernel.numpy().shape == (3, 2)
-    first, second = values(mirrored.run(once))
-    np.testing.assert_array_equal(first, second)
-
-
 def yields() -> Any:
     yield ops.ones(())
 

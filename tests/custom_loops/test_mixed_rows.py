@@ -82,24 +82,3 @@ def test_layer_and_operation_are_named_once(compiled: bool) -> None:
 @pytest.mark.parametrize("make", [CenterOfAll, Declared, lambda: layers.Dropout(0.5)])
 def test_others_are_not_named(make: Callable[[], Any]) -> None:
     assert not check(make, 4, 4)
-
-
-def test_uneven_rows_are_not_named() -> None:
-    assert not check(lambda: layers.Dense(4, activation="softmax"), 7, 7)
-
-
-def test_tensors_without_the_rows_are_not_named() -> None:
-    strategy = ks.MirroredStrategy(DEVICES)
-    with strategy.scope():
-        center = Center()
-        center.build((None, 3))
-        dense = layers.Dense(4)
-        dense.build((None, 3))
-
-    def step(x: Any) -> Any:
-        return dense(x) + ops.sum(center(ops.ones((5, 3))))
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=f".*{NAMED}")
-        for x in strategy.experimental_distribute_dataset(X, batch_size=4):
-            strategy.run(step, args=(x,))

@@ -51,6 +51,25 @@ def test_gradients_are_summed_before_they_are_clipped(two, compiled):
     assert float(variable.numpy()) == -2.5
 
 
+@pytest.mark.one_backend
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_that_are_summed_by_hand_are_not_summed_again(two, compiled):
+    optimizer = keras.optimizers.SGD(1.0)
+    variable = made(two, optimizer)
+
+    def on_replica(gradient: Any) -> None:
+        total = ks.get_replica_context().all_reduce("SUM", gradient)
+        with ks.gradients_are_aggregated():
+            optimizer.apply([total], [variable])
+
+    def step(gradient: Any) -> None:
+        two.run(on_replica, args=(gradient,))
+
+    (ks.function(step) if compiled else step)(gradients_of(3.0, -2.5))
+    assert float(variable.numpy()) == -0.5
+    assert int(optimizer.iterations.numpy()) == 1
+
+
 def train(strategy: Any, optimizer: Any, steps: int = 5) -> list[np.ndarray]:
     """A loop over rows that two replicas share unevenly."""
     random = np.random.default_rng(5)

@@ -23,20 +23,6 @@ def model() -> keras.Model:
     return keras.Model(inputs, layers.Dense(1)(layers.Dropout(0.1)(inputs)))
 
 
-def raw_call(made: keras.Model) -> None:
-    """The call of Keras's guides for loops, of each backend."""
-    if keras.backend.backend() == "jax":
-        values = [
-            [v.value for v in g]
-            for g in (made.trainable_variables, made.non_trainable_variables)
-        ]
-        made.stateless_call(*values, X, training=True)
-    elif keras.backend.backend() == "torch":
-        made(X).sum().backward()
-    else:
-        made(X, training=True)
-
-
 def differentiated_call(made: keras.Model) -> None:
     """A call without `training`, of which a gradient is computed."""
     if keras.backend.backend() == "jax":
@@ -59,30 +45,20 @@ def differentiated_call(made: keras.Model) -> None:
         tape.gradient(loss, [v.value for v in made.trainable_variables])
 
 
-def test_a_call_without_training_that_is_differentiated_says_so():
-    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
-    with strategy.scope():
-        made = model()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*outside of `fit` and")
-        made(X)
-        made(X, training=False)
-    with pytest.warns(UserWarning, match="outside of `fit` and `strategy.run`"):
-        differentiated_call(made)
-
-
 def test_several_replicas_say_so_once():
     with ks.OneDeviceStrategy("cpu:0").scope():
         alone = model()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*outside of `fit` and")
-        raw_call(alone)
     with ks.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
         made = model()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*outside of `fit` and")
+        differentiated_call(alone)
+        made(X)
+        made(X, training=False)
     with pytest.warns(
         UserWarning, match="outside of `fit` and `strategy.run`"
     ) as found:
-        raw_call(made)
+        differentiated_call(made)
         made(X, training=True)
     assert len([w for w in found if "strategy.run" in str(w.message)]) == 1
     assert found[0].filename == __file__

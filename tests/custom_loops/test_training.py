@@ -64,7 +64,7 @@ def descend(loss_fn, variables, optimizer):
     return loss
 
 
-def loop(strategy, rows, batch=16, build=True, compile=True):
+def loop(strategy, rows, batch=16, build=True, jit_compile=None):
     """The portable loop: what `ks` offers, and nothing of a backend's own."""
     if keras.backend.backend() == "jax":
         # Replicas that exchange batch statistics have equal rows there.
@@ -99,7 +99,7 @@ def loop(strategy, rows, batch=16, build=True, compile=True):
         losses = strategy.run(replica_step, args=(batch,))
         return strategy.reduce("SUM", losses, axis=None)
 
-    step = ks.function(step) if compile else step
+    step = ks.function(step, jit_compile=jit_compile)
     logs = []
     for _ in range(2):
         accuracy.reset_state()
@@ -136,77 +136,12 @@ def test_the_portable_loop_equals_one_device(name, rows, batch, build):
 
 
 @pytest.mark.one_backend
-@pytest.mark.slow(seconds=6)
-def test_a_loop_without_function_equals_one_device(mirrored):
-    assert_alike(loop(mirrored, 35, compile=False), alone(35))
-
-
-def test_a_model_may_be_built_in_the_first_step(mirrored):
-    x, y = data(16)
-
-    def train(strategy):
-        with strategy.scope():
-            keras.utils.set_random_seed(1)
-            model = keras.Sequential([layers.Dense(8, "tanh"), layers.Dense(3)])
-            optimizer = keras.optimizers.SGD(0.1)
-
-        def replica_step(x, y):
-            if not model.built:
-                model.build(x.shape)
-
-            def loss_fn():
-                return ks.compute_average_loss(CROSS_ENTROPY(y, model(x)))
-
-            return descend(loss_fn, model.trainable_variables, optimizer)
-
-        step = ks.function(lambda *batch: strategy.run(replica_step, args=batch))
-        for _ in range(2):
-            for batch in batches(strategy, (x, y), 8):
-                step(*batch)
-        return model.get_weights()
-
-    assert_alike(train(mirrored), train(ks.get_strategy()))
-
-
-def test_two_optimizers_as_in_a_gan(mirrored):
-    x, _ = data(14)
-    # On JAX, replicas with different numbers of rows exchange the gradients of one
-    # `apply` (`backends/jax/test_jax_uneven_run.py`).
-    size = 6 if keras.backend.backend() == "jax" else 7
-
-    def train(strategy):
-        with strategy.scope():
-            keras.utils.set_random_seed(1)
-            generator = keras.Sequential([keras.Input((6,)), layers.Dense(2)])
-            judge = keras.Sequential(
-                [keras.Input((2,)), layers.Dense(4, "tanh"), layers.Dense(1)]
-            )
-            optimizers = keras.optimizers.Adam(0.01), keras.optimizers.SGD(0.1)
-
-        def replica_step(x):
-            def fooled():
-                return ks.compute_average_loss(ops.softplus(-judge(generator(x))))
-
-            def caught():
-                made = ops.softplus(judge(generator(x)))
-                real = ops.softplus(-judge(x[:, :2]))
-                return ks.compute_average_loss(made + real)
-
-            losses = []
-            for loss_fn, player, optimizer in zip(
-                (fooled, caught), (generator, judge), optimizers, strict=True
-            ):
-                variables = player.trainable_variables
-                losses.append(descend(loss_fn, variables, optimizer))
-            return losses
-
-        step = ks.function(lambda x: strategy.run(replica_step, args=(x,)))
-        for _ in range(2):
-            for (batch,) in batches(strategy, (x,), size):
-                step(batch)
-        return generator.get_weights() + judge.get_weights()
-
-    assert_alike(train(mirrored), train(ks.get_strategy()))
+@pytest.mark.slow(seconds=9)
+def test_the_portable_loop_with_and_without_a_compiler(mirrored):
+    options = [False, True] if keras.backend.backend() == "torch" else [False]
+    for jit_compile in options:
+        found = loop(mirrored, 32, jit_compile=jit_compile)
+        assert_alike(found, alone(32))
 
 
 def test_gradients_that_are_accumulated_by_hand(mirrored):
@@ -277,40 +212,6 @@ def test_frozen_parts_stay_as_they_are_and_none_is_no_gradient(mirrored):
     mirrored.run(step, args=(x,))
     np.testing.assert_allclose(ops.convert_to_numpy(used), [0, 0])
     assert float(unused.numpy()) == 3
-
-
-@pytest.mark.one_backend
-def test_several_runs_in_one_step_as_in_reinforcement_learning(mirrored):
-    def train(strategy):
-        with strategy.scope():
-            keras.utils.set_random_seed(1)
-            policy = keras.Sequential([keras.Input((6,)), layers.Dense(3)])
-            optimizer = keras.optimizers.SGD(0.1)
-            optimizer.build(policy.trainable_variables)
-        x, _ = data(10)
-
-        def act(x):
-            return ops.argmax(policy(x), axis=-1)
-
-        def learn(x, actions):
-            def loss_fn():
-                return ks.compute_average_loss(CROSS_ENTROPY(actions, policy(x)))
-
-            return descend(loss_fn, policy.trainable_variables, optimizer)
-
-        @ks.function
-        def step(x):
-            actions = strategy.run(act, args=(x,))
-            loss = 0.0
-            for _ in range(2):
-                found = strategy.run(learn, args=(x, actions))
-                loss = loss + strategy.reduce("SUM", found, axis=None)
-            return loss
-
-        losses = [float(step(batch)) for (batch,) in batches(strategy, (x,), 5)]
-        return [np.array(losses), *policy.get_weights()]
-
-    assert_alike(train(mirrored), train(ks.get_strategy()))
 
 
 def replicas(count):

@@ -87,10 +87,6 @@ class Case:
     reference: str = ""
     module: str = "exactness.cases"
 
-    @property
-    def slow(self) -> bool:
-        return self.nightly
-
     def make_data(self) -> Data:
         data = self.data(self.rows)
         return data if self.sample_weight else Data(data.x, data.y)

@@ -12,7 +12,6 @@ import os
 VARIABLE = "KS_TEST_DEVICES"
 _TORCH = "keras.src.backend.torch"
 _kind, _, _count = os.environ.get(VARIABLE, "cpu:4").partition(":")
-IS_SIMULATED = _kind == "simulated"
 #: The kind of the devices in names, and how many there are.
 KIND = "cpu" if _kind == "cpu" else "gpu"
 COUNT = int(_count)
@@ -20,7 +19,7 @@ COUNT = int(_count)
 
 def install() -> None:
     """Adds simulated accelerators to this process, under the names of GPUs."""
-    if not IS_SIMULATED:
+    if _kind != "simulated":
         return
     from harness import python_accelerator
     from keras_strategies.engines.torch import devices

@@ -109,7 +109,7 @@ class Forker:
         return self._started[-1]
 
     def start_workers(
-        self, logs: Sequence[Path], script: str, *arguments: str
+        self, logs: Sequence[Path], script: str, *arguments: str, **environment: str
     ) -> list[Forked]:
         """Starts a script as each worker of a new cluster, one for each log.
 
@@ -120,10 +120,10 @@ class Forker:
         spec, started = {"worker": free_addresses(len(logs))}, []
         for index, log in enumerate(logs):
             task = {"type": "worker", "index": index}
-            environment = {"OMP_NUM_THREADS": "1"}
+            own = {"OMP_NUM_THREADS": "1", **environment}
             if len(logs) > 1:
-                environment["TF_CONFIG"] = json.dumps({"cluster": spec, "task": task})
-            started.append(self.start(log, script, *arguments, **environment))
+                own["TF_CONFIG"] = json.dumps({"cluster": spec, "task": task})
+            started.append(self.start(log, script, *arguments, **own))
         return started
 
     def _ask(self, order: Mapping[str, Any]) -> int:

@@ -6,13 +6,13 @@ import keras
 from keras import layers, ops
 
 
+def _stack(*hidden, inputs=(6,), dtype=None) -> keras.Model:
+    return keras.Sequential([keras.Input(inputs, dtype=dtype), *hidden])
+
+
 def dense() -> keras.Model:
-    return keras.Sequential(
-        [
-            keras.Input((6,)),
-            layers.Dense(8, activation="tanh"),
-            layers.Dense(3, activation="softmax"),
-        ]
+    return _stack(
+        layers.Dense(8, activation="tanh"), layers.Dense(3, activation="softmax")
     )
 
 
@@ -22,43 +22,32 @@ def unbuilt() -> keras.Model:
 
 
 def linear() -> keras.Model:
-    return keras.Sequential(
-        [keras.Input((6,)), layers.Dense(8, activation="tanh"), layers.Dense(2)]
-    )
+    return _stack(layers.Dense(8, activation="tanh"), layers.Dense(2))
 
 
 def logistic() -> keras.Model:
-    return keras.Sequential(
-        [
-            keras.Input((6,)),
-            layers.Dense(8, activation="tanh"),
-            layers.Dense(1, activation="sigmoid"),
-        ]
+    return _stack(
+        layers.Dense(8, activation="tanh"), layers.Dense(1, activation="sigmoid")
     )
 
 
 def conv() -> keras.Model:
-    return keras.Sequential(
-        [
-            keras.Input((8, 8, 2)),
-            layers.Conv2D(4, 3, strides=2, use_bias=False),
-            layers.BatchNormalization(momentum=0.8),
-            layers.ReLU(),
-            layers.GlobalAveragePooling2D(),
-            layers.Dense(3, activation="softmax"),
-        ]
+    return _stack(
+        layers.Conv2D(4, 3, strides=2, use_bias=False),
+        layers.BatchNormalization(momentum=0.8),
+        layers.ReLU(),
+        layers.GlobalAveragePooling2D(),
+        layers.Dense(3, activation="softmax"),
+        inputs=(8, 8, 2),
     )
 
 
 def dense_bn() -> keras.Model:
-    return keras.Sequential(
-        [
-            keras.Input((6,)),
-            layers.Dense(8, use_bias=False),
-            layers.BatchNormalization(momentum=0.8),
-            layers.ReLU(),
-            layers.Dense(3, activation="softmax"),
-        ]
+    return _stack(
+        layers.Dense(8, use_bias=False),
+        layers.BatchNormalization(momentum=0.8),
+        layers.ReLU(),
+        layers.Dense(3, activation="softmax"),
     )
 
 
@@ -153,51 +142,47 @@ class Subclassed(keras.Model):
 
 
 def lstm() -> keras.Model:
-    return keras.Sequential(
-        [
-            keras.Input((5,), dtype="int32"),
-            layers.Embedding(11, 4, mask_zero=True),
-            layers.LSTM(5),
-            layers.Dense(3, activation="softmax"),
-        ]
+    return _stack(
+        layers.Embedding(11, 4, mask_zero=True),
+        layers.LSTM(5),
+        layers.Dense(3, activation="softmax"),
+        inputs=(5,),
+        dtype="int32",
     )
 
 
 def gru_tagger() -> keras.Model:
     """A class for each word; the padding's mask reaches the loss."""
-    return keras.Sequential(
-        [
-            keras.Input((5,), dtype="int32"),
-            layers.Embedding(11, 4, mask_zero=True),
-            layers.GRU(5, return_sequences=True),
-            layers.Dense(3, activation="softmax"),
-        ]
+    return _stack(
+        layers.Embedding(11, 4, mask_zero=True),
+        layers.GRU(5, return_sequences=True),
+        layers.Dense(3, activation="softmax"),
+        inputs=(5,),
+        dtype="int32",
     )
 
 
 def masked_bn() -> keras.Model:
     """Batch normalization that leaves out the padding."""
-    return keras.Sequential(
-        [
-            keras.Input((5,), dtype="int32"),
-            layers.Embedding(11, 4, mask_zero=True),
-            layers.BatchNormalization(momentum=0.8),
-            layers.LSTM(5),
-            layers.Dense(3, activation="softmax"),
-        ]
+    return _stack(
+        layers.Embedding(11, 4, mask_zero=True),
+        layers.BatchNormalization(momentum=0.8),
+        layers.LSTM(5),
+        layers.Dense(3, activation="softmax"),
+        inputs=(5,),
+        dtype="int32",
     )
 
 
 def masked_tagger() -> keras.Model:
     """The padding's mask reaches batch normalization, a recurrent layer, the loss."""
-    return keras.Sequential(
-        [
-            keras.Input((5,), dtype="int32"),
-            layers.Embedding(11, 4, mask_zero=True),
-            layers.BatchNormalization(momentum=0.8),
-            layers.LSTM(5, return_sequences=True),
-            layers.Dense(3, activation="softmax"),
-        ]
+    return _stack(
+        layers.Embedding(11, 4, mask_zero=True),
+        layers.BatchNormalization(momentum=0.8),
+        layers.LSTM(5, return_sequences=True),
+        layers.Dense(3, activation="softmax"),
+        inputs=(5,),
+        dtype="int32",
     )
 
 
@@ -213,12 +198,9 @@ def transformer() -> keras.Model:
 
 
 def regularized() -> keras.Model:
-    return keras.Sequential(
-        [
-            keras.Input((6,)),
-            layers.Dense(8, "tanh", kernel_regularizer="l2", bias_regularizer="l1"),
-            layers.Dense(3, "softmax", kernel_regularizer=keras.regularizers.L1(0.02)),
-        ]
+    return _stack(
+        layers.Dense(8, "tanh", kernel_regularizer="l2", bias_regularizer="l1"),
+        layers.Dense(3, "softmax", kernel_regularizer=keras.regularizers.L1(0.02)),
     )
 
 
@@ -228,13 +210,10 @@ def spectral() -> keras.Model:
         8, "tanh", kernel_regularizer="l2", kernel_constraint="max_norm"
     )
     last = layers.Dense(3, kernel_regularizer="l1", bias_constraint="non_neg")
-    return keras.Sequential(
-        [
-            keras.Input((6,)),
-            layers.SpectralNormalization(inner),
-            layers.SpectralNormalization(last, power_iterations=2),
-            layers.Softmax(),
-        ]
+    return _stack(
+        layers.SpectralNormalization(inner),
+        layers.SpectralNormalization(last, power_iterations=2),
+        layers.Softmax(),
     )
 
 
@@ -289,18 +268,15 @@ def quantized() -> keras.Model:
     """Frozen int8 kernels; only the last layer is trained."""
     inner = keras.Sequential([keras.Input((6,)), layers.Dense(8, activation="tanh")])
     inner.quantize("int8")
-    return keras.Sequential([keras.Input((6,)), inner, layers.Dense(3, "softmax")])
+    return _stack(inner, layers.Dense(3, "softmax"))
 
 
 def activity_regularized() -> keras.Model:
     """Keras divides an activity regularizer's sum by the rows of its batch."""
-    return keras.Sequential(
-        [
-            keras.Input((6,)),
-            layers.Dense(8, "tanh", activity_regularizer=keras.regularizers.L2(0.1)),
-            layers.ActivityRegularization(l1=0.05),
-            layers.Dense(3, activation="softmax"),
-        ]
+    return _stack(
+        layers.Dense(8, "tanh", activity_regularizer=keras.regularizers.L2(0.1)),
+        layers.ActivityRegularization(l1=0.05),
+        layers.Dense(3, activation="softmax"),
     )
 
 
@@ -325,13 +301,8 @@ class AddsLoss(layers.Layer):
 
 
 def adds_loss(reduction: str) -> keras.Model:
-    return keras.Sequential(
-        [
-            keras.Input((6,)),
-            layers.Dense(8, "tanh"),
-            AddsLoss(reduction),
-            layers.Dense(3, "softmax"),
-        ]
+    return _stack(
+        layers.Dense(8, "tanh"), AddsLoss(reduction), layers.Dense(3, "softmax")
     )
 
 
@@ -356,13 +327,8 @@ def penalized() -> keras.Model:
 
 
 def dropout() -> keras.Model:
-    return keras.Sequential(
-        [
-            keras.Input((6,)),
-            layers.Dense(16, "relu"),
-            layers.Dropout(0.5),
-            layers.Dense(3, "softmax"),
-        ]
+    return _stack(
+        layers.Dense(16, "relu"), layers.Dropout(0.5), layers.Dense(3, "softmax")
     )
 
 
@@ -388,9 +354,7 @@ class CountsCalls(layers.Layer):
 
 def counting() -> keras.Model:
     """A layer with non-trainable state that is no batch normalization."""
-    return keras.Sequential(
-        [keras.Input((6,)), CountsCalls(), layers.Dense(3, "softmax")]
-    )
+    return _stack(CountsCalls(), layers.Dense(3, "softmax"))
 
 
 def stateful_layers() -> keras.Model:

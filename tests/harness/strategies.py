@@ -86,15 +86,6 @@ if devices.KIND != "cpu":
 if keras.backend.backend() != "torch":
     STRATEGIES |= {name: MODEL_PARALLEL[name] for name in ("model_2x2", "fsdp_2x2")}
 
-#: The strategies of a test that is slow and would say much the same of each: two
+#: Of a test of each strategy that is slow and would say much the same of each: two
 #: replicas by day, the others at night.
-TWO_REPLICAS_BY_DAY = pytest.mark.parametrize(
-    "strategy_case",
-    [
-        pytest.param(
-            case, id=name, marks=[pytest.mark.nightly] * (name != "mirrored_2")
-        )
-        for name, case in STRATEGIES.items()
-    ],
-    indirect=True,
-)
+TWO_REPLICAS_BY_DAY = pytest.mark.nightly(unless=["*mirrored_2*"])

@@ -19,8 +19,7 @@ from typing import Any
 import cloudpickle
 
 from harness import devices as devices_of_tests
-from harness.forker import Forked, Forker
-from keras_strategies.cluster.resolvers.local_processes import free_addresses
+from harness.forker import Forker
 
 START_SECONDS = 120.0
 CALL_SECONDS = 180.0
@@ -48,15 +47,16 @@ class WorkerPool:
         implementation: str = "AUTO",
     ):
         self.workers, self.devices = workers, devices
-        self._implementation = implementation
         self._key = os.urandom(16)
         self._folder = tempfile.TemporaryDirectory()
-        addresses = free_addresses(workers)
         with connections.Listener(("127.0.0.1", 0), authkey=self._key) as listener:
-            self._processes = [
-                self._start(forker, i, f"{kind}:{devices}", addresses, listener.address)
-                for i in range(workers)
-            ]
+            host, port = listener.address
+            self._processes = forker.start_workers(
+                [Path(self._folder.name) / f"worker{i}.log" for i in range(workers)],
+                __file__,
+                *(host, str(port), self._key.hex(), implementation),
+                **{devices_of_tests.VARIABLE: f"{kind}:{devices}"},
+            )
             listener._listener._socket.settimeout(START_SECONDS)  # type: ignore[attr-defined]
             try:
                 # All of them, before any is waited for: they wait for one another.
@@ -66,21 +66,6 @@ class WorkerPool:
                 self.close()
                 raise
         self._lines = [line for _, line in sorted(found, key=lambda pair: pair[0])]
-
-    def _start(
-        self, forker: Forker, index: int, devices: str, addresses: list[str], home: Any
-    ) -> Forked:
-        task = {"type": "worker", "index": index}
-        config = {"cluster": {"worker": addresses}, "task": task}
-        return forker.start(
-            Path(self._folder.name) / f"worker{index}.log",
-            __file__,
-            *(home[0], str(home[1]), self._key.hex(), str(index)),
-            self._implementation,
-            TF_CONFIG=json.dumps(config),
-            **{devices_of_tests.VARIABLE: devices},
-            OMP_NUM_THREADS="1",
-        )
 
     def _accept(self, listener: connections.Listener) -> Any:
         try:
@@ -176,7 +161,7 @@ class Cluster:
         return self.pool.call(self.devices, function, args)
 
 
-def _serve(host: str, port: str, key: str, index: str, implementation: str) -> None:
+def _serve(host: str, port: str, key: str, implementation: str) -> None:
     import keras
 
     import keras_strategies as ks
@@ -195,7 +180,7 @@ def _serve(host: str, port: str, key: str, index: str, implementation: str) -> N
     line = connections.Client((host, int(port)), authkey=bytes.fromhex(key))
     devices_of_tests.install()
     strategy_on(devices_of_tests.COUNT)
-    line.send(int(index))
+    line.send(json.loads(os.environ["TF_CONFIG"])["task"]["index"])
     while True:
         try:
             count, function, args = cloudpickle.loads(line.recv_bytes())

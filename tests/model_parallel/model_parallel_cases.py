@@ -4,18 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import keras
-from exactness.cases import TORCH
+from exactness.cases import TORCH, fit_only
 from harness import data, models
-from harness.case import ADAM_TOLERANCE, Case, Results
+from harness.case import ADAM_TOLERANCE, Case
 from keras import optimizers
-
-
-def only_fit(case: Case, model: keras.Model, rows: data.Data) -> Results:
-    """Training alone: how outputs are split does not depend on what was trained."""
-    options = {"batch_size": case.batch, "epochs": case.epochs, "shuffle": False}
-    return {"history": model.fit(rows.x, rows.y, verbose=0, **options).history}
-
 
 # One program, of batches that no mesh divides.
 ODD: dict[str, int] = {"rows": 14, "batch": 7}
@@ -27,15 +19,14 @@ _CASES = [
         sample_weight=True,
         metrics=lambda: ["accuracy"],
     ),
-    Case("size_3", rows=3),
     Case(
         "conv_bn_25",
         model=models.conv,
         data=data.images,
         rows=25,
-        script=only_fit,
+        script=fit_only,
     ),
-    Case("dense_bn_3", model=models.dense_bn, rows=3, script=only_fit),
+    Case("dense_bn_3", model=models.dense_bn, rows=3, script=fit_only),
     Case(
         "transformer_adam",
         model=models.transformer,
@@ -43,15 +34,7 @@ _CASES = [
         **ODD,
         optimizer=lambda: optimizers.Adam(0.01),
         tolerance=ADAM_TOLERANCE,
-        script=only_fit,
-    ),
-    Case(
-        "embedding_lstm_mask",
-        model=models.lstm,
-        data=data.tokens,
-        rows=25,
-        script=only_fit,
-        nightly=True,
+        script=fit_only,
     ),
     Case(
         "embedding_adagrad",
@@ -60,7 +43,7 @@ _CASES = [
         metrics=lambda: ["accuracy"],
         optimizer=lambda: optimizers.Adagrad(0.1),
         **ODD,
-        script=only_fit,
+        script=fit_only,
     ),
     Case(
         "global_clipnorm_ema",
@@ -69,13 +52,13 @@ _CASES = [
             0.1, momentum=0.9, global_clipnorm=0.1, use_ema=True
         ),
         # Nothing after `fit`: Keras 3.15 lets weights and averages share memory.
-        script=only_fit,
+        script=fit_only,
     ),
     Case(
         "accumulation",
         **ODD,
         optimizer=lambda: optimizers.SGD(0.1, gradient_accumulation_steps=2),
-        script=only_fit,
+        script=fit_only,
     ),
     Case(
         "mixed_bfloat16",
@@ -84,7 +67,7 @@ _CASES = [
         optimizer=lambda: optimizers.SGD(0.1),
         # Eight bits of mantissa, and gradients near zero that are added in parts.
         tolerance=2**-5,
-        script=only_fit,
+        script=fit_only,
     ),
     Case(
         "steps_per_execution",
@@ -102,16 +85,7 @@ _CASES = [
         loss=lambda: "mse",
         data=data.regression,
         compile={"run_eagerly": True},
-        script=only_fit,
-    ),
-    Case(
-        "regularized_eager",
-        rows=8,
-        epochs=1,
-        model=models.regularized,
-        compile={"run_eagerly": True},
-        script=only_fit,
-        nightly=True,
+        script=fit_only,
     ),
 ]
 

@@ -30,8 +30,6 @@ BACKBONES = (
     "whisper",
     *(case.name for case in DIFFUSION),
 )
-#: By day: an embedding that is transposed, and convolutions.
-BY_DAY = ("gemma", "resnet")
 
 
 def auto() -> Any:
@@ -58,15 +56,8 @@ def sharded_share(case: FieldCase) -> float:
 @pytest.mark.nightly(unless=["resnet"])
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(
-            case,
-            id=case.name,
-            marks=[] if case.name in BY_DAY else [pytest.mark.nightly],
-        )
-        for case in [*CASES, *DIFFUSION]
-        if case.name in BACKBONES
-    ],
+    [case for case in [*CASES, *DIFFUSION] if case.name in BACKBONES],
+    ids=lambda case: case.name,
 )
 def test_a_backbone_equals_one_device(case: FieldCase) -> None:
     found, error = measure(case, auto, "auto")

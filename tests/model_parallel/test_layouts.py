@@ -11,10 +11,8 @@ from keras_strategies.layouts import (
     AutoLayouts,
     FullyShardedLayouts,
     MappedLayouts,
-    OneGroupLayouts,
     VariableMesh,
     closest_paths,
-    mesh_shape,
 )
 
 pytestmark = pytest.mark.one_backend("jax")
@@ -97,48 +95,6 @@ def test_a_layout_that_does_not_fit_says_why(axes, problem) -> None:
     with pytest.raises(ValueError, match="Variable 'kernel' of shape") as caught:
         grid.layout("kernel", (8, 6))
     assert problem in str(caught.value)
-
-
-def test_a_mesh_has_rows_and_parts() -> None:
-    grid = mesh()
-    assert grid.sizes == {"batch": 2, "model": 4}
-    assert [str(row[0]) for row in grid.rows] == ["cpu:0", "cpu:4"]
-    assert grid.shard_shape((8, 6), ("model",)) == (2, 6)
-    assert grid.shard_shape((8, 6), ("model", "batch")) == (2, 3)
-    assert grid.layout("kernel", (16, 8)) == ("model",)
-    assert grid.checked("kernel", (16, 8), (None, None)) == ()
-
-
-def test_one_group_shards_over_all_devices_what_a_mesh_shards() -> None:
-    layouts = {
-        "kernel": (None, "model"),
-        "both": ("batch", "model"),
-        "short": ("model",),
-        "odd": ("batch",),
-        "ids": ("batch",),
-    }
-    grid = mesh(MappedLayouts(layouts))
-    one = VariableMesh((8,), ("batch",), grid.devices, OneGroupLayouts(grid))
-    assert one.layout("kernel", (64, 16)) == (None, "batch")
-    assert one.layout("both", (64, 16)) == ("batch",)
-    # Its own dimension does not divide over 8 devices, the other one does.
-    assert one.layout("short", (4, 32)) == (None, "batch")
-    assert one.layout("odd", (2, 3)) == one.layout("bias", (64,)) == ()
-    assert one.layout("ids", (8,), is_float=False) == ("batch",)
-    assert (one.rule.name, one.shard_shape((64, 16), ("batch",))) == ("map", (8, 16))
-    one.rule.check_matches()
-    with pytest.raises(ValueError, match="does not divide over the 4 devices"):
-        one.layout("kernel", (64, 6))
-
-
-def test_shapes_of_meshes() -> None:
-    assert mesh_shape(8, 2) == (4, 2)
-    assert mesh_shape(8, 8) == (1, 8)
-    with pytest.raises(ValueError, match=r"does not divide .* 6\. Use one of \[1, 2"):
-        mesh_shape(6, 4)
-    for wrong in (0, True, 2.0):
-        with pytest.raises(ValueError, match="1 or more"):
-            mesh_shape(4, wrong)
 
 
 PATHS = ["net/dense/kernel", "net/dense/bias", "net/ffn_out/kernel", "net/embed/table"]

@@ -105,30 +105,6 @@ def test_values_that_the_file_lacks_are_initial_ones(folder, monkeypatch) -> Non
     assert_equal(loaded(folder, several().scope()), expected)
 
 
-@pytest.mark.parametrize("is_compiled", [False, True])
-def test_a_model_of_a_file_trains_as_before(tmp_path, is_compiled) -> None:
-    x = np.random.default_rng(0).normal(size=(12, 5)).astype("float32")
-    hidden = [keras.layers.Dense(8, use_bias=False), keras.layers.BatchNormalization()]
-    alone = keras.Sequential([keras.Input((5,)), *hidden, keras.layers.Dense(2)])
-    fit = {"x": x, "y": x[:, :2] - 1, "batch_size": 4, "shuffle": False, "verbose": 0}
-    if is_compiled:
-        alone.compile(keras.optimizers.Adam(0.01), "mse")
-        alone.fit(**fit)
-    path = str(tmp_path / "model.keras")
-    alone.save(path)
-    strategy = several()
-    with strategy.scope():
-        model = keras.models.load_model(path)
-    assert_equal(model, alone)
-    for each, scope in ((alone, contextlib.nullcontext()), (model, strategy.scope())):
-        if not is_compiled:
-            with scope:
-                each.compile(keras.optimizers.Adam(0.01), "mse")
-        each.fit(**fit, epochs=2)
-    for own, one in zip(values(model), values(alone), strict=True):
-        np.testing.assert_allclose(own, one, atol=1e-5, rtol=1e-5)
-
-
 def test_weights_are_not_the_memory_of_the_file(folder) -> None:
     """The file may be replaced while the model is in use."""
     model = loaded(folder, several().scope(), dtype="bfloat16")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
+from custom_loops.test_training import alone, assert_alike, loop
 from harness.strategies import MODEL_PARALLEL
 from harness.training import assert_same_training
 from keras import layers, optimizers
@@ -132,61 +133,7 @@ def test_a_layout_map_of_keras_brings_its_mesh() -> None:
 @pytest.mark.parametrize("name", MODEL_PARALLEL)
 def test_a_custom_loop_equals_one_device(name) -> None:
     """Replicas are the places on the data axis; variables are whole in them."""
-    x, y = rows(23)
-
-    def train(strategy):
-        model = made(strategy)
-        with strategy.scope():
-            mean = keras.metrics.Mean()
-            optimizer = optimizers.Adam(0.01)
-        seen = set()
-
-        def replica_step(batch):
-            x, y = batch
-
-            def loss_fn():
-                seen.add(model.weights[0].value.shape)
-                per_row = keras.ops.mean((model(x, training=True) - y) ** 2, axis=-1)
-                mean.update_state(per_row)
-                return ks.compute_average_loss(per_row)
-
-            value, gradients = ks.value_and_grad(loss_fn, model.trainable_variables)()
-            optimizer.apply(gradients, model.trainable_variables)
-            return value, x
-
-        @ks.function
-        def step(batch):
-            value, inputs = strategy.run(replica_step, args=(batch,))
-            total = strategy.reduce("SUM", value, axis=None)
-            return total, strategy.gather(inputs, axis=0)
-
-        dataset = strategy.experimental_distribute_dataset((x, y), batch_size=8)
-        logs, inputs = [], []
-        for _ in range(2):
-            for batch in dataset:
-                value, gathered = step(batch)
-                logs.append(float(value))
-                inputs.append(np.asarray(gathered))
-        assert seen == {(8, 16)}
-        np.testing.assert_array_equal(np.concatenate(inputs), np.tile(x, (2, 1)))
-        return [np.array([*logs, float(mean.result())]), *model.get_weights()]
-
-    x, y = rows(23)
-    expected = train(ks.get_strategy())
-    strategy = MODEL_PARALLEL[name].make()
-    for one, other in zip(expected, train(strategy), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
-
-
-def test_run_leaves_variables_in_parts() -> None:
-    strategy = MODEL_PARALLEL["fsdp_2x2"].make()
-    with strategy.scope():
-        variable = keras.Variable(np.ones((8, 8), "float32"), name="kernel")
-    layout = parts(variable)
-    assert layout == dict.fromkeys(DEVICES, (4, 4))
-    strategy.run(lambda: variable.assign(variable + 1.0))
-    assert parts(variable) == layout
-    np.testing.assert_array_equal(variable.numpy(), np.full((8, 8), 2.0))
+    assert_alike(loop(MODEL_PARALLEL[name].make(), 35), alone(35))
 
 
 @pytest.mark.parametrize(
@@ -253,15 +200,3 @@ def test_a_pattern_that_matches_no_variable_is_an_error(use) -> None:
     }
     with pytest.raises(ks.errors.LayoutError, match=r"kernal.*'.*dense_up/kernel'"):
         uses[use]()
-
-
-def test_patterns_may_be_of_another_model_of_the_scope() -> None:
-    patterns = {".*one/kernel": ("model",), ".*two/kernel": ("model",)}
-    strategy = ks.ModelParallelStrategy(patterns, DEVICES, 2)
-    with strategy.scope():
-        pair = [
-            keras.Sequential([keras.Input((4,)), layers.Dense(2, name=name)])
-            for name in ("one", "two")
-        ]
-    for model in pair:
-        assert model.predict(np.ones((2, 4), "float32"), verbose=0).shape == (2, 2)

@@ -18,6 +18,7 @@ import pytest
 from harness.examples import EXAMPLES, run_example
 from pages.digits import use_few_digits
 
+import keras_strategies as ks
 from keras_strategies.cluster.resolvers.local_processes import free_addresses
 
 pytestmark = pytest.mark.one_backend
@@ -172,3 +173,52 @@ def test_adapters_of_quantized_weights_learn_and_take_the_memory_of_the_plan() -
     assert len(accuracies) == 2 and min(map(float, accuracies)) > 0.9, output
     planned, used = map(int, re.findall(r"(\d+) (?:planned|in use)", output))
     assert used == pytest.approx(planned, rel=0.01)
+
+
+@pytest.mark.nightly
+def test_the_portable_loop_equals_one_device(backend_name) -> None:
+    arguments = ("--backend", backend_name, "--check", "--epochs", "2")
+    output = run_example("custom_loop.py", *arguments)
+    gap = re.search(r"largest difference to one device: (\S+)", output)
+    assert gap is not None, output
+    assert float(gap[1]) < 1e-4
+
+
+@pytest.mark.nightly
+def test_the_gan_reaches_the_whole_ring(backend_name) -> None:
+    output = run_example("gan.py", "--backend", backend_name, "--steps", "1000")
+    found = re.search(r"circle: ([\d.]+); sectors reached: (\d+)/12", output)
+    assert found is not None, output
+    assert float(found[1]) < 0.2
+    assert int(found[2]) >= 8
+
+
+@pytest.mark.one_backend("tensorflow")
+@pytest.mark.skipif(
+    keras.backend.backend() != "tensorflow", reason="it is written with TensorFlow"
+)
+def test_the_migrated_script_trains_on_two_replicas(monkeypatch, capsys) -> None:
+    two = ks.MirroredStrategy(["cpu:0", "cpu:1"])
+    monkeypatch.setattr(ks, "MirroredStrategy", lambda: two)
+    script = EXAMPLES / "migrate_from_tf_distribute" / "after.py"
+    runpy.run_path(str(script), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3
+    assert float(lines[-1].split()[-1]) > 0.8
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(
+    keras.backend.backend() == "torch", reason="each device needs a process"
+)
+def test_the_sharded_transformer_learns_as_one_device_does() -> None:
+    output = run_example("sharded_transformer.py", "--model-parallel", "2")
+    found = {
+        name: float(re.search(rf"{name}: ([\d.e+-]+)", output)[1])
+        for name in ("accuracy", "largest difference to one device")
+    }
+    assert found["accuracy"] > 0.9
+    assert found["largest difference to one device"] < 1e-3
+    assert "saved in parts as checkpoint 1" in output
+    if keras.backend.backend() == "jax":
+        assert "peak of a step per device" in output

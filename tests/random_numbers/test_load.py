@@ -111,16 +111,8 @@ def trained(is_small: bool) -> list[np.ndarray]:
     return [*(np.asarray(each) for each in history.values()), *model.get_weights()]
 
 
-#: Only on Torch do replicas run Python in threads of their own in each step; elsewhere
-#: the model is compiled in each run.
-IS_SMALL = keras.backend.backend() != "torch"
-
-
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    "is_small",
-    [IS_SMALL, pytest.param(not IS_SMALL, marks=pytest.mark.nightly)],
-)
+@pytest.mark.parametrize("is_small", [True, False])
 def test_three_runs_under_load_are_equal(is_small: bool) -> None:
     expected = trained(is_small)
     with load():

@@ -19,8 +19,6 @@ from random_numbers.cases import (
     REFUSED,
     TARGETS,
     Case,
-    image_layers,
-    more_image_layers,
 )
 
 
@@ -35,41 +33,24 @@ def trained(case: Case, strategy: Any) -> Any:
     return as_arrays((history.history["loss"], model.get_weights()))
 
 
-#: Their draws have the shapes of the layers that are tested by day.
-NIGHTLY = (
-    *more_image_layers(),
-    *(name for name in image_layers() if name not in ("RandomFlip", "RandomErasing")),
-    *("GRU", "Bidirectional", "AlphaDropout", "GaussianDropout", "SpatialDropout2D"),
-)
-#: On JAX, `fit` is one program for any number of replicas.
-BY_DAY = ("Dropout", "several-generator") if BACKEND == "jax" else ()
-
-
-def marked(case: Case) -> Any:
-    is_by_day = not BY_DAY or case.name in BY_DAY
-    is_by_day = is_by_day and case.name not in NIGHTLY
-    marks = [] if is_by_day else [pytest.mark.nightly]
-    return pytest.param(case, id=case.name, marks=marks)
-
-
-#: One for each way in which numbers are drawn. On JAX and TensorFlow both are the same.
-WITH_NUMBERS_OF_KERAS = (
-    *("Dropout", "Dropout-no-seed", "LSTM", "MultiHeadAttention", "RandomFlip"),
-    *("categorical-generator", "gamma-generator", "several-generator"),
-)
-
-
-def with_numbers(case: Case) -> list[Any]:
-    """A case with each kind of random numbers."""
-    name, own = case.name, marked(case)
-    is_by_day = BACKEND == "torch" and case.name in WITH_NUMBERS_OF_KERAS
-    marks = () if is_by_day else (pytest.mark.nightly,)
-    return [
-        pytest.param(
-            case, "partitioned", id=f"{case.name}-partitioned", marks=own.marks
+#: One for each way in which numbers are drawn. On JAX, `fit` is one program for any
+#: number of replicas; those of Keras are the same as partitioned ones but on Torch.
+BY_DAY = {
+    "jax": ["several-generator-partitioned-3"],
+    "tensorflow": [
+        "Dropout-no-seed-partitioned-3",
+        "RandomFlip-partitioned-3",
+        *(
+            f"{name}-generator-partitioned-3"
+            for name in ("uniform", "several", "python", "framework")
         ),
-        pytest.param(case, "keras", id=f"{name}-keras", marks=marks),
-    ]
+    ],
+}
+BY_DAY["torch"] = [
+    *BY_DAY["tensorflow"],
+    "Dropout-keras-3",
+    *(f"{name}-generator-keras-3" for name in ("categorical", "gamma", "several")),
+]
 
 
 @pytest.fixture
@@ -88,24 +69,10 @@ def reference(random_numbers: str) -> Any:
     return None
 
 
-@pytest.mark.nightly(
-    unless=[
-        "Dropout-keras-3",
-        "Dropout-no-seed-partitioned-3",
-        "RandomFlip-partitioned-3",
-        "uniform-generator-partitioned-3",
-        "categorical-generator-keras-3",
-        "gamma-generator-keras-3",
-        "several-generator-partitioned-3",
-        "several-generator-keras-3",
-        "python-generator-partitioned-3",
-        "framework-generator-partitioned-3",
-    ]
-)
-@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.nightly), 3])
-@pytest.mark.parametrize(
-    ("case", "random_numbers"), [each for case in CASES for each in with_numbers(case)]
-)
+@pytest.mark.nightly(unless=BY_DAY[BACKEND])
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("random_numbers", ["partitioned", "keras"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_training_is_that_of_one_device(
     case: Case, random_numbers: str, count: int, small_blocks: None
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import keras
-import numpy as np
 import pytest
 
 if keras.backend.backend() == "jax":
@@ -39,16 +38,3 @@ def test_a_line_of_a_step_is_in_the_description(caplog: Any) -> None:
     assert strategy.describe(other).joins == ()
     messages = [record.getMessage() for record in caplog.records]
     assert len([text for text in messages if f"{__file__}:" in text]) == 1
-
-
-def test_a_loss_that_needs_all_rows_is_in_the_description(caplog: Any) -> None:
-    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
-    model = made(strategy, keras.losses.Dice())
-    with caplog.at_level("INFO", "keras_strategies.row_parts"):
-        model.fit(X, np.abs(TARGETS["flags"]), batch_size=6, verbose=0)
-    messages = [record.getMessage() for record in caplog.records]
-    assert any("'dice' gets all rows" in text for text in messages)
-    # The line that calls `fit`.
-    assert any(
-        line.startswith(f"{__file__}:") for line in strategy.describe(model).joins
-    )

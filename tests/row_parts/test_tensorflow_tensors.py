@@ -76,18 +76,13 @@ def of_operations(model: Any, x: Any, y: Any, last: Any) -> Any:
     o = model(x)
     as_list = [
         o + 1,
-        1 - o,
-        tf.exp(o),
         tf.matmul(o, o, transpose_b=True),
         tf.reshape(o, [-1]),
         tf.reduce_sum(o, 0),
         o[2:3],
         o == o,
-        -o,
         tf.stack([o, o]),
-        tf.cast(o, tf.float16),
         tf.shape(o),
-        tf.identity(o),
         tf.convert_to_tensor(o),
         keras.ops.softmax(o, axis=0),
         keras.ops.shape(o)[0],

@@ -18,7 +18,6 @@ from harness.forker import Forked, Forker
 from harness.processes import assert_gone
 from strategies import entry_point
 
-from keras_strategies.cluster.resolvers.local_processes import free_addresses
 from keras_strategies.engines import get_engine
 from keras_strategies.runtime.engine import Feature
 
@@ -95,8 +94,8 @@ def on_torch() -> Iterator[Forker]:
         yield forker
 
 
-def start(forker: Forker, log: Path, code: str, **environment: str) -> Forked:
-    return forker.start(log, entry_point.__file__, code, **environment)
+def start(forker: Forker, log: Path, code: str) -> Forked:
+    return forker.start(log, entry_point.__file__, code)
 
 
 def result(script: Forked) -> dict[str, Any]:
@@ -143,13 +142,8 @@ def test_workers_train_together(on_torch: Forker, tmp_path: Path) -> None:
         "i = s.cluster_resolver.task_id; part = slice(2 * i, 2 + i)\n"
         "data = ks.DatasetCreator(lambda context: [(X[part], Y[part])])"
     )
-    addresses = free_addresses(2)
-    scripts = []
-    for index in range(2):
-        task = {"type": "worker", "index": index}
-        config = json.dumps({"cluster": {"worker": addresses}, "task": task})
-        log = tmp_path / f"worker{index}.log"
-        scripts.append(start(on_torch, log, code, TF_CONFIG=config))
+    logs = [tmp_path / f"worker{index}.log" for index in range(2)]
+    scripts = on_torch.start_workers(logs, entry_point.__file__, code)
     assert [result(script)["owns"] for script in scripts] == [True, True]
 
 

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -218,38 +214,3 @@ def test_jax_sees_the_gpu_of_the_process_only(monkeypatch, environment, expected
         assert jax.config.values["jax_cuda_visible_devices"] == expected
     finally:
         jax.config.update("jax_cuda_visible_devices", "all")
-
-
-SCRIPT = """
-import os, sys
-import torch
-torch.accelerator.current_accelerator = lambda: torch.device("cuda")
-torch.accelerator.device_count = lambda: 4
-torch.cuda.set_device = lambda index: None
-from keras_strategies.engines import get_engine
-from keras_strategies.strategies.device_selection import default_devices
-found = default_devices(get_engine())
-rank = os.environ["RANK"]
-open(os.path.join(sys.argv[1], rank), "w").write(" ".join(map(str, found)))
-"""
-
-
-@pytest.mark.nightly
-@pytest.mark.one_backend("torch")
-@pytest.mark.skipif(BACKEND != "torch", reason="a launcher of Torch")
-@pytest.mark.multiprocess
-def test_processes_of_torchrun_have_different_gpus(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    root = str(Path(__file__).parents[2])
-    done = subprocess.run(
-        [*command, "--standalone", str(script), str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    assert done.returncode == 0, done.stderr
-    found = [(tmp_path / rank).read_text() for rank in ("0", "1")]
-    assert found == ["gpu:0", "gpu:1"]

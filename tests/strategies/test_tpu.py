@@ -72,7 +72,6 @@ def test_an_assignment_gives_each_replica_its_core(expected):
 
 
 @pytest.mark.one_backend("jax", "tensorflow")
-@pytest.mark.one_backend("jax", "tensorflow")
 @pytest.mark.skipif(BACKEND == "torch", reason="a process has one device")
 def test_spmd_partitioning_cuts_variables_over_the_cores_of_a_replica(expected):
     assignment = ks.DeviceAssignment([["cpu:0", "cpu:1"], ["cpu:2", "cpu:3"]])

@@ -20,11 +20,8 @@ def train():
     model.fit(np.ones((4, 3)), np.ones((4, 1)), verbose=0)
     return model
 
-kind = sys.argv[1]
-if kind == "forgotten":
-    model = train()
-else:
-    model = train()
+model = train()
+if sys.argv[1] == "compared":
     with strategy.scope():
         other = train()
 """

@@ -12,16 +12,11 @@ from keras import layers
 
 import keras_strategies as ks
 
-# central: two programs, with an update on a device of its own. central_overlapping runs
-# what it runs, with arrays that are on the parameter device already.
 STRATEGIES = {
     "one_device": lambda: ks.OneDeviceStrategy("cpu:1"),
     "mirrored_2": lambda: ks.MirroredStrategy(["cpu:0", "cpu:1"]),
     "mirrored_4": lambda: ks.MirroredStrategy([f"cpu:{i}" for i in range(4)]),
     "central": lambda: ks.CentralStorageStrategy(["cpu:1", "cpu:2"], "cpu:0"),
-    "central_overlapping": lambda: ks.CentralStorageStrategy(
-        ["cpu:0", "cpu:1"], "cpu:0"
-    ),
 }
 
 

@@ -34,48 +34,109 @@ from keras_strategies.engines.jax.fit.compiled_steps import CompiledStep
 ks.set_virtual_cpu_devices(4)
 
 
-# --- The same numbers, where `tests/exactness` does not reach ----------------------
+# --- Central storage: one copy of the variables, steps in two programs -------------
 
 
-def fit_and_predict(strategy, optimizer, **compile_arguments):
+def test_central_storage_whose_device_computes_is_exact():
+    """The update donates what the mesh reads: one of its devices has the variables."""
+
+    def fitted(strategy):
+        x, y = rows(16)
+        with scope_of(strategy):
+            model = small_model(keras.optimizers.AdamW(0.01, weight_decay=0.1))
+        model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+        return {"weights": model.get_weights(), "predict": [model.predict(x, 8, 0)]}
+
+    strategy = ks.CentralStorageStrategy(["cpu:0", "cpu:1"], "cpu:0")
+    assert_same(fitted(strategy), fitted(None), 1e-4)
+
+
+class Uses(keras.Model):
+    """A step of one's own, with an update that it goes on to use."""
+
+    def __init__(self, use, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = layers.Dense(1)
+        self.use = use
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, state, data):
+        trainable, non_trainable, optimizer, metrics = state
+        x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
+        gradient = jax.value_and_grad(self.compute_loss_and_updates, has_aux=True)
+        (loss, _), gradients = gradient(
+            trainable,
+            non_trainable,
+            metrics,
+            x,
+            y,
+            weights,
+            training=True,
+            optimizer_variables=optimizer,
+        )
+        apply = self.optimizer.stateless_apply
+        if self.use == "before":
+            trainable = [value * 0.5 for value in trainable]
+        new, new_optimizer = apply(optimizer, gradients, trainable)
+        logs = {"loss": loss}
+        if self.use == "times":
+            new = [value * 0.5 for value in new]
+        if self.use == "call":
+            output, _ = self.stateless_call(new, non_trainable, x)
+            logs["output"] = jax.numpy.mean(output)
+        if self.use == "twice":
+            new, new_optimizer = apply(new_optimizer, gradients, new)
+        if self.use == "slots":
+            logs["slots"] = sum(jax.numpy.sum(value) for value in optimizer)
+        return logs, (new, non_trainable, new_optimizer, metrics)
+
+
+@pytest.mark.nightly(unless=["call-False"])
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("use", ["before", "times", "call", "twice", "slots"])
+def test_central_storage_runs_any_step(use, eager):
     x, y = rows(16)
+
+    def fitted(strategy):
+        with scope_of(strategy):
+            keras.utils.set_random_seed(1)
+            model = Uses(use)
+            optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+            model.compile(optimizer, "mse", run_eagerly=eager)
+        history = model.fit(x, y, batch_size=8, epochs=2, verbose=0, shuffle=False)
+        model.evaluate(x, y, batch_size=8, verbose=0)
+        return {"weights": model.get_weights(), **history.history}
+
+    assert_same(fitted(STRATEGIES["central"]()), fitted(None))
+
+
+@pytest.mark.parametrize("name", ["mirrored_2", "central", "model_2x1"])
+def test_trainable_changes_without_compile(name):
+    """As in Keras: the optimizer has other variables, and `compile` makes a new one."""
+    strategies = {
+        **STRATEGIES,
+        "model_2x1": lambda: ks.ModelParallelStrategy(
+            "fsdp", ["cpu:0", "cpu:1"], min_shard_bytes=0
+        ),
+    }
+    x, y = rows(8)
+    messages = []
+    for strategy in (None, strategies[name]()):
+        with scope_of(strategy):
+            model = small_model()
+        model.fit(x, y, batch_size=8, verbose=0)
+        model.layers[1].trainable = False
+        frozen = model.layers[1].kernel.numpy()
+        with pytest.raises(ValueError, match="optimizer was built with") as caught:
+            model.fit(x, y, batch_size=8, verbose=0)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
     with scope_of(strategy):
-        model = small_model(optimizer())
-        model.compile(model.optimizer, "mse", **compile_arguments)
-    model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
-    return {"weights": model.get_weights(), "predict": [model.predict(x, 8, 0)]}
-
-
-def ema():
-    return keras.optimizers.SGD(
-        0.1, use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=2
-    )
-
-
-def adamw():
-    return keras.optimizers.AdamW(0.01, weight_decay=0.1)
-
-
-def accumulation():
-    return keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
-
-
-@pytest.mark.nightly(unless=["central-ema-{}"])
-@pytest.mark.parametrize(
-    ("name", "make", "arguments"),
-    [
-        # The update donates what the mesh reads: one of its devices has the variables.
-        ("central_overlapping", adamw, {}),
-        # Weights are replaced beside the update.
-        ("central", ema, {}),
-        # Without programs nothing shows in advance what a step reads.
-        ("central", accumulation, {"run_eagerly": True}),
-    ],
-    ids=lambda each: getattr(each, "__name__", str(each)),
-)
-def test_central_storage_is_exact(name, make, arguments):
-    found = fit_and_predict(STRATEGIES[name](), make, **arguments)
-    assert_same(found, fit_and_predict(None, make), 1e-4)
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    model.fit(x, y, batch_size=8, verbose=0)
+    np.testing.assert_array_equal(model.layers[1].kernel.numpy(), frozen)
 
 
 # --- Programs -------------------------------------------------------------------
@@ -178,18 +239,6 @@ def test_steps_before_a_failing_batch_are_done():
 # --- Interrupted loops ----------------------------------------------------------
 
 
-class RaiseAt(keras.callbacks.Callback):
-    """Raises in one of a loop's callbacks."""
-
-    def __init__(self, method, error):
-        super().__init__()
-        self.error = error
-        setattr(self, method, self.fail)
-
-    def fail(self, *args, **kwargs):
-        raise self.error
-
-
 def assert_usable(model, weights):
     """The model has these weights, and trains, evaluates and predicts."""
     x, y = rows(22)
@@ -198,29 +247,6 @@ def assert_usable(model, weights):
     model.fit(x, y, batch_size=8, verbose=0)
     model.evaluate(x, y, 8, verbose=0)
     model.predict(x, 8, verbose=0)
-
-
-@pytest.mark.nightly(unless=["mirrored_2", "one_device"])
-@on_each_kind
-def test_a_callback_raises(name):
-    x, y = rows(22)
-    _, model = trained(name)
-    for error in (KeyboardInterrupt(), ValueError("mine")):
-        weights = model.get_weights()
-        for method, loop in [
-            ("on_train_batch_begin", lambda c: model.fit(x, y, 8, 1, 0, c)),
-            ("on_test_batch_end", lambda c: model.evaluate(x, y, 8, 0, callbacks=c)),
-            ("on_predict_batch_end", lambda c: model.predict(x, 8, 0, callbacks=c)),
-        ]:
-            with pytest.raises(type(error)):
-                loop([RaiseAt(method, error)])
-            assert not ks.has_strategy()
-            assert keras.distribution.distribution() is None
-            for found, expected in zip(model.get_weights(), weights, strict=True):
-                np.testing.assert_array_equal(found, expected)
-        with pytest.raises(type(error)):
-            model.fit(x, y, 8, 1, 0, [RaiseAt("on_train_batch_end", error)])
-        assert_usable(model, model.get_weights())
 
 
 @on_each_kind
@@ -303,40 +329,6 @@ def test_ctrl_c_while_keras_empties_the_variables(name, monkeypatch):
 
 
 # --- Scopes ---------------------------------------------------------------------
-
-
-@on_each_kind
-def test_a_submodel_whose_arrays_are_committed_to_another_device(name):
-    x, y = rows(8)
-    strategy = STRATEGIES[name]()
-    outer = keras.Sequential([keras.Input((x.shape[1],)), layers.Dense(2)])
-    for variable in outer.variables:
-        variable.assign(jax.device_put(variable.value, jax.devices()[3]))
-    with strategy.scope():
-        model = keras.Sequential([outer, layers.Dense(y.shape[1])])
-        model.compile("sgd", "mse")
-    model.train_on_batch(x, y)
-    places = [
-        {c.device for c in strategy.drivers.fit.copies(v)} for v in model.variables
-    ]
-    assert places == [places[0]] * len(places)
-
-
-def test_a_submodel_from_outside_has_the_layouts_of_a_model_parallel_strategy():
-    x, y = rows(8)
-    devices = [f"cpu:{i}" for i in range(4)]
-    strategy = ks.ModelParallelStrategy("auto", devices, 2, min_shard_bytes=0)
-    outer = keras.Sequential([keras.Input((x.shape[1],)), layers.Dense(4)])
-    with strategy.scope():
-        inner = keras.Sequential([keras.Input((x.shape[1],)), layers.Dense(4)])
-        model = keras.Sequential([outer, layers.Dense(y.shape[1])])
-        model.compile("sgd", "mse")
-    kernels = outer.layers[0].kernel, inner.layers[0].kernel
-    for _ in range(2):
-        shardings = [kernel.value.sharding for kernel in kernels]
-        assert shardings[0] == shardings[1]
-        assert not shardings[0].is_fully_replicated
-        model.train_on_batch(x, y)
 
 
 def test_a_strategy_makes_the_devices_it_names(tmp_path):

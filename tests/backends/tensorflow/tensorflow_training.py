@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import keras
 import numpy as np
 import tensorflow as tf
@@ -34,15 +32,6 @@ def rows(count: int, features: int = 6):
     y = (random.uniform(size=(count, 1)) < 0.5).astype("float32")
     weights = random.uniform(0.5, 2.0, size=count).astype("float32")
     return x, y, weights
-
-
-def random_values(shape, kind):
-    random = np.random.default_rng(1)
-    return (
-        random.integers(0, 10, shape)
-        if kind == "int"
-        else random.normal(size=shape).astype("float32")
-    )
 
 
 def small_model(optimizer="sgd", **compile_arguments):
@@ -95,34 +84,14 @@ def fit(count, batch=8, epochs=2):
     return train
 
 
-class Seen(Sequence):
-    """Notes of calls, not compared before and after them: layers with it are split."""
-
-    __slots__ = ("_notes",)
-
-    def __init__(self):
-        self._notes = []
-
-    def __getitem__(self, index):
-        return self._notes[index]
-
-    def __len__(self):
-        return len(self._notes)
-
-    def append(self, note):
-        self._notes.append(note)
-
-    def clear(self):
-        self._notes.clear()
+#: The static rows of each traced call of `Rows`, and the replica that made it; layers
+#: that change what they hold are not split.
+SEEN: list[tuple[int | None, int | None]] = []
 
 
 @ks.row_wise
 class Rows(layers.Layer):
-    """Notes the static rows of each traced call, one for each program and replica."""
-
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.seen = Seen()
+    """Notes its calls, one for each program and replica, in `SEEN`."""
 
     def call(self, x):
         if tf.executing_eagerly():  # A check whether rows depend on each other.
@@ -132,5 +101,5 @@ class Rows(layers.Layer):
         if (replica is not None and replica.is_proof) or graph.name == "operations":
             return x  # Traced for a proof, or for the names of operations.
         on = None if replica is None or not ks.has_strategy() else replica
-        self.seen.append((x.shape[0], on and on.replica_id_in_sync_group))
+        SEEN.append((x.shape[0], on and on.replica_id_in_sync_group))
         return x

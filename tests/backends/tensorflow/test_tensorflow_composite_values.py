@@ -23,19 +23,6 @@ def numbers(value):
     return [part.numpy().tolist() for part in value.values]
 
 
-def test_nest_keeps_a_value_as_a_leaf(mirrored):
-    result = mirrored.run(
-        lambda: {"loss": by_replica(), "rows": (by_replica("int32"),)}
-    )
-    reduced = tf.nest.map_structure(
-        lambda x: mirrored.reduce("SUM", x, axis=None), result
-    )
-    assert int(reduced["loss"]) == int(reduced["rows"][0]) == 3  # There: 3.
-    assert [type(leaf) for leaf in tf.nest.flatten(result)] == [ks.PerReplica] * 2
-    assert len(tf.nest.flatten(result, expand_composites=True)) == 4  # There: 4.
-    tf.nest.assert_same_structure(result, {"loss": 0, "rows": (0,)})
-
-
 def test_a_program_takes_and_returns_values(mirrored):
     @tf.function
     def doubled(values, factor=2):

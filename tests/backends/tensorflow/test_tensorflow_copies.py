@@ -42,37 +42,24 @@ def traced_replicas(monkeypatch):
     monkeypatch.setattr(ReplicaTraces, "tracing", recorded)
 
 
-class Counted(layers.Layer):
-    """A dense layer that counts its calls in a variable."""
+class Normalized(layers.Layer):
+    """Normalizes batches twice: replicas exchange statistics, and their gradients.
 
-    def __init__(self, then=None, **arguments):
-        super().__init__(**arguments)
-        self.then = as_layer(then)
+    It counts its calls in a variable.
+    """
 
-    def build(self, shape):
-        self.kernel = self.add_weight(shape=(shape[-1], 3), name="kernel")
-        self.calls = self.add_weight(
-            shape=(), name="calls", trainable=False, initializer="zeros"
-        )
-
-    def call(self, x):
-        self.calls.assign_add(1.0)
-        self.add_loss(0.01 * ops.sum(ops.square(x @ self.kernel)))
-        return self.then(ops.tanh(x @ self.kernel))
-
-
-class Normalized(Counted):
-    """Normalizes batches twice: replicas exchange statistics, and their gradients."""
-
-    def __init__(self, between=None, then=None, **arguments):
-        super().__init__(then, **arguments)
-        self.between = as_layer(between)
+    def __init__(self, between=None, then=None):
+        super().__init__()
+        self.between, self.then = as_layer(between), as_layer(then)
 
     def build(self, shape):
         self.norms = [layers.BatchNormalization() for _ in range(2)]
         for norm in self.norms:
             norm.build((*shape[:-1], 3))
-        super().build(shape)
+        self.kernel = self.add_weight(shape=(shape[-1], 3), name="kernel")
+        self.calls = self.add_weight(
+            shape=(), name="calls", trainable=False, initializer="zeros"
+        )
 
     def call(self, x, training=None):
         x = self.between(self.norms[0](x @ self.kernel, training=training))
@@ -103,10 +90,6 @@ def scaled_gradient(x):
     return identity(x)
 
 
-def in_a_loop(x):
-    return tf.while_loop(lambda i, x: i < 2, lambda i, x: (i + 1, x * x), (0, x))[1]
-
-
 @tf.function(reduce_retracing=True)
 def in_a_program(x):
     return ops.sin(x) * x
@@ -116,57 +99,6 @@ def as_layer(function):
     if function is None:
         return lambda x: x
     return function if function is centered else Function(function)
-
-
-def two():
-    return ks.MirroredStrategy(["cpu:0", "cpu:1"])
-
-
-def trained(strategy, then=None, rows=24, batch_size=8):
-    random = np.random.default_rng(0)
-    x = random.normal(size=(rows, 4)).astype("float32")
-    y = random.normal(size=(rows, 1)).astype("float32")
-    keras.utils.set_random_seed(3)
-    with strategy.scope():
-        layer = Counted(then)
-        model = keras.Sequential(
-            [
-                keras.Input((4,)),
-                layers.Embedding(5, 4) if then is None else layers.Dense(4),
-                *([layers.Lambda(lambda x: x[:, 0])] if then is None else []),
-                layer,
-                layers.Dense(1, kernel_constraint="max_norm"),
-            ]
-        )
-        model.compile(keras.optimizers.Adam(0.05), "mse", weighted_metrics=["mae"])
-    if then is None:
-        x = random.integers(0, 5, size=(rows, 4))
-    before = len(_traces)
-    history = model.fit(x, y, batch_size, epochs=2, shuffle=False, verbose=0).history
-    return model.get_weights(), history, len(_traces) - before
-
-
-def assert_same(found, expected):
-    for a, b in zip(found[0], expected[0], strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-6)
-    for name, values in expected[1].items():
-        np.testing.assert_allclose(found[1][name], values, rtol=1e-5, err_msg=name)
-
-
-@pytest.mark.parametrize(
-    ("then", "traces"),
-    [
-        (None, 1),
-        pytest.param(scaled_gradient, 1, marks=pytest.mark.nightly),
-        # Functions in operations are traced for each replica.
-        (in_a_program, 2),
-        pytest.param(in_a_loop, 2, marks=pytest.mark.nightly),
-    ],
-)
-def test_a_copied_replica_computes_what_a_traced_one_does(then, traces):
-    found = trained(two(), then)
-    assert_same(found, trained(ks.OneDeviceStrategy("cpu:0"), then))
-    assert min(found[2], 2) == traces
 
 
 def centered(x):

@@ -1,4 +1,4 @@
-"""TensorFlow: layers on replicas, and layers that are called unsplit."""
+"""TensorFlow: layers on replicas, layers that are called unsplit, and gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ if keras.backend.backend() != "tensorflow":
     pytest.skip("tests of the TensorFlow backend", allow_module_level=True)
 
 import tensorflow as tf
-from backends.tensorflow.tensorflow_training import assert_same, rows, two
+from backends.tensorflow.tensorflow_training import (
+    assert_close,
+    assert_same,
+    fit,
+    four,
+    rows,
+    two,
+)
 
 ks.set_virtual_cpu_devices(4)
 
@@ -101,30 +108,110 @@ def test_batch_normalization_is_split_over_replicas():
 # --- Keras inside replicas ----------------------------------------------------
 
 
-@ks.row_wise
-class Failing(layers.Layer):
-    error: BaseException | None = None
-
-    def call(self, x):
-        replica = ks.get_replica_context() if ks.has_strategy() else None
-        if None not in (self.error, replica) and replica.replica_id_in_sync_group == 1:
-            raise self.error
-        return x
+# --- Gradients that cross the replicas ---------------------------------------------
 
 
-def test_an_error_in_a_replica_arrives_and_the_next_fit_works():
-    x, y, _ = rows(16)
-    with two().scope():
-        failing = Failing()
-        model = keras.Sequential(
-            [keras.Input((6,)), failing, layers.BatchNormalization(), layers.Dense(1)]
-        )
-        model.compile(keras.optimizers.SGD(0.01), "mse")
-    for error in (ZeroDivisionError("mine"), KeyboardInterrupt()):
-        failing.error = error
-        with pytest.raises(type(error)):
-            model.fit(x, y, batch_size=8, verbose=0)
-        assert not ks.has_strategy()
-    failing.error = None
-    history = model.fit(x, y, batch_size=8, epochs=3, verbose=0).history["loss"]
-    assert np.isfinite(history).all()
+class Gradients(keras.Model):
+    """A step that returns its gradients instead of using them."""
+
+    def train_step(self, data):
+        x, y, *_ = data
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = ops.mean(ops.square(self(x, training=True) - y))
+        self.found = tape.gradient(loss, [*self.trainable_variables, x])
+        return {"loss": loss}
+
+
+def test_gradients_of_the_input_cross_the_replicas():
+    x, y, _ = rows(11)
+
+    def make():
+        inputs = keras.Input((6,))
+        hidden = layers.Dense(8, activation="tanh")(inputs)
+        model = Gradients(inputs, layers.Dense(1)(layers.BatchNormalization()(hidden)))
+        model.compile(run_eagerly=True)
+        return model
+
+    def train(model):
+        model.train_on_batch(tf.constant(x), tf.constant(y))
+        return [np.asarray(gradient) for gradient in model.found]
+
+    assert_same(four(), make, train)
+
+
+def test_a_loop_has_more_than_one_gradient():
+    """A persistent tape asks the replicas as often as its user asks it."""
+    random = np.random.default_rng(1)
+    x = random.normal(size=(7, 3, 2)).astype("float32")
+    y = x[..., 0]
+    replicas = []
+
+    class Notes:
+        # Not compared before and after calls: layers with it are split.
+        __slots__ = ()
+
+        def add(self, replica):
+            replicas.append(replica)
+
+    notes = Notes()
+
+    class Noting(layers.Layer):
+        def call(self, x):
+            notes.add(ks.has_strategy() and ks.get_replica_context())
+            return x
+
+    class Repeated(keras.Model):
+        def train_step(self, data):
+            x, y, *_ = data
+            with tf.GradientTape(persistent=True) as tape:
+                outputs = self(x, training=True)
+                losses = [ops.mean(ops.square(outputs - y)), ops.mean(outputs)]
+            values = [variable.value for variable in self.trainable_variables]
+            names = ("first", "second", "again")
+            return {
+                name: keras.tree.map_structure(
+                    tf.convert_to_tensor, tape.gradient(loss, values)
+                )
+                for name, loss in zip(names, (*losses, losses[0]), strict=True)
+            }
+
+    def make():
+        # The layer with the fewest operations in its loop.
+        inputs = keras.Input((3, 2))
+        model = Repeated(inputs, layers.SimpleRNN(3)(Noting()(inputs)))
+        model.compile()
+        return model
+
+    def train(model):
+        replicas.clear()
+        logs = model.train_on_batch(x, y, return_dict=True)
+        assert_close(logs["first"], logs["again"])
+        return logs["first"], logs["second"]
+
+    assert_same(two(), make, train)
+    assert any(replicas)
+
+
+def test_a_layer_that_is_called_in_a_function_of_its_user_is_exact():
+    class Wrapped(keras.Model):
+        @tf.function
+        def forward(self, x):
+            return self(x, training=True)
+
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = ops.mean(ops.square(self.forward(x) - y))
+            variables = self.trainable_variables
+            self.optimizer.apply(tape.gradient(loss, variables), variables)
+            return {"loss": loss}
+
+    def make():
+        inputs = keras.Input((6,))
+        hidden = layers.BatchNormalization()(layers.Dense(8)(inputs))
+        model = Wrapped(inputs, layers.Dense(1)(hidden))
+        model.compile(keras.optimizers.SGD(0.1))
+        return model
+
+    assert_same(two(), make, fit(18, batch=9))

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import textwrap
-
 import keras
 import numpy as np
 import pytest
-from harness.forker import run_code
 from keras import layers, ops
 
 import keras_strategies as ks
@@ -18,6 +15,7 @@ if keras.backend.backend() != "tensorflow":
 import tensorflow as tf
 from backends.tensorflow import tensorflow_training
 from backends.tensorflow.tensorflow_training import (
+    SEEN,
     STRATEGIES,
     Rows,
     assert_close,
@@ -29,9 +27,6 @@ from backends.tensorflow.tensorflow_training import (
     two,
     under,
 )
-from tensorflow.core.protobuf.rewriter_config_pb2 import RewriterConfig
-
-from keras_strategies.engines.tensorflow.compat.programs import program_options
 
 ks.set_virtual_cpu_devices(4)
 
@@ -48,17 +43,16 @@ def test_fit_is_exact_with_variables_apart_from_the_only_replica():
 def test_at_most_two_programs_for_batches_of_any_size(count):
     keras.utils.set_random_seed(7)
     with four().scope():
-        counting = Rows()
-        model = keras.Sequential([keras.Input((6,)), counting, layers.Dense(1)])
+        model = keras.Sequential([keras.Input((6,)), Rows(), layers.Dense(1)])
         model.compile("sgd", "mse")
-    counting.seen.clear()
+    SEEN.clear()
     x, y, _ = rows(count)
     model.fit(x, y, batch_size=8, epochs=3, verbose=0)
     # A program has one call per replica, or one for all.
-    programs = sum(replica in (0, None) for _, replica in counting.seen)
+    programs = sum(replica in (0, None) for _, replica in SEEN)
     assert 1 <= programs <= 2
     model.fit(x, y, batch_size=8, epochs=2, verbose=0)
-    assert sum(replica in (0, None) for _, replica in counting.seen) == programs
+    assert sum(replica in (0, None) for _, replica in SEEN) == programs
 
 
 def test_the_first_step_is_traced_once():
@@ -151,102 +145,6 @@ def test_jit_compile_is_said_not_to_apply_and_changes_nothing():
     assert said.filename == tensorflow_training.__file__
     assert "but for random numbers" in str(said.message)
     assert_close(expected, found)
-
-
-def test_automatic_jit_compile_is_off_with_several_devices(monkeypatch):
-    strategy = two()
-    with strategy.scope():
-        model = small_model()
-        # As it is on a machine with a GPU, where Keras would choose XLA.
-        monkeypatch.setattr(
-            tf.config, "list_physical_devices", lambda kind=None: [Accelerator()]
-        )
-        model.compile("sgd", "mse")
-    assert model.jit_compile is False
-
-
-class Accelerator:
-    device_type = "GPU"
-
-
-class Observed(keras.Sequential):
-    """Records how often the program of its step is optimized."""
-
-    def predict_step(self, data):
-        config = tf.compat.v1.ConfigProto.FromString(
-            program_options().config_proto_serialized
-        )
-        options = config.graph_options.rewrite_options
-        self.iterations = options.meta_optimizer_iterations
-        return super().predict_step(data)
-
-
-def test_a_program_is_optimized_once():
-    with two().scope():
-        model = Observed([keras.Input((2,)), layers.Dense(1)])
-    model.predict_on_batch(np.zeros((4, 2), "float32"))
-    assert model.iterations == RewriterConfig.ONE
-
-
-class Subclassed(keras.Model):
-    """Built by its first batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.hidden = layers.Dense(8, activation="relu")
-        self.norm = layers.BatchNormalization()
-        self.rows_seen = Rows()
-        self.out = layers.Dense(1)
-
-    def call(self, x, training=False):
-        return self.out(self.rows_seen(self.norm(self.hidden(x), training=training)))
-
-
-def test_an_unbuilt_model_loses_no_batch_of_a_generator():
-    models = []
-
-    def make():
-        models.append(Subclassed())
-        models[-1].compile(keras.optimizers.SGD(0.1), "mse")
-        return models[-1]
-
-    def train(model):
-        x, y, _ = rows(22)
-        batches = ((x[i : i + 8], y[i : i + 8]) for i in range(0, 22, 8))
-        return model.fit(batches, verbose=0).history
-
-    assert_same(two(), make, train)
-    assert models[-1].rows_seen.seen[-1][1] == 1, "it is parallel"
-
-
-def test_a_model_that_only_predicts_is_parallel_from_the_second_batch():
-    with two().scope():
-        model = Subclassed()
-    x, _, _ = rows(24)
-    outputs = model.predict(x, batch_size=8, verbose=0)
-    assert model.rows_seen.seen[-1][1] == 1
-    assert_close(ops.convert_to_numpy(model(x)), outputs)
-
-
-def test_virtual_cpus_in_a_new_process(tmp_path):
-    code = """
-        import keras, keras_strategies as ks
-        from keras_strategies.engines import get_engine
-        # To list devices does not fix them.
-        print(get_engine().local_devices())
-        ks.set_virtual_cpu_devices(2)
-        ks.set_virtual_cpu_devices(3)
-        print(ks.MirroredStrategy())
-        # To use one does.
-        keras.ops.ones(3) + 1
-        try:
-            ks.MirroredStrategy(["cpu:0", "cpu:3"])
-        except RuntimeError as error:
-            print(error)
-    """
-    printed = run_code(tmp_path, textwrap.dedent(code))
-    assert "cpu:0, cpu:1, cpu:2" in printed
-    assert "Call `ks.set_virtual_cpu_devices(4)` first" in printed
 
 
 # --- Data and functions -------------------------------------------------------

@@ -15,13 +15,10 @@ from harness.strategies import MODEL_PARALLEL
 from keras import layers, optimizers
 
 import keras_strategies as ks
-from keras_strategies.devices import Device
-from keras_strategies.engines.tensorflow.sharding.shard_grid import ShardGrid
 from keras_strategies.engines.tensorflow.sharding.variables_in_shards import (
     VariableInShards,
 )
 from keras_strategies.keras_compat.variables.values import raw_value
-from keras_strategies.layouts import AutoLayouts, VariableMesh
 
 ks.set_virtual_cpu_devices(4)
 
@@ -36,21 +33,6 @@ def variable(name: str):
 @pytest.fixture(params=["fsdp_4", "model_2x2", "fsdp_2x2"])
 def table(request):
     return variable(request.param)
-
-
-def test_devices_with_the_same_shard_and_the_nearest_one() -> None:
-    devices = tuple(Device("cpu", i) for i in range(4))
-    rule = AutoLayouts("model", 2, 0)
-    mesh = VariableMesh((2, 2), ("batch", "model"), devices, rule)
-    grid = ShardGrid.of(mesh, (None, "model"), 2)
-    assert (grid.parts, grid.holders) == ((1, 2), ((0, 2), (1, 3)))
-    assert [grid.nearest(1, reader) for reader in range(4)] == [1, 1, 3, 3]
-    both = ShardGrid.of(mesh, ("model", "batch"), 2)
-    assert both.holders == ((0,), (2,), (1,), (3,))
-    parts = both.split(START, np.split)
-    np.testing.assert_array_equal(parts[1], START[:4, 4:])
-    np.testing.assert_array_equal(both.join(parts, np.concatenate), START)
-    assert not grid.within(1, 1).is_complete and grid.within(2, 2).is_complete
 
 
 # --- Reads and assignments, eager and in programs ---------------------------------
@@ -145,34 +127,6 @@ def dense():
             layers.Dense(8, "softmax", name="down"),
         ]
     )
-
-
-#: The last ones use more than entries, and gradients that another operation divides.
-OPTIMIZERS = {
-    "clipnorm": lambda: optimizers.Nadam(0.01, clipnorm=0.1),
-    "global_clipnorm": lambda: optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.05),
-    "clipvalue": lambda: optimizers.SGD(0.1, clipvalue=0.001),
-    "accumulation": lambda: optimizers.Adam(
-        0.01, gradient_accumulation_steps=2, global_clipnorm=0.05
-    ),
-    "averages": lambda: optimizers.SGD(
-        0.1, use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=3
-    ),
-    "adafactor": lambda: optimizers.Adafactor(0.01, clipnorm=0.1),
-    "loss_scale": lambda: optimizers.LossScaleOptimizer(
-        optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.05)
-    ),
-}
-
-
-@pytest.mark.nightly(unless=["clipvalue"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_optimizers(optimizer) -> None:
-    make = OPTIMIZERS[optimizer]
-    one = trained(ks.OneDeviceStrategy("cpu:0"), make, dense)
-    other = trained(MODEL_PARALLEL["fsdp_2x2"].make(), make, dense)
-    for a, b in zip(one.get_weights(), other.get_weights(), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
 def test_a_weight_assigned_after_the_forward_pass_has_the_gradient_of_before() -> None:

@@ -35,54 +35,6 @@ def pool(forker):
 # Collectives.
 
 
-def test_tensors_of_every_kind_travel(pool):
-    def program(strategy):
-        workers, index = strategy.workers, strategy.workers.group.index
-        found = {}
-        for name in (
-            *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32"),
-            *("int64", "uint64", "float16", "bfloat16", "float32", "float64"),
-        ):
-            rows = [1, 2]
-            own = tf.cast(tf.fill([rows[index], 2], index), name)
-            joined = workers.gather_rows(own, rows)
-            sent = workers.broadcast([own[:1], own[:1]])
-            assert joined.dtype.name == sent[0].dtype.name == name
-            found[name] = tf.cast(joined, "float32").numpy().tolist()
-            found[name] += [tf.cast(part, "float32").numpy().tolist() for part in sent]
-        return found
-
-    expected = [[0, 0], [1, 1], [1, 1], [[0, 0]], [[0, 0]]]
-    for found in pool(program):
-        assert found == dict.fromkeys(found, expected)
-
-
-def test_reductions_of_many_tensors_are_packed(pool):
-    def program(strategy):
-        workers, index = strategy.workers, strategy.workers.group.index
-        values = [tf.fill([3, i + 1], float(index + i)) for i in range(5)]
-        values.insert(2, tf.constant([index + 1], "int64"))
-
-        @tf.function
-        def reduced():
-            return workers.all_reduce(ks.ReduceOp.SUM, values)
-
-        operations = reduced.get_concrete_function().graph.get_operations()
-        count = sum(op.type == "CollectiveReduceV2" for op in operations)
-        largest = workers.all_reduce(ks.ReduceOp.MAX, values)
-        mean = workers.all_reduce(ks.ReduceOp.MEAN, [tf.constant(2.0 * index)])
-        sums = [value.numpy().tolist() for value in reduced()]
-        return count, sums, [v.numpy().max() for v in largest], float(mean[0])
-
-    for count, sums, largest, mean in pool(program):
-        assert count == 3  # Those before the integers, they, and those after them.
-        assert sums[2] == [3]
-        floats = sums[:2] + sums[3:]
-        assert floats == [[[1.0 + 2 * i] * (i + 1)] * 3 for i in range(5)]
-        assert largest == [1, 2, 2, 3, 4, 5]
-        assert mean == 1
-
-
 def test_rows_that_only_the_running_program_knows_are_gathered(pool):
     def program(strategy):
         workers, index = strategy.workers, strategy.workers.group.index
@@ -140,47 +92,6 @@ def test_strategies_of_one_process_have_one_table_of_keys(pool):
 
 
 # Training.
-
-
-def saliency(strategy):
-    """The gradient of a loss by the inputs, through a frozen layer."""
-    keras.utils.set_random_seed(3)
-    with strategy.scope():
-
-        class Model(keras.Model):
-            def __init__(self):
-                super().__init__()
-                self.hidden = keras.layers.Dense(4, "tanh")
-                self.hidden.trainable = False
-                self.out = keras.layers.Dense(2)
-
-            def call(self, x):
-                return self.out(self.hidden(x))
-
-            def test_step(self, data):
-                x, y = data
-                with tf.GradientTape() as tape:
-                    tape.watch(x)
-                    loss = self.compute_loss(x, y, self(x))
-                gradient = tape.gradient(loss, x)
-                return {
-                    "along": tf.reduce_sum(gradient * x),
-                    "last": tf.reduce_sum(gradient[-1] ** 2),
-                }
-
-        model = Model()
-        model.compile("sgd", "mse")
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(7, 3)).astype("float32")
-    y = rng.normal(size=(7, 2)).astype("float32")
-    model(x[:1])
-    return model.evaluate(x, y, batch_size=7, verbose=0, return_dict=True)
-
-
-def test_gradients_of_inputs_are_those_of_one_device(pool):
-    expected = saliency(ks.OneDeviceStrategy("cpu:0"))
-    for found in pool(saliency):
-        assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_rows_of_a_table_travel_as_rows(pool):

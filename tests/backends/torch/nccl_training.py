@@ -1,12 +1,12 @@
 """A training on `nccl_double`, one worker of which is killed in a backward pass.
 
-    python nccl_training.py FOLDER INDEX [elastic] [counts] [loop]
+    python nccl_training.py FOLDER [elastic] [counts] [loop]
 
-Index -1 trains on one device. Worker 1 is killed in step `VICTIM_STEP`, in the backward
-pass before the first layer; of a loop, when it sums its gradients. Each worker writes
-the weights after each step. With `counts` no worker is killed, and each prints, for
-each step, how often its host waits for a device between the beginning of the step and
-its last update. With `loop` steps are runs of a loop with a metric.
+Without `TF_CONFIG` it trains on one device. Worker 1 is killed in step `VICTIM_STEP`,
+in the backward pass before the first layer; of a loop, when it sums its gradients. Each
+worker writes the weights after each step. With `counts` no worker is killed, and each
+prints, for each step, how often its host waits for a device between the beginning of
+the step and its last update. With `loop` steps are runs of a loop with a metric.
 """
 
 from __future__ import annotations
@@ -192,7 +192,9 @@ def loop(strategy: Any, model: Any, x: Any, y: Any, steps: Steps, counts: bool) 
         waits.on_train_end()
 
 
-def main(folder: Path, index: int, options: set[str]) -> None:
+def main(folder: Path, options: set[str]) -> None:
+    config = json.loads(os.environ.get("TF_CONFIG", "{}"))
+    index = config["task"]["index"] if config else -1
     counts = "counts" in options
     strategy: Any = ks.OneDeviceStrategy("cpu:0")
     if index >= 0:
@@ -244,4 +246,4 @@ def main(folder: Path, index: int, options: set[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), set(sys.argv[3:]))
+    main(Path(sys.argv[1]), set(sys.argv[2:]))

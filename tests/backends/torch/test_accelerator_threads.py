@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import keras
-import numpy as np
 import pytest
 from harness import devices, models
-from harness.case import as_arrays
+from harness.case import Case, as_arrays, train
 from harness.data import classes
 from harness.training import assert_same, state_of
 
@@ -96,42 +95,24 @@ def test_a_default_device_is_that_of_the_replica() -> None:
 
 @pytest.mark.parametrize("names", [("gpu:1", "cpu:0"), ("cpu:0", "gpu:1")])
 def test_an_accelerator_and_a_cpu_equal_one_device(names) -> None:
-    found = []
-    for strategy in (ks.OneDeviceStrategy("cpu:0"), ks.MirroredStrategy(names)):
-        keras.utils.set_random_seed(7)
-        with strategy.scope():
-            model = models.dense_bn()
-            model.compile(
-                keras.optimizers.SGD(0.1, momentum=0.9),
-                "sparse_categorical_crossentropy",
-            )
-        rows = classes(23)
-        model.fit(rows.x, rows.y, batch_size=8, epochs=2, shuffle=False, verbose=0)
-        found.append({**state_of(model), "p": model.predict(rows.x, verbose=0)})
-    assert np.isfinite(found[0]["p"]).all()
-    assert_same(*({"p": each["p"], **each} for each in found), 1e-5, str(names))
+    case = Case("dense_bn", model=models.dense_bn, rows=23)
+    expected = train(case, ks.OneDeviceStrategy("cpu:0"))
+    assert_same(expected, train(case, ks.MirroredStrategy(names)), 1e-5, str(names))
 
 
 def noisy() -> keras.Model:
-    model = keras.Sequential(
+    return keras.Sequential(
         [
             keras.Input((6,)),
             keras.layers.Dropout(0.4),
             keras.layers.GaussianNoise(0.5, seed=3),
-            keras.layers.Dense(3),
+            keras.layers.Dense(3, "softmax"),
         ]
     )
-    model.compile("sgd", "sparse_categorical_crossentropy")
-    return model
 
 
 def weights_of_noisy(strategy: Any) -> Any:
-    keras.utils.set_random_seed(2)
-    with strategy.scope():
-        model = noisy()
-    rows = classes(13)
-    model.fit(rows.x, rows.y, batch_size=8, shuffle=False, verbose=0)
-    return state_of(model)
+    return train(Case("noisy", model=noisy, rows=13), strategy)
 
 
 def test_partitioned_numbers_of_an_accelerator(monkeypatch: Any) -> None:

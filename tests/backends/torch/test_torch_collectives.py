@@ -1,6 +1,8 @@
-"""Torch: reductions between GPUs go through NCCL; waits of Gloo end."""
+"""Torch: NCCL between GPUs; reductions keep memory formats, such as channels last."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import keras
 import numpy as np
@@ -15,7 +17,6 @@ if keras.backend.backend() != "torch":
 import torch
 
 from keras_strategies.engines import get_engine
-from keras_strategies.engines.torch.gloo_waits import wait_for
 from keras_strategies.engines.torch.replicas.nccl_reduce import nccl_all_reduce
 
 EXPECTED = {"sum": [4, 6], "mean": [2, 3], "min": [1, 2], "max": [3, 4]}
@@ -54,35 +55,43 @@ def test_values_on_two_gpus_are_reduced_by_nccl(op):
         np.testing.assert_allclose(tensor.cpu(), EXPECTED[op])
 
 
-# --- Packs ----------------------------------------------------------------------
+SHAPE = (3, 4, 5)
 
 
-class Wait:
-    """A wait of Gloo."""
-
-    def __init__(self, looks, error=""):
-        self.looks, self.error, self.count = looks, error, 0
-
-    def is_completed(self):
-        return self.looks is not None and self.count > self.looks
-
-    def wait(self, timeout=None):
-        self.count += 1
-        if not self.is_completed():
-            raise RuntimeError("Operation timed out!")
-        if self.error:
-            raise RuntimeError(self.error)
+def images(rows: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rows)
+    made = torch.randn(rows, *SHAPE, generator=generator)
+    return made.to(memory_format=torch.channels_last)
 
 
-def test_a_wait_of_gloo_without_an_end_is_given_up_when_the_group_has_ended():
-    work = Wait(None)
-    with pytest.raises(RuntimeError, match="timed out"):
-        wait_for(work, None, lambda: work.count >= 3)
-    # The second look after the end: a wait may need a moment for its own error.
-    assert work.count == 4
+def is_channels_last(tensor: torch.Tensor) -> bool:
+    is_last = tensor.is_contiguous(memory_format=torch.channels_last)
+    return is_last and not tensor.is_contiguous()
 
 
-def test_a_long_wait_of_gloo_ends_by_itself():
-    wait_for(Wait(5), None, lambda: False)
-    with pytest.raises(RuntimeError, match="closed by peer"):
-        wait_for(Wait(1, "closed by peer"), None, lambda: True)
+def assert_channels_last(value: Any) -> None:
+    tensors = ks.get_strategy().experimental_local_results(value)
+    assert all(map(is_channels_last, tensors)), [tensor.stride() for tensor in tensors]
+
+
+@pytest.mark.parametrize("make", [lambda: None, ks.NcclAllReduce])
+def test_reductions_and_gathers(make) -> None:
+    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops=make())
+    value = strategy.experimental_distribute_values_from_function(
+        lambda context: images(2 + context.replica_id_in_sync_group)[:2]
+    )
+
+    def on_replica(x: Any) -> Any:
+        context = ks.get_replica_context()
+        sums = context.all_reduce("sum", [x, x + 1])
+        return (*sums, context.all_gather(x, 0))
+
+    expected = images(2) + images(3)[:2]
+    with strategy.scope():
+        total, other, gathered = strategy.run(on_replica, args=(value,))
+        reduced = strategy.reduce("SUM", value, axis=None)
+        for result in (total, other, gathered, reduced, strategy.gather(value, 0)):
+            assert_channels_last(result)
+        (first, _) = strategy.experimental_local_results(total)
+    np.testing.assert_array_equal(first, expected)
+    np.testing.assert_array_equal(reduced, expected)

@@ -12,20 +12,8 @@ if keras.backend.backend() != "torch":
 import torch
 
 from keras_strategies.engines.torch.model_parallel.file_parts import (
-    copy_values,
     part_of_file,
 )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("axes", [(0, 1, 2), (2, 0, 1), (1, 2, 0), (0, 2, 1)])
-def test_a_part_of_a_transposed_tensor_is_copied(axes, dtype) -> None:
-    full = torch.arange(96 * 5 * 80.0).reshape(96, 5, 80).permute(axes)
-    for axis in range(3):
-        part = full.narrow(axis, 1, 3)
-        target = torch.empty(part.shape, dtype=dtype)
-        copy_values(target, part)
-        assert torch.equal(target, part.to(dtype))
 
 
 def test_a_part_of_a_file_has_a_name_of_its_own(tmp_path) -> None:

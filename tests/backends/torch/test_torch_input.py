@@ -13,35 +13,11 @@ import keras_strategies as ks
 if keras.backend.backend() != "torch":
     pytest.skip("tests of the Torch backend", allow_module_level=True)
 
-import torch
 
-from keras_strategies.engines.torch import cuda_batches
 from keras_strategies.engines.torch.cuda_batches import CudaPrefetcher
 
 X = np.random.default_rng(0).normal(size=(11, 3)).astype("float32")
 Y = X.sum(1, keepdims=True)
-
-
-@pytest.fixture
-def pins(monkeypatch):
-    """The numbers of rows of tensors that were pinned; a CPU pins nothing."""
-    found: list[int] = []
-
-    def pin(tensor):
-        found.append(len(tensor))
-        return tensor.clone()
-
-    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
-    return found
-
-
-def test_the_rows_of_a_replica_are_pinned_for_a_gpu_only(pins, monkeypatch):
-    monkeypatch.setattr(cuda_batches, "moved", lambda tensor, device: tensor)
-    rows = torch.zeros(5, 2)
-    assert cuda_batches.device_rows(rows, torch.device("cpu")) is rows
-    assert not pins
-    assert cuda_batches.device_rows(rows, torch.device("cuda", 1)) is not rows
-    assert pins == [5]
 
 
 @pytest.mark.gpu

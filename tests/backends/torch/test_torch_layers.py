@@ -6,7 +6,6 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
-from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 import keras_strategies as ks
 
@@ -23,45 +22,6 @@ def assert_trains_as_one_device(train) -> None:
     found = [train(ks.MirroredStrategy(devices)) for devices in (ALONE, REPLICAS)]
     for expected, own in zip(*found, strict=True):
         np.testing.assert_allclose(own, expected, rtol=1e-5, atol=1e-6)
-
-
-# Shapes.
-
-
-class Seen(layers.Layer):
-    """What it is called with before the first step."""
-
-    def __init__(self):
-        super().__init__()
-        self.devices: list[str] = []
-
-    def call(self, x):
-        if in_symbolic_scope():
-            self.devices.append(x.device.type)
-        return x
-
-
-def test_upsampling_is_built_from_shapes_alone() -> None:
-    """Keras 3.15 raises on the device "meta", and computes all rows of the batch."""
-
-    def train(strategy):
-        keras.utils.set_random_seed(0)
-        with strategy.scope():
-            seen = Seen()
-            hidden = [layers.Conv2D(3, 3), layers.UpSampling2D((2, 3)), seen]
-            pooling = layers.GlobalAveragePooling2D()
-            model = keras.Sequential(
-                [keras.Input((4, 4, 3)), *hidden, pooling, layers.Dense(2)]
-            )
-            model.compile(keras.optimizers.SGD(0.01), "mse")
-        seen.devices.clear()
-        rng = np.random.default_rng(0)
-        x, y = rng.normal(size=(10, 4, 4, 3)), rng.normal(size=(10, 2))
-        model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0)
-        assert set(seen.devices) == {"meta"}
-        return model.get_weights()
-
-    assert_trains_as_one_device(train)
 
 
 # Memory.

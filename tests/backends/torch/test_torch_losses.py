@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
-import numpy as np
 import pytest
 import torch
-from harness.training import assert_same
 
-import keras_strategies as ks
 from keras_strategies.keras_compat.backends import keras_on_torch
 from keras_strategies.keras_compat.patching import resolved
 
@@ -65,33 +61,3 @@ def test_other_shapes_are_the_error_of_keras() -> None:
     target, output = data((4, 5))
     with pytest.raises(ValueError, match="must have the same shape up until"):
         own_loss(target[:, 1:], output, from_logits=True)
-
-
-def trained(strategy: Any) -> Any:
-    keras.utils.set_random_seed(3)
-    with strategy.scope():
-        model = keras.Sequential(
-            [
-                keras.Input((5,), dtype="int32"),
-                keras.layers.Embedding(WORDS, 4, mask_zero=True),
-                keras.layers.Dense(WORDS),
-            ]
-        )
-        model.compile(
-            keras.optimizers.SGD(0.5),
-            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            weighted_metrics=["sparse_categorical_crossentropy"],
-        )
-    tokens = np.random.default_rng(1).integers(0, WORDS, (7, 5))
-    weights = np.linspace(0.5, 2, 35).reshape(7, 5)
-    history = model.fit(tokens, tokens, 4, 2, sample_weight=weights, verbose=0)
-    return {
-        "history": {k: np.asarray(v) for k, v in history.history.items()},
-        "weights": dict(enumerate(model.get_weights())),
-    }
-
-
-def test_fit_is_that_of_keras() -> None:
-    expected = trained(ks.OneDeviceStrategy("cpu:0"))
-    found = trained(ks.MirroredStrategy(["cpu:0", "cpu:1"]))
-    assert_same(expected, found, 1e-5, "two replicas")

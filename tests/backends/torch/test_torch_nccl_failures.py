@@ -20,7 +20,6 @@ from backends.torch import nccl_training
 from backends.torch.nccl_training import STEPS, VICTIM_STEP
 from harness.forker import Forked, Forker
 
-from keras_strategies.cluster.resolvers.local_processes import free_addresses
 from keras_strategies.engines.torch import nccl_works
 from keras_strategies.engines.torch.confirmed_steps import confirmed, written_by_steps
 from keras_strategies.engines.torch.nccl_works import NcclWorks
@@ -30,18 +29,10 @@ from keras_strategies.errors import WorkerError
 SECONDS = 120.0
 
 
-def start(forker: Forker, folder: Path, index: int, *options: str) -> Forked:
-    environment = {"OMP_NUM_THREADS": "1"}
-    if index >= 0:
-        cluster = {"worker": json.loads((folder / "addresses").read_text())}
-        task = {"type": "worker", "index": index}
-        environment["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})
-    return forker.start(
-        folder / f"log{index}",
-        str(nccl_training.__file__),
-        *(str(folder), str(index), *options),
-        **environment,
-    )
+def start(forker: Forker, folder: Path, count: int, *options: str) -> list[Forked]:
+    """Starts workers, or a training on one device."""
+    logs = [folder / f"log{index}_of_{count}" for index in range(count)]
+    return forker.start_workers(logs, nccl_training.__file__, str(folder), *options)
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +45,7 @@ def trained(
     forker: Forker, folder: Path, *options: str
 ) -> tuple[int, str, dict[int, Any]]:
     """The exit code and the output of worker 0, and the weights by worker."""
-    (folder / "addresses").write_text(json.dumps(free_addresses(2)))
-    processes = [start(forker, folder, index, *options) for index in (0, 1, -1)]
+    processes = [each for n in (2, 1) for each in start(forker, folder, n, *options)]
     codes = [process.wait(SECONDS)[0] for process in processes]
     text = processes[0].text()
     assert codes[1] in (-signal.SIGKILL, 128 + signal.SIGKILL), processes[1].text()
@@ -88,9 +78,7 @@ def test_partial_sums_of_a_lost_worker_are_not_applied(forker, tmp_path, kind):
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("kind", [[], ["loop"]], ids=["fit", "loop"])
 def test_the_host_waits_for_no_device_before_the_last_update(forker, tmp_path, kind):
-    (tmp_path / "addresses").write_text(json.dumps(free_addresses(2)))
-    processes = [start(forker, tmp_path, index, "counts", *kind) for index in (0, 1)]
-    for process in processes:
+    for process in start(forker, tmp_path, 2, "counts", *kind):
         code, _ = process.wait(SECONDS)
         assert code == 0, process.text()
         [line] = [each for each in process.text().splitlines() if "waits [" in each]
@@ -133,23 +121,6 @@ class Work:
     def wait(self) -> None:
         if self.error is not None:
             raise self.error
-
-
-@pytest.mark.parametrize("looks", [0, 10**9], ids=["aborted", "under way"])
-def test_a_lost_worker_is_an_error_whatever_the_collective_says(looks):
-    works = NcclWorks()
-    works.add(Work(looks))
-    with pytest.raises(WorkerError, match="Worker 1"):
-        works.confirm(Group(WorkerError("Worker 1 was lost.")))  # type: ignore[arg-type]
-
-
-def test_the_error_of_a_collective_is_raised_once():
-    works = NcclWorks()
-    for work in (Work(), Work(error=RuntimeError("NCCL communicator was aborted"))):
-        works.add(work)
-    with pytest.raises(RuntimeError, match="was aborted"):
-        works.confirm(Group())  # type: ignore[arg-type]
-    works.confirm(Group())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("is_lost", [False, True])

@@ -176,14 +176,6 @@ def test_modes_of_functions() -> None:
     assert_as_one_device(_Functions)
 
 
-def hook_of_saved_tensors() -> str:
-    try:
-        with torch.autograd.graph.save_on_cpu():
-            return ""
-    except RuntimeError as error:
-        return str(error)
-
-
 @contextlib.contextmanager
 def with_set(set_value: Any, value: Any, before: Any) -> Any:
     set_value(value)
