@@ -4,6 +4,8 @@ A dataset takes 5 ms for each row, as from a disk or a decoder, and trains a sma
 model.
 Ours is `fit` with a `DataLoader` of global batches; DDP's each has the rows of a
 `DistributedSampler`. Reading is nearly all of the time, and does not need a core.
+On TensorFlow it is `fit` with a pipeline of `tf.data` that maps positions to rows,
+behind `shard(SHARD_HINT, SHARD_HINT)`.
 
 Numbers are rows per second of all workers, and the bytes that worker 0 reads in an
 epoch, which do not depend on the speed of the machine.
@@ -25,7 +27,7 @@ from tables import markdown_table
 from two_workers import end_group, ranks
 
 WORKERS = ("1", "2")
-KINDS = ("ours", "DDP")
+KINDS = {"ours": "torch", "DDP": "torch", "ours, tf.data": "tensorflow"}
 #: Seconds to read a row; rows of an epoch and of a global batch; numbers in a row.
 SECONDS, ROWS, BATCH, WIDTH = 0.005, 640, 32, 1024
 
@@ -33,9 +35,8 @@ SECONDS, ROWS, BATCH, WIDTH = 0.005, 640, 32, 1024
 def dataset_of_rows() -> Any:
     """A dataset that takes its time, and notes what it has read."""
     import numpy as np
-    import torch
 
-    class SlowRows(torch.utils.data.Dataset[Any]):
+    class SlowRows:
         def __init__(self) -> None:
             # The bytes of each row.
             self.read: list[int] = []
@@ -52,18 +53,42 @@ def dataset_of_rows() -> Any:
     return SlowRows()
 
 
-def ours(dataset: Any) -> Callable[[], None]:
+def model_on_workers() -> Any:
     import keras
-    import torch
 
     import keras_strategies as ks
 
-    strategy = ks.MultiWorkerMirroredStrategy()
-    with strategy.scope():
+    with ks.MultiWorkerMirroredStrategy().scope():
         model = keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(1)])
         model.compile(keras.optimizers.SGD(1e-4), "mse")
+    return model
+
+
+def ours(dataset: Any) -> Callable[[], None]:
+    import torch
+
+    model = model_on_workers()
     loader = torch.utils.data.DataLoader(dataset, BATCH, shuffle=True)
     return lambda: model.fit(loader, verbose=0)
+
+
+def ours_with_tf_data(dataset: Any) -> Callable[[], None]:
+    import tensorflow as tf
+
+    def row(index: Any) -> Any:
+        kinds = tf.float32, tf.float32
+        found = tf.numpy_function(lambda i: dataset[int(i)], [index], kinds)
+        return tf.ensure_shape(found[0], (WIDTH,)), tf.ensure_shape(found[1], (1,))
+
+    model = model_on_workers()
+    hint = tf.data.experimental.SHARD_HINT
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = (
+        tf.data.experimental.AutoShardPolicy.HINT
+    )
+    positions = tf.data.Dataset.range(ROWS).shuffle(ROWS, seed=0).shard(hint, hint)
+    batches = positions.map(row).batch(BATCH).with_options(options)
+    return lambda: model.fit(batches, verbose=0)
 
 
 def ddp(dataset: Any) -> Callable[[], None]:
@@ -89,11 +114,13 @@ def ddp(dataset: Any) -> Callable[[], None]:
 
 def train(kind: str, rounds: int) -> dict[str, Any]:
     """Rows per second by round, and bytes read in an epoch."""
-    import torch
+    if KINDS[kind] == "torch":
+        import torch
 
-    torch.set_num_threads(1)
+        torch.set_num_threads(1)
     dataset = dataset_of_rows()
-    run = {"ours": ours, "DDP": ddp}[kind](dataset)
+    make = {"ours": ours, "DDP": ddp, "ours, tf.data": ours_with_tf_data}
+    run = make[kind](dataset)
     read: list[int] = []
 
     def epoch() -> float:
@@ -120,6 +147,10 @@ def table(results: dict[str, Any]) -> str:
         cells.append(ratio(own["rows"], peer["rows"]))
         cells += [f"{each['bytes'] / 1e3:.0f} kB" for each in (own, peer)]
         rows.append([workers, *cells])
+        own = found["ours, tf.data"]
+        speed = sorted(own["rows"])[len(own["rows"]) // 2]
+        rows.append([f"{workers}, `tf.data`", f"{speed:.0f} rows/s", "", ""])
+        rows[-1] += [f"{own['bytes'] / 1e3:.0f} kB", ""]
     return markdown_table(header, rows)
 
 
@@ -135,11 +166,11 @@ def main() -> None:
     known = Results(options.output / "slow_input.json")
     for workers in WORKERS:
         by_kind = {}
-        for kind in KINDS:
+        for kind, backend in KINDS.items():
             print(f"{workers} workers, {kind} ...", file=sys.stderr, flush=True)
             command = [sys.executable, os.path.abspath(__file__), "--kind", kind]
             command += ["--rounds", str(options.rounds)]
-            by_kind[kind] = ranks(command, int(workers))[0]
+            by_kind[kind] = ranks(command, int(workers), backend)[0]
         known.put(workers, by_kind)
     print(table(known.values))
     write_page(options.output)

@@ -9,10 +9,18 @@ from typing import Any
 import numpy as np
 
 _PIECE_BYTES = 8 << 20
+#: Columns of a transposed array that are copied at once, as many as a cache has.
+_COLUMNS = 64
 
 
 def _bytes_of(rows: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(rows).view(np.uint8)
+    if rows.flags.c_contiguous or not rows.ndim:
+        return np.ascontiguousarray(rows).view(np.uint8)
+    copied = np.empty(rows.shape, rows.dtype)
+    for start in range(0, rows.shape[-1], _COLUMNS):
+        columns = ..., slice(start, start + _COLUMNS)
+        copied[columns] = rows[columns]
+    return copied.view(np.uint8)
 
 
 def checksum(value: Any, bytes_of: Callable[[Any], np.ndarray] = _bytes_of) -> int:

@@ -53,6 +53,16 @@ def resolve_policy(
     return policy
 
 
+def replace_hints(dataset: Any) -> Any:
+    """A dataset that one worker reads, without the hints of the policy `HINT`.
+
+    TensorFlow reads `shard(SHARD_HINT, SHARD_HINT)` only where they are replaced.
+    """
+    if policy_of(dataset) is AutoShardPolicy.HINT:
+        return tf_data_pipelines().shard(dataset, "HINT", 1, 0)
+    return dataset
+
+
 def check_global(dataset: Any) -> None:
     """Raises `ValueError` for a policy with batches that depend on the workers."""
     policy = policy_of(dataset)
@@ -100,7 +110,7 @@ def shard(dataset: Any, workers: Communicator) -> Any:
     if policy is AutoShardPolicy.DATA:
         return None
     if policy is AutoShardPolicy.OFF:
-        return dataset
+        return replace_hints(dataset)
     part = pipelines.shard(dataset, policy.name, count, counts.worker)
     size = pipelines.batch_size(dataset) or _rows_of_first_batch(dataset)
     if size is None:

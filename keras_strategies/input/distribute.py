@@ -59,6 +59,8 @@ def dataset(
             counts = ReplicaCounts((workers.replica_counts.count,))
             feed = SplitFeed(source_of(part), lambda: counts, is_global=False)
             return _distributed(strategy, feed, options)
+    elif is_tf_data(given):
+        given = auto_shard.replace_hints(given)
     source = source_of(given, batch_size)
     if workers is not None and workers.group.count > 1 and is_fixed(workers):
         source = _compared(source, workers)

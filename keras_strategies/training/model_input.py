@@ -112,15 +112,16 @@ def model_arguments(
         arguments.get(other) is not None
         for other in ("y", "sample_weight", "class_weight")
     )
-    sharded = strategy is not None and strategy.workers is not None
 
     def is_own(value: Any) -> bool:
         return _row_dataset(value) is not None and own_rows_of(strategy) is not None
 
     def is_ours(value: Any) -> bool:
-        if is_distributed_input(value) or (sharded and is_tf_data(value)):
+        if is_distributed_input(value):
             return True
-        return strategy is not None and (is_own(value) or is_read_for_shapes(value))
+        return strategy is not None and (
+            is_tf_data(value) or is_own(value) or is_read_for_shapes(value)
+        )
 
     if is_distributed_input(x) or is_own(x):
         for other in ("y", "sample_weight"):
@@ -226,7 +227,8 @@ def _model_input(
         if workers is not None:
             source = WorkersSource(source, workers)
     elif is_tf_data(value):
-        assert workers is not None
+        if workers is None:
+            return auto_shard.replace_hints(value)
         part = auto_shard.shard(value, workers)
         if part is None:
             return value

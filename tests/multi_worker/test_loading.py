@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import keras
@@ -17,6 +18,7 @@ from multi_worker.memory_peaks import (
 
 import keras_strategies as ks
 from keras_strategies.communication.joined_workers import joined_workers
+from keras_strategies.keras_compat.variables.loaded_variables import values_of_files
 
 TORCH = keras.backend.backend() == "torch"
 UNITS, COUNT = 2048, 12
@@ -151,6 +153,20 @@ def tensors_in(folder: Any) -> tuple[str, float]:
     path = str(folder / "model.safetensors")
     numpy.save_file(tensors, path)
     return path, float(tensors[str(COUNT - 1)][7, 5])
+
+
+@pytest.mark.one_backend("jax")
+def test_a_preset_maps_files_of_a_module_that_it_imports(tmp_path, monkeypatch) -> None:
+    path, expected = tensors_in(tmp_path)
+    for name in [name for name in sys.modules if name.startswith("safetensors")]:
+        monkeypatch.delitem(sys.modules, name)
+    with values_of_files():
+        import safetensors
+
+        with safetensors.safe_open(path, "np") as file:
+            tensor = file.get_tensor(str(COUNT - 1))
+    assert isinstance(tensor.base, np.memmap)
+    assert tensor[7, 5] == np.float32(expected)
 
 
 @pytest.mark.one_backend("tensorflow")

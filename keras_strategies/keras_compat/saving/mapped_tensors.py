@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,8 +86,10 @@ class _Replaced:
 @contextlib.contextmanager
 def mapping_tensors() -> Iterator[None]:
     """A block in which `safetensors.safe_open` maps files, if it is for NumPy."""
-    module = sys.modules.get("safetensors")
-    if module is None:
+    try:
+        # keras_hub imports it while it loads the first preset.
+        import safetensors as module
+    except ImportError:
         yield
         return
     with _Replaced.lock:

@@ -22,6 +22,7 @@ from keras_strategies.engines.tensorflow.sharding.shard_updates import (
 )
 from keras_strategies.engines.tensorflow.sharding.variables_in_shards import (
     VariableInShards,
+    tensor_of,
 )
 from keras_strategies.engines.tensorflow.sharding.variables_over_workers import (
     VariableOverWorkers,
@@ -35,6 +36,7 @@ from keras_strategies.keras_compat.variables.values import (
     declared_shape,
     raw_value,
     set_raw_value,
+    stored_dtype,
 )
 from keras_strategies.layouts import VariableMesh
 from keras_strategies.runtime.colocation import layout_or_colocated
@@ -150,6 +152,9 @@ class GatheringTrainer(TensorFlowTrainer, ShardingDriver):
 
     def from_host(self, variable: Any, value: Any) -> Any:
         raw = raw_value(variable)
+        if raw is None and value.dtype.name == stored_dtype(variable):
+            # It gets its first value.
+            return tensor_of(value)
         if not isinstance(raw, VariableInShards) or not tf.executing_eagerly():
             return value
         dtype = raw.dtype.as_numpy_dtype

@@ -230,7 +230,7 @@ class VariableInShards(CapturedVariable, VariableWithoutValue):
         with without_recording():
             for shard, part in self.own_parts(self.grid.split(value, np.split)):
                 with tf.device(shard.device):
-                    tensor = _tensor(part)
+                    tensor = tensor_of(part)
                 _at(shard, "assign")(tensor, read_value=False)
 
     def _assign_each(self, method: str, value: Any, read_value: bool) -> Any:
@@ -348,7 +348,7 @@ def _made_shard(
     return shard
 
 
-def _tensor(array: np.ndarray) -> tf.Tensor:
+def tensor_of(array: np.ndarray) -> tf.Tensor:
     """The tensor of an array, which is transposed as a tensor if the array is.
 
     TensorFlow 2.21 copies transposed arrays by NumPy, which takes four times as long.
