@@ -144,6 +144,10 @@ class ClusterResolver(abc.ABC):
             dict from kind to number, such as `{"GPU": 2}`; empty if the
             resolver has no such number.
         """
+        return self._accelerators_of(task_type, task_id)
+
+    def _accelerators_of(self, job: str | None, index: int | None) -> dict[str, int]:
+        """What `num_accelerators` returns."""
         return {}
 
     @property
@@ -203,12 +207,7 @@ class FixedClusterResolver(ClusterResolver):
     def cluster_spec(self) -> ClusterSpec:
         return self._spec
 
-    def num_accelerators(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        config_proto: object = None,
-    ) -> dict[str, int]:
+    def _accelerators_of(self, job: str | None, index: int | None) -> dict[str, int]:
         return dict(self._accelerators)
 
 

@@ -45,9 +45,16 @@ from keras_strategies.runtime.engine import Feature, require
 from keras_strategies.runtime.placement import Placement
 from keras_strategies.strategies.base.strategy import Strategy
 from keras_strategies.strategies.base.strategy_extended import StrategyExtended
+from keras_strategies.text_tables import counted
+from keras_strategies.timeline import recording
 from keras_strategies.types import InputContext, RunOptions
 
 _CPU = Device("cpu", 0)
+# For `keras-strategies top`.
+_NOT_RECORDED = (
+    "`ks.ClusterCoordinator(strategy).status()`, in the script, shows workers and "
+    "servers."
+)
 
 
 class ParameterServerStrategy(Strategy):
@@ -186,6 +193,9 @@ class ParameterServerStrategy(Strategy):
             self.placement, self._registry, self._functions, scheduler
         )
         self._drivers = Drivers(driver, self._drivers.run, servers=driver)
+        recording.start(
+            processes=1 + options.workers + options.servers, others=_NOT_RECORDED
+        )
 
     @property
     def cluster(self) -> ProcessCluster:
@@ -286,11 +296,9 @@ class ParameterServerStrategy(Strategy):
         self.close()
 
     def __repr__(self) -> str:
-        options = self._cluster.options
-        return (
-            f"<ParameterServerStrategy with {options.workers} workers and "
-            f"{len(self._cluster.scheduler.servers)} parameter servers>"
-        )
+        workers = counted(self._cluster.options.workers, "worker")
+        servers = counted(len(self._cluster.scheduler.servers), "parameter server")
+        return f"<ParameterServerStrategy with {workers} and {servers}>"
 
 
 class ParameterServerExtended(StrategyExtended):

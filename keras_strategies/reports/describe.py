@@ -46,7 +46,8 @@ class Description:
         all_rows: tuple of str, the layers that were called with all rows on one device,
             and why.
         parallel: float, the share of the multiplications by weights, in calls so far,
-            that replicas have divided; None before a call and on one replica.
+            that replicas have divided; None before a call, on one replica, and on JAX,
+            where XLA divides the step.
     """
 
     title: str

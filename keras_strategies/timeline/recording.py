@@ -3,7 +3,7 @@
 The state is the innermost of what the thread that trains has begun. What has ended is
 a record. Waits, which threads of an engine make as well, and garbage collection are
 records inside of others. A thread of its own writes the line of the user's script twice
-a second: nobody else can when the process is stopped.
+a second, for readers that come when the process is stopped.
 
 A step has two or three records, each of about a microsecond: see
 `benchmarks/recording_costs.py`.

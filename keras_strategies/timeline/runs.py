@@ -34,6 +34,8 @@ class ProcessState:
         position: pair of int, equal where synchronous workers are at the same place.
         steps: int, steps that have begun.
         rows: int, rows of its steps.
+        processes: int, those of the run, on all machines.
+        others: str, where the rest of them are.
         place: str, the line of the user's script.
         place_state: str, what it did there.
         place_age: float, seconds since that was seen.
@@ -52,6 +54,8 @@ class ProcessState:
     position: tuple[int, int]
     steps: int
     rows: int
+    processes: int
+    others: str
     place: str
     place_state: str
     place_age: float
@@ -81,6 +85,8 @@ def state_of(found: Ring, now: float | None = None) -> ProcessState:
         position=(words[ring.POSITION], words[ring.POSITION + 1]),
         steps=words[ring.KIND] >> 32,
         rows=words[ring.ROWS],
+        processes=int(facts.get("processes", 1)),
+        others=str(facts.get("others", "")),
         place=found.text("place"),
         place_state=NAMES[words[ring.SAMPLED_KIND]],
         place_age=max(0.0, now - words[ring.SAMPLED] / _BILLION),

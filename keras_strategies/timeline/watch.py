@@ -119,6 +119,11 @@ class Report:
     awaited: tuple[int, ...]
     findings: tuple[AwaitedWorker, ...]
 
+    @property
+    def others(self) -> str:
+        """A sentence about processes of the run that are not seen; may be empty."""
+        return _others_of(self.rows)
+
 
 class Watch:
     """Looks at a run.
@@ -143,7 +148,7 @@ class Watch:
             self._places[each.pid, each.place_state] = each.place
         rows = _with_sends([self._row(each) for each in found])
         self._last = {each.pid: (each, _processor_seconds(each.pid)) for each in found}
-        awaited = _awaited(rows)
+        awaited = awaited_workers(rows)
         return Report(tuple(rows), awaited, tuple(self._findings(rows, awaited)))
 
     def _row(self, now: ProcessState) -> Row:
@@ -217,8 +222,26 @@ def _with_sends(rows: list[Row]) -> list[Row]:
     ]
 
 
-def _awaited(rows: Sequence[Row]) -> tuple[int, ...]:
+def _others_of(rows: Sequence[Row]) -> str:
+    """Where the rest of a run is; empty if all of its processes are in the rows."""
+    first = rows[0].now if rows else None
+    if first is None or len(rows) >= first.processes:
+        return ""
+    text = f"{len(rows)} of {first.processes} processes of the run are shown. "
+    waits = min(row.now.seconds for row in rows)
+    if waits >= STALL_SECONDS and _all_wait(rows):
+        text += f"They have waited for {waits:.0f} s for one that is not. "
+    return text + first.others
+
+
+def _all_wait(rows: Sequence[Row]) -> bool:
+    return all(row.now.is_alive and row.now.state == "wait" for row in rows)
+
+
+def awaited_workers(rows: Sequence[Row]) -> tuple[int, ...]:
     """The workers that the others wait for, if there are some."""
+    if _all_wait(rows) and _others_of(rows):
+        return ()
     if len(rows) == 1:
         now = rows[0].now
         return (now.worker,) if now.state in ("data", "save", "gc") else ()

@@ -93,6 +93,7 @@ def as_json(report: Report) -> dict[str, Any]:
             }
             for row in report.rows
         ],
+        "others": report.others,
         "findings": [
             dataclasses.asdict(each) | {"text": str(each)} for each in report.findings
         ],
@@ -107,7 +108,8 @@ def as_text(report: Report) -> str:
     header = ("worker", "process", "step", "steps/s", "rows/s", *SHARES, "now")
     cells = tuple(_cells(row, report.awaited) for row in rows)
     table = str(Table(title, header, cells, _NUMBERS))
-    return "\n".join([table, *map(str, report.findings)])
+    notes = [report.others] if report.others else []
+    return "\n".join([table, *map(str, report.findings), *notes])
 
 
 def _cells(row: Row, awaited: tuple[int, ...]) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 #: A line is printed below this share.
 _LEAST = 0.9
 
+#: Models whose first epoch is over: a loop over `fit` prints one line.
+_reported: weakref.WeakSet[keras.Model] = weakref.WeakSet()
+
 
 class ParallelShare(keras.callbacks.Callback):  # type: ignore[misc]
     """Prints a line to stderr if replicas divided less than 90 % of the arithmetic.
@@ -35,12 +39,11 @@ class ParallelShare(keras.callbacks.Callback):  # type: ignore[misc]
     def __init__(self, count: int):
         super().__init__()
         self._count = count
-        self._is_first = True
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        if not self._is_first:
+        if self.model in _reported:
             return
-        self._is_first = False
+        _reported.add(self.model)
         notes = notes_of(sublayers(self.model))
         share = parallel_share(notes.values())
         if share is None or share >= _LEAST:
@@ -66,11 +69,12 @@ def with_parallel_share(
         name: str, the method.
         given: dict of its arguments.
     """
-    callbacks = given.get("callbacks")
+    callbacks, workers = given.get("callbacks"), strategy.workers
     if (
         name != "fit"
         or strategy.num_replicas_in_sync == 1
         or strategy.drivers.servers is not None
+        or (workers is not None and not workers.is_chief)
         or given.get("verbose", "auto") == 0
         or isinstance(callbacks, keras.callbacks.CallbackList)
     ):

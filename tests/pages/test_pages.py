@@ -67,6 +67,15 @@ def test_the_readme_stays_short() -> None:
     assert len(PAGES["README.md"].splitlines()) <= 150
 
 
+def test_pictures_of_a_terminal_show_the_text_of_their_pages() -> None:
+    terminal = runpy.run_path(str(ROOT / "docs" / "terminal.py"))
+    for name in terminal["PICTURES"]:
+        expected = terminal["picture"](terminal["text_of"](name))
+        assert (ROOT / "docs" / "img" / name).read_text() == expected, (
+            "Run `python docs/terminal.py`."
+        )
+
+
 def test_the_picture_of_a_killed_run_is_that_of_its_notebook() -> None:
     notebook = json.loads(
         (ROOT / "notebooks" / "06_elastic_training.ipynb").read_text()

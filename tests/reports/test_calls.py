@@ -70,8 +70,11 @@ def test_layers_of_keras_are_split_by_type(mirrored, capfd) -> None:
     expected = "one program" if IS_ONE_PROGRAM else "split by type"
     assert set(calls_of(mirrored, model).values()) == {expected}
     described = mirrored.describe(model)
-    assert described.parallel == 1 and described.all_rows == ()
-    assert "100 % of the multiplications by weights" in str(described)
+    # XLA does not say what share of a program it has divided.
+    assert described.parallel == (None if IS_ONE_PROGRAM else 1)
+    assert described.all_rows == ()
+    line = "in parallel  100 % of the multiplications by weights"
+    assert (line in str(described)) != IS_ONE_PROGRAM
     assert "in parallel" not in capfd.readouterr().err
 
 
@@ -111,6 +114,7 @@ def test_fit_says_once_that_less_than_90_percent_ran_in_parallel(
     mirrored, capfd
 ) -> None:
     model = trained(mirrored, layers.Dense(16), Sorted())
+    model.fit(X, Y, batch_size=5, verbose=2)
     errors = capfd.readouterr().err.splitlines()
     [line] = [line for line in errors if "in parallel" in line]
     assert "0 % of the multiplications by weights ran in parallel on 2" in line

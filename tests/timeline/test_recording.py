@@ -10,13 +10,14 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
 from keras_strategies.timeline import recording, ring, runs
 from keras_strategies.timeline.recording import DATA, METHOD, SAVE, RingWriter
 from keras_strategies.timeline.ring import RECORDS, Ring
-from keras_strategies.timeline.watch import Watch
+from keras_strategies.timeline.watch import SHARES, Report, Row, Watch, awaited_workers
 from keras_strategies.tools.top_command import TopOptions, as_text, top_command
 
 pytestmark = pytest.mark.one_backend
@@ -219,3 +220,38 @@ def test_the_trace_is_of_chrome(own_recorder, clock):
     assert name["args"] == {"name": "worker 1 (a, process 7)"}
     assert event["ts"] == 1e9 + 5 and event["dur"] == 500_000
     assert (event["ph"], event["name"], event["pid"]) == ("X", "step 1", 1)
+
+
+def test_a_run_says_which_of_its_processes_are_not_seen(tmp_path, monkeypatch, clock):
+    """Two of three workers are on this machine; both wait for the third."""
+    monkeypatch.setattr(ring, "folder", lambda: tmp_path)
+    others = "Others are on 10.0.0.7."
+    writers = []
+    for worker in range(2):
+        found = RingWriter(tmp_path / f"{worker}-{os.getpid()}.ring")
+        writers.append(found)
+        # One process has both rings.
+        found.describe(pid=os.getpid(), run="a1", worker=worker, script="train.py")
+        found.describe(processes=3, others=others)
+        found.waiting()
+    try:
+        [state, _] = runs.processes("a1")
+        rows = tuple(
+            Row(replace(state, worker=i, seconds=5.0), 0, 0, 0, shares_of, 0)
+            for i in range(2)
+            for shares_of in [dict.fromkeys(SHARES, 0.0)]
+        )
+        report = Report(rows, (), ())
+        assert report.others == (
+            "2 of 3 processes of the run are shown. They have waited for 5 s for one "
+            f"that is not. {others}"
+        )
+        assert as_text(report).splitlines()[-1] == report.others
+        # No worker here is blamed, although a thread of worker 0 is busy.
+        busy = (replace(rows[0], processor=1.0), rows[1])
+        assert awaited_workers(busy) == ()
+        seen = replace(report, rows=(*rows, rows[0]))
+        assert seen.others == ""
+    finally:
+        for found in writers:
+            found.close()

@@ -41,6 +41,8 @@ _SAME_CALLS = (
     "of the strategy: all run the same script. Move them out of conditions such as "
     "`if task_id == 0:`, and out of loops of different lengths."
 )
+# Other machines that `keras-strategies top` names.
+_NAMED_HOSTS = 4
 # The groups of this process; one, outside of tests.
 _joined: list[WorkerGroup] = []
 
@@ -111,12 +113,25 @@ class WorkerGroup(GroupListener):
         self._is_closed = False
         self._on_loss: list[Callable[[Loss], None]] = []
         self._on_failure: list[Callable[[], None]] = []
-        facts = {"run": client.run_id} if client.run_id else {}
+        facts: dict[str, Any] = {"run": client.run_id} if client.run_id else {}
         number = generation.members[self.index]
+        facts |= {"processes": self.count, "others": self._other_hosts()}
         self._recorder = recording.start(worker=number, host=self.own_host, **facts)
         client.listener = self
         if (end := client.end) is not None:
             self.ended(*end)
+
+    def _other_hosts(self) -> str:
+        """Where `keras-strategies top` shows the workers of other machines."""
+        hosts = sorted({each["host"] for each in self.members} - {self.own_host})
+        if len(hosts) > _NAMED_HOSTS:
+            hosts[_NAMED_HOSTS:] = [f"{len(hosts) - _NAMED_HOSTS} more"]
+        return (
+            f"Others are on {', '.join(hosts)}: `keras-strategies top` there shows "
+            "them, and `strategy.status()` in the script all workers."
+            if hosts
+            else ""
+        )
 
     # Rendezvous.
 

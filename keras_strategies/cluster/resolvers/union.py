@@ -75,13 +75,8 @@ class UnionResolver(ClusterResolver):
                     tasks[index] = address
         return ClusterSpec(joined)
 
-    def num_accelerators(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        config_proto: object = None,
-    ) -> dict[str, int]:
+    def _accelerators_of(self, job: str | None, index: int | None) -> dict[str, int]:
         found: dict[str, int] = {}
         for resolver in self._resolvers:
-            found = {**resolver.num_accelerators(task_type, task_id), **found}
+            found = {**resolver.num_accelerators(job, index), **found}
         return found

@@ -7,40 +7,31 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+Context = Callable[[], contextlib.AbstractContextManager[Any]]
+
 
 class _Thread(threading.local):
-    #: Makes the context of the layer call in which this thread is; None outside.
-    context: Callable[[], contextlib.AbstractContextManager[Any]] | None = None
-    #: Context of a function whose program computes its results again; None outside of
-    #: the trace of a program.
-    in_program: Callable[[], contextlib.AbstractContextManager[Any]] | None = None
+    #: The context of functions that are called again, and whether a program is traced.
+    recomputation: tuple[Context, bool] | None = None
 
 
 _thread = _Thread()
 
 
 @contextlib.contextmanager
-def entered_again_by(
-    context: Callable[[], contextlib.AbstractContextManager[Any]],
-) -> Iterator[None]:
-    """A context in which functions that are called again take `context()` with them."""
-    before, _thread.context = _thread.context, context
+def recomputing_in(context: Context, *, is_traced: bool = False) -> Iterator[None]:
+    """A layer call whose functions of `keras.remat` are called again in `context()`.
+
+    Args:
+        context: callable that makes the context.
+        is_traced: bool, whether a program is traced. It calls the functions once, in
+            `context()`, and its backward pass computes their results again.
+    """
+    before, _thread.recomputation = _thread.recomputation, (context, is_traced)
     try:
         yield
     finally:
-        _thread.context = before
-
-
-@contextlib.contextmanager
-def computed_again_in_program(
-    context: Callable[[], contextlib.AbstractContextManager[Any]],
-) -> Iterator[None]:
-    """A trace of a program, in which functions are called once, in `context()`."""
-    before, _thread.in_program = _thread.in_program, context
-    try:
-        yield
-    finally:
-        _thread.in_program = before
+        _thread.recomputation = before
 
 
 def rematerialized(
@@ -52,22 +43,16 @@ def rematerialized(
         original: `keras.remat`.
         function: the function.
     """
-    in_program, context = _thread.in_program, _thread.context
-    if in_program is not None:
-        original(function)  # Calls of Keras's functions are compared with eager ones.
-
-        def traced(*args: Any, **kwargs: Any) -> Any:
-            with in_program():
-                return function(*args, **kwargs)
-
-        return traced
-    if context is None:
+    if _thread.recomputation is None:
         return original(function)  # type: ignore[no-any-return]
+    context, is_traced = _thread.recomputation
 
     def called(*args: Any, **kwargs: Any) -> Any:
-        if _thread.context is not None:
-            return function(*args, **kwargs)
-        with context():
+        # The first call is in the layer call, which has entered what it needs.
+        is_first = not is_traced and _thread.recomputation is not None
+        with contextlib.nullcontext() if is_first else context():
             return function(*args, **kwargs)
 
-    return original(called)  # type: ignore[no-any-return]
+    # Calls of Keras's functions are compared with eager ones, so a trace makes them.
+    wrapped = original(function if is_traced else called)
+    return called if is_traced else wrapped  # type: ignore[no-any-return]

@@ -158,7 +158,7 @@ def hold_jax_state(model: Any, kind: str, state: Any) -> None:
     model._jax_state_synced = False
 
 
-def held_jax_state(model: Any, kind: str) -> tuple[Any, ...]:
+def recorded_jax_state(model: Any, kind: str) -> tuple[Any, ...]:
     """The arrays of a loop, taken from the variables if these have them.
 
     Keras 3.15: `_get_jax_state`, as its loops do after a callback has read variables.

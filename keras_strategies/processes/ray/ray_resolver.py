@@ -155,13 +155,8 @@ class RayClusterResolver(ClusterResolver):
             "process."
         )
 
-    def num_accelerators(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        config_proto: object = None,
-    ) -> dict[str, int]:
-        resources = self.plan.resources["ps" if task_type == "ps" else "worker"]
+    def _accelerators_of(self, job: str | None, index: int | None) -> dict[str, int]:
+        resources = self.plan.resources["ps" if job == "ps" else "worker"]
         gpus = int(resources.get("GPU", 0))
         return {"GPU": gpus} if gpus else {}
 

@@ -93,8 +93,11 @@ def note_of(layer: Any) -> CallNote:
 
 
 def note_program(model: Any) -> None:
-    """Notes that a model's steps are one program over all devices."""
-    _notes[model] = CallNote(split=1, how=ONE_PROGRAM, work=1)
+    """Notes that a model's steps are one program over all devices.
+
+    XLA divides it, and does not say which share of it each device computes.
+    """
+    _notes[model] = CallNote(how=ONE_PROGRAM)
 
 
 def notes_of(layers: Iterable[Any]) -> dict[Any, CallNote]:

@@ -219,7 +219,7 @@ class Resume(fit_position.OrderedCallback):
         return self._workers is None or self._workers.is_chief
 
     @property
-    def _takes_part(self) -> bool:
+    def _is_active(self) -> bool:
         return self._is_chief or self._shares
 
     @property
@@ -324,13 +324,13 @@ class Resume(fit_position.OrderedCallback):
         self._stops = not self._requests.begin_step()
         if self._stops and not is_last:
             self._last_point = self._position.at(self._epoch, done)
-            if self._takes_part:
+            if self._is_active:
                 self._capture(self._last_point)
             if self._position.is_length_known:
                 self._submit()
                 self._stop(self._last_point)
             return
-        if not self._takes_part:
+        if not self._is_active:
             return
         self._clock.tick()
         if self._clock.is_due and not is_last and not self._waits:
@@ -341,7 +341,7 @@ class Resume(fit_position.OrderedCallback):
         stops = self._stops or not self._requests.begin_step()
         is_due = self._captured is not None or self._clock.is_due
         point = self._position.at(epoch + 1, 0)
-        if self._takes_part and (stops or (is_due and not self._waits)):
+        if self._is_active and (stops or (is_due and not self._waits)):
             self._capture(point)
             self._submit()
         self._captured = None
@@ -351,7 +351,7 @@ class Resume(fit_position.OrderedCallback):
     def on_train_end(self, logs: Any = None) -> None:
         set_initial_epoch(self.model, 0)
         finished_directories.add(self._key)
-        if self._state is None and self._takes_part:
+        if self._state is None and self._is_active:
             self._capture(self._position.at(self._epoch + 1, 0))
             self._submit()
             self._writer.wait()

@@ -63,7 +63,7 @@ class SnapshotDirectory:
             OSError: if it cannot be written; the earlier snapshots stay.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
-        found = self._found()
+        found = self._numbered()
         number = found[-1][0] + 1 if found else 1
         target = self.directory / f"snapshot-{number:08d}.zip"
         with atomic_file(target) as part:
@@ -84,7 +84,7 @@ class SnapshotDirectory:
             OSError: if a snapshot cannot be read.
         """
         error: DamagedCheckpointError | None = None
-        for _, path in reversed(self._found()):
+        for _, path in reversed(self._numbered()):
             data = path.read_bytes()
             name = f"Snapshot {str(path)!r}"
             try:
@@ -113,7 +113,7 @@ class SnapshotDirectory:
             )
         return None
 
-    def _found(self) -> list[tuple[int, Path]]:
+    def _numbered(self) -> list[tuple[int, Path]]:
         if not self.directory.is_dir():
             return []
         matches = ((_NAME.fullmatch(p.name), p) for p in self.directory.iterdir())

@@ -294,7 +294,7 @@ class CheckpointManager:
     @property
     def checkpoints(self) -> list[str]:
         """list of str, the paths of the checkpoints in the folder, oldest first."""
-        return [str(path) for _, path in sorted(self._found())]
+        return [str(path) for _, path in sorted(self._numbered())]
 
     @property
     def latest_checkpoint(self) -> str | None:
@@ -315,11 +315,11 @@ class CheckpointManager:
             OSError: if it cannot be written; earlier checkpoints are intact.
         """
         if checkpoint_number is None:
-            checkpoint_number = max((n for n, _ in self._found()), default=0) + 1
+            checkpoint_number = max((n for n, _ in self._numbered()), default=0) + 1
         path = self._directory / f"{self._name}-{int(checkpoint_number)}.ckpt"
         saved = self._checkpoint.save(path)
         if self._max_to_keep is not None and self._checkpoint.is_written_here:
-            others = [other for _, other in sorted(self._found()) if other != path]
+            others = [other for _, other in sorted(self._numbered()) if other != path]
             for old in others[: max(0, len(others) + 1 - self._max_to_keep)]:
                 old.unlink(missing_ok=True)
         return saved
@@ -346,7 +346,7 @@ class CheckpointManager:
             raise error
         return None
 
-    def _found(self) -> list[tuple[int, Path]]:
+    def _numbered(self) -> list[tuple[int, Path]]:
         pattern = re.compile(re.escape(self._name) + r"-(\d+)\.ckpt")
         if not self._directory.is_dir():
             return []

@@ -14,9 +14,9 @@ from keras_strategies.engines.jax.fit import compiled_steps
 from keras_strategies.engines.jax.padded_rows import outputs_on_host
 from keras_strategies.engines.jax.workers.jax_workers import JaxCommunicator
 from keras_strategies.keras_compat.backends.keras_on_jax import (
-    held_jax_state,
     hold_jax_state,
     record_jax_state,
+    recorded_jax_state,
     sync_jax_state,
 )
 from keras_strategies.keras_compat.variables.values import raw_value, set_raw_value
@@ -54,12 +54,12 @@ class JaxRollback(RollbackDriver):
             if not read:
                 raise StopIteration
             outputs = actions.step(model, kind, lambda: program(read))
-            return outputs, held_jax_state(model, kind)
+            return outputs, recorded_jax_state(model, kind)
 
         return function
 
     def save_state(self, model: Any, kind: str) -> Callable[[], bool]:
-        state = held_jax_state(model, kind)
+        state = recorded_jax_state(model, kind)
 
         def restore() -> bool:
             hold_jax_state(model, kind, state)
@@ -100,7 +100,7 @@ class _Program:
         """Takes a step on each batch; returns logs of the last, or all outputs."""
         self._workers.steps.begin_steps(len(batches))
         step = self._current_step()
-        state = held_jax_state(self._model, self._kind)
+        state = recorded_jax_state(self._model, self._kind)
         outputs = []
         with self._workers.exchange():
             for batch in batches:

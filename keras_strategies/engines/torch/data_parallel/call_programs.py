@@ -22,7 +22,7 @@ from keras_strategies.engines.torch.data_parallel.program_ops import (
 from keras_strategies.engines.torch.devices import DeviceName
 from keras_strategies.engines.torch.random_numbers.block_draws import traced_draws
 from keras_strategies.engines.torch.random_numbers.row_numbers import seeing_draws
-from keras_strategies.engines.torch.rematerialization import computed_again_in_program
+from keras_strategies.engines.torch.rematerialization import recomputing_in
 from keras_strategies.engines.torch.replicas.thread_collectives import (
     ThreadCollectives,
 )
@@ -224,7 +224,7 @@ class _Trace:
             with (
                 context.on_replica(self._replica()),
                 with_thread_state({**thread_state(), "torch_device": device}),
-                computed_again_in_program(computed_again),
+                recomputing_in(computed_again, is_traced=True),
             ):
                 result = self._call(slices, state, self._rows)
         finally:

@@ -23,7 +23,7 @@ from keras_strategies.engines.torch.model_parallel.shards import (
     layout_of,
 )
 from keras_strategies.engines.torch.model_parallel.weight_packs import WeightPacks
-from keras_strategies.engines.torch.rematerialization import entered_again_by
+from keras_strategies.engines.torch.rematerialization import recomputing_in
 from keras_strategies.engines.torch.worker_collectives import TorchCommunicator
 from keras_strategies.keras_compat.models.building import is_built
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
@@ -88,7 +88,7 @@ class PackedWeights:
                 yield
 
         scope = _FullVariables(weights).scope()
-        with entered_again_by(again), scope:
+        with recomputing_in(again), scope:
             yield scope
 
     @staticmethod
