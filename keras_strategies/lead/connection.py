@@ -99,6 +99,8 @@ class LeadConnection:
         self._beat_seconds, self._grace = BEAT, 0.0
         self._session = Session()
         self._outgoing = bytearray()
+        # On which any thread sends; None with TLS, which has no lock in Python 3.11.
+        self._direct: socket.socket | None = None
         self._received = bytearray()
         self._is_greeted = False
         # Whether the generation is that of the last connection.
@@ -121,8 +123,13 @@ class LeadConnection:
         message = encoded(kind, body)
         with self.changed:
             self._session.add(message)
-            if self._is_greeted:
-                self._outgoing += message
+            if not self._is_greeted:
+                return
+            self._outgoing += message
+            # An error is that of the thread, too.
+            with contextlib.suppress(OSError):
+                if self._direct is not None and not self._flush(self._direct):
+                    return
         self._wake()
 
     def has_lease(self) -> bool:
@@ -191,7 +198,12 @@ class LeadConnection:
                 continue
             with connection:
                 self.addresses = [address]
-                yield connection
+                self._direct = connection if self._tls is None else None
+                try:
+                    yield connection
+                finally:
+                    with self.changed:
+                        self._direct = None
                 return
         assert first is not None
         raise first
@@ -261,12 +273,13 @@ class LeadConnection:
         silent, counted = 0.0, time.monotonic()
         with selectors.DefaultSelector() as selector:
             selector.register(self._wakes, selectors.EVENT_READ)
-            selector.register(connection, selectors.EVENT_READ)
+            selector.register(connection, events := selectors.EVENT_READ)
             while not self._is_closed.is_set():
-                events = selectors.EVENT_READ
+                before, events = events, selectors.EVENT_READ
                 if self._flush(connection):
                     events |= selectors.EVENT_WRITE
-                selector.modify(connection, events)
+                if events != before:
+                    selector.modify(connection, events)
                 ready = selector.select(max(0.0, self._next_beat - time.monotonic()))
                 now = time.monotonic()
                 # A pause of this process is no silence of the lead.
@@ -281,7 +294,7 @@ class LeadConnection:
                     raise WireError(f"no answer for {silent:.0f} s")
                 if now >= self._next_beat:
                     self._beat(now)
-            with contextlib.suppress(OSError):
+            with self.changed, contextlib.suppress(OSError):
                 connection.setblocking(True)
                 connection.settimeout(1.0)
                 connection.sendall(self._outgoing)
