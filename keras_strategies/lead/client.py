@@ -10,6 +10,7 @@ from keras_strategies.lead.client_state import (
     ClientState,
     GroupChanged,
     JoinedGeneration,
+    Offered,
 )
 from keras_strategies.lead.files import WENT_ON
 
@@ -186,19 +187,21 @@ class LeadClient(ClientState):
 
     # Comparisons and files
 
-    def offer(self, what: str, value: str, stream: str = "") -> tuple[str, int, int]:
+    def offer(self, what: str, value: str, stream: str = "") -> Offered:
         """Sends a value to the others without waiting; the result is for `compared`."""
         with self._changed:
             self._check(in_generation=True)
             number = self._numbers.get(stream, 0)
             self._numbers[stream] = number + 1
+            offered = Offered((stream, number), self.generation.number)
+            self._offered[offered.key] = offered
             body = {"stream": stream, "number": number, "what": what, "value": value}
             self._send_in_generation("arrived", body | {"progress": self.progress})
-            return stream, number, self.generation.number
+            return offered
 
     def compared(
         self,
-        offered: tuple[str, int, int],
+        offered: Offered,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> list[tuple[str, tuple[int, ...]]]:
         """The different values of an `offer`, with the ranks that have them.
@@ -211,19 +214,18 @@ class LeadClient(ClientState):
             GroupChanged: if a worker is lost.
             WorkerError: if workers compare different things, or some do not arrive.
         """
-        stream, position, of = offered
-        key = (stream, position)
 
         def check() -> None:
-            if self.generation.number != of:
+            if self.generation.number != offered.generation:
                 raise GroupChanged("the workers form another group")
             meanwhile()
 
         with self._changed:
             check()
-            self._wait(lambda: key in self._results, True, check, is_answer=True)
-            answer = self._results.pop(key)
+            self._wait(lambda: offered.answer is not None, True, check, is_answer=True)
             rank, members = self.generation.rank, self.generation.members
+        answer = offered.answer
+        assert answer is not None
         if "error" in answer:
             raise WorkerError(answer["error"])
         count = len(members)

@@ -1,10 +1,16 @@
-"""Prefetch to a device: one batch is transferred while the previous one is used."""
+"""Prefetch: one batch is transferred and compared while the previous one is used."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+if TYPE_CHECKING:
+    from keras_strategies.communication.worker_steps import WorkerSteps
+
+# After the last batch.
+_END: Any = object()
 Batch = TypeVar("Batch")
 Moved = TypeVar("Moved")
 
@@ -55,3 +61,30 @@ def prefetch_one(
         if following is None:
             return
         arrive = following
+
+
+def compared_ahead(
+    batches: Iterable[Batch], begin: Callable[[Batch], Moved], steps: WorkerSteps
+) -> Iterator[Moved]:
+    """Compares each batch with other workers' while the previous one is used.
+
+    A worker without more batches compares its end as often as others compare theirs, so
+    that later calls of all workers match, also after an error.
+
+    Args:
+        batches: the batches.
+        begin: begins to compare a batch, and returns what its step uses.
+        steps: the steps, which await the comparisons.
+    """
+
+    def move(batch: Any) -> Callable[[], Any]:
+        if batch is not _END:
+            return steps.for_later(lambda: begin(batch))
+        return steps.for_later(lambda: steps.check_end() or _END)
+
+    following = itertools.chain(batches, itertools.repeat(_END))
+    for moved in prefetch_one(following, move):
+        if moved is _END:
+            steps.await_checks()
+            return
+        yield moved

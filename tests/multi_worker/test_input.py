@@ -347,7 +347,7 @@ DIFFERENT = {
     ),
     "end": (
         batches_with(lambda x, y, own: own[:1], is_stream=True),
-        "All workers must make the same calls",
+        "All workers must (make the same calls|read the same global batches)",
     ),
     "shapes of separate batches": (separate_batches_of_other_shapes, "shape"),
 }

@@ -7,7 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from keras_strategies.lead.client_state import GroupListener, JoinedGeneration
+from keras_strategies.lead.client_state import (
+    GroupListener,
+    JoinedGeneration,
+    Offered,
+)
 from keras_strategies.lead.state import Loss, Settings
 
 
@@ -36,16 +40,16 @@ class AloneClient:
         place = (self.index,), (self.host,), (os.getpid(),)
         self.generation = JoinedGeneration(0, None, 0, *place, (), (), (), "")
 
-    def offer(self, what: str, value: str, stream: str = "") -> tuple[str, int, int]:
-        self._value = value
-        return stream, 0, 0
+    def offer(self, what: str, value: str, stream: str = "") -> Offered:
+        return Offered((stream, 0), 0, {"value": value})
 
     def compared(
         self,
-        offered: tuple[str, int, int],
+        offered: Offered,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> list[tuple[str, tuple[int, ...]]]:
-        return [(self._value, (0,))]
+        assert offered.answer is not None
+        return [(offered.answer["value"], (0,))]
 
     def begin_step(self) -> bool:
         return True

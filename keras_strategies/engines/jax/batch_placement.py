@@ -26,7 +26,7 @@ from keras_strategies.engines.jax.unread_rows import (
 )
 from keras_strategies.engines.jax.workers.jax_workers import JaxCommunicator
 from keras_strategies.keras_compat.models.input_adapters import BatchPlacer, own_part
-from keras_strategies.runtime.batch_prefetch import prefetch_one
+from keras_strategies.runtime.batch_prefetch import compared_ahead, prefetch_one
 from keras_strategies.runtime.row_splits import check_batch
 from keras_strategies.runtime.worker_batch import WorkerBatch
 
@@ -66,17 +66,8 @@ class JaxBatchPlacer(abc.ABC):
 
     def _begin(self, batch: Any) -> Callable[[], Any]:
         # The transfer is asynchronous: programs wait for their inputs.
-        placed, await_checks = self.place(batch), self._later_checks()
-
-        def arrived() -> Any:
-            if await_checks is not None:
-                await_checks()
-            return placed
-
-        return arrived
-
-    def _later_checks(self) -> Callable[[], None] | None:  # noqa: B027
-        """The wait for the comparison of the last batch; None without one."""
+        placed = self.place(batch)
+        return lambda: placed
 
 
 class MeshPlacer(JaxBatchPlacer):
@@ -98,9 +89,6 @@ class MeshPlacer(JaxBatchPlacer):
         self.reads_own_rows = workers is not None
         self.use_mesh(mesh)
 
-    def _later_checks(self) -> Callable[[], None] | None:
-        return None if self._workers is None else self._workers.steps.later_checks()
-
     def _compare(self, batch: Any) -> None:
         if self._workers is not None:
             self._workers.steps.check_batch(batch)
@@ -118,6 +106,8 @@ class MeshPlacer(JaxBatchPlacer):
 
     def place(self, batch: Any) -> Any:
         if isinstance(batch, WorkerBatch):
+            assert self._workers is not None
+            self._workers.steps.check_rows(sum(batch.every), batch.order)
             if batch.every:
                 return self._of_workers(batch)
             batch = batch.batch
@@ -140,6 +130,7 @@ class MeshPlacer(JaxBatchPlacer):
         rows = [sum(each) for each in counts.split(batch.every)]
         total = sum(rows)
         if batch.every != padded_sizes(total, len(batch.every)) or not self._pads:
+            workers.steps.await_checks()
             joined = jax.tree.map(
                 lambda leaf: workers.gather_rows_on_host(leaf, rows), batch.batch
             )
@@ -220,9 +211,13 @@ class MeshPlacer(JaxBatchPlacer):
         return PaddedRows(array, shape[0], self._split)
 
     def _placed(self, batches: Iterable[Any]) -> Iterator[Any]:
-        if not self._ahead:
-            return (self.place(batch) for batch in batches)
-        return prefetch_one(batches, self._begin)
+        steps = None if self._workers is None else self._workers.steps
+        if steps is not None and (steps.compares or self._ahead):
+            yield from compared_ahead(batches, self.place, steps)
+        elif self._ahead:
+            yield from prefetch_one(batches, self._begin)
+        else:
+            yield from map(self.place, batches)
 
 
 class DevicePlacer(JaxBatchPlacer):
