@@ -162,10 +162,9 @@ class LeadClient(ClientState):
     def status(self) -> dict[str, Any]:
         """The table of all workers: steps, progress, times, seconds of silence."""
         with self._changed:
-            self._status = None
+            self._status = {}
             self._connection.send("askstatus", {})
-            self._wait(lambda: self._status is not None)
-            assert self._status is not None
+            self._wait(lambda: bool(self._status))
             return self._status
 
     def leave(self, *, is_complete: bool = True, how: str = "") -> None:
@@ -222,14 +221,12 @@ class LeadClient(ClientState):
 
         with self._changed:
             check()
-            self._wait(lambda: offered.answer is not None, True, check, is_answer=True)
+            self._wait(lambda: bool(offered.answer), True, check, is_answer=True)
             rank, members = self.generation.rank, self.generation.members
-        answer = offered.answer
-        assert answer is not None
-        if "error" in answer:
-            raise WorkerError(answer["error"])
-        count = len(members)
-        found = [(w, v, _ranks(r, count)) for w, v, r in answer["values"]]
+        if "error" in offered.answer:
+            raise WorkerError(offered.answer["error"])
+        different, count = offered.answer["values"], len(members)
+        found = [(what, v, _ranks(ranks, count)) for what, v, ranks in different]
         own = next(what for what, _, ranks in found if rank in ranks)
         for what, _, ranks in found:
             if what != own:

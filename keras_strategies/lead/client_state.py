@@ -7,7 +7,7 @@ import secrets
 import ssl
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -108,12 +108,12 @@ class Offered:
     Args:
         key: its stream, and its number there.
         generation: int, the number of the generation.
-        answer: the lead's; None before.
+        answer: the lead's; empty before.
     """
 
     key: tuple[str, int]
     generation: int
-    answer: dict[str, Any] | None = None
+    answer: dict[str, Any] = field(default_factory=dict)
 
 
 class ClientState:
@@ -155,12 +155,11 @@ class ClientState:
         self._is_planned = False
         self._numbers: dict[str, int] = {}
         # Without those that nobody will read.
-        self._offered: WeakValueDictionary[tuple[str, int], Offered]
-        self._offered = WeakValueDictionary()
+        self._offered = WeakValueDictionary[tuple[str, int], Offered]()
         self._files: dict[tuple[int, int], str] = {}
         # Names of files since the last comparison, and its number.
         self._saves: tuple[int, list[str]] = (0, [])
-        self._status: dict[str, Any] | None = None
+        self._status: dict[str, Any] = {}
         # Whether a state of this worker is that of the group (see `generations.py`).
         self._has_state = False
         # What is said again after the connection was lost.
@@ -246,7 +245,6 @@ class ClientState:
 
     def hello(self) -> dict[str, Any]:
         with self._changed:
-            generation = self._generation
             return {
                 "uid": self._uid,
                 "index": self.index,
@@ -254,7 +252,7 @@ class ClientState:
                 "job": self._job,
                 "same": self._same,
                 "settings": self._settings,
-                "generation": generation.number if generation else 0,
+                "generation": self._number,
                 "step": self.step,
             }
 
@@ -367,7 +365,6 @@ class ClientState:
         self._has_state |= not message["is_first"]
         self._is_pausing, self._last_step, self._begun = False, None, 0
         self._numbers, self._files = {}, {}
-        self._offered = WeakValueDictionary()
         self._saves, self.times_of = (0, []), {}
 
     def _handle_go(self, message: dict[str, Any]) -> None:

@@ -98,11 +98,9 @@ class LeadConnection:
         self.own_host = ""
         self._beat_seconds, self._grace = BEAT, 0.0
         self._session = Session()
-        self._outgoing = bytearray()
+        self._outgoing, self._received = bytearray(), bytearray()
         # On which any thread sends; None with TLS, which has no lock in Python 3.11.
         self._direct: socket.socket | None = None
-        self._received = bytearray()
-        self._is_greeted = False
         # Whether the generation is that of the last connection.
         self._continues = True
         self._beats: dict[int, float] = {}
@@ -123,8 +121,6 @@ class LeadConnection:
         message = encoded(kind, body)
         with self.changed:
             self._session.add(message)
-            if not self._is_greeted:
-                return
             self._outgoing += message
             # An error is that of the thread, too.
             with contextlib.suppress(OSError):
@@ -161,6 +157,7 @@ class LeadConnection:
         while not self._is_closed.is_set():
             try:
                 with self._connected() as connection:
+                    lost_at = None
                     self._serve(connection)
                     return
             except RefusedError as error:
@@ -168,8 +165,6 @@ class LeadConnection:
                 return
             except (OSError, WireError) as error:
                 now = time.monotonic()
-                if self._is_greeted:
-                    self._is_greeted, lost_at = False, None
                 lost_at = lost_at or now
                 is_refused = isinstance(error, ConnectionRefusedError)
                 refused_at = (refused_at or now) if is_refused else None
@@ -189,24 +184,23 @@ class LeadConnection:
     @contextlib.contextmanager
     def _connected(self) -> Iterator[socket.socket]:
         """A connection to the lead, after both ends have proved the secret."""
-        first: Exception | None = None
+        errors: list[Exception] = []
         for address in list(self.addresses):
             try:
                 connection = self._dial(address)
             except (OSError, WireError) as error:
-                first = first or error
+                errors.append(error)
                 continue
-            with connection:
-                self.addresses = [address]
-                self._direct = connection if self._tls is None else None
-                try:
-                    yield connection
-                finally:
-                    with self.changed:
-                        self._direct = None
-                return
-        assert first is not None
-        raise first
+            self.addresses = [address]
+            self._direct = connection if self._tls is None else None
+            try:
+                yield connection
+            finally:
+                with self.changed:
+                    self._direct = None
+                    connection.close()
+            return
+        raise errors[0]
 
     def _dial(self, address: tuple[str, int]) -> socket.socket:
         limit = min(_HANDSHAKE, max(self.timeout / 2, BEAT))
@@ -262,8 +256,6 @@ class LeadConnection:
             else:
                 self._session = Session()
                 self._outgoing.clear()
-            self._is_greeted = True
-            if not facts["is_resumed"]:
                 for kind, body in self._user.begin_again():
                     self.send(kind, body)
             self._continues = True

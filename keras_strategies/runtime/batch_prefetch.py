@@ -77,10 +77,14 @@ def compared_ahead(
         steps: the steps, which await the comparisons.
     """
 
-    def move(batch: Any) -> Callable[[], Any]:
+    def begin_next(batch: Any) -> Any:
         if batch is not _END:
-            return steps.for_later(lambda: begin(batch))
-        return steps.for_later(lambda: steps.check_end() or _END)
+            return begin(batch)
+        steps.check_end()
+        return _END
+
+    def move(batch: Any) -> Callable[[], Any]:
+        return steps.for_later(lambda: begin_next(batch))
 
     following = itertools.chain(batches, itertools.repeat(_END))
     for moved in prefetch_one(following, move):

@@ -43,7 +43,7 @@ class Comparisons(keras.callbacks.Callback):
         def counted(client: Any, offered: Any, *rest: Any) -> Any:
             if offered in self._offered and self.read:
                 self.read[-1][0] += 1
-                self.read[-1][1] += offered.answer is None
+                self.read[-1][1] += not offered.answer
             return compared(client, offered, *rest)
 
         LeadClient.offer, LeadClient.compared = noted, counted
@@ -54,7 +54,7 @@ class Comparisons(keras.callbacks.Callback):
     def await_answers(self) -> None:
         from harness.processes import wait_until
 
-        wait_until(lambda: self._offered[-1].answer is not None, "the answer")
+        wait_until(lambda: self._offered[-1].answer, "the answer")
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if BACKEND != "torch":

@@ -48,35 +48,16 @@ class AloneClient:
         offered: Offered,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> list[tuple[str, tuple[int, ...]]]:
-        assert offered.answer is not None
         return [(offered.answer["value"], (0,))]
 
     def begin_step(self) -> bool:
         return True
 
-    def check(self) -> None:
+    def _nothing(self, *args: Any, **options: Any) -> None:
         pass
 
-    def saved(self, name: str, error: str = "") -> None:
-        pass
-
-    def wait_saved(self, name: str, *, again: bool = False) -> None:
-        pass
-
-    def await_lease(self) -> None:
-        pass
-
-    def request_stop(self) -> None:
-        pass
-
-    def resume_steps(self) -> None:
-        pass
-
-    def report_failure(self, how: str, call: int) -> None:
-        pass
+    check = await_lease = request_stop = resume_steps = leave = _nothing
+    saved = wait_saved = report_failure = _nothing
 
     def status(self) -> dict[str, Any]:
         return {"workers": []}
-
-    def leave(self, *, is_complete: bool = True, how: str = "") -> None:
-        pass

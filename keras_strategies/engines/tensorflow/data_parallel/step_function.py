@@ -181,9 +181,15 @@ class StepFunction:
         """What steps use of an iterator's batches, of which one is read ahead."""
         if batches not in self._passes:
             # Without a reference, so that it ends when Keras no longer has it.
-            read = weakref.WeakMethod(batches.__next__)
+            own = weakref.ref(batches)
+
+            def read() -> Any:
+                found = own()
+                assert found is not None
+                return next(found)
+
             prepare = functools.partial(self._prepared, spec=spec)
-            timed = steps.timed(iter(lambda: read()(), None))
+            timed = steps.timed(iter(read, None))
             self._passes[batches] = compared_ahead(timed, prepare, steps)
         return self._passes[batches]
 
