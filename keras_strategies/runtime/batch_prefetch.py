@@ -16,7 +16,9 @@ Moved = TypeVar("Moved")
 
 
 def prefetch_one(
-    batches: Iterable[Batch], move: Callable[[Batch], Callable[[], Moved]]
+    batches: Iterable[Batch],
+    move: Callable[[Batch], Callable[[], Moved]],
+    steps: int | None = None,
 ) -> Iterator[Moved]:
     """Moves each batch while the previous one is used.
 
@@ -28,6 +30,8 @@ def prefetch_one(
             before it.
         move: starts the transfer of a batch and returns a callable that waits for it
             and returns the batch on the device.
+        steps: int, after as many batches the next one is not read before it is asked
+            for: another `fit` may go on with the same generator. None without limit.
 
     Yields:
         The batches in their order.
@@ -39,32 +43,34 @@ def prefetch_one(
     """
     waiting = iter(batches)
     arrive: Callable[[], Moved] | None = None
-    try:
-        arrive = move(next(waiting))
-    except StopIteration:
-        return
-    yield arrive()
-    arrive = None
-    while True:
+    for number in itertools.count():
+        if arrive is None:
+            try:
+                arrive = move(next(waiting))
+            except StopIteration:
+                return
         error: Exception | None = None
         following: Callable[[], Moved] | None = None
-        try:
-            following = move(next(waiting))
-        except StopIteration:
-            pass
-        except Exception as caught:
-            error = caught
-        if arrive is not None:
-            yield arrive()
+        if is_ahead := number > 0 and not (steps and (number + 1) % steps == 0):
+            try:
+                following = move(next(waiting))
+            except StopIteration:
+                pass
+            except Exception as caught:
+                error = caught
+        yield arrive()
         if error is not None:
             raise error
-        if following is None:
-            return
         arrive = following
+        if is_ahead and following is None:
+            return
 
 
 def compared_ahead(
-    batches: Iterable[Batch], begin: Callable[[Batch], Moved], steps: WorkerSteps
+    batches: Iterable[Batch],
+    begin: Callable[[Batch], Moved],
+    workers: WorkerSteps,
+    steps: int | None = None,
 ) -> Iterator[Moved]:
     """Compares each batch with other workers' while the previous one is used.
 
@@ -74,21 +80,22 @@ def compared_ahead(
     Args:
         batches: the batches.
         begin: begins to compare a batch, and returns what its step uses.
-        steps: the steps, which await the comparisons.
+        workers: the steps of this worker, which await the comparisons.
+        steps: see `prefetch_one`.
     """
 
     def begin_next(batch: Any) -> Any:
         if batch is not _END:
             return begin(batch)
-        steps.check_end()
+        workers.check_end()
         return _END
 
     def move(batch: Any) -> Callable[[], Any]:
-        return steps.for_later(lambda: begin_next(batch))
+        return workers.for_later(lambda: begin_next(batch))
 
     following = itertools.chain(batches, itertools.repeat(_END))
-    for moved in prefetch_one(following, move):
+    for moved in prefetch_one(following, move, steps):
         if moved is _END:
-            steps.await_checks()
+            workers.await_checks()
             return
         yield moved

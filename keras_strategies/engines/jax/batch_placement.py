@@ -50,19 +50,24 @@ class JaxBatchPlacer(abc.ABC):
     def place_several(self, batches: Sequence[Any]) -> Any:
         """Batches of equal shapes on the devices, stacked along a new first axis."""
 
-    def batches(self, batches: Iterable[Any], several: int = 1) -> Iterator[Any]:
+    def batches(
+        self, batches: Iterable[Any], several: int = 1, steps: int | None = None
+    ) -> Iterator[Any]:
         """The batches on the devices, transferred at or before `next`.
 
         With `several` batches in one call of Keras's loop (`steps_per_execution`) they
-        are not transferred here, but by `place_several`, except a `WorkerBatch`.
+        are not transferred here, but by `place_several`, except a `WorkerBatch`. After
+        `steps`, the next batch is not read before it is asked for.
         """
-        return map(self._of_one, batches) if several > 1 else self._placed(batches)
+        if several > 1:
+            return map(self._of_one, batches)
+        return self._placed(batches, steps)
 
     def _of_one(self, batch: Any) -> Any:
         return self.place(batch) if isinstance(batch, WorkerBatch) else batch
 
     @abc.abstractmethod
-    def _placed(self, batches: Iterable[Any]) -> Iterator[Any]: ...
+    def _placed(self, batches: Iterable[Any], steps: int | None) -> Iterator[Any]: ...
 
     def _begin(self, batch: Any) -> Callable[[], Any]:
         # The transfer is asynchronous: programs wait for their inputs.
@@ -210,12 +215,12 @@ class MeshPlacer(JaxBatchPlacer):
         array = jax.ShapeDtypeStruct(padded, dtype, sharding=self._split)
         return PaddedRows(array, shape[0], self._split)
 
-    def _placed(self, batches: Iterable[Any]) -> Iterator[Any]:
-        steps = None if self._workers is None else self._workers.steps
-        if steps is not None and (steps.compares or self._ahead):
-            yield from compared_ahead(batches, self.place, steps)
+    def _placed(self, batches: Iterable[Any], steps: int | None) -> Iterator[Any]:
+        workers = None if self._workers is None else self._workers.steps
+        if workers is not None and (workers.compares or self._ahead):
+            yield from compared_ahead(batches, self.place, workers, steps)
         elif self._ahead:
-            yield from prefetch_one(batches, self._begin)
+            yield from prefetch_one(batches, self._begin, steps)
         else:
             yield from map(self.place, batches)
 
@@ -250,10 +255,10 @@ class DevicePlacer(JaxBatchPlacer):
             return leaf
         return jax.device_put(leaf, self._device)
 
-    def _placed(self, batches: Iterable[Any]) -> Iterator[Any]:
+    def _placed(self, batches: Iterable[Any], steps: int | None) -> Iterator[Any]:
         if self._is_cpu:
             return (self.place(batch) for batch in batches)
-        return prefetch_one(batches, self._begin)
+        return prefetch_one(batches, self._begin, steps)
 
 
 class HostBatches:
@@ -270,7 +275,9 @@ class HostBatches:
         """The batches."""
         return batches
 
-    def batches(self, batches: Iterable[Any], several: int = 1) -> Iterator[Any]:
+    def batches(
+        self, batches: Iterable[Any], several: int = 1, steps: int | None = None
+    ) -> Iterator[Any]:
         """The batches."""
         return iter(batches)
 
@@ -294,11 +301,13 @@ class BuildingBatches:
         """Whether arrays of batches may be `UnreadRows`."""
         return self._placer.reads_own_rows and not self._is_building()
 
-    def batches(self, batches: Iterable[Any], several: int = 1) -> Iterator[Any]:
+    def batches(
+        self, batches: Iterable[Any], several: int = 1, steps: int | None = None
+    ) -> Iterator[Any]:
         """The batches; of a `WorkerBatch` this worker's rows, which build a model."""
         if self._is_building():
             return map(own_part, batches)
-        return self._placer.batches(batches, several)
+        return self._placer.batches(batches, several, steps)
 
 
 def _as_array(leaf: Any) -> Any:
