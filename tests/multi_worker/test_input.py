@@ -417,7 +417,9 @@ def streamed(strategy, group):
     parts = limited.fit(stream(), steps_per_epoch=3, epochs=2, **options).history
     evaluated = made().evaluate(stream(), verbose=0)
     continued, source = made(), stream()
-    twice = [continued.fit(source, steps_per_epoch=3, **options) for _ in range(2)]
+    # `tf.data` reads a generator ahead, without a strategy, too.
+    fits = range(0 if keras.backend.backend() == "tensorflow" else 2)
+    twice = [continued.fit(source, steps_per_epoch=3, **options) for _ in fits]
     return {
         "twice": [each.history["loss"][0] for each in twice],
         "losses": [*history["loss"], *history["val_loss"], evaluated],
@@ -435,8 +437,7 @@ def test_groups_of_steps_read_every_batch_of_a_stream_once(cluster):
             if group <= 3:
                 # The batches 0, 1, 2 and 3, 4, 5.
                 np.testing.assert_allclose(found["limited"], [5 / 3, 50 / 3], rtol=1e-5)
-            if group <= 3 and keras.backend.backend() != "tensorflow":
-                # `tf.data` reads a generator ahead, without a strategy, too.
+            if group <= 3 and found["twice"]:
                 np.testing.assert_allclose(found["twice"], [5 / 3, 50 / 3], rtol=1e-5)
 
 
