@@ -2,10 +2,9 @@
 
 Input other than arrays is compared in each step: its shapes, or the rows and their
 order. Ours sends them to the lead, which answers with all that differ
-(`WorkerGroup.gather_values`). Here each comparison is awaited at once, which a step
-does on TensorFlow; on Torch and JAX it computes meanwhile. The peer is an all-reduce
-of four integers over Gloo, as
-in Torch's `Join`, which says only whether workers agree.
+(`WorkerGroup.gather_values`). Here each comparison is awaited at once; a step computes
+meanwhile. The peer is an all-reduce of four integers over Gloo, as in Torch's `Join`,
+which says only whether workers agree.
 
 Workers are processes that do nothing else, on the cores of one machine: with many of
 them the time is mostly that in which they wait for a core. The processor time of a

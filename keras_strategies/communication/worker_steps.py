@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import keras
 import numpy as np
 
 from keras_strategies.communication.checksums import checksum
 from keras_strategies.errors import WorkerError
+from keras_strategies.keras_compat.structures import leaves_of
 from keras_strategies.timeline import recording
 from keras_strategies.user_warnings import warn_user
 
@@ -20,8 +22,11 @@ if TYPE_CHECKING:
     from keras_strategies.cluster.group import WorkerGroup
 
 
+Found = TypeVar("Found")
 # Number of first batches of a loop that workers compare by content.
 _COMPARED_BATCHES = 2
+#: In place of the facts of a batch, where the data have ended.
+END = "end"
 
 # The end of errors about different data.
 SAME_DATA = (
@@ -52,8 +57,7 @@ def _checksum(leaf: Any) -> int:
     return checksum(array)
 
 
-def compare_rows(rows: int, found: list[int]) -> None:
-    """Raises `WorkerError` if workers have found other numbers of rows."""
+def _compare_rows(rows: int, found: list[int]) -> None:
     if any(each != rows for each in found):
         raise WorkerError(
             "Workers have different batches: the numbers of rows are "
@@ -88,12 +92,45 @@ def compare_orders(
         A callable that waits for the others. It raises `WorkerError` if they have other
         rows, or one has no more batches.
     """
-    gathered = group.begin_gather("a batch", [rows, order], stream)
 
-    def finish() -> None:
-        for other, each in enumerate(gathered()):
+    def compare(found: list[Any]) -> None:
+        for other, each in enumerate(found):
             if each != [rows, order]:
                 raise _different_orders(group, other, rows, each[0])
+
+    return begin_comparison(group, [rows, order], compare, stream)
+
+
+def begin_comparison(
+    group: WorkerGroup,
+    facts: Any,
+    compare: Callable[[list[Any]], None],
+    stream: str = "",
+) -> Callable[[], None]:
+    """Begins to compare facts of a batch with those of other workers.
+
+    Args:
+        group: the connected workers.
+        facts: JSON value of a batch; `END` where there is none.
+        compare: called with the facts of all workers, by worker; raises `WorkerError`.
+        stream: str, see `WorkerGroup.gather`.
+
+    Returns:
+        A callable that waits for the others, and compares.
+    """
+    gathered = group.begin_gather("a batch", facts, stream)
+
+    def finish() -> None:
+        found = gathered()
+        ended = [worker for worker, each in enumerate(found) if each == END]
+        if 0 < len(ended) < len(found):
+            other = next(w for w, each in enumerate(found) if each != END)
+            raise WorkerError(
+                f"Worker {ended[0]} has no more batches at {group.progress}, but "
+                f"worker {other} has. {SAME_DATA}"
+            )
+        if not ended:
+            compare(found)
 
     return finish
 
@@ -116,8 +153,9 @@ def _different_orders(
 class WorkerSteps:
     """The steps of a method on one worker.
 
-    Batches are compared while a step begins: `check_rows` and `check_batch` send what
-    is compared, and `await_checks` waits, before the first collective of the step.
+    `check_rows` and `check_batch` send what is compared, while the step begins or, in
+    `for_later`, the one before it; `await_checks` waits, before the first collective of
+    the step.
 
     Args:
         group: the connected workers.
@@ -249,15 +287,31 @@ class WorkerSteps:
                 self._begun.clear()
                 raise
 
-    def later_checks(self) -> Callable[[], None]:
-        """The wait for the last checks; for a batch that is prepared ahead."""
-        begun, self._begun = self._begun, []
+    def for_later(self, begin: Callable[[], Found]) -> Callable[[], Found]:
+        """Begins comparisons that a later step awaits.
 
-        def wait() -> None:
-            for each in begun:
-                each()
+        Args:
+            begin: begins them.
 
-        return wait
+        Returns:
+            A callable that gives them to the step which calls it, and returns what
+            `begin` has returned.
+        """
+        count = len(self._begun)
+        found = begin()
+        begun = self._begun[count:]
+        del self._begun[count:]
+
+        def arrived() -> Found:
+            self._begun += begun
+            return found
+
+        return arrived
+
+    @property
+    def compares(self) -> bool:
+        """bool, whether the batches of the method are compared."""
+        return bool(self._checks)
 
     def check(self, what: str) -> None:
         """Sets what is compared until the method ends.
@@ -277,8 +331,7 @@ class WorkerSteps:
         if order is not None:
             self._begun.append(compare_orders(self.group, *order))
         elif self._checks == "rows":
-            gathered = self.group.begin_gather("a batch", rows)
-            self._begun.append(lambda: compare_rows(rows, gathered()))
+            self._begin_comparison(rows, functools.partial(_compare_rows, rows))
 
     def check_batch(self, batch: Any) -> None:
         """Begins to compare a global batch with those of the other workers.
@@ -289,12 +342,23 @@ class WorkerSteps:
         """
         if self._checks != "batches":
             return
-        leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
+        leaves = [leaf for leaf in leaves_of(batch) if leaf is not None]
         facts: list[Any] = [[list(leaf.shape) for leaf in leaves]]
+        names: list[str] = []
         if self._steps <= _COMPARED_BATCHES:
             facts.append([_checksum(leaf) for leaf in leaves])
-        gathered = self.group.begin_gather("a batch", facts)
-        self._begun.append(lambda: self._compare(_names(batch), facts, gathered()))
+            names = _names(batch)
+        self._begin_comparison(facts, functools.partial(self._compare, names, facts))
+
+    def check_end(self) -> None:
+        """Begins to compare the end of the data."""
+        if self._checks:
+            self._begin_comparison(END, lambda found: None)
+
+    def _begin_comparison(
+        self, facts: Any, compare: Callable[[list[Any]], None]
+    ) -> None:
+        self._begun.append(begin_comparison(self.group, facts, compare))
 
     def _compare(self, names: list[str], facts: list[Any], found: list[Any]) -> None:
         for other, each in enumerate(found):

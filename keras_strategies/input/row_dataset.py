@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,15 +10,12 @@ import keras
 
 from keras_strategies.communication.communicator import Communicator
 from keras_strategies.communication.replica_counts import ReplicaCounts
-from keras_strategies.communication.worker_steps import compare_rows
 from keras_strategies.errors import BatchError, WorkerError
 from keras_strategies.input.arrays import Ranges
 from keras_strategies.input.batches import as_numpy
 from keras_strategies.keras_compat.models.row_adapters import own_rows_adapter
 from keras_strategies.runtime.row_splits import replica_ranges
 from keras_strategies.runtime.worker_batch import WorkerBatch, WorkerRows
-
-_streams = itertools.count()
 
 
 class RowDataset(keras.utils.PyDataset, abc.ABC):
@@ -139,10 +135,10 @@ def batches_of_worker(
         counts: the replicas of all workers.
     """
     own = _OwnRows(dataset, WorkerRows(lambda: counts))
-    adapter = own_rows_adapter(own, False, None, lambda batches: batches)
+    adapter = own_rows_adapter(own, False, None)
     adapter.on_epoch_begin()
     try:
-        for each in adapter.worker_batches():
+        for each in adapter.own_batches():
             ranges = replica_ranges(sum(each.every), counts)
             first = ranges[0][0]
             yield each.batch, [(a - first, b - first) for a, b in ranges]
@@ -173,17 +169,4 @@ def own_rows(
             "workers must read the same global batches."
         )
 
-    def compared(batches: Iterator[WorkerBatch]) -> Iterator[WorkerBatch]:
-        if not workers.actions.is_fixed:
-            # A worker may be lost, and a new one reads by itself: steps compare.
-            yield from batches
-            return
-        # Passes may be read on separate threads: each needs a stream.
-        stream = f"rows {next(_streams)}"
-        for batch in batches:
-            count = sum(batch.every)
-            compare_rows(count, workers.group.gather_values("a batch", count, stream))
-            yield batch
-
-    own = _OwnRows(dataset, rows)
-    return own_rows_adapter(own, shuffle, class_weight, compared)
+    return own_rows_adapter(_OwnRows(dataset, rows), shuffle, class_weight)

@@ -10,6 +10,7 @@ from keras_strategies.lead.client_state import (
     ClientState,
     GroupChanged,
     JoinedGeneration,
+    Offered,
 )
 from keras_strategies.lead.files import WENT_ON
 
@@ -161,10 +162,9 @@ class LeadClient(ClientState):
     def status(self) -> dict[str, Any]:
         """The table of all workers: steps, progress, times, seconds of silence."""
         with self._changed:
-            self._status = None
+            self._status = {}
             self._connection.send("askstatus", {})
-            self._wait(lambda: self._status is not None)
-            assert self._status is not None
+            self._wait(lambda: bool(self._status))
             return self._status
 
     def leave(self, *, is_complete: bool = True, how: str = "") -> None:
@@ -186,19 +186,21 @@ class LeadClient(ClientState):
 
     # Comparisons and files
 
-    def offer(self, what: str, value: str, stream: str = "") -> tuple[str, int, int]:
+    def offer(self, what: str, value: str, stream: str = "") -> Offered:
         """Sends a value to the others without waiting; the result is for `compared`."""
         with self._changed:
             self._check(in_generation=True)
             number = self._numbers.get(stream, 0)
             self._numbers[stream] = number + 1
+            offered = Offered((stream, number), self.generation.number)
+            self._offered[offered.key] = offered
             body = {"stream": stream, "number": number, "what": what, "value": value}
             self._send_in_generation("arrived", body | {"progress": self.progress})
-            return stream, number, self.generation.number
+            return offered
 
     def compared(
         self,
-        offered: tuple[str, int, int],
+        offered: Offered,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> list[tuple[str, tuple[int, ...]]]:
         """The different values of an `offer`, with the ranks that have them.
@@ -211,23 +213,20 @@ class LeadClient(ClientState):
             GroupChanged: if a worker is lost.
             WorkerError: if workers compare different things, or some do not arrive.
         """
-        stream, position, of = offered
-        key = (stream, position)
 
         def check() -> None:
-            if self.generation.number != of:
+            if self.generation.number != offered.generation:
                 raise GroupChanged("the workers form another group")
             meanwhile()
 
         with self._changed:
             check()
-            self._wait(lambda: key in self._results, True, check, is_answer=True)
-            answer = self._results.pop(key)
+            self._wait(lambda: bool(offered.answer), True, check, is_answer=True)
             rank, members = self.generation.rank, self.generation.members
-        if "error" in answer:
-            raise WorkerError(answer["error"])
-        count = len(members)
-        found = [(w, v, _ranks(r, count)) for w, v, r in answer["values"]]
+        if "error" in offered.answer:
+            raise WorkerError(offered.answer["error"])
+        different, count = offered.answer["values"], len(members)
+        found = [(what, v, _ranks(ranks, count)) for what, v, ranks in different]
         own = next(what for what, _, ranks in found if rank in ranks)
         for what, _, ranks in found:
             if what != own:

@@ -7,8 +7,9 @@ import secrets
 import ssl
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 from keras_strategies.errors import ClusterError, WorkerError
 from keras_strategies.lead.connection import BEAT, LeadConnection
@@ -100,6 +101,21 @@ class GroupListener:
         """A worker has connected before training; told to worker 0."""
 
 
+@dataclass(eq=False)
+class Offered:
+    """A value that this worker compares with the others.
+
+    Args:
+        key: its stream, and its number there.
+        generation: int, the number of the generation.
+        answer: the lead's; empty before.
+    """
+
+    key: tuple[str, int]
+    generation: int
+    answer: dict[str, Any] = field(default_factory=dict)
+
+
 class ClientState:
     """State of a worker; its arguments are those of `LeadClient`."""
 
@@ -138,11 +154,12 @@ class ClientState:
         self._last_step: int | None = None
         self._is_planned = False
         self._numbers: dict[str, int] = {}
-        self._results: dict[tuple[str, int], dict[str, Any]] = {}
+        # Without those that nobody will read.
+        self._offered = WeakValueDictionary[tuple[str, int], Offered]()
         self._files: dict[tuple[int, int], str] = {}
         # Names of files since the last comparison, and its number.
         self._saves: tuple[int, list[str]] = (0, [])
-        self._status: dict[str, Any] | None = None
+        self._status: dict[str, Any] = {}
         # Whether a state of this worker is that of the group (see `generations.py`).
         self._has_state = False
         # What is said again after the connection was lost.
@@ -228,7 +245,6 @@ class ClientState:
 
     def hello(self) -> dict[str, Any]:
         with self._changed:
-            generation = self._generation
             return {
                 "uid": self._uid,
                 "index": self.index,
@@ -236,7 +252,7 @@ class ClientState:
                 "job": self._job,
                 "same": self._same,
                 "settings": self._settings,
-                "generation": generation.number if generation else 0,
+                "generation": self._number,
                 "step": self.step,
             }
 
@@ -348,7 +364,7 @@ class ClientState:
         self.is_excluded = False
         self._has_state |= not message["is_first"]
         self._is_pausing, self._last_step, self._begun = False, None, 0
-        self._numbers, self._results, self._files = {}, {}, {}
+        self._numbers, self._files = {}, {}
         self._saves, self.times_of = (0, []), {}
 
     def _handle_go(self, message: dict[str, Any]) -> None:
@@ -362,7 +378,9 @@ class ClientState:
         self._last_step = message["count"]
 
     def _handle_compared(self, message: dict[str, Any]) -> None:
-        self._results[tuple(message.pop("key"))] = message
+        offered = self._offered.pop(tuple(message.pop("key")), None)
+        if offered is not None:
+            offered.answer = message
 
     _handle_late = _handle_compared
 

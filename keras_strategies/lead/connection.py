@@ -98,9 +98,9 @@ class LeadConnection:
         self.own_host = ""
         self._beat_seconds, self._grace = BEAT, 0.0
         self._session = Session()
-        self._outgoing = bytearray()
-        self._received = bytearray()
-        self._is_greeted = False
+        self._outgoing, self._received = bytearray(), bytearray()
+        # On which any thread sends; None with TLS, which has no lock in Python 3.11.
+        self._direct: socket.socket | None = None
         # Whether the generation is that of the last connection.
         self._continues = True
         self._beats: dict[int, float] = {}
@@ -121,8 +121,11 @@ class LeadConnection:
         message = encoded(kind, body)
         with self.changed:
             self._session.add(message)
-            if self._is_greeted:
-                self._outgoing += message
+            self._outgoing += message
+            # An error is that of the thread, too.
+            with contextlib.suppress(OSError):
+                if self._direct is not None and not self._flush(self._direct):
+                    return
         self._wake()
 
     def has_lease(self) -> bool:
@@ -154,6 +157,7 @@ class LeadConnection:
         while not self._is_closed.is_set():
             try:
                 with self._connected() as connection:
+                    lost_at = None
                     self._serve(connection)
                     return
             except RefusedError as error:
@@ -161,8 +165,6 @@ class LeadConnection:
                 return
             except (OSError, WireError) as error:
                 now = time.monotonic()
-                if self._is_greeted:
-                    self._is_greeted, lost_at = False, None
                 lost_at = lost_at or now
                 is_refused = isinstance(error, ConnectionRefusedError)
                 refused_at = (refused_at or now) if is_refused else None
@@ -182,19 +184,23 @@ class LeadConnection:
     @contextlib.contextmanager
     def _connected(self) -> Iterator[socket.socket]:
         """A connection to the lead, after both ends have proved the secret."""
-        first: Exception | None = None
+        errors: list[Exception] = []
         for address in list(self.addresses):
             try:
                 connection = self._dial(address)
             except (OSError, WireError) as error:
-                first = first or error
+                errors.append(error)
                 continue
-            with connection:
-                self.addresses = [address]
+            self.addresses = [address]
+            self._direct = connection if self._tls is None else None
+            try:
                 yield connection
-                return
-        assert first is not None
-        raise first
+            finally:
+                with self.changed:
+                    self._direct = None
+                    connection.close()
+            return
+        raise errors[0]
 
     def _dial(self, address: tuple[str, int]) -> socket.socket:
         limit = min(_HANDSHAKE, max(self.timeout / 2, BEAT))
@@ -250,8 +256,6 @@ class LeadConnection:
             else:
                 self._session = Session()
                 self._outgoing.clear()
-            self._is_greeted = True
-            if not facts["is_resumed"]:
                 for kind, body in self._user.begin_again():
                     self.send(kind, body)
             self._continues = True
@@ -261,12 +265,13 @@ class LeadConnection:
         silent, counted = 0.0, time.monotonic()
         with selectors.DefaultSelector() as selector:
             selector.register(self._wakes, selectors.EVENT_READ)
-            selector.register(connection, selectors.EVENT_READ)
+            selector.register(connection, events := selectors.EVENT_READ)
             while not self._is_closed.is_set():
-                events = selectors.EVENT_READ
+                before, events = events, selectors.EVENT_READ
                 if self._flush(connection):
                     events |= selectors.EVENT_WRITE
-                selector.modify(connection, events)
+                if events != before:
+                    selector.modify(connection, events)
                 ready = selector.select(max(0.0, self._next_beat - time.monotonic()))
                 now = time.monotonic()
                 # A pause of this process is no silence of the lead.
@@ -281,7 +286,7 @@ class LeadConnection:
                     raise WireError(f"no answer for {silent:.0f} s")
                 if now >= self._next_beat:
                     self._beat(now)
-            with contextlib.suppress(OSError):
+            with self.changed, contextlib.suppress(OSError):
                 connection.setblocking(True)
                 connection.settimeout(1.0)
                 connection.sendall(self._outgoing)

@@ -18,6 +18,8 @@ from keras_strategies.lead.state import KnownWorker
 STALL_SECONDS = 30.0
 # Seconds to wait for the answer of an awaited worker.
 _ANSWER_SECONDS = 2.0
+# Seconds after which one that others wait for in a collective is given up, too.
+_MORE = 2.0
 # Number of awaited workers that are named.
 _NAMED = 4
 _NO_ANSWER = "It does not answer: it is stopped, or busy in one call outside of Python"
@@ -123,6 +125,9 @@ class StallWatch:
     def overdue(self, seconds: float, now: float) -> tuple[int, str] | None:
         """A worker that others wait for in an engine, which may wait without end.
 
+        It may have to arrive in a collective, too: that of a batch is begun before the
+        step. Those who wait there have had their error some seconds before.
+
         Args:
             seconds: float, the time after which it is overdue.
             now: float, the time in seconds.
@@ -131,7 +136,7 @@ class StallWatch:
             Its index, and the last report about it; None without one.
         """
         stall = self._stall
-        if stall is None or stall.what or now - stall.since < seconds:
+        if stall is None or now - stall.since < seconds + bool(stall.what) * _MORE:
             return None
         return stall.awaited[0], self._text
 

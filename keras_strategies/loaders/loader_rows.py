@@ -103,10 +103,10 @@ class LoaderRows:
 
     def _batches(self, reads: Any, stream: str) -> Iterator[WorkerBatch]:
         for read in reads:
-            if self._agrees:
+            if stream:
                 self._compare(len(read[0].keys), read[0].checksum, stream)
             yield self._batch(*read)
-        if self._agrees:
+        if stream:
             self._compare(0, 0, stream)
 
     def _compare(self, rows: int, order: int, stream: str) -> None:
@@ -121,8 +121,7 @@ class LoaderRows:
             return self._batch(*self._loader.collate_fn(samples))
 
         every = self._rows.sizes(len(rows.keys)) if rows.is_part else []
-        is_compared = self._agrees or self._is_of_arrays
-        order = None if is_compared else (len(rows.keys), rows.checksum)
+        order = None if self._is_of_arrays else (len(rows.keys), rows.checksum)
         return WorkerBatch(batch, every, counts, again, order)
 
 

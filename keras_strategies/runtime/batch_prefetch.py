@@ -1,16 +1,24 @@
-"""Prefetch to a device: one batch is transferred while the previous one is used."""
+"""Prefetch: one batch is transferred and compared while the previous one is used."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+if TYPE_CHECKING:
+    from keras_strategies.communication.worker_steps import WorkerSteps
+
+# After the last batch.
+_END: Any = object()
 Batch = TypeVar("Batch")
 Moved = TypeVar("Moved")
 
 
 def prefetch_one(
-    batches: Iterable[Batch], move: Callable[[Batch], Callable[[], Moved]]
+    batches: Iterable[Batch],
+    move: Callable[[Batch], Callable[[], Moved]],
+    steps: int | None = None,
 ) -> Iterator[Moved]:
     """Moves each batch while the previous one is used.
 
@@ -22,6 +30,8 @@ def prefetch_one(
             before it.
         move: starts the transfer of a batch and returns a callable that waits for it
             and returns the batch on the device.
+        steps: int, after as many batches the next one is not read before it is asked
+            for: another `fit` may go on with the same generator. None without limit.
 
     Yields:
         The batches in their order.
@@ -33,25 +43,59 @@ def prefetch_one(
     """
     waiting = iter(batches)
     arrive: Callable[[], Moved] | None = None
-    try:
-        arrive = move(next(waiting))
-    except StopIteration:
-        return
-    yield arrive()
-    arrive = None
-    while True:
+    for number in itertools.count():
+        if arrive is None:
+            try:
+                arrive = move(next(waiting))
+            except StopIteration:
+                return
         error: Exception | None = None
         following: Callable[[], Moved] | None = None
-        try:
-            following = move(next(waiting))
-        except StopIteration:
-            pass
-        except Exception as caught:
-            error = caught
-        if arrive is not None:
-            yield arrive()
+        if is_ahead := number > 0 and not (steps and (number + 1) % steps == 0):
+            try:
+                following = move(next(waiting))
+            except StopIteration:
+                pass
+            except Exception as caught:
+                error = caught
+        yield arrive()
         if error is not None:
             raise error
-        if following is None:
-            return
         arrive = following
+        if is_ahead and following is None:
+            return
+
+
+def compared_ahead(
+    batches: Iterable[Batch],
+    begin: Callable[[Batch], Moved],
+    workers: WorkerSteps,
+    steps: int | None = None,
+) -> Iterator[Moved]:
+    """Compares each batch with other workers' while the previous one is used.
+
+    A worker without more batches compares its end as often as others compare theirs, so
+    that later calls of all workers match, also after an error.
+
+    Args:
+        batches: the batches.
+        begin: begins to compare a batch, and returns what its step uses.
+        workers: the steps of this worker, which await the comparisons.
+        steps: see `prefetch_one`.
+    """
+
+    def begin_next(batch: Any) -> Any:
+        if batch is not _END:
+            return begin(batch)
+        workers.check_end()
+        return _END
+
+    def move(batch: Any) -> Callable[[], Any]:
+        return workers.for_later(lambda: begin_next(batch))
+
+    following = itertools.chain(batches, itertools.repeat(_END))
+    for moved in prefetch_one(following, move, steps):
+        if moved is _END:
+            workers.await_checks()
+            return
+        yield moved

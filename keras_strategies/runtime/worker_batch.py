@@ -32,8 +32,8 @@ class WorkerBatch(OwnPart):
         again: reads this worker's rows in the group of workers at that time; None for
             batches that cannot be read again.
         order: pair of int, the rows of the global batch, and a checksum of their
-            numbers in the dataset, which steps compare; None where the reads of workers
-            were compared, or rows have no numbers.
+            numbers in the dataset, which steps compare; None where rows have no
+            numbers.
     """
 
     batch: Any

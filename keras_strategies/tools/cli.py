@@ -18,6 +18,7 @@ from keras_strategies.tools.doctor import doctor
 from keras_strategies.tools.elastic_launch import DEFAULT_RESTARTS, launch_elastic
 from keras_strategies.tools.explain import explain
 from keras_strategies.tools.launch_command import launch_command
+from keras_strategies.tools.lead_command import lead_command
 from keras_strategies.tools.top_command import TopOptions, top_command
 from keras_strategies.tools.verify_command import (
     STRATEGIES,
@@ -57,6 +58,13 @@ _CHOOSE = (
     "shapes are used.\n\n"
     "    keras-strategies choose train.py:build --batch 512 --memory 16GiB\n"
 )
+_LEAD = (
+    "Run the lead of the workers of MultiWorkerMirroredStrategy in this process, as in "
+    "a pod of its\nown; it ends with training. Workers find it by KS_LEAD, the "
+    "addresses of worker 0 and of\nthe lead:\n\n"
+    "    keras-strategies lead --workers 4 --port 4712\n"
+    '    KS_LEAD="worker-0:4711 lead:4712" python train.py\n'
+)
 _TOP = (
     "Show the workers of a run on this machine: their rows per second, the parts of "
     "their time\nin data, steps, exchanges, waits and files, and who waits for whom, "
@@ -87,6 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.command == "doctor":
             return doctor(timeout_seconds=options.timeout)
+        if options.command == "lead":
+            return lead_command(options.workers, options.port)
         if options.command == "explain":
             print(explain(" ".join(options.words) or None))
             return 0
@@ -262,6 +272,7 @@ def _parser() -> argparse.ArgumentParser:
         help="class of the error, such as BatchError, a message, or words of what "
         "happens, such as slow (default: list all entries)",
     )
+    _add_lead(commands, raw)
     _add_verify(commands, raw)
     _add_choose(commands, raw)
     _add_top(commands, raw)
@@ -329,6 +340,21 @@ def _add_choose(commands: Any, raw: Any) -> None:
     )
     choose.add_argument(
         "--memory", metavar="SIZE", default="", help='of each device, such as "16 GiB"'
+    )
+
+
+def _add_lead(commands: Any, raw: Any) -> None:
+    lead = commands.add_parser(
+        "lead",
+        help="run the lead of a cluster, as in a pod of its own",
+        description=_LEAD,
+        formatter_class=raw,
+    )
+    lead.add_argument(
+        "--workers", type=_count, metavar="N", required=True, help="number of workers"
+    )
+    lead.add_argument(
+        "--port", type=_count, metavar="P", required=True, help="its port"
     )
 
 

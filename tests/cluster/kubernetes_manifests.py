@@ -104,6 +104,11 @@ class Pod:
     environment: dict[str, str]
     command: tuple[str, ...]
 
+    @property
+    def is_lead(self) -> bool:
+        """Whether it is that of the lead, which has no task."""
+        return "lead" in self.command
+
 
 def pods(manifests: list[dict[str, Any]]) -> list[Pod]:
     """The pods of all Indexed Jobs, with the variables that Kubernetes sets."""

@@ -36,6 +36,12 @@ group = WorkerGroup.join(addresses, resolver.task_id, {}, timeout=300)
 print(group.gather_values("numbers", resolver.task_id))
 group.leave()
 """
+#: As `python -m keras_strategies`.
+COMMAND_LINE = """
+import sys
+from keras_strategies.tools.cli import main
+sys.exit(main())
+"""
 PARAMETER_SERVERS = """
 import time
 import keras
@@ -138,15 +144,16 @@ def test_objects_refer_to_each_other(name: str) -> None:
         assert template["metadata"]["labels"] == labels
         assert pod["subdomain"] == service["metadata"]["name"]
         assert pod["automountServiceAccountToken"] is False
-        volumes = {volume["name"]: volume for volume in pod["volumes"]}
-        mounts = {mount["name"] for mount in container(job)["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in pod.get("volumes", [])}
+        mounts = {mount["name"] for mount in container(job).get("volumeMounts", [])}
         assert set(volumes) == mounts
         claims = [
             volume["persistentVolumeClaim"]["claimName"]
             for volume in volumes.values()
             if "persistentVolumeClaim" in volume
         ]
-        assert claims == [claim["metadata"]["name"]]
+        is_lead = container(job)["name"] == "lead"
+        assert claims == ([] if is_lead else [claim["metadata"]["name"]])
 
 
 # --- What the pods find -------------------------------------------------------
@@ -159,6 +166,8 @@ def test_each_pod_finds_its_task_at_its_own_address(name: str, monkeypatch) -> N
         monkeypatch.delenv(variable)
     tasks = []
     for pod in pods(MANIFESTS[name]):
+        if pod.is_lead:
+            continue
         with monkeypatch.context() as patch:
             for variable, text in pod.environment.items():
                 patch.setenv(variable, text)
@@ -210,11 +219,18 @@ def run_pods(
     """
     found = pods(MANIFESTS[name])
     processes = []
-    for pod, variables in zip(found, on_this_machine(found), strict=True):
+    environments = on_this_machine(found)
+    lead = folder / "lead.py"
+    lead.write_text(COMMAND_LINE)
+    port = environments[0].get("KS_LEAD", "").rpartition(":")[2]
+    for pod, variables in zip(found, environments, strict=True):
         del variables["HOME"]
         variables["KERAS_BACKEND"] = os.environ["KERAS_BACKEND"]
         log = folder / f"{pod.job}-{pod.index}.log"
-        processes.append(forker.start(log, *command(pod), **variables))
+        given = (
+            command(pod) if not pod.is_lead else [str(lead), *pod.command[3:-1], port]
+        )
+        processes.append(forker.start(log, *given, **variables))
     try:
         codes = [process.wait(TIMEOUT)[0] for process in processes]
     except AssertionError as error:

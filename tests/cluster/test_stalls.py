@@ -63,6 +63,23 @@ def test_a_collective_names_those_that_have_not_arrived_and_their_lines():
     assert watched.asked == [1, 1, 1, 1]
 
 
+def test_one_that_is_awaited_for_too_long_is_given_up():
+    """In an engine, although it misses in the comparison of the next batch, too."""
+    watched = Watched(after=10.0)
+    for kind, limit in (("engine", 20), ("batch", 22)):
+        given_up = {}
+        for now in range(100, 140):
+            for index, count in enumerate((8, 7) if kind == "engine" else (8, 8)):
+                watched.watch.beat(index, (count, 0), 0.0, now)
+            pending = {("", 5): ("a batch", {0})} if kind == "batch" else {}
+            watched.watch.tick(pending, now)
+            given_up[now - 100] = watched.watch.overdue(20.0, now)
+        first = next(now for now, found in given_up.items() if found)
+        assert given_up[first][0] == 1 and "Worker 3" in given_up[first][1]
+        assert limit <= first <= limit + 1
+        watched = Watched(after=10.0)
+
+
 def test_a_wait_in_an_engine_names_those_with_the_lowest_count():
     found = Watched().reports(
         lambda now: [((5, 0), 0.0), ((4, 9), 0.0), ((5, 0), 0.0)], until=60

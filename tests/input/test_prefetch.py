@@ -146,6 +146,15 @@ def test_each_batch_after_the_first_moves_before_the_one_before_it_is_used() -> 
     ]
 
 
+def test_no_batch_is_read_ahead_after_the_last_step_of_an_epoch() -> None:
+    """A generator is where it would be without prefetch: another `fit` may go on."""
+    mover, source = Mover(), iter(range(1, 7))
+    ahead = prefetch_one(source, mover, steps=2)
+    assert [next(ahead) for _ in range(4)] == [10, 20, 30, 40]
+    assert list(source) == [5, 6]
+    assert mover.events[2:] == ["move 2", "use 2", "move 3", "move 4", "use 3", "use 4"]
+
+
 def test_errors_arrive_in_their_turn() -> None:
     def batches():
         yield 1

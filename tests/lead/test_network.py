@@ -14,6 +14,7 @@ from lead.leads import SECRET, Proxy, RunningLead, begin, compare, together
 from keras_strategies.errors import ClusterError, WorkerError
 from keras_strategies.lead.client import LeadClient
 from keras_strategies.lead.client_state import GroupChanged, TrainingEnded
+from keras_strategies.lead.connection import LeadConnection
 from keras_strategies.lead.events import TICK
 from keras_strategies.lead.process import UNFINISHED
 
@@ -42,6 +43,26 @@ def test_workers_compare_values_with_one_thread_each(lead):
         together(three, lambda c: compare(c, "all", "same"))
         == [[("same", (0, 1, 2))]] * 3
     )
+
+
+def test_a_thread_sends_its_messages_itself(lead, monkeypatch):
+    """To wake the thread of the connection would take as long as a comparison."""
+    three, woken = lead.training(3), []
+    monkeypatch.setattr(LeadConnection, "_wake", woken.append)
+    for turn in range(20):
+        found = together(three, lambda client, turn=turn: exchange(client, turn))
+        assert [len(values) for values in found] == [3, 3, 3]
+    assert not woken
+
+
+def test_an_answer_that_nobody_reads_is_not_kept(lead):
+    """Such as that of a batch which was read ahead when training ended."""
+    three = lead.training(3)
+    for each in three:
+        for turn in range(20):
+            each.offer(f"turn {turn}", "")
+    together(three, lambda client: compare(client, "all"))
+    assert [len(client._offered) for client in three] == [0, 0, 0]
 
 
 def test_large_values_arrive(lead):

@@ -1,7 +1,7 @@
 """Steps do not await the comparison of their batches: answers come meanwhile.
 
-On Torch while the step computes its outputs, before its first collective; on JAX, with
-batches prepared ahead as on accelerators, while the step before runs.
+On Torch while the step computes its outputs, before its first collective; on JAX and
+TensorFlow, which read a batch ahead, while the step before runs.
 """
 
 from __future__ import annotations
@@ -14,9 +14,6 @@ import pytest
 
 BACKEND = keras.backend.backend()
 STEPS = 6
-
-if BACKEND == "tensorflow":
-    pytest.skip("a program may begin with a collective", allow_module_level=True)
 
 
 class Comparisons(keras.callbacks.Callback):
@@ -32,8 +29,7 @@ class Comparisons(keras.callbacks.Callback):
         super().__init__()
         #: Of each step: the comparisons that it reads, and those without an answer.
         self.read: list[list[int]] = []
-        self._offered: list[tuple[Any, Any]] = []
-        self._finished: set[Any] = set()
+        self._offered: list[Any] = []
         self._client = LeadClient
         self._methods = LeadClient.offer, LeadClient.compared
         offer, compared = self._methods
@@ -41,14 +37,13 @@ class Comparisons(keras.callbacks.Callback):
         def noted(client: Any, what: str, *rest: Any) -> Any:
             found = offer(client, what, *rest)
             if what == "a batch":
-                self._offered.append((client, found[:2]))
+                self._offered.append(found)
             return found
 
         def counted(client: Any, offered: Any, *rest: Any) -> Any:
-            if (client, offered[:2]) in self._offered and self.read:
+            if offered in self._offered and self.read:
                 self.read[-1][0] += 1
-                self.read[-1][1] += offered[:2] not in client._results
-            self._finished.add(offered[:2])
+                self.read[-1][1] += not offered.answer
             return compared(client, offered, *rest)
 
         LeadClient.offer, LeadClient.compared = noted, counted
@@ -59,16 +54,19 @@ class Comparisons(keras.callbacks.Callback):
     def await_answers(self) -> None:
         from harness.processes import wait_until
 
-        client, key = self._offered[-1]
-        if key not in self._finished:
-            wait_until(lambda: key in client._results, "the answer")
+        wait_until(lambda: self._offered[-1].answer, "the answer")
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if BACKEND == "jax" and batch < STEPS - 1:
+        if BACKEND != "torch":
             self.await_answers()
 
     def on_train_end(self, logs: Any = None) -> None:
         self._client.offer, self._client.compared = self._methods
+
+
+def batch(index: int) -> Any:
+    x = np.random.default_rng(index).normal(size=(8, 3)).astype("float32")
+    return x, x[:, :1]
 
 
 class Pairs(keras.utils.PyDataset):
@@ -78,14 +76,42 @@ class Pairs(keras.utils.PyDataset):
         return STEPS
 
     def __getitem__(self, index: int) -> Any:
-        x = np.random.default_rng(index).normal(size=(8, 3)).astype("float32")
-        return x, x[:, :1]
+        return batch(index)
 
 
-def awaited(strategy: Any) -> list[list[int]]:
+def pairs_of_rows() -> Any:
+    """Batches of which every worker reads its own rows."""
+    import keras_strategies as ks
+
+    class Rows(ks.RowDataset):
+        def __len__(self) -> int:
+            return STEPS
+
+        def num_rows(self, index: int) -> int:
+            return 8
+
+        def get_rows(self, index: int, start: int, stop: int) -> Any:
+            x, y = batch(index)
+            return x[start:stop], y[start:stop]
+
+    return Rows()
+
+
+def loader() -> Any:
+    """A loader of which every worker reads its own rows, in an order that it draws."""
+    from torch.utils.data import DataLoader
+
+    rows = [
+        tuple(row) for each in range(STEPS) for row in zip(*batch(each), strict=True)
+    ]
+    return DataLoader(rows, batch_size=8, shuffle=True)
+
+
+SOURCES = {"every row": Pairs, "own rows": pairs_of_rows, "loader": loader}
+
+
+def awaited(strategy: Any, source: str) -> list[list[int]]:
     """Of each step: comparisons that it reads, and those that it awaits."""
-    from harness.batches_ahead import prepare_ahead
-
     import keras_strategies as ks
 
     counted = Comparisons()
@@ -97,21 +123,19 @@ def awaited(strategy: Any) -> list[list[int]]:
             return x
 
     ks.row_wise(Computes)
-    end = prepare_ahead(strategy) if BACKEND == "jax" else lambda: None
-    try:
-        with strategy.scope():
-            layers = [keras.Input((3,)), Computes(), keras.layers.Dense(1)]
-            model = keras.Sequential(layers)
-            model.compile("sgd", "mse")
-        model.fit(Pairs(), shuffle=False, verbose=0, callbacks=[counted])
-    finally:
-        end()
+    with strategy.scope():
+        layers = [keras.Input((3,)), Computes(), keras.layers.Dense(1)]
+        model = keras.Sequential(layers)
+        model.compile("sgd", "mse")
+    data = SOURCES[source]()
+    model.fit(data, shuffle=False, verbose=0, callbacks=[counted])
     return counted.read
 
 
-def test_a_step_awaits_no_comparison(cluster: Any) -> None:
-    for read in cluster(awaited):
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_step_awaits_no_comparison(cluster: Any, source: str) -> None:
+    for read in cluster(awaited, source):
         assert len(read) == STEPS
-        # The first ones begin without one before; each step has one.
+        # Those of the first ones are not read ahead; each step has one.
         assert sum(count for count, _ in read) >= STEPS - 1, read
         assert all(not late for _, late in read[2:]), read

@@ -21,6 +21,8 @@ LOST = [
     FaultCase("stop", "callback", victim=0),
     FaultCase("hang", "callback", victim=1),
     FaultCase("stop", "data", victim=1),
+    # On Torch the others wait for the batch, see `test_comparisons_of_steps.py`.
+    *[FaultCase("hang", "data", victim=1)] * (BACKEND != "torch"),
     FaultCase("raise", "data", victim=1),
     FaultCase("exit", "callback", victim=0),
 ]
@@ -67,6 +69,7 @@ def test_the_others_name_the_lost_worker_and_its_step(case, forker, tmp_path):
     # At once, where something tells; a worker that is stopped is silent.
     fast = [outcomes[n].seconds for n in case.others if outcomes[n].error]
     limit = TIMEOUT + 3 if case.kind in ("stop", "hang") else TIMEOUT
+    limit += 2 * (case.kind == "hang" and case.place == "data")
     assert max(fast, default=0) < limit
     files = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     hidden = [name for name in files if name.startswith(".part-")]

@@ -204,7 +204,7 @@ def test_the_tutorial_on_kubernetes_shows_the_manifest_that_is_tested() -> None:
     page = PAGES["docs/tutorials/kubernetes.md"]
     manifest = (ROOT / "examples" / "kubernetes" / "multi_worker.yaml").read_text()
     shown = re.findall(r"^```yaml\n(.*?)^```$", page, re.DOTALL | re.M)
-    assert len(shown) == 4
+    assert len(shown) == 6
     assert [part for part in shown if part not in manifest] == []
 
 

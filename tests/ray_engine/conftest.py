@@ -14,6 +14,7 @@ import pytest
 
 import keras_strategies as ks
 
+TESTS = Path(__file__).parents[1]
 _BYTES = 80 << 20
 #: Lost nodes are noticed in seconds; no processes are started in advance.
 _SETTINGS = {
@@ -110,6 +111,10 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[RayNodes]:
     before, interrupt = dict(os.environ), signal.getsignal(signal.SIGINT)
     pytest.importorskip("ray")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    # Ray's workers import what tests give them, also where only pytest has this path.
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(TESTS), os.environ.get("PYTHONPATH")])
+    )
     nodes = RayNodes(request.module.NODE)
     try:
         ks.cluster_resolver.RayClusterResolver(nodes.address).connect()

@@ -7,7 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from keras_strategies.lead.client_state import GroupListener, JoinedGeneration
+from keras_strategies.lead.client_state import (
+    GroupListener,
+    JoinedGeneration,
+    Offered,
+)
 from keras_strategies.lead.state import Loss, Settings
 
 
@@ -36,43 +40,24 @@ class AloneClient:
         place = (self.index,), (self.host,), (os.getpid(),)
         self.generation = JoinedGeneration(0, None, 0, *place, (), (), (), "")
 
-    def offer(self, what: str, value: str, stream: str = "") -> tuple[str, int, int]:
-        self._value = value
-        return stream, 0, 0
+    def offer(self, what: str, value: str, stream: str = "") -> Offered:
+        return Offered((stream, 0), 0, {"value": value})
 
     def compared(
         self,
-        offered: tuple[str, int, int],
+        offered: Offered,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> list[tuple[str, tuple[int, ...]]]:
-        return [(self._value, (0,))]
+        return [(offered.answer["value"], (0,))]
 
     def begin_step(self) -> bool:
         return True
 
-    def check(self) -> None:
+    def _nothing(self, *args: Any, **options: Any) -> None:
         pass
 
-    def saved(self, name: str, error: str = "") -> None:
-        pass
-
-    def wait_saved(self, name: str, *, again: bool = False) -> None:
-        pass
-
-    def await_lease(self) -> None:
-        pass
-
-    def request_stop(self) -> None:
-        pass
-
-    def resume_steps(self) -> None:
-        pass
-
-    def report_failure(self, how: str, call: int) -> None:
-        pass
+    check = await_lease = request_stop = resume_steps = leave = _nothing
+    saved = wait_saved = report_failure = _nothing
 
     def status(self) -> dict[str, Any]:
         return {"workers": []}
-
-    def leave(self, *, is_complete: bool = True, how: str = "") -> None:
-        pass

@@ -26,7 +26,7 @@ from keras_strategies.engines.jax.unread_rows import (
 )
 from keras_strategies.engines.jax.workers.jax_workers import JaxCommunicator
 from keras_strategies.keras_compat.models.input_adapters import BatchPlacer, own_part
-from keras_strategies.runtime.batch_prefetch import prefetch_one
+from keras_strategies.runtime.batch_prefetch import compared_ahead, prefetch_one
 from keras_strategies.runtime.row_splits import check_batch
 from keras_strategies.runtime.worker_batch import WorkerBatch
 
@@ -50,33 +50,29 @@ class JaxBatchPlacer(abc.ABC):
     def place_several(self, batches: Sequence[Any]) -> Any:
         """Batches of equal shapes on the devices, stacked along a new first axis."""
 
-    def batches(self, batches: Iterable[Any], several: int = 1) -> Iterator[Any]:
+    def batches(
+        self, batches: Iterable[Any], several: int = 1, steps: int | None = None
+    ) -> Iterator[Any]:
         """The batches on the devices, transferred at or before `next`.
 
         With `several` batches in one call of Keras's loop (`steps_per_execution`) they
-        are not transferred here, but by `place_several`, except a `WorkerBatch`.
+        are not transferred here, but by `place_several`, except a `WorkerBatch`. After
+        `steps`, the next batch is not read before it is asked for.
         """
-        return map(self._of_one, batches) if several > 1 else self._placed(batches)
+        if several > 1:
+            return map(self._of_one, batches)
+        return self._placed(batches, steps)
 
     def _of_one(self, batch: Any) -> Any:
         return self.place(batch) if isinstance(batch, WorkerBatch) else batch
 
     @abc.abstractmethod
-    def _placed(self, batches: Iterable[Any]) -> Iterator[Any]: ...
+    def _placed(self, batches: Iterable[Any], steps: int | None) -> Iterator[Any]: ...
 
     def _begin(self, batch: Any) -> Callable[[], Any]:
         # The transfer is asynchronous: programs wait for their inputs.
-        placed, await_checks = self.place(batch), self._later_checks()
-
-        def arrived() -> Any:
-            if await_checks is not None:
-                await_checks()
-            return placed
-
-        return arrived
-
-    def _later_checks(self) -> Callable[[], None] | None:  # noqa: B027
-        """The wait for the comparison of the last batch; None without one."""
+        placed = self.place(batch)
+        return lambda: placed
 
 
 class MeshPlacer(JaxBatchPlacer):
@@ -98,9 +94,6 @@ class MeshPlacer(JaxBatchPlacer):
         self.reads_own_rows = workers is not None
         self.use_mesh(mesh)
 
-    def _later_checks(self) -> Callable[[], None] | None:
-        return None if self._workers is None else self._workers.steps.later_checks()
-
     def _compare(self, batch: Any) -> None:
         if self._workers is not None:
             self._workers.steps.check_batch(batch)
@@ -118,6 +111,8 @@ class MeshPlacer(JaxBatchPlacer):
 
     def place(self, batch: Any) -> Any:
         if isinstance(batch, WorkerBatch):
+            assert self._workers is not None
+            self._workers.steps.check_rows(sum(batch.every), batch.order)
             if batch.every:
                 return self._of_workers(batch)
             batch = batch.batch
@@ -140,6 +135,7 @@ class MeshPlacer(JaxBatchPlacer):
         rows = [sum(each) for each in counts.split(batch.every)]
         total = sum(rows)
         if batch.every != padded_sizes(total, len(batch.every)) or not self._pads:
+            workers.steps.await_checks()
             joined = jax.tree.map(
                 lambda leaf: workers.gather_rows_on_host(leaf, rows), batch.batch
             )
@@ -219,10 +215,14 @@ class MeshPlacer(JaxBatchPlacer):
         array = jax.ShapeDtypeStruct(padded, dtype, sharding=self._split)
         return PaddedRows(array, shape[0], self._split)
 
-    def _placed(self, batches: Iterable[Any]) -> Iterator[Any]:
-        if not self._ahead:
-            return (self.place(batch) for batch in batches)
-        return prefetch_one(batches, self._begin)
+    def _placed(self, batches: Iterable[Any], steps: int | None) -> Iterator[Any]:
+        workers = None if self._workers is None else self._workers.steps
+        if workers is not None and (workers.compares or self._ahead):
+            yield from compared_ahead(batches, self.place, workers, steps)
+        elif self._ahead:
+            yield from prefetch_one(batches, self._begin, steps)
+        else:
+            yield from map(self.place, batches)
 
 
 class DevicePlacer(JaxBatchPlacer):
@@ -255,10 +255,10 @@ class DevicePlacer(JaxBatchPlacer):
             return leaf
         return jax.device_put(leaf, self._device)
 
-    def _placed(self, batches: Iterable[Any]) -> Iterator[Any]:
+    def _placed(self, batches: Iterable[Any], steps: int | None) -> Iterator[Any]:
         if self._is_cpu:
             return (self.place(batch) for batch in batches)
-        return prefetch_one(batches, self._begin)
+        return prefetch_one(batches, self._begin, steps)
 
 
 class HostBatches:
@@ -275,7 +275,9 @@ class HostBatches:
         """The batches."""
         return batches
 
-    def batches(self, batches: Iterable[Any], several: int = 1) -> Iterator[Any]:
+    def batches(
+        self, batches: Iterable[Any], several: int = 1, steps: int | None = None
+    ) -> Iterator[Any]:
         """The batches."""
         return iter(batches)
 
@@ -299,11 +301,13 @@ class BuildingBatches:
         """Whether arrays of batches may be `UnreadRows`."""
         return self._placer.reads_own_rows and not self._is_building()
 
-    def batches(self, batches: Iterable[Any], several: int = 1) -> Iterator[Any]:
+    def batches(
+        self, batches: Iterable[Any], several: int = 1, steps: int | None = None
+    ) -> Iterator[Any]:
         """The batches; of a `WorkerBatch` this worker's rows, which build a model."""
         if self._is_building():
             return map(own_part, batches)
-        return self._placer.batches(batches, several)
+        return self._placer.batches(batches, several, steps)
 
 
 def _as_array(leaf: Any) -> Any:

@@ -29,7 +29,7 @@ from keras_strategies.loaders.loader_rows import (
     LoaderRows,
     can_read_rows,
 )
-from keras_strategies.runtime.batch_prefetch import prefetch_one
+from keras_strategies.runtime.batch_prefetch import compared_ahead
 from keras_strategies.runtime.data_parallel.row_parts import RowPartsCaller
 from keras_strategies.runtime.placement import Placement
 from keras_strategies.runtime.replicas.replica_set import RowSplit
@@ -117,9 +117,23 @@ class OwnBatchPlacer:
     def _moved(self, batches: Iterator[Any]) -> Iterator[Any]:
         if not self._workers.actions.is_fixed:
             return batches
+        return self._checked(batches)
+
+    def _checked(self, batches: Iterator[Any]) -> Iterator[Any]:
+        steps = self._workers.steps
         if self._home.type == "cuda":
-            return prefetch_one(batches, self._begin)
-        return (self._begin(batch)() for batch in batches)
+            for arrive in compared_ahead(batches, self._begin_checked, steps):
+                yield arrive()
+            return
+        for batch in batches:
+            yield self._begin_checked(batch)()
+        steps.check_end()
+        steps.await_checks()
+
+    def _begin_checked(self, batch: Any) -> Callable[[], Any]:
+        if isinstance(batch, WorkerBatch):
+            self._workers.steps.check_rows(sum(batch.every), batch.order)
+        return self._begin(batch)
 
     def _begin(self, batch: Any) -> Callable[[], Any]:
         if not isinstance(batch, WorkerBatch):

@@ -17,7 +17,6 @@ def own_rows_adapter(
     dataset: Any,
     shuffle: bool,
     class_weight: dict[int, float] | None,
-    compared: Callable[[Iterator[Any]], Iterator[Any]],
 ) -> Any:
     """An `x` for `fit`, `evaluate` and `predict`, with own rows of each batch.
 
@@ -28,8 +27,6 @@ def own_rows_adapter(
         dataset: `PyDataset` with items that are an index and a `WorkerBatch`.
         shuffle: bool, whether the order of batches is shuffled.
         class_weight: dict, weights of samples by their class.
-        compared: callable of a pass of `WorkerBatch` that yields it; compares the rows
-            of the global batches with other workers.
     """
     from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
@@ -44,11 +41,10 @@ def own_rows_adapter(
             batch = batch.changed(super()._standardize_batch)
             return as_element(batch) if self._are_elements else batch
 
+        is_of_rows = True
+
         # Read by engines that keep rows on their workers.
         def own_batches(self) -> Iterator[Any]:
-            return compared(self.worker_batches())
-
-        def worker_batches(self) -> Iterator[Any]:
             self._are_elements = False
             return self._get_iterator()  # type: ignore[no-any-return]
 
@@ -57,7 +53,7 @@ def own_rows_adapter(
 
 def has_own_rows(value: Any) -> bool:
     """Whether a value is of `own_rows_adapter`."""
-    return hasattr(value, "worker_batches")
+    return hasattr(value, "is_of_rows")
 
 
 def loader_adapter(loader: Any, begin: Callable[[], Iterator[Any]]) -> Any:

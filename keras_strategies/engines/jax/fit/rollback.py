@@ -105,7 +105,6 @@ class _Program:
         with self._workers.exchange():
             for batch in batches:
                 if isinstance(batch, WorkerBatch):
-                    self._workers.steps.check_rows(sum(batch.every), batch.order)
                     batch = batch.of(self._workers.replica_counts)
                 placed = self._trainer.placer.place(batch)
                 if not _is_split(placed):
