@@ -37,20 +37,6 @@ def batch_of(strategy, rows):
     return batch
 
 
-@BOTH
-def test_replicas_are_numbered_over_all_workers(cluster):
-    def program(strategy):
-        def fn(x):
-            context = ks.get_replica_context()
-            assert context.num_replicas_in_sync == strategy.num_replicas_in_sync
-            return x + 0.0
-
-        return local(strategy, strategy.run(fn, args=(ids(strategy),)))
-
-    numbers = [number for values in cluster(program) for number in values]
-    assert numbers == list(range(cluster.replicas))
-
-
 #: The reductions of seven rows, of which workers have 4 and 3, and of a single row.
 REDUCED = {
     (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0): [21, 3, 0, 6],
@@ -216,33 +202,6 @@ def test_the_portable_loop_equals_one_device(cluster, compiled):
     for index, results in enumerate(found):
         assert_same(expected, results, 1e-4, f"worker {index}")
         assert_same(found[0], results, 0.0, f"worker {index} beside worker 0")
-
-
-@pytest.mark.one_backend
-@BOTH
-def test_random_layers_draw_the_masks_of_one_device(cluster):
-    def program(strategy):
-        with strategy.scope():
-            layer = keras.layers.Dropout(0.5, seed=3)
-        rows = strategy.experimental_distribute_values_from_function(
-            lambda context: ops.ones((8 // strategy.num_replicas_in_sync, 64))
-        )
-        found = strategy.run(lambda x: layer(x, training=True), args=(rows,))
-        return np.concatenate(local(strategy, found))
-
-    expected = program(ks.OneDeviceStrategy("cpu:0"))
-    np.testing.assert_array_equal(np.concatenate(cluster(program)), expected)
-
-
-def test_an_error_in_a_replica_keeps_its_type(cluster):
-    def program(strategy):
-        def fn():
-            raise KeyError("of the user's")
-
-        with pytest.raises(KeyError, match="of the user's"):
-            strategy.run(fn)
-
-    cluster(program)
 
 
 @pytest.mark.one_backend
