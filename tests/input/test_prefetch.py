@@ -25,14 +25,6 @@ def join(before: list[threading.Thread]) -> None:
         assert not thread.is_alive()
 
 
-def test_items_arrive_in_order_and_the_thread_ends() -> None:
-    prefetcher = Prefetcher(lambda: iter(range(100)), 3)
-    assert list(prefetcher) == list(range(100))
-    assert not threads()
-    with pytest.raises(StopIteration):
-        next(prefetcher)
-
-
 def test_it_works_ahead_by_its_size_and_no_further() -> None:
     made = []
     making = threading.Semaphore(0)
@@ -51,41 +43,6 @@ def test_it_works_ahead_by_its_size_and_no_further() -> None:
         assert made == list(range(taken + 2))
         assert next(prefetcher) == taken
     prefetcher.close()
-
-
-def test_an_error_arrives_after_the_items_before_it_with_its_type() -> None:
-    class OwnError(Exception):
-        pass
-
-    def items():
-        yield 1
-        raise OwnError("disk")
-
-    prefetcher = Prefetcher(items, 4)
-    assert next(prefetcher) == 1
-    with pytest.raises(OwnError, match="disk"):
-        next(prefetcher)
-    assert not threads()
-    with pytest.raises(StopIteration):
-        next(prefetcher)
-
-
-def test_close_ends_the_thread_and_the_iterator_below() -> None:
-    closed = []
-
-    def items():
-        try:
-            while True:
-                yield 0
-        finally:
-            closed.append(True)
-
-    prefetcher = Prefetcher(items, 1)
-    next(prefetcher)
-    prefetcher.close()
-    prefetcher.close()
-    assert closed == [True]
-    assert not threads()
 
 
 def test_an_iterator_that_nobody_holds_ends_its_thread() -> None:
@@ -144,25 +101,3 @@ def test_each_batch_after_the_first_moves_before_the_one_before_it_is_used() -> 
         *("move 2", "move 3", "use 2"),
         "use 3",
     ]
-
-
-def test_errors_arrive_in_their_turn() -> None:
-    def batches():
-        yield 1
-        yield 2
-        raise OSError("the disk is gone")
-
-    def move(batch):
-        if batch == 2:
-            raise MemoryError("no room on the device")
-        return lambda: batch
-
-    ahead = prefetch_one(batches(), Mover())
-    assert [next(ahead), next(ahead)] == [10, 20]
-    with pytest.raises(OSError, match="the disk is gone"):
-        next(ahead)
-    assert next(ahead, "end") == "end"
-    ahead = prefetch_one([1, 2, 3], move)
-    assert next(ahead) == 1
-    with pytest.raises(MemoryError, match="no room"):
-        next(ahead)

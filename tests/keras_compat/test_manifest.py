@@ -321,12 +321,6 @@ def test_rows_are_unique_and_their_functions_exist() -> None:
         assert row.versions
 
 
-def test_a_name_that_has_moved_is_reported() -> None:
-    moved = Patch("keras.src.layers.layer.Layer", "moved", "()", "layers.x", "Why.")
-    with pytest.raises(AttributeError, match="no attribute 'moved'"):
-        patching.owner_of(moved)
-
-
 def intrusions(module: Module) -> Iterator[str]:
     """The kinds of `Intrusion` that a module contains."""
     for node in module.nodes:

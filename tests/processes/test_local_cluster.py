@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from keras_strategies.processes import engine_messages, local_cluster, task_output
+from keras_strategies.processes import local_cluster, task_output
 from keras_strategies.processes.local_cluster import (
     LocalCluster,
     LocalTask,
@@ -60,13 +60,6 @@ def test_environments_extend_the_one_around() -> None:
     assert outer == {"HOME": "/h", "CUDA_VISIBLE_DEVICES": "", "TF_CONFIG": "old"}
     asked = cluster.environments({**outer, "OMP_NUM_THREADS": "7"})
     assert asked[LocalTask("worker", 0)]["OMP_NUM_THREADS"] == "7"
-
-
-def test_engines_are_quiet_unless_the_user_says_how_loud() -> None:
-    cluster = LocalCluster(1)
-    for outer, level in (({}, "1"), ({"TF_CPP_MIN_LOG_LEVEL": "0"}, "0")):
-        (found,) = cluster.environments(outer).values()
-        assert found["TF_CPP_MIN_LOG_LEVEL"] == level
 
 
 def page_faults(environment: dict[str, str]) -> int:
@@ -119,14 +112,6 @@ def test_shares_of_gpus(cluster, gpus, shares) -> None:
 )
 def test_visible_gpus(text, gpus) -> None:
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": text}) == gpus
-
-
-@pytest.mark.parametrize(
-    "arguments", [{"workers": True}, {"workers": 1, "devices_per_worker": 0}]
-)
-def test_numbers_that_cannot_be(arguments) -> None:
-    with pytest.raises(ValueError, match="must be an int of 1 or more"):
-        LocalCluster(**arguments)
 
 
 @pytest.mark.parametrize(
@@ -192,11 +177,6 @@ def test_lines_of_engines_are_left_out_unless_wanted(wanted) -> None:
     shown = stream.getvalue().splitlines()
     expected = (ENGINES if wanted else "") + PROGRAM
     assert shown == [f"[worker 0] {line}".rstrip() for line in expected.splitlines()]
-
-
-@pytest.mark.parametrize("level, wanted", [("", False), ("2", False), ("0", True)])
-def test_who_wants_the_lines_of_engines(level: str, wanted: bool) -> None:
-    assert engine_messages.are_wanted({"TF_CPP_MIN_LOG_LEVEL": level}) is wanted
 
 
 #: What Keras's bar prints of an epoch of three steps, and a line after it.

@@ -25,12 +25,6 @@ pytestmark = pytest.mark.one_backend
 
 X = np.random.default_rng(3).normal(size=(16, 3)).astype("float32")
 Y = X[:, :1] - X[:, 1:2]
-STATE = {
-    "numbers": [1, 2.5, float("inf"), None, True, "text"],
-    "tuple": (1, (2.0, {3: "three"})),
-    "array": np.arange(6, dtype="int32").reshape(2, 3),
-    "scalar": np.float32(1.5),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -58,19 +52,6 @@ def fit(model: Any, resume: Any, *callbacks: Any, epochs: int = 3) -> Any:
 
 def files(folder: Path) -> list[Path]:
     return sorted(folder.glob("snapshot-*.zip"))
-
-
-def test_a_state_is_read_as_it_was_written(tmp_path: Path) -> None:
-    directory = SnapshotDirectory(tmp_path)
-    directory.write(STATE)
-    data = directory.read()
-    assert data is not None
-    found = parsed(data)
-    assert found["numbers"] == STATE["numbers"]
-    assert found["tuple"] == STATE["tuple"]
-    assert found["array"].dtype == "int32"
-    np.testing.assert_array_equal(found["array"], STATE["array"])
-    assert found["scalar"] == 1.5 and found["scalar"].dtype == "float32"
 
 
 def damage(path: Path, kind: str) -> None:
