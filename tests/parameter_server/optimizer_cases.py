@@ -39,7 +39,8 @@ OPTIMIZERS = {
     "lamb": lambda: optimizers.Lamb(0.05),
     "lion": lambda: optimizers.Lion(0.01),
     "muon": lambda: optimizers.Muon(0.05),
-    "nadam": lambda: optimizers.Nadam(0.05),
+    # It has a variable of its own that every update changes.
+    "nadam": lambda: optimizers.Nadam(0.05, gradient_accumulation_steps=2),
     "rmsprop": lambda: optimizers.RMSprop(0.05, momentum=0.5, centered=True),
     "schedule_free": lambda: optimizers.ScheduleFreeAdamW(0.05, warmup_steps=3),
     "sgd": lambda: optimizers.SGD(0.1, momentum=0.5, nesterov=True),

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
-
 import keras
 import numpy as np
 import pytest
@@ -53,20 +50,6 @@ def test_workers_know_their_numbers(coordinator) -> None:
     alive = set(coordinator.strategy.cluster.scheduler.workers)
     assert {value.fetch(clusters.SECONDS) for value in numbers} <= alive
     assert ks.get_current_worker_index() is None
-
-
-@pytest.mark.skipif(
-    not sys.platform.startswith("linux"), reason="scheduling policies are Linux's"
-)
-def test_workers_do_not_preempt_the_server_that_wakes_them(coordinator) -> None:
-    def policy_of_threads():
-        return {
-            os.sched_getscheduler(int(task)) for task in os.listdir("/proc/self/task")
-        }
-
-    found = coordinator.schedule(policy_of_threads).fetch(clusters.SECONDS)
-    assert os.SCHED_BATCH in found
-    assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
 
 def test_a_custom_loop_over_each_workers_dataset(strategy, coordinator) -> None:

@@ -85,18 +85,6 @@ def test_iterators_are_found_in_any_structure(coordinator, call) -> None:
     assert call(lambda: next(held)) == 7
 
 
-def test_a_function_uses_the_iterator_that_it_refers_to_now(coordinator, call) -> None:
-    dataset = coordinator.create_per_worker_dataset(lambda: range(2))
-    iterator = None
-
-    def step():
-        return next(iterator)
-
-    for _ in range(2):
-        iterator = iter(dataset)
-        assert call(step) == 0
-
-
 def test_values_of_workers_refer_to_each_other(strategy, coordinator, call) -> None:
     with strategy.scope():
         offset = keras.Variable(5.0, name="offset")
@@ -144,25 +132,6 @@ def test_it_does_not_end_loops_over_values(coordinator) -> None:
         list(map(fetched, range(50)))
     with pytest.raises(ks.errors.OutOfRangeError):
         coordinator.join(clusters.SECONDS)
-
-
-@pytest.mark.nightly
-@pytest.mark.one_backend("tensorflow")
-@pytest.mark.skipif(
-    keras.backend.backend() != "tensorflow", reason="errors of TensorFlow"
-)
-def test_it_is_an_error_of_tensorflow(coordinator, call) -> None:
-    import tensorflow as tf
-
-    def take(iterator):
-        return [iterator.get_next() for _ in range(2)]
-
-    iterator = iter(
-        coordinator.create_per_worker_dataset(lambda: tf.data.Dataset.range(1))
-    )
-    with pytest.raises(tf.errors.OutOfRangeError) as raised:
-        call(take, iterator)
-    assert isinstance(raised.value, ks.errors.OutOfRangeError)
 
 
 # Errors and results with classes of the script

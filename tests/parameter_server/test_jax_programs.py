@@ -10,7 +10,6 @@ if keras.backend.backend() != "jax":
     pytest.skip("tests of the JAX backend", allow_module_level=True)
 
 import jax
-import jax.numpy as jnp
 
 from keras_strategies.parameter_server.engines.engine_interface import StepVariables
 from keras_strategies.parameter_server.engines.jax_engine import (
@@ -43,18 +42,3 @@ def test_batches_of_dtypes_that_jax_converts_alike(x64) -> None:
             assert found["value"].dtype == seen
             np.testing.assert_array_equal(found["value"], [2, 2, 2])
     assert len(traced) == (6 if x64 else 3)
-
-
-@pytest.mark.nightly
-def test_settings_and_weak_types_are_programs_of_their_own() -> None:
-    program, traced = doubled_program()
-    array = np.ones((), "int64")
-    for x64, seen in ((False, "int32"), (True, "int64"), (False, "int32")):
-        with jax.enable_x64(x64):
-            assert program.run(array, [], []).outputs["dtype"] == seen
-    weak = jnp.asarray(1)
-    assert weak.weak_type
-    for batch in (weak, np.ones((), "int32"), weak, 1):
-        assert program.run(jnp.asarray(batch), [], []).outputs["dtype"] == "int32"
-    # int32, int64, and int32 of a weak type.
-    assert len(traced) == 3

@@ -54,25 +54,15 @@ def test_an_optimizer_does_what_it_does_on_one_device(synchronous, name) -> None
     assert_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("name", ["lamb", "muon"])
-def test_what_needs_whole_variables_does_not_get_parts(synchronous, name) -> None:
-    x, y = data()
-    with synchronous.scope(), clusters.parts(synchronous, 2):
-        model = build(OPTIMIZERS[name]())
-    message = f"Optimizer {name.title()} computes with all rows of a variable at once"
-    with pytest.raises(ks.errors.InvalidArgumentError, match=message):
-        model.fit(x, y, batch_size=BATCH, verbose=0)
-    # The cluster goes on.
-    with synchronous.scope():
-        model = build("adam")
-    model.fit(x, y, batch_size=BATCH, verbose=0)
-
-
-# Optimizers that are refused
-
-
-OPTIONS = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+#: Optimizers that are refused, and why; variables are in two parts.
 REFUSED = {
+    **{
+        name: (
+            OPTIMIZERS[name],
+            f"Optimizer {name.title()} computes with all rows of a variable at once",
+        )
+        for name in ("lamb", "muon")
+    },
     "adafactor": (
         lambda: optimizers.Adafactor(0.05),
         r"Adafactor has a variable of shape \(30,\), .*was not created by",
@@ -95,44 +85,8 @@ def test_what_servers_do_not_apply_is_refused(synchronous, name) -> None:
     with synchronous.scope():
         model = build(make())
     with pytest.raises(ks.errors.InvalidArgumentError, match=message):
-        model.fit(x, y, **OPTIONS)
+        model.fit(x, y, batch_size=BATCH, verbose=0)
     # The cluster goes on.
     with synchronous.scope():
         model = build("adam")
-    model.fit(x, y, **OPTIONS)
-
-
-# Touched rows, and no bound on staleness: one worker, one step after the other
-
-
-WITHOUT_BOUND = {
-    "lamb": lambda: optimizers.Lamb(0.05),
-    # The table too is taken for a matrix.
-    "muon": lambda: optimizers.Muon(0.05, exclude_embeddings=False),
-}
-
-
-@pytest.fixture(scope="module")
-def alone():
-    """One worker that never asks for values ahead, so that no update is missed."""
-    with clusters.start(workers=1, ps=2, pull_ahead=False) as strategy:
-        yield strategy
-
-
-@pytest.mark.nightly(unless=["lamb"])
-@pytest.mark.parametrize("name", WITHOUT_BOUND)
-def test_touched_rows_are_updated_with_the_whole_table(alone, name) -> None:
-    x, y = data()
-    with alone.scope():
-        ours = build(WITHOUT_BOUND[name]())
-    theirs = build(WITHOUT_BOUND[name]())
-    before = clusters.values(theirs.weights)[0]
-    for model in (ours, theirs):
-        model.fit(x[:BATCH], y[:BATCH], **OPTIONS)
-    assert_equal(ours, theirs)
-    [worker] = alone.cluster.scheduler.workers.values()
-    for model in (ours, theirs):
-        model.fit(x, y, epochs=3, **OPTIONS)
-    assert_equal(ours, theirs)
-    assert worker.most_staleness == 0
-    assert np.any(clusters.values(ours.weights)[0] != before)
+    model.fit(x, y, batch_size=BATCH, verbose=0)

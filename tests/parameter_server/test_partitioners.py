@@ -124,19 +124,6 @@ def test_subclasses_define_parts_or_the_call() -> None:
         number_of_parts(Partitioner(), (4, 8), "float32")
 
 
-@pytest.mark.parametrize("rows", [1, 7, 24, 100])
-@pytest.mark.parametrize("limit", [1, 16, 40, 64, 100, 10_000])
-def test_parts_have_the_sizes_of_their_limits(rows, limit) -> None:
-    shape, row = (rows, 4), 16
-    (parts, _) = MinSizePartitioner(limit, max_shards=50)(shape, "float32")
-    # One part fewer would have more than the minimum on average.
-    assert parts == 1 or rows * row / (parts - 1) > limit
-    assert parts in (rows, 50) or rows * row / parts <= limit
-    (most, _) = MaxSizePartitioner(limit)(shape, "float32")
-    sizes = [(stop - start) * row for start, stop in split_rows(rows, most)]
-    assert max(sizes) <= max(limit, row)
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -166,15 +153,6 @@ def test_numbers_that_cannot_be(make, message) -> None:
 def test_callables_are_checked(returned, message) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         number_of_parts(lambda shape, dtype: returned, (4, 8), "float32")
-
-
-def test_a_callable_may_choose_by_shape() -> None:
-    def partitioner(shape, dtype):
-        return (2 if shape[0] > 10 else 1, *(1 for _ in shape[1:]))
-
-    assert number_of_parts(partitioner, (4, 8), "float32") == 1
-    assert number_of_parts(partitioner, (40, 8), "float32") == 2
-    assert number_of_parts(partitioner, (), "float32") == 1
 
 
 def test_parts_go_round_the_servers() -> None:

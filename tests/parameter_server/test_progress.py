@@ -48,9 +48,3 @@ def test_a_logger_takes_the_lines(start, capsys, caplog) -> None:
         start()
     assert [record.getMessage().split(" (")[0] for record in caplog.records] == EXPECTED
     assert not capsys.readouterr().err
-
-
-def test_a_level_silences_them(start, capsys) -> None:
-    _LOGGER.setLevel(logging.WARNING)
-    start()
-    assert capsys.readouterr() == ("", "")

@@ -21,24 +21,3 @@ def test_places_lead_back_to_ids(rows):
         for ids, place in zip(wanted, where, strict=True):
             assert place.dtype == np.int32
             np.testing.assert_array_equal(found[place], ids)
-
-
-def test_ids_of_several_lookups_are_joined():
-    wanted = [np.array([5, 3, 5]), np.array([], int), np.array([9, 3])]
-    found, places = RowPositions().find(wanted, 10)
-    assert found.tolist() == [3, 5, 9]
-    assert [each.tolist() for each in places] == [[1, 0, 1], [], [2, 0]]
-
-
-def test_tables_share_places_without_mixing_them():
-    places = RowPositions()
-    places.find([np.array([3, 1, 3])], 4)
-    found, [where] = places.find([np.array([5, 3])], 6)
-    assert found.tolist() == [3, 5]
-    assert where.tolist() == [1, 0]
-
-
-def test_no_lookups_touch_nothing():
-    found, where = RowPositions().find([], 10)
-    assert len(found) == 0
-    assert where == []

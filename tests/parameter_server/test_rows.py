@@ -6,10 +6,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from keras_strategies.parameter_server.server.optimizer_updater import (
-    ShardUpdate,
-    update_groups,
-)
 from keras_strategies.parameter_server.server.variable_store import VariableStore
 from keras_strategies.parameter_server.wire.arrays.row_arrays import put_rows
 
@@ -41,18 +37,3 @@ def test_read_only_memory_of_a_framework_is_left_alone() -> None:
     store.write((0, 0), np.full(1, 9.0), 2)
     assert store.get((0, 0)).tolist() == [1.0, 2.0, 9.0]
     assert of_a_framework.tolist() == [0.0, 1.0, 2.0]
-
-
-def test_programs_of_updates() -> None:
-    gradient, ids = np.zeros((2, 3)), np.arange(2)
-    table, other = (ShardUpdate((n, 0), gradient, ids) for n in (8, 9))
-    dense = [ShardUpdate((n, 0), gradient) for n in range(3)]
-    shard = ShardUpdate((0, 2), gradient)
-    assert update_groups(dense, [table]) == [[*dense, table]]
-    assert update_groups([], [table]) == [[table]]
-    # Numbers of rows of several tables would be compiled in all combinations.
-    assert update_groups(dense, [table, other]) == [dense, [table], [other]]
-    # Shards of one variable have one template.
-    assert update_groups([*dense, shard], [table]) == [dense, [shard], [table]]
-    many = [ShardUpdate((n, 0), gradient) for n in range(17)]
-    assert update_groups(many, [table]) == [many, [table]]

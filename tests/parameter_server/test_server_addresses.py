@@ -75,26 +75,3 @@ def test_an_unanswered_request_is_repeated_at_the_next_address(
         assert connection.finish(number, clusters.SECONDS) == "third"
         assert connection.request("where", clusters.SECONDS) == "third"
     silent.close()
-
-
-def test_a_worker_with_other_addresses_receives_them_for_its_heartbeat() -> None:
-    supervisor = clusters.RecordedSupervisor(1, 2, can_restore=True)
-    sent = supervisor.sent
-    supervisor.handle("heartbeat", b"w", (0, 0, 0))
-    assert not sent
-    for index, address in enumerate(("tcp://a:1", "tcp://b:2")):
-        value = (index, 0, 50 + index, False, "", address)
-        supervisor.handle("server", b"s", value)
-    supervisor.handle("heartbeat", b"w", (0, 0, 0))
-    (receiver, (kind, (version, found))) = sent.pop()
-    assert (receiver, kind) == (b"w", "addresses")
-    assert found == ["tcp://a:1", "tcp://b:2"]
-    # Servers have no use for them, and this worker has them now.
-    supervisor.handle("heartbeat", b"s", (("ps", 0), 0, None))
-    supervisor.handle("heartbeat", b"w", (0, 0, version))
-    assert not sent
-    # Registers late, after it was replaced.
-    supervisor.servers[1].incarnation = 1
-    supervisor.handle("server", b"o", (1, 0, 51, False, "", "tcp://old:3"))
-    supervisor.handle("heartbeat", b"w", (0, 0, version))
-    assert not sent

@@ -51,21 +51,6 @@ def test_arrays_arrive_and_begin_where_frameworks_like_it() -> None:
     writer.close()
 
 
-@pytest.mark.parametrize("unanswered", [0, 1])
-def test_regions_take_turns_once_the_peer_has_answered(unanswered: int) -> None:
-    writer, reader = SharedBufferWriter(2 + unanswered), SharedBufferReader()
-    references = []
-    for number in range(9):
-        references.append(writer.write([memory(number)], number))
-        for each in range(max(0, number - unanswered), number + 1):
-            assert first(reader, references[each]) == each
-        writer.answered(number - unanswered)
-    assert len({each.serial for each in references}) == 2 + unanswered
-    # Each is mapped once.
-    assert len(reader._mapped) == 2 + unanswered
-    writer.close()
-
-
 def test_what_a_slow_peer_may_still_read_stays() -> None:
     writer, reader = SharedBufferWriter(), SharedBufferReader()
     slow = writer.write([memory(1.0)], 1)
@@ -74,15 +59,6 @@ def test_what_a_slow_peer_may_still_read_stays() -> None:
     for number in range(2, 6):
         writer.write([memory(number)], number)
     assert read[0] == 1.0
-    writer.close()
-
-
-def test_a_larger_message_gets_a_larger_region() -> None:
-    writer, reader = SharedBufferWriter(), SharedBufferReader()
-    for number, size in enumerate((LARGE, 40 * LARGE, LARGE, 80 * LARGE, LARGE)):
-        reference = writer.write([memory(number, size)], number)
-        assert first(reader, reference) == number
-        writer.answered(number)
     writer.close()
 
 
