@@ -191,19 +191,6 @@ def test_a_replaced_attribute_is_the_one_that_keras_calls(row: Patch) -> None:
     ), f"Keras calls {CALLED[row.owner]}, and {row.owner} is replaced"
 
 
-def test_copies_of_a_function_are_replaced_together() -> None:
-    """Each name of a function of the backend that is replaced under two names."""
-    if ENGINE != "torch":
-        pytest.skip("only Keras on Torch has such names")
-    functions = {
-        inspect.unwrap(vars(patching.owner_of(row))["convert_to_numpy"])
-        for each in PATCHES
-        for row in each.values
-        if row.name == "convert_to_numpy"
-    }
-    assert len(functions) == 1
-
-
 def test_an_unlisted_version_of_keras_is_an_error(monkeypatch) -> None:
     rows = [row for group in GROUPS.values() for row in group.patches]
     patching.is_present.cache_clear()

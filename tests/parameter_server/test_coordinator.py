@@ -30,21 +30,6 @@ def test_there_is_one_coordinator(strategy, coordinator) -> None:
         coordinator.schedule(3)
 
 
-def test_functions_run_once_each_and_update_variables(strategy, coordinator) -> None:
-    with strategy.scope():
-        total = keras.Variable(0.0, name="total", trainable=False)
-
-    def step(x):
-        total.assign_add(x)
-        return x * 2
-
-    results = [coordinator.schedule(step, args=(float(i),)) for i in range(20)]
-    coordinator.join(clusters.SECONDS)
-    assert coordinator.done()
-    assert coordinator.fetch(results) == [2.0 * i for i in range(20)]
-    assert float(total.numpy()) == sum(range(20))
-
-
 def test_workers_know_their_numbers(coordinator) -> None:
     numbers = [coordinator.schedule(ks.get_current_worker_index) for _ in range(8)]
     alive = set(coordinator.strategy.cluster.scheduler.workers)

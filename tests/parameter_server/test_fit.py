@@ -79,20 +79,6 @@ def test_constraints_hold_for_whole_variables_only(asynchronous, synchronous) ->
         model.fit(x, y, batch_size=5, verbose=0)
 
 
-def test_variables_are_cut_and_described(synchronous) -> None:
-    with synchronous.scope():
-        variable = keras.Variable(np.arange(10.0).reshape(5, 2), name="table")
-    first = synchronous.registry.describe(variable).shards[0].server
-    place = f"2 shards on ps:{first} [0:3], ps:{1 - first} [3:5]"
-    assert place in repr(variable)
-    np.testing.assert_array_equal(variable[3:, 1], [7.0, 9.0])
-    np.testing.assert_array_equal(variable[[4, 0]], [[8.0, 9.0], [0.0, 1.0]])
-    variable.assign_add(np.ones((5, 2)))
-    np.testing.assert_array_equal(variable.numpy()[4], [9.0, 10.0])
-    with pytest.raises(ks.errors.InvalidArgumentError, match="outside of the strategy"):
-        synchronous.registry.describe(keras.Variable(1.0))
-
-
 def test_asynchronous_training_learns_and_counts_each_step_once(asynchronous) -> None:
     with asynchronous.scope():
         model = clusters.two_inputs(keras.optimizers.Adam(0.02))

@@ -14,7 +14,6 @@ import pytest
 from keras import ops
 
 import keras_strategies as ks
-from keras_strategies.engines import get_engine
 from parameter_server import clusters
 
 pytestmark = [pytest.mark.one_backend, pytest.mark.multiprocess]
@@ -95,30 +94,7 @@ def test_values_of_workers_refer_to_each_other(strategy, coordinator, call) -> N
     assert call(lambda found: found, moved) == [6.0, 7.0]
 
 
-def test_a_remote_value_is_an_argument_anywhere(coordinator, call) -> None:
-    value = coordinator.schedule(lambda: 4)
-    assert call(lambda pair: pair.first + pair.second, Pair(value, 1)) == 5
-    assert call(lambda: value + 2) == 6
-
-
 # An iterator without more values
-
-
-def exhausted(coordinator):
-    return iter(coordinator.create_per_worker_dataset(lambda: [3]))
-
-
-def take_two(iterator):
-    return next(iterator), next(iterator)
-
-
-def test_an_exhausted_iterator_is_an_error_of_its_own(coordinator) -> None:
-    value = coordinator.schedule(take_two, (exhausted(coordinator),))
-    with pytest.raises(ks.errors.OutOfRangeError, match=r"'take_two'.*no more values"):
-        value.fetch(clusters.SECONDS)
-    with pytest.raises(get_engine().out_of_range_error, match="no more values"):
-        coordinator.join(clusters.SECONDS)
-    coordinator.join(clusters.SECONDS)
 
 
 def test_it_does_not_end_loops_over_values(coordinator) -> None:

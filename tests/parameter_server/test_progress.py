@@ -10,22 +10,13 @@ from parameter_server import clusters
 
 pytestmark = pytest.mark.one_backend
 
-_LOGGER = logging.getLogger("keras_strategies")
 
-
-@pytest.fixture
-def start():
+def start() -> None:
     """Reports of a cluster of two workers and one server."""
-
-    def run() -> None:
-        supervisor = clusters.RecordedSupervisor(2, 1)
-        supervisor.start_all()
-        supervisor.handle("server", b"s", (0, 0, 60, False, "", "ipc://s"))
-        supervisor.handle("worker", b"w", (1, 0, 51, "cpu:0"))
-
-    level = _LOGGER.level
-    yield run
-    _LOGGER.setLevel(level)
+    supervisor = clusters.RecordedSupervisor(2, 1)
+    supervisor.start_all()
+    supervisor.handle("server", b"s", (0, 0, 60, False, "", "ipc://s"))
+    supervisor.handle("worker", b"w", (1, 0, 51, "cpu:0"))
 
 
 EXPECTED = [
@@ -35,7 +26,7 @@ EXPECTED = [
 ]
 
 
-def test_each_process_is_a_line_on_stderr(start, capsys) -> None:
+def test_each_process_is_a_line_on_stderr(capsys) -> None:
     start()
     found = capsys.readouterr()
     assert not found.out
@@ -43,7 +34,7 @@ def test_each_process_is_a_line_on_stderr(start, capsys) -> None:
         assert line.startswith(f"keras_strategies: {text} (") and line.endswith(" s)")
 
 
-def test_a_logger_takes_the_lines(start, capsys, caplog) -> None:
+def test_a_logger_takes_the_lines(capsys, caplog) -> None:
     with caplog.at_level(logging.INFO, logger="keras_strategies"):
         start()
     assert [record.getMessage().split(" (")[0] for record in caplog.records] == EXPECTED

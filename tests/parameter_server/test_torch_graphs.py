@@ -271,24 +271,3 @@ def test_updates_of_large_arrays_are_fused_and_in_place() -> None:
     for _ in range(6):
         _, [after], [[after_kept]] = update(scalars, values, slots, gradients)
         assert after is values[0] and after_kept is slots[0][0]
-
-
-def test_without_a_compiler_updates_are_the_same(monkeypatch, caplog, tmp_path) -> None:
-    from torch._inductor import cpp_builder
-
-    # Nor what was compiled before.
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    cpp_builder.cpp_compiler_search.cache_clear()
-    try:
-        with caplog.at_level(
-            "INFO", "keras_strategies.parameter_server.engines.torch_graphs"
-        ):
-            value, kept, recorder = updated(290_000, True)
-    finally:
-        cpp_builder.cpp_compiler_search.cache_clear()
-    assert not is_fused(recorder)
-    assert "not fused: " in caplog.text
-    expected = updated(290_000, False)
-    np.testing.assert_array_equal(value, expected[0])
-    np.testing.assert_array_equal(kept, expected[1])

@@ -8,6 +8,7 @@ import json
 import keras
 import numpy as np
 import pytest
+from harness import data as feeds
 
 import keras_strategies as ks
 from parameter_server import clusters
@@ -41,39 +42,22 @@ def assert_alike(found, expected, tolerance: float = 1e-5) -> None:
         np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
-class Batches(keras.utils.PyDataset):
-    def __init__(self, x, y):
-        super().__init__()
-        self.x, self.y = x, y
-
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, i):
-        rows = slice(8 * i, 8 * i + 8)
-        return self.x[rows], self.y[rows]
-
-
 def frames(x, y):
     import pandas as pd
 
     return {"x": pd.DataFrame(x), "y": pd.DataFrame(y), "batch_size": 8}
 
 
-def distributed(strategy, x, y):
-    return strategy.experimental_distribute_dataset(Batches(x, y))
-
-
 # Input that is read batch by batch: `test_streams.py` and `test_worker_input.py`.
 KINDS = {
-    "arrays": lambda s, x, y: {"x": x, "y": y, "batch_size": 8},
-    "tensors": lambda s, x, y: {
-        "x": keras.ops.convert_to_tensor(x),
-        "y": keras.ops.convert_to_tensor(y),
-        "batch_size": 8,
-    },
+    "arrays": lambda s, x, y: feeds.arrays(feeds.Data(x, y), 8),
+    "tensors": lambda s, x, y: feeds.tensors(feeds.Data(x, y), 8),
     "pandas": lambda s, x, y: frames(x, y),
-    "distributed": lambda s, x, y: {"x": distributed(s, x, y)},
+    "distributed": lambda s, x, y: {
+        "x": s.experimental_distribute_dataset(
+            feeds.py_dataset(feeds.Data(x, y), 8)["x"]
+        )
+    },
 }
 
 

@@ -31,16 +31,10 @@ STALLS = {
     "loader": (1, "data", "idle", True),
     # Keras looks at the first batch of a generator before its loop.
     "first_batch": (1, "other", "idle", True),
-    "pipe": (1, "data", "idle", True),
-    "socket": (1, "data", "idle", True),
-    "queue": (1, "data", "idle", True),
     "busy_loader": (1, "data", "busy", True),
     # It holds the interpreter: nothing in its process can say the line.
     "pattern": (1, "data", "native", False),
     "lock": (1, "other", "idle", True),
-    "file_lock": (1, "other", "idle", True),
-    "thread": (1, "other", "idle", True),
-    "program": (1, "other", "idle", True),
     "busy_callback": (1, "other", "busy", True),
     "epoch": (1, "other", "idle", True),
     "gc": (1, "gc", "idle", True),
