@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import keras
-import ml_dtypes
 import numpy as np
 import pytest
 
 from keras_strategies.errors import InvalidArgumentError
-from keras_strategies.parameter_server.variables.dtype_sizes import bytes_per_element
 from keras_strategies.parameter_server.variables.shard_placement import (
     RoundRobinPlacement,
 )
@@ -99,14 +97,6 @@ def test_dtypes_of_every_framework(name) -> None:
     assert FixedShardsPartitioner(2)((10, 4), dtype) == (2, 1)
     assert MaxSizePartitioner(80)((24, 4), dtype) == (5, 1)
     assert MinSizePartitioner(64, max_shards=10)((24, 4), dtype) == (6, 1)
-
-
-def test_other_dtypes() -> None:
-    assert bytes_per_element(np.bool_) == 1
-    assert bytes_per_element(np.str_, 8) == bytes_per_element(object, 8) == 8
-    assert bytes_per_element(ml_dtypes.bfloat16) == 2
-    with pytest.raises(InvalidArgumentError, match="A dtype is a name such as"):
-        bytes_per_element("float33")
 
 
 def test_subclasses_define_parts_or_the_call() -> None:
