@@ -8,13 +8,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
-from harness.forker import Forker
 from harness.processes import launch, wait_until, write_script
 
 import keras_strategies as ks
@@ -184,12 +182,6 @@ def test_the_launchers_evaluator_sees_every_checkpoint(tmp_path) -> None:
     assert process.returncode == 0, process.stderr
     assert_evaluated(tmp_path, process.stderr)
     assert "[evaluator 0] 3.keras at step 12: " in process.stderr
-
-
-@pytest.fixture
-def forker() -> Iterator[Forker]:
-    with Forker() as made:
-        yield made
 
 
 @pytest.mark.one_backend("torch")
