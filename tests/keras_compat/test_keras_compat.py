@@ -11,14 +11,6 @@ import pytest
 from keras.src.backend.common import global_state
 
 from keras_strategies.keras_compat import hooks, patching
-from keras_strategies.keras_compat.optimizers.applying import (
-    applying_through,
-    slot_reference,
-)
-from keras_strategies.keras_compat.optimizers.optimizer_classes import plain_optimizer
-from keras_strategies.keras_compat.optimizers.optimizer_parts import (
-    optimizers_of,
-)
 from keras_strategies.keras_compat.thread_state import (
     kept_scope_state,
     thread_state,
@@ -102,50 +94,6 @@ def test_threads_at_the_same_time_have_scopes_of_their_own() -> None:
     # Keras 3.16 has no mode in a scope of None.
     modes = {key: mode and mode.mode for key, (_, mode) in found.items()}
     assert modes == {key: "full" if len(set(key)) == 1 else None for key in paths}
-
-
-def test_slots_have_a_reference_in_optimizers_that_were_plain_before() -> None:
-    seen = []
-
-    class Momentum(keras.optimizers.SGD):
-        """A kind of optimizer that nobody has made plain yet."""
-
-        def add_variable_from_reference(self, variable, name=None, **options):
-            def noting(shape, dtype=None):
-                seen.append(slot_reference())
-                return keras.ops.zeros(shape, dtype)
-
-            return super().add_variable_from_reference(variable, name, noting)
-
-    kernel = keras.Variable([1.0, 2.0])
-    patching.uninstall()
-    try:
-        plain_optimizer(Momentum(momentum=0.5))
-        patching.install("parameter servers")
-        optimizer = Momentum(momentum=0.5)
-        plain_optimizer(optimizer)
-        optimizer.build([kernel])
-    finally:
-        patching.uninstall()
-        hooks.install(StrategyHooks())
-    assert [id(reference) for reference in seen] == [id(kernel)]
-
-
-def test_a_sink_gets_all_gradients_of_several_optimizers(mirrored) -> None:
-    kernels = [keras.Variable([1.0, 2.0]) for _ in range(2)]
-    inner = [keras.optimizers.SGD(1.0), keras.optimizers.Adam(1.0)]
-    optimizer = keras.optimizers.MultiOptimizer(
-        lambda variable: inner[0] if variable is kernels[0] else inner[1]
-    )
-    optimizer.build(kernels)
-    assert optimizers_of(optimizer) == inner
-    assert optimizers_of(inner[0]) == []
-    gradients = [keras.ops.ones(2), keras.ops.ones(2)]
-    given = []
-    with applying_through(lambda *arguments: given.append(arguments)):
-        optimizer.apply(gradients, kernels)
-    assert given == [(optimizer, gradients, kernels)]
-    assert float(keras.ops.convert_to_numpy(kernels[0].value)[0]) == 1.0
 
 
 def test_the_device_of_a_scope_outlasts_clear_session(mirrored) -> None:

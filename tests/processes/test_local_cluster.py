@@ -179,55 +179,6 @@ def test_lines_of_engines_are_left_out_unless_wanted(wanted) -> None:
     assert shown == [f"[worker 0] {line}".rstrip() for line in expected.splitlines()]
 
 
-#: What Keras's bar prints of an epoch of three steps, and a line after it.
-BAR = "Epoch 1/1\n\r1/3 one\b\b\b\b\b\b\b\r2/3 two\b\b\b\b\b\b\b\r3/3 three\ndone\n"
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def copied(stream: io.StringIO, text: str, label: str = "worker 0") -> str:
-    reading, writing = os.pipe()
-    os.write(writing, text.encode())
-    os.close(writing)
-    task_output.copy(reading, stream, label)
-    return stream.getvalue()
-
-
-def on_screen(text: str) -> list[str]:
-    """The lines that a terminal shows."""
-    found = []
-    for line in text.split("\n"):
-        shown = ""
-        for part in line.split("\r"):
-            is_cleared, part = "\x1b[K" in part, part.replace("\x1b[K", "")
-            shown = part if is_cleared else part + shown[len(part) :]
-        found.append(shown)
-    return found
-
-
-def test_a_bar_is_one_line_of_a_terminal(monkeypatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    text = copied(Terminal(), BAR)
-    expected = ["[worker 0] Epoch 1/1", "[worker 0] 3/3 three", "[worker 0] done", ""]
-    assert on_screen(text) == expected
-    assert "[worker 0] 2/3 two" in text and "\b" not in text
-
-
-def test_a_bar_is_written_below_the_lines_of_others(monkeypatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    terminal = Terminal()
-    task_output.write(terminal, "worker 0", "1/3 one", is_update=True)
-    task_output.write(terminal, "worker 1", "a warning")
-    shown = ["[worker 1] a warning", "[worker 0] 1/3 one"]
-    assert on_screen(terminal.getvalue()) == shown
-    task_output.write(terminal, "worker 0", "3/3 three")
-    shown[1:] = ["[worker 0] 3/3 three", ""]
-    assert on_screen(terminal.getvalue()) == shown
-
-
 def test_a_bar_in_a_file_is_a_line_once_a_second(monkeypatch) -> None:
     now = [100.0]
     monkeypatch.setattr(task_output.time, "monotonic", lambda: now[0])
