@@ -17,7 +17,11 @@ import psutil
 import pytest
 
 import keras_strategies as ks
+from keras_strategies.parameter_server.coordinator.cluster_processes import EndCause
+from keras_strategies.parameter_server.coordinator.cluster_state import QueuedTask
+from keras_strategies.processes.local_cluster import LocalTask
 from parameter_server import clusters
+from parameter_server.scheduler_in_process import Messages, scheduler_of
 
 pytestmark = [
     pytest.mark.one_backend,
@@ -170,6 +174,41 @@ def test_a_function_that_ends_its_workers_is_given_up(coordinator, number) -> No
     found = [str(w.message) for w in caught if "in turn were lost" in str(w.message)]
     assert len(found) == (number == signal.SIGKILL)
     assert coordinator.schedule(lambda: 5).fetch(clusters.SECONDS) == 5
+
+
+def test_ends_from_outside_count_while_servers_answer() -> None:
+    messages, processes = Messages(), clusters.RecordedProcesses()
+    scheduler = scheduler_of(messages, processes, can_restore=True)
+    cause = EndCause("it was ended by SIGTERM", is_from_outside=True)
+    worker, results = scheduler.workers[0], []
+
+    def end_worker(life: int) -> None:
+        clusters.wait_until(lambda: worker.in_flight, "it has the task")
+        processes.ends.append((LocalTask("worker", 0, life), cause))
+        clusters.wait_until(lambda: worker.incarnation > life, "it has ended")
+        if not results:
+            started = (0, life + 1, 51 + life, "cpu:0")
+            messages.put(b"w%d" % (life + 1), "worker", started)
+
+    try:
+        task = QueuedTask(0, b"", 0, lambda *found: results.append(found), (), None)
+        scheduler.schedule(task)
+        processes.ends.append((LocalTask("ps", 0, 0), cause))
+        clusters.wait_until(lambda: not scheduler.servers[0].is_ready, "it has ended")
+        for life in range(12):
+            end_worker(life)
+        messages.put(b"ps", "server", (0, 1, 61, True, "", "ipc://ps"))
+        clusters.wait_until(lambda: scheduler.servers[0].is_ready, "it is restarted")
+        assert task.deaths.total == 0 and not worker.is_abandoned
+        # The worker finishes other tasks.
+        worker.steps += 1
+        for life in range(12, 21):
+            end_worker(life)
+        assert task.deaths.outside == 9 and not results
+        end_worker(21)
+        assert "10 workers in turn were lost" in str(results[0][1])
+    finally:
+        scheduler.close()
 
 
 def test_a_server_loses_at_most_what_came_after_its_snapshot(
