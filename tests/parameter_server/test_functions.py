@@ -6,7 +6,6 @@ import collections
 import dataclasses
 import sys
 import threading
-from typing import Any
 
 import keras
 import numpy as np
@@ -50,38 +49,6 @@ def numpy(value) -> np.ndarray:
 
 
 # Values of each worker
-
-Pair = collections.namedtuple("Pair", "first second")
-
-
-@dataclasses.dataclass
-class Inputs:
-    iterator: Any
-    scale: int
-
-
-def test_iterators_are_found_in_any_structure(coordinator, call) -> None:
-    dataset = coordinator.create_per_worker_dataset(lambda: range(7, 1000))
-    held = iter(dataset)
-
-    class Holder:
-        def __init__(self) -> None:
-            self.iterator = iter(dataset)
-
-        def step(self):
-            return next(self.iterator)
-
-    assert call(lambda pair: next(pair.first), Pair(iter(dataset), 1)) == 7
-    named = collections.OrderedDict(a=iter(dataset))
-    assert call(lambda found: next(found["a"]), named) == 7
-    default = collections.defaultdict(list, a=[iter(dataset)])
-    assert call(lambda found: next(found["a"][0]), default) == 7
-    inputs = Inputs(iter(dataset), 3)
-    assert call(lambda found: found.scale * next(found.iterator), inputs) == 21
-    assert call(lambda *, it: next(it), it=iter(dataset)) == 7
-    assert call(lambda found: next(found.iterator), Holder()) == 7
-    assert call(Holder().step) == 7
-    assert call(lambda: next(held)) == 7
 
 
 def test_values_of_workers_refer_to_each_other(strategy, coordinator, call) -> None:
