@@ -21,33 +21,6 @@ from keras_strategies.processes.local_cluster import (
 pytestmark = pytest.mark.one_backend("jax")
 
 
-def names(found) -> list[str]:
-    return sorted(str(task) for task in found)
-
-
-@pytest.mark.parametrize(
-    "cluster, decisive, computing",
-    [
-        (LocalCluster(2), ["worker 0", "worker 1"], ["worker 0", "worker 1"]),
-        (
-            LocalCluster(1, chief=True),
-            ["chief 0", "worker 0"],
-            ["chief 0", "worker 0"],
-        ),
-        (LocalCluster(1, ps=1), ["worker 0"], ["worker 0"]),
-        (LocalCluster(1, ps=1, chief=True), ["chief 0"], ["worker 0"]),
-        (
-            LocalCluster(1, ps=1, chief=True, evaluator=True),
-            ["chief 0"],
-            ["evaluator 0", "worker 0"],
-        ),
-    ],
-)
-def test_who_decides_and_who_computes(cluster, decisive, computing) -> None:
-    assert names(cluster.decisive) == decisive
-    assert names(cluster.computing) == computing
-
-
 def test_environments_extend_the_one_around() -> None:
     cluster = LocalCluster(2, devices_per_worker=3)
     outer = {"HOME": "/h", "CUDA_VISIBLE_DEVICES": "", "TF_CONFIG": "old"}
@@ -189,16 +162,3 @@ def test_a_bar_in_a_file_is_a_line_once_a_second(monkeypatch) -> None:
     task_output.write(file, "worker 5", "31/31")
     shown = [line.split()[-1] for line in file.getvalue().splitlines()]
     assert shown[0] == "1/31" and shown[-1] == "31/31" and 3 <= len(shown) <= 5
-
-
-def test_a_stream_that_nobody_reads_does_not_stop_the_task() -> None:
-    class Closed(io.StringIO):
-        def write(self, text: str) -> int:
-            raise BrokenPipeError
-
-    reading, writing = os.pipe()
-    os.write(writing, b"one\ntwo\n")
-    os.close(writing)
-    task_output.copy(reading, Closed(), "worker 0")
-    with pytest.raises(OSError):
-        os.fstat(reading)
