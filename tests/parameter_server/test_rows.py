@@ -1,4 +1,4 @@
-"""Rows that are put into arrays, as by NumPy."""
+"""Rows of lookups, and rows that are put into arrays, as by NumPy."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 from keras_strategies.parameter_server.server.variable_store import VariableStore
 from keras_strategies.parameter_server.wire.arrays.row_arrays import put_rows
+from keras_strategies.parameter_server.worker.row_positions import RowPositions
 
 pytestmark = pytest.mark.one_backend
 
@@ -37,3 +38,18 @@ def test_read_only_memory_of_a_framework_is_left_alone() -> None:
     store.write((0, 0), np.full(1, 9.0), 2)
     assert store.get((0, 0)).tolist() == [1.0, 2.0, 9.0]
     assert of_a_framework.tolist() == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("rows", [50, 100_000], ids=["positions of all rows", "unique"])
+def test_places_lead_back_to_ids(rows):
+    random = np.random.default_rng(0)
+    places = RowPositions()
+    for sizes in ([13], [40, 1, 7], [0], [5, 0]):
+        wanted = [random.integers(0, rows, size) for size in sizes]
+        found, where = places.find(wanted, rows)
+        joined = np.concatenate(wanted)
+        np.testing.assert_array_equal(found, np.unique(joined))
+        assert found.dtype == np.int64
+        for ids, place in zip(wanted, where, strict=True):
+            assert place.dtype == np.int32
+            np.testing.assert_array_equal(found[place], ids)
