@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections.abc import Iterator
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -14,6 +15,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 import keras
 import pytest
 from harness import devices, fork_server, leaks, marks
+from harness.forker import Forker
 from harness.strategies import STRATEGIES, StrategyCase
 
 import keras_strategies as ks
@@ -63,6 +65,13 @@ def fork_servers():
     """Started by the first test that forks a script, where `tests/run.py` has none."""
     yield
     fork_server.close()
+
+
+@pytest.fixture(scope="session")
+def forker() -> Iterator[Forker]:
+    """Starts scripts in processes that have imported Keras already."""
+    with Forker() as forker:
+        yield forker
 
 
 @pytest.fixture(scope="session", autouse=True)

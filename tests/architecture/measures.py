@@ -137,46 +137,12 @@ def _is_default(function: ast.FunctionDef) -> bool:
     )
 
 
-def _repetitions(module: Module, node: ast.expr) -> int:
-    """How many elements a literal, or a constant of a module, has."""
-    if isinstance(node, ast.Name):
-        for each in module.tree.body:
-            if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == node.id:
-                return _repetitions(module, each.value)
-    if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
-        return len(node.elts)
-    if isinstance(node, ast.Dict):
-        return len(node.keys)
-    return 1
-
-
-def _calls(module: Module, names: Iterable[str]) -> int:
-    """Calls of functions by name, each as often as literal loops around it repeat."""
-    total = 0
-
-    def visit(node: ast.AST, times: int) -> None:
-        nonlocal total
-        if isinstance(node, ast.For):
-            times *= _repetitions(module, node.iter)
-        comprehensions = getattr(node, "generators", [])
-        for each in comprehensions:
-            times *= _repetitions(module, each.iter)
-        if isinstance(node, ast.Call) and dotted(node.func) in names:
-            total += times
-        for child in ast.iter_child_nodes(node):
-            visit(child, times)
-
-    visit(module.tree, 1)
-    return total
-
-
 def replaced_attributes(source: Source) -> dict[str, int]:
     """Attributes of other packages that are replaced for the whole process."""
     found = {}
     for module in source.modules:
         if module.name.startswith("keras_compat"):
-            groups = _groups(module, is_temporary=False)
-            count = sum(groups) if groups else _calls(module, ("replace",))
+            count = sum(_groups(module, is_temporary=False))
         else:
             count = len(list(_foreign_assignments(module)))
         if count:

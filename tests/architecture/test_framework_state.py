@@ -91,24 +91,3 @@ def items_of(text: str) -> list[str]:
         for item in re.split(r"^- ", text, flags=re.M)
         if item.strip()
     ]
-
-
-def test_state_of_a_new_release_is_found(tmp_path, monkeypatch) -> None:
-    package = tmp_path / "jax"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    (package / "new.py").write_text(
-        "import contextvars, threading\n"
-        "_scope = threading.local()\n"
-        "class _Stack(threading.local):\n    pass\n"
-        "_variable: contextvars.ContextVar = contextvars.ContextVar('variable')\n"
-        "_mode = None\n"
-        "def set_mode(mode):\n    global _mode\n    _mode = mode\n"
-    )
-    monkeypatch.setattr(
-        "importlib.util.find_spec",
-        lambda name: type("Spec", (), {"submodule_search_locations": [str(package)]}),
-    )
-    found = state_of("jax")
-    assert found == {f"jax.new.{n}" for n in ("_scope", "_Stack", "_variable", "_mode")}
-    assert not any(map(matching, found))

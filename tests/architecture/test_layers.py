@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from architecture.figure import GROUPS, LAYERS, box_of, edges, height_of
+from architecture.figure import GROUPS, LAYERS, box_of, height_of
 from architecture.import_graph import cycles, import_graph
 from architecture.package_source import PACKAGE, Module, Source, package_source
 
@@ -68,22 +68,6 @@ def test_each_folder_lies_in_one_layer() -> None:
     boxes = [box for layer in LAYERS for box in layer]
     tops = [top for box in boxes for top in GROUPS.get(box, {box})]
     assert sorted(tops) == sorted({name.partition(".")[0] for name in GRAPH})
-
-
-def test_the_figure_shows_arrows_that_point_up_or_sideways() -> None:
-    wrong = {
-        "values": {"runtime.engine"},
-        "processes": {"communication"},
-        "tools": {"values", "cluster"},
-        "cluster": {"errors"},
-    }
-    assert edges(wrong) == {
-        ("vocabulary", "runtime"),
-        ("processes", "communication"),
-        ("tools", "cluster"),
-        ("cluster", "vocabulary"),
-    }
-    assert len(upward(wrong)) == 2
 
 
 def test_there_are_no_cycles() -> None:

@@ -1,4 +1,4 @@
-"""Archives that are well formed, with right checksums, and hostile."""
+"""Archives that are damaged, or well formed with right checksums, and hostile."""
 
 from __future__ import annotations
 
@@ -156,4 +156,21 @@ ATTACKS: dict[str, tuple[Callable[[Path], None], str]] = {
         )
     },
     "encrypted": (_encrypted, "encrypted"),
+}
+
+
+def _bytes(make: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    return lambda path: path.write_bytes(make(path.read_bytes())) and None
+
+
+def _flipped(data: bytes) -> bytes:
+    """One bit of an array is another."""
+    place = data.index(b"NUMPY") + 130
+    return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "truncated": (_bytes(lambda data: data[: len(data) // 2]), ""),
+    "empty": (_bytes(lambda data: b""), ""),
+    "one bit": (_bytes(_flipped), ""),
 }

@@ -1,4 +1,4 @@
-"""Hostile archives end in an error, before memory is taken; the one before is used."""
+"""Hostile archives are an error, before memory is taken; the one before is used."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 from checkpoints.hostile_archives import (
     ATTACKS,
     BOMB_BYTES,
+    DAMAGE,
     members_of,
     write_members,
 )
@@ -52,7 +53,7 @@ def _bounded() -> Iterator[None]:
 
 def attacked(path: Path, attack: str) -> str:
     """Changes an archive; returns what the error names."""
-    change, named = ATTACKS[attack]
+    change, named = (ATTACKS | DAMAGE)[attack]
     before = path.read_bytes()
     # Not a part of what is measured.
     tracemalloc.stop()
@@ -78,9 +79,9 @@ def attacked_description(path: Path, attack: str) -> str:
 
 
 # Servers' descriptions are such archives, too.
-@pytest.mark.nightly(unless=["a member that expands", "4 TB", "no state"])
+@pytest.mark.nightly(unless=["a member that expands", "4 TB", "no state", *DAMAGE])
 @pytest.mark.usefixtures("_bounded")
-@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize("attack", [*ATTACKS, *DAMAGE])
 def test_a_checkpoint(attack: str, tmp_path: Path) -> None:
     model = model_of()
     manager = ks.CheckpointManager(ks.Checkpoint(model=model), tmp_path)
@@ -105,7 +106,10 @@ def test_a_checkpoint(attack: str, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("_bounded")
 @pytest.mark.parametrize(
     "attack",
-    ["a member that expands", "4 TB", "another attribute", "brackets", "no state"],
+    [
+        *("a member that expands", "4 TB", "another attribute", "brackets", "no state"),
+        *DAMAGE,
+    ],
 )
 def test_a_snapshot_of_fit(attack: str, tmp_path: Path) -> None:
     def fit(epochs: int) -> Any:

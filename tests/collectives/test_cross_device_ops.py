@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import keras
 import numpy as np
 import pytest
@@ -12,9 +10,6 @@ from keras import ops
 import keras_strategies as ks
 
 DEVICES = ["cpu:0", "cpu:1"]
-RNG = np.random.default_rng(3)
-X = RNG.normal(size=(7, 4)).astype("float32")
-Y = X.sum(axis=1, keepdims=True)
 
 
 class Own(ks.NcclAllReduce):
@@ -23,39 +18,6 @@ class Own(ks.NcclAllReduce):
 
 def numpy(value):
     return ops.convert_to_numpy(value)
-
-
-def make_model():
-    keras.utils.set_random_seed(5)
-    model = keras.Sequential(
-        [
-            keras.Input((4,)),
-            keras.layers.Dense(3, activation="tanh"),
-            keras.layers.Dense(1),
-        ]
-    )
-    model.compile(keras.optimizers.SGD(0.1), "mse")
-    return model
-
-
-def fitted(strategy, rows=5, learning_rate=0.1):
-    """Weights after a batch of 4 rows and one of 1, which is fewer than replicas."""
-    with strategy.scope():
-        model = make_model()
-    model.optimizer.learning_rate = learning_rate
-    model.fit(X[:rows], Y[:rows], batch_size=4, shuffle=False, verbose=0)
-    return [numpy(variable) for variable in model.trainable_variables]
-
-
-@functools.cache
-def expected(train, *arguments):
-    """The weights of one device."""
-    return train(ks.OneDeviceStrategy("cpu:0"), *arguments)
-
-
-def assert_close(found, expected):
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
 def test_the_same_gradient_on_all_replicas_counts_for_each() -> None:
@@ -67,20 +29,6 @@ def test_the_same_gradient_on_all_replicas_counts_for_each() -> None:
         gradient = ops.convert_to_tensor(0.25)
         strategy.run(lambda o=optimizer, v=variable, g=gradient: o.apply([g], [v]))
         assert float(numpy(variable)) == 0.5
-
-
-@pytest.mark.one_backend
-@pytest.mark.parametrize(
-    "kind",
-    [
-        ks.ReductionToOneDevice,
-        ks.HierarchicalCopyAllReduce,
-        ks.NcclAllReduce,
-    ],
-)
-def test_the_classes_of_this_package_compute_what_one_device_does(kind) -> None:
-    found = fitted(ks.MirroredStrategy(DEVICES, kind()))
-    assert_close(found, expected(fitted))
 
 
 class Foreign:

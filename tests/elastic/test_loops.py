@@ -7,14 +7,11 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from elastic import elastic_loop
 from elastic.elastic_loop import STEPS
 from elastic.elastic_training import ElasticCluster, Kill
 from harness.training import ADAM_TOLERANCE
 
 pytestmark = pytest.mark.multiprocess
-
-SCRIPT = str(elastic_loop.__file__)
 
 
 def assert_like_one_device(cluster: ElasticCluster) -> dict[int, Any]:

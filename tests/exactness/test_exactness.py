@@ -35,7 +35,6 @@ from keras import optimizers
 
 # What is called unsplit is exact, and would hide mistakes in how it is split.
 pytestmark = pytest.mark.filterwarnings("error:.*cannot be split by rows")
-TORCH = keras.backend.backend() == "torch"
 CASES = [*cases.CASES, *single_cases.CASES]
 
 # For each strategy but two mirrored replicas: case, and the code that it is there for.

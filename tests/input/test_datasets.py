@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import keras
 import numpy as np
 import pytest
+from harness import data
 
 import keras_strategies as ks
 
@@ -21,14 +23,6 @@ def batches(size: int = 8) -> list[tuple[np.ndarray, np.ndarray]]:
     return [(X[i : i + size], Y[i : i + size]) for i in range(0, ROWS, size)]
 
 
-class Sequence(keras.utils.PyDataset):
-    def __len__(self) -> int:
-        return 3
-
-    def __getitem__(self, index: int):
-        return batches()[index]
-
-
 class Restarting:
     """An iterable of batches without a length."""
 
@@ -36,37 +30,23 @@ class Restarting:
         return iter(batches())
 
 
-def tf_data():
-    tf = pytest.importorskip("tensorflow")
-    return tf.data.Dataset.from_tensor_slices((X, Y)).batch(8)
+FEEDS = (
+    *(data.tf_data, data.loader, data.py_dataset, data.py_dataset_2_workers),
+    *(data.arrays, data.tensors, data.pandas_frames, data.generator),
+)
 
 
-def loader(workers: int = 0):
-    torch = pytest.importorskip("torch")
-    rows = list(zip(X, Y, strict=True))
-    return torch.utils.data.DataLoader(rows, batch_size=8, num_workers=workers)
+def made(kind: str) -> tuple[Any, dict[str, int]]:
+    """A dataset of a kind, and more arguments to distribute it."""
+    for feed in FEEDS:
+        if feed.__name__ == kind:
+            given = feed(data.Data(X, Y), 8)
+            x = (given["x"], given["y"]) if "y" in given else given["x"]
+            return x, {k: v for k, v in given.items() if k == "batch_size"}
+    return (batches() if kind == "list" else Restarting()), {}
 
 
-def frames():
-    pandas = pytest.importorskip("pandas")
-    return pandas.DataFrame(X), pandas.Series(Y)
-
-
-KINDS = {
-    "tf_data": (tf_data, {}),
-    "loader": (loader, {}),
-    "py_dataset": (Sequence, {}),
-    "py_dataset_2_workers": (lambda: Sequence(workers=2), {}),
-    "arrays": (lambda: (X, Y), {"batch_size": 8}),
-    "tensors": (
-        lambda: (keras.ops.convert_to_tensor(X), keras.ops.convert_to_tensor(Y)),
-        {"batch_size": 8},
-    ),
-    "frames": (frames, {"batch_size": 8}),
-    "list": (batches, {}),
-    "restarting": (Restarting, {}),
-    "generator": (lambda: (batch for batch in batches()), {}),
-}
+KINDS = [*(feed.__name__ for feed in FEEDS), "list", "restarting"]
 KNOWN_LENGTH = set(KINDS) - {"restarting", "generator"}
 
 
@@ -76,8 +56,8 @@ def kind(request) -> str:
 
 
 def distribute(strategy, kind: str, **options):
-    make, arguments = KINDS[kind]
-    return strategy.experimental_distribute_dataset(make(), **arguments, **options)
+    given, arguments = made(kind)
+    return strategy.experimental_distribute_dataset(given, **arguments, **options)
 
 
 def numpy(strategy, value) -> list[np.ndarray]:
@@ -306,8 +286,8 @@ def test_array_dataset(backend_name) -> None:
 
 def test_the_default_strategy_passes_datasets_through() -> None:
     default = ks.get_strategy()
-    for make in (batches, tf_data, loader, Restarting):
-        given = make()
+    for kind in ("list", "tf_data", "loader", "restarting"):
+        given, _ = made(kind)
         assert default.experimental_distribute_dataset(given) is given
         assert default.distribute_datasets_from_function(lambda _, g=given: g) is given
 

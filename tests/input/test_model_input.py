@@ -90,6 +90,9 @@ WAYS = {
         lambda context: make(context.get_per_replica_batch_size(8))
     ),
     "creator": lambda strategy, make: ks.DatasetCreator(lambda context: make(8)),
+    "creator of the replicas": lambda strategy, make: ks.DatasetCreator(
+        lambda context: make(context.get_per_replica_batch_size(8)), ks.InputOptions()
+    ),
 }
 
 
@@ -101,25 +104,6 @@ def test_methods_on_a_dataset(mirrored, train, alone, way, make) -> None:
     assert_same(alone, train(dataset, validation_data=dataset), 1e-5, way)
     expected = train.scores(X, Y, batch_size=8)
     assert_same(expected, train.scores(dataset), 1e-5, way)
-
-
-@pytest.mark.one_backend("jax")
-@pytest.mark.nightly(unless=["one_device", "mirrored_2"])
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_creator_of_the_replicas_batches(name, alone) -> None:
-    strategy = STRATEGIES[name].make()
-    contexts = []
-
-    def dataset_fn(context):
-        contexts.append(context)
-        return batches(context.get_per_replica_batch_size(8))
-
-    creator = ks.DatasetCreator(dataset_fn, ks.InputOptions())
-    found = Trained(strategy)(creator, validation_data=creator)
-    assert_same(alone, found, 1e-5, name)
-    assert len(contexts) == 2
-    assert contexts[0].num_input_pipelines == 1
-    assert contexts[0].num_replicas_in_sync == strategy.num_replicas_in_sync
 
 
 def test_creator_of_a_dataset_for_each_replica(mirrored, train, train_alone) -> None:

@@ -25,14 +25,6 @@ def join(before: list[threading.Thread]) -> None:
         assert not thread.is_alive()
 
 
-def test_items_arrive_in_order_and_the_thread_ends() -> None:
-    prefetcher = Prefetcher(lambda: iter(range(100)), 3)
-    assert list(prefetcher) == list(range(100))
-    assert not threads()
-    with pytest.raises(StopIteration):
-        next(prefetcher)
-
-
 def test_it_works_ahead_by_its_size_and_no_further() -> None:
     made = []
     making = threading.Semaphore(0)
@@ -51,41 +43,6 @@ def test_it_works_ahead_by_its_size_and_no_further() -> None:
         assert made == list(range(taken + 2))
         assert next(prefetcher) == taken
     prefetcher.close()
-
-
-def test_an_error_arrives_after_the_items_before_it_with_its_type() -> None:
-    class OwnError(Exception):
-        pass
-
-    def items():
-        yield 1
-        raise OwnError("disk")
-
-    prefetcher = Prefetcher(items, 4)
-    assert next(prefetcher) == 1
-    with pytest.raises(OwnError, match="disk"):
-        next(prefetcher)
-    assert not threads()
-    with pytest.raises(StopIteration):
-        next(prefetcher)
-
-
-def test_close_ends_the_thread_and_the_iterator_below() -> None:
-    closed = []
-
-    def items():
-        try:
-            while True:
-                yield 0
-        finally:
-            closed.append(True)
-
-    prefetcher = Prefetcher(items, 1)
-    next(prefetcher)
-    prefetcher.close()
-    prefetcher.close()
-    assert closed == [True]
-    assert not threads()
 
 
 def test_an_iterator_that_nobody_holds_ends_its_thread() -> None:

@@ -87,38 +87,6 @@ def test_a_warning_about_the_structure_of_inputs_comes_as_often(
         assert count(strategy, *arguments) == expected
 
 
-@TWO_REPLICAS_BY_DAY
-def test_a_quantized_model_predicts_as_on_one_device(strategy) -> None:
-    results = []
-    for each in (None, strategy):
-        with scope_of(each):
-            model = new_model()
-        # Outside of the scope, and after the model's functions were made.
-        model.predict(X, verbose=0)
-        model.quantize("int8")
-        results.append(model.predict(X, verbose=0))
-        assert model.evaluate(X, Y, verbose=0) > 0
-    np.testing.assert_allclose(results[1], results[0], atol=1e-5)
-
-
-@pytest.mark.one_backend("jax")
-@TWO_REPLICAS_BY_DAY
-def test_a_layer_that_is_given_variables_later_trains_on_all_devices(strategy) -> None:
-    results = []
-    for each in (None, strategy):
-        keras.utils.set_random_seed(1)
-        with scope_of(each):
-            model = new_model()
-        fitted(model)
-        model.get_layer("first").enable_lora(2)
-        for variable in model.get_layer("first").trainable_variables:
-            values = np.linspace(0.1, 1, int(np.prod(variable.shape)))
-            variable.assign(values.reshape(variable.shape))
-        model.compile("sgd", "mse")
-        results.append(fitted(model).history["loss"])
-    np.testing.assert_allclose(results[1], results[0], rtol=1e-5)
-
-
 def test_a_state_tree_of_an_unbuilt_optimizer_is_set_as_by_keras(mirrored) -> None:
     results = []
     for each in (None, mirrored):

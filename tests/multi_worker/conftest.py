@@ -5,16 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from harness.forker import Forker
 from harness.worker_pool import Cluster, WorkerPool
 from multi_worker.clusters import CLUSTERS, DEVICES
-
-
-@pytest.fixture(scope="session")
-def forker() -> Iterator[Forker]:
-    """Starts scripts in processes that have imported Keras already."""
-    with Forker() as forker:
-        yield forker
 
 
 @pytest.fixture(scope="session")

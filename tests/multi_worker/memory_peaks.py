@@ -97,20 +97,6 @@ def allocated_by(load: Callable[[], object]) -> Allocated:
     return Allocated(before, *peaks, after)
 
 
-def peak_of(fn: Callable[[], object]) -> tuple[int, int]:
-    """Bytes that a function needs at most above what was before it, and what stays.
-
-    The kernel counts from zero after the write to `clear_refs` (proc(5)).
-    """
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _status("VmRSS")
-    fn()
-    gc.collect()
-    peak, after = _status("VmHWM"), _status("VmRSS")
-    return peak - before, peak - after
-
-
 def _status(key: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     [found] = [line.split()[1] for line in lines if line.startswith(key + ":")]

@@ -10,7 +10,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
-from harness.training import assert_same, assert_workers, numbers
+from harness.training import assert_same, numbers
 
 import keras_strategies as ks
 
@@ -116,33 +116,6 @@ def test_only_the_chief_prints(cluster):
     # Two epochs, `evaluate` and `predict`.
     assert chief.count("/step on 2 workers") == 4
     assert other == ""
-
-
-def test_a_backup_is_resumed_by_all_workers(cluster, tmp_path):
-    options = {"epochs": 5, "shuffle": False, "verbose": 0}
-
-    class Crash(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            if epoch == 2:
-                raise KeyboardInterrupt
-
-    def program(strategy, folder):
-        # Only the chief can see its folder.
-        own = f"{folder}/{strategy.workers.group.index}"
-        callbacks = [keras.callbacks.BackupAndRestore(own), Crash()]
-        with contextlib.suppress(KeyboardInterrupt):
-            make_model(strategy).fit(*rows(), **options, callbacks=callbacks)
-        keras.utils.set_random_seed(99)
-        again = make_model(strategy)
-        backup = keras.callbacks.BackupAndRestore(own)
-        history = again.fit(*rows(), **options, callbacks=[backup])
-        assert history.epoch == [3, 4]
-        return numbers(again)
-
-    found = cluster(program, str(tmp_path))
-    whole = make_model(ks.OneDeviceStrategy("cpu:0"))
-    whole.fit(*rows(), **options)
-    assert_workers(numbers(whole), found)
 
 
 def test_decisions_are_the_chiefs(cluster):

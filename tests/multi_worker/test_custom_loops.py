@@ -37,20 +37,6 @@ def batch_of(strategy, rows):
     return batch
 
 
-@BOTH
-def test_replicas_are_numbered_over_all_workers(cluster):
-    def program(strategy):
-        def fn(x):
-            context = ks.get_replica_context()
-            assert context.num_replicas_in_sync == strategy.num_replicas_in_sync
-            return x + 0.0
-
-        return local(strategy, strategy.run(fn, args=(ids(strategy),)))
-
-    numbers = [number for values in cluster(program) for number in values]
-    assert numbers == list(range(cluster.replicas))
-
-
 #: The reductions of seven rows, of which workers have 4 and 3, and of a single row.
 REDUCED = {
     (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0): [21, 3, 0, 6],
@@ -220,33 +206,6 @@ def test_the_portable_loop_equals_one_device(cluster, compiled):
 
 @pytest.mark.one_backend
 @BOTH
-def test_random_layers_draw_the_masks_of_one_device(cluster):
-    def program(strategy):
-        with strategy.scope():
-            layer = keras.layers.Dropout(0.5, seed=3)
-        rows = strategy.experimental_distribute_values_from_function(
-            lambda context: ops.ones((8 // strategy.num_replicas_in_sync, 64))
-        )
-        found = strategy.run(lambda x: layer(x, training=True), args=(rows,))
-        return np.concatenate(local(strategy, found))
-
-    expected = program(ks.OneDeviceStrategy("cpu:0"))
-    np.testing.assert_array_equal(np.concatenate(cluster(program)), expected)
-
-
-def test_an_error_in_a_replica_keeps_its_type(cluster):
-    def program(strategy):
-        def fn():
-            raise KeyError("of the user's")
-
-        with pytest.raises(KeyError, match="of the user's"):
-            strategy.run(fn)
-
-    cluster(program)
-
-
-@pytest.mark.one_backend
-@BOTH
 def test_what_run_makes_is_equal_on_all_workers_and_is_saved_by_the_chief(
     cluster, tmp_path
 ):
@@ -295,3 +254,57 @@ def test_replicas_exchange_sums_that_a_layer_uses_further(cluster, compiled):
     for rows, losses in cluster(program):
         np.testing.assert_allclose(rows, x - x.mean(axis=0), atol=1e-6)
         np.testing.assert_allclose(losses, loss, rtol=1e-5)
+
+
+@on_clusters("two_by_two")
+def test_options_of_calls_repeat_those_of_the_workers(cluster):
+    def program(strategy):
+        ones = strategy.experimental_distribute_values_from_function(
+            lambda context: ops.ones((2,))
+        )
+        seconds, devices = strategy.workers.group.timeout, ["cpu:0", "cpu:1"]
+        same = ks.CommunicationOptions(bytes_per_pack=8, timeout_seconds=seconds)
+        other = ks.CommunicationOptions(timeout_seconds=seconds + 1)
+        nccl = ks.CommunicationOptions(implementation="NCCL")
+
+        def fn(x, options):
+            context = ks.get_replica_context()
+            return context.all_reduce("sum", [x, x + 1.0], options)[1]
+
+        found = strategy.run(fn, args=(ones, same))
+        total = strategy.extended.reduce_to("mean", ones, devices, same)
+        make = ks.MultiWorkerMirroredStrategy
+        with pytest.raises(ValueError, match="timeout between the workers"):
+            strategy.extended.reduce_to("sum", ones, "cpu:0", other)
+        with pytest.raises(ValueError, match="Pass it to the first strategy"):
+            make(communication_options=other)
+        with pytest.raises(ValueError, match="NCCL connects GPUs"):
+            make(communication_options=nccl, devices=strategy.extended.worker_devices)
+        values = [*strategy.experimental_local_results(found), *total.values]
+        return [ops.convert_to_numpy(value).tolist() for value in values]
+
+    assert cluster(program) == [[[8, 8], [8, 8], [1, 1], [1, 1]]] * 2
+
+
+# The last are more than two tensors of a message.
+SIZES = (0, 5, 40_000_001)
+
+
+def data_of(size):
+    return (b"0123456" * (size // 7 + 1))[:size]
+
+
+@pytest.mark.one_backend
+@pytest.mark.parametrize("source", [0, 2])
+@on_clusters("three")
+def test_bytes_of_a_worker_arrive(cluster, source):
+    def program(strategy):
+        is_source, found = strategy.workers.group.index == source, []
+        for data in map(data_of, SIZES):
+            given = data if is_source else None
+            found.append(
+                strategy.workers.broadcast_bytes("a test", given, source) == data
+            )
+        return found
+
+    assert cluster(program) == [[True] * len(SIZES)] * 3

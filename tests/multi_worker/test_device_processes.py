@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import keras
-import numpy as np
 import pytest
 from harness.devices import VARIABLE
 from harness.processes import TIMEOUT, assert_gone
@@ -115,34 +114,6 @@ def test_a_process_that_fails_ends_the_others(tmp_path) -> None:
         "with exit code 1 before it made the strategy. ValueError: the "
     )
     assert text in done.stderr
-
-
-TWO = """
-import numpy as np
-
-def trained(strategy):
-    with strategy.scope():
-        keras.utils.set_random_seed(1)
-        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(2)])
-        model.compile("adam", "mse")
-    x = np.linspace(0, 1, 96, dtype="float32").reshape(12, 8)
-    return model.fit(x, x[:, :2], batch_size=5, verbose=0).history["loss"]
-
-losses = [trained(ks.MirroredStrategy(["cpu:0", "cpu:1"]))]
-cut = ks.ModelParallelStrategy("auto", ["cpu:0", "cpu:1"], 2, min_shard_bytes=0)
-losses.append(trained(cut))
-print(json.dumps(losses))
-"""
-
-
-@pytest.mark.nightly
-@needs_torch
-def test_a_strategy_of_one_process_may_come_first(tmp_path) -> None:
-    """The processes that the second one starts make the first one, too."""
-    done = run_script(tmp_path, TWO)
-    assert done.returncode == 0, done.stderr
-    first, second = json.loads(done.stdout)
-    np.testing.assert_allclose(second, first, rtol=1e-5)
 
 
 # Where no process can be started.

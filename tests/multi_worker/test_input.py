@@ -270,41 +270,6 @@ def test_each_row_of_a_stream_is_read_once_if_shards_do_not_divide(cluster, shar
         np.testing.assert_array_equal(seen, np.full(5 * shards, 2.0))
 
 
-def of_mapped_elements(strategy, count):
-    """A worker divides the elements of a pipeline before their `map`."""
-    tf = pytest.importorskip("tensorflow", reason="not installed")
-    x, y = rows(count)
-    read = []
-
-    def row(number):
-        read.append(int(number))
-        return x[number], y[number]
-
-    def dataset_fn(context):
-        pipelines = context.num_input_pipelines
-        numbers = tf.data.Dataset.range(count).shuffle(count, seed=1)
-        own = numbers.shard(pipelines, context.input_pipeline_id)
-        own = own.map(lambda n: tf.numpy_function(row, [n], [tf.float32, tf.float32]))
-        own = own.map(lambda *row: (tf.ensure_shape(row[0], 2), row[1]))
-        return own.map(lambda x, y: (x, tf.ensure_shape(y, 1))).batch(6 // pipelines)
-
-    model = make_model(strategy)
-    history = model.fit(ks.DatasetCreator(dataset_fn), epochs=2, verbose=0)
-    return numbers(model, history), read
-
-
-@pytest.mark.nightly(unless=["two"])
-@on_clusters("two", "three")
-def test_elements_that_are_divided_before_a_map_are_read_once(cluster):
-    count = 20
-    expected, read = of_mapped_elements(ks.OneDeviceStrategy("cpu:0"), count)
-    found = cluster(of_mapped_elements, count)
-    assert sorted(n for _, own in found for n in own) == sorted(read)
-    assert max(len(own) for _, own in found) < len(read) / len(found) + 2
-    for worker, (own, _) in enumerate(found):
-        assert_same(expected, own, 1e-5, f"worker {worker}")
-
-
 # Input that differs: the model, what it is given, and the error of every worker.
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -24,6 +25,8 @@ TORCH = keras.backend.backend() == "torch"
 UNITS, COUNT = 2048, 12
 #: Bytes of the model.
 SIZE = 4 * COUNT * UNITS**2
+#: On Torch, their loading is that of the others.
+OTHERS = [] if TORCH else ["model.weights.h5"]
 
 
 def network() -> Any:
@@ -77,40 +80,29 @@ def saved(folder: Any, name: str) -> tuple[str, float]:
     return path, float(keras.ops.convert_to_numpy(alone.layers[-1].kernel)[5, 7])
 
 
-@pytest.mark.one_backend("jax", "tensorflow")
-@pytest.mark.nightly(unless=["model.keras"])
+@pytest.fixture
+def everywhere(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
+    """Calls a function in this process, which has all devices; on Torch, on workers."""
+    if not TORCH:
+        return lambda function, path: [function(path)]
+    cluster = request.getfixturevalue("pool_of")(2).cluster(1)
+    return lambda function, path: cluster(lambda strategy: function(path))
+
+
+@pytest.mark.one_backend
+@pytest.mark.nightly(unless=["model.weights.json" if TORCH else "model.keras"])
 @pytest.mark.slow(seconds=18)
-@pytest.mark.skipif(TORCH, reason="a process has one device")
-@pytest.mark.parametrize(
-    "name",
-    [
-        "model.keras",
-        "model.weights.json",
-        pytest.param("model.weights.h5", marks=pytest.mark.nightly),
-    ],
-)
-def test_the_file_is_never_in_memory(name, tmp_path) -> None:
+@pytest.mark.parametrize("name", ["model.keras", "model.weights.json", *OTHERS])
+def test_the_file_is_never_in_memory(everywhere, name, tmp_path) -> None:
     """With it, a process had the bytes of the model twice."""
     path, expected = saved(tmp_path, name)
-    loading, saving, value = measure(path)
-    assert value == expected
-    assert loading < SIZE / 2
-    assert saving.making - saving.before < SIZE / 2
-    # JAX keeps a value that it has read in the array.
-    assert saving.after - saving.before < SIZE / 4
-
-
-@pytest.mark.one_backend("torch")
-@pytest.mark.nightly(unless=["two-model.weights.json"])
-@pytest.mark.slow(seconds=5)
-@pytest.mark.parametrize("name", ["model.keras", "model.weights.json"])
-def test_the_file_is_in_the_memory_of_no_process(cluster, tmp_path, name) -> None:
-    path, expected = saved(tmp_path, name)
-    for loading, saving, value in cluster(lambda strategy: measure(path)):
+    for loading, saving, value in everywhere(measure, path):
         assert value == expected
         assert loading < SIZE / 2
-        # The chief has one value at a time, in a few copies of a twelfth of the bytes.
+        # On Torch, the chief has one value at a time, in a few copies of a twelfth of
+        # the bytes.
         assert saving.making - saving.before < SIZE / 2
+        # JAX keeps a value that it has read in the array.
         assert saving.after - saving.before < SIZE / 4
 
 
@@ -169,24 +161,17 @@ def test_a_preset_maps_files_of_a_module_that_it_imports(tmp_path, monkeypatch) 
     assert tensor[7, 5] == np.float32(expected)
 
 
-@pytest.mark.one_backend("tensorflow")
-@pytest.mark.skipif(TORCH, reason="a process has one device")
-def test_tensors_are_read_one_by_one(tmp_path) -> None:
-    path, expected = tensors_in(tmp_path)
-    above, value = read_into_shards(path)
-    assert value == expected
-    # The tensor. JAX has the old value, too, until it has the new one, and a copy of a
-    # shard, half of a tensor here.
-    assert above < (2.75 if keras.backend.backend() == "jax" else 2) * SIZE / COUNT
+#: The tensor, and on Torch no copy of it. JAX has the old value, too, until it has the
+#: new one, and a copy of a shard, half of a tensor here.
+MOST = {"torch": 1.75, "tensorflow": 2, "jax": 2.75}
 
 
-@pytest.mark.skipif(not TORCH, reason="a process has all devices")
-def test_tensors_are_read_one_by_one_in_each_process(cluster, tmp_path) -> None:
+@pytest.mark.one_backend("tensorflow", "torch")
+def test_tensors_are_read_one_by_one(everywhere, tmp_path) -> None:
     path, expected = tensors_in(tmp_path)
-    for above, value in cluster(lambda strategy: read_into_shards(path)):
+    for above, value in everywhere(read_into_shards, path):
         assert value == expected
-        # The tensor, and no copy of it.
-        assert above < 1.75 * SIZE / COUNT
+        assert above < MOST[keras.backend.backend()] * SIZE / COUNT
 
 
 @pytest.mark.skipif(not TORCH, reason="a process has all devices")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from multi_worker.clusters import on_clusters
-from multi_worker.loaders import BATCH, ROWS, Noisy, Rows, X, forks, loader
+from multi_worker.loaders import BATCH, ROWS, Noisy, Rows, forks, loader
 
 import keras_strategies as ks
 
@@ -91,15 +91,6 @@ def test_a_worker_reads_its_own_rows(cluster: Any) -> None:
     assert sum(read for _, read, _ in every) <= alone[1] + 3 * PASSES * len(every)
 
 
-@pytest.mark.parametrize("kind", ["torch", "generator", "keras global", "of one row"])
-def test_draws_of_samples_are_those_of_one_device(cluster: Any, kind: str) -> None:
-    alone = looped(one_device(), kind)
-    every = cluster(looped, kind)
-    check(alone, every)
-    if kind != "of one row":  # All rows are read again where a late one draws.
-        assert max(read for _, read, _ in every) <= 0.65 * alone[1] + 3 * PASSES
-
-
 @pytest.mark.nightly(unless=["two-rows-False"])
 @forks
 @pytest.mark.parametrize(("kind", "persistent"), [("rows", False), ("torch", True)])
@@ -148,42 +139,3 @@ def test_generators_of_workers_may_differ_where_nothing_is_shuffled(
         return looped(strategy, kind, **options)
 
     check(program(one_device()), cluster(program), draws_alike=False)
-
-
-def trained(strategy: Any) -> Any:
-    """Losses and weights of a loop of `run` over a loader, with dropout."""
-    keras.utils.set_random_seed(5)
-    torch.manual_seed(5)
-    with strategy.scope():
-        model = keras.Sequential(
-            [keras.Input(X.shape[1:]), keras.layers.Dropout(0.3), keras.layers.Dense(1)]
-        )
-        optimizer = keras.optimizers.SGD(0.05)
-
-    def step(batch: Any) -> Any:
-        x, y, weight = batch
-
-        def loss_of() -> Any:
-            error = keras.ops.square(model(x, training=True) - y)[:, 0] * weight
-            return ks.compute_average_loss(error)
-
-        loss, gradients = ks.value_and_grad(loss_of, model.trainable_variables)()
-        optimizer.apply(gradients, model.trainable_variables)
-        return loss
-
-    batches = strategy.experimental_distribute_dataset(loader(Rows()))
-    losses = [
-        float(strategy.reduce("SUM", strategy.run(step, (batch,)), axis=None))
-        for _ in range(2)
-        for batch in batches
-    ]
-    return [np.array(losses), *map(np.asarray, model.get_weights())]
-
-
-@pytest.mark.one_backend("torch")
-@ALL
-def test_a_loop_trains_as_on_one_device(cluster: Any) -> None:
-    expected = trained(one_device())
-    for every in cluster(trained):
-        for found, value in zip(every, expected, strict=True):
-            np.testing.assert_allclose(found, value, rtol=1e-5, atol=1e-6)

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-
 import keras
 import numpy as np
 import pytest
 from harness.training import (
-    alone,
     as_arrays,
     assert_same,
     assert_workers,
-    compiled,
-    fit_evaluate_predict,
     state_of,
 )
 from keras import layers
-from model_parallel import model_parallel_cases
 from multi_worker.clusters import on_clusters
 from multi_worker.torch_shards import cut, fit, network, rows
 
@@ -26,52 +20,9 @@ import keras_strategies as ks
 TORCH = keras.backend.backend() == "torch"
 pytestmark = pytest.mark.skipif(not TORCH, reason="DTensors are Torch's")
 
-CASES = {case.name: case for case in model_parallel_cases.CASES}
-# The layout of variables, and the devices along the model axis.
-GRIDS = {
-    "model_1x2": ("auto", 2, "two"),
-    "model_2x1": ("auto", 1, "two"),
-    "fsdp_2": ("fsdp", 1, "two"),
-    "model_2x2": ("auto", 2, "four"),
-    "fsdp_2x2": ("fsdp", 2, "four"),
-}
 BOTH_LAYOUTS = pytest.mark.parametrize(
     ("layout_map", "width"), [("fsdp", 1), ("auto", 2)]
 )
-
-
-def train_cut(strategy, name, layout_map, width):
-    from torch.distributed.tensor import DTensor
-
-    case = CASES[name]
-    with cut(layout_map, width).scope():
-        model = compiled(case)
-    script = case.script or fit_evaluate_predict
-    results = script(case, model, case.make_data())
-    results |= state_of(model)
-    parts = sum(isinstance(weight.value, DTensor) for weight in model.weights)
-    return as_arrays(results), parts
-
-
-@pytest.mark.nightly(
-    unless=["global_clipnorm_ema-model_2x1", "accumulation-fsdp_2", "eager-fsdp_2"]
-)
-@pytest.mark.parametrize(
-    ("name", "layout_map", "width", "cluster"),
-    [
-        pytest.param(case, *grid, id=f"{case}-{name}")
-        for name, grid in GRIDS.items()
-        for case in CASES
-    ],
-    indirect=["cluster"],
-    scope="session",
-)
-def test_same_as_one_device(cluster, name, layout_map, width):
-    case = CASES[name]
-    found = cluster(train_cut, name, layout_map, width)
-    assert_workers(alone(case), [results for results, _ in found], case.tolerance)
-    is_cut = layout_map == "fsdp" or width > 1
-    assert all((parts > 1) == is_cut for _, parts in found)
 
 
 def test_each_process_keeps_its_parts(cluster):
@@ -206,52 +157,6 @@ def test_code_that_reads_weights(cluster, name, layout_map, width):
     if name == "rematerialized":
         found = cluster(lambda strategy: train_model(strategy, name))
         assert_workers(expected, found, 1e-4)
-
-
-def train_in_run(strategy):
-    """Rows that do not divide, batch normalization, a norm of all gradients."""
-    keras.utils.set_random_seed(3)
-    with strategy.scope():
-        hidden = [layers.Dense(16, "tanh"), layers.BatchNormalization()]
-        model = keras.Sequential([keras.Input((8,)), *hidden, layers.Dense(4)])
-        optimizer = keras.optimizers.Adam(0.01, global_clipnorm=0.5)
-        optimizer.build(model.trainable_variables)
-        seen = keras.metrics.Mean()
-
-    def step(x, y):
-        def loss_of():
-            return keras.ops.sum((model(x, training=True) - y) ** 2)
-
-        variables = model.trainable_variables
-        loss, gradients = ks.value_and_grad(loss_of, variables)()
-        optimizer.apply(gradients, variables)
-        seen.update_state(loss / 7)
-
-    x, y = (keras.ops.convert_to_tensor(each) for each in rows())
-    count = strategy.num_replicas_in_sync
-    for start in (0, 7, 15):
-        places = np.linspace(start, start + 7, count + 1).round().astype(int)
-
-        def own(ctx, of, places=places):
-            i = ctx.replica_id_in_sync_group
-            return of[places[i] : places[i + 1]]
-
-        parts = [
-            strategy.experimental_distribute_values_from_function(
-                functools.partial(own, of=each)
-            )
-            for each in (x, y)
-        ]
-        strategy.run(step, args=tuple(parts))
-    weights = [keras.ops.convert_to_numpy(w) for w in model.weights]
-    return as_arrays({"weights": weights, "mean": float(seen.result()) * count})
-
-
-@BOTH_LAYOUTS
-def test_run_with_weights_in_shards(cluster, layout_map, width):
-    expected = train_in_run(ks.OneDeviceStrategy("cpu:0"))
-    found = cluster(lambda strategy: train_in_run(cut(layout_map, width)))
-    assert_workers(expected, found, 1e-4)
 
 
 class Watching(keras.Model):

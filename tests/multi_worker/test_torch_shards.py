@@ -1,4 +1,4 @@
-"""Torch: weights in shards in code around layers, optimizers, files, errors, plans."""
+"""Torch: weights in shards in code around layers, optimizers, errors, plans."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from harness.training import as_arrays, assert_workers, state_of
 from multi_worker.clusters import own_cluster
-from multi_worker.torch_shards import cut, fit, network, rows
+from multi_worker.torch_shards import cut, fit
 
 import keras_strategies as ks
 
@@ -112,82 +112,15 @@ def test_optimizers(cluster, name):
         assert_workers(expected, cluster(program))
 
 
-# Files.
-
-
-def test_the_ordinary_file_goes_on_anywhere(cluster, tmp_path):
-    x, y = rows()
-
-    def save(strategy, folder):
-        model = network(cut())
-        path = f"{folder}/{{epoch}}.keras"
-        fit(model, [keras.callbacks.ModelCheckpoint(path)])
-        return model.get_weights()
-
-    def score(strategy, folder):
-        with cut("auto", 2).scope():
-            model = keras.models.load_model(f"{folder}/2.keras")
-        found = model.evaluate(x, y, verbose=0)
-        assert np.isfinite(fit(model)).all()
-        return found
-
-    saved = cluster(save, str(tmp_path))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["1.keras", "2.keras"]
-    here = keras.models.load_model(tmp_path / "2.keras")
-    for own in saved:
-        for one, two in zip(here.get_weights(), own, strict=True):
-            np.testing.assert_array_equal(one, two)
-    expected = here.evaluate(x, y, verbose=0)
-    np.testing.assert_allclose(cluster(score, str(tmp_path)), expected, rtol=1e-5)
-
-
-def test_each_process_writes_and_reads_its_shards(cluster, tmp_path):
-    """A checkpoint goes on under another layout, on all weights, and in one process."""
-
-    def save(strategy, folder):
-        own = cut()
-        model = network(own, rate=0.0)
-        fit(model)
-        assert [own.save_sharded(model, folder, keep=2) for _ in range(3)] == [1, 2, 3]
-        saved = model.get_weights()
-        return saved, fit(model), model.get_weights()
-
-    def load(strategy, folder, layout_map, width):
-        own = strategy if layout_map is None else cut(layout_map, width)
-        model = network(own, rate=0.0)
-        assert own.load_sharded(model, folder) == 3
-        return model.get_weights(), fit(model), model.get_weights()
-
-    (saved, losses, after), *_ = cluster(save, str(tmp_path))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]
-    files = {path.name: path.stat().st_size for path in (tmp_path / "3").iterdir()}
-    parts = [size for name, size in files.items() if name.endswith(".distcp")]
-    assert len(parts) == 2
-    assert max(parts) < 0.7 * sum(parts)
-    found = cluster(load, str(tmp_path), "auto", 2)
-    found += cluster(load, str(tmp_path), None, 1)
-    found.append(load(ks.OneDeviceStrategy("cpu:0"), tmp_path, None, 1))
-    for weights, losses_of, last in found:
-        for value, expected in zip(weights, saved, strict=True):
-            np.testing.assert_array_equal(value, expected)
-        np.testing.assert_allclose(losses_of, losses, rtol=1e-5)
-        for value, expected in zip(last, after, strict=True):
-            np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-6)
-
-
 # Errors.
 
 
-def test_what_cannot_be(cluster, tmp_path):
-    def program(strategy, folder):
-        own = cut()
+def test_what_cannot_be(cluster):
+    def program(strategy):
         with pytest.raises(RuntimeError, match="needs its own process"):
             ks.ModelParallelStrategy("fsdp", ["cpu:0", "cpu:1"])
-        model = network(own)
-        with pytest.raises(ValueError, match="BackupAndRestore was given"):
-            fit(model, [keras.callbacks.BackupAndRestore(folder)])
 
-    cluster(program, str(tmp_path))
+    cluster(program)
     # A process alone is told how to start.
     text = r"(?s)without a cluster.* launch --workers N"
     with pytest.raises(RuntimeError, match=text):

@@ -13,14 +13,14 @@ def cut(layout_map="fsdp", width=1):
     return ks.ModelParallelStrategy(layout_map, ["cpu:0"], width, min_shard_bytes=0)
 
 
-def network(strategy, units=16, rate=0.5):
+def network(strategy):
     keras.utils.set_random_seed(3)
     with strategy.scope():
         model = keras.Sequential(
             [
                 keras.Input((8,)),
-                keras.layers.Dense(units, "tanh"),
-                keras.layers.Dropout(rate),
+                keras.layers.Dense(16, "tanh"),
+                keras.layers.Dropout(0.5),
                 keras.layers.Dense(4),
             ]
         )

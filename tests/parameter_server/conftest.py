@@ -13,12 +13,6 @@ from parameter_server import clusters
 from parameter_server.forked_cluster import ForkedProcesses
 
 
-@pytest.fixture(scope="package")
-def forker() -> Iterator[Forker]:
-    with Forker() as made:
-        yield made
-
-
 @pytest.fixture(scope="package", autouse=True)
 def forks(forker: Forker) -> Iterator[None]:
     """Clusters of these tests fork their processes."""

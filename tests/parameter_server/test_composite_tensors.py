@@ -32,10 +32,6 @@ def rows_of(tf):
     return tf.ragged.constant([[1.0, 2.0, 3.0], [4.0]])
 
 
-def dense(value) -> np.ndarray:
-    return np.asarray(keras.ops.convert_to_numpy(value))
-
-
 def test_arguments_results_and_closures(tf, synchronous, coordinator) -> None:
     ragged = rows_of(tf)
     sparse = tf.sparse.from_dense([[0.0, 2.0], [3.0, 0.0]])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
-
 import keras
 import numpy as np
 import pytest
@@ -33,40 +30,11 @@ def test_there_is_one_coordinator(strategy, coordinator) -> None:
         coordinator.schedule(3)
 
 
-def test_functions_run_once_each_and_update_variables(strategy, coordinator) -> None:
-    with strategy.scope():
-        total = keras.Variable(0.0, name="total", trainable=False)
-
-    def step(x):
-        total.assign_add(x)
-        return x * 2
-
-    results = [coordinator.schedule(step, args=(float(i),)) for i in range(20)]
-    coordinator.join(clusters.SECONDS)
-    assert coordinator.done()
-    assert coordinator.fetch(results) == [2.0 * i for i in range(20)]
-    assert float(total.numpy()) == sum(range(20))
-
-
 def test_workers_know_their_numbers(coordinator) -> None:
     numbers = [coordinator.schedule(ks.get_current_worker_index) for _ in range(8)]
     alive = set(coordinator.strategy.cluster.scheduler.workers)
     assert {value.fetch(clusters.SECONDS) for value in numbers} <= alive
     assert ks.get_current_worker_index() is None
-
-
-@pytest.mark.skipif(
-    not sys.platform.startswith("linux"), reason="scheduling policies are Linux's"
-)
-def test_workers_do_not_preempt_the_server_that_wakes_them(coordinator) -> None:
-    def policy_of_threads():
-        return {
-            os.sched_getscheduler(int(task)) for task in os.listdir("/proc/self/task")
-        }
-
-    found = coordinator.schedule(policy_of_threads).fetch(clusters.SECONDS)
-    assert os.SCHED_BATCH in found
-    assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
 
 def test_a_custom_loop_over_each_workers_dataset(strategy, coordinator) -> None:

@@ -176,45 +176,6 @@ def test_a_function_that_ends_its_workers_is_given_up(coordinator, number) -> No
     assert coordinator.schedule(lambda: 5).fetch(clusters.SECONDS) == 5
 
 
-@pytest.mark.nightly
-@pytest.mark.slow(seconds=7)
-def test_preempted_workers_do_not_count_against_the_step_that_they_run() -> None:
-    """Workers are killed four times each while their steps wait for a server."""
-    x, y = clusters.clicks(rows=160)
-    with clusters.start(workers=2, ps=1, silence_seconds=120.0) as strategy:
-        with strategy.scope():
-            model = clusters.two_inputs("sgd")
-        scheduler = strategy.cluster.scheduler
-
-        def are_waiting() -> bool:
-            with scheduler.condition:
-                return all(w.in_flight for w in scheduler.workers.values())
-
-        def kill_both() -> None:
-            clusters.wait_until(are_waiting, "workers have steps")
-            killed = {clusters.kill(strategy, "worker", i) for i in range(2)}
-            clusters.wait_until(
-                lambda: all(w.pid not in killed for w in scheduler.workers.values()),
-                "others are there",
-            )
-
-        def storm(batch, logs) -> None:
-            if batch != 3:
-                return
-            server = clusters.kill(strategy, "ps", 0, signal.SIGSTOP)
-            try:
-                for _ in range(4):
-                    kill_both()
-            finally:
-                os.kill(server, signal.SIGCONT)
-
-        watch = keras.callbacks.LambdaCallback(on_train_batch_end=storm)
-        with pytest.warns(UserWarning, match="3 workers in turn were lost"):
-            model.fit(x, y, batch_size=8, verbose=0, callbacks=[watch])
-        assert [w.deaths for w in scheduler.workers.values()] == [4, 4]
-        assert int(model.optimizer.iterations.numpy()) == 20
-
-
 def test_ends_from_outside_count_while_servers_answer() -> None:
     messages, processes = Messages(), clusters.RecordedProcesses()
     scheduler = scheduler_of(messages, processes, can_restore=True)

@@ -6,7 +6,6 @@ import collections
 import dataclasses
 import sys
 import threading
-from typing import Any
 
 import keras
 import numpy as np
@@ -14,7 +13,6 @@ import pytest
 from keras import ops
 
 import keras_strategies as ks
-from keras_strategies.engines import get_engine
 from parameter_server import clusters
 
 pytestmark = [pytest.mark.one_backend, pytest.mark.multiprocess]
@@ -52,50 +50,6 @@ def numpy(value) -> np.ndarray:
 
 # Values of each worker
 
-Pair = collections.namedtuple("Pair", "first second")
-
-
-@dataclasses.dataclass
-class Inputs:
-    iterator: Any
-    scale: int
-
-
-def test_iterators_are_found_in_any_structure(coordinator, call) -> None:
-    dataset = coordinator.create_per_worker_dataset(lambda: range(7, 1000))
-    held = iter(dataset)
-
-    class Holder:
-        def __init__(self) -> None:
-            self.iterator = iter(dataset)
-
-        def step(self):
-            return next(self.iterator)
-
-    assert call(lambda pair: next(pair.first), Pair(iter(dataset), 1)) == 7
-    named = collections.OrderedDict(a=iter(dataset))
-    assert call(lambda found: next(found["a"]), named) == 7
-    default = collections.defaultdict(list, a=[iter(dataset)])
-    assert call(lambda found: next(found["a"][0]), default) == 7
-    inputs = Inputs(iter(dataset), 3)
-    assert call(lambda found: found.scale * next(found.iterator), inputs) == 21
-    assert call(lambda *, it: next(it), it=iter(dataset)) == 7
-    assert call(lambda found: next(found.iterator), Holder()) == 7
-    assert call(Holder().step) == 7
-    assert call(lambda: next(held)) == 7
-
-
-def test_a_function_uses_the_iterator_that_it_refers_to_now(coordinator, call) -> None:
-    dataset = coordinator.create_per_worker_dataset(lambda: range(2))
-    iterator = None
-
-    def step():
-        return next(iterator)
-
-    for _ in range(2):
-        iterator = iter(dataset)
-        assert call(step) == 0
-
 
 def test_values_of_workers_refer_to_each_other(strategy, coordinator, call) -> None:
     with strategy.scope():
@@ -107,30 +61,7 @@ def test_values_of_workers_refer_to_each_other(strategy, coordinator, call) -> N
     assert call(lambda found: found, moved) == [6.0, 7.0]
 
 
-def test_a_remote_value_is_an_argument_anywhere(coordinator, call) -> None:
-    value = coordinator.schedule(lambda: 4)
-    assert call(lambda pair: pair.first + pair.second, Pair(value, 1)) == 5
-    assert call(lambda: value + 2) == 6
-
-
 # An iterator without more values
-
-
-def exhausted(coordinator):
-    return iter(coordinator.create_per_worker_dataset(lambda: [3]))
-
-
-def take_two(iterator):
-    return next(iterator), next(iterator)
-
-
-def test_an_exhausted_iterator_is_an_error_of_its_own(coordinator) -> None:
-    value = coordinator.schedule(take_two, (exhausted(coordinator),))
-    with pytest.raises(ks.errors.OutOfRangeError, match=r"'take_two'.*no more values"):
-        value.fetch(clusters.SECONDS)
-    with pytest.raises(get_engine().out_of_range_error, match="no more values"):
-        coordinator.join(clusters.SECONDS)
-    coordinator.join(clusters.SECONDS)
 
 
 def test_it_does_not_end_loops_over_values(coordinator) -> None:
@@ -144,25 +75,6 @@ def test_it_does_not_end_loops_over_values(coordinator) -> None:
         list(map(fetched, range(50)))
     with pytest.raises(ks.errors.OutOfRangeError):
         coordinator.join(clusters.SECONDS)
-
-
-@pytest.mark.nightly
-@pytest.mark.one_backend("tensorflow")
-@pytest.mark.skipif(
-    keras.backend.backend() != "tensorflow", reason="errors of TensorFlow"
-)
-def test_it_is_an_error_of_tensorflow(coordinator, call) -> None:
-    import tensorflow as tf
-
-    def take(iterator):
-        return [iterator.get_next() for _ in range(2)]
-
-    iterator = iter(
-        coordinator.create_per_worker_dataset(lambda: tf.data.Dataset.range(1))
-    )
-    with pytest.raises(tf.errors.OutOfRangeError) as raised:
-        call(take, iterator)
-    assert isinstance(raised.value, ks.errors.OutOfRangeError)
 
 
 # Errors and results with classes of the script

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import subprocess
 import sys
 import threading
 import time
 import weakref
-from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
+import psutil
 import pytest
 
 import keras_strategies as ks
@@ -36,22 +35,6 @@ def train() -> weakref.ref[Any]:
     return weakref.ref(strategy)
 
 
-def descendants() -> set[int]:
-    """The processes that this one has started, and those that they have."""
-    parents = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
-            except OSError:  # It has ended.
-                continue
-            parents[int(entry.name)] = int(fields[1])
-    found = {os.getpid()}
-    while new := {p for p, parent in parents.items() if parent in found} - found:
-        found |= new
-    return found - {os.getpid()}
-
-
 def own_threads() -> set[str]:
     return {thread.name for thread in threading.enumerate()}
 
@@ -60,13 +43,14 @@ def main() -> None:
     """Prints what was there during training, and what is left of it."""
     before = own_threads()
     reference = train()
-    during = len(descendants())
+    during = len(psutil.Process().children(recursive=True))
     gc.collect()
     deadline = time.monotonic() + END_SECONDS
-    while descendants() and time.monotonic() < deadline:
+    while psutil.Process().children() and time.monotonic() < deadline:
         time.sleep(0.1)
+    left = len(psutil.Process().children(recursive=True))
     threads = sorted(own_threads() - before)
-    print(json.dumps([during, reference() is None, len(descendants()), threads]))
+    print(json.dumps([during, reference() is None, left, threads]))
 
 
 @pytest.mark.nightly

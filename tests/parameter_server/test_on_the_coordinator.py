@@ -109,20 +109,6 @@ def test_run_in_a_program_of_the_coordinator_is_refused(synchronous) -> None:
         step()
 
 
-def test_scheduled_functions_return_any_python_object(synchronous, table) -> None:
-    coordinator = ks.ClusterCoordinator(synchronous)
-
-    def values():
-        total = keras.ops.sum(table.value)
-        return {"text": "text", "total": total, "none": None, "pair": ("a", [total])}
-
-    for fn in (values, ks.function(values)):
-        found = coordinator.schedule(fn).fetch(clusters.SECONDS)
-        assert found["text"] == "text" and found["none"] is None
-        assert found["pair"][0] == "a"
-        assert float(found["total"]) == float(found["pair"][1][0]) == 190.0
-
-
 @pytest.mark.parametrize("where", ["coordinator", "worker"])
 def test_gradients_by_a_partitioned_variable(synchronous, table, where) -> None:
     ids = np.array([1, 7, 7])
@@ -217,7 +203,6 @@ def test_checkpoints_lookups_and_saved_models_of_tensorflow(
     assert history["loss"][-1] < history["loss"][0]
 
 
-@pytest.mark.one_backend("torch", "tensorflow")
 @pytest.mark.one_backend("torch", "tensorflow")
 @pytest.mark.skipif(BACKEND == "jax", reason="its export takes half a minute")
 def test_a_model_is_exported(model, tmp_path) -> None:

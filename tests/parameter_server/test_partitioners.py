@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import keras
-import ml_dtypes
 import numpy as np
 import pytest
 
 from keras_strategies.errors import InvalidArgumentError
-from keras_strategies.parameter_server.variables.dtype_sizes import bytes_per_element
 from keras_strategies.parameter_server.variables.shard_placement import (
     RoundRobinPlacement,
 )
@@ -101,14 +99,6 @@ def test_dtypes_of_every_framework(name) -> None:
     assert MinSizePartitioner(64, max_shards=10)((24, 4), dtype) == (6, 1)
 
 
-def test_other_dtypes() -> None:
-    assert bytes_per_element(np.bool_) == 1
-    assert bytes_per_element(np.str_, 8) == bytes_per_element(object, 8) == 8
-    assert bytes_per_element(ml_dtypes.bfloat16) == 2
-    with pytest.raises(InvalidArgumentError, match="A dtype is a name such as"):
-        bytes_per_element("float33")
-
-
 def test_subclasses_define_parts_or_the_call() -> None:
     class Halves(Partitioner):
         def __call__(self, shape, dtype, axis=0):
@@ -122,19 +112,6 @@ def test_subclasses_define_parts_or_the_call() -> None:
     assert number_of_parts(Thirds(), (4, 8), "float32") == 3
     with pytest.raises(InvalidArgumentError, match="defines neither"):
         number_of_parts(Partitioner(), (4, 8), "float32")
-
-
-@pytest.mark.parametrize("rows", [1, 7, 24, 100])
-@pytest.mark.parametrize("limit", [1, 16, 40, 64, 100, 10_000])
-def test_parts_have_the_sizes_of_their_limits(rows, limit) -> None:
-    shape, row = (rows, 4), 16
-    (parts, _) = MinSizePartitioner(limit, max_shards=50)(shape, "float32")
-    # One part fewer would have more than the minimum on average.
-    assert parts == 1 or rows * row / (parts - 1) > limit
-    assert parts in (rows, 50) or rows * row / parts <= limit
-    (most, _) = MaxSizePartitioner(limit)(shape, "float32")
-    sizes = [(stop - start) * row for start, stop in split_rows(rows, most)]
-    assert max(sizes) <= max(limit, row)
 
 
 @pytest.mark.parametrize(
@@ -166,15 +143,6 @@ def test_numbers_that_cannot_be(make, message) -> None:
 def test_callables_are_checked(returned, message) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         number_of_parts(lambda shape, dtype: returned, (4, 8), "float32")
-
-
-def test_a_callable_may_choose_by_shape() -> None:
-    def partitioner(shape, dtype):
-        return (2 if shape[0] > 10 else 1, *(1 for _ in shape[1:]))
-
-    assert number_of_parts(partitioner, (4, 8), "float32") == 1
-    assert number_of_parts(partitioner, (40, 8), "float32") == 2
-    assert number_of_parts(partitioner, (), "float32") == 1
 
 
 def test_parts_go_round_the_servers() -> None:

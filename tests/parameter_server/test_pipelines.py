@@ -98,23 +98,3 @@ def test_each_batch_is_read_once_of_a_number_of_steps() -> None:
         cluster = Cluster(seed, 2, 21, is_exact=False)
         cluster.run(loses=False)
         assert sorted(cluster.read) == list(range(21)), seed
-
-
-def test_batches_of_a_step_follow_each_other() -> None:
-    pipelines = Pipelines(7, 2, 1, 3, is_exact=True)
-    assert pipelines.take(0) == (0, 0)
-    found = pipelines.references(pipelines.take(0))
-    assert [(b.reader, b.pass_number, b.pipeline, b.position) for b in found] == [
-        (7, 2, 0, 3),
-        (7, 2, 0, 4),
-        (7, 2, 0, 5),
-    ]
-
-
-def test_a_worker_that_has_joined_reads_a_pipeline_of_another_one() -> None:
-    steps = Pipelines(0, 0, 2, 1, is_exact=False)
-    assert steps.of_worker(2, lambda worker: True, None) == 0
-    # In an exact pass only that of a worker that is lost.
-    exact = Pipelines(0, 0, 2, 1, is_exact=True)
-    assert exact.of_worker(2, lambda worker: True, None) == -1
-    assert exact.of_worker(2, lambda worker: worker != 1, None) == 1

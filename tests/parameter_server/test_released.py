@@ -12,41 +12,9 @@ import pytest
 
 import keras_strategies as ks
 from keras_strategies.parameter_server.server.request_handler import ParameterServer
-from keras_strategies.parameter_server.variables.weak_numbers import WeakNumbers
 from parameter_server import clusters
 
 pytestmark = pytest.mark.one_backend
-
-
-class Thing:
-    """An object with weak references."""
-
-
-def test_numbers_are_released_with_their_objects() -> None:
-    numbers, thing, other = WeakNumbers(), Thing(), 5
-    numbers.set(thing, 1)
-    numbers.set(thing, 2)
-    numbers.set(other, 3)
-    assert (numbers.get(thing), numbers.get(other)) == (2, 3)
-    assert numbers.get(Thing()) is None
-    assert numbers.take_released() == []
-    del thing
-    assert numbers.take_released() == [2]
-    assert numbers.take_released() == []
-
-
-def test_methods_have_the_lifetime_of_their_object() -> None:
-    class Model:
-        def step(self) -> None:
-            """A method is a new object each time that it is read."""
-
-    numbers, model, other = WeakNumbers(), Model(), Model()
-    numbers.set(model.step, 1)
-    assert numbers.get(model.step) == 1
-    assert numbers.get(other.step) is None
-    assert numbers.take_released() == []
-    del model
-    assert numbers.take_released() == [1]
 
 
 def test_a_restored_server_does_not_bring_them_back(tmp_path) -> None:

@@ -1,4 +1,4 @@
-"""Rows that are put into arrays, as by NumPy."""
+"""Rows of lookups, and rows that are put into arrays, as by NumPy."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from keras_strategies.parameter_server.server.optimizer_updater import (
-    ShardUpdate,
-    update_groups,
-)
 from keras_strategies.parameter_server.server.variable_store import VariableStore
 from keras_strategies.parameter_server.wire.arrays.row_arrays import put_rows
+from keras_strategies.parameter_server.worker.row_positions import RowPositions
 
 pytestmark = pytest.mark.one_backend
 
@@ -43,16 +40,16 @@ def test_read_only_memory_of_a_framework_is_left_alone() -> None:
     assert of_a_framework.tolist() == [0.0, 1.0, 2.0]
 
 
-def test_programs_of_updates() -> None:
-    gradient, ids = np.zeros((2, 3)), np.arange(2)
-    table, other = (ShardUpdate((n, 0), gradient, ids) for n in (8, 9))
-    dense = [ShardUpdate((n, 0), gradient) for n in range(3)]
-    shard = ShardUpdate((0, 2), gradient)
-    assert update_groups(dense, [table]) == [[*dense, table]]
-    assert update_groups([], [table]) == [[table]]
-    # Numbers of rows of several tables would be compiled in all combinations.
-    assert update_groups(dense, [table, other]) == [dense, [table], [other]]
-    # Shards of one variable have one template.
-    assert update_groups([*dense, shard], [table]) == [dense, [shard], [table]]
-    many = [ShardUpdate((n, 0), gradient) for n in range(17)]
-    assert update_groups(many, [table]) == [many, [table]]
+@pytest.mark.parametrize("rows", [50, 100_000], ids=["positions of all rows", "unique"])
+def test_places_lead_back_to_ids(rows):
+    random = np.random.default_rng(0)
+    places = RowPositions()
+    for sizes in ([13], [40, 1, 7], [0], [5, 0]):
+        wanted = [random.integers(0, rows, size) for size in sizes]
+        found, where = places.find(wanted, rows)
+        joined = np.concatenate(wanted)
+        np.testing.assert_array_equal(found, np.unique(joined))
+        assert found.dtype == np.int64
+        for ids, place in zip(wanted, where, strict=True):
+            assert place.dtype == np.int32
+            np.testing.assert_array_equal(found[place], ids)

@@ -39,33 +39,6 @@ def first(reader: SharedBufferReader, reference) -> float:
     return float(np.frombuffer(reader.read(reference)[0], "float32")[0])
 
 
-def test_arrays_arrive_and_begin_where_frameworks_like_it() -> None:
-    writer, reader = SharedBufferWriter(), SharedBufferReader()
-    reference = writer.write([memory(1.0, 3), memory(2.0), memory(3.0, 5)], 1)
-    found = [np.frombuffer(m, "float32") for m in reader.read(reference)]
-    assert [each[0] for each in found] == [1.0, 2.0, 3.0]
-    assert [len(each) for each in found] == [3, LARGE, 5]
-    assert all(each.ctypes.data % 64 == 0 for each in found)
-    assert all(reader.has(each) for each in found)
-    assert not reader.has(np.array(found[0]))
-    writer.close()
-
-
-@pytest.mark.parametrize("unanswered", [0, 1])
-def test_regions_take_turns_once_the_peer_has_answered(unanswered: int) -> None:
-    writer, reader = SharedBufferWriter(2 + unanswered), SharedBufferReader()
-    references = []
-    for number in range(9):
-        references.append(writer.write([memory(number)], number))
-        for each in range(max(0, number - unanswered), number + 1):
-            assert first(reader, references[each]) == each
-        writer.answered(number - unanswered)
-    assert len({each.serial for each in references}) == 2 + unanswered
-    # Each is mapped once.
-    assert len(reader._mapped) == 2 + unanswered
-    writer.close()
-
-
 def test_what_a_slow_peer_may_still_read_stays() -> None:
     writer, reader = SharedBufferWriter(), SharedBufferReader()
     slow = writer.write([memory(1.0)], 1)
@@ -74,37 +47,6 @@ def test_what_a_slow_peer_may_still_read_stays() -> None:
     for number in range(2, 6):
         writer.write([memory(number)], number)
     assert read[0] == 1.0
-    writer.close()
-
-
-def test_a_larger_message_gets_a_larger_region() -> None:
-    writer, reader = SharedBufferWriter(), SharedBufferReader()
-    for number, size in enumerate((LARGE, 40 * LARGE, LARGE, 80 * LARGE, LARGE)):
-        reference = writer.write([memory(number, size)], number)
-        assert first(reader, reference) == number
-        writer.answered(number)
-    writer.close()
-
-
-def test_what_is_made_in_a_region_is_not_copied() -> None:
-    writer, reader = SharedBufferWriter(), SharedBufferReader()
-    for number, sizes in enumerate(((LARGE, 3), (40 * LARGE, LARGE), (LARGE, 7))):
-        for repeat in range(3):
-            writer.begin(10 * number + repeat)
-            made = [writer.empty((size,), np.dtype("float32")) for size in sizes]
-            for value, array in enumerate(made):
-                array[:] = value
-            arrays = [memory(5.0, 9), *(memoryview(a).cast("B") for a in made)]
-            reference = writer.write(arrays, 10 * number + repeat)
-            found = [np.frombuffer(m, "float32") for m in reader.read(reference)]
-            assert [len(each) for each in found] == [9, *sizes]
-            assert [each[0] for each in found] == [5.0, 0.0, 1.0]
-            assert all((each == each[0]).all() for each in found)
-            assert all(each.ctypes.data % 64 == 0 for each in found)
-            writer.answered(10 * number + repeat)
-        # Where a message of this size has been before, its memory is the peer's.
-        made[0][:] = 6.0
-        assert found[1][0] == 6.0
     writer.close()
 
 

@@ -54,19 +54,6 @@ def test_a_late_step_goes_to_another_worker_and_fails_in_the_end() -> None:
         scheduler.close()
 
 
-def test_processes_of_other_launchers_are_told_to_end() -> None:
-    messages = Messages()
-    scheduler = scheduler_of(messages, None, step_timeout_seconds=0.3)
-    try:
-        messages.put(b"beats", "heartbeat", (0, 0, None))
-        scheduler.schedule(QueuedTask(0, b"", 0, lambda *found: None, (), None))
-        clusters.wait_until(lambda: (b"beats", "end") in messages.sent, "it is told")
-        messages.put(b"w1", "worker", (0, 0, 51, "cpu:0"))
-        clusters.wait_until(lambda: b"w1" in tasks_sent(messages), "it has the task")
-    finally:
-        scheduler.close()
-
-
 def test_time_without_a_server_does_not_count() -> None:
     messages, processes = Messages(), clusters.RecordedProcesses()
     scheduler = scheduler_of(messages, processes, step_timeout_seconds=0.3)

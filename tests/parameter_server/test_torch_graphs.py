@@ -205,32 +205,6 @@ def test_a_tensor_that_is_no_input_is_not_recorded():
         TensorGraph(lambda x: (x + other, None), [torch.tensor(2.0)])
 
 
-def test_recorded_updates_are_in_place():
-    def update(value, gradient):
-        value.sub_(gradient)
-        return [value], "noted"
-
-    recorder = GraphRecorder(update)
-    value = torch.tensor([1.0, 2.0])
-    inputs = [value, torch.ones(2)]
-    assert recorder.graph(inputs) is None
-    graph = recorder.graph(inputs)
-    assert value.tolist() == [1.0, 2.0]
-    assert graph.note == "noted"
-    [after] = graph(*inputs)
-    assert after.data_ptr() == value.data_ptr()
-    assert value.tolist() == [0.0, 1.0]
-
-
-def test_graphs_know_which_input_they_hand_on():
-    def function(x, ids):
-        cast = ids.to(torch.int32)
-        return [cast, x, ids + 1, ids.to(torch.int8).to(torch.int32)], None
-
-    graph = TensorGraph(function, [torch.ones(2), torch.tensor([1, 2])])
-    assert [graph.input_index(i) for i in range(4)] == [1, None, None, None]
-
-
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
@@ -297,28 +271,3 @@ def test_updates_of_large_arrays_are_fused_and_in_place() -> None:
     for _ in range(6):
         _, [after], [[after_kept]] = update(scalars, values, slots, gradients)
         assert after is values[0] and after_kept is slots[0][0]
-
-
-def test_updates_of_small_arrays_are_not_worth_it() -> None:
-    assert not is_fused(updated(1000, True)[2])
-
-
-def test_without_a_compiler_updates_are_the_same(monkeypatch, caplog, tmp_path) -> None:
-    from torch._inductor import cpp_builder
-
-    # Nor what was compiled before.
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    cpp_builder.cpp_compiler_search.cache_clear()
-    try:
-        with caplog.at_level(
-            "INFO", "keras_strategies.parameter_server.engines.torch_graphs"
-        ):
-            value, kept, recorder = updated(290_000, True)
-    finally:
-        cpp_builder.cpp_compiler_search.cache_clear()
-    assert not is_fused(recorder)
-    assert "not fused: " in caplog.text
-    expected = updated(290_000, False)
-    np.testing.assert_array_equal(value, expected[0])
-    np.testing.assert_array_equal(kept, expected[1])

@@ -8,6 +8,7 @@ import json
 import keras
 import numpy as np
 import pytest
+from harness import data as feeds
 
 import keras_strategies as ks
 from parameter_server import clusters
@@ -41,66 +42,22 @@ def assert_alike(found, expected, tolerance: float = 1e-5) -> None:
         np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
-class Batches(keras.utils.PyDataset):
-    def __init__(self, x, y):
-        super().__init__()
-        self.x, self.y = x, y
-
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, i):
-        rows = slice(8 * i, 8 * i + 8)
-        return self.x[rows], self.y[rows]
-
-
-def generator(x, y):
-    while True:
-        for i in range(4):
-            yield x[8 * i : 8 * i + 8], y[8 * i : 8 * i + 8]
-
-
-def loader(x, y):
-    import torch
-
-    tensors = torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
-    return torch.utils.data.DataLoader(tensors, batch_size=8)
-
-
-def tf_data(x, y):
-    import tensorflow as tf
-
-    return tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
-
-
 def frames(x, y):
     import pandas as pd
 
     return {"x": pd.DataFrame(x), "y": pd.DataFrame(y), "batch_size": 8}
 
 
-def distributed(strategy, x, y):
-    return strategy.experimental_distribute_dataset(Batches(x, y))
-
-
+# Input that is read batch by batch: `test_streams.py` and `test_worker_input.py`.
 KINDS = {
-    "arrays": lambda s, x, y: {"x": x, "y": y, "batch_size": 8},
-    "tensors": lambda s, x, y: {
-        "x": keras.ops.convert_to_tensor(x),
-        "y": keras.ops.convert_to_tensor(y),
-        "batch_size": 8,
-    },
+    "arrays": lambda s, x, y: feeds.arrays(feeds.Data(x, y), 8),
+    "tensors": lambda s, x, y: feeds.tensors(feeds.Data(x, y), 8),
     "pandas": lambda s, x, y: frames(x, y),
-    "tf_data": lambda s, x, y: {"x": tf_data(x, y)},
-    "loader": lambda s, x, y: {"x": loader(x, y)},
-    "py_dataset": lambda s, x, y: {"x": Batches(x, y)},
-    "generator": lambda s, x, y: {"x": generator(x, y), "steps_per_epoch": 4},
-    "creator": lambda s, x, y: {"x": ks.DatasetCreator(lambda c: Batches(x, y))},
-    "creator_steps": lambda s, x, y: {
-        "x": ks.DatasetCreator(lambda context: Batches(x, y)),
-        "steps_per_epoch": 4,
+    "distributed": lambda s, x, y: {
+        "x": s.experimental_distribute_dataset(
+            feeds.py_dataset(feeds.Data(x, y), 8)["x"]
+        )
     },
-    "distributed": lambda s, x, y: {"x": distributed(s, x, y)},
 }
 
 
@@ -308,50 +265,6 @@ def test_mixed_precision(synchronous) -> None:
     for model in (ours, theirs):
         model.fit(x, y, batch_size=8, epochs=3, shuffle=False, verbose=0)
     assert_alike(ours, theirs, tolerance=2e-2)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("jit_compile", ["auto", True])
-def test_compiled_steps(synchronous, jit_compile) -> None:
-    """Tables, uneven batches and weights; Torch's own compiler takes a minute."""
-    random = np.random.default_rng(0)
-    # Different ones within each batch: Keras on TensorFlow squares each by itself.
-    batches = [random.permutation(30)[:24].reshape(8, 3) for _ in range(4)]
-    x = np.concatenate(batches)[:ROWS].astype("int32")
-    y = random.normal(size=(ROWS, 1)).astype("float32")
-    weights = random.uniform(size=ROWS).astype("float32")
-
-    def build(jit_compile):
-        keras.utils.set_random_seed(1)
-        layers = keras.layers
-        model = keras.Sequential(
-            [
-                keras.Input((3,), dtype="int32"),
-                layers.Embedding(30, 4),
-                layers.Flatten(),
-                layers.Dense(8, "relu", kernel_regularizer="l2"),
-                layers.BatchNormalization(),
-                layers.Dense(1),
-            ]
-        )
-        model.compile(
-            keras.optimizers.Adam(0.05),
-            "mse",
-            weighted_metrics=["mae"],
-            jit_compile=jit_compile,
-        )
-        return model
-
-    with synchronous.scope():
-        ours = build(jit_compile)
-    theirs = build("auto")
-    logs = []
-    for model in (ours, theirs):
-        options = {"batch_size": 8, "shuffle": False, "verbose": 0}
-        model.fit(x, y, sample_weight=weights, epochs=3, **options)
-        logs.append(model.evaluate(x, y, batch_size=8, verbose=0, return_dict=True))
-    assert_alike(ours, theirs, tolerance=1e-4)
-    assert logs[0] == pytest.approx(logs[1], rel=1e-4)
 
 
 @pytest.mark.one_backend("jax")

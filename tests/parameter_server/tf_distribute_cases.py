@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 RECORD = Path(__file__).with_suffix(".json")
-SECONDS = 60.0
 
 #: Cases with another outcome than under `tf.distribute`.
 DIFFERENT = {

@@ -55,9 +55,6 @@ def test_a_script_is_found_with_its_arguments(folder: Path) -> None:
     found = run("-O", "train.py", "--steps", "3", "train.py", cwd=folder)
     path = str(folder / "train.py")
     assert found == [["-O", path, "--steps", "3", "train.py"], False]
-
-
-def test_a_module_is_started_as_a_module(folder: Path) -> None:
     found = run("-m", "package.train", "--steps=3", cwd=folder)
     assert found == [["-m", "package.train", "--steps=3"], False]
 
@@ -68,14 +65,11 @@ def test_a_module_is_started_as_a_module(folder: Path) -> None:
         ("-c", PRINT),
         ("-c", "import runpy; runpy.run_path('train.py', run_name='__main__')"),
         ("-i", "train.py"),
+        ("-",),
     ],
 )
 def test_other_code_is_no_script(folder: Path, command: tuple[str, ...]) -> None:
-    assert run(*command, cwd=folder, text="") is None
-
-
-def test_code_of_standard_input_is_no_script(folder: Path) -> None:
-    assert run("-", cwd=folder, text=PRINT) is None
+    assert run(*command, cwd=folder, text=PRINT * (command == ("-",))) is None
 
 
 @pytest.mark.parametrize(

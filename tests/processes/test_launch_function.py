@@ -62,20 +62,6 @@ def test_an_error_of_a_worker_arrives_with_its_traceback():
     assert not new_children()
 
 
-def test_an_error_arrives_with_its_class_although_its_arguments_are_others():
-    class Picky(Exception):
-        def __init__(self, first, second):
-            super().__init__(first)
-
-    def fails():
-        raise Picky("the reason", 2)
-
-    with pytest.raises(Exception, match="the reason") as error:
-        ks.launch(fails, workers=1)
-    assert type(error.value).__name__ == "Picky"
-    assert "Picky: the reason" in error.value.__notes__[0]
-
-
 @pytest.mark.parametrize(
     "end, message",
     [
@@ -118,14 +104,6 @@ def test_after_the_timeout_it_says_who_was_not_ready(tmp_path):
         ks.launch(waits, 2, (str(tmp_path),), timeout_seconds=5)
     assert time.monotonic() - start < 30
     assert not new_children()
-
-
-def test_each_worker_may_have_several_devices():
-    def found():
-        return os.environ["KS_DEVICES_PER_WORKER"]
-
-    # That a strategy takes so many is tested with the command.
-    assert ks.launch(found, workers=1, devices_per_worker=2) == ["2"]
 
 
 NOTEBOOK = """

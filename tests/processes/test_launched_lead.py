@@ -7,7 +7,6 @@ from harness.processes import wait_until
 from lead.leads import SECRET, begin, together
 
 from keras_strategies.cluster.environment import LEAD
-from keras_strategies.cluster.group import lead_start
 from keras_strategies.cluster.spec import split_address
 from keras_strategies.lead.client import LeadClient
 from keras_strategies.lead.state import Settings
@@ -71,11 +70,3 @@ def test_it_ends_with_the_launcher():
 def test_workers_have_one_and_tasks_of_parameter_servers_do_not(cluster, has_one):
     with launched_lead(cluster.environments({})) as environments:
         assert {LEAD in each for each in environments.values()} == {has_one}
-
-
-def test_processes_of_another_cluster_start_their_own(monkeypatch):
-    monkeypatch.setenv(LEAD, "[::1]:11 127.0.0.1:12")
-    assert lead_start._launched(("::1", 11)) == [("127.0.0.1", 12)]
-    assert lead_start._launched(("::1", 10)) == []
-    monkeypatch.delenv(LEAD)
-    assert lead_start._launched(("::1", 11)) == []

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from keras_strategies.processes import engine_messages, local_cluster, task_output
+from keras_strategies.processes import local_cluster, task_output
 from keras_strategies.processes.local_cluster import (
     LocalCluster,
     LocalTask,
@@ -19,33 +19,6 @@ from keras_strategies.processes.local_cluster import (
 )
 
 pytestmark = pytest.mark.one_backend("jax")
-
-
-def names(found) -> list[str]:
-    return sorted(str(task) for task in found)
-
-
-@pytest.mark.parametrize(
-    "cluster, decisive, computing",
-    [
-        (LocalCluster(2), ["worker 0", "worker 1"], ["worker 0", "worker 1"]),
-        (
-            LocalCluster(1, chief=True),
-            ["chief 0", "worker 0"],
-            ["chief 0", "worker 0"],
-        ),
-        (LocalCluster(1, ps=1), ["worker 0"], ["worker 0"]),
-        (LocalCluster(1, ps=1, chief=True), ["chief 0"], ["worker 0"]),
-        (
-            LocalCluster(1, ps=1, chief=True, evaluator=True),
-            ["chief 0"],
-            ["evaluator 0", "worker 0"],
-        ),
-    ],
-)
-def test_who_decides_and_who_computes(cluster, decisive, computing) -> None:
-    assert names(cluster.decisive) == decisive
-    assert names(cluster.computing) == computing
 
 
 def test_environments_extend_the_one_around() -> None:
@@ -60,13 +33,6 @@ def test_environments_extend_the_one_around() -> None:
     assert outer == {"HOME": "/h", "CUDA_VISIBLE_DEVICES": "", "TF_CONFIG": "old"}
     asked = cluster.environments({**outer, "OMP_NUM_THREADS": "7"})
     assert asked[LocalTask("worker", 0)]["OMP_NUM_THREADS"] == "7"
-
-
-def test_engines_are_quiet_unless_the_user_says_how_loud() -> None:
-    cluster = LocalCluster(1)
-    for outer, level in (({}, "1"), ({"TF_CPP_MIN_LOG_LEVEL": "0"}, "0")):
-        (found,) = cluster.environments(outer).values()
-        assert found["TF_CPP_MIN_LOG_LEVEL"] == level
 
 
 def page_faults(environment: dict[str, str]) -> int:
@@ -119,14 +85,6 @@ def test_shares_of_gpus(cluster, gpus, shares) -> None:
 )
 def test_visible_gpus(text, gpus) -> None:
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": text}) == gpus
-
-
-@pytest.mark.parametrize(
-    "arguments", [{"workers": True}, {"workers": 1, "devices_per_worker": 0}]
-)
-def test_numbers_that_cannot_be(arguments) -> None:
-    with pytest.raises(ValueError, match="must be an int of 1 or more"):
-        LocalCluster(**arguments)
 
 
 @pytest.mark.parametrize(
@@ -194,60 +152,6 @@ def test_lines_of_engines_are_left_out_unless_wanted(wanted) -> None:
     assert shown == [f"[worker 0] {line}".rstrip() for line in expected.splitlines()]
 
 
-@pytest.mark.parametrize("level, wanted", [("", False), ("2", False), ("0", True)])
-def test_who_wants_the_lines_of_engines(level: str, wanted: bool) -> None:
-    assert engine_messages.are_wanted({"TF_CPP_MIN_LOG_LEVEL": level}) is wanted
-
-
-#: What Keras's bar prints of an epoch of three steps, and a line after it.
-BAR = "Epoch 1/1\n\r1/3 one\b\b\b\b\b\b\b\r2/3 two\b\b\b\b\b\b\b\r3/3 three\ndone\n"
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def copied(stream: io.StringIO, text: str, label: str = "worker 0") -> str:
-    reading, writing = os.pipe()
-    os.write(writing, text.encode())
-    os.close(writing)
-    task_output.copy(reading, stream, label)
-    return stream.getvalue()
-
-
-def on_screen(text: str) -> list[str]:
-    """The lines that a terminal shows."""
-    found = []
-    for line in text.split("\n"):
-        shown = ""
-        for part in line.split("\r"):
-            is_cleared, part = "\x1b[K" in part, part.replace("\x1b[K", "")
-            shown = part if is_cleared else part + shown[len(part) :]
-        found.append(shown)
-    return found
-
-
-def test_a_bar_is_one_line_of_a_terminal(monkeypatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    text = copied(Terminal(), BAR)
-    expected = ["[worker 0] Epoch 1/1", "[worker 0] 3/3 three", "[worker 0] done", ""]
-    assert on_screen(text) == expected
-    assert "[worker 0] 2/3 two" in text and "\b" not in text
-
-
-def test_a_bar_is_written_below_the_lines_of_others(monkeypatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    terminal = Terminal()
-    task_output.write(terminal, "worker 0", "1/3 one", is_update=True)
-    task_output.write(terminal, "worker 1", "a warning")
-    shown = ["[worker 1] a warning", "[worker 0] 1/3 one"]
-    assert on_screen(terminal.getvalue()) == shown
-    task_output.write(terminal, "worker 0", "3/3 three")
-    shown[1:] = ["[worker 0] 3/3 three", ""]
-    assert on_screen(terminal.getvalue()) == shown
-
-
 def test_a_bar_in_a_file_is_a_line_once_a_second(monkeypatch) -> None:
     now = [100.0]
     monkeypatch.setattr(task_output.time, "monotonic", lambda: now[0])
@@ -258,16 +162,3 @@ def test_a_bar_in_a_file_is_a_line_once_a_second(monkeypatch) -> None:
     task_output.write(file, "worker 5", "31/31")
     shown = [line.split()[-1] for line in file.getvalue().splitlines()]
     assert shown[0] == "1/31" and shown[-1] == "31/31" and 3 <= len(shown) <= 5
-
-
-def test_a_stream_that_nobody_reads_does_not_stop_the_task() -> None:
-    class Closed(io.StringIO):
-        def write(self, text: str) -> int:
-            raise BrokenPipeError
-
-    reading, writing = os.pipe()
-    os.write(writing, b"one\ntwo\n")
-    os.close(writing)
-    task_output.copy(reading, Closed(), "worker 0")
-    with pytest.raises(OSError):
-        os.fstat(reading)

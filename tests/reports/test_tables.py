@@ -9,7 +9,7 @@ import keras
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.text_tables import Table, counted, fact_lines, readable_bytes
+from keras_strategies.text_tables import Table
 
 pytestmark = pytest.mark.one_backend
 
@@ -46,26 +46,6 @@ def test_a_table_in_a_notebook_has_the_cells_of_its_text() -> None:
     words = re.sub(r"-{2,}", " ", str(shown)).split()
     assert html.unescape(" ".join(cells)).split() == words
     assert 'style="text-align:right">1,800<' in shown._repr_html_()
-
-
-def test_a_value_of_several_lines_is_indented() -> None:
-    assert fact_lines([("a", "1\n2"), ("bc", "3")]) == ["a   1", "    2", "bc  3"]
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [(0, "0 B"), (512, "512 B"), (1536, "1.5 KiB"), (3 << 30, "3.0 GiB")],
-)
-def test_sizes(nbytes, text) -> None:
-    assert readable_bytes(nbytes) == text
-
-
-def test_counts() -> None:
-    assert [counted(n, "step") for n in (0, 1, 2000)] == [
-        "0 steps",
-        "1 step",
-        "2,000 steps",
-    ]
 
 
 def test_describe_and_plan_begin_alike() -> None:

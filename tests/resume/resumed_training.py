@@ -1,9 +1,11 @@
-"""Trainings in processes that are killed, and what they leave.
+"""Trainings in processes that are killed or get signals, and what they leave.
 
-    python resumed_training.py FOLDER STRATEGY KILLED_AT DROPOUT EPOCHS MODEL
+    python resumed_training.py FOLDER STRATEGY STOPS_AT DROPOUT EPOCHS MODEL DATA
 
 trains a model with snapshots in a folder. The process is killed after a number of
-steps; 0 lets it train to the end and write `results.json` and `results.npz`.
+steps, as "7", or waits at a place, as "step 7" or "epoch 1"; it writes `there0`, and
+goes on when there is `go0`. Without a place it trains to the end and writes
+`results.json` and `results.npz`. DATA is "arrays" or "unknown length".
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ class Left:
     log: str
     best: list[Any]
     trained: int
+    #: What the chief has printed.
+    text: str
 
 
 class Resumed:
@@ -50,25 +54,25 @@ class Resumed:
         dropout: float = 0.0,
         epochs: int = EPOCHS,
         model: str = "",
+        data: str = "arrays",
     ):
         self._forker = forker
-        self._model = model
+        self._settings = (str(dropout), str(epochs), model, data)
         self._epochs = epochs
-        self._folder = folder
-        self._dropout = dropout
+        self.folder = folder
         folder.mkdir(exist_ok=True)
 
     def killed(self, strategy: str, after: int) -> None:
         """Trains until all processes are killed after a number of steps."""
-        for process in self._start(strategy, after):
+        for process in self.start(strategy, str(after)):
             code, _ = process.wait(120)
             assert code in (-signal.SIGKILL, 128 + signal.SIGKILL), process.text()
 
     def killed_at_any_moment(self, strategy: str, seconds: float) -> bool:
         """Kills all processes some seconds after the first step."""
-        begun = self._folder / "begun"
+        begun = self.folder / "begun"
         begun.unlink(missing_ok=True)
-        processes = self._start(strategy, 0)
+        processes = self.start(strategy)
         while not begun.exists() and not any(p.ended() for p in processes):
             time.sleep(0.01)
         time.sleep(seconds)
@@ -79,29 +83,30 @@ class Resumed:
 
     def finished(self, strategy: str) -> Left:
         """Trains to the end."""
-        for process in self._start(strategy, 0):
+        processes = self.start(strategy)
+        for process in processes:
             code, _ = process.wait(120 + self._epochs)
             assert code == 0, process.text()
-        found = json.loads((self._folder / "results.json").read_text())
-        with np.load(self._folder / "results.npz") as file:
+        found = json.loads((self.folder / "results.json").read_text())
+        with np.load(self.folder / "results.npz") as file:
             arrays = [file[f"arr_{i}"] for i in range(len(file.files))]
         count = len(arrays) // 2
         return Left(
             weights=arrays[:count],
             history=found["history"],
-            log=(self._folder / "log.csv").read_text(),
+            log=(self.folder / "log.csv").read_text(),
             best=arrays[count:],
             trained=found["trained"],
+            text=processes[0].text(),
         )
 
-    def _start(self, strategy: str, after: int) -> list[Forked]:
-        run = len(list(self._folder.glob("*.log"))) + 1
+    def start(self, strategy: str, stops_at: str = "") -> list[Forked]:
+        run = len(list(self.folder.glob("*.log"))) + 1
         logs = [
-            self._folder / f"run{run}-{index}.log"
+            self.folder / f"run{run}-{index}.log"
             for index in range(WORKERS.get(strategy, 1))
         ]
-        settings = (str(self._dropout), str(self._epochs), self._model)
-        arguments = (str(self._folder), strategy, str(after), *settings)
+        arguments = (str(self.folder), strategy, stops_at, *self._settings)
         return self._forker.start_workers(logs, __file__, *arguments)
 
 
@@ -154,6 +159,20 @@ def _snapshots(folder: Path) -> set[str]:
     return {path.name for path in folder.glob("snapshots/snapshot-0*")}
 
 
+def _input(x: Any, y: Any, weights: Any, data: str) -> dict[str, Any]:
+    """Arguments of `fit`."""
+    if data == "arrays":
+        return {"x": x, "y": y, "sample_weight": weights, "batch_size": BATCH_SIZE}
+    import torch
+
+    class Batches(torch.utils.data.IterableDataset):
+        def __iter__(self) -> Any:
+            for start in range(0, ROWS, BATCH_SIZE):
+                yield tuple(a[start : start + BATCH_SIZE] for a in (x, y, weights))
+
+    return {"x": torch.utils.data.DataLoader(Batches(), batch_size=None)}
+
+
 def main() -> None:
     import contextlib
 
@@ -162,15 +181,16 @@ def main() -> None:
 
     import keras_strategies as ks
 
-    folder, name = Path(sys.argv[1]), sys.argv[2]
-    killed_at, dropout = int(sys.argv[3]), float(sys.argv[4])
-    epochs, kind = int(sys.argv[5]), sys.argv[6]
+    # Ctrl-C is ignored in the background of a script.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    folder, name, stops_at = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    dropout, epochs, kind = float(sys.argv[4]), int(sys.argv[5]), sys.argv[6]
     if name not in WORKERS:
         ks.set_virtual_cpu_devices(3)
     strategy = _strategy(name)
-    is_chief = strategy is None or not (
-        strategy.workers and not strategy.workers.group.is_chief
-    )
+    workers = strategy.workers if strategy is not None else None
+    index = workers.group.index if workers else 0
+    is_chief = workers is None or workers.group.is_chief
     keras.utils.set_random_seed(11)
     rng = np.random.default_rng(0)
     x = rng.normal(size=(ROWS, 4)).astype("float32")
@@ -195,27 +215,36 @@ def main() -> None:
     trained = 0
     before = _snapshots(folder)
 
-    class Killed(keras.callbacks.Callback):
+    class Stops(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             nonlocal trained
             trained += 1
             (folder / "begun").touch()
-            if trained == killed_at:
+            if str(trained) == stops_at:
                 # A step takes less time than a file.
                 while is_chief and _snapshots(folder) == before:
                     time.sleep(0.01)
                 os.kill(os.getpid(), signal.SIGKILL)
+            self.wait(f"step {trained}")
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.wait(f"epoch {epoch}")
+
+        def wait(self, place: str) -> None:
+            if place == stops_at:
+                (folder / f"there{index}").touch()
+                until = time.monotonic() + 60
+                while not (folder / f"go{index}").exists():
+                    assert time.monotonic() < until
+                    time.sleep(0.005)
 
     history = model.fit(
-        x,
-        y,
-        sample_weight=weights,
-        batch_size=BATCH_SIZE,
+        **_input(x, y, weights, sys.argv[7]),
         epochs=epochs,
         verbose=0,
         validation_data=(x[:11], y[:11]),
         callbacks=[
-            ks.callbacks.Resume(folder / "snapshots", every_steps=2),
+            ks.callbacks.Resume(folder / "snapshots", every_steps=2, stream="skip"),
             keras.callbacks.CSVLogger(folder / "log.csv"),
             keras.callbacks.ModelCheckpoint(
                 folder / "best.weights.h5",
@@ -225,7 +254,7 @@ def main() -> None:
             ),
             keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=0.05),
             keras.callbacks.EarlyStopping("val_loss", patience=max(3, epochs // 2)),
-            Killed(),
+            Stops(),
         ],
     )
     if is_chief:

@@ -12,130 +12,38 @@ import keras
 import numpy as np
 import pytest
 from harness.forker import Forked, Forker
+from harness.training import ADAM_TOLERANCE
+from resume.resumed_training import ROWS, Resumed, assert_same_end
 
 pytestmark = pytest.mark.one_backend
 
-ADAM_TOLERANCE = 1e-4
-EPOCHS, STEPS = 3, 5
-
-# Trains; says how far it is, and waits there until it may go on.
-SCRIPT = """
-import signal, sys, time
-from pathlib import Path
-import keras, numpy as np
-import keras_strategies as ks
-
-# Ctrl-C is ignored in the background of a script.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-folder, snapshots, stops_at, kind = Path(sys.argv[1]), *sys.argv[2:5]
-workers = int(sys.argv[5])
-options = ks.CommunicationOptions(timeout_seconds=60)
-if workers > 1:
-    strategy = ks.MultiWorkerMirroredStrategy(communication_options=options)
-    index = strategy.input_context().input_pipeline_id
-else:
-    strategy, index = ks.MirroredStrategy(["cpu:0", "cpu:1"]), 0
-rng = np.random.default_rng(0)
-x = rng.normal(size=(37, 4)).astype("float32")
-y = x[:, :1] * 2 - x[:, 1:2]
-keras.utils.set_random_seed(11)
-with strategy.scope():
-    model = keras.Sequential([
-        keras.Input((4,)), keras.layers.Dense(6, "tanh"), keras.layers.Dropout(0.2),
-        keras.layers.Dense(1),
-    ])
-    model.compile(keras.optimizers.Adam(0.01), "mse")
-steps = 0
-
-class At(keras.callbacks.Callback):
-    def on_train_batch_end(self, batch, logs=None):
-        global steps
-        steps += 1
-        self.wait(f"step {steps}")
-
-    def on_epoch_end(self, epoch, logs=None):
-        self.wait(f"epoch {epoch}")
-
-    def wait(self, place):
-        if place == stops_at:
-            (folder / f"there{index}").write_text("")
-            until = time.monotonic() + 60
-            while not (folder / f"go{index}").exists():
-                assert time.monotonic() < until
-                time.sleep(0.005)
-
-def batches():
-    for start in range(0, 37, 8):
-        yield x[start : start + 8], y[start : start + 8]
-
-resume = ks.callbacks.Resume(snapshots, stream="skip")
-arguments = dict(epochs=3, verbose=0, callbacks=[resume, At()])
-if kind == "unknown length":
-    import torch
-    class Rows(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            return iter(list(batches()))
-    loader = torch.utils.data.DataLoader(Rows(), batch_size=None)
-    history = model.fit(loader, **arguments)
-else:
-    history = model.fit(x, y, batch_size=8, **arguments)
-if index == 0:
-    found = {str(i): value for i, value in enumerate(model.get_weights())}
-    np.savez(folder / "end.npz", loss=history.history["loss"], steps=steps, **found)
-"""
+EPOCHS, STEPS = 3, -(-ROWS // 8)
+STRATEGIES = {1: "mirrored", 2: "workers"}
 
 
-class Training:
-    """Processes of a training in a folder."""
-
-    def __init__(
-        self, forker: Forker, folder: Path, workers: int = 1, kind: str = "arrays"
-    ):
-        folder.mkdir(exist_ok=True)
-        self.forker, self.folder = forker, folder
-        self.workers, self.kind = workers, kind
-        self.script = folder / "script.py"
-        self.script.write_text(SCRIPT)
-        self.starts = 0
-
-    def start(self, stops_at: str = "") -> list[Forked]:
-        self.starts += 1
-        logs = [self.folder / f"log{self.starts}-{i}" for i in range(self.workers)]
-        folders = str(self.folder), str(self.folder / "snapshots")
-        arguments = (*folders, stops_at, self.kind, str(self.workers))
-        return self.forker.start_workers(logs, str(self.script), *arguments)
-
-    def stopped(self, stops_at: str, number: int, victim: int = 0) -> list[str]:
-        """Sends a signal to one process at a place; returns what all have printed."""
-        processes = self.start(stops_at)
-        try:
-            for index in range(self.workers):
-                wait_for(self.folder / f"there{index}", processes)
-            os.kill(processes[victim].pid, number)
-            for index in range(self.workers):
-                (self.folder / f"go{index}").write_text("")
-            codes = [process.wait(120)[0] for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-        texts = [process.text() for process in processes]
-        for index, code in enumerate(codes):
-            if number == signal.SIGINT and index == victim:
-                assert code != 0 and "KeyboardInterrupt" in texts[index]
-            else:
-                assert code == 143, texts[index][-3000:]
-        return texts
-
-    def finished(self) -> tuple[dict[str, Any], str]:
-        processes = self.start()
-        try:
-            for process in processes:
-                assert process.wait(120)[0] == 0, process.text()[-3000:]
-        finally:
-            for process in processes:
-                process.kill()
-        with np.load(self.folder / "end.npz") as file:
-            return dict(file), processes[0].text()
+def stopped(
+    training: Resumed, workers: int, stops_at: str, number: int, victim: int
+) -> list[str]:
+    """Sends a signal to one process at a place; returns what all have printed."""
+    folder = training.folder
+    processes = training.start(STRATEGIES[workers], stops_at)
+    try:
+        for index in range(workers):
+            wait_for(folder / f"there{index}", processes)
+        os.kill(processes[victim].pid, number)
+        for index in range(workers):
+            (folder / f"go{index}").touch()
+        codes = [process.wait(120)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    texts = [process.text() for process in processes]
+    for index, code in enumerate(codes):
+        if number == signal.SIGINT and index == victim:
+            assert code != 0 and "KeyboardInterrupt" in texts[index]
+        else:
+            assert code == 143, texts[index][-3000:]
+    return texts
 
 
 def wait_for(file: Path, processes: list[Forked]) -> None:
@@ -168,30 +76,26 @@ def test_a_signal_saves_and_training_continues(
     place: str,
     tmp_path: Path,
 ) -> None:
-    training = Training(forker, tmp_path / "stopped", workers, kind)
+    settings = {"dropout": 0.2, "epochs": EPOCHS, "data": kind}
+    training = Resumed(forker, tmp_path / "stopped", **settings)
     # To the worker that is not the chief, if there are two.
-    texts = training.stopped(stops_at, number, victim=workers - 1)
+    texts = stopped(training, workers, stops_at, number, victim=workers - 1)
     assert f"no snapshot in '{tmp_path}/stopped/snapshots', training begins" in texts[0]
     said = f"before the end of this process; started again, it continues at {place}"
     assert said in texts[0], texts[0]
     assert not any("Resume:" in text for text in texts[1:]), "the chief says it once"
-    found, text = training.finished()
-    assert f"Resume: continuing at {place}" in text
-    assert 0 < found["steps"] < EPOCHS * STEPS
-    expected, _ = Training(forker, tmp_path / "whole", 1, kind).finished()
-    assert expected.pop("steps") == EPOCHS * STEPS
-    for name, value in expected.items():
-        np.testing.assert_allclose(
-            found[name], value, ADAM_TOLERANCE, ADAM_TOLERANCE, err_msg=name
-        )
+    found = training.finished(STRATEGIES[workers])
+    assert f"Resume: continuing at {place}" in found.text
+    expected = Resumed(forker, tmp_path / "whole", **settings).finished("mirrored")
+    assert 0 < found.trained < expected.trained == EPOCHS * STEPS
+    assert_same_end(found, expected, ADAM_TOLERANCE)
     if kind == "arrays" and workers == 1:
-        _, text = training.finished()
+        text = training.finished("mirrored").text
         assert "is finished, after 3 of 3 epochs: nothing to do." in text
 
 
 def test_a_second_interrupt_ends_at_once(forker: Forker, tmp_path: Path) -> None:
-    training = Training(forker, tmp_path)
-    (process,) = training.start("step 2")
+    (process,) = Resumed(forker, tmp_path).start("mirrored", "step 2")
     try:
         wait_for(tmp_path / "there0", [process])
         # The first one asks for a stop after the step, which waits for 60 seconds.

@@ -66,12 +66,6 @@ def test_a_file_with_the_mark_runs_on_one_backend(monkeypatch) -> None:
     assert sorted(found) == [[], [], CASES]
 
 
-def test_it_is_one_of_those_that_the_mark_names(monkeypatch) -> None:
-    monkeypatch.setenv(marks.ROTATION, "4")
-    found = [by_day(shared("jax", "torch"), backend) for backend in marks.BACKENDS]
-    assert sorted(found[0] + found[1]) == CASES and not found[2]
-
-
 def test_without_a_day_every_backend_runs_every_case(monkeypatch) -> None:
     monkeypatch.delenv(marks.ROTATION, raising=False)
     assert by_day(shared("jax")) == CASES
@@ -81,11 +75,6 @@ def test_cases_that_the_mark_names_run_by_day() -> None:
     mark = pytest.mark.nightly(unless=["a-*", "[b]"])
     cases = ["a-1", "a-2", "b-1", "[b]", "b"]
     assert by_day([Item(case, mark) for case in cases]) == ["a-1", "a-2", "[b]"]
-
-
-def test_a_case_with_a_mark_of_its_own_waits() -> None:
-    named = pytest.mark.nightly(unless=["a", "b"])
-    assert by_day([Item("a", named), Item("b", named, pytest.mark.nightly)]) == ["a"]
 
 
 def test_a_name_of_no_case_is_an_error_where_all_cases_are() -> None:

@@ -27,21 +27,6 @@ def test_each_backend_runs_every_file_but_those_of_others() -> None:
         assert not any(f"/backends/{other}/" in file for file in files)
 
 
-def test_files_with_slow_tests_begin_first() -> None:
-    found = jobs.test_jobs(["torch"], [])
-    seconds = [
-        sum(jobs.seconds_of((jobs.ROOT / f).read_text()) for f in job.files)
-        for job in found
-    ]
-    assert seconds == sorted(seconds, reverse=True)
-
-
-def test_the_seconds_of_a_file_are_those_of_its_marks() -> None:
-    plain = "def test_a(): pass\n"
-    slow = "@pytest.mark.slow(seconds=30)\n"
-    assert jobs.seconds_of(slow + plain) == jobs.seconds_of(plain) + 30.0
-
-
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
     monkeypatch.setattr(jobs, "LOGS", tmp_path)

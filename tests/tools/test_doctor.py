@@ -23,7 +23,7 @@ pytestmark = pytest.mark.one_backend("jax")
 
 @pytest.fixture
 def start_doctor(tmp_path) -> Iterator[Callable[..., Forked]]:
-    """Starts a doctor; as a command, `test_launch.py` does so."""
+    """Starts a doctor."""
     script = tmp_path / "doctor.py"
     script.write_text(
         "import sys; from keras_strategies.tools.cli import main; sys.exit(main())"
@@ -57,13 +57,6 @@ def test_alone_it_says_versions_and_devices(start_doctor) -> None:
         "-" * 72,
         "  1  Train on 2 devices: `strategy = ks.MirroredStrategy()`.",
     ]
-
-
-def test_on_one_cpu_it_proposes_the_line_that_makes_virtual_devices() -> None:
-    context = doctors.CheckContext(0.0, "jax", installed=["jax"], devices=["cpu:0"])
-    steps = "\n".join(doctors.next_steps(context, problems=0))
-    assert "`ks.set_virtual_cpu_devices(2)`" in steps
-    assert hasattr(ks, "set_virtual_cpu_devices")
 
 
 @pytest.mark.parametrize(

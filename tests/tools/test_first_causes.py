@@ -100,21 +100,6 @@ def test_an_error_between_the_calls_of_all_workers_is_named(tmp_path):
     assert "was lost: ValueError: between." in process.stderr
 
 
-def test_an_error_that_the_script_has_handled_is_not_the_first_cause(tmp_path):
-    body = (
-        "from keras_strategies.cluster import first_causes\n"
-        "if index == 1:\n"
-        "    try: raise KeyError('handled')\n"
-        "    except KeyError as error: first_causes.record(error)\n"
-        "    first_causes.forget()\n"
-        "if index == 0: sys.exit(4)\n"
-        "train()\n"
-    )
-    process = launch("--workers", "2", group_script(tmp_path, "pass", body))
-    assert process.returncode == 4, process.stderr
-    assert "handled" not in process.stderr
-
-
 @pytest.mark.slow(seconds=9)
 def test_launched_functions_raise_the_first_error():
     pytest.importorskip("cloudpickle")

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import time
-from pathlib import Path
 
 import pytest
 from harness.processes import (
@@ -129,16 +128,6 @@ def test_gpus_are_shared_among_those_that_compute(script):
     too_many = launch(*arguments, CUDA_VISIBLE_DEVICES="0,1,2")
     assert too_many.returncode == 2
     assert "need 4 GPUs, but 3 are visible: 0, 1, 2" in too_many.stderr
-
-
-@pytest.mark.slow(seconds=6)
-def test_devices_per_worker_are_the_strategys():
-    # The doctor is a command, too, and says what a strategy would take.
-    doctor = ("-m", "keras_strategies", "doctor", "--timeout", "0.1")
-    process = launch("--workers", "1", "--devices-per-worker", "3", *doctor)
-    assert process.returncode == 0, process.stderr
-    replicas = r"^\[worker 0\] +MirroredStrategy\(\) +3 replicas: cpu:0, cpu:1, cpu:2$"
-    assert re.search(replicas, process.stdout, re.MULTILINE), process.stdout
 
 
 # --- The end ------------------------------------------------------------------
@@ -335,12 +324,6 @@ def test_a_signal_while_a_failed_cluster_is_ended_stops_the_restarts(script, tmp
         assert "restarting" not in errors
 
 
-def test_after_the_last_restart_its_exit_code_is_returned(script, tmp_path):
-    path = script("(here / me).open('a').write('.')\nsys.exit(3)\n")
-    assert launch("--workers", "1", "--max-restarts", "1", path).returncode == 3
-    assert (tmp_path / "worker0").read_text() == ".."
-
-
 # --- Elastic workers ----------------------------------------------------------
 
 
@@ -438,13 +421,3 @@ def test_arguments_that_cannot_be(arguments, message):
     process = launch(*arguments)
     assert process.returncode == 2
     assert message in process.stderr
-
-
-def test_it_is_a_command_and_a_module():
-    project = Path(__file__).parents[2] / "pyproject.toml"
-    assert 'keras-strategies = "keras_strategies.tools.cli:main"' in project.read_text()
-    process = subprocess.run(
-        command("--help"), capture_output=True, text=True, timeout=TIMEOUT
-    )
-    assert "launch" in process.stdout
-    assert "doctor" in process.stdout

@@ -15,8 +15,6 @@ from harness.strategies import STRATEGIES
 from harness.strategies import TWO_REPLICAS_BY_DAY as BY_DAY
 from keras import layers
 
-import keras_strategies as ks
-
 RNG = np.random.default_rng(0)
 # The last batch of 10 has three rows: uneven on two replicas, too few for four.
 X = RNG.normal(size=(43, 6)).astype("float32")
@@ -99,46 +97,3 @@ def test_a_backbone_of_another_strategy(strategy, other, tmp_path) -> None:
     backbone = backbone_of(STRATEGIES[other].make())
     found = trained(strategy, backbone, True, tmp_path / "a.keras")
     assert_same(found, trained_alone(True))
-
-
-def loop_losses(
-    strategy: Any, backbone: keras.Model, compiled: bool, rows: int
-) -> tuple[list[float], list[Any]]:
-    """Losses of a custom loop, then of `fit`, and the weights."""
-    model = model_of(strategy, backbone, True)
-    strategy = strategy or ks.OneDeviceStrategy("cpu:0")
-    with strategy.scope():
-        optimizer = keras.optimizers.SGD(0.1)
-    loss_of = keras.losses.MeanSquaredError(reduction=None)
-
-    def step(x: Any, y: Any) -> Any:
-        def loss() -> Any:
-            return ks.compute_average_loss(loss_of(y, model(x, training=False)))
-
-        value, gradients = ks.value_and_grad(loss, model.trainable_variables)()
-        optimizer.apply(gradients, model.trainable_variables)
-        return value
-
-    def run(x: Any, y: Any) -> Any:
-        return strategy.reduce("SUM", strategy.run(step, args=(x, y)))
-
-    run = ks.function(run) if compiled else run
-    data = (X[:rows], Y[:rows])
-    batches = strategy.experimental_distribute_dataset(data, batch_size=10)
-    losses = [float(run(x, y)) for x, y in batches]
-    if compiled:
-        losses += model.fit(X, Y, **FIT).history["loss"]
-    return losses, model.get_weights()
-
-
-@pytest.mark.one_backend("torch")
-@BY_DAY
-@pytest.mark.parametrize("compiled", [True, False], ids=["function", "run"])
-def test_a_backbone_from_outside_in_a_custom_loop(strategy, compiled) -> None:
-    # On JAX, `run` takes uneven batches where a replica is one device.
-    rows = 43 if strategy.placement.mesh is None else 40
-    expected, weights = loop_losses(None, backbone_of(), compiled, rows)
-    found, own = loop_losses(strategy, backbone_of(), compiled, rows)
-    np.testing.assert_allclose(found, expected, rtol=1e-4)
-    for mine, theirs in zip(own, weights, strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=2e-5)

@@ -8,14 +8,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
-from harness.forker import Forker
-from harness.processes import launch, wait_until, write_script
+from harness.processes import launch, write_script
 
 import keras_strategies as ks
 from keras_strategies.cluster.resolvers.local_processes import free_addresses
@@ -186,12 +184,6 @@ def test_the_launchers_evaluator_sees_every_checkpoint(tmp_path) -> None:
     assert "[evaluator 0] 3.keras at step 12: " in process.stderr
 
 
-@pytest.fixture
-def forker() -> Iterator[Forker]:
-    with Forker() as made:
-        yield made
-
-
 @pytest.mark.one_backend("torch")
 @pytest.mark.multiprocess
 def test_an_evaluator_task_sees_every_checkpoint(forker, tmp_path) -> None:
@@ -219,25 +211,3 @@ def test_an_evaluator_task_sees_every_checkpoint(forker, tmp_path) -> None:
     text = started["evaluator"].text()
     assert code == 0, text
     assert_evaluated(tmp_path, text)
-
-
-@pytest.mark.one_backend("torch")
-@pytest.mark.multiprocess
-def test_a_signal_lets_it_finish(forker, tmp_path) -> None:
-    train(tmp_path, "{epoch}.weights.h5", epochs=2)
-    script = tmp_path / "script.py"
-    script.write_text(
-        f"""{MODEL}
-evaluator = ks.SidecarEvaluator(model(), data(1), {str(tmp_path)!r})
-print("ready", flush=True)
-print(len(evaluator.start()), "evaluations")
-"""
-    )
-    process = forker.start(tmp_path / "log", str(script))
-    wait_until(
-        lambda: "\n2.weights.h5 at step 8: " in process.text(), "it has evaluated"
-    )
-    os.kill(process.pid, signal.SIGTERM)
-    assert process.wait(SECONDS)[0] == 0, process.text()
-    lines = process.text().splitlines()
-    assert "ready" in lines and "2 evaluations" in lines

@@ -9,18 +9,9 @@ import pytest
 from keras_strategies.training.progress_bar import (
     WorkerProgress,
     with_progress,
-    workers_text,
 )
 
 pytestmark = pytest.mark.one_backend
-
-
-@pytest.mark.parametrize(
-    ("computing", "total", "text"),
-    [(1, 1, "1 worker"), (2, 2, "2 workers"), (1, 2, "1 of 2 workers")],
-)
-def test_workers_that_compute_are_counted(computing, total, text) -> None:
-    assert workers_text(computing, total) == text
 
 
 def bar(computing: list[int], total: int = 3) -> WorkerProgress:
@@ -43,15 +34,6 @@ def test_the_bar_says_how_many_workers_compute(verbose, capsys) -> None:
     first, second = capsys.readouterr().out.split("Epoch 2/2")
     assert "/step on 3 workers - loss: " in first
     assert "/step on 2 of 3 workers - loss: " in second
-
-
-def test_the_bar_is_there_where_keras_would_add_one() -> None:
-    own, ours = keras.callbacks.ProgbarLogger(), bar([1])
-    assert with_progress(None, "auto", ours) == [ours]
-    assert with_progress([own], 1, ours) == [own]
-    assert with_progress(None, 0, ours) is None
-    listed = keras.callbacks.CallbackList()
-    assert with_progress(listed, 1, ours) is listed
 
 
 @pytest.mark.parametrize("method", ["train", "test", "predict"])

@@ -121,15 +121,6 @@ def policy_of_replicas() -> Any:
     return dense(keras.layers.Dense(4, dtype=policy))
 
 
-class Cast(keras.layers.Layer):
-    """Rounds as an autocast that only some threads have."""
-
-    def call(self, x: Any) -> Any:
-        if replicas() > 1:
-            return ops.cast(x, "float32")
-        return ops.cast(ops.cast(x, "bfloat16"), "float32")
-
-
 # Data.
 
 
