@@ -196,16 +196,9 @@ class Trace:
     def like(self, structure: Any) -> Any:
         """Tensors of the trace with the shapes and dtypes of a structure."""
         if isinstance(structure, keras.KerasTensor):
-            # Keras says sparse for a product with a number.
             return self.tensor(shape_of(structure), structure.dtype)
-        return tree.map_structure(self._like, structure)
-
-    def _like(self, leaf: Any) -> Any:
-        if not isinstance(leaf, keras.KerasTensor):
-            return leaf
-        if leaf.sparse or leaf.ragged:
-            raise NotTraced("makes a sparse or ragged tensor")
-        return self.tensor(shape_of(leaf), leaf.dtype)
+        nested = isinstance(structure, (list, tuple, dict))
+        return tree.map_structure(self.like, structure) if nested else structure
 
     def values(self, structure: Any) -> Any:
         """A structure with the current values in place of variables."""
@@ -264,13 +257,13 @@ class Trace:
             if not self.is_any or not _has((args, kwargs), RowCount):
                 return self._of_constants(name, original, args, kwargs)
             if name in _MADE_OF_SHAPE:
-                return self._made_of_shape(name, *args, **kwargs)
+                return self._made_of_shape(original, *args, **kwargs)
             if name == "arange":
                 return self._row_numbers(*args, **kwargs)
             lengths = args[0] if args else None
             args, kwargs = self._lifted((args, kwargs))
             found = symbolic(*args, **kwargs)
-            if name == "convert_to_tensor" and _are_lengths(lengths):
+            if name == "convert_to_tensor" and isinstance(lengths, tuple):
                 self._lengths[id(found)] = found, lengths
             return found
         return symbolic(*args, **kwargs)
@@ -302,19 +295,16 @@ class Trace:
 
     # Programs for any number of rows: what depends on it is no constant.
 
-    def _made_of_shape(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        names = ["shape", *(["fill_value"] if name == "full" else []), "dtype"]
-        given = dict(zip(names, args, strict=False)) | kwargs
-        value = given.get("fill_value", int(name != "zeros"))
-        if isinstance(value, RowCount):
+    def _made_of_shape(
+        self, original: Any, shape: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if _has((args, kwargs), RowCount):
             raise NotTraced("fills a tensor with the number of rows")
-        is_integer = name == "full" and isinstance(value, int)
-        dtype = given.get("dtype") or ("int32" if is_integer else None)
-        shape = given["shape"]
-        shape = (shape,) if isinstance(shape, int) else tuple(shape)
-        dtype = keras.backend.standardize_dtype(dtype)
+        entry = original((), *args, **kwargs)
+        shape = (shape,) if isinstance(shape, int) else shape
+        dtype = keras.backend.standardize_dtype(entry.dtype)
         spec = keras.KerasTensor(tuple(map(int, shape)), dtype)
-        return self.record(Node("filled", None, (value,), {}, spec))
+        return self.record(Node("filled", None, (entry,), {}, spec))
 
     def _row_numbers(
         self, start: Any, stop: Any = None, step: Any = None, dtype: Any = None
@@ -554,7 +544,3 @@ def spec_of(structure: Any) -> Any:
         return x if is_spec else symbolic(ops.convert_to_tensor(x))
 
     return tree.map_structure(spec, structure)
-
-
-def _are_lengths(value: Any) -> bool:
-    return isinstance(value, tuple) and all(isinstance(n, int) for n in value)

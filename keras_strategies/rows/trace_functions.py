@@ -49,9 +49,11 @@ def _length(structure: Any) -> int:
     return shape_of(tree.flatten(structure)[0])[0]
 
 
-def _flow(name: str, given: Any, outputs: Any, *bodies: Body, **static: Any) -> Any:
+def _flow(
+    name: str, given: tuple[Any, ...], outputs: Any, *bodies: Body, **static: Any
+) -> Any:
     return _active().record(
-        Node(name, None, (given,), static, spec_of(outputs), bodies=bodies)
+        Node(name, None, given, static, spec_of(outputs), bodies=bodies)
     )
 
 
@@ -83,15 +85,15 @@ def _while_loop(
     start = trace.values(tuple(loop_vars) if several else (loop_vars,))
     test = trace.body(cond, *start)
     step = trace.body(body, *start)
-    found = _flow("while", start, start, test, step, most=maximum_iterations)
+    found = _flow("while", (start,), start, test, step, most=maximum_iterations)
     return found if several else found[0]
 
 
 def _fori_loop(lower: Any, upper: Any, body_fun: Any, init_val: Any) -> Any:
-    trace = _active()
-    (init,) = trace.values((init_val,))
-    step = trace.body(body_fun, np.int32(0), init)
-    return _flow("for", (lower, upper, init), init, step)
+    def step(carry: Any, number: Any) -> Any:
+        return body_fun(number, carry), None
+
+    return _scan(step, init_val, np.arange(lower, upper, dtype="int32"))[0]
 
 
 def _cond(pred: Any, true_fn: Any, false_fn: Any) -> Any:
@@ -105,7 +107,7 @@ def _switch(index: Any, branches: Any, *operands: Any) -> Any:
     trace = _active()
     (index,) = trace.values((index,))
     bodies = [trace.body(lambda f=f: f(*operands)) for f in branches]
-    return _flow("switch", index, bodies[0].outputs, *bodies)
+    return _flow("switch", (index,), bodies[0].outputs, *bodies)
 
 
 def _vectorized_map(function: Any, elements: Any) -> Any:
@@ -113,7 +115,7 @@ def _vectorized_map(function: Any, elements: Any) -> Any:
     (elements,) = trace.values((elements,))
     body = trace.body(function, _without(elements))
     outputs = _with(_length(elements), body.outputs)
-    return _flow("map", elements, outputs, body)
+    return _flow("map", (elements,), outputs, body)
 
 
 def _vectorize(pyfunc: Any, *, excluded: Any = None, signature: Any = None) -> Any:
@@ -133,7 +135,7 @@ def _associative_scan(f: Any, elems: Any, reverse: bool = False, axis: int = 0) 
     trace = _active()
     (elems,) = trace.values((elems,))
     body = trace.body(f, elems, elems)
-    return _flow("associative_scan", elems, elems, body, axis=axis)
+    return _flow("associative_scan", (elems,), elems, body, axis=axis)
 
 
 def _rnn(

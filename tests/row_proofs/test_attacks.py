@@ -221,6 +221,9 @@ FUNCTIONS: dict[str, Function] = {
     ),
     # Loops and branches.
     "scan": lambda x: ops.scan(lambda c, r: (c + r, c), ops.zeros((6,)), x)[1],
+    "scan that counts": lambda x: (
+        x * ops.scan(lambda c, r: (c * 1.1, None), ops.ones(()), x)[0]
+    ),
     "associative scan": lambda x: ops.associative_scan(ops.add, x, axis=0),
     "associative scan by a negative axis": lambda x: ops.associative_scan(
         ops.maximum, x, axis=-2
@@ -231,6 +234,9 @@ FUNCTIONS: dict[str, Function] = {
     ),
     "loop": lambda x: ops.fori_loop(0, 3, lambda i, c: c - ops.mean(c), x),
     "loop over rows": lambda x: ops.fori_loop(0, length(x), lambda i, c: c * 1.1, x),
+    "loop over numbers": lambda x: ops.scan(
+        lambda c, i: (c * 1.1, None), x, ops.arange(length(x))
+    )[0],
     "loop while": lambda x: ops.while_loop(
         lambda h: ops.max(h) > 0.5, lambda h: (h * 0.5,), (x,)
     )[0],

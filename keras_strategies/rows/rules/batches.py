@@ -14,10 +14,10 @@ def _of_last(count: int) -> Rule:
     def apply(step: Step) -> Placed:
         leaves = step.leaves()
         placed = joined([(each, 0) for each, _ in leaves], 0)
-        if not placed.has_axis:
+        if not placed.is_rows:
             return placed
         ranks = {rank for each, rank in leaves if each.is_rows}
-        if min(ranks) - count <= (placed.axis or 0) or len(ranks) > 1:
+        if min(ranks) - count <= placed.axis or len(ranks) > 1:
             return mixed("goes over all rows")
         return placed
 
@@ -42,10 +42,10 @@ def _of_batch(rank: int, others_have_rows: bool = False) -> Rule:
 
     def apply(step: Step) -> Placed:
         leaves = step.leaves()
-        if any(each.is_rows and each.axis not in (0, None) for each, _ in leaves):
+        if any(each.is_rows and each.axis for each, _ in leaves):
             return mixed("has the rows along another axis than the first")
         placed = joined([(each, 0) for each, _ in leaves], 0)
-        if not placed.has_axis:
+        if not placed.is_rows:
             return placed
         if leaves[0][1] < rank:
             return mixed("takes the rows for another axis")
@@ -88,9 +88,9 @@ def _scaled(step: Step) -> Placed:
 def _attention(step: Step) -> Placed:
     leaves = step.leaves("query", "key", "value")
     more = step.leaves("bias") + step.leaves("mask") + step.leaves("scale")
-    if any(each.is_rows and each.axis not in (0, None) for each, _ in leaves + more):
+    if any(each.is_rows and each.axis for each, _ in leaves + more):
         return mixed("attends to other rows")
-    if any(each.has_axis and rank < 4 for each, rank in leaves + more):
+    if any(each.is_rows and rank < 4 for each, rank in leaves + more):
         return mixed("has arguments of fewer axes")
     placed = joined([(each, 0) for each, _ in leaves + more], 0)
     if placed.is_rows and not all(each.is_rows for each, _ in leaves):
@@ -113,6 +113,6 @@ def _least_squares(step: Step) -> Placed:
 def _of_one_row(step: Step) -> Placed:
     """Without a batch: in the body of a map over rows, or of what has no rows."""
     placed = joined([(each, 0) for each, _ in step.leaves()], 0)
-    if placed.has_axis:
+    if placed.is_rows:
         return mixed("takes the rows for another axis")
     return placed

@@ -27,7 +27,7 @@ from keras_strategies.rows.rules.step import Step, numbers_as_array, rule
 @rule("Slice")
 def _sliced(step: Step) -> Placed:
     (placed,), start = step.placed("inputs"), step.static("start_indices")
-    if not placed.has_axis:
+    if not placed.is_rows:
         is_fixed = varying_axis(step.out_shapes()) is None
         return placed if is_fixed else mixed("takes as much as there are rows")
     pairs = zip(step.shapes("inputs"), step.out_shapes(), strict=True)
@@ -40,7 +40,7 @@ def _sliced(step: Step) -> Placed:
 def _slice_updated(step: Step) -> Placed:
     step.static("start_indices")
     placed = joined(step.leaves("inputs", "updates"), step.rank("inputs"))
-    if not placed.has_axis:
+    if not placed.is_rows:
         return placed
     leaves = step.placed("inputs", "updates")
     if not all(each.is_rows for each in leaves):
@@ -119,9 +119,8 @@ def _indexed(step: Step, placed: Placed, keys: list[list[Any]]) -> Placed:
     if index.is_mixed:
         return index
     if index.is_rows and not placed.is_constant:
-        is_hidden = index.axis is None and index == placed
-        return index if is_hidden else mixed("takes entries of rows by row")
-    if len(picked) > 1 and placed.has_axis:
+        return mixed("takes entries of rows by row")
+    if len(picked) > 1 and placed.is_rows:
         return mixed("takes entries by several indices")
     return step.moved(index if index.is_rows else placed)
 
@@ -140,7 +139,7 @@ def _taken(step: Step) -> Placed:
 def _one_hot(step: Step) -> Placed:
     placed, rank = step.leaves()[0]
     placed = joined([(placed, rank)], rank)
-    if not placed.has_axis:
+    if not placed.is_rows:
         return placed
     if step.name == "MultiHot" and placed.axis == rank - 1:
         return mixed("encodes all rows at once")
@@ -173,14 +172,14 @@ def _scattered(step: Step) -> Placed:
     into = step.placed("inputs") if step.name == "ScatterUpdate" else []
     if not index.is_constant:
         return mixed("scatters to rows")
-    if placed.has_axis:
+    if placed.is_rows:
         before = step.rank("indices") - 1
         if placed.axis < before:
             return mixed("scatters rows")
         placed = placed.at(placed.axis - before + depth)
     rank = rank - step.rank("indices") + 1 + depth
     found = joined([(placed, rank), *((each, rank) for each in into)], rank)
-    if found.has_axis and found.axis is not None and found.axis < depth:
+    if found.is_rows and found.axis < depth:
         return mixed("scatters to rows")
     if found.is_rows and any(each.is_same for each in [placed, *into]):
         return mixed("scatters rows to a constant")
@@ -196,7 +195,7 @@ def _segments(step: Step) -> Placed:
         return joined([(data, 0)], 0) if data.is_sum else data
     both = joined([(data, 0), (segments, 0)], 0)
     is_sum = step.name == "SegmentSum" and data.is_rows and segments.is_rows
-    if both.has_axis and is_sum and data == segments:
+    if both.is_rows and is_sum and data == segments:
         if step.attribute("num_segments") is None:
             return mixed("goes over rows")
         return SUM

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from keras_strategies.rows.placed import (
     Placed,
+    added,
     are_equal,
-    as_sum,
     axes_of,
     joined,
     mixed,
@@ -83,11 +83,11 @@ def _longer(step: Step) -> Placed:
         if (placed.is_sum or placed.power) and not is_linear:
             return mixed("pads a sum over rows, or what depends on their number")
     into = varying_axis(after)
-    if step.name == "Repeat" and (placed.has_axis or into is None):
+    if step.name == "Repeat" and (placed.is_rows or into is None):
         counts = [node.operation.repeats for node in step.nodes]
         if not all(are_equal(counts[0], each) for each in counts):
             return mixed("repeats as often as the number of rows says")
-    if not placed.has_axis:
+    if not placed.is_rows:
         if into is None:
             return placed
         is_one = ((1,) * len(after[0]) + before[0])[into - len(after[0])] == 1
@@ -116,18 +116,13 @@ def _concatenated(step: Step) -> Placed:
     if axis is None:
         return mixed("appends flat rows")
     axis = int(axis) % out_rank
-    sums = [each for each, _ in leaves if each.is_sum]
-    if sums and all(as_sum(each, sums[0].power) for each, _ in leaves):
-        return sums[0]
-    powers = {each.power for each, _ in leaves}
-    found = joined(leaves, rank, same_power=len(powers) > 1)
-    if found.has_axis:
+    found = added(leaves, rank)
+    if found.is_rows:
         if any(each.is_same for each, _ in leaves):
             return mixed("joins rows with a constant")
         if step.name != "Stack" and found.axis == axis:
             return mixed("has rows of one argument after those of another")
-        found = step.moved(found)
-    return found.times(max(powers)) if len(powers) == 1 else found
+    return step.moved(found)
 
 
 @of_axis("Split ArraySplit Hsplit Vsplit Dsplit Unstack")

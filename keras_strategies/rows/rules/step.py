@@ -69,7 +69,7 @@ def of_axis(names: str, argument: str = "x") -> Callable[[Any], Any]:
         @rule(names)
         def apply(step: Step) -> Any:
             (placed,) = step.placed(argument)
-            return function(step, placed) if placed.has_axis else placed
+            return function(step, placed) if placed.is_rows else placed
 
         return function
 
@@ -128,9 +128,9 @@ class Step:
             found += zip(placed, ranks, strict=True)
         return found
 
-    def given(self, position: int) -> list[Any]:
-        """A part of the argument of a loop or branch in each trace."""
-        return [node.args[0][position] for node in self.nodes]
+    def given(self, position: int) -> list[Placed]:
+        """The placements of an argument of what a trace makes itself."""
+        return self.placements.placed([node.args[position] for node in self.nodes])
 
     def body(self, number: int, placed: list[Placed]) -> list[Placed]:
         """The placements of the results of one of its functions."""
@@ -144,7 +144,7 @@ class Step:
 
     def moved(self, placed: Placed) -> Placed:
         """A placement with the rows along the axis of the result that has them."""
-        if not placed.has_axis:
+        if not placed.is_rows:
             return placed
         axis = varying_axis(self.out_shapes())
         return mixed("loses the rows") if axis is None else placed.at(axis)
