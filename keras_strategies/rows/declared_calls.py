@@ -230,13 +230,16 @@ def _called(
         return CallResults(outputs, list(scope.losses), updates)
 
 
-def _arrays(results: CallResults) -> tuple[list[Any], dict[str, Any]]:
-    """The outputs, and the losses and updates by what they are called."""
-    outputs, losses, updates = results
-    means = {f"loss {i}": _numbers(x) for i, x in enumerate(losses)}
-    for i, value in enumerate(updates.values()):
-        means[f"the value of variable {i}"] = _numbers(value)
-    return [_numbers(x) for x in tree.flatten(outputs) if x is not None], means
+def _arrays(results: CallResults) -> dict[str, Any]:
+    """The outputs, losses and updates by what they are called."""
+    outputs = [x for x in tree.flatten(results.outputs) if x is not None]
+    kinds: dict[str, Any] = {"output": outputs, "loss": results.losses}
+    kinds["the value of variable"] = results.updates.values()
+    return {
+        f"{kind} {i}": _numbers(value)
+        for kind, values in kinds.items()
+        for i, value in enumerate(values)
+    }
 
 
 def _numbers(value: Any) -> Any:
@@ -248,28 +251,22 @@ def _numbers(value: Any) -> Any:
 
 def _difference(every: Any, parts: Sequence[Any], slices: Sequence[slice]) -> str:
     """How results of all rows differ from those of parts; empty if they agree."""
-    outputs, means = every
-    if any(len(o) != len(outputs) or m.keys() != means.keys() for o, m in parts):
+    if any(part.keys() != every.keys() for part in parts):
         return "it has other results for other numbers of rows"
-    for i, expected in enumerate(outputs):
-        own = [of_part[i] for of_part, _ in parts]
-        sizes = [(rows.stop - rows.start,) for rows in slices]
-        if [array.shape[:1] for array in [expected, *own]] != [(_ROWS,), *sizes]:
-            return (
-                f"output {i} has {expected.shape[0] if expected.ndim else 'no'} rows "
-                f"for {_ROWS} rows of the arguments"
-            )
-        gap = _gap(expected, np.concatenate(own))
+    sizes = [rows.stop - rows.start for rows in slices]
+    for name, expected in every.items():
+        found, says = [part[name] for part in parts], "is no mean over rows, and "
+        if name.startswith("output"):
+            lengths = [x.shape[0] if x.ndim else "no" for x in (expected, *found)]
+            if lengths != [_ROWS, *sizes]:
+                return f"{name} has {lengths[0]} rows for {_ROWS} rows of the arguments"
+            found, says = [np.concatenate(found)], ""
+        elif np.issubdtype(expected.dtype, np.floating):
+            pairs = zip(found, sizes, strict=True)
+            found = [sum(np.float64(x) * size / _ROWS for x, size in pairs)]
+        gap = next(filter(None, (_gap(expected, each) for each in found)), "")
         if gap:
-            return f"output {i} {gap}"
-    for name, expected in means.items():
-        every = [of_part[name] for _, of_part in parts]
-        if np.issubdtype(expected.dtype, np.floating):
-            shares = [(rows.stop - rows.start) / _ROWS for rows in slices]
-            every = [sum(np.float64(x) * s for x, s in zip(every, shares, strict=True))]
-        gap = next(filter(None, (_gap(expected, found) for found in every)), "")
-        if gap:
-            return f"{name} is no mean over rows, and {gap}"
+            return f"{name} {says}{gap}"
     return ""
 
 

@@ -72,8 +72,6 @@ class Propagation:
         self._row_numbers: set[int] = set()
         #: Why the call is not split, whatever its results are.
         self.problem: str | None = None
-        #: The names of the operations.
-        self.operations: list[str] = []
 
     def place(self, tensors: Sequence[RowTensor], placed: Placed) -> None:
         self.known[tensors[0].index] = placed
@@ -139,7 +137,6 @@ class Propagation:
 
     def _place(self, nodes: tuple[Node, ...]) -> None:
         first = nodes[0]
-        self.operations.append(first.name)
         outputs = [leaves_of(node.outputs) for node in nodes]
         tensors = [x for x in outputs[0] if isinstance(x, RowTensor)]
         if first.name == "row_numbers":
@@ -167,11 +164,12 @@ class Propagation:
 
     def _rounds(self, node: Node, result: RowTensor, placed: Placed) -> bool:
         """Whether a sum over rows, or a product with their number, becomes integers."""
-        if not (placed.is_sum or placed.power) or _is_exact(result):
+        if _dtype(result).startswith(("float", "bfloat", "complex")):
             return False
-        given = [x for x in tensors_in((node.args, node.kwargs)) if _is_exact(x)]
-        known = [self.known[x.index] for x in given]
-        return any(each.is_sum or each.power for each in known)
+        given = tensors_in((node.args, node.kwargs))
+        known = [self.known[x.index] for x in given if _dtype(x) != _dtype(result)]
+        is_linear = placed.is_sum or placed.power
+        return is_linear and any(each.is_sum or each.power for each in known)
 
     def _fits(self, placed: Placed, shapes: Sequence[Shape]) -> bool:
         try:
@@ -226,10 +224,8 @@ class Propagation:
         return [*plain] * len(tensors_in(outputs)) + same
 
 
-def _is_exact(tensor: RowTensor) -> bool:
-    """Whether it has fractions."""
-    dtype = keras.backend.standardize_dtype(tensor.dtype)
-    return dtype.startswith(("float", "bfloat", "complex"))
+def _dtype(tensor: RowTensor) -> str:
+    return keras.backend.standardize_dtype(tensor.dtype)  # type: ignore[no-any-return]
 
 
 def _attributes(node: Node) -> dict[str, Any]:

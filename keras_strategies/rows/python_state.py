@@ -102,10 +102,20 @@ def _set_items(value: dict[Any, Any], before: dict[Any, Any]) -> None:
     value.update(before)
 
 
-def _slots(value: Any) -> dict[str, Any]:
-    """The attributes in `__slots__` of an object."""
+def _attributes(value: Any) -> dict[str, Any]:
+    """The attributes of an object, in `__dict__` and `__slots__`."""
     state = object.__getstate__(value)
-    return dict(state[1]) if isinstance(state, tuple) else {}
+    spaces = state if isinstance(state, tuple) else (state,)
+    return {name: each for space in spaces for name, each in (space or {}).items()}
+
+
+def _set_attributes(value: Any, before: dict[str, Any]) -> None:
+    now = _attributes(value)
+    for name in now.keys() - before.keys():
+        object.__delattr__(value, name)
+    for name, each in before.items():
+        if now.get(name) is not each:
+            object.__setattr__(value, name, each)
 
 
 def _cells(value: Any) -> list[Any]:
@@ -115,13 +125,6 @@ def _cells(value: Any) -> list[Any]:
         with contextlib.suppress(ValueError):  # A name that is not assigned yet.
             found.append(cell.cell_contents)
     return found
-
-
-def _set_slots(value: Any, before: dict[str, Any]) -> None:
-    for name in _slots(value).keys() - before.keys():
-        delattr(value, name)
-    for name, each in before.items():
-        setattr(value, name, each)
 
 
 #: How the contents of containers are read, and restored.
@@ -192,16 +195,11 @@ class PythonState:
         if isinstance(value, (dict, *_SEQUENCES)):
             held = value.values() if isinstance(value, dict) else value
             return list(held) if len(value) <= _MOST_ENTRIES else []
-        space, slots = getattr(value, "__dict__", None), _slots(value)
-        held = [*slots.values(), *_cells(value)]
+        space = _attributes(value)
+        self._parts.append((where, value, _attributes, _set_attributes, space))
         if isinstance(value, functools.partial):
-            held += [*value.args, *value.keywords.values()]
-        if slots:
-            self._parts.append((where, value, _slots, _set_slots, slots))
-        if isinstance(space, dict):
-            self._note(where, space)
-            held += space.values()
-        return held
+            return [*space.values(), *value.args, *value.keywords.values()]
+        return [*space.values(), *_cells(value)]
 
     def change(self) -> str | None:
         """What the call has changed, which is restored."""
@@ -261,7 +259,7 @@ class LayerSettings:
     def number(self, layer: Any) -> int:
         """The number of the current settings; fast where nothing was assigned."""
         if self._number < 0 or not all(map(_is_unchanged, self._before)):
-            keys, self._before = zip(*map(_attributes, sublayers(layer)), strict=True)
+            keys, self._before = zip(*map(_settings, sublayers(layer)), strict=True)
             self._number = self.known.setdefault(keys, len(self.known))
         return self._number
 
@@ -274,7 +272,7 @@ def argument_key(value: Any) -> Any:
     return type(value), _token(value, 0)
 
 
-def _attributes(layer: Any) -> tuple[Any, tuple[Any, ...]]:
+def _settings(layer: Any) -> tuple[Any, tuple[Any, ...]]:
     """The settings of a layer, and the attributes and layers that it has them from."""
     space, own = vars(layer), own_layers(layer)
     tokens = {
@@ -341,7 +339,7 @@ def _token(value: Any, depth: int) -> Any:
     elif is_array(value) or _is_fixed(value):
         return _Identity(value)
     else:
-        held = object.__getstate__(value)
-        if held is None:
+        held = _attributes(value)
+        if not held:
             return _Identity(value)
     return _Identity(type(value)), _token(held, depth + 1)

@@ -115,8 +115,6 @@ class RowProof:
             0 for each row; 0 for a draw that all rows share.
         drawn: the names of the functions that draw them with a parameter for each
             entry; empty for others.
-        operations: the names of the operations of a call that is traced, in their
-            order; replicas make the same ones.
         calls: where calls are eager, what replicas with a number of rows called just
             after the proof, by this number. A replica that calls something else has
             computed what is not proved.
@@ -135,7 +133,6 @@ class RowProof:
     mixes: bool = False
     draws: Sequence[int] = ()
     drawn: Sequence[str] = ()
-    operations: Sequence[str] = ()
     calls: dict[int, Calls] = field(default_factory=dict, compare=False)
     lines: Lines = field(default_factory=set, compare=False)
     events: Sequence[ProvedEvent] = ()

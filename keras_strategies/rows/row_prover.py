@@ -206,16 +206,14 @@ class _Attempts:
             if placement is not None and placement.kind is RowKind.MIXED:
                 return RowProof(problem=placement.reason, mixes=i < len(results))
         drawn = [placements.known[x.index] for _, x in traces[0].drawn]
-        # Declared code runs on replicas, and not in a trace.
-        is_declared = "row_wise" in placements.operations
         return RowProof(
             outputs,
             losses,
             updates,
             draws=[each.multiple if each.is_rows else 0 for each in drawn],
             drawn=[name for name, _ in traces[0].drawn],
-            operations=placements.operations,
-            lines=set().union(*(x.lines for x in traces if not is_declared)),
+            # Declared code runs on replicas, and not in a trace.
+            lines=set().union(*(x.lines for x in traces if not x.calls_declared)),
         )
 
     def _trace(self, rows: int) -> None:

@@ -30,7 +30,7 @@ from keras_strategies.keras_compat.variables.values import raw_value, stored_dty
 from keras_strategies.rows.code_names import Lines
 from keras_strategies.rows.declarations import is_declared
 from keras_strategies.rows.declared_calls import are_rows, results_of_declared
-from keras_strategies.rows.python_state import argument_key
+from keras_strategies.rows.layer_calls import leaf_key
 from keras_strategies.rows.row_placements import FUNCTIONS_OF_SUMS, SUMS, ProvedEvent
 from keras_strategies.rows.row_tensors import (
     NotTraced,
@@ -162,6 +162,7 @@ class Trace:
     nodes: list[Node] = field(default_factory=list)
     made: list[weakref.ref[Any]] = field(default_factory=list)
     losses: list[Any] = field(default_factory=list)
+    calls_declared: bool = False
     depth: int = 0
     #: How many functions around are computed again in the backward pass.
     repeated: int = 0
@@ -362,11 +363,11 @@ class Trace:
 
     def declared_call(self, layer: Any, args: Any, kwargs: Any) -> Any:
         """A declared layer or function as one operation."""
+        self.calls_declared = True
         leaves = leaves_of((args, kwargs))
         with self.outside():
-            results = results_of_declared(
-                layer, (args, kwargs), self.rows, tuple(map(self._kind, leaves))
-            )
+            key = tuple(leaf_key(x, are_rows(x, self.rows)) for x in leaves)
+            results = results_of_declared(layer, (args, kwargs), self.rows, key)
         tensors = [x for x in leaves if isinstance(x, RowTensor) or is_array(x)]
         has_rows = any(are_rows(x, self.rows) for x in tensors)
         flags = [x for x in leaves if not (isinstance(x, RowTensor) or is_array(x))]
@@ -393,15 +394,6 @@ class Trace:
         ):
             self.state.assign(variables[key], value)
         return made
-
-    def _kind(self, leaf: Any) -> Any:
-        """What the symbolic results of a declared layer depend on in an argument."""
-        if isinstance(leaf, RowTensor):
-            has_rows = are_rows(leaf, self.rows)
-            return has_rows, leaf.lengths[has_rows:], leaf.dtype
-        if is_array(leaf):
-            return tuple(leaf.shape), str(leaf.dtype)
-        return argument_key(leaf)
 
     def _known_call(
         self, layer: Any, args: Any, kwargs: Any, number: int, outputs: Any

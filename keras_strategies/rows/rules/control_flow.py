@@ -76,9 +76,9 @@ def _map(step: Step) -> Placed | list[Placed]:
         return mixed("maps rows with others")
     # For the function a row is a constant. What depends on others is none.
     outputs = step.body(0, [SAME for _ in elements])
-    if not all(each.is_constant for each in outputs):
-        return mixed("uses all rows for each row")
-    return row
+    others = [each for each in outputs if not each.is_constant]
+    refused = mixed("uses all rows for each row")
+    return next((each for each in others if each.is_mixed), refused) if others else row
 
 
 @rule("associative_scan")

@@ -38,19 +38,9 @@ def _entry_by_entry(step: Step) -> Placed:
 
 
 @rule("Negative Copy ConvertToTensor StopGradient Real Imag Conj Conjugate Deg2rad")
-@rule("Rad2deg Array")
+@rule("Rad2deg Array Cast")
 def _linear_of_one(step: Step) -> Placed:
     return step.placed()[0]
-
-
-@rule("Cast")
-def _cast(step: Step) -> Placed:
-    (placed,) = step.placed("x")
-    into = str(step.attribute("dtype"))
-    is_exact = into.startswith(("float", "bfloat", "complex"))
-    if (placed.is_sum or placed.power) and not is_exact:
-        return mixed("rounds a sum over rows, or a number of rows")
-    return placed
 
 
 @rule("Add Subtract")

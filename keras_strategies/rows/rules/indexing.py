@@ -11,7 +11,6 @@ from keras_strategies.rows.placed import (
     Placed,
     joined,
     mixed,
-    not_along,
     rows_of_shapes,
     varying_axis,
 )
@@ -154,13 +153,6 @@ def _by_table(step: Step) -> Placed:
     if not edges.is_constant:
         return mixed("compares with all rows")
     return joined(step.leaves(values), step.rank(values))
-
-
-@rule("InTopK")
-def _in_top_k(step: Step) -> Placed:
-    targets, predictions = step.placed("targets")[0], step.placed("predictions")[0]
-    placed = joined([(targets, 0), (predictions, 0)], 0)
-    return not_along(placed, -1, step.rank("predictions"))
 
 
 @rule("Scatter ScatterUpdate")

@@ -103,11 +103,10 @@ def _normalized(step: Step) -> Placed:
     return not_along(placed, axis, rank)
 
 
-@rule("CategoricalCrossentropy SparseCategoricalCrossentropy")
-def _crossentropy(step: Step) -> Placed:
-    rank = step.rank("output")
-    axis = int(step.attribute("axis")) % rank
-    target, output = step.placed("target")[0], step.placed("output")[0]
+@rule("CategoricalCrossentropy SparseCategoricalCrossentropy InTopK")
+def _of_classes(step: Step) -> Placed:
+    (target, _), (output, rank) = step.leaves()
+    axis = int(step.attribute("axis", -1)) % rank
     output = joined([(not_along(output, axis, rank), rank)], rank)
     if step.name.startswith("Cat"):
         target = not_along(target, axis, rank)

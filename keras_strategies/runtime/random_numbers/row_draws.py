@@ -77,16 +77,6 @@ class RowDraws(abc.ABC):
         """
 
 
-class AllRows(RowDraws):
-    """Partitioned draws of all rows, outside of calls that are split."""
-
-    def __init__(self) -> None:
-        super().__init__(is_partitioned=True)
-
-    def next_draw(self, length: int | None) -> OwnRows | None:
-        return None
-
-
 class DrawsOfRun(RowDraws):
     """The draws of one replica in a function of `run`, of which nothing is proved.
 
@@ -124,26 +114,16 @@ def rows_of_arguments(calls: Sequence[Any]) -> list[Any]:
         calls: for each replica, the structure of its arguments.
     """
     for column in zip(*map(keras.tree.flatten, calls), strict=False):
-        shapes = [getattr(leaf, "shape", None) for leaf in column]
         is_shared = len(column) > 1 and all(leaf is column[0] for leaf in column)
-        if (
-            is_shared
-            or isinstance(column[0], keras.Variable)
-            or not all(map(_has_axes, shapes))
-        ):
-            continue
-        return [
-            keras.ops.shape(leaf)[0] if shape[0] is None else shape[0]
-            for leaf, shape in zip(column, shapes, strict=True)
-            if shape is not None
-        ]
+        is_variable = isinstance(column[0], keras.Variable)
+        if all(map(_has_axes, column)) and not (is_shared or is_variable):
+            return [keras.ops.shape(leaf)[0] for leaf in column]
     return []
 
 
-def _has_axes(shape: Any) -> bool:
-    return (
-        shape is not None and getattr(shape, "rank", 1) is not None and bool(len(shape))
-    )
+def _has_axes(leaf: Any) -> bool:
+    shape = getattr(leaf, "shape", ())
+    return getattr(shape, "rank", 1) is not None and len(shape) > 0
 
 
 class ProvedDraws(RowDraws):
