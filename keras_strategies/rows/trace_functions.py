@@ -27,22 +27,23 @@ def _active() -> Trace:
     return tracer
 
 
-def _without(structure: Any) -> Any:
-    """Symbolic tensors without the first axis."""
+def _reshaped(structure: Any, of_shape: Callable[..., tuple[int, ...]]) -> Any:
+    """Symbolic tensors of a function of their shapes."""
 
     def spec(x: Any) -> Any:
-        return None if x is None else keras.KerasTensor(shape_of(x)[1:], x.dtype)
+        return x if x is None else keras.KerasTensor(of_shape(*shape_of(x)), x.dtype)
 
     return tree.map_structure(spec, spec_of(structure))
+
+
+def _without(structure: Any) -> Any:
+    """Symbolic tensors without the first axis."""
+    return _reshaped(structure, lambda first, *rest: rest)
 
 
 def _with(length: int, structure: Any) -> Any:
     """Symbolic tensors with a further first axis."""
-
-    def spec(x: Any) -> Any:
-        return keras.KerasTensor((length, *shape_of(x)), x.dtype)
-
-    return tree.map_structure(spec, spec_of(structure))
+    return _reshaped(structure, lambda *shape: (length, *shape))
 
 
 def _length(structure: Any) -> int:
@@ -60,21 +61,13 @@ def _flow(
 # Control flow.
 
 
-def _scan(
-    f: Any,
-    init: Any,
-    xs: Any = None,
-    length: Any = None,
-    reverse: bool = False,
-    unroll: Any = 1,
-) -> Any:
+def _scan(f: Any, init: Any, xs: Any = None, length: Any = None, **options: Any) -> Any:
     trace = _active()
     init, xs = trace.values((init, xs))
     steps = _length(xs) if xs is not None else int(length)
-    body = trace.body(f, init, None if xs is None else _without(xs))
+    body = trace.body(f, init, _without(xs))
     carry, y = body.outputs
-    y = None if y is None else _with(steps, y)
-    return _flow("scan", (init, xs), (carry, y), body, length=length)
+    return _flow("scan", (init, xs), (carry, _with(steps, y)), body, length=length)
 
 
 def _while_loop(
@@ -142,14 +135,11 @@ def _rnn(
     step_function: Any,
     inputs: Any,
     initial_states: Any,
-    go_backwards: bool = False,
     mask: Any = None,
     constants: Any = None,
-    unroll: bool = False,
-    input_length: Any = None,
     time_major: bool = False,
-    zero_output_for_mask: bool = False,
     return_all_outputs: bool = True,
+    **options: Any,
 ) -> Any:
     """A loop over axis 1, the steps in time of all rows."""
     if time_major:
@@ -175,10 +165,9 @@ def _rnn(
 
 
 def _swapped(structure: Any) -> Any:
-    def swap(x: Any) -> Any:
-        return None if x is None else ops.swapaxes(x, 0, 1)
-
-    return tree.map_structure(swap, structure)
+    return tree.map_structure(
+        lambda x: x if x is None else ops.swapaxes(x, 0, 1), structure
+    )
 
 
 def _chosen(mask: Any, one: Any, other: Any) -> Any:

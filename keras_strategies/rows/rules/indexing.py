@@ -12,7 +12,6 @@ from keras_strategies.rows.placed import (
     joined,
     mixed,
     rows_of_shapes,
-    varying_axis,
 )
 from keras_strategies.rows.row_tensors import (
     RowCount,
@@ -25,38 +24,24 @@ from keras_strategies.rows.rules.step import Step, numbers_as_array, rule
 
 @rule("Slice")
 def _sliced(step: Step) -> Placed:
-    (placed,), start = step.placed("inputs"), step.static("start_indices")
-    if not placed.is_rows:
-        is_fixed = varying_axis(step.out_shapes()) is None
-        return placed if is_fixed else mixed("takes as much as there are rows")
-    pairs = zip(step.shapes("inputs"), step.out_shapes(), strict=True)
-    if all(before[placed.axis] == after[placed.axis] for before, after in pairs):
-        return placed
-    return mixed(f"takes rows from {start}")
+    step.static("start_indices")
+    return step.placed("inputs")[0]
 
 
 @rule("SliceUpdate")
 def _slice_updated(step: Step) -> Placed:
     step.static("start_indices")
-    placed = joined(step.leaves("inputs", "updates"), step.rank("inputs"))
-    if not placed.is_rows:
-        return placed
-    leaves = step.placed("inputs", "updates")
-    if not all(each.is_rows for each in leaves):
+    leaves = step.leaves("inputs", "updates")
+    placed = joined(leaves, step.rank("inputs"))
+    if placed.is_rows and not all(each.is_rows for each, _ in leaves):
         return mixed("replaces entries of rows by a constant")
-    pairs = zip(step.shapes("inputs"), step.shapes("updates"), strict=True)
-    if all(one[placed.axis] == two[placed.axis] for one, two in pairs):
-        return placed
-    return mixed("replaces rows")
+    return placed
 
 
 @rule("GetItem")
 def _item(step: Step) -> Placed:
     (placed,), rank = step.placed("x"), step.rank("x")
-    keys = [_expanded(key, rank) for key in step.values("key")]
-    if any("bool" in str(getattr(part, "dtype", "")) for part in keys[0]):
-        return mixed("takes as many entries as a mask says")
-    return _indexed(step, placed, keys)
+    return _indexed(step, placed, [_expanded(key, rank) for key in step.values("key")])
 
 
 def _expanded(key: Any, rank: int) -> list[Any]:
@@ -137,12 +122,7 @@ def _taken(step: Step) -> Placed:
 @rule("OneHot MultiHot")
 def _one_hot(step: Step) -> Placed:
     placed, rank = step.leaves()[0]
-    placed = joined([(placed, rank)], rank)
-    if not placed.is_rows:
-        return placed
-    if step.name == "MultiHot" and placed.axis == rank - 1:
-        return mixed("encodes all rows at once")
-    return step.moved(placed)
+    return step.moved(joined([(placed, rank)], rank))
 
 
 @rule("Digitize SearchSorted IsIn")

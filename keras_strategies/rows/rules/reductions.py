@@ -20,8 +20,7 @@ from keras_strategies.rows.rules.step import Step, rule
 def _reduced(step: Step, name: str = "x") -> tuple[Placed, bool, Placed]:
     """The argument, whether its rows are reduced, and the result if they are not."""
     placed, rank = step.placed(name)[0], step.rank(name)
-    axes = step.attribute("axes", step.attribute("axis"))
-    if placed.is_rows and placed.axis in axes_of(axes, rank):
+    if placed.is_rows and placed.axis in axes_of(step.axis, rank):
         return placed, True, placed
     return placed, False, step.moved(placed)
 
@@ -78,8 +77,6 @@ _LINEAR = frozenset(["Cumsum", "Diff", "Flip", "Fliplr", "Flipud", "Roll", "Rot9
 @rule("TopK")
 def _along(step: Step) -> Placed:
     """A function along an axis, or several, with as many axes as its argument."""
-    fixed = {"Fliplr": 1, "Flipud": 0, "TopK": -1}
-    axis = step.attribute("axes", step.attribute("axis", fixed.get(step.name)))
     leaves = step.leaves()
     placed = leaves[0][0]
     if step.name == "Argpartition" and keras.backend.backend() == "tensorflow":
@@ -88,7 +85,7 @@ def _along(step: Step) -> Placed:
         return mixed(text) if placed.is_rows else placed
     if step.name not in _LINEAR:
         placed = joined(leaves, step.out_rank)
-    return not_along(placed, axis, step.out_rank)
+    return not_along(placed, step.axis, step.out_rank)
 
 
 @rule("LayerNorm RMSNorm BatchNorm")
@@ -106,7 +103,7 @@ def _normalized(step: Step) -> Placed:
 @rule("CategoricalCrossentropy SparseCategoricalCrossentropy InTopK")
 def _of_classes(step: Step) -> Placed:
     (target, _), (output, rank) = step.leaves()
-    axis = int(step.attribute("axis", -1)) % rank
+    axis = int(step.axis) % rank
     output = joined([(not_along(output, axis, rank), rank)], rank)
     if step.name.startswith("Cat"):
         target = not_along(target, axis, rank)

@@ -114,6 +114,13 @@ class Step:
         """An attribute of the operation in the first trace."""
         return getattr(self.nodes[0].operation, name, default)
 
+    @property
+    def axis(self) -> Any:
+        """The axis or axes along which the operation goes."""
+        fixed = {"Fliplr": 1, "Flipud": 0, "InTopK": -1, "TopK": -1}
+        axis = self.attribute("axis", fixed.get(self.name))
+        return self.attribute("axes", axis)
+
     def placed(self, *names: str) -> list[Placed]:
         """The placements of the leaves of arguments, without None; all by default."""
         return [placed for placed, _ in self.leaves(*names)]
