@@ -25,6 +25,13 @@ class MixesRows(Exception):
     """Rows of a result depend on other rows, or on their number, in another way."""
 
 
+class UnknownUse(Exception):
+    """A known layer gets values that its type says nothing about.
+
+    Its argument is the number of the call, whose code is traced in the next try.
+    """
+
+
 @dataclass(frozen=True)
 class Placed:
     """How a value t of all rows follows from those of parts of the rows.

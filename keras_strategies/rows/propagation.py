@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import keras
@@ -13,7 +12,6 @@ import keras_strategies.rows.rules  # noqa: F401  Registers the rules.
 from keras_strategies.keras_compat.structures import leaves_of
 from keras_strategies.rows.exchanges import Exchanges
 from keras_strategies.rows.placed import (
-    SAME,
     Counts,
     MixesRows,
     Placed,
@@ -45,13 +43,6 @@ _VARYING = {
     "Scatter": "shape",
     "Slice": "shape",
 }
-
-
-class UnknownUse(Exception):
-    """A known layer gets values that its type says nothing about.
-
-    Its argument is the number of the call, whose code is traced in the next try.
-    """
 
 
 class Propagation:
@@ -178,14 +169,13 @@ class Propagation:
             return False
 
     def _by_rule(self, nodes: tuple[Node, ...]) -> Any:
-        first = nodes[0]
+        first, step = nodes[0], Step(nodes, self)
         if first.number is not None:
-            return self._by_type(nodes)
+            return RULES["row_wise"](step)
         found = RULES.get(first.name)
         if found is None:
             return mixed("has no rule")
         self._compare_attributes(nodes)
-        step = Step(nodes, self)
         if first.operation is not None and first.name not in _OF_SHAPES:
             for placed in step.placed(*_OPERANDS.get(first.name, ())):
                 if placed.is_mixed:
@@ -199,29 +189,6 @@ class Propagation:
         is_known = nodes[0].name in TENSORS_AS_ATTRIBUTES
         if not is_known and tensors_in(list(attributes[0].values())):
             raise MixesRows("has a tensor for an attribute")
-
-    def _by_type(self, nodes: tuple[Node, ...]) -> Placed | list[Placed]:
-        """The placements of a known layer's outputs, and of what it assigns."""
-        first = nodes[0]
-        assert first.number is not None
-        placed = []
-        for each in self.columns([(node.args, node.kwargs) for node in nodes]):
-            if isinstance(each[0], RowTensor):
-                placed.append(self.of_leaf(each))
-            elif not all(are_equal(each[0], other) for other in each[1:]):
-                raise MixesRows("has a flag that depends on the number of rows")
-            elif is_array(each[0]):
-                raise UnknownUse(first.number)
-        for one in placed:
-            if one.is_mixed:
-                return one
-        plain = {replace(one, is_zero=False) for one in placed}
-        is_plain = len(plain) == 1 and not placed[0].power and not placed[0].is_sum
-        if not is_plain or (placed[0].is_rows and placed[0].axis != 0):
-            raise UnknownUse(first.number)
-        outputs, states = first.outputs
-        same = [SAME] * len(leaves_of(states))
-        return [*plain] * len(tensors_in(outputs)) + same
 
 
 def _dtype(tensor: RowTensor) -> str:

@@ -25,10 +25,11 @@ from keras_strategies.rows.placed import (
     SAME,
     ZERO,
     MixesRows,
+    UnknownUse,
     are_equal,
     rows_of_shapes,
 )
-from keras_strategies.rows.propagation import Propagation, UnknownUse
+from keras_strategies.rows.propagation import Propagation
 from keras_strategies.rows.python_state import PythonState
 from keras_strategies.rows.row_placements import RowKind, RowPlacement, RowProof
 from keras_strategies.rows.row_tensors import (

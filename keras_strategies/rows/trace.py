@@ -368,9 +368,7 @@ class Trace:
         with self.outside():
             key = tuple(leaf_key(x, are_rows(x, self.rows)) for x in leaves)
             results = results_of_declared(layer, (args, kwargs), self.rows, key)
-        tensors = [x for x in leaves if isinstance(x, RowTensor) or is_array(x)]
-        has_rows = any(are_rows(x, self.rows) for x in tensors)
-        flags = [x for x in leaves if not (isinstance(x, RowTensor) or is_array(x))]
+        has_rows = any(are_rows(x, self.rows) for x in leaves)
 
         def with_all_rows(x: Any) -> Any:
             if not (has_rows and isinstance(x, keras.KerasTensor)):
@@ -379,11 +377,8 @@ class Trace:
 
         outputs = tree.map_structure(with_all_rows, results.outputs)
         more = [*results.losses, *results.updates.values()]
-        count = sum(isinstance(x, keras.KerasTensor) for x in leaves_of(outputs))
-        options = {"flags": flags, "outputs": count, "means": len(more)}
-        made, added = self.record(
-            Node("row_wise", None, tuple(tensors), options, (outputs, more))
-        )
+        given = (args, kwargs)
+        made, added = self.record(Node("row_wise", None, given, {}, (outputs, more)))
         for loss in added[: len(results.losses)]:
             layer.add_loss(loss)
         variables = {id(variable): variable for variable in layer.variables}
