@@ -173,14 +173,14 @@ def _compare(call: LayerCall, with_rows: Sequence[bool]) -> CallResults:
 def _value(leaf: Any, has_rows: bool) -> Any:
     """A leaf with few rows: its own ones, or random ones where it has no values."""
     is_parts = hasattr(leaf, "parts")
-    is_symbolic = isinstance(leaf, keras.KerasTensor)
-    if isinstance(leaf, keras.Variable) or not (
-        is_parts or is_symbolic or ops.is_tensor(leaf)
-    ):
+    has_values = not (is_parts or isinstance(leaf, keras.KerasTensor))
+    if isinstance(leaf, keras.Variable) or (has_values and not ops.is_tensor(leaf)):
         return leaf
-    array = None if is_parts or is_symbolic else _array(leaf)
-    if array is None:
-        array = _random(leaf, has_rows)
+    array = _random(leaf, has_rows)
+    if has_values:
+        # Each framework raises another error for a tensor of a program.
+        with contextlib.suppress(Exception):
+            array = ops.convert_to_numpy(leaf)
     if has_rows:
         array = np.resize(array, (_ROWS, *array.shape[1:]))
     value = ops.convert_to_tensor(array, keras.backend.standardize_dtype(leaf.dtype))
@@ -188,13 +188,6 @@ def _value(leaf: Any, has_rows: bool) -> Any:
     if mask is not None:
         set_mask(value, _value(mask, has_rows))
     return value
-
-
-def _array(leaf: Any) -> Any:
-    try:
-        return ops.convert_to_numpy(leaf)
-    except Exception:  # Of each framework another, for a tensor of a program.
-        return None
 
 
 def _random(leaf: Any, has_rows: bool) -> Any:

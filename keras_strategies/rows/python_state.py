@@ -16,7 +16,7 @@ import operator
 import random
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -127,13 +127,25 @@ def _cells(value: Any) -> list[Any]:
     return found
 
 
-#: How the contents of containers are read, and restored.
-_CONTAINERS: tuple[tuple[Any, Callable[[Any], Any], Callable[[Any, Any], None]], ...]
-_CONTAINERS = (
+#: How the contents of containers, and attributes of others, are read and restored.
+_CONTENTS: tuple[tuple[Any, Callable[[Any], Any], Callable[[Any, Any], None]], ...]
+_CONTENTS = (
     (dict, dict, _set_items),
     (np.ndarray, np.copy, np.copyto),
     ((list, deque, bytearray, set), list, _refill),
+    (object, _attributes, _set_attributes),
 )
+
+
+def _held(value: Any) -> list[Any]:
+    """What an object or container holds."""
+    if isinstance(value, (dict, *_SEQUENCES)):
+        held = value.values() if isinstance(value, dict) else value
+        return list(held) if len(value) <= _MOST_ENTRIES else []
+    held = [*_attributes(value).values(), *_cells(value)]
+    if isinstance(value, functools.partial):
+        held += [*value.args, *value.keywords.values()]
+    return held
 
 
 class PythonState:
@@ -167,9 +179,8 @@ class PythonState:
                 self._note("", value)
 
     def _note(self, where: str, value: Any) -> None:
-        for kind, read, restore in _CONTAINERS:
-            if isinstance(value, kind):
-                self._parts.append((where, value, read, restore, read(value)))
+        _, read, restore = next(row for row in _CONTENTS if isinstance(value, row[0]))
+        self._parts.append((where, value, read, restore, read(value)))
 
     def _add(self, where: str, value: Any, depth: int) -> None:
         if depth > _DEEPEST or id(value) in self._seen:
@@ -187,57 +198,31 @@ class PythonState:
                 "replica would advance"
             )
         elif not isinstance(value, np.ndarray):
-            for each in self._contents(where, value):
+            for each in _held(value):
                 self._add(where, each, depth + 1)
-
-    def _contents(self, where: str, value: Any) -> Iterable[Any]:
-        """What an object or container holds."""
-        if isinstance(value, (dict, *_SEQUENCES)):
-            held = value.values() if isinstance(value, dict) else value
-            return list(held) if len(value) <= _MOST_ENTRIES else []
-        space = _attributes(value)
-        self._parts.append((where, value, _attributes, _set_attributes, space))
-        if isinstance(value, functools.partial):
-            return [*space.values(), *value.args, *value.keywords.values()]
-        return [*space.values(), *_cells(value)]
 
     def change(self) -> str | None:
         """What the call has changed, which is restored."""
         found = None
         for where, value, read, restore, before in self._parts:
-            changed = _difference(value if read is dict else read(value), before)
-            if changed is None:
-                continue
-            restore(value, before)
-            if where and not _is_of_keras(changed):
-                name = f"{changed!r} " if isinstance(changed, str) else ""
+            now = value if read is dict else read(value)
+            changed = _differences(now, before)
+            if changed:
+                restore(value, before)
+            changed = [name for name in changed if not _is_of_keras(name)]
+            if where and changed:
+                name = f"{changed[0]!r} " if isinstance(changed[0], str) else ""
                 found = found or f"its code changes {name}{where}, which each replica "
         return None if found is None else f"{found}would change once"
 
 
-def _difference(now: Any, before: Any) -> Any:
-    """The name of an attribute that differs, True for other values, None if equal.
-
-    Attributes that calls of Keras's layers set are named only if no other one differs.
-    """
+def _differences(now: Any, before: Any) -> list[Any]:
+    """The names of attributes that differ; True for other values."""
     if not isinstance(before, dict):
-        return None if _is_same(now, before) else True
-    if len(now) == len(before) and all(
-        map(operator.is_, now.values(), before.values())
-    ):
-        return None
+        now, before = {True: now}, {True: before}
     missing = object()
-    names = [
-        name
-        for name in now | before
-        if not _is_same(now.get(name, missing), before.get(name, missing))
-    ]
-    found = min(names, key=_is_of_keras, default=None)
-    return found if found is None or isinstance(found, str) else True
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    return one is other or _token(one, 0) == _token(other, 0)
+    pairs = ((k, now.get(k, missing), before.get(k, missing)) for k in now | before)
+    return [k for k, a, b in pairs if a is not b and _token(a, 0) != _token(b, 0)]
 
 
 # What a proof depends on.

@@ -95,11 +95,8 @@ class RowProver:
             may_exchange: bool, whether replicas may exchange sums over rows, if the
                 call cannot be split otherwise.
         """
-        state = PythonState(call.layer, call.leaves)
-        if state.problem is not None:
-            return RowProof(problem=state.problem)
         options = (self._surroundings, call, with_rows, sizes, may_exchange)
-        attempts = _Attempts(*options, state)
+        attempts = _Attempts(*options, PythonState(call.layer, call.leaves))
         with routed_backend():
             return attempts.proof()
 
@@ -151,17 +148,17 @@ class _Attempts:
                 gc.enable()
 
     def _failure(self, error: Exception) -> str:
-        for trace in self._traces:
-            if trace.problem is not None:
-                return f"its code {trace.problem}"
+        problems = [trace.problem for trace in self._traces if trace.problem]
+        if problems:
+            return f"its code {problems[0]}"
         name = type(error).__name__
         return f"its call cannot be traced ({name}: {error_text(error)[:200]})"
 
     def _proof_without_left(self) -> RowProof:
         proof = self._proof()
-        references = [each for trace in self._traces for each in trace.made]
+        made = [each for trace in self._traces for each in trace.made]
         self._close()
-        if proof.problem is None and _are_alive(references):
+        if proof.problem is None and _are_alive(made):
             return RowProof(
                 problem="its code keeps a tensor of the call, which would have the "
                 "rows of one replica"
@@ -174,6 +171,8 @@ class _Attempts:
         self._traces.clear()
 
     def _proof(self) -> RowProof:
+        if self._state.problem is not None:
+            return RowProof(problem=self._state.problem)
         for rows in self._counts:
             self._trace(rows)
             # After each, as the last may leave what a call of all rows has left.
