@@ -22,7 +22,6 @@ from keras_strategies.rows.placed import (
     mixed,
     place_constant,
 )
-from keras_strategies.rows.row_placements import RowPlacement
 from keras_strategies.rows.row_tensors import RowTensor, is_array, shape_of, tensors_in
 from keras_strategies.rows.rules.step import RULES, TENSORS_AS_ATTRIBUTES, Step
 from keras_strategies.rows.trace import Node
@@ -92,13 +91,6 @@ class Propagation:
             return place_constant(leaves, self.counts)
         except MixesRows as error:
             return mixed(str(error))
-
-    def joined(self, leaves: Sequence[Any]) -> RowPlacement:
-        """How a result of replicas is joined, given as it is in each trace."""
-        found = self.of_leaf(leaves).joined()
-        if not found.is_joined:
-            self.exchanges.want(leaves[0])
-        return found
 
     def are_row_numbers(self, values: Sequence[Any]) -> bool:
         """Whether an index is 0, 1, ..., n - 1 along one axis."""

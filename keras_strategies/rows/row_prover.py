@@ -295,38 +295,40 @@ class _Attempts:
             raise MixesRows("returns a value that depends on the number of rows")
         return None
 
-    def _joined(self, placements: Propagation, leaves: Sequence[Any]) -> RowPlacement:
-        """How a result of replicas is joined; in `run` they have it as it is."""
-        found = placements.joined(leaves)
-        if (
-            self._call.is_in_run
-            and placements.exchanges.chosen
-            and found.kind in (RowKind.SUM, RowKind.MEAN)
-        ):
+    def _joined(
+        self, placements: Propagation, leaves: Sequence[Any], variable: Any = None
+    ) -> RowPlacement:
+        """How a result, or value of a variable, of replicas is joined.
+
+        In `run` replicas have results as they are.
+        """
+        found = placements.of_leaf(leaves).joined()
+        exchanges, reason = placements.exchanges, found.reason
+        is_part = found.kind in (RowKind.SUM, RowKind.MEAN)
+        if variable is not None:
+            if found.is_joined and not self._may_be_assigned(variable, found):
+                reason = (
+                    f"the value that it assigns to variable {variable.path!r} is "
+                    f"placed by {found.kind.value} over rows"
+                )
+        elif is_part and self._call.is_in_run and exchanges.chosen:
             # A quotient of a replica's sum and that of all rows is neither's.
-            placements.exchanges.want(leaves[0])
-            return RowPlacement(RowKind.MIXED, reason="a result is a part of a sum")
-        return found
+            reason = "a result is a part of a sum"
+        if not reason:
+            return found
+        exchanges.want(leaves[0])
+        return RowPlacement(RowKind.MIXED, reason=reason)
 
     def _updates(self, placements: Propagation) -> dict[int, RowPlacement]:
         states = [trace.state for trace in self._traces]
-        initial = states[0].initial
         found = {}
-        for key in initial:
+        for key in states[0].initial:
             values = [state.values.get(key) for state in states]
             variable = states[0].variables[key]
             unchanged = [state.initial[key] for state in states]
-            if all(map(operator.is_, values, unchanged)) or is_seed_state(variable):
-                continue
-            placement = placements.joined(values)
-            if placement.is_joined and not self._may_be_assigned(variable, placement):
-                placements.exchanges.want(values[0])
-                reason = (
-                    f"the value that it assigns to variable {variable.path!r} is "
-                    f"placed by {placement.kind.value} over rows"
-                )
-                placement = RowPlacement(RowKind.MIXED, reason=reason)
-            found[key] = placement
+            is_changed = not all(map(operator.is_, values, unchanged))
+            if is_changed and not is_seed_state(variable):
+                found[key] = self._joined(placements, values, variable)
         return found
 
     def _may_be_assigned(self, variable: Any, placement: RowPlacement) -> bool:
