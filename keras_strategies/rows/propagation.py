@@ -136,7 +136,7 @@ class Propagation:
         for i, (tensor, placed) in enumerate(zip(tensors, every, strict=True)):
             shapes = [shape_of(leaves[i]) for leaves in outputs]
             if not placed.is_mixed and not self._fits(placed, shapes):
-                placed = mixed("has a result whose size depends on the rows")
+                placed = mixed("has a result with another number of rows")
             if self._rounds(first, tensor, placed):
                 placed = mixed("rounds a sum over rows, or a number of rows")
             if placed.is_mixed and not placed.reason.startswith("'"):
