@@ -63,9 +63,6 @@ class Propagation:
         #: Why the call is not split, whatever its results are.
         self.problem: str | None = None
 
-    def place(self, tensors: Sequence[RowTensor], placed: Placed) -> None:
-        self.known[tensors[0].index] = placed
-
     def placed(self, values: Sequence[Any]) -> list[Placed]:
         """The placements of the leaves of a structure, given as it is in each trace."""
         columns = self.columns(values)

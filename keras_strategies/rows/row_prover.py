@@ -262,12 +262,12 @@ class _Attempts:
         found = Propagation(self._counts, not self._sizes, exchanges)
         for tensors in zip(*(trace.inputs for trace in self._traces), strict=True):
             shapes = [shape_of(x) for x in tensors]
-            found.place(tensors, rows_of_shapes(shapes, self._counts))
+            found.known[tensors[0].index] = rows_of_shapes(shapes, self._counts)
         variables = [trace.state.initial for trace in self._traces]
         if not all(are_equal(variables[0], each) for each in variables[1:]):
             raise MixesRows("uses other variables for other numbers of rows")
         for value in variables[0].values():
-            found.place([value], ZERO if self._call.adds else SAME)
+            found.known[value.index] = ZERO if self._call.adds else SAME
         found.run([trace.nodes for trace in self._traces])
         if found.problem is not None:
             raise MixesRows(found.problem)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import keras
@@ -81,10 +81,8 @@ def of_axis(names: str, argument: str = "x") -> Callable[[Any], Any]:
 
 
 @functools.cache
-def _parameters(kind: Hashable) -> tuple[tuple[str, bool], ...]:
-    call = getattr(kind, "call")  # noqa: B009
-    found = inspect.signature(call).parameters.values()
-    return tuple((p.name, p.kind is p.VAR_POSITIONAL) for p in found)[1:]
+def _signature(kind: Any) -> inspect.Signature:
+    return inspect.signature(kind.call)
 
 
 class Step:
@@ -172,14 +170,9 @@ def _bound(node: Node) -> dict[str, Any]:
     """The arguments of an operation by their names."""
     if node.operation is None or isinstance(node.operation, keras.layers.Layer):
         return {"given": (node.args, node.kwargs)}
-    bound = dict(node.kwargs)
-    kind: Any = type(node.operation)
-    for i, (name, takes_all) in enumerate(_parameters(kind)):
-        if takes_all:
-            bound[name] = node.args[i:]
-            break
-        if i < len(node.args):
-            bound[name] = node.args[i]
+    signature = _signature(type(node.operation))
+    bound = signature.bind(node.operation, *node.args, **node.kwargs).arguments
+    del bound["self"]
     if node.name != "GetItem":
         bound = {name: numbers_as_array(value) for name, value in bound.items()}
     more = TENSORS_AS_ATTRIBUTES.get(node.name, ())

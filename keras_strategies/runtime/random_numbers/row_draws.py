@@ -117,7 +117,8 @@ def rows_of_arguments(calls: Sequence[Any]) -> list[Any]:
         is_shared = len(column) > 1 and all(leaf is column[0] for leaf in column)
         is_variable = isinstance(column[0], keras.Variable)
         if all(map(_has_axes, column)) and not (is_shared or is_variable):
-            return [keras.ops.shape(leaf)[0] for leaf in column]
+            lengths = [(leaf, leaf.shape[0]) for leaf in column]
+            return [keras.ops.shape(x)[0] if n is None else n for x, n in lengths]
     return []
 
 
