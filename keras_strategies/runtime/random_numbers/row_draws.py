@@ -123,8 +123,8 @@ def rows_of_arguments(calls: Sequence[Any]) -> list[Any]:
 
 
 def _has_axes(leaf: Any) -> bool:
-    shape = getattr(leaf, "shape", ())
-    return getattr(shape, "rank", 1) is not None and len(shape) > 0
+    # A shape of TensorFlow's of which nothing is known is false.
+    return len(getattr(leaf, "shape", None) or ()) > 0
 
 
 class ProvedDraws(RowDraws):
