@@ -260,21 +260,15 @@ def _draw(name: str, seed: Any, shape: Any, dtype: Any, *arguments: Any) -> Any:
     return made
 
 
-def _filled(name: str) -> Callable[..., Any]:
+def _filled(name: str, default: Any = None) -> Callable[..., Any]:
     def draw(
-        shape: Any, *values: Any, dtype: Any = None, seed: Any = None, **named: Any
+        shape: Any, *values: Any, dtype: Any = default, seed: Any = None, **named: Any
     ) -> Any:
         if values and isinstance(values[-1], str):
             *values, dtype = values  # type: ignore[assignment]
         return _draw(name, seed, shape, dtype, *values, *named.values())
 
     return draw
-
-
-def _randint(
-    shape: Any, minval: Any, maxval: Any, dtype: Any = "int32", seed: Any = None
-) -> Any:
-    return _draw("randint", seed, shape, dtype, minval, maxval)
 
 
 def _dropout(inputs: Any, rate: Any, noise_shape: Any = None, seed: Any = None) -> Any:
@@ -309,6 +303,6 @@ DRAWS: dict[str, Callable[..., Any]] = {
     **{name: _filled(name) for name in _FILLED.split()},
     "categorical": _categorical,
     "dropout": _dropout,
-    "randint": _randint,
+    "randint": _filled("randint", "int32"),
     "shuffle": _shuffle,
 }
