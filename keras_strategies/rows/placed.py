@@ -152,14 +152,15 @@ def rows_of_shapes(shapes: Sequence[Shape], counts: Counts) -> Placed:
 
 def fits(placed: Placed, shapes: Sequence[Shape], counts: Counts) -> bool:
     """Whether a value with a placement can have these shapes."""
-    axis = varying_axis(shapes)
+    try:
+        axis = varying_axis(shapes)
+    except MixesRows:
+        return False
     if not placed.is_rows:
         return axis is None
-    sizes = [shape[placed.axis] for shape in shapes]
-    return axis in (None, placed.axis) and all(
-        size == placed.blocks * n * placed.multiple
-        for size, n in zip(sizes, counts, strict=True)
-    )
+    sizes = [shape[placed.axis] for shape in shapes if placed.axis < len(shape)]
+    of_rows = [placed.blocks * n * placed.multiple for n in counts]
+    return axis in (None, placed.axis) and sizes == of_rows
 
 
 def place_constant(values: Sequence[Any], counts: Counts) -> Placed:

@@ -15,7 +15,6 @@ from keras_strategies.rows.placed import (
     Counts,
     MixesRows,
     Placed,
-    Shape,
     are_equal,
     as_array,
     fits,
@@ -132,7 +131,7 @@ class Propagation:
             every = [mixed("has another number of results")] * len(tensors)
         for i, (tensor, placed) in enumerate(zip(tensors, every, strict=True)):
             shapes = [shape_of(leaves[i]) for leaves in outputs]
-            if not placed.is_mixed and not self._fits(placed, shapes):
+            if not placed.is_mixed and not fits(placed, shapes, self.counts):
                 placed = mixed("has a result with another number of rows")
             if self._rounds(first, tensor, placed):
                 placed = mixed("rounds a sum over rows, or a number of rows")
@@ -150,12 +149,6 @@ class Propagation:
         known = [self.known[x.index] for x in given if _dtype(x) != _dtype(result)]
         is_linear = placed.is_sum or placed.power
         return is_linear and any(each.is_sum or each.power for each in known)
-
-    def _fits(self, placed: Placed, shapes: Sequence[Shape]) -> bool:
-        try:
-            return fits(placed, shapes, self.counts)
-        except (MixesRows, IndexError):
-            return False
 
     def _by_rule(self, nodes: tuple[Node, ...]) -> Any:
         first, step = nodes[0], Step(nodes, self)

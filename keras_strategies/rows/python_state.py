@@ -54,11 +54,6 @@ def _flags_of_keras() -> frozenset[str]:
     return frozenset(vars(keras.layers.Layer()).keys() - {"_called", "built"})
 
 
-def _may_be_setting(name: str, value: Any) -> bool:
-    is_flag = isinstance(value, _PLAIN) and name in _flags_of_keras()
-    return is_flag or not _is_of_keras(name)
-
-
 @functools.cache
 def _attributes_of_keras() -> frozenset[str]:
     """The attributes of Keras's that every layer, or every model, has."""
@@ -263,7 +258,8 @@ def _settings(layer: Any) -> tuple[Any, tuple[Any, ...]]:
     tokens = {
         name: _token(value, 0)
         for name, value in list(space.items())
-        if _may_be_setting(name, value)
+        if not _is_of_keras(name)
+        or (isinstance(value, _PLAIN) and name in _flags_of_keras())
     }
     # With one name it would return no tuple.
     read = operator.itemgetter(*tokens, next(iter(tokens)))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from string import ascii_letters
 
 from keras_strategies.rows.placed import SAME, SUM, Placed, joined, mixed, not_along
 from keras_strategies.rows.row_placements import RowKind
+from keras_strategies.rows.rules.shapes import in_order
 from keras_strategies.rows.rules.step import Step, rule
 
 
@@ -109,11 +109,8 @@ def _outer(step: Step) -> Placed:
         return mixed("takes rows for another axis")
     if not x.is_rows or not y.is_same:
         return _contracted(step, ["a", "b"], "ab")
-    shape = step.shapes("x1")[0]
-    blocks = math.prod(shape[: x.axis]) * x.blocks
-    multiple = math.prod(shape[x.axis + 1 :]) * x.multiple
-    power = x.power + y.power
-    return replace(x, axis=0, blocks=blocks, multiple=multiple, power=power)
+    flat = [shape[:1] for shape in step.out_shapes()]
+    return in_order(x, step.shapes("x1")[0], flat).times(y.power)
 
 
 @rule("Kron")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 from keras_strategies.rows.placed import (
     Placed,
+    Shape,
     added,
     are_equal,
     axes_of,
@@ -40,8 +42,12 @@ def _rearranged(step: Step, placed: Placed) -> Placed:
 
 @of_axis("Reshape Ravel")
 def _reshaped(step: Step, placed: Placed) -> Placed:
-    into = varying_axis(step.out_shapes())
-    before, after = step.shapes("x")[0], step.out_shapes()[0]
+    return in_order(placed, step.shapes("x")[0], step.out_shapes())
+
+
+def in_order(placed: Placed, before: Shape, shapes: Sequence[Shape]) -> Placed:
+    """The placement of the same entries in other shapes."""
+    into, after = varying_axis(shapes), shapes[0]
     if into is None:
         return mixed("loses the rows")
     blocks = math.prod(before[: placed.axis]) * placed.blocks
