@@ -223,11 +223,9 @@ def _is_known_activation(value: Any, ranks: Sequence[int]) -> bool:
 
 def _is_other_axis(axis: Any, ranks: Sequence[int]) -> bool:
     """Whether no axis is that of the rows; negative ones need the number of axes."""
-    if axis is None:
+    if axis is None or min(ranks, default=0) < 2:
         return False
     axes = axis if isinstance(axis, (list, tuple)) else [axis]
-    if not ranks or min(ranks) < 2:
-        return False
     return all(int(each) % rank != 0 for each in axes for rank in set(ranks))
 
 
