@@ -47,9 +47,7 @@ class CallResults(NamedTuple):
 
 
 #: By the layer, and by the kinds of arguments: its problem, or symbolic results.
-_traced: weakref.WeakKeyDictionary[Any, dict[Any, tuple[str | None, CallResults]]] = (
-    weakref.WeakKeyDictionary()
-)
+_traced: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 class _Differs(Exception):
@@ -91,6 +89,7 @@ def results_of_declared(
         # Regularizers of outputs are called by the trace.
         call = LayerCall(layer, layer.call, arguments, leaves, rows)
         known[key] = _compared(call, with_rows)
+    results: CallResults
     problem, results = known[key]
     if problem is not None:
         raise NotTraced(

@@ -166,8 +166,6 @@ def fits(placed: Placed, shapes: Sequence[Shape], counts: Counts) -> bool:
 def place_constant(values: Sequence[Any], counts: Counts) -> Placed:
     """The placement of what is no tensor of the traces, by its value in each trace."""
     first = values[0]
-    if all(value is first for value in values[1:]) and not is_array(first):
-        return ZERO if is_number(first) and first == 0 else SAME
     if not all(is_array(value) or is_number(value) for value in values):
         if all(are_equal(first, value) for value in values[1:]):
             return SAME

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import gc
-import operator
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -95,10 +94,9 @@ class RowProver:
             may_exchange: bool, whether replicas may exchange sums over rows, if the
                 call cannot be split otherwise.
         """
-        options = (self._surroundings, call, with_rows, sizes, may_exchange)
-        attempts = _Attempts(*options, PythonState(call.layer, call.leaves))
+        given = (self._surroundings, call, with_rows, sizes, may_exchange)
         with routed_backend():
-            return attempts.proof()
+            return _Attempts(*given, PythonState(call.layer, call.leaves)).proof()
 
 
 @dataclass
@@ -195,8 +193,8 @@ class _Attempts:
         except MixesRows as error:
             return RowProof(problem=f"its code {error}", mixes=True)
         traces = self._traces
-        outputs = [trace.outputs for trace in traces]
-        columns = placements.columns(outputs, "returns other outputs")
+        every = [trace.outputs for trace in traces]
+        columns = placements.columns(every, "returns other outputs")
         outputs = [self._output(placements, leaves) for leaves in columns]
         columns = placements.columns([trace.losses for trace in traces])
         losses = [self._joined(placements, each) for each in columns]
@@ -322,11 +320,9 @@ class _Attempts:
     def _updates(self, placements: Propagation) -> dict[int, RowPlacement]:
         states = [trace.state for trace in self._traces]
         found = {}
-        for key in states[0].initial:
-            values = [state.values.get(key) for state in states]
-            variable = states[0].variables[key]
-            unchanged = [state.initial[key] for state in states]
-            is_changed = not all(map(operator.is_, values, unchanged))
+        for key, variable in states[0].variables.items():
+            values = [state.values[key] for state in states]
+            is_changed = any(s.values[key] is not s.initial[key] for s in states)
             if is_changed and not is_seed_state(variable):
                 found[key] = self._joined(placements, values, variable)
         return found

@@ -43,18 +43,12 @@ class _NoAttribute(NotTraced, AttributeError):
 
 
 @functools.cache
-def library_folders() -> tuple[str, ...]:
-    """The folders of Keras, its frameworks and this package."""
-    modules = (sys.modules.get(name) for name in _PACKAGES)
-    files = [m.__file__ for m in modules if m is not None and m.__file__]
-    own = Path(__file__).parents[1]
-    return (*(f"{Path(file).parent}/" for file in files), f"{own}/")
-
-
-@functools.cache
 def is_library(file: str) -> bool:
     """Whether code of a file is Keras's, a framework's, Python's or of this package."""
-    return file.startswith(("<frozen", *library_folders()))
+    modules = (sys.modules.get(name) for name in _PACKAGES)
+    files = [m.__file__ for m in modules if m is not None and m.__file__]
+    folders = [Path(__file__).parents[1], *(Path(each).parent for each in files)]
+    return file.startswith(("<frozen", *(f"{folder}/" for folder in folders)))
 
 
 def _is_called_by_user() -> bool:

@@ -50,14 +50,12 @@ from keras_strategies.rows.variances import as_means
 _CALLING = """
     AssociativeScan Cond ForiLoop Function JVP Map Scan Switch VectorizedMap WhileLoop
 """
-_FOLLOWED = frozenset(_CALLING.split())
 #: Operations, and layers of Keras, whose results have memory of their own.
 _WITH_MEMORY = """
     Add Subtract Multiply Divide TrueDivide Power Matmul Einsum Where Concatenate Exp
     Square Sqrt Rsqrt Sum Mean Conv ConvTranspose DepthwiseConv Dense EinsumDense
     Embedding LayerNormalization
 """
-_FRESH = frozenset(_WITH_MEMORY.split())
 #: The file whose functions begin traces.
 _PROVER = str(Path(__file__).with_name("row_prover.py"))
 #: Functions that make a tensor of a shape.
@@ -242,7 +240,7 @@ class Trace:
         if composed is not None:
             return composed(args[0], operation.axis, operation.keepdims)
         is_own = not type(operation).__module__.startswith("keras.src.")
-        if is_own or name in _FOLLOWED:
+        if is_own or name in _CALLING.split():
             return operation.call(*args, **kwargs)
         _, lengths = self._lengths.get(id(args[0]) if args else 0, (None, None))
         if name == "Prod" and lengths and operation.axis is None:
@@ -466,7 +464,9 @@ def _assigned(owner: Any, **values: Any) -> Iterator[None]:
 def _note_memory(name: str, arguments: Any, made: Any) -> None:
     """Notes which results do not have the memory of an argument of the call."""
     given = tensors_in(arguments)
-    is_fresh = name in _FRESH and not (name == "Einsum" and len(given) == 1)
+    is_fresh = name in _WITH_MEMORY.split() and not (
+        name == "Einsum" and len(given) == 1
+    )
     is_inner = is_fresh or (bool(given) and all(x.is_inner for x in given))
     for tensor in tensors_in([made]):
         tensor.is_inner = is_inner

@@ -127,13 +127,9 @@ def _is_container(layer: Any) -> bool:
 
 def _operations(model: Any) -> list[Any]:
     """The operations of a functional or sequential model."""
-    if isinstance(model, keras.Sequential):
-        # None until the model is built.
-        model, layers = model._functional, model.layers
-        if model is None:
-            return list(layers)
-    found: list[Any] = model.operations
-    return found
+    # None until a sequential model is built.
+    functional = model._functional if isinstance(model, keras.Sequential) else model
+    return list(model.layers if functional is None else functional.operations)
 
 
 def _is_known(operation: Any) -> bool:

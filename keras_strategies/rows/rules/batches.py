@@ -42,12 +42,10 @@ def _of_batch(rank: int, others_have_rows: bool = False) -> Rule:
 
     def apply(step: Step) -> Placed:
         leaves = step.leaves()
-        if any(each.is_rows and each.axis for each, _ in leaves):
-            return mixed("has the rows along another axis than the first")
         placed = joined([(each, 0) for each, _ in leaves], 0)
         if not placed.is_rows:
             return placed
-        if leaves[0][1] < rank:
+        if placed.axis != 0 or leaves[0][1] < rank:
             return mixed("takes the rows for another axis")
         of_others = not others_have_rows and any(p.is_rows for p, _ in leaves[1:])
         if of_others or not leaves[0][0].is_rows:
@@ -88,14 +86,12 @@ def _scaled(step: Step) -> Placed:
 def _attention(step: Step) -> Placed:
     leaves = step.leaves("query", "key", "value")
     more = step.leaves("bias") + step.leaves("mask") + step.leaves("scale")
-    if any(each.is_rows and each.axis for each, _ in leaves + more):
-        return mixed("attends to other rows")
     if any(each.is_rows and rank < 4 for each, rank in leaves + more):
         return mixed("has arguments of fewer axes")
     placed = joined([(each, 0) for each, _ in leaves + more], 0)
     if placed.is_rows and not all(each.is_rows for each, _ in leaves):
         return mixed("attends with constants")
-    return placed
+    return mixed("attends to other rows") if placed.axis else placed
 
 
 @rule("Lstsq")

@@ -11,10 +11,10 @@ from keras_strategies.rows.placed import (
     Placed,
     Shape,
     added,
-    are_equal,
     axes_of,
     joined,
     mixed,
+    place_constant,
     rows_of_shapes,
     varying_axis,
 )
@@ -88,8 +88,8 @@ def _longer(step: Step) -> Placed:
             return mixed("pads a sum over rows, or what depends on their number")
     into = varying_axis(after)
     if step.name == "Repeat" and (placed.is_rows or into is None):
-        counts = [node.operation.repeats for node in step.nodes]
-        if not all(are_equal(counts[0], each) for each in counts):
+        repeats = [node.operation.repeats for node in step.nodes]
+        if not place_constant(repeats, step.counts).is_constant:
             return mixed("repeats as often as the number of rows says")
     if not placed.is_rows:
         if into is None:

@@ -58,14 +58,13 @@ class OwnRows:
 class RowDraws(abc.ABC):
     """The draws of one replica in one computation.
 
-    Args:
+    Attributes:
         is_partitioned: bool, whether numbers are drawn in blocks of rows, for engines
             with generators that are sequences; else they are those of Keras without a
             strategy.
     """
 
-    def __init__(self, is_partitioned: bool = False):
-        self.is_partitioned = is_partitioned
+    is_partitioned: bool
 
     @abc.abstractmethod
     def next_draw(self, length: int | None) -> OwnRows | None:
@@ -77,6 +76,7 @@ class RowDraws(abc.ABC):
         """
 
 
+@dataclass(eq=False)
 class DrawsOfRun(RowDraws):
     """The draws of one replica in a function of `run`, of which nothing is proved.
 
@@ -88,11 +88,8 @@ class DrawsOfRun(RowDraws):
         is_partitioned: bool, see `RowDraws`.
     """
 
-    def __init__(
-        self, rows: Callable[[], OwnRows | None], is_partitioned: bool = False
-    ):
-        super().__init__(is_partitioned)
-        self._rows = rows
+    _rows: Callable[[], OwnRows | None]
+    is_partitioned: bool = False
 
     @functools.cached_property
     def rows(self) -> OwnRows | None:
@@ -127,6 +124,7 @@ def _has_axes(leaf: Any) -> bool:
     return len(getattr(leaf, "shape", None) or ()) > 0
 
 
+@dataclass(eq=False)
 class ProvedDraws(RowDraws):
     """The draws of one replica in a layer call.
 
@@ -138,18 +136,11 @@ class ProvedDraws(RowDraws):
         is_partitioned: bool, see `RowDraws`.
     """
 
-    def __init__(
-        self,
-        multiples: Sequence[int],
-        rows: OwnRows,
-        name: str,
-        is_partitioned: bool = False,
-    ):
-        super().__init__(is_partitioned)
-        self._multiples = multiples
-        self._rows = rows
-        self._name = name
-        self._count = 0
+    _multiples: Sequence[int]
+    _rows: OwnRows
+    _name: str
+    is_partitioned: bool = False
+    _count: int = 0
 
     def next_draw(self, length: int | None) -> OwnRows | None:
         """The entries of the next draw; None if all rows share it.
