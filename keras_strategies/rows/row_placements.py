@@ -44,11 +44,6 @@ class RowPlacement:
     multiple: int = 1
     reason: str = ""
 
-    @property
-    def is_joined(self) -> bool:
-        """Whether the value for the global batch follows from those of replicas."""
-        return self.kind is not RowKind.MIXED
-
 
 ROWS = RowPlacement(RowKind.ROWS)
 SAME = RowPlacement(RowKind.SAME)

@@ -304,7 +304,7 @@ class _Attempts:
         exchanges, reason = placements.exchanges, found.reason
         is_part = found.kind in (RowKind.SUM, RowKind.MEAN)
         if variable is not None:
-            if found.is_joined and not self._may_be_assigned(variable, found):
+            if not reason and not self._may_be_assigned(variable, found):
                 reason = (
                     f"the value that it assigns to variable {variable.path!r} is "
                     f"placed by {found.kind.value} over rows"
