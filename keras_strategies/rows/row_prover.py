@@ -13,6 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 
+import keras_strategies.rows.rules  # noqa: F401  Registers the rules.
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.layers import get_mask, set_mask
 from keras_strategies.keras_compat.symbolic_backend import routed_backend, tracing

@@ -317,14 +317,13 @@ class Trace:
 
     def _lifted(self, structure: Any) -> Any:
         """Arguments with tensors of the trace in place of arrays, or of counts."""
+        has_arrays = any(map(is_array, leaves_of(structure)))
 
-        def is_count(leaf: Any) -> bool:
-            return isinstance(leaf, RowCount)
+        def lifted(leaf: Any) -> Any:
+            is_lifted = is_array(leaf) if has_arrays else isinstance(leaf, RowCount)
+            return self._constant(leaf) if is_lifted else leaf
 
-        is_lifted = is_array if any(map(is_array, leaves_of(structure))) else is_count
-        return tree.map_structure(
-            lambda leaf: self._constant(leaf) if is_lifted(leaf) else leaf, structure
-        )
+        return tree.map_structure(lifted, structure)
 
     def _constant(self, leaf: Any) -> Any:
         """A tensor of the trace for an array or a number of rows."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from keras_strategies.rows.placed import Placed, joined, mixed, not_along
-from keras_strategies.rows.rules.step import Rule, Step, rule
+from keras_strategies.rows.propagation import Rule, Step, rule
 
 
 def _of_last(count: int) -> Rule:

@@ -19,8 +19,8 @@ from keras_strategies.rows.placed import (
     mixed,
     not_along,
 )
+from keras_strategies.rows.propagation import Step, rule
 from keras_strategies.rows.row_tensors import shape_of
-from keras_strategies.rows.rules.step import Step, rule
 
 
 def _repeated(

@@ -12,8 +12,8 @@ from keras_strategies.rows.placed import (
     UnknownUse,
     mixed,
 )
+from keras_strategies.rows.propagation import Step, rule
 from keras_strategies.rows.row_tensors import RowTensor, is_array, tensors_in
-from keras_strategies.rows.rules.step import Step, rule
 
 
 @rule("row_wise")

@@ -17,7 +17,7 @@ from keras_strategies.rows.placed import (
     power_of_rows,
     rows_of_shapes,
 )
-from keras_strategies.rows.rules.step import Step, rule
+from keras_strategies.rows.propagation import Step, rule
 
 
 @rule(

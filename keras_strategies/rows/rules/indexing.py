@@ -13,13 +13,13 @@ from keras_strategies.rows.placed import (
     mixed,
     rows_of_shapes,
 )
+from keras_strategies.rows.propagation import Step, numbers_as_array, rule
 from keras_strategies.rows.row_tensors import (
     RowCount,
     RowTensor,
     is_array,
     shape_of,
 )
-from keras_strategies.rows.rules.step import Step, numbers_as_array, rule
 
 
 @rule("Slice")

@@ -7,9 +7,9 @@ from dataclasses import replace
 from string import ascii_letters
 
 from keras_strategies.rows.placed import SAME, SUM, Placed, joined, mixed, not_along
+from keras_strategies.rows.propagation import Step, rule
 from keras_strategies.rows.row_placements import RowKind
 from keras_strategies.rows.rules.shapes import in_order
-from keras_strategies.rows.rules.step import Step, rule
 
 
 def _contracted(step: Step, labels: Sequence[str], output: str) -> Placed:

@@ -14,7 +14,7 @@ from keras_strategies.rows.placed import (
     mixed,
     not_along,
 )
-from keras_strategies.rows.rules.step import Step, rule
+from keras_strategies.rows.propagation import Step, rule
 
 
 def _reduced(step: Step, name: str = "x") -> tuple[Placed, bool, Placed]:

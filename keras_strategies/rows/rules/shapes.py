@@ -18,7 +18,7 @@ from keras_strategies.rows.placed import (
     rows_of_shapes,
     varying_axis,
 )
-from keras_strategies.rows.rules.step import Step, of_axis, rule
+from keras_strategies.rows.propagation import Step, of_axis, rule
 
 
 @of_axis("Rearrange", "tensor")
