@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import keras
 import numpy as np
 from keras import ops
 
@@ -184,8 +185,12 @@ def place_constant(values: Sequence[Any], counts: Counts) -> Placed:
 
 def as_array(value: Any) -> np.ndarray:
     """A number or tensor as an array."""
-    to_array = ops.convert_to_numpy if ops.is_tensor(value) else np.asarray
-    array = to_array(value)
+    if ops.is_tensor(value):
+        # NumPy has no such dtype.
+        is_bfloat16 = keras.backend.standardize_dtype(value.dtype) == "bfloat16"
+        value = ops.cast(value, "float32") if is_bfloat16 else value
+        return ops.convert_to_numpy(value)  # type: ignore[no-any-return]
+    array = np.asarray(value)
     return array.astype("float32") if array.dtype.name == "bfloat16" else array
 
 

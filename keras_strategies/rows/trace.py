@@ -6,6 +6,8 @@ import contextlib
 import inspect
 import math
 import os
+import random
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -339,6 +341,10 @@ class Trace:
         if is_declared(layer) and not seed_generators(layer):
             self._note_layer(layer, is_one=True)
             return self.declared_call(layer, args, kwargs)
+        module = type(layer).__module__
+        names = vars(sys.modules[module]) if module.startswith("keras.") else {}
+        if any(each is random for each in names.values()):
+            raise NotTraced(f"draws random numbers of Python in {layer.name!r}")
         ranks = [len(tensor.lengths) for tensor in tensors_in((args, kwargs))]
         if _has_own_spec(layer) and all(ranks) and is_row_wise(layer, ranks):
             number = self._known_calls

@@ -262,8 +262,6 @@ UNSPLIT: dict[str, tuple[str, ...]] = {
         # Keras changes its input in place.
         "RandomBrightness",
         "RandomColorJitter",
-        # Keras transforms one image after the other.
-        "RandomPerspective",
     ),
 }
 SEEDS: dict[str, Callable[[], Any]] = {
