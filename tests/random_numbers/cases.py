@@ -261,6 +261,7 @@ UNSPLIT: dict[str, tuple[str, ...]] = {
         *_MIXING,
         # Keras changes its input in place.
         "RandomBrightness",
+        "RandomBrightness-of-others",
         "RandomColorJitter",
     ),
 }
