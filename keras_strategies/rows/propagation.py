@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, cast
 
 import keras
 import numpy as np
@@ -161,7 +161,7 @@ class Propagation:
             return False
         given = tensors_in((node.args, node.kwargs))
         known = [self.known[x.index] for x in given if _dtype(x) != _dtype(result)]
-        is_linear = placed.is_sum or placed.power
+        is_linear = placed.is_sum or placed.power != 0
         return is_linear and any(each.is_sum or each.power for each in known)
 
     def _by_rule(self, nodes: tuple[Node, ...]) -> Any:
@@ -239,8 +239,8 @@ def of_axis(names: str, argument: str = "x") -> Callable[[Any], Any]:
 
 
 @functools.cache
-def _signature(kind: Any) -> inspect.Signature:
-    return inspect.signature(kind.call)
+def _signature(call: Hashable) -> inspect.Signature:
+    return inspect.signature(cast(Callable[..., Any], call))
 
 
 class Step:
@@ -328,7 +328,7 @@ def _bound(node: Node) -> dict[str, Any]:
     """The arguments of an operation by their names."""
     if node.operation is None or isinstance(node.operation, keras.layers.Layer):
         return {"given": (node.args, node.kwargs)}
-    signature = _signature(type(node.operation))
+    signature = _signature(type(node.operation).call)
     bound = signature.bind(node.operation, *node.args, **node.kwargs).arguments
     del bound["self"]
     if node.name != "GetItem":

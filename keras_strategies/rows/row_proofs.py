@@ -248,8 +248,8 @@ _OFTEN = (
 
 def _of_rows(update: RowPlacement, drawn: RowProof) -> RowProof:
     """A new proof of a call that is known or declared, with the draws of another."""
-    every = {"every_output": ROWS, "every_loss": MEAN, "every_update": update}
-    return RowProof(**every, draws=drawn.draws, drawn=drawn.drawn)
+    proof = RowProof(every_output=ROWS, every_loss=MEAN, every_update=update)
+    return replace(proof, draws=drawn.draws, drawn=drawn.drawn)
 
 
 def _is_tensor(leaf: Any) -> bool:

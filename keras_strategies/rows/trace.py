@@ -369,8 +369,8 @@ class Trace:
         self.calls_declared = True
         leaves = leaves_of((args, kwargs))
         with self.outside():
-            key = tuple(leaf_key(x, are_rows(x, self.rows)) for x in leaves)
-            results = results_of_declared(layer, (args, kwargs), self.rows, key)
+            kinds = tuple(leaf_key(x, are_rows(x, self.rows)) for x in leaves)
+            results = results_of_declared(layer, (args, kwargs), self.rows, kinds)
         has_rows = any(are_rows(x, self.rows) for x in leaves)
 
         def with_all_rows(x: Any) -> Any:

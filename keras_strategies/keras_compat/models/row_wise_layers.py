@@ -58,8 +58,10 @@ _INNER = {
 #: Regularizers that are sums over all entries, which Keras divides by the rows.
 _SUMS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
 #: Attributes with functions that a call does not use.
-_NOT_CALLED = ("initializer", "constraint", "regularizer", "optimizer", "quantize")
-_NOT_CALLED += ("build", STRATEGY_ATTRIBUTE)
+_NOT_CALLED = (
+    *("initializer", "constraint", "regularizer", "optimizer", "quantize"),
+    *("build", STRATEGY_ATTRIBUTE),
+)
 _ACTIVATIONS = ("activation", "recurrent_activation")
 #: Functions of `keras.activations` that compute each entry from that at its place.
 _ELEMENTWISE_ACTIVATIONS = """
