@@ -14,6 +14,7 @@ import random
 import sys
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,7 @@ _OF_TRACES = frozenset(_ABOUT_TRACES.split())
 #: Attributes that only tensors of a trace have, if code asks for them by a string.
 _ATTRIBUTES = frozenset(["ragged", "sparse"])
 #: Names that ask for the class of a tensor, or for a module, if used together.
-_TOGETHER = (
-    frozenset(["isinstance", "type"]),
-    frozenset(["issubclass", "type"]),
-    frozenset(["sys", "modules"]),
-)
+_TOGETHER = ({"isinstance", "type"}, {"issubclass", "type"}, {"sys", "modules"})
 _OF_CLASSES = frozenset(["__name__", "__qualname__"])
 #: Code objects and the numbers of lines in them.
 Lines = set[tuple[types.CodeType, int]]
@@ -86,6 +83,7 @@ def _noting(setter: Callable[[Any], None], noted: _Lines) -> Iterator[Lines]:
         setter(None)
 
 
+@dataclass(eq=False)
 class _Lines:
     """Notes the lines of functions of the user's, as a trace function of Python.
 
@@ -94,15 +92,11 @@ class _Lines:
         begins: is called where a function begins for the first time.
     """
 
-    def __init__(
-        self,
-        follows: Callable[[], bool],
-        begins: Callable[[types.FrameType], None],
-    ):
-        self.lines: Lines = set()
-        self._follows, self._begins = follows, begins
-        # The code objects stay, as their `id`s are those of others otherwise.
-        self._seen: dict[int, tuple[Any, bool]] = {}
+    _follows: Callable[[], bool]
+    _begins: Callable[[types.FrameType], None]
+    lines: Lines = field(default_factory=set)
+    # The code objects stay, as their `id`s are those of others otherwise.
+    _seen: dict[int, tuple[Any, bool]] = field(default_factory=dict)
 
     def __call__(self, frame: types.FrameType, event: str, argument: Any) -> Any:
         code = frame.f_code

@@ -17,9 +17,8 @@ _Declared = TypeVar("_Declared")
 
 #: What can be called, and is no function of tensors alone.
 _OBJECTS = (keras.losses.Loss, keras.metrics.Metric, keras.KerasTensor)
-_classes: weakref.WeakSet[Any] = weakref.WeakSet()
-_layers: weakref.WeakSet[Any] = weakref.WeakSet()
-_functions: weakref.WeakSet[Any] = weakref.WeakSet()
+#: Classes, layers and functions.
+_declared: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def row_wise(layer: _Declared) -> _Declared:
@@ -70,10 +69,9 @@ def row_wise(layer: _Declared) -> _Declared:
     ...     def call(self, x):
     ...         return torch.nn.functional.normalize(x, dim=-1)
     """
-    if isinstance(layer, type) and issubclass(layer, keras.layers.Layer):
-        _classes.add(layer)
-    elif isinstance(layer, keras.layers.Layer):
-        _layers.add(layer)
+    is_class = isinstance(layer, type) and issubclass(layer, keras.layers.Layer)
+    if is_class or isinstance(layer, keras.layers.Layer):
+        _declared.add(layer)
     elif callable(layer) and not isinstance(layer, (type, *_OBJECTS)):
         return _declared_function(layer)
     else:
@@ -105,21 +103,21 @@ def _declared_function(function: Any) -> Any:
             return function(*args, **kwargs)
         return tracer.declared_call(layer, *tracer.values((args, kwargs)))
 
-    _functions.add(call)
+    _declared.add(call)
     return call
 
 
 def is_declared_function(function: Any) -> bool:
     """Whether a function is one that `row_wise` has returned."""
-    return isinstance(function, types.FunctionType) and function in _functions
+    return isinstance(function, types.FunctionType) and function in _declared
 
 
 def is_declared(layer: Any) -> bool:
     """Whether a layer is declared, by itself or by its class."""
-    if layer in _layers:
+    if layer in _declared:
         return True
     for kind in type(layer).__mro__:
-        if kind in _classes:
+        if kind in _declared:
             return True
         if "call" in vars(kind):
             return False

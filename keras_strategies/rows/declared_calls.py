@@ -47,9 +47,7 @@ class CallResults(NamedTuple):
 
 
 #: By the layer, and by the kinds of arguments: its problem, or symbolic results.
-_traced: weakref.WeakKeyDictionary[Any, dict[Any, tuple[str | None, CallResults]]] = (
-    weakref.WeakKeyDictionary()
-)
+_traced: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 class _Differs(Exception):
@@ -91,6 +89,7 @@ def results_of_declared(
         # Regularizers of outputs are called by the trace.
         call = LayerCall(layer, layer.call, arguments, leaves, rows)
         known[key] = _compared(call, with_rows)
+    results: CallResults
     problem, results = known[key]
     if problem is not None:
         raise NotTraced(
@@ -173,14 +172,14 @@ def _compare(call: LayerCall, with_rows: Sequence[bool]) -> CallResults:
 def _value(leaf: Any, has_rows: bool) -> Any:
     """A leaf with few rows: its own ones, or random ones where it has no values."""
     is_parts = hasattr(leaf, "parts")
-    is_symbolic = isinstance(leaf, keras.KerasTensor)
-    if isinstance(leaf, keras.Variable) or not (
-        is_parts or is_symbolic or ops.is_tensor(leaf)
-    ):
+    has_values = not (is_parts or isinstance(leaf, keras.KerasTensor))
+    if isinstance(leaf, keras.Variable) or (has_values and not ops.is_tensor(leaf)):
         return leaf
-    array = None if is_parts or is_symbolic else _array(leaf)
-    if array is None:
-        array = _random(leaf, has_rows)
+    array = _random(leaf, has_rows)
+    if has_values:
+        # Each framework raises another error for a tensor of a program.
+        with contextlib.suppress(Exception):
+            array = ops.convert_to_numpy(leaf)
     if has_rows:
         array = np.resize(array, (_ROWS, *array.shape[1:]))
     value = ops.convert_to_tensor(array, keras.backend.standardize_dtype(leaf.dtype))
@@ -188,13 +187,6 @@ def _value(leaf: Any, has_rows: bool) -> Any:
     if mask is not None:
         set_mask(value, _value(mask, has_rows))
     return value
-
-
-def _array(leaf: Any) -> Any:
-    try:
-        return ops.convert_to_numpy(leaf)
-    except Exception:  # Of each framework another, for a tensor of a program.
-        return None
 
 
 def _random(leaf: Any, has_rows: bool) -> Any:
@@ -230,13 +222,16 @@ def _called(
         return CallResults(outputs, list(scope.losses), updates)
 
 
-def _arrays(results: CallResults) -> tuple[list[Any], dict[str, Any]]:
-    """The outputs, and the losses and updates by what they are called."""
-    outputs, losses, updates = results
-    means = {f"loss {i}": _numbers(x) for i, x in enumerate(losses)}
-    for i, value in enumerate(updates.values()):
-        means[f"the value of variable {i}"] = _numbers(value)
-    return [_numbers(x) for x in tree.flatten(outputs) if x is not None], means
+def _arrays(results: CallResults) -> dict[str, Any]:
+    """The outputs, losses and updates by what they are called."""
+    outputs = [x for x in tree.flatten(results.outputs) if x is not None]
+    kinds: dict[str, Any] = {"output": outputs, "loss": results.losses}
+    kinds["the value of variable"] = results.updates.values()
+    return {
+        f"{kind} {i}": _numbers(value)
+        for kind, values in kinds.items()
+        for i, value in enumerate(values)
+    }
 
 
 def _numbers(value: Any) -> Any:
@@ -248,28 +243,22 @@ def _numbers(value: Any) -> Any:
 
 def _difference(every: Any, parts: Sequence[Any], slices: Sequence[slice]) -> str:
     """How results of all rows differ from those of parts; empty if they agree."""
-    outputs, means = every
-    if any(len(o) != len(outputs) or m.keys() != means.keys() for o, m in parts):
+    if any(part.keys() != every.keys() for part in parts):
         return "it has other results for other numbers of rows"
-    for i, expected in enumerate(outputs):
-        own = [of_part[i] for of_part, _ in parts]
-        sizes = [(rows.stop - rows.start,) for rows in slices]
-        if [array.shape[:1] for array in [expected, *own]] != [(_ROWS,), *sizes]:
-            return (
-                f"output {i} has {expected.shape[0] if expected.ndim else 'no'} rows "
-                f"for {_ROWS} rows of the arguments"
-            )
-        gap = _gap(expected, np.concatenate(own))
+    sizes = [rows.stop - rows.start for rows in slices]
+    for name, expected in every.items():
+        found, says = [part[name] for part in parts], "is no mean over rows, and "
+        if name.startswith("output"):
+            lengths = [x.shape[0] if x.ndim else "no" for x in (expected, *found)]
+            if lengths != [_ROWS, *sizes]:
+                return f"{name} has {lengths[0]} rows for {_ROWS} rows of the arguments"
+            found, says = [np.concatenate(found)], ""
+        elif np.issubdtype(expected.dtype, np.floating):
+            pairs = zip(found, sizes, strict=True)
+            found = [sum(np.float64(x) * size / _ROWS for x, size in pairs)]
+        gap = next(filter(None, (_gap(expected, each) for each in found)), "")
         if gap:
-            return f"output {i} {gap}"
-    for name, expected in means.items():
-        every = [of_part[name] for _, of_part in parts]
-        if np.issubdtype(expected.dtype, np.floating):
-            shares = [(rows.stop - rows.start) / _ROWS for rows in slices]
-            every = [sum(np.float64(x) * s for x, s in zip(every, shares, strict=True))]
-        gap = next(filter(None, (_gap(expected, found) for found in every)), "")
-        if gap:
-            return f"{name} is no mean over rows, and {gap}"
+            return f"{name} {says}{gap}"
     return ""
 
 

@@ -19,8 +19,6 @@ from keras_strategies.rows.row_placements import Exchange, ProvedEvent
 from keras_strategies.rows.row_tensors import RowTensor, tensors_in
 from keras_strategies.rows.trace import Node
 
-#: Sums that are used further may be sums of others, as the mean in a variance.
-_MOST_TRIES = 32
 #: One device has more digits of a sum in 16 bits than replicas could exchange.
 _DTYPES = ("float32", "float64", "int32", "int64")
 
@@ -41,15 +39,16 @@ class Exchanges:
         self._used: set[int] = set()
         #: The sums that another sum is computed from, by its index.
         self._origins: dict[int, dict[int, Exchange]] = {}
-        self._tries = 0
 
     def choose_more(self) -> bool:
-        """Whether other exchanges may help; the next propagation has them."""
+        """Whether other exchanges may help; the next propagation has them.
+
+        Sums that are used further may be sums of others, as the mean in a variance.
+        """
         found = self._wanted
         self.chosen |= found
-        self._tries += 1
         self._wanted, self._used, self._origins = {}, set(), {}
-        return bool(found) and self._tries <= _MOST_TRIES
+        return bool(found)
 
     def follow(
         self, node: Node, tensors: Sequence[RowTensor], known: dict[int, Placed]

@@ -10,6 +10,8 @@ from typing import Any
 import keras
 
 from keras_strategies.keras_compat.structures import leaves_of
+from keras_strategies.rows.python_state import argument_key
+from keras_strategies.rows.row_tensors import RowTensor, is_array, shape_of
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,13 @@ class LayerCall:
         # Arguments without containers: `keras.tree` takes 20 microseconds on Torch.
         named = dict(zip(names, leaves[len(args) :], strict=True))
         return tuple(leaves[: len(args)]), {name: named[name] for name in kwargs}
+
+
+def leaf_key(leaf: Any, has_rows: bool) -> Any:
+    """A hashable of an argument, without values of tensors and the number of rows."""
+    if isinstance(leaf, RowTensor) or is_array(leaf):
+        return has_rows, shape_of(leaf)[has_rows:], leaf.dtype
+    return argument_key(leaf)
 
 
 def argument_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

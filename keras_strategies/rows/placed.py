@@ -26,6 +26,13 @@ class MixesRows(Exception):
     """Rows of a result depend on other rows, or on their number, in another way."""
 
 
+class UnknownUse(Exception):
+    """A known layer gets values that its type says nothing about.
+
+    Its argument is the number of the call, whose code is traced in the next try.
+    """
+
+
 @dataclass(frozen=True)
 class Placed:
     """How a value t of all rows follows from those of parts of the rows.
@@ -35,8 +42,7 @@ class Placed:
 
     Args:
         kind: RowKind.
-        axis: int, the axis of the rows; None in the body of a map over rows, where a
-            value is that of one row.
+        axis: int, the axis of the rows.
         blocks: int, how often the axis has all rows.
         multiple: int, the entries of each row in a block.
         power: int, see above; a mean is a sum of power -1.
@@ -45,7 +51,7 @@ class Placed:
     """
 
     kind: RowKind
-    axis: Any = 0
+    axis: int = 0
     blocks: int = 1
     multiple: int = 1
     power: int = 0
@@ -55,11 +61,6 @@ class Placed:
     @property
     def is_rows(self) -> bool:
         return self.kind is RowKind.ROWS
-
-    @property
-    def has_axis(self) -> bool:
-        """Whether it has rows along an axis, and is not the value of one row."""
-        return self.is_rows and self.axis is not None
 
     @property
     def is_sum(self) -> bool:
@@ -82,7 +83,7 @@ class Placed:
     def layout(self) -> tuple[int, int]:
         return self.blocks, self.multiple
 
-    def at(self, axis: int | None) -> Placed:
+    def at(self, axis: int) -> Placed:
         """The placement of the rows along another axis."""
         return replace(self, axis=axis) if self.is_rows else self
 
@@ -152,21 +153,20 @@ def rows_of_shapes(shapes: Sequence[Shape], counts: Counts) -> Placed:
 
 def fits(placed: Placed, shapes: Sequence[Shape], counts: Counts) -> bool:
     """Whether a value with a placement can have these shapes."""
-    axis = varying_axis(shapes)
-    if not placed.is_rows or placed.axis is None:
+    try:
+        axis = varying_axis(shapes)
+    except MixesRows:
+        return False
+    if not placed.is_rows:
         return axis is None
-    sizes = [shape[placed.axis] for shape in shapes]
-    return axis in (None, placed.axis) and all(
-        size == placed.blocks * n * placed.multiple
-        for size, n in zip(sizes, counts, strict=True)
-    )
+    sizes = [shape[placed.axis] for shape in shapes if placed.axis < len(shape)]
+    of_rows = [placed.blocks * n * placed.multiple for n in counts]
+    return axis in (None, placed.axis) and sizes == of_rows
 
 
 def place_constant(values: Sequence[Any], counts: Counts) -> Placed:
     """The placement of what is no tensor of the traces, by its value in each trace."""
     first = values[0]
-    if all(value is first for value in values[1:]) and not is_array(first):
-        return ZERO if is_number(first) and first == 0 else SAME
     if not all(is_array(value) or is_number(value) for value in values):
         if all(are_equal(first, value) for value in values[1:]):
             return SAME
@@ -205,15 +205,12 @@ def are_equal(first: Any, second: Any) -> bool:
     if is_array(first):
         a, b = as_array(first), as_array(second)
         return a.shape == b.shape and bool(np.array_equal(a, b))
+    if isinstance(first, dict):
+        first, second = list(first.items()), list(second.items())
+    if isinstance(first, slice):
+        first, second = ((s.start, s.stop, s.step) for s in (first, second))
     if isinstance(first, (list, tuple)):
         return len(first) == len(second) and all(map(are_equal, first, second))
-    if isinstance(first, dict):
-        return list(first) == list(second) and all(
-            are_equal(first[key], second[key]) for key in first
-        )
-    if isinstance(first, slice):
-        one, other = ((s.start, s.stop, s.step) for s in (first, second))
-        return are_equal(one, other)
     if callable(first):
         return True  # Functions that are made in the call; their bodies are traced.
     return bool(first == second)
@@ -238,12 +235,25 @@ def joined(
         if same_power and each.power and not each.is_zero:
             return mixed("depends on the number of rows")
         if each.is_rows:
-            axis = None if each.axis is None else each.axis + rank - own_rank
+            axis = each.axis + rank - own_rank
             moved = replace(each, axis=axis, power=0, is_zero=False)
             if rows is not None and rows != moved:
                 return mixed("combines rows with others")
             rows = moved
     return SAME if rows is None else rows
+
+
+def added(placed: Sequence[tuple[Placed, int]], rank: int) -> Placed:
+    """The placement of a function that is linear in its arguments, as `joined`."""
+    every = [each for each, _ in placed]
+    for total in every:
+        if total.is_sum and all(as_sum(each, total.power) for each in every):
+            return total
+    powers = {each.power for each in every if not each.is_zero}
+    if len(powers) > 1:
+        return mixed("adds what depends on the number of rows in two ways")
+    found = joined(placed, rank, same_power=False)
+    return found.times(max(powers, default=0))
 
 
 def as_sum(placed: Placed, power: int) -> bool:
@@ -259,16 +269,14 @@ def either(one: Placed, other: Placed) -> Placed:
         one, other = other, one
     if one == other or replace(one, is_zero=False) == replace(other, is_zero=False):
         return replace(one, is_zero=one.is_zero and other.is_zero)
-    if other.is_zero and not one.is_mixed and (one.is_sum or one.axis is None):
+    if other.is_zero and one.is_sum:
         return one
-    if SAME in (one, other) and None in (one.axis, other.axis):
-        return one if one.is_rows else other
     return mixed("has a value with rows, or not, by a branch or step")
 
 
 def not_along(placed: Placed, axis: Any, rank: int) -> Placed:
     """The placement of a function along an axis, which must not be that of the rows."""
-    if placed.has_axis and placed.axis in axes_of(axis, rank):
+    if placed.is_rows and placed.axis in axes_of(axis, rank):
         return mixed("goes along the rows")
     return placed
 

@@ -1,19 +1,18 @@
-"""Placements of all tensors in the traces of a call, from its arguments on."""
+"""Placements of all tensors in the traces of a call, by rules for its operations."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, cast
 
 import keras
 import numpy as np
 
-import keras_strategies.rows.rules  # noqa: F401  Registers the rules.
 from keras_strategies.keras_compat.structures import leaves_of
 from keras_strategies.rows.exchanges import Exchanges
 from keras_strategies.rows.placed import (
-    SAME,
     Counts,
     MixesRows,
     Placed,
@@ -23,12 +22,23 @@ from keras_strategies.rows.placed import (
     fits,
     mixed,
     place_constant,
+    varying_axis,
 )
-from keras_strategies.rows.row_placements import RowPlacement
-from keras_strategies.rows.row_tensors import RowTensor, is_array, shape_of, tensors_in
-from keras_strategies.rows.rules.step import RULES, TENSORS_AS_ATTRIBUTES, Step
+from keras_strategies.rows.row_tensors import (
+    RowTensor,
+    is_array,
+    is_number,
+    shape_of,
+    tensors_in,
+)
 from keras_strategies.rows.trace import Node
 
+#: Returns the placement of all results, or one for each.
+Rule = Callable[["Step"], Any]
+#: By the name of a kind of operations.
+RULES: dict[str, Rule] = {}
+#: Attributes of operations that are further arguments.
+TENSORS_AS_ATTRIBUTES = {"Clip": ("x_min", "x_max"), "GaussianBlur": ("sigma",)}
 #: Operations whose result does not depend on the values.
 _OF_SHAPES = frozenset(["EmptyLike", "OnesLike", "Size", "ZerosLike"])
 #: Arguments that must not mix rows, where others are shapes or numbers of rows.
@@ -45,13 +55,6 @@ _VARYING = {
     "Scatter": "shape",
     "Slice": "shape",
 }
-
-
-class UnknownUse(Exception):
-    """A known layer gets values that its type says nothing about.
-
-    Its argument is the number of the call, whose code is traced in the next try.
-    """
 
 
 class Propagation:
@@ -72,11 +75,6 @@ class Propagation:
         self._row_numbers: set[int] = set()
         #: Why the call is not split, whatever its results are.
         self.problem: str | None = None
-        #: The names of the operations.
-        self.operations: list[str] = []
-
-    def place(self, tensors: Sequence[RowTensor], placed: Placed) -> None:
-        self.known[tensors[0].index] = placed
 
     def placed(self, values: Sequence[Any]) -> list[Placed]:
         """The placements of the leaves of a structure, given as it is in each trace."""
@@ -103,13 +101,6 @@ class Propagation:
             return place_constant(leaves, self.counts)
         except MixesRows as error:
             return mixed(str(error))
-
-    def joined(self, leaves: Sequence[Any]) -> RowPlacement:
-        """How a result of replicas is joined, given as it is in each trace."""
-        found = self.of_leaf(leaves).joined()
-        if not found.is_joined:
-            self.exchanges.want(leaves[0])
-        return found
 
     def are_row_numbers(self, values: Sequence[Any]) -> bool:
         """Whether an index is 0, 1, ..., n - 1 along one axis."""
@@ -139,7 +130,6 @@ class Propagation:
 
     def _place(self, nodes: tuple[Node, ...]) -> None:
         first = nodes[0]
-        self.operations.append(first.name)
         outputs = [leaves_of(node.outputs) for node in nodes]
         tensors = [x for x in outputs[0] if isinstance(x, RowTensor)]
         if first.name == "row_numbers":
@@ -155,8 +145,8 @@ class Propagation:
             every = [mixed("has another number of results")] * len(tensors)
         for i, (tensor, placed) in enumerate(zip(tensors, every, strict=True)):
             shapes = [shape_of(leaves[i]) for leaves in outputs]
-            if not placed.is_mixed and not self._fits(placed, shapes):
-                placed = mixed("has a result whose size depends on the rows")
+            if not placed.is_mixed and not fits(placed, shapes, self.counts):
+                placed = mixed("has a result with another number of rows")
             if self._rounds(first, tensor, placed):
                 placed = mixed("rounds a sum over rows, or a number of rows")
             if placed.is_mixed and not placed.reason.startswith("'"):
@@ -167,27 +157,21 @@ class Propagation:
 
     def _rounds(self, node: Node, result: RowTensor, placed: Placed) -> bool:
         """Whether a sum over rows, or a product with their number, becomes integers."""
-        if not (placed.is_sum or placed.power) or _is_exact(result):
+        if _dtype(result).startswith(("float", "bfloat", "complex")):
             return False
-        given = [x for x in tensors_in((node.args, node.kwargs)) if _is_exact(x)]
-        known = [self.known[x.index] for x in given]
-        return any(each.is_sum or each.power for each in known)
-
-    def _fits(self, placed: Placed, shapes: Sequence[Shape]) -> bool:
-        try:
-            return fits(placed, shapes, self.counts)
-        except (MixesRows, IndexError):
-            return False
+        given = tensors_in((node.args, node.kwargs))
+        known = [self.known[x.index] for x in given if _dtype(x) != _dtype(result)]
+        is_linear = placed.is_sum or placed.power != 0
+        return is_linear and any(each.is_sum or each.power for each in known)
 
     def _by_rule(self, nodes: tuple[Node, ...]) -> Any:
-        first = nodes[0]
+        first, step = nodes[0], Step(nodes, self)
         if first.number is not None:
-            return self._by_type(nodes)
+            return RULES["row_wise"](step)
         found = RULES.get(first.name)
         if found is None:
             return mixed("has no rule")
         self._compare_attributes(nodes)
-        step = Step(nodes, self)
         if first.operation is not None and first.name not in _OF_SHAPES:
             for placed in step.placed(*_OPERANDS.get(first.name, ())):
                 if placed.is_mixed:
@@ -202,34 +186,9 @@ class Propagation:
         if not is_known and tensors_in(list(attributes[0].values())):
             raise MixesRows("has a tensor for an attribute")
 
-    def _by_type(self, nodes: tuple[Node, ...]) -> Placed | list[Placed]:
-        """The placements of a known layer's outputs, and of what it assigns."""
-        first = nodes[0]
-        assert first.number is not None
-        placed = []
-        for each in self.columns([(node.args, node.kwargs) for node in nodes]):
-            if isinstance(each[0], RowTensor):
-                placed.append(self.of_leaf(each))
-            elif not all(are_equal(each[0], other) for other in each[1:]):
-                raise MixesRows("has a flag that depends on the number of rows")
-            elif is_array(each[0]):
-                raise UnknownUse(first.number)
-        for one in placed:
-            if one.is_mixed:
-                return one
-        plain = {replace(one, is_zero=False) for one in placed}
-        is_plain = len(plain) == 1 and not placed[0].power and not placed[0].is_sum
-        if not is_plain or (placed[0].is_rows and placed[0].axis != 0):
-            raise UnknownUse(first.number)
-        outputs, states = first.outputs
-        same = [SAME] * len(leaves_of(states))
-        return [*plain] * len(tensors_in(outputs)) + same
 
-
-def _is_exact(tensor: RowTensor) -> bool:
-    """Whether it has fractions."""
-    dtype = keras.backend.standardize_dtype(tensor.dtype)
-    return dtype.startswith(("float", "bfloat", "complex"))
+def _dtype(tensor: RowTensor) -> str:
+    return keras.backend.standardize_dtype(tensor.dtype)  # type: ignore[no-any-return]
 
 
 def _attributes(node: Node) -> dict[str, Any]:
@@ -241,3 +200,147 @@ def _attributes(node: Node) -> dict[str, Any]:
         for name, value in vars(node.operation).items()
         if not name.startswith("_") and name not in ("name", varying)
     }
+
+
+# Rules.
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Registers a function as the rule of operations.
+
+    Args:
+        names: their names, divided by blanks.
+    """
+
+    def register(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys(" ".join(names).split(), function))
+        return function
+
+    return register
+
+
+def of_axis(names: str, argument: str = "x") -> Callable[[Any], Any]:
+    """Registers a rule for where the rows are along an axis of one argument.
+
+    Args:
+        names: see `rule`.
+        argument: str, its name. Without rows the result is placed as it is.
+    """
+
+    def register(function: Callable[[Step, Placed], Any]) -> Any:
+        @rule(names)
+        def apply(step: Step) -> Any:
+            (placed,) = step.placed(argument)
+            return function(step, placed) if placed.is_rows else placed
+
+        return function
+
+    return register
+
+
+@functools.cache
+def _signature(call: Hashable) -> inspect.Signature:
+    return inspect.signature(cast(Callable[..., Any], call))
+
+
+class Step:
+    """One operation in all traces, with the placements of its arguments.
+
+    Args:
+        nodes: the operation in each trace.
+        placements: those of the tensors before it.
+    """
+
+    def __init__(self, nodes: tuple[Node, ...], placements: Propagation):
+        self.nodes = nodes
+        self.name = nodes[0].name
+        self.placements = placements
+        self.counts = placements.counts
+        self.arguments = [_bound(node) for node in nodes]
+
+    def values(self, name: str) -> list[Any]:
+        """An argument in each trace."""
+        return [arguments.get(name) for arguments in self.arguments]
+
+    def static(self, name: str) -> Any:
+        """An argument that is equal in all traces."""
+        values = self.values(name)
+        placed = self.placements.placed(values)
+        if not all(each.is_constant for each in placed):
+            raise MixesRows("has an argument that depends on rows or their number")
+        return values[0]
+
+    def attribute(self, name: str, default: Any = None) -> Any:
+        """An attribute of the operation in the first trace."""
+        return getattr(self.nodes[0].operation, name, default)
+
+    @property
+    def axis(self) -> Any:
+        """The axis or axes along which the operation goes."""
+        fixed = {"Fliplr": 1, "Flipud": 0, "InTopK": -1, "TopK": -1}
+        axis = self.attribute("axis", fixed.get(self.name))
+        return self.attribute("axes", axis)
+
+    def placed(self, *names: str) -> list[Placed]:
+        """The placements of the leaves of arguments, without None; all by default."""
+        return [placed for placed, _ in self.leaves(*names)]
+
+    def leaves(self, *names: str) -> list[tuple[Placed, int]]:
+        """Placements of the leaves of arguments with their numbers of axes."""
+        found: list[tuple[Placed, int]] = []
+        for name in names or self.arguments[0]:
+            leaves = [x for x in leaves_of(self.values(name)[0]) if x is not None]
+            ranks = [len(shape_of(x)) for x in leaves]
+            placed = self.placements.placed(self.values(name))
+            found += zip(placed, ranks, strict=True)
+        return found
+
+    def given(self, position: int) -> list[Placed]:
+        """The placements of an argument of what a trace makes itself."""
+        return self.placements.placed([node.args[position] for node in self.nodes])
+
+    def body(self, number: int, placed: list[Placed]) -> list[Placed]:
+        """The placements of the results of one of its functions."""
+        return self.placements.body(self, number, placed)
+
+    def shapes(self, name: str) -> list[Shape]:
+        return [shape_of(value) for value in self.values(name)]
+
+    def out_shapes(self, i: int = 0) -> list[Shape]:
+        return [shape_of(leaves_of(node.outputs)[i]) for node in self.nodes]
+
+    def moved(self, placed: Placed) -> Placed:
+        """A placement with the rows along the axis of the result that has them."""
+        if not placed.is_rows:
+            return placed
+        axis = varying_axis(self.out_shapes())
+        return mixed("loses the rows") if axis is None else placed.at(axis)
+
+    def rank(self, name: str) -> int:
+        return len(self.shapes(name)[0])
+
+    @property
+    def out_rank(self) -> int:
+        return len(self.out_shapes()[0])
+
+
+def _bound(node: Node) -> dict[str, Any]:
+    """The arguments of an operation by their names."""
+    if node.operation is None or isinstance(node.operation, keras.layers.Layer):
+        return {"given": (node.args, node.kwargs)}
+    signature = _signature(type(node.operation).call)
+    bound = signature.bind(node.operation, *node.args, **node.kwargs).arguments
+    del bound["self"]
+    if node.name != "GetItem":
+        bound = {name: numbers_as_array(value) for name, value in bound.items()}
+    more = TENSORS_AS_ATTRIBUTES.get(node.name, ())
+    return bound | {name: getattr(node.operation, name) for name in more}
+
+
+def numbers_as_array(value: Any) -> Any:
+    """Nested lists of numbers, such as indices, as an array."""
+    if isinstance(value, (list, tuple)) and value:
+        leaves = leaves_of(value)
+        if all(map(is_number, leaves)):
+            return np.asarray(value)
+    return value

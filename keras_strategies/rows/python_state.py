@@ -16,7 +16,7 @@ import operator
 import random
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -52,11 +52,6 @@ _OF_TRAINING = """
 def _flags_of_keras() -> frozenset[str]:
     """The attributes of every layer on which a call may depend, if they are plain."""
     return frozenset(vars(keras.layers.Layer()).keys() - {"_called", "built"})
-
-
-def _may_be_setting(name: str, value: Any) -> bool:
-    is_flag = isinstance(value, _PLAIN) and name in _flags_of_keras()
-    return is_flag or not _is_of_keras(name)
 
 
 @functools.cache
@@ -102,10 +97,20 @@ def _set_items(value: dict[Any, Any], before: dict[Any, Any]) -> None:
     value.update(before)
 
 
-def _slots(value: Any) -> dict[str, Any]:
-    """The attributes in `__slots__` of an object."""
+def _attributes(value: Any) -> dict[str, Any]:
+    """The attributes of an object, in `__dict__` and `__slots__`."""
     state = object.__getstate__(value)
-    return dict(state[1]) if isinstance(state, tuple) else {}
+    spaces = state if isinstance(state, tuple) else (state,)
+    return {name: each for space in spaces for name, each in (space or {}).items()}
+
+
+def _set_attributes(value: Any, before: dict[str, Any]) -> None:
+    now = _attributes(value)
+    for name in now.keys() - before.keys():
+        object.__delattr__(value, name)
+    for name, each in before.items():
+        if now.get(name) is not each:
+            object.__setattr__(value, name, each)
 
 
 def _cells(value: Any) -> list[Any]:
@@ -117,20 +122,25 @@ def _cells(value: Any) -> list[Any]:
     return found
 
 
-def _set_slots(value: Any, before: dict[str, Any]) -> None:
-    for name in _slots(value).keys() - before.keys():
-        delattr(value, name)
-    for name, each in before.items():
-        setattr(value, name, each)
-
-
-#: How the contents of containers are read, and restored.
-_CONTAINERS: tuple[tuple[Any, Callable[[Any], Any], Callable[[Any, Any], None]], ...]
-_CONTAINERS = (
+#: How the contents of containers, and attributes of others, are read and restored.
+_CONTENTS: tuple[tuple[Any, Callable[[Any], Any], Callable[[Any, Any], None]], ...]
+_CONTENTS = (
     (dict, dict, _set_items),
     (np.ndarray, np.copy, np.copyto),
     ((list, deque, bytearray, set), list, _refill),
+    (object, _attributes, _set_attributes),
 )
+
+
+def _held(value: Any) -> list[Any]:
+    """What an object or container holds."""
+    if isinstance(value, (dict, *_SEQUENCES)):
+        held = value.values() if isinstance(value, dict) else value
+        return list(held) if len(value) <= _MOST_ENTRIES else []
+    held = [*_attributes(value).values(), *_cells(value)]
+    if isinstance(value, functools.partial):
+        held += [*value.args, *value.keywords.values()]
+    return held
 
 
 class PythonState:
@@ -164,9 +174,8 @@ class PythonState:
                 self._note("", value)
 
     def _note(self, where: str, value: Any) -> None:
-        for kind, read, restore in _CONTAINERS:
-            if isinstance(value, kind):
-                self._parts.append((where, value, read, restore, read(value)))
+        _, read, restore = next(row for row in _CONTENTS if isinstance(value, row[0]))
+        self._parts.append((where, value, read, restore, read(value)))
 
     def _add(self, where: str, value: Any, depth: int) -> None:
         if depth > _DEEPEST or id(value) in self._seen:
@@ -184,62 +193,31 @@ class PythonState:
                 "replica would advance"
             )
         elif not isinstance(value, np.ndarray):
-            for each in self._contents(where, value):
+            for each in _held(value):
                 self._add(where, each, depth + 1)
-
-    def _contents(self, where: str, value: Any) -> Iterable[Any]:
-        """What an object or container holds."""
-        if isinstance(value, (dict, *_SEQUENCES)):
-            held = value.values() if isinstance(value, dict) else value
-            return list(held) if len(value) <= _MOST_ENTRIES else []
-        space, slots = getattr(value, "__dict__", None), _slots(value)
-        held = [*slots.values(), *_cells(value)]
-        if isinstance(value, functools.partial):
-            held += [*value.args, *value.keywords.values()]
-        if slots:
-            self._parts.append((where, value, _slots, _set_slots, slots))
-        if isinstance(space, dict):
-            self._note(where, space)
-            held += space.values()
-        return held
 
     def change(self) -> str | None:
         """What the call has changed, which is restored."""
         found = None
         for where, value, read, restore, before in self._parts:
-            changed = _difference(value if read is dict else read(value), before)
-            if changed is None:
-                continue
-            restore(value, before)
-            if where and not _is_of_keras(changed):
-                name = f"{changed!r} " if isinstance(changed, str) else ""
+            now = value if read is dict else read(value)
+            changed = _differences(now, before)
+            if changed:
+                restore(value, before)
+            changed = [name for name in changed if not _is_of_keras(name)]
+            if where and changed:
+                name = f"{changed[0]!r} " if isinstance(changed[0], str) else ""
                 found = found or f"its code changes {name}{where}, which each replica "
         return None if found is None else f"{found}would change once"
 
 
-def _difference(now: Any, before: Any) -> Any:
-    """The name of an attribute that differs, True for other values, None if equal.
-
-    Attributes that calls of Keras's layers set are named only if no other one differs.
-    """
+def _differences(now: Any, before: Any) -> list[Any]:
+    """The names of attributes that differ; True for other values."""
     if not isinstance(before, dict):
-        return None if _is_same(now, before) else True
-    if len(now) == len(before) and all(
-        map(operator.is_, now.values(), before.values())
-    ):
-        return None
+        now, before = {True: now}, {True: before}
     missing = object()
-    names = [
-        name
-        for name in now | before
-        if not _is_same(now.get(name, missing), before.get(name, missing))
-    ]
-    found = min(names, key=_is_of_keras, default=None)
-    return found if found is None or isinstance(found, str) else True
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    return one is other or _token(one, 0) == _token(other, 0)
+    pairs = ((k, now.get(k, missing), before.get(k, missing)) for k in now | before)
+    return [k for k, a, b in pairs if a is not b and _token(a, 0) != _token(b, 0)]
 
 
 # What a proof depends on.
@@ -261,7 +239,7 @@ class LayerSettings:
     def number(self, layer: Any) -> int:
         """The number of the current settings; fast where nothing was assigned."""
         if self._number < 0 or not all(map(_is_unchanged, self._before)):
-            keys, self._before = zip(*map(_attributes, sublayers(layer)), strict=True)
+            keys, self._before = zip(*map(_settings, sublayers(layer)), strict=True)
             self._number = self.known.setdefault(keys, len(self.known))
         return self._number
 
@@ -274,13 +252,14 @@ def argument_key(value: Any) -> Any:
     return type(value), _token(value, 0)
 
 
-def _attributes(layer: Any) -> tuple[Any, tuple[Any, ...]]:
+def _settings(layer: Any) -> tuple[Any, tuple[Any, ...]]:
     """The settings of a layer, and the attributes and layers that it has them from."""
     space, own = vars(layer), own_layers(layer)
     tokens = {
         name: _token(value, 0)
         for name, value in list(space.items())
-        if _may_be_setting(name, value)
+        if not _is_of_keras(name)
+        or (isinstance(value, _PLAIN) and name in _flags_of_keras())
     }
     # With one name it would return no tuple.
     read = operator.itemgetter(*tokens, next(iter(tokens)))
@@ -341,7 +320,7 @@ def _token(value: Any, depth: int) -> Any:
     elif is_array(value) or _is_fixed(value):
         return _Identity(value)
     else:
-        held = object.__getstate__(value)
-        if held is None:
+        held = _attributes(value)
+        if not held:
             return _Identity(value)
     return _Identity(type(value)), _token(held, depth + 1)

@@ -44,11 +44,6 @@ class RowPlacement:
     multiple: int = 1
     reason: str = ""
 
-    @property
-    def is_joined(self) -> bool:
-        """Whether the value for the global batch follows from those of replicas."""
-        return self.kind is not RowKind.MIXED
-
 
 ROWS = RowPlacement(RowKind.ROWS)
 SAME = RowPlacement(RowKind.SAME)
@@ -115,8 +110,6 @@ class RowProof:
             0 for each row; 0 for a draw that all rows share.
         drawn: the names of the functions that draw them with a parameter for each
             entry; empty for others.
-        operations: the names of the operations of a call that is traced, in their
-            order; replicas make the same ones.
         calls: where calls are eager, what replicas with a number of rows called just
             after the proof, by this number. A replica that calls something else has
             computed what is not proved.
@@ -135,7 +128,6 @@ class RowProof:
     mixes: bool = False
     draws: Sequence[int] = ()
     drawn: Sequence[str] = ()
-    operations: Sequence[str] = ()
     calls: dict[int, Calls] = field(default_factory=dict, compare=False)
     lines: Lines = field(default_factory=set, compare=False)
     events: Sequence[ProvedEvent] = ()

@@ -15,8 +15,8 @@ from keras_strategies.keras_compat.models.row_wise_layers import is_row_wise
 from keras_strategies.keras_compat.variables.generator_seeds import seed_generators
 from keras_strategies.rows.declarations import is_declared
 from keras_strategies.rows.declared_calls import problem_of_declared
-from keras_strategies.rows.layer_calls import LayerCall
-from keras_strategies.rows.python_state import LayerSettings, argument_key
+from keras_strategies.rows.layer_calls import LayerCall, leaf_key
+from keras_strategies.rows.python_state import LayerSettings
 from keras_strategies.rows.row_placements import (
     MEAN,
     ROWS,
@@ -80,6 +80,11 @@ class RowProofs:
     _layers: weakref.WeakKeyDictionary[Any, _LayerProofs] = field(
         default_factory=weakref.WeakKeyDictionary
     )
+
+    @property
+    def _statistics(self) -> RowPlacement:
+        """The placement of statistics; of a replica's rows if it is a mean."""
+        return SAME if self._synchronizes else MEAN
 
     def of(
         self,
@@ -151,27 +156,21 @@ class RowProofs:
         return refused
 
     def _declared(self, call: LayerCall, with_rows: Sequence[bool]) -> RowProof:
-        proof = RowProof(every_output=ROWS, every_loss=MEAN, every_update=MEAN)
         problem = self._why_unsplit(call.layer, None)
+        drawn = RowProof()
         if not problem and seed_generators(call.layer):
             # Which rows have draws is known of a trace only.
             drawn = self._prover.prove(call, with_rows, ())
             problem = drawn.problem or self._why_unsplit(call.layer, drawn)
             if problem:
                 problem = f"it draws random numbers, and {problem}"
-            proof = replace(proof, draws=drawn.draws, drawn=drawn.drawn)
         notes: list[str] = []
         if not problem:
             with self._comparing(notes.append):
                 problem = problem_of_declared(call, with_rows) or ""
         if notes:
             problem = f"its code {notes[0]}"
-        return RowProof(problem=problem) if problem else proof
-
-    def _by_type(self) -> RowProof:
-        """A new proof of a call that is known by the types of its layers."""
-        update = SAME if self._synchronizes else MEAN
-        return RowProof(every_output=ROWS, every_loss=MEAN, every_update=update)
+        return RowProof(problem=problem) if problem else _of_rows(MEAN, drawn)
 
     def _by_types(
         self,
@@ -185,19 +184,17 @@ class RowProofs:
             return None, False
         layer = call.layer
         ranks = tuple(len(leaf.shape) for leaf in call.leaves if _is_tensor(leaf))
-        known = proofs.row_wise.get((settings, ranks))
-        if known is None:
+        if (settings, ranks) not in proofs.row_wise:
             may_draw = bool(seed_generators(layer))
             # What is computed again in the backward pass would draw again.
-            is_known = is_row_wise(layer, ranks) and not (
-                may_draw and rematerializes(layer)
-            )
+            repeats = may_draw and rematerializes(layer)
             # One for these settings, by which programs of the call are found again.
-            proof = self._by_type() if is_known else None
-            known = proofs.row_wise[settings, ranks] = proof, may_draw
-        if known[0] is not None and self._why_unsplit(layer, None):
-            return None, known[1]
-        return known
+            is_known = is_row_wise(layer, ranks) and not repeats
+            proof = _of_rows(self._statistics, RowProof()) if is_known else None
+            proofs.row_wise[settings, ranks] = proof, may_draw
+        proof, may_draw = proofs.row_wise[settings, ranks]
+        is_unsplit = proof is not None and self._why_unsplit(layer, None)
+        return None if is_unsplit else proof, may_draw
 
     def _proved(
         self,
@@ -209,21 +206,17 @@ class RowProofs:
         problem = self._why_unsplit(call.layer, None)
         if problem:
             return RowProof(problem=problem)
-        may_exchange = not by_type and call.exchanges
-        found = self._prover.prove(
-            call, with_rows, () if by_type else sizes, may_exchange
-        )
-        if found.problem is not None:
-            return found
-        problem = self._why_unsplit(call.layer, found)
-        if problem:
-            return RowProof(problem=problem)
         if by_type:
-            return replace(self._by_type(), draws=found.draws, drawn=found.drawn)
-        if not self._synchronizes and not call.adds:
-            # Statistics are those of a replica's rows, by the user's choice.
-            updates = dict.fromkeys(found.updates, MEAN)
-            found = replace(found, updates=updates)
+            found = self._prover.prove(call, with_rows, ())
+        else:
+            found = self._prover.prove(call, with_rows, sizes, call.exchanges)
+        problem = found.problem or self._why_unsplit(call.layer, found)
+        if problem:
+            return replace(found, problem=problem)
+        if by_type:
+            return _of_rows(self._statistics, found)
+        if self._statistics is MEAN and not call.adds:
+            found = replace(found, updates=dict.fromkeys(found.updates, MEAN))
         return found
 
     def _agreed(self, call: LayerCall, own: RowProof) -> RowProof:
@@ -253,6 +246,12 @@ _OFTEN = (
 )
 
 
+def _of_rows(update: RowPlacement, drawn: RowProof) -> RowProof:
+    """A new proof of a call that is known or declared, with the draws of another."""
+    proof = RowProof(every_output=ROWS, every_loss=MEAN, every_update=update)
+    return replace(proof, draws=drawn.draws, drawn=drawn.drawn)
+
+
 def _is_tensor(leaf: Any) -> bool:
     return bool(keras.ops.is_tensor(leaf))
 
@@ -268,14 +267,5 @@ def is_plain(call: LayerCall, with_rows: Sequence[bool]) -> bool:
 def _kinds(call: LayerCall, with_rows: Sequence[bool]) -> tuple[Any, ...]:
     """A key of a call's arguments, without the values of tensors."""
     args, kwargs = call.structure
-    found: list[Any] = [len(args), tuple(sorted(kwargs)), call.constants]
-    for leaf, has_rows in zip(call.leaves, with_rows, strict=True):
-        if _is_tensor(leaf):
-            shape = tuple(leaf.shape)[1:] if has_rows else tuple(leaf.shape)
-            found.append((has_rows, shape, leaf.dtype))
-        else:
-            found.append(argument_key(leaf))
-    return tuple(found)
-
-
-__all__ = ["RowPlacement", "RowProof", "RowProofs", "is_plain"]
+    leaves = map(leaf_key, call.leaves, with_rows)
+    return len(args), tuple(sorted(kwargs)), call.constants, *leaves

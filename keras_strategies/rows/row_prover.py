@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import gc
-import operator
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,6 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 
+import keras_strategies.rows.rules  # noqa: F401  Registers the rules.
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
 from keras_strategies.keras_compat.models.layers import get_mask, set_mask
 from keras_strategies.keras_compat.symbolic_backend import routed_backend, tracing
@@ -25,10 +25,11 @@ from keras_strategies.rows.placed import (
     SAME,
     ZERO,
     MixesRows,
+    UnknownUse,
     are_equal,
     rows_of_shapes,
 )
-from keras_strategies.rows.propagation import Propagation, UnknownUse
+from keras_strategies.rows.propagation import Propagation
 from keras_strategies.rows.python_state import PythonState
 from keras_strategies.rows.row_placements import RowKind, RowPlacement, RowProof
 from keras_strategies.rows.row_tensors import (
@@ -94,13 +95,9 @@ class RowProver:
             may_exchange: bool, whether replicas may exchange sums over rows, if the
                 call cannot be split otherwise.
         """
-        state = PythonState(call.layer, call.leaves)
-        if state.problem is not None:
-            return RowProof(problem=state.problem)
-        options = (self._surroundings, call, with_rows, sizes, may_exchange)
-        attempts = _Attempts(*options, state)
+        given = (self._surroundings, call, with_rows, sizes, may_exchange)
         with routed_backend():
-            return attempts.proof()
+            return _Attempts(*given, PythonState(call.layer, call.leaves)).proof()
 
 
 @dataclass
@@ -150,17 +147,17 @@ class _Attempts:
                 gc.enable()
 
     def _failure(self, error: Exception) -> str:
-        for trace in self._traces:
-            if trace.problem is not None:
-                return f"its code {trace.problem}"
+        problems = [trace.problem for trace in self._traces if trace.problem]
+        if problems:
+            return f"its code {problems[0]}"
         name = type(error).__name__
         return f"its call cannot be traced ({name}: {error_text(error)[:200]})"
 
     def _proof_without_left(self) -> RowProof:
         proof = self._proof()
-        references = [each for trace in self._traces for each in trace.made]
+        made = [each for trace in self._traces for each in trace.made]
         self._close()
-        if proof.problem is None and _are_alive(references):
+        if proof.problem is None and _are_alive(made):
             return RowProof(
                 problem="its code keeps a tensor of the call, which would have the "
                 "rows of one replica"
@@ -173,6 +170,8 @@ class _Attempts:
         self._traces.clear()
 
     def _proof(self) -> RowProof:
+        if self._state.problem is not None:
+            return RowProof(problem=self._state.problem)
         for rows in self._counts:
             self._trace(rows)
             # After each, as the last may leave what a call of all rows has left.
@@ -195,8 +194,8 @@ class _Attempts:
         except MixesRows as error:
             return RowProof(problem=f"its code {error}", mixes=True)
         traces = self._traces
-        outputs = [trace.outputs for trace in traces]
-        columns = placements.columns(outputs, "returns other outputs")
+        every = [trace.outputs for trace in traces]
+        columns = placements.columns(every, "returns other outputs")
         outputs = [self._output(placements, leaves) for leaves in columns]
         columns = placements.columns([trace.losses for trace in traces])
         losses = [self._joined(placements, each) for each in columns]
@@ -206,16 +205,14 @@ class _Attempts:
             if placement is not None and placement.kind is RowKind.MIXED:
                 return RowProof(problem=placement.reason, mixes=i < len(results))
         drawn = [placements.known[x.index] for _, x in traces[0].drawn]
-        # Declared code runs on replicas, and not in a trace.
-        is_declared = "row_wise" in placements.operations
         return RowProof(
             outputs,
             losses,
             updates,
             draws=[each.multiple if each.is_rows else 0 for each in drawn],
             drawn=[name for name, _ in traces[0].drawn],
-            operations=placements.operations,
-            lines=set().union(*(x.lines for x in traces if not is_declared)),
+            # Declared code runs on replicas, and not in a trace.
+            lines=set().union(*(x.lines for x in traces if not x.calls_declared)),
         )
 
     def _trace(self, rows: int) -> None:
@@ -264,12 +261,12 @@ class _Attempts:
         found = Propagation(self._counts, not self._sizes, exchanges)
         for tensors in zip(*(trace.inputs for trace in self._traces), strict=True):
             shapes = [shape_of(x) for x in tensors]
-            found.place(tensors, rows_of_shapes(shapes, self._counts))
+            found.known[tensors[0].index] = rows_of_shapes(shapes, self._counts)
         variables = [trace.state.initial for trace in self._traces]
         if not all(are_equal(variables[0], each) for each in variables[1:]):
             raise MixesRows("uses other variables for other numbers of rows")
         for value in variables[0].values():
-            found.place([value], ZERO if self._call.adds else SAME)
+            found.known[value.index] = ZERO if self._call.adds else SAME
         found.run([trace.nodes for trace in self._traces])
         if found.problem is not None:
             raise MixesRows(found.problem)
@@ -297,38 +294,38 @@ class _Attempts:
             raise MixesRows("returns a value that depends on the number of rows")
         return None
 
-    def _joined(self, placements: Propagation, leaves: Sequence[Any]) -> RowPlacement:
-        """How a result of replicas is joined; in `run` they have it as it is."""
-        found = placements.joined(leaves)
-        if (
-            self._call.is_in_run
-            and placements.exchanges.chosen
-            and found.kind in (RowKind.SUM, RowKind.MEAN)
-        ):
+    def _joined(
+        self, placements: Propagation, leaves: Sequence[Any], variable: Any = None
+    ) -> RowPlacement:
+        """How a result, or value of a variable, of replicas is joined.
+
+        In `run` replicas have results as they are.
+        """
+        found = placements.of_leaf(leaves).joined()
+        exchanges, reason = placements.exchanges, found.reason
+        is_part = found.kind in (RowKind.SUM, RowKind.MEAN)
+        if variable is not None:
+            if not reason and not self._may_be_assigned(variable, found):
+                reason = (
+                    f"the value that it assigns to variable {variable.path!r} is "
+                    f"placed by {found.kind.value} over rows"
+                )
+        elif is_part and self._call.is_in_run and exchanges.chosen:
             # A quotient of a replica's sum and that of all rows is neither's.
-            placements.exchanges.want(leaves[0])
-            return RowPlacement(RowKind.MIXED, reason="a result is a part of a sum")
-        return found
+            reason = "a result is a part of a sum"
+        if not reason:
+            return found
+        exchanges.want(leaves[0])
+        return RowPlacement(RowKind.MIXED, reason=reason)
 
     def _updates(self, placements: Propagation) -> dict[int, RowPlacement]:
         states = [trace.state for trace in self._traces]
-        initial = states[0].initial
         found = {}
-        for key in initial:
-            values = [state.values.get(key) for state in states]
-            variable = states[0].variables[key]
-            unchanged = [state.initial[key] for state in states]
-            if all(map(operator.is_, values, unchanged)) or is_seed_state(variable):
-                continue
-            placement = placements.joined(values)
-            if placement.is_joined and not self._may_be_assigned(variable, placement):
-                placements.exchanges.want(values[0])
-                reason = (
-                    f"the value that it assigns to variable {variable.path!r} is "
-                    f"placed by {placement.kind.value} over rows"
-                )
-                placement = RowPlacement(RowKind.MIXED, reason=reason)
-            found[key] = placement
+        for key, variable in states[0].variables.items():
+            values = [state.values[key] for state in states]
+            is_changed = any(s.values[key] is not s.initial[key] for s in states)
+            if is_changed and not is_seed_state(variable):
+                found[key] = self._joined(placements, values, variable)
         return found
 
     def _may_be_assigned(self, variable: Any, placement: RowPlacement) -> bool:

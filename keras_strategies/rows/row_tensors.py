@@ -43,18 +43,12 @@ class _NoAttribute(NotTraced, AttributeError):
 
 
 @functools.cache
-def library_folders() -> tuple[str, ...]:
-    """The folders of Keras, its frameworks and this package."""
-    modules = (sys.modules.get(name) for name in _PACKAGES)
-    files = [m.__file__ for m in modules if m is not None and m.__file__]
-    own = Path(__file__).parents[1]
-    return (*(f"{Path(file).parent}/" for file in files), f"{own}/")
-
-
-@functools.cache
 def is_library(file: str) -> bool:
     """Whether code of a file is Keras's, a framework's, Python's or of this package."""
-    return file.startswith(("<frozen", *library_folders()))
+    modules = (sys.modules.get(name) for name in _PACKAGES)
+    files = [m.__file__ for m in modules if m is not None and m.__file__]
+    folders = [Path(__file__).parents[1], *(Path(each).parent for each in files)]
+    return file.startswith(("<frozen", *(f"{folder}/" for folder in folders)))
 
 
 def _is_called_by_user() -> bool:
@@ -68,8 +62,9 @@ def _is_called_by_user() -> bool:
 class RowCount(int):
     """A number of rows, or a multiple, in a program for any number of rows.
 
-    There it is a tensor. The code that is traced may multiply it, and use it as a
-    length; other results would hold for the number of this trace only.
+    There it is a tensor. The code that is traced may multiply it, divide it by a
+    factor of it, and use it as a length; other results would hold for the number of
+    this trace only.
     """
 
     #: NumPy leaves operators to this class.
@@ -81,6 +76,14 @@ class RowCount(int):
         if not is_count and _is_called_by_user():
             refuse_count()
         return RowCount(product) if is_count else product
+
+    def __floordiv__(self, other: Any) -> Any:
+        # A multiple of n, divided by a divisor of the factor: the number is prime.
+        if type(other) is int and other and not int(self) % other:
+            return RowCount(int(self) // other)
+        if _is_called_by_user():
+            refuse_count()
+        return int(self) // other
 
     __rmul__ = __mul__
     __hash__ = int.__hash__
@@ -103,9 +106,9 @@ def _checked(name: str) -> Callable[..., Any]:
 
 
 _OF_NUMBERS = """
-    __eq__ __ne__ __add__ __radd__ __sub__ __rsub__ __floordiv__ __rfloordiv__ __lt__
-    __truediv__ __rtruediv__ __mod__ __rmod__ __divmod__ __rdivmod__ __pow__ __rpow__
-    __neg__ __le__ __gt__ __ge__ __bool__ __float__ __abs__ __and__ __or__ __xor__
+    __eq__ __ne__ __add__ __radd__ __sub__ __rsub__ __rfloordiv__ __lt__ __truediv__
+    __rtruediv__ __mod__ __rmod__ __divmod__ __rdivmod__ __pow__ __rpow__ __neg__ __le__
+    __gt__ __ge__ __bool__ __float__ __abs__ __and__ __or__ __xor__
     __lshift__ __rshift__ __invert__ __round__ __int__ __trunc__ __floor__ __ceil__
 """
 for _name in _OF_NUMBERS.split():

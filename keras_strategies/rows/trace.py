@@ -6,6 +6,8 @@ import contextlib
 import inspect
 import math
 import os
+import random
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -30,7 +32,7 @@ from keras_strategies.keras_compat.variables.values import raw_value, stored_dty
 from keras_strategies.rows.code_names import Lines
 from keras_strategies.rows.declarations import is_declared
 from keras_strategies.rows.declared_calls import are_rows, results_of_declared
-from keras_strategies.rows.python_state import argument_key
+from keras_strategies.rows.layer_calls import leaf_key
 from keras_strategies.rows.row_placements import FUNCTIONS_OF_SUMS, SUMS, ProvedEvent
 from keras_strategies.rows.row_tensors import (
     NotTraced,
@@ -50,14 +52,12 @@ from keras_strategies.rows.variances import as_means
 _CALLING = """
     AssociativeScan Cond ForiLoop Function JVP Map Scan Switch VectorizedMap WhileLoop
 """
-_FOLLOWED = frozenset(_CALLING.split())
 #: Operations, and layers of Keras, whose results have memory of their own.
 _WITH_MEMORY = """
     Add Subtract Multiply Divide TrueDivide Power Matmul Einsum Where Concatenate Exp
     Square Sqrt Rsqrt Sum Mean Conv ConvTranspose DepthwiseConv Dense EinsumDense
     Embedding LayerNormalization
 """
-_FRESH = frozenset(_WITH_MEMORY.split())
 #: The file whose functions begin traces.
 _PROVER = str(Path(__file__).with_name("row_prover.py"))
 #: Functions that make a tensor of a shape.
@@ -162,6 +162,7 @@ class Trace:
     nodes: list[Node] = field(default_factory=list)
     made: list[weakref.ref[Any]] = field(default_factory=list)
     losses: list[Any] = field(default_factory=list)
+    calls_declared: bool = False
     depth: int = 0
     #: How many functions around are computed again in the backward pass.
     repeated: int = 0
@@ -196,16 +197,9 @@ class Trace:
     def like(self, structure: Any) -> Any:
         """Tensors of the trace with the shapes and dtypes of a structure."""
         if isinstance(structure, keras.KerasTensor):
-            # Keras says sparse for a product with a number.
             return self.tensor(shape_of(structure), structure.dtype)
-        return tree.map_structure(self._like, structure)
-
-    def _like(self, leaf: Any) -> Any:
-        if not isinstance(leaf, keras.KerasTensor):
-            return leaf
-        if leaf.sparse or leaf.ragged:
-            raise NotTraced("makes a sparse or ragged tensor")
-        return self.tensor(shape_of(leaf), leaf.dtype)
+        nested = isinstance(structure, (list, tuple, dict))
+        return tree.map_structure(self.like, structure) if nested else structure
 
     def values(self, structure: Any) -> Any:
         """A structure with the current values in place of variables."""
@@ -248,7 +242,7 @@ class Trace:
         if composed is not None:
             return composed(args[0], operation.axis, operation.keepdims)
         is_own = not type(operation).__module__.startswith("keras.src.")
-        if is_own or name in _FOLLOWED:
+        if is_own or name in _CALLING.split():
             return operation.call(*args, **kwargs)
         _, lengths = self._lengths.get(id(args[0]) if args else 0, (None, None))
         if name == "Prod" and lengths and operation.axis is None:
@@ -264,13 +258,13 @@ class Trace:
             if not self.is_any or not _has((args, kwargs), RowCount):
                 return self._of_constants(name, original, args, kwargs)
             if name in _MADE_OF_SHAPE:
-                return self._made_of_shape(name, *args, **kwargs)
+                return self._made_of_shape(original, *args, **kwargs)
             if name == "arange":
                 return self._row_numbers(*args, **kwargs)
             lengths = args[0] if args else None
             args, kwargs = self._lifted((args, kwargs))
             found = symbolic(*args, **kwargs)
-            if name == "convert_to_tensor" and _are_lengths(lengths):
+            if name == "convert_to_tensor" and isinstance(lengths, tuple):
                 self._lengths[id(found)] = found, lengths
             return found
         return symbolic(*args, **kwargs)
@@ -302,19 +296,16 @@ class Trace:
 
     # Programs for any number of rows: what depends on it is no constant.
 
-    def _made_of_shape(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        names = ["shape", *(["fill_value"] if name == "full" else []), "dtype"]
-        given = dict(zip(names, args, strict=False)) | kwargs
-        value = given.get("fill_value", int(name != "zeros"))
-        if isinstance(value, RowCount):
+    def _made_of_shape(
+        self, original: Any, shape: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if _has((args, kwargs), RowCount):
             raise NotTraced("fills a tensor with the number of rows")
-        is_integer = name == "full" and isinstance(value, int)
-        dtype = given.get("dtype") or ("int32" if is_integer else None)
-        shape = given["shape"]
-        shape = (shape,) if isinstance(shape, int) else tuple(shape)
-        dtype = keras.backend.standardize_dtype(dtype)
+        entry = original((), *args, **kwargs)
+        shape = (shape,) if isinstance(shape, int) else shape
+        dtype = keras.backend.standardize_dtype(entry.dtype)
         spec = keras.KerasTensor(tuple(map(int, shape)), dtype)
-        return self.record(Node("filled", None, (value,), {}, spec))
+        return self.record(Node("filled", None, (entry,), {}, spec))
 
     def _row_numbers(
         self, start: Any, stop: Any = None, step: Any = None, dtype: Any = None
@@ -328,14 +319,13 @@ class Trace:
 
     def _lifted(self, structure: Any) -> Any:
         """Arguments with tensors of the trace in place of arrays, or of counts."""
+        has_arrays = any(map(is_array, leaves_of(structure)))
 
-        def is_count(leaf: Any) -> bool:
-            return isinstance(leaf, RowCount)
+        def lifted(leaf: Any) -> Any:
+            is_lifted = is_array(leaf) if has_arrays else isinstance(leaf, RowCount)
+            return self._constant(leaf) if is_lifted else leaf
 
-        is_lifted = is_array if any(map(is_array, leaves_of(structure))) else is_count
-        return tree.map_structure(
-            lambda leaf: self._constant(leaf) if is_lifted(leaf) else leaf, structure
-        )
+        return tree.map_structure(lifted, structure)
 
     def _constant(self, leaf: Any) -> Any:
         """A tensor of the trace for an array or a number of rows."""
@@ -351,6 +341,10 @@ class Trace:
         if is_declared(layer) and not seed_generators(layer):
             self._note_layer(layer, is_one=True)
             return self.declared_call(layer, args, kwargs)
+        module = type(layer).__module__
+        names = vars(sys.modules[module]) if module.startswith("keras.") else {}
+        if any(each is random for each in names.values()):
+            raise NotTraced(f"draws random numbers of Python in {layer.name!r}")
         ranks = [len(tensor.lengths) for tensor in tensors_in((args, kwargs))]
         if _has_own_spec(layer) and all(ranks) and is_row_wise(layer, ranks):
             number = self._known_calls
@@ -372,14 +366,12 @@ class Trace:
 
     def declared_call(self, layer: Any, args: Any, kwargs: Any) -> Any:
         """A declared layer or function as one operation."""
+        self.calls_declared = True
         leaves = leaves_of((args, kwargs))
         with self.outside():
-            results = results_of_declared(
-                layer, (args, kwargs), self.rows, tuple(map(self._kind, leaves))
-            )
-        tensors = [x for x in leaves if isinstance(x, RowTensor) or is_array(x)]
-        has_rows = any(are_rows(x, self.rows) for x in tensors)
-        flags = [x for x in leaves if not (isinstance(x, RowTensor) or is_array(x))]
+            kinds = tuple(leaf_key(x, are_rows(x, self.rows)) for x in leaves)
+            results = results_of_declared(layer, (args, kwargs), self.rows, kinds)
+        has_rows = any(are_rows(x, self.rows) for x in leaves)
 
         def with_all_rows(x: Any) -> Any:
             if not (has_rows and isinstance(x, keras.KerasTensor)):
@@ -388,11 +380,8 @@ class Trace:
 
         outputs = tree.map_structure(with_all_rows, results.outputs)
         more = [*results.losses, *results.updates.values()]
-        count = sum(isinstance(x, keras.KerasTensor) for x in leaves_of(outputs))
-        options = {"flags": flags, "outputs": count, "means": len(more)}
-        made, added = self.record(
-            Node("row_wise", None, tuple(tensors), options, (outputs, more))
-        )
+        given = (args, kwargs)
+        made, added = self.record(Node("row_wise", None, given, {}, (outputs, more)))
         for loss in added[: len(results.losses)]:
             layer.add_loss(loss)
         variables = {id(variable): variable for variable in layer.variables}
@@ -403,15 +392,6 @@ class Trace:
         ):
             self.state.assign(variables[key], value)
         return made
-
-    def _kind(self, leaf: Any) -> Any:
-        """What the symbolic results of a declared layer depend on in an argument."""
-        if isinstance(leaf, RowTensor):
-            has_rows = are_rows(leaf, self.rows)
-            return has_rows, leaf.lengths[has_rows:], leaf.dtype
-        if is_array(leaf):
-            return tuple(leaf.shape), str(leaf.dtype)
-        return argument_key(leaf)
 
     def _known_call(
         self, layer: Any, args: Any, kwargs: Any, number: int, outputs: Any
@@ -489,7 +469,9 @@ def _assigned(owner: Any, **values: Any) -> Iterator[None]:
 def _note_memory(name: str, arguments: Any, made: Any) -> None:
     """Notes which results do not have the memory of an argument of the call."""
     given = tensors_in(arguments)
-    is_fresh = name in _FRESH and not (name == "Einsum" and len(given) == 1)
+    is_fresh = name in _WITH_MEMORY.split() and not (
+        name == "Einsum" and len(given) == 1
+    )
     is_inner = is_fresh or (bool(given) and all(x.is_inner for x in given))
     for tensor in tensors_in([made]):
         tensor.is_inner = is_inner
@@ -554,7 +536,3 @@ def spec_of(structure: Any) -> Any:
         return x if is_spec else symbolic(ops.convert_to_tensor(x))
 
     return tree.map_structure(spec, structure)
-
-
-def _are_lengths(value: Any) -> bool:
-    return isinstance(value, tuple) and all(isinstance(n, int) for n in value)

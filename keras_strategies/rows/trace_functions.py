@@ -27,52 +27,47 @@ def _active() -> Trace:
     return tracer
 
 
-def _without(structure: Any) -> Any:
-    """Symbolic tensors without the first axis."""
+def _reshaped(structure: Any, of_shape: Callable[..., tuple[int, ...]]) -> Any:
+    """Symbolic tensors of a function of their shapes."""
 
     def spec(x: Any) -> Any:
-        return None if x is None else keras.KerasTensor(shape_of(x)[1:], x.dtype)
+        return x if x is None else keras.KerasTensor(of_shape(*shape_of(x)), x.dtype)
 
     return tree.map_structure(spec, spec_of(structure))
+
+
+def _without(structure: Any) -> Any:
+    """Symbolic tensors without the first axis."""
+    return _reshaped(structure, lambda first, *rest: rest)
 
 
 def _with(length: int, structure: Any) -> Any:
     """Symbolic tensors with a further first axis."""
-
-    def spec(x: Any) -> Any:
-        return keras.KerasTensor((length, *shape_of(x)), x.dtype)
-
-    return tree.map_structure(spec, spec_of(structure))
+    return _reshaped(structure, lambda *shape: (length, *shape))
 
 
 def _length(structure: Any) -> int:
     return shape_of(tree.flatten(structure)[0])[0]
 
 
-def _flow(name: str, given: Any, outputs: Any, *bodies: Body, **static: Any) -> Any:
+def _flow(
+    name: str, given: tuple[Any, ...], outputs: Any, *bodies: Body, **static: Any
+) -> Any:
     return _active().record(
-        Node(name, None, (given,), static, spec_of(outputs), bodies=bodies)
+        Node(name, None, given, static, spec_of(outputs), bodies=bodies)
     )
 
 
 # Control flow.
 
 
-def _scan(
-    f: Any,
-    init: Any,
-    xs: Any = None,
-    length: Any = None,
-    reverse: bool = False,
-    unroll: Any = 1,
-) -> Any:
+def _scan(f: Any, init: Any, xs: Any = None, length: Any = None, **options: Any) -> Any:
     trace = _active()
     init, xs = trace.values((init, xs))
     steps = _length(xs) if xs is not None else int(length)
-    body = trace.body(f, init, None if xs is None else _without(xs))
+    body = trace.body(f, init, _without(xs))
     carry, y = body.outputs
-    y = None if y is None else _with(steps, y)
-    return _flow("scan", (init, xs), (carry, y), body, length=length)
+    return _flow("scan", (init, xs), (carry, _with(steps, y)), body, length=length)
 
 
 def _while_loop(
@@ -83,15 +78,15 @@ def _while_loop(
     start = trace.values(tuple(loop_vars) if several else (loop_vars,))
     test = trace.body(cond, *start)
     step = trace.body(body, *start)
-    found = _flow("while", start, start, test, step, most=maximum_iterations)
+    found = _flow("while", (start,), start, test, step, most=maximum_iterations)
     return found if several else found[0]
 
 
 def _fori_loop(lower: Any, upper: Any, body_fun: Any, init_val: Any) -> Any:
-    trace = _active()
-    (init,) = trace.values((init_val,))
-    step = trace.body(body_fun, np.int32(0), init)
-    return _flow("for", (lower, upper, init), init, step)
+    def step(carry: Any, number: Any) -> Any:
+        return body_fun(number, carry), None
+
+    return _scan(step, init_val, np.arange(lower, upper, dtype="int32"))[0]
 
 
 def _cond(pred: Any, true_fn: Any, false_fn: Any) -> Any:
@@ -105,7 +100,7 @@ def _switch(index: Any, branches: Any, *operands: Any) -> Any:
     trace = _active()
     (index,) = trace.values((index,))
     bodies = [trace.body(lambda f=f: f(*operands)) for f in branches]
-    return _flow("switch", index, bodies[0].outputs, *bodies)
+    return _flow("switch", (index,), bodies[0].outputs, *bodies)
 
 
 def _vectorized_map(function: Any, elements: Any) -> Any:
@@ -113,7 +108,7 @@ def _vectorized_map(function: Any, elements: Any) -> Any:
     (elements,) = trace.values((elements,))
     body = trace.body(function, _without(elements))
     outputs = _with(_length(elements), body.outputs)
-    return _flow("map", elements, outputs, body)
+    return _flow("map", (elements,), outputs, body)
 
 
 def _vectorize(pyfunc: Any, *, excluded: Any = None, signature: Any = None) -> Any:
@@ -133,21 +128,18 @@ def _associative_scan(f: Any, elems: Any, reverse: bool = False, axis: int = 0) 
     trace = _active()
     (elems,) = trace.values((elems,))
     body = trace.body(f, elems, elems)
-    return _flow("associative_scan", elems, elems, body, axis=axis)
+    return _flow("associative_scan", (elems,), elems, body, axis=axis)
 
 
 def _rnn(
     step_function: Any,
     inputs: Any,
     initial_states: Any,
-    go_backwards: bool = False,
     mask: Any = None,
     constants: Any = None,
-    unroll: bool = False,
-    input_length: Any = None,
     time_major: bool = False,
-    zero_output_for_mask: bool = False,
     return_all_outputs: bool = True,
+    **options: Any,
 ) -> Any:
     """A loop over axis 1, the steps in time of all rows."""
     if time_major:
@@ -173,10 +165,9 @@ def _rnn(
 
 
 def _swapped(structure: Any) -> Any:
-    def swap(x: Any) -> Any:
-        return None if x is None else ops.swapaxes(x, 0, 1)
-
-    return tree.map_structure(swap, structure)
+    return tree.map_structure(
+        lambda x: x if x is None else ops.swapaxes(x, 0, 1), structure
+    )
 
 
 def _chosen(mask: Any, one: Any, other: Any) -> Any:
@@ -269,21 +260,15 @@ def _draw(name: str, seed: Any, shape: Any, dtype: Any, *arguments: Any) -> Any:
     return made
 
 
-def _filled(name: str) -> Callable[..., Any]:
+def _filled(name: str, default: Any = None) -> Callable[..., Any]:
     def draw(
-        shape: Any, *values: Any, dtype: Any = None, seed: Any = None, **named: Any
+        shape: Any, *values: Any, dtype: Any = default, seed: Any = None, **named: Any
     ) -> Any:
         if values and isinstance(values[-1], str):
             *values, dtype = values  # type: ignore[assignment]
         return _draw(name, seed, shape, dtype, *values, *named.values())
 
     return draw
-
-
-def _randint(
-    shape: Any, minval: Any, maxval: Any, dtype: Any = "int32", seed: Any = None
-) -> Any:
-    return _draw("randint", seed, shape, dtype, minval, maxval)
 
 
 def _dropout(inputs: Any, rate: Any, noise_shape: Any = None, seed: Any = None) -> Any:
@@ -318,6 +303,6 @@ DRAWS: dict[str, Callable[..., Any]] = {
     **{name: _filled(name) for name in _FILLED.split()},
     "categorical": _categorical,
     "dropout": _dropout,
-    "randint": _randint,
+    "randint": _filled("randint", "int32"),
     "shuffle": _shuffle,
 }

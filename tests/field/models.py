@@ -352,6 +352,13 @@ def of_next_words(name: str, hub_name: str, **kwargs: Any) -> FieldCase:
     )
 
 
+EXPERTS = {
+    **GROUPED,
+    "num_experts": 4,
+    "top_k": 2,
+    "moe_intermediate_dim": 16,
+    "shared_expert_intermediate_dim": 16,
+}
 PHI = {**GROUPED, "max_sequence_length": LENGTH, "pretraining_sequence_length": LENGTH}
 FALCON = {k: v for k, v in SHAPE.items() if k not in ("num_heads", "dropout")}
 CASES = [
@@ -371,6 +378,7 @@ CASES = [
     of_next_words("phi3", "Phi3", **PHI),
     of_next_words("qwen", "Qwen", **GROUPED),
     of_next_words("mixtral", "Mixtral", num_experts=4, **GROUPED),
+    of_next_words("qwen_moe", "QwenMoe", **EXPERTS),
     of_next_words("gpt2_int8", "GPT2", quantized=True, **ENCODER),
     of_next_words("llama_lora", "Llama", lora=True, **GROUPED),
     of_next_words("mistral_int8_lora", "Mistral", lora=True, quantized=True, **GROUPED),

@@ -261,9 +261,8 @@ UNSPLIT: dict[str, tuple[str, ...]] = {
         *_MIXING,
         # Keras changes its input in place.
         "RandomBrightness",
+        "RandomBrightness-of-others",
         "RandomColorJitter",
-        # Keras transforms one image after the other.
-        "RandomPerspective",
     ),
 }
 SEEDS: dict[str, Callable[[], Any]] = {

@@ -90,7 +90,10 @@ def test_training_is_that_of_one_device(
     assert_same(expected, found, 1e-5, case.name)
     texts = [str(each.message) for each in caught]
     unsplit = [text for text in texts if "cannot be split by rows" in text]
-    assert bool(unsplit) == (not case.is_split), unsplit
+    # Where one row's numbers end, those of the next begin.
+    counts = BACKEND == "torch" and random_numbers == "keras"
+    by_others = counts and case.name.startswith("gamma-of-rows")
+    assert bool(unsplit) == (by_others or not case.is_split), unsplit
 
 
 def test_other_numbers_are_refused() -> None:

@@ -57,6 +57,10 @@ def in_place(x: Any, hidden: Any) -> Any:
     return hidden * 2.0
 
 
+def counted(carry: Any, row: Any) -> Any:
+    return carry * 1.1, None
+
+
 def own_gradient(gradient: Callable[[Any, Any], Any]) -> Function:
     @ops.custom_gradient
     def function(x: Any) -> Any:
@@ -221,6 +225,7 @@ FUNCTIONS: dict[str, Function] = {
     ),
     # Loops and branches.
     "scan": lambda x: ops.scan(lambda c, r: (c + r, c), ops.zeros((6,)), x)[1],
+    "scan that counts": lambda x: x * ops.scan(counted, ops.ones(()), x)[0],
     "associative scan": lambda x: ops.associative_scan(ops.add, x, axis=0),
     "associative scan by a negative axis": lambda x: ops.associative_scan(
         ops.maximum, x, axis=-2
@@ -231,6 +236,7 @@ FUNCTIONS: dict[str, Function] = {
     ),
     "loop": lambda x: ops.fori_loop(0, 3, lambda i, c: c - ops.mean(c), x),
     "loop over rows": lambda x: ops.fori_loop(0, length(x), lambda i, c: c * 1.1, x),
+    "loop over numbers": lambda x: ops.scan(counted, x, ops.arange(length(x)))[0],
     "loop while": lambda x: ops.while_loop(
         lambda h: ops.max(h) > 0.5, lambda h: (h * 0.5,), (x,)
     )[0],
@@ -339,15 +345,9 @@ LOSSES: dict[str, Function] = {
     ),
 }
 #: What Keras refuses on a backend.
-NOT_IN_KERAS: dict[str, tuple[str, ...]] = {
-    "torch": (
-        "mean by NumPy's number",
-        "turned",
-        "layer normalization",
-        "read by NumPy",
-    ),
-    "tensorflow": ("rows by a tensor", "vectorize", "read by a list"),
-}
+_BY_TORCH = ("mean by NumPy's number", "turned", "layer normalization", "read by NumPy")
+_BY_TENSORFLOW = ("rows by a tensor", "vectorize", "read by a list")
+NOT_IN_KERAS = {"torch": _BY_TORCH, "tensorflow": _BY_TENSORFLOW}
 
 
 def batch(rows: int = 8, factor: float = 1.0, shape: tuple[int, ...] = (6,)) -> Any:

@@ -67,6 +67,8 @@ __all__ = [
     "without_donated_buffers",
 ]
 
+#: Options of `torch.compile`: no pool of compiler processes.
+_IN_THIS_PROCESS = {"compile_threads": 1}
 #: Numbers of contexts whose results programs compute again.
 _numbers = itertools.count(1)
 
@@ -113,14 +115,10 @@ PRIVATE_NAMES = (
         ("donated_buffer", "enable_autograd_cache", "force_non_lazy_backward_lowering"),
         "Compiled layer calls: two backward passes, and programs of functions.",
     ),
-    Private("torch._inductor", ("config",), "Compiled steps of workers."),
     Private(
         "torch._inductor.compile_fx",
         ("compile_fx", "compile_fx_inner"),
         "Compiled layer calls: a program of a function, and of its gradient.",
-    ),
-    Private(
-        "torch._inductor.config", ("compile_threads",), "No pool of processes for them."
     ),
     Private(
         "torch._ops.OpOverload",
@@ -131,11 +129,6 @@ PRIVATE_NAMES = (
         "torch._subclasses.fake_tensor",
         ("FakeTensorMode",),
         "Plans: tensors without values.",
-    ),
-    Private(
-        "torch._subclasses.fake_tensor.FakeTensorMode",
-        ("_mode_key",),
-        "The place of a mode of Torch's own on its stack.",
     ),
     Private("torch.UntypedStorage", ("_cdata",), "Tensors that share their memory."),
     Private(
@@ -150,7 +143,7 @@ PRIVATE_NAMES = (
     ),
     Private(
         "torch.distributed.ProcessGroupGloo._Options",
-        ("_devices", "_threads", "_timeout"),
+        ("_devices", "_timeout"),
         "Collectives on one network interface.",
     ),
     Private(
@@ -185,7 +178,7 @@ PRIVATE_NAMES = (
     ),
     Private(
         "torch.overrides",
-        ("_get_current_function_mode_stack", "_pop_mode", "_push_mode"),
+        ("_get_current_function_mode_stack",),
         "State of the caller's thread.",
     ),
     Private(
@@ -195,7 +188,7 @@ PRIVATE_NAMES = (
     ),
     Private(
         "torch.utils._python_dispatch",
-        ("_get_current_dispatch_mode_stack", "_pop_mode", "_push_mode"),
+        ("_get_current_dispatch_mode_stack",),
         "State of the caller's thread.",
     ),
 )
@@ -242,21 +235,22 @@ def dispatch_modes() -> list[Any]:
 @contextlib.contextmanager
 def pushed_function_mode(mode: Any) -> Iterator[None]:
     """A function mode that has been entered by another thread, in this one."""
-    overrides._push_mode(mode)
+    # Not what a subclass does where it is entered.
+    overrides.TorchFunctionMode.__enter__(mode)
     try:
         yield
     finally:
-        overrides._pop_mode()
+        overrides.TorchFunctionMode.__exit__(mode, None, None, None)
 
 
 @contextlib.contextmanager
 def pushed_dispatch_mode(mode: Any) -> Iterator[None]:
     """A dispatch mode that has been entered by another thread, in this one."""
-    _python_dispatch._push_mode(mode)
+    TorchDispatchMode.__enter__(mode)
     try:
         yield
     finally:
-        _python_dispatch._pop_mode(getattr(mode, "_mode_key", None))
+        TorchDispatchMode.__exit__(mode, None, None, None)
 
 
 def saved_tensors_hooks_of_thread() -> tuple[Any, Any] | None:
@@ -403,7 +397,6 @@ def create_gloo_group(
     """A Gloo process group, connected by a `gloo_device` of each worker."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     set_timeout(options, timeout)
-    options._threads = 2
     with scheduled_as_batch():
         options._devices = [device]
         return dist.ProcessGroupGloo(store, index, count, options)
@@ -421,12 +414,10 @@ def reduce_scatter_into(group: Any, own: torch.Tensor, parts: torch.Tensor) -> A
 
 def compile_graph(graph: Any, inputs: list[Any]) -> Callable[..., Any]:
     """Compiles a graph of ATen operations by TorchInductor, in this process."""
-    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
-    # No pool of compiler processes.
-    with config.patch(compile_threads=1):
-        return cast(Callable[..., Any], compile_fx(graph, inputs))
+    compiled: Any = compile_fx(graph, inputs, config_patches=_IN_THIS_PROCESS)
+    return cast(Callable[..., Any], compiled)
 
 
 def without_donated_buffers() -> contextlib.AbstractContextManager[None]:
@@ -467,7 +458,6 @@ def compile_call(
         prepare: called with each `torch.fx.Graph` before it is lowered.
     """
     from torch._functorch import config as functorch_config
-    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -501,9 +491,13 @@ def compile_call(
             force_non_lazy_backward_lowering=True,
         ),
         without_donated_buffers(),
-        config.patch(compile_threads=1),
     ):
-        compiled: Any = compile_fx(cast(Any, module), fakes, inner_compile=lowered)
+        compiled: Any = compile_fx(
+            cast(Any, module),
+            fakes,
+            inner_compile=lowered,
+            config_patches=_IN_THIS_PROCESS,
+        )
     # What is compiled refers to the module, and the function to the layer.
     del module.function
     return compiled

@@ -11,6 +11,7 @@ functions of users, operations in functional models, layers with an axis of the 
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,144 +25,44 @@ from keras_strategies.keras_compat.models.layers import (
 )
 from keras_strategies.keras_compat.strategy_attribute import STRATEGY_ATTRIBUTE
 
-#: Layers without an argument that could mix rows.
-_ROW_WISE = frozenset(
-    [
-        "AdaptiveAveragePooling1D",
-        "AdaptiveAveragePooling2D",
-        "AdaptiveAveragePooling3D",
-        "AdaptiveMaxPooling1D",
-        "AdaptiveMaxPooling2D",
-        "AdaptiveMaxPooling3D",
-        "Add",
-        "Average",
-        "AveragePooling1D",
-        "AveragePooling2D",
-        "AveragePooling3D",
-        "Conv1D",
-        "Conv1DTranspose",
-        "Conv2D",
-        "Conv2DTranspose",
-        "Conv3D",
-        "Conv3DTranspose",
-        "Cropping1D",
-        "Cropping2D",
-        "Cropping3D",
-        "Dense",
-        "DepthwiseConv1D",
-        "DepthwiseConv2D",
-        "ELU",
-        "Embedding",
-        "Flatten",
-        "GRUCell",
-        "GaussianDropout",
-        "GaussianNoise",
-        "GlobalAveragePooling1D",
-        "GlobalAveragePooling2D",
-        "GlobalAveragePooling3D",
-        "GlobalMaxPooling1D",
-        "GlobalMaxPooling2D",
-        "GlobalMaxPooling3D",
-        "Identity",
-        "InputLayer",
-        "LSTMCell",
-        "LeakyReLU",
-        "MaxPooling1D",
-        "MaxPooling2D",
-        "MaxPooling3D",
-        "Maximum",
-        "Minimum",
-        "Multiply",
-        "PReLU",
-        "Permute",
-        "ReLU",
-        "RepeatVector",
-        "ReversibleEmbedding",
-        "Reshape",
-        "SeparableConv1D",
-        "SeparableConv2D",
-        "SimpleRNNCell",
-        "SpatialDropout1D",
-        "SpatialDropout2D",
-        "SpatialDropout3D",
-        "SpectralNormalization",
-        "StackedRNNCells",
-        "Subtract",
-        "UpSampling1D",
-        "UpSampling2D",
-        "UpSampling3D",
-        "ZeroPadding1D",
-        "ZeroPadding2D",
-        "ZeroPadding3D",
-        "Bidirectional",
-    ]
-)
+#: Layers without an argument that could mix rows; of images, of any number of axes.
+_ROW_WISE = """
+    Activation ActivityRegularization AdaptiveAveragePooling AdaptiveMaxPooling Add
+    Average AveragePooling Bidirectional Conv ConvLSTMCell ConvTranspose Cropping Dense
+    DepthwiseConv ELU Embedding Flatten GRUCell GaussianDropout GaussianNoise
+    GlobalAveragePooling GlobalMaxPooling Identity InputLayer LSTMCell LeakyReLU
+    MaxPooling Maximum Minimum Multiply PReLU Permute ReLU RepeatVector Reshape
+    ReversibleEmbedding SeparableConv SimpleRNNCell SpatialDropout SpectralNormalization
+    StackedRNNCells Subtract UpSampling ZeroPadding
+"""
 #: Operations of functional models that compute each entry from those at its place.
-_ELEMENTWISE = frozenset(
-    [
-        "Absolute",
-        "Add",
-        "Cast",
-        "Divide",
-        "Elu",
-        "Equal",
-        "Erf",
-        "Exp",
-        "Gelu",
-        "Greater",
-        "GreaterEqual",
-        "HardSigmoid",
-        "HardSilu",
-        "LeakyRelu",
-        "Less",
-        "LessEqual",
-        "Log",
-        "Log1p",
-        "LogicalAnd",
-        "LogicalNot",
-        "LogicalOr",
-        "Maximum",
-        "Minimum",
-        "Multiply",
-        "Negative",
-        "NotEqual",
-        "Power",
-        "Relu",
-        "Relu6",
-        "Rsqrt",
-        "Sigmoid",
-        "Sign",
-        "Silu",
-        "Softplus",
-        "Sqrt",
-        "Square",
-        "Subtract",
-        "Tanh",
-        "TrueDivide",
-    ]
-)
+_ELEMENTWISE = """
+    Absolute Add Cast Divide Elu Equal Erf Exp Gelu Greater GreaterEqual HardSigmoid
+    HardSilu LeakyRelu Less LessEqual Log Log1p LogicalAnd LogicalNot LogicalOr Maximum
+    Minimum Multiply Negative NotEqual Power Relu Relu6 Rsqrt Sigmoid Sign Silu Softplus
+    Sqrt Square Subtract Tanh TrueDivide
+"""
 #: Names of classes that Keras exports by another one.
 _EXPORTED = {"GroupedQueryAttention": "GroupQueryAttention"}
-_RNN = ("ConvLSTM1D", "ConvLSTM2D", "ConvLSTM3D", "GRU", "LSTM", "RNN", "SimpleRNN")
-#: The module of a cell that Keras does not export.
-_CONV_CELL = "keras.src.layers.rnn.conv_lstm"
+#: A cell that Keras does not export.
+_CONV_CELL = ("keras.src.layers.rnn.conv_lstm", "ConvLSTMCell")
+#: Attributes with layers of the user's choice, and by how many axes less their inputs
+#: have. Cells are called with one step.
+_INNER = {
+    "Bidirectional": (["forward_layer", "backward_layer"], 0),
+    "SpectralNormalization": (["layer"], 0),
+    "StackedRNNCells": (["cells"], 0),
+    "TimeDistributed": (["layer"], 1),
+    **dict.fromkeys(["ConvLSTM", "GRU", "LSTM", "RNN", "SimpleRNN"], (["cell"], 1)),
+}
 #: Regularizers that are sums over all entries, which Keras divides by the rows.
-_SUMS = ("L1", "L2", "L1L2")
+_SUMS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
 #: Attributes with functions that a call does not use.
-_NOT_CALLED = ("initializer", "constraint")
-_NOT_CALLED_NAMES = frozenset(
-    [
-        "bias_regularizer",
-        "beta_regularizer",
-        "depthwise_regularizer",
-        "embeddings_regularizer",
-        "gamma_regularizer",
-        "alpha_regularizer",
-        "kernel_regularizer",
-        "pointwise_regularizer",
-        "recurrent_regularizer",
-    ]
+_NOT_CALLED = (
+    *("initializer", "constraint", "regularizer", "optimizer", "quantize"),
+    *("build", STRATEGY_ATTRIBUTE),
 )
+_ACTIVATIONS = ("activation", "recurrent_activation")
 #: Functions of `keras.activations` that compute each entry from that at its place.
 _ELEMENTWISE_ACTIVATIONS = """
     celu elu exponential gelu hard_shrink hard_sigmoid hard_silu hard_tanh leaky_relu
@@ -170,45 +71,17 @@ _ELEMENTWISE_ACTIVATIONS = """
 """
 #: Those along the last axis.
 _LAST_AXIS_ACTIVATIONS = frozenset(["glu", "log_softmax", "softmax", "sparsemax"])
+#: Packages with bases of Keras's models, and of the subclass that records a strategy.
+_OF_MODELS = "keras keras_strategies builtins abc torch tensorflow"
 #: Names that a user's subclass of a model may define without changing its call.
-NAMES_OF_TRAINING = frozenset(
-    [
-        "__init__",
-        "__module__",
-        "__qualname__",
-        "__doc__",
-        "__dict__",
-        "__weakref__",
-        "__annotations__",
-        "__firstlineno__",
-        "__static_attributes__",
-        "build",
-        "compile",
-        "compile_from_config",
-        "compute_loss",
-        "compute_metrics",
-        "evaluate",
-        "fit",
-        "from_config",
-        "get_compile_config",
-        "get_config",
-        "loss",
-        "make_predict_function",
-        "make_test_function",
-        "make_train_function",
-        "metrics",
-        "name",
-        "optimizer",
-        "predict",
-        "predict_on_batch",
-        "predict_step",
-        "summary",
-        "test_on_batch",
-        "test_step",
-        "train_on_batch",
-        "train_step",
-    ]
-)
+_OF_TRAINING = """
+    __init__ __module__ __qualname__ __doc__ __dict__ __weakref__ __annotations__
+    __firstlineno__ __static_attributes__ build compile compile_from_config compute_loss
+    compute_metrics evaluate fit from_config get_compile_config get_config loss
+    make_predict_function make_test_function make_train_function metrics name optimizer
+    predict predict_on_batch predict_step summary test_on_batch test_step train_on_batch
+    train_step
+"""
 
 
 def is_row_wise(layer: Any, ranks: Sequence[int]) -> bool:
@@ -236,17 +109,16 @@ def is_row_wise(layer: Any, ranks: Sequence[int]) -> bool:
         return _is_known_class(layer) and all(map(_is_known, _operations(layer)))
     kind = type(layer)
     name = kind.__name__
-    if kind.__module__ == _CONV_CELL and name == "ConvLSTMCell":
-        return True
-    if getattr(keras.layers, _EXPORTED.get(name, name), None) is not kind:
+    exported = getattr(keras.layers, _EXPORTED.get(name, name), None)
+    if exported is not kind and (kind.__module__, name) != _CONV_CELL:
         return False
-    if name not in _ROW_WISE:
-        check = _CHECKED.get(name)
-        if check is None or not check(layer, ranks):
-            return False
-    inner, fewer = _inner_layers(layer)
-    below = [rank - fewer for rank in ranks]
-    return all(is_row_wise(each, below) for each in inner)
+    name = re.sub("[123]D", "", name)
+    check = _CHECKED.get(name)
+    if not (name in _ROW_WISE.split() if check is None else check(layer, ranks)):
+        return False
+    names, fewer = _INNER.get(name, ([], 0))
+    inner = keras.tree.flatten([getattr(layer, each) for each in names])
+    return all(is_row_wise(each, [rank - fewer for rank in ranks]) for each in inner)
 
 
 def _is_container(layer: Any) -> bool:
@@ -257,13 +129,9 @@ def _is_container(layer: Any) -> bool:
 
 def _operations(model: Any) -> list[Any]:
     """The operations of a functional or sequential model."""
-    if isinstance(model, keras.Sequential):
-        # None until the model is built.
-        model, layers = model._functional, model.layers
-        if model is None:
-            return list(layers)
-    found: list[Any] = model.operations
-    return found
+    # None until a sequential model is built.
+    functional = model._functional if isinstance(model, keras.Sequential) else model
+    return list(model.layers if functional is None else functional.operations)
 
 
 def _is_known(operation: Any) -> bool:
@@ -275,7 +143,7 @@ def _is_known(operation: Any) -> bool:
     kind = type(operation)
     if (
         not kind.__module__.startswith("keras.src.")
-        or kind.__name__ not in _ELEMENTWISE
+        or kind.__name__ not in _ELEMENTWISE.split()
     ):
         return False
     for node in nodes:
@@ -290,82 +158,48 @@ def _is_known(operation: Any) -> bool:
     return True
 
 
-def _inner_layers(layer: Any) -> tuple[Sequence[Any], int]:
-    """Layers of the user's choice in a layer of Keras, and by how many axes less
-    their inputs have."""
-    name = type(layer).__name__
-    if name == "Bidirectional":
-        return (layer.forward_layer, layer.backward_layer), 0
-    if name == "TimeDistributed":
-        return (layer.layer,), 1
-    if name == "SpectralNormalization":
-        return (layer.layer,), 0
-    if name == "StackedRNNCells":
-        return layer.cells, 0
-    if name in _RNN:
-        # Cells are called with one step.
-        return (layer.cell,), 1
-    return (), 0
-
-
 def _is_known_class(model: Any) -> bool:
     """Whether no class of the user's changes what the call of a model does."""
+    inherited = {*dir(keras.Model), *dir(keras.Sequential)}
+    inherited |= {"operations", "input_structure"}
     for kind in type(model).__mro__:
-        package = kind.__module__.partition(".")[0]
-        if package in ("keras", "keras_strategies", "builtins", "abc"):
+        is_known = kind.__module__.partition(".")[0] in _OF_MODELS.split()
+        if is_known or "_keras_strategies_kind" in vars(kind):
             continue
-        if "_keras_strategies_kind" in vars(kind):
-            continue  # The subclass that records a strategy.
-        if package in ("torch", "tensorflow"):
-            continue  # Bases of Keras's own layers.
-        inherited = set(dir(keras.Model)) | set(dir(keras.Sequential))
-        inherited |= {"operations", "input_structure"}
-        own = set(vars(kind)) - NAMES_OF_TRAINING
-        if own & inherited:
+        if inherited.intersection(vars(kind)) - {*_OF_TRAINING.split()}:
             return False
     return True
 
 
-def _has_known_functions(layer: Any, ranks: Sequence[int] | None = None) -> bool:
+def _has_known_functions(layer: Any, ranks: Sequence[int]) -> bool:
     """Whether all functions that a layer holds for its call are known.
 
     Args:
         layer: the layer.
-        ranks: the numbers of axes of its inputs; None if it suffices that they are
-            Keras's.
+        ranks: the numbers of axes of its inputs.
     """
-    activations = ("activation", "recurrent_activation")
-    if ranks is not None:
-        # Layers are no entries of `vars` on Torch.
-        held = [getattr(layer, name, None) for name in activations]
-        if not all(_is_known_activation(each, ranks) for each in held):
-            return False
-    for name, value in vars(layer).items():
-        if name in activations and ranks is not None:
-            continue
-        if name == "activity_regularizer":
-            if value is None:
-                continue
-            own = getattr(keras.regularizers, type(value).__name__, None)
-            if type(value) is not own or type(value).__name__ not in _SUMS:
-                return False
-        elif (
-            callable(value)
-            and not isinstance(value, (keras.layers.Layer, keras.Variable))
-            and name not in _NOT_CALLED_NAMES
-            and not name.endswith(_NOT_CALLED)
-            and name not in (STRATEGY_ATTRIBUTE, "build", "optimizer", "quantize")
-        ):
-            module = getattr(value, "__module__", None) or type(value).__module__
-            # In models, what their training calls: losses and metrics.
-            of_training = _is_container(layer) and name != "call"
-            is_of_keras = module.partition(".")[0] == "keras"
-            is_known = is_of_keras and not isinstance(value, types.FunctionType)
-            if ranks is None:
-                is_known = is_of_keras
-            if not (isinstance(value, type) or of_training or is_known):
-                return False
-    return True
+    # Layers are no entries of `vars` on Torch.
+    held = [getattr(layer, name, None) for name in _ACTIVATIONS]
+    if not all(_is_known_activation(each, ranks) for each in held):
+        return False
+    regularizer = layer.activity_regularizer
+    if regularizer is not None and type(regularizer) not in _SUMS:
+        return False
+    # Models hold what their training calls: losses and metrics.
+    return _is_container(layer) or all(
+        name.endswith(_NOT_CALLED) or name in _ACTIVATIONS or _is_of_keras(value)
+        for name, value in vars(layer).items()
+    )
+
+
+def _is_of_keras(value: Any) -> bool:
+    """Whether a value is no function, or an object of Keras."""
+    values = (keras.layers.Layer, keras.Variable, type)
+    if not callable(value) or isinstance(value, values):
+        return True
+    module = getattr(value, "__module__", None) or type(value).__module__
+    is_function = isinstance(value, types.FunctionType)
+    return module.startswith("keras.") and not is_function
 
 
 def _is_known_activation(value: Any, ranks: Sequence[int]) -> bool:
@@ -387,20 +221,17 @@ def _is_known_activation(value: Any, ranks: Sequence[int]) -> bool:
 
 def _is_other_axis(axis: Any, ranks: Sequence[int]) -> bool:
     """Whether no axis is that of the rows; negative ones need the number of axes."""
-    if axis is None:
+    if axis is None or min(ranks, default=0) < 2:
         return False
     axes = axis if isinstance(axis, (list, tuple)) else [axis]
-    if not ranks or min(ranks) < 2:
-        return False
     return all(int(each) % rank != 0 for each in axes for rank in set(ranks))
 
 
 def _with_axis(layer: Any, ranks: Sequence[int]) -> bool:
-    return _is_other_axis(layer.axis, ranks)
-
-
-def _with_axes_of_build(layer: Any, ranks: Sequence[int]) -> bool:
-    return layer.axis is None or _is_other_axis(layer.axis, ranks)
+    if type(layer).__name__ == "Normalization" and layer.axis is None:
+        return True  # By the statistics of all entries of the data that it has seen.
+    axis = layer.axes if hasattr(layer, "axes") else layer.axis
+    return _is_other_axis(axis, ranks)
 
 
 def _einsum(layer: Any, ranks: Sequence[int]) -> bool:
@@ -416,12 +247,7 @@ def _einsum(layer: Any, ranks: Sequence[int]) -> bool:
 def _attention(layer: Any, ranks: Sequence[int]) -> bool:
     axes = layer._attention_axes
     is_other = axes is None or all(axis > 0 for axis in axes)
-    return is_other and _at_least(3)(layer, ranks)
-
-
-def _at_least(rank: int) -> Callable[[Any, Sequence[int]], bool]:
-    """Layers of inputs with so many axes: with fewer, rows are along the others."""
-    return lambda layer, ranks: min(ranks, default=0) >= rank
+    return is_other and min(ranks, default=0) >= 3
 
 
 def _attends(layer: Any, ranks: Sequence[int]) -> bool:
@@ -468,45 +294,33 @@ def _transforms(layer: Any, ranks: Sequence[int]) -> bool:
     return keras.backend.backend() == "torch" and list(ranks) == [4]
 
 
-_CHECKED: dict[str, Callable[[Any, Sequence[int]], bool]] = {
-    "Activation": lambda layer, ranks: True,
-    "ActivityRegularization": lambda layer, ranks: True,
-    "AdditiveAttention": _attends,
-    "AlphaDropout": _dropout,
-    "Attention": _attends,
-    "BatchNormalization": _with_axis,
-    "ConvLSTM1D": _recurrent,
-    "ConvLSTM2D": _recurrent,
-    "ConvLSTM3D": _recurrent,
-    "CategoryEncoding": _encodes,
-    "Concatenate": _with_axis,
-    "Discretization": _encodes,
-    "Dot": lambda layer, ranks: _is_other_axis(layer.axes, ranks),
-    "Dropout": _dropout,
-    "EinsumDense": _einsum,
-    "GRU": _recurrent,
-    "GroupNormalization": _with_axis,
-    "GroupedQueryAttention": _attends,
-    "Hashing": _encodes,
-    "IntegerLookup": _encodes,
-    "LSTM": _recurrent,
-    "LayerNormalization": _with_axis,
-    "Masking": _at_least(2),
-    "MultiHeadAttention": _attention,
-    "Normalization": _with_axes_of_build,
-    "RNN": _recurrent,
-    "RMSNormalization": _with_axis,
-    "Rescaling": _rescales,
-    "RandomRotation": _transforms,
-    "RandomShear": _transforms,
-    "RandomTranslation": _transforms,
-    "RandomZoom": _transforms,
-    "SimpleRNN": _recurrent,
-    "Softmax": _with_axis,
-    "StringLookup": _encodes,
-    "TimeDistributed": _time_distributed,
-    "UnitNormalization": _with_axis,
-}
+_CHECKS: tuple[tuple[Callable[[Any, Sequence[int]], bool], str], ...] = (
+    (_attends, "AdditiveAttention Attention GroupedQueryAttention"),
+    (_attention, "MultiHeadAttention"),
+    (_dropout, "AlphaDropout Dropout"),
+    (_einsum, "EinsumDense"),
+    (
+        _encodes,
+        "CategoryEncoding Discretization Hashing IntegerLookup StringLookup",
+    ),
+    (lambda layer, ranks: min(ranks, default=0) >= 2, "Masking"),
+    (_recurrent, "ConvLSTM GRU LSTM RNN SimpleRNN"),
+    (_rescales, "Rescaling"),
+    (_time_distributed, "TimeDistributed"),
+    (_transforms, "RandomRotation RandomShear RandomTranslation RandomZoom"),
+    (
+        _with_axis,
+        "BatchNormalization Concatenate Dot GroupNormalization LayerNormalization"
+        " Normalization RMSNormalization Softmax UnitNormalization",
+    ),
+)
+_CHECKED = {name: check for check, names in _CHECKS for name in names.split()}
+#: Metrics that find classes along an axis, of what has an entry for each.
+_OF_CLASSES = "IoU MeanIoU OneHotIoU OneHotMeanIoU"
+_OF_SUMS = """
+    AUC PrecisionAtRecall RecallAtPrecision SensitivityAtSpecificity
+    SpecificityAtSensitivity BinaryIoU
+"""
 
 
 def adds_sums(metric: Any, ranks: Sequence[int]) -> bool:
@@ -519,27 +333,12 @@ def adds_sums(metric: Any, ranks: Sequence[int]) -> bool:
         metric: a `keras.metrics.Metric`.
         ranks: the numbers of axes of `y_true` and `y_pred`.
     """
-    if type(metric) in _OF_CLASSES:
-        # Classes are found along an axis, of what has an entry for each.
+    name = type(metric).__name__
+    if type(metric) is not getattr(keras.metrics, name, None):
+        return False
+    if name in _OF_CLASSES.split():
         are_sparse = metric.sparse_y_true, metric.sparse_y_pred
-        found = [
-            r for r, is_sparse in zip(ranks, are_sparse, strict=False) if not is_sparse
-        ]
+        pairs = zip(ranks, are_sparse, strict=False)
+        found = [rank for rank, is_sparse in pairs if not is_sparse]
         return len(ranks) == 2 and (not found or _is_other_axis(metric.axis, found))
-    return type(metric) in _OF_SUMS
-
-
-_OF_CLASSES = (
-    keras.metrics.IoU,
-    keras.metrics.MeanIoU,
-    keras.metrics.OneHotIoU,
-    keras.metrics.OneHotMeanIoU,
-)
-_OF_SUMS = (
-    keras.metrics.AUC,
-    keras.metrics.PrecisionAtRecall,
-    keras.metrics.RecallAtPrecision,
-    keras.metrics.SensitivityAtSpecificity,
-    keras.metrics.SpecificityAtSensitivity,
-    keras.metrics.BinaryIoU,
-)
+    return name in _OF_SUMS.split()

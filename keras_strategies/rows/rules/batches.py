@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from keras_strategies.rows.placed import Placed, joined, mixed, not_along
-from keras_strategies.rows.rules.step import Rule, Step, rule
+from keras_strategies.rows.propagation import Rule, Step, rule
 
 
 def _of_last(count: int) -> Rule:
@@ -14,10 +14,10 @@ def _of_last(count: int) -> Rule:
     def apply(step: Step) -> Placed:
         leaves = step.leaves()
         placed = joined([(each, 0) for each, _ in leaves], 0)
-        if not placed.has_axis:
+        if not placed.is_rows:
             return placed
         ranks = {rank for each, rank in leaves if each.is_rows}
-        if min(ranks) - count <= (placed.axis or 0) or len(ranks) > 1:
+        if min(ranks) - count <= placed.axis or len(ranks) > 1:
             return mixed("goes over all rows")
         return placed
 
@@ -42,12 +42,10 @@ def _of_batch(rank: int, others_have_rows: bool = False) -> Rule:
 
     def apply(step: Step) -> Placed:
         leaves = step.leaves()
-        if any(each.is_rows and each.axis not in (0, None) for each, _ in leaves):
-            return mixed("has the rows along another axis than the first")
         placed = joined([(each, 0) for each, _ in leaves], 0)
-        if not placed.has_axis:
+        if not placed.is_rows:
             return placed
-        if leaves[0][1] < rank:
+        if placed.axis != 0 or leaves[0][1] < rank:
             return mixed("takes the rows for another axis")
         of_others = not others_have_rows and any(p.is_rows for p, _ in leaves[1:])
         if of_others or not leaves[0][0].is_rows:
@@ -88,14 +86,12 @@ def _scaled(step: Step) -> Placed:
 def _attention(step: Step) -> Placed:
     leaves = step.leaves("query", "key", "value")
     more = step.leaves("bias") + step.leaves("mask") + step.leaves("scale")
-    if any(each.is_rows and each.axis not in (0, None) for each, _ in leaves + more):
-        return mixed("attends to other rows")
-    if any(each.has_axis and rank < 4 for each, rank in leaves + more):
+    if any(each.is_rows and rank < 4 for each, rank in leaves + more):
         return mixed("has arguments of fewer axes")
     placed = joined([(each, 0) for each, _ in leaves + more], 0)
     if placed.is_rows and not all(each.is_rows for each, _ in leaves):
         return mixed("attends with constants")
-    return placed
+    return mixed("attends to other rows") if placed.axis else placed
 
 
 @rule("Lstsq")
@@ -113,6 +109,6 @@ def _least_squares(step: Step) -> Placed:
 def _of_one_row(step: Step) -> Placed:
     """Without a batch: in the body of a map over rows, or of what has no rows."""
     placed = joined([(each, 0) for each, _ in step.leaves()], 0)
-    if placed.has_axis:
+    if placed.is_rows:
         return mixed("takes the rows for another axis")
     return placed

@@ -10,14 +10,14 @@ from keras_strategies.rows.placed import (
     SUM,
     MixesRows,
     Placed,
-    as_sum,
+    added,
     joined,
     mixed,
     place_constant,
     power_of_rows,
     rows_of_shapes,
 )
-from keras_strategies.rows.rules.step import Step, rule
+from keras_strategies.rows.propagation import Step, rule
 
 
 @rule(
@@ -38,57 +38,33 @@ def _entry_by_entry(step: Step) -> Placed:
 
 
 @rule("Negative Copy ConvertToTensor StopGradient Real Imag Conj Conjugate Deg2rad")
-@rule("Rad2deg Array")
+@rule("Rad2deg Array Cast")
 def _linear_of_one(step: Step) -> Placed:
     return step.placed()[0]
 
 
-@rule("Cast")
-def _cast(step: Step) -> Placed:
-    (placed,) = step.placed("x")
-    into = str(step.attribute("dtype"))
-    is_exact = into.startswith(("float", "bfloat", "complex"))
-    if (placed.is_sum or placed.power) and not is_exact:
-        return mixed("rounds a sum over rows, or a number of rows")
-    return placed
-
-
 @rule("Add Subtract")
 def _added(step: Step) -> Placed:
-    leaves = step.leaves()
-    sums = [each for each, _ in leaves if each.is_sum]
-    if sums and all(as_sum(each, sums[0].power) for each, _ in leaves):
-        return sums[0]
-    powers = {each.power for each, _ in leaves if not each.is_zero}
-    if len(powers) > 1:
-        return mixed("adds what depends on the number of rows in two ways")
-    found = joined(leaves, step.out_rank, same_power=False)
-    return found.times(max(powers, default=0))
+    return added(step.leaves(), step.out_rank)
 
 
 @rule("Multiply Divide TrueDivide DivideNoNan")
 def _multiplied(step: Step) -> Placed:
-    (one, rank), (other, other_rank) = step.leaves()
+    one, other = step.placed()
     divides = step.name != "Multiply"
     power = one.power - other.power if divides else one.power + other.power
     if one.is_sum or (other.is_sum and not divides):
         if (one if other.is_sum else other).is_same:
             return replace(SUM, power=power)
         return mixed("multiplies a sum over rows by more than a constant")
-    pair = [(one, rank), (other, other_rank)]
-    return joined(pair, step.out_rank, same_power=False).times(power)
+    return joined(step.leaves(), step.out_rank, same_power=False).times(power)
 
 
 @rule("Where")
 def _where(step: Step) -> Placed:
     condition, *chosen = step.leaves("condition", "x1", "x2")
-    sums = [each for each, _ in chosen if each.is_sum]
-    if (
-        condition[0].is_constant
-        and sums
-        and all(as_sum(each, sums[0].power) for each, _ in chosen)
-    ):
-        return sums[0]
+    if condition[0].is_constant:
+        return added(chosen, step.out_rank)
     return joined([condition, *chosen], step.out_rank)
 
 
@@ -118,7 +94,7 @@ def _constant(step: Step) -> Placed:
 @rule("filled")
 def _filled(step: Step) -> Placed:
     placed = rows_of_shapes(step.out_shapes(), step.counts)
-    (entry,) = step.placements.placed([node.args for node in step.nodes])
+    (entry,) = step.given(0)
     if not entry.is_constant:
         raise MixesRows("fills a tensor with what depends on rows")
     return replace(placed, is_zero=entry.is_zero)

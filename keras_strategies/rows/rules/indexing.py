@@ -11,53 +11,37 @@ from keras_strategies.rows.placed import (
     Placed,
     joined,
     mixed,
-    not_along,
     rows_of_shapes,
-    varying_axis,
 )
+from keras_strategies.rows.propagation import Step, numbers_as_array, rule
 from keras_strategies.rows.row_tensors import (
     RowCount,
     RowTensor,
     is_array,
     shape_of,
 )
-from keras_strategies.rows.rules.step import Step, numbers_as_array, rule
 
 
 @rule("Slice")
 def _sliced(step: Step) -> Placed:
-    (placed,), start = step.placed("inputs"), step.static("start_indices")
-    if not placed.has_axis:
-        is_fixed = varying_axis(step.out_shapes()) is None
-        return placed if is_fixed else mixed("takes as much as there are rows")
-    pairs = zip(step.shapes("inputs"), step.out_shapes(), strict=True)
-    if all(before[placed.axis] == after[placed.axis] for before, after in pairs):
-        return placed
-    return mixed(f"takes rows from {start}")
+    step.static("start_indices")
+    return step.placed("inputs")[0]
 
 
 @rule("SliceUpdate")
 def _slice_updated(step: Step) -> Placed:
     step.static("start_indices")
-    placed = joined(step.leaves("inputs", "updates"), step.rank("inputs"))
-    if not placed.has_axis:
-        return placed
-    leaves = step.placed("inputs", "updates")
-    if not all(each.is_rows for each in leaves):
+    leaves = step.leaves("inputs", "updates")
+    placed = joined(leaves, step.rank("inputs"))
+    if placed.is_rows and not all(each.is_rows for each, _ in leaves):
         return mixed("replaces entries of rows by a constant")
-    pairs = zip(step.shapes("inputs"), step.shapes("updates"), strict=True)
-    if all(one[placed.axis] == two[placed.axis] for one, two in pairs):
-        return placed
-    return mixed("replaces rows")
+    return placed
 
 
 @rule("GetItem")
 def _item(step: Step) -> Placed:
     (placed,), rank = step.placed("x"), step.rank("x")
-    keys = [_expanded(key, rank) for key in step.values("key")]
-    if any("bool" in str(getattr(part, "dtype", "")) for part in keys[0]):
-        return mixed("takes as many entries as a mask says")
-    return _indexed(step, placed, keys)
+    return _indexed(step, placed, [_expanded(key, rank) for key in step.values("key")])
 
 
 def _expanded(key: Any, rank: int) -> list[Any]:
@@ -119,9 +103,8 @@ def _indexed(step: Step, placed: Placed, keys: list[list[Any]]) -> Placed:
     if index.is_mixed:
         return index
     if index.is_rows and not placed.is_constant:
-        is_hidden = index.axis is None and index == placed
-        return index if is_hidden else mixed("takes entries of rows by row")
-    if len(picked) > 1 and placed.has_axis:
+        return mixed("takes entries of rows by row")
+    if len(picked) > 1 and placed.is_rows:
         return mixed("takes entries by several indices")
     return step.moved(index if index.is_rows else placed)
 
@@ -139,12 +122,7 @@ def _taken(step: Step) -> Placed:
 @rule("OneHot MultiHot")
 def _one_hot(step: Step) -> Placed:
     placed, rank = step.leaves()[0]
-    placed = joined([(placed, rank)], rank)
-    if not placed.has_axis:
-        return placed
-    if step.name == "MultiHot" and placed.axis == rank - 1:
-        return mixed("encodes all rows at once")
-    return step.moved(placed)
+    return step.moved(joined([(placed, rank)], rank))
 
 
 @rule("Digitize SearchSorted IsIn")
@@ -157,13 +135,6 @@ def _by_table(step: Step) -> Placed:
     return joined(step.leaves(values), step.rank(values))
 
 
-@rule("InTopK")
-def _in_top_k(step: Step) -> Placed:
-    targets, predictions = step.placed("targets")[0], step.placed("predictions")[0]
-    placed = joined([(targets, 0), (predictions, 0)], 0)
-    return not_along(placed, -1, step.rank("predictions"))
-
-
 @rule("Scatter ScatterUpdate")
 def _scattered(step: Step) -> Placed:
     (index,) = step.placed("indices")
@@ -173,14 +144,14 @@ def _scattered(step: Step) -> Placed:
     into = step.placed("inputs") if step.name == "ScatterUpdate" else []
     if not index.is_constant:
         return mixed("scatters to rows")
-    if placed.has_axis:
+    if placed.is_rows:
         before = step.rank("indices") - 1
         if placed.axis < before:
             return mixed("scatters rows")
         placed = placed.at(placed.axis - before + depth)
     rank = rank - step.rank("indices") + 1 + depth
     found = joined([(placed, rank), *((each, rank) for each in into)], rank)
-    if found.has_axis and found.axis is not None and found.axis < depth:
+    if found.is_rows and found.axis < depth:
         return mixed("scatters to rows")
     if found.is_rows and any(each.is_same for each in [placed, *into]):
         return mixed("scatters rows to a constant")
@@ -196,7 +167,7 @@ def _segments(step: Step) -> Placed:
         return joined([(data, 0)], 0) if data.is_sum else data
     both = joined([(data, 0), (segments, 0)], 0)
     is_sum = step.name == "SegmentSum" and data.is_rows and segments.is_rows
-    if both.has_axis and is_sum and data == segments:
+    if both.is_rows and is_sum and data == segments:
         if step.attribute("num_segments") is None:
             return mixed("goes over rows")
         return SUM

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from string import ascii_letters
 
 from keras_strategies.rows.placed import SAME, SUM, Placed, joined, mixed, not_along
+from keras_strategies.rows.propagation import Step, rule
 from keras_strategies.rows.row_placements import RowKind
-from keras_strategies.rows.rules.step import Step, rule
+from keras_strategies.rows.rules.shapes import in_order
 
 
 def _contracted(step: Step, labels: Sequence[str], output: str) -> Placed:
@@ -30,9 +30,7 @@ def _contracted(step: Step, labels: Sequence[str], output: str) -> Placed:
         return replace(SUM, power=power)
     if not rows:
         return SAME.times(power)
-    if any(each.axis is None for each, _ in rows):
-        return joined([(each, 0) for each in leaves], 0)
-    along = {own[each.axis] for each, own in rows if each.axis is not None}
+    along = {own[each.axis] for each, own in rows}
     if len(along) > 1 or len({each.layout for each, _ in rows}) > 1:
         return mixed("multiplies rows by others")
     (label,) = along
@@ -50,18 +48,15 @@ def _einsum(step: Step) -> Placed:
     text = step.attribute("subscripts").replace(" ", "")
     inputs, arrow, output = text.partition("->")
     labels = inputs.split(",")
-    ranks = [rank for _, rank in step.leaves()]
-    if "..." in text:
-        extra = [
-            rank - len(own) + 3 if "..." in own else 0
-            for own, rank in zip(labels, ranks, strict=True)
-        ]
-        free = [letter for letter in ascii_letters if letter not in text][: max(extra)]
-        fill = {k: "".join(free[len(free) - k :]) for k in range(len(free) + 1)}
-        labels = [
-            own.replace("...", fill[k]) for own, k in zip(labels, extra, strict=True)
-        ]
-        output = output.replace("...", fill[max(extra)])
+    # Letters of further axes, the last one first.
+    free = "".join(letter for letter in ascii_letters if letter not in text)
+    most = 0
+    for i, (own, (_, rank)) in enumerate(zip(labels, step.leaves(), strict=True)):
+        if "..." in own:
+            more = rank - len(own) + 3
+            labels[i] = own.replace("...", free[:more][::-1])
+            most = max(most, more)
+    output = output.replace("...", free[:most][::-1])
     if not arrow:
         every = "".join(labels)
         output = "".join(sorted(x for x in set(every) if every.count(x) == 1))
@@ -112,13 +107,10 @@ def _outer(step: Step) -> Placed:
     (x, _), (y, _) = step.leaves()
     if y.is_rows:
         return mixed("takes rows for another axis")
-    if not x.has_axis or not y.is_same:
+    if not x.is_rows or not y.is_same:
         return _contracted(step, ["a", "b"], "ab")
-    shape = step.shapes("x1")[0]
-    blocks = math.prod(shape[: x.axis]) * x.blocks
-    multiple = math.prod(shape[x.axis + 1 :]) * x.multiple
-    power = x.power + y.power
-    return replace(x, axis=0, blocks=blocks, multiple=multiple, power=power)
+    flat = [shape[:1] for shape in step.out_shapes()]
+    return in_order(x, step.shapes("x1")[0], flat).times(y.power)
 
 
 @rule("Kron")
@@ -126,7 +118,7 @@ def _kron(step: Step) -> Placed:
     (x, rank), (y, other_rank) = step.leaves()
     if y.is_rows:
         return mixed("multiplies rows")
-    if not x.has_axis or not y.is_same or rank != other_rank:
+    if not x.is_rows or not y.is_same or rank != other_rank:
         return joined([(x, 0), (y, 0)], 0)
     size = step.shapes("x2")[0][x.axis]
     return replace(x, multiple=x.multiple * size, power=x.power + y.power)

@@ -14,37 +14,28 @@ from keras_strategies.rows.placed import (
     mixed,
     not_along,
 )
-from keras_strategies.rows.rules.step import Step, rule
+from keras_strategies.rows.propagation import Step, rule
 
 
 def _reduced(step: Step, name: str = "x") -> tuple[Placed, bool, Placed]:
     """The argument, whether its rows are reduced, and the result if they are not."""
     placed, rank = step.placed(name)[0], step.rank(name)
-    axes = step.attribute("axes", step.attribute("axis"))
-    if placed.has_axis and placed.axis in axes_of(axes, rank):
+    if placed.is_rows and placed.axis in axes_of(step.axis, rank):
         return placed, True, placed
     return placed, False, step.moved(placed)
 
 
-@rule("Sum Mean Nansum CountNonzero")
+@rule("Sum Mean Nansum CountNonzero Average")
 def _summed(step: Step) -> Placed:
     placed, over_rows, rest = _reduced(step)
-    if placed.is_sum and step.name not in ("Sum", "Mean"):
-        return mixed("is not a linear function of a sum over rows")
-    if step.name in ("CountNonzero", "Nansum") and placed.power:
-        return mixed("depends on the number of rows")
-    if not over_rows:
-        return rest
-    return replace(SUM, power=placed.power - (step.name == "Mean"))
-
-
-@rule("Average")
-def _averaged(step: Step) -> Placed:
-    placed, over_rows, rest = _reduced(step)
-    weights = step.placed("weights")
+    if step.name in ("CountNonzero", "Nansum"):
+        rest = joined([(rest, 0)], 0)
+    weights = step.placed("weights") if step.name == "Average" else []
     if any(not each.is_same for each in weights) or (over_rows and weights):
         return mixed("weighs rows")
-    return replace(SUM, power=placed.power - 1) if over_rows else rest
+    if not over_rows or rest.is_mixed:
+        return rest
+    return replace(SUM, power=placed.power - (step.name in ("Mean", "Average")))
 
 
 @rule(
@@ -54,19 +45,18 @@ def _averaged(step: Step) -> Placed:
 )
 def _reduction(step: Step) -> Placed:
     name = "y" if step.name == "Trapezoid" else "x"
-    placed, over_rows, rest = _reduced(step, name)
+    _, over_rows, rest = _reduced(step, name)
     if over_rows:
         return mixed("goes over all rows")
-    others = [n for n in step.arguments[0] if n not in (name, "q")]
-    if any(not each.is_constant for each in step.placed(*others)) if others else False:
+    if not _are_constants(step, name):
         return mixed("has another argument that depends on rows")
-    if placed.is_sum or placed.power:
-        return joined([(placed, 0)], 0)
-    if "q" in step.arguments[0]:
-        (q,) = step.placed("q")
-        if not q.is_constant:
-            return mixed("has quantiles that depend on rows")
-    return rest
+    return joined([(rest, 0)], 0)
+
+
+def _are_constants(step: Step, name: str) -> bool:
+    """Whether all arguments but one are the same for any number of rows."""
+    others = [p for n in step.arguments[0] if n != name for p in step.placed(n)]
+    return all(each.is_constant for each in others)
 
 
 @rule("Moments")
@@ -87,25 +77,22 @@ _LINEAR = frozenset(["Cumsum", "Diff", "Flip", "Fliplr", "Flipud", "Roll", "Rot9
 @rule("TopK")
 def _along(step: Step) -> Placed:
     """A function along an axis, or several, with as many axes as its argument."""
-    fixed = {"Fliplr": 1, "Flipud": 0, "TopK": -1}
-    axis = step.attribute("axes", step.attribute("axis", fixed.get(step.name)))
     leaves = step.leaves()
     placed = leaves[0][0]
     if step.name == "Argpartition" and keras.backend.backend() == "tensorflow":
         # Keras 3.15 and 3.16: entries that any row has chosen are taken from all.
         text = "is computed from all rows by Keras on TensorFlow"
-        return mixed(text) if placed.has_axis else placed
+        return mixed(text) if placed.is_rows else placed
     if step.name not in _LINEAR:
         placed = joined(leaves, step.out_rank)
-    return not_along(placed, axis, step.out_rank)
+    return not_along(placed, step.axis, step.out_rank)
 
 
 @rule("LayerNorm RMSNorm BatchNorm")
 def _normalized(step: Step) -> Placed:
     rank = step.rank("x")
     placed = joined(step.leaves("x"), rank)
-    others = [p for n in step.arguments[0] if n != "x" for p in step.placed(n)]
-    if any(not each.is_constant for each in others):
+    if not _are_constants(step, "x"):
         return mixed("normalizes by what depends on rows")
     axis = step.attribute("axis")
     if step.name == "LayerNorm" and not isinstance(axis, (list, tuple)):
@@ -113,11 +100,10 @@ def _normalized(step: Step) -> Placed:
     return not_along(placed, axis, rank)
 
 
-@rule("CategoricalCrossentropy SparseCategoricalCrossentropy")
-def _crossentropy(step: Step) -> Placed:
-    rank = step.rank("output")
-    axis = int(step.attribute("axis")) % rank
-    target, output = step.placed("target")[0], step.placed("output")[0]
+@rule("CategoricalCrossentropy SparseCategoricalCrossentropy InTopK")
+def _of_classes(step: Step) -> Placed:
+    (target, _), (output, rank) = step.leaves()
+    axis = int(step.axis) % rank
     output = joined([(not_along(output, axis, rank), rank)], rank)
     if step.name.startswith("Cat"):
         target = not_along(target, axis, rank)

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 from keras_strategies.rows.placed import (
     Placed,
-    are_equal,
-    as_sum,
+    Shape,
+    added,
     axes_of,
     joined,
     mixed,
+    place_constant,
     rows_of_shapes,
     varying_axis,
 )
-from keras_strategies.rows.rules.step import Step, of_axis, rule
+from keras_strategies.rows.propagation import Step, of_axis, rule
 
 
 @of_axis("Rearrange", "tensor")
@@ -40,20 +42,24 @@ def _rearranged(step: Step, placed: Placed) -> Placed:
 
 @of_axis("Reshape Ravel")
 def _reshaped(step: Step, placed: Placed) -> Placed:
-    into = varying_axis(step.out_shapes())
-    before, after = step.shapes("x")[0], step.out_shapes()[0]
+    return in_order(placed, step.shapes("x")[0], step.out_shapes())
+
+
+def in_order(placed: Placed, before: Shape, shapes: Sequence[Shape]) -> Placed:
+    """The placement of the same entries in other shapes."""
+    into, after = varying_axis(shapes), shapes[0]
     if into is None:
         return mixed("loses the rows")
     blocks = math.prod(before[: placed.axis]) * placed.blocks
     multiple = math.prod(before[placed.axis + 1 :]) * placed.multiple
-    blocks, rest = divmod(blocks, math.prod(after[:into]))
-    multiple, other_rest = divmod(multiple, math.prod(after[into + 1 :]))
-    if rest or other_rest:
-        return mixed("splits the rows in another order")
+    # If they do not divide, the rows are not as many as the entries there.
+    blocks //= math.prod(after[:into])
+    multiple //= math.prod(after[into + 1 :])
     return replace(placed, axis=into, blocks=blocks, multiple=multiple)
 
 
 @of_axis("Transpose Swapaxes Moveaxis ExpandDims Squeeze")
+@of_axis("Split ArraySplit Hsplit Vsplit Dsplit Unstack")
 def _permuted(step: Step, placed: Placed) -> Placed:
     is_squeeze = step.name == "Squeeze" and step.attribute("axis") is None
     if is_squeeze and step.placements.is_any:
@@ -69,9 +75,7 @@ def _broadcast(step: Step) -> Placed:
         if placed.is_constant:
             return rows_of_shapes(step.out_shapes(), step.counts)
         return mixed("repeats a value for each row")
-    if placed.is_sum or not placed.is_rows:
-        return placed
-    return joined([(placed, rank)], step.out_rank)
+    return joined([(placed, rank)], step.out_rank) if placed.is_rows else placed
 
 
 @rule("Repeat Tile Pad")
@@ -83,11 +87,11 @@ def _longer(step: Step) -> Placed:
         if (placed.is_sum or placed.power) and not is_linear:
             return mixed("pads a sum over rows, or what depends on their number")
     into = varying_axis(after)
-    if step.name == "Repeat" and (placed.has_axis or into is None):
-        counts = [node.operation.repeats for node in step.nodes]
-        if not all(are_equal(counts[0], each) for each in counts):
+    if step.name == "Repeat" and (placed.is_rows or into is None):
+        repeats = [node.operation.repeats for node in step.nodes]
+        if not place_constant(repeats, step.counts).is_constant:
             return mixed("repeats as often as the number of rows says")
-    if not placed.has_axis:
+    if not placed.is_rows:
         if into is None:
             return placed
         is_one = ((1,) * len(after[0]) + before[0])[into - len(after[0])] == 1
@@ -97,12 +101,12 @@ def _longer(step: Step) -> Placed:
     axis = placed.axis + len(after[0]) - len(before[0])
     if step.name == "Repeat" and step.attribute("axis") is None:
         return mixed("repeats entries of all rows")
-    ratio, rest = divmod(after[0][axis], before[0][placed.axis])
+    ratio = after[0][axis] // before[0][placed.axis]
     if step.name == "Repeat" and int(step.attribute("axis")) % len(after[0]) == axis:
         if not isinstance(step.attribute("repeats"), int):
             return mixed("changes the number of rows")
         return replace(placed, axis=axis, multiple=placed.multiple * ratio)
-    if rest or (step.name == "Pad" and ratio != 1):
+    if step.name == "Pad" and ratio != 1:
         return mixed("changes the number of rows")
     return replace(placed, axis=axis, blocks=placed.blocks * ratio)
 
@@ -110,34 +114,10 @@ def _longer(step: Step) -> Placed:
 @rule("Concatenate Append Hstack Vstack Dstack Stack")
 def _concatenated(step: Step) -> Placed:
     leaves = step.leaves()
-    rank, out_rank = leaves[0][1], step.out_rank
-    fixed = {"Hstack": 1 if rank > 1 else 0, "Vstack": 0, "Dstack": 2}
-    axis = fixed.get(step.name, step.attribute("axis"))
-    if axis is None:
-        return mixed("appends flat rows")
-    axis = int(axis) % out_rank
-    sums = [each for each, _ in leaves if each.is_sum]
-    if sums and all(as_sum(each, sums[0].power) for each, _ in leaves):
-        return sums[0]
-    powers = {each.power for each, _ in leaves}
-    found = joined(leaves, rank, same_power=len(powers) > 1)
-    if found.has_axis:
-        if any(each.is_same for each, _ in leaves):
-            return mixed("joins rows with a constant")
-        if step.name != "Stack" and found.axis == axis:
-            return mixed("has rows of one argument after those of another")
-        found = step.moved(found)
-    return found.times(max(powers)) if len(powers) == 1 else found
-
-
-@of_axis("Split ArraySplit Hsplit Vsplit Dsplit Unstack")
-def _split(step: Step, placed: Placed) -> Placed:
-    rank = step.rank("x")
-    fixed = {"Hsplit": 1 if rank > 1 else 0, "Vsplit": 0, "Dsplit": 2}
-    axis = fixed.get(step.name, step.attribute("axis", 0)) % rank
-    if placed.axis == axis:
-        return mixed("takes rows apart")
-    return step.moved(placed)
+    found = added(leaves, leaves[0][1])
+    if found.is_rows and any(each.is_same for each, _ in leaves):
+        return mixed("joins rows with a constant")
+    return step.moved(found)
 
 
 @of_axis("Diagonal Trace")

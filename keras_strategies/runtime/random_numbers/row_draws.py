@@ -58,14 +58,13 @@ class OwnRows:
 class RowDraws(abc.ABC):
     """The draws of one replica in one computation.
 
-    Args:
+    Attributes:
         is_partitioned: bool, whether numbers are drawn in blocks of rows, for engines
             with generators that are sequences; else they are those of Keras without a
             strategy.
     """
 
-    def __init__(self, is_partitioned: bool = False):
-        self.is_partitioned = is_partitioned
+    is_partitioned: bool
 
     @abc.abstractmethod
     def next_draw(self, length: int | None) -> OwnRows | None:
@@ -77,16 +76,7 @@ class RowDraws(abc.ABC):
         """
 
 
-class AllRows(RowDraws):
-    """Partitioned draws of all rows, outside of calls that are split."""
-
-    def __init__(self) -> None:
-        super().__init__(is_partitioned=True)
-
-    def next_draw(self, length: int | None) -> OwnRows | None:
-        return None
-
-
+@dataclass(eq=False)
 class DrawsOfRun(RowDraws):
     """The draws of one replica in a function of `run`, of which nothing is proved.
 
@@ -98,11 +88,8 @@ class DrawsOfRun(RowDraws):
         is_partitioned: bool, see `RowDraws`.
     """
 
-    def __init__(
-        self, rows: Callable[[], OwnRows | None], is_partitioned: bool = False
-    ):
-        super().__init__(is_partitioned)
-        self._rows = rows
+    _rows: Callable[[], OwnRows | None]
+    is_partitioned: bool = False
 
     @functools.cached_property
     def rows(self) -> OwnRows | None:
@@ -124,28 +111,20 @@ def rows_of_arguments(calls: Sequence[Any]) -> list[Any]:
         calls: for each replica, the structure of its arguments.
     """
     for column in zip(*map(keras.tree.flatten, calls), strict=False):
-        shapes = [getattr(leaf, "shape", None) for leaf in column]
         is_shared = len(column) > 1 and all(leaf is column[0] for leaf in column)
-        if (
-            is_shared
-            or isinstance(column[0], keras.Variable)
-            or not all(map(_has_axes, shapes))
-        ):
-            continue
-        return [
-            keras.ops.shape(leaf)[0] if shape[0] is None else shape[0]
-            for leaf, shape in zip(column, shapes, strict=True)
-            if shape is not None
-        ]
+        is_variable = isinstance(column[0], keras.Variable)
+        if all(map(_has_axes, column)) and not (is_shared or is_variable):
+            lengths = [(leaf, leaf.shape[0]) for leaf in column]
+            return [keras.ops.shape(x)[0] if n is None else n for x, n in lengths]
     return []
 
 
-def _has_axes(shape: Any) -> bool:
-    return (
-        shape is not None and getattr(shape, "rank", 1) is not None and bool(len(shape))
-    )
+def _has_axes(leaf: Any) -> bool:
+    # A shape of TensorFlow's of which nothing is known is false.
+    return len(getattr(leaf, "shape", None) or ()) > 0
 
 
+@dataclass(eq=False)
 class ProvedDraws(RowDraws):
     """The draws of one replica in a layer call.
 
@@ -157,18 +136,11 @@ class ProvedDraws(RowDraws):
         is_partitioned: bool, see `RowDraws`.
     """
 
-    def __init__(
-        self,
-        multiples: Sequence[int],
-        rows: OwnRows,
-        name: str,
-        is_partitioned: bool = False,
-    ):
-        super().__init__(is_partitioned)
-        self._multiples = multiples
-        self._rows = rows
-        self._name = name
-        self._count = 0
+    _multiples: Sequence[int]
+    _rows: OwnRows
+    _name: str
+    is_partitioned: bool = False
+    _count: int = 0
 
     def next_draw(self, length: int | None) -> OwnRows | None:
         """The entries of the next draw; None if all rows share it.

@@ -8,7 +8,6 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.data.experimental.ops import distribute
-from tensorflow.python.data.ops import zip_op
 
 from keras_strategies.keras_compat.private_names import Private
 
@@ -27,11 +26,6 @@ PRIVATE_NAMES = (
         f"{_PYTHON}.data.ops.shuffle_op._ShuffleDataset",
         ("_seed", "_seed2"),
         "Pipelines with an order that cannot be repeated.",
-    ),
-    Private(
-        f"{_PYTHON}.data.ops.zip_op",
-        ("_ZipDataset",),
-        "The order of rows in Keras's datasets of arrays.",
     ),
     Private(
         f"{_PYTHON}.data.ops.readers.TFRecordDatasetV2",
@@ -84,7 +78,8 @@ def indices_and_arrays(dataset: tf.data.Dataset) -> tf.data.Dataset:
     Returns:
         A dataset of pairs: the indices of a global batch, and the arrays.
     """
-    return next(d for d in _pipeline(dataset) if isinstance(d, zip_op._ZipDataset))
+    zipped = type(tf.data.Dataset.zip(tf.data.Dataset.range(1)))
+    return next(each for each in _pipeline(dataset) if isinstance(each, zipped))
 
 
 def _pipeline(dataset: tf.data.Dataset) -> Iterator[Any]:

@@ -41,7 +41,6 @@ PRIVATE_NAMES = (
             "depthwise_conv2d_native",
             "max_pool",
             "max_pool3d",
-            "max_pool_v2",
             "max_pool_with_argmax",
         ),
         "Kernels that fail on a replica without rows.",
@@ -79,7 +78,6 @@ FAILING_KERNELS = {
     "depthwise_conv2d_native": "DepthwiseConv2dNative",
     "max_pool": "MaxPool",
     "max_pool3d": "MaxPool3D",
-    "max_pool_v2": "MaxPoolV2",
     "max_pool_with_argmax": "MaxPoolWithArgmax",
 }
 

@@ -12,9 +12,6 @@ import tensorflow as tf
 from tensorflow.python.autograph.core import config as autograph_config
 from tensorflow.python.autograph.operators import control_flow
 from tensorflow.python.distribute import distribute_lib
-from tensorflow.python.eager import context as eager_context
-from tensorflow.python.eager.polymorphic_function import polymorphic_function
-from tensorflow.python.framework import ops
 from tensorflow.python.ops import (
     control_flow_util,
 )
@@ -26,11 +23,6 @@ from keras_strategies.runtime.once import once
 _PYTHON = "tensorflow.python"
 
 PRIVATE_NAMES = (
-    Private(
-        f"{_PYTHON}.eager.context",
-        ("FunctionCallOptions",),
-        "The options of programs.",
-    ),
     Private(
         f"{_PYTHON}.eager.context.Context",
         ("function_call_options",),
@@ -59,16 +51,6 @@ PRIVATE_NAMES = (
             "_push_per_thread_mode",
         ),
         "Keras on replicas runs under the default strategy.",
-    ),
-    Private(
-        f"{_PYTHON}.eager.polymorphic_function.polymorphic_function",
-        ("Function",),
-        "Functions that replicas call are traced in copies.",
-    ),
-    Private(
-        f"{_PYTHON}.framework.ops",
-        ("colocate_with",),
-        "Copies of variables are assigned on their own devices.",
     ),
     Private(
         f"{_PYTHON}.ops.control_flow_util",
@@ -162,13 +144,16 @@ def _changed_options(
 ) -> Any:
     config = tf.compat.v1.ConfigProto.FromString(serialized)
     change(config)
-    return eager_context.FunctionCallOptions(executor_type, config)
+    return type(program_options())(executor_type, config)
 
 
 def without_colocation() -> contextlib.AbstractContextManager[None]:
     """A context without colocation constraints: the device alone places operations."""
+    if tf.executing_eagerly():
+        return contextlib.nullcontext()
+    graph = tf.compat.v1.get_default_graph()
     context: contextlib.AbstractContextManager[None]
-    context = ops.colocate_with(None, ignore_existing=True)
+    context = graph.colocate_with(None, ignore_existing=True)
     return context
 
 
@@ -215,7 +200,7 @@ def functions_copied() -> Iterator[None]:
 
 @once
 def _copy_functions_of_threads() -> None:
-    kind = polymorphic_function.Function
+    kind: Any = type(tf.function(lambda: None))
     original = kind.__call__
 
     @functools.wraps(original)

@@ -35,7 +35,6 @@ PRIVATE_NAMES = (
             "_lazy_read",
             "_read_variable_op",
             "_restore_from_tensors",
-            "_shape",
             "_strided_slice_assign",
             "_unique_id",
         ),
@@ -200,7 +199,7 @@ class UnreadVariable(resource_variable_ops._UnreadVariable):  # type: ignore[mis
         super().__init__(
             handle=variable.handle,
             dtype=variable.dtype,
-            shape=variable._shape,
+            shape=variable.shape,
             in_graph_mode=variable._in_graph_mode,
             parent_op=operation,
             unique_id=variable._unique_id,

@@ -25,7 +25,7 @@ from keras_strategies.errors import ContextError
 from keras_strategies.runtime.random_numbers import keras_draws
 from keras_strategies.runtime.random_numbers.keras_draws import KerasDraw, own_of_all
 from keras_strategies.runtime.random_numbers.row_draws import (
-    AllRows,
+    DrawsOfRun,
     OwnRows,
     RowDraws,
     drawing,
@@ -40,7 +40,7 @@ def seeing_draws() -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def partitioned_step() -> Iterator[None]:
     """Context of a step, in which draws outside of layer calls are partitioned."""
-    with drawing(AllRows()), seeing_draws():
+    with drawing(DrawsOfRun(lambda: None, is_partitioned=True)), seeing_draws():
         yield
 
 
