@@ -202,7 +202,7 @@ class StepExecution:
             may_be_table = (
                 description.kind == "weight"
                 and len(description.shape) == 2
-                and "float" in description.dtype
+                and ("float" in description.dtype or description.is_idle)
                 and description.regularizer is None
             )
             (tables if may_be_table else others).append(variable)
