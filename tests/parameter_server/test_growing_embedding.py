@@ -19,6 +19,8 @@ from keras_strategies.training.id_table import IdTable, initial_rows, keys_of
 from parameter_server import clusters
 
 CAPACITY = 40
+#: Keras on TensorFlow squares the gradients of equal ids of a batch one by one.
+IS_LINEAR = keras.backend.backend() == "tensorflow"
 
 
 # Rows of ids
@@ -141,7 +143,8 @@ def build():
             keras.layers.Dense(1),
         ]
     )
-    model.compile(keras.optimizers.Adagrad(0.1), "mse")
+    momentum = keras.optimizers.SGD(0.01, momentum=0.9)
+    model.compile(momentum if IS_LINEAR else keras.optimizers.Adagrad(0.1), "mse")
     return model, table
 
 
@@ -233,8 +236,9 @@ def test_an_expired_row_begins_again_with_its_slots() -> None:
     assert used.max() == 0 or table.rows(np.array([2**41])).max() == 0
     values = clusters.values([table.embeddings, model.optimizer.variables[2]])
     assert (values[0][1:] == 0).all() and values[0][0].any()
-    np.testing.assert_allclose(values[1][1:], 0.1)
-    assert (values[1][0] > 0.1).any()
+    initial = 0.0 if IS_LINEAR else 0.1
+    np.testing.assert_allclose(values[1][1:], initial)
+    assert (abs(values[1][0]) > initial).any()
 
 
 def bytes_moved(strategy) -> float:

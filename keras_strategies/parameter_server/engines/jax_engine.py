@@ -231,9 +231,7 @@ def _array(value: Any) -> np.ndarray:
 
 def _assign(variables: Any, values: Any) -> None:
     for variable, value in zip(variables, values, strict=True):
-        # Of integer tables, gradients return new objects of the rows of a batch.
-        is_complete = tuple(value.shape) == tuple(variable.shape)
-        if is_complete and value is not variable.value:
+        if value is not variable.value:
             variable.assign(value)
 
 
