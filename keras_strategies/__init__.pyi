@@ -6,6 +6,7 @@ from keras_strategies import cluster_resolver as cluster_resolver
 from keras_strategies import coordinator as coordinator
 from keras_strategies import errors as errors
 from keras_strategies import experimental as experimental
+from keras_strategies import layers as layers
 from keras_strategies.collectives import CrossDeviceOps as CrossDeviceOps
 from keras_strategies.collectives import (
     HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,

@@ -38,6 +38,7 @@ GROUPS = {
     "public modules": {
         "__init__",
         "callbacks",
+        "layers",
         "cluster_resolver",
         "coordinator",
         "experimental",

@@ -54,6 +54,9 @@ class VariableHost(Protocol):
     def write_pieces(self, variable: Any, pieces: Iterable[tuple[int, Any]]) -> None:
         """Sets consecutive rows, each pair of a first row and an array."""
 
+    def write_durably(self, write: Callable[[], None]) -> None:
+        """Calls `write` until what it has written cannot be lost."""
+
     def places(self, variable: Any) -> list[tuple[str, int, int]]:
         """Device, first row and the row after the last of each part."""
 

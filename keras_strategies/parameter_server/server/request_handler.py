@@ -7,6 +7,7 @@ import contextlib
 import math
 import os
 import pickle
+import secrets
 import time
 from collections.abc import Callable
 from typing import Any
@@ -52,6 +53,7 @@ class ParameterServer:
         self, index: int, snapshots: str | None = None, interval: float | None = None
     ):
         self._index = index
+        self._process = secrets.token_hex(8)
         self._engine = parameter_server_engine()
         self._updaters: dict[int, OptimizerUpdater] = {}
         self._optimizers: dict[int, bytes] = {}
@@ -307,6 +309,12 @@ class ParameterServer:
         self._begin_snapshot()
         self._finish_snapshot(waits=True)
         return str(self._snapshots.path)
+
+    def on_flush(self, is_written: bool) -> str:
+        """Writes a snapshot, if wanted and possible; returns a name of this process."""
+        if is_written and self._snapshots is not None:
+            self.on_snapshot()
+        return self._process
 
     def _begin_snapshot(self) -> None:
         """Begins a snapshot, unless the last one has the present state."""

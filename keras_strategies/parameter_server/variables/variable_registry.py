@@ -156,7 +156,14 @@ class VariableRegistry:
                 placed = self._places.place(shape, dtype)
                 shards = tuple(ShardRange(p.server, p.start, p.stop) for p in placed)
             description = VariableDescription(
-                number, variable.path, shape, dtype, variable.trainable, kind, shards
+                number,
+                variable.path,
+                shape,
+                dtype,
+                variable.trainable,
+                kind,
+                shards,
+                is_idle=variable.synchronization == "none",
             )
             self._described[number] = description
             if is_sharded(description):
@@ -324,6 +331,16 @@ class VariableRegistry:
             for start, rows in pieces:
                 self._servers.write_rows(description, start, rows)
                 progress.advance(rows.nbytes)
+
+    def write_durably(self, write: Callable[[], None]) -> None:
+        everyone = range(len(self._servers))
+        is_written = False
+        while not is_written:
+            before = self._servers.request_all("flush", dict.fromkeys(everyone, False))
+            write()
+            after = self._servers.request_all("flush", dict.fromkeys(everyone, True))
+            # A server that was restarted may have lost the first of the writes.
+            is_written = before == after
 
     def _progress(
         self, what: str, description: VariableDescription

@@ -214,7 +214,7 @@ class ServerConnections:
             if first < last:
                 key = (description.number, shard.start)
                 own = np.ascontiguousarray(
-                    rows[first - start : last - start], _dtype(description)
+                    rows[first - start : last - start], array_dtype(description)
                 )
                 self.request(shard.server, "write", (key, first - shard.start, own))
 
@@ -243,7 +243,7 @@ class ServerConnections:
 
     def rows(self, description: VariableDescription, ids: np.ndarray) -> np.ndarray:
         """Some rows of a variable, in the order of the ids."""
-        found = np.empty((len(ids), *description.shape[1:]), _dtype(description))
+        found = np.empty((len(ids), *description.shape[1:]), array_dtype(description))
         for shard in description.shards:
             here = (ids >= shard.start) & (ids < shard.stop)
             if here.any():
@@ -271,11 +271,12 @@ def _ranges(
 
 
 def _row_bytes(description: VariableDescription) -> int:
-    itemsize = _dtype(description).itemsize
+    itemsize = array_dtype(description).itemsize
     return int(np.prod(description.shape[1:], dtype=np.int64)) * itemsize
 
 
-def _dtype(description: VariableDescription) -> np.dtype[Any]:
+def array_dtype(description: VariableDescription) -> np.dtype[Any]:
+    """The dtype of a variable's arrays."""
     if description.dtype == "bfloat16":
         import ml_dtypes
 

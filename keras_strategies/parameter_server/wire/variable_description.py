@@ -40,6 +40,8 @@ class VariableDescription:
             (an optimizer's own) or `"local"` (a metric's, on the coordinator).
         shards: its shards.
         regularizer: Keras regularizer of the unsharded variable, or None.
+        is_idle: bool, whether its `synchronization` is `"none"`: steps hardly use it,
+            so of integers, too, only the rows that a step looks up travel.
     """
 
     number: int
@@ -50,6 +52,7 @@ class VariableDescription:
     kind: str
     shards: tuple[ShardRange, ...]
     regularizer: Any = None
+    is_idle: bool = False
 
 
 def is_sharded(description: VariableDescription) -> bool:

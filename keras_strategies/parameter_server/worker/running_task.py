@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from keras_strategies.errors import ContextError
 from keras_strategies.keras_compat.optimizers.optimizer_parts import trained_variables
 from keras_strategies.parameter_server.engines.composite_tensors import is_composite
 from keras_strategies.parameter_server.engines.engine_interface import (
@@ -213,6 +214,12 @@ class WorkerVariableHost:
         for start, rows in pieces:
             value[start : start + len(rows)] = rows
         self.write(variable, value)
+
+    def write_durably(self, write: Callable[[], None]) -> None:
+        raise ContextError(
+            "`adapt` and `expire` write to all parameter servers between two calls of "
+            "`fit`. Call them on the coordinator; `rows` may be called here."
+        )
 
     def places(self, variable: Any) -> list[tuple[str, int, int]]:
         return shard_devices(self._programs.variables.describe(variable))

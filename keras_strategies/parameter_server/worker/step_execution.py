@@ -31,7 +31,10 @@ from keras_strategies.parameter_server.wire.arrays.row_arrays import (
     empty_aligned,
     pad_rows,
 )
-from keras_strategies.parameter_server.wire.server_connections import ServerConnections
+from keras_strategies.parameter_server.wire.server_connections import (
+    ServerConnections,
+    array_dtype,
+)
 from keras_strategies.parameter_server.wire.step_messages import (
     StepReply,
     StepRequest,
@@ -202,7 +205,7 @@ class StepExecution:
             may_be_table = (
                 description.kind == "weight"
                 and len(description.shape) == 2
-                and "float" in description.dtype
+                and ("float" in description.dtype or description.is_idle)
                 and description.regularizer is None
             )
             (tables if may_be_table else others).append(variable)
@@ -303,7 +306,7 @@ class StepExecution:
             if len(pieces) == 1:
                 rows = pad_rows(pieces[0], count)
             else:
-                dtype = pieces[0].dtype if pieces else np.dtype("float32")
+                dtype = pieces[0].dtype if pieces else array_dtype(description)
                 rows = empty_aligned((count, *description.shape[1:]), dtype)
                 rows[len(found) :] = 0
                 if pieces:
