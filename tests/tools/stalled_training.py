@@ -7,11 +7,15 @@ Most stalls are in a batch that the loader reads, or in a callback.
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import itertools
 import json
 import os
+import queue
 import re
+import socket
+import subprocess
 import sys
 import threading
 import time
@@ -48,6 +52,24 @@ def first() -> None:
     time.sleep(LONG)  # stalls first_batch
 
 
+def pipe() -> None:
+    """A file that nobody writes, as on a disk that does not answer."""
+    read, _ = os.pipe()
+    os.read(read, 1)  # stalls pipe
+
+
+def silent_host() -> None:
+    """A server that accepts a connection and sends nothing."""
+    one, other = socket.socketpair()
+    one.recv(1)  # stalls socket
+    other.close()
+
+
+def empty_queue() -> None:
+    """A thread that fills a queue has died."""
+    queue.Queue().get(timeout=LONG)  # stalls queue
+
+
 def busy_loader() -> None:
     all(True for _ in range(10**12))  # stalls busy_loader
 
@@ -61,6 +83,23 @@ def lock() -> None:
     held = threading.Lock()
     held.acquire()
     held.acquire(timeout=LONG)  # stalls lock
+
+
+def file_lock() -> None:
+    """Another process, or another file of this one, has the lock."""
+    with open(folder / "lock", "w") as one, open(folder / "lock", "w") as other:
+        fcntl.flock(one, fcntl.LOCK_EX)
+        fcntl.flock(other, fcntl.LOCK_EX)  # stalls file_lock
+
+
+def thread() -> None:
+    waits = threading.Thread(target=time.sleep, args=(LONG,), daemon=True)
+    waits.start()
+    waits.join()  # stalls thread
+
+
+def program() -> None:
+    subprocess.run(["sleep", str(LONG)])  # stalls program
 
 
 def busy_callback() -> None:
@@ -88,11 +127,17 @@ def stopped() -> None:
 #: Stalls in the twenty-first batch of the loader, and in the callback of that step.
 LOADER: dict[str, Callable[[], None]] = {
     "loader": sleeps,
+    "pipe": pipe,
+    "socket": silent_host,
+    "queue": empty_queue,
     "busy_loader": busy_loader,
     "pattern": slow_pattern,
 }
 CALLBACK: dict[str, Callable[[], None]] = {
     "lock": lock,
+    "file_lock": file_lock,
+    "thread": thread,
+    "program": program,
     "busy_callback": busy_callback,
     "gc": garbage,
     "stop": stopped,

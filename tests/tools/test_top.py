@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ import pytest
 from harness.forker import Forker
 from harness.processes import TIMEOUT, wait_until
 
+from keras_strategies.cluster.resolvers.local_processes import free_addresses
 from keras_strategies.timeline import runs
 from keras_strategies.timeline.watch import Watch
 from keras_strategies.tools import top_command
@@ -29,10 +31,16 @@ STALLS = {
     "loader": (1, "data", "idle", True),
     # Keras looks at the first batch of a generator before its loop.
     "first_batch": (1, "other", "idle", True),
+    "pipe": (1, "data", "idle", True),
+    "socket": (1, "data", "idle", True),
+    "queue": (1, "data", "idle", True),
     "busy_loader": (1, "data", "busy", True),
     # It holds the interpreter: nothing in its process can say the line.
     "pattern": (1, "data", "native", False),
     "lock": (1, "other", "idle", True),
+    "file_lock": (1, "other", "idle", True),
+    "thread": (1, "other", "idle", True),
+    "program": (1, "other", "idle", True),
     "busy_callback": (1, "other", "busy", True),
     "epoch": (1, "other", "idle", True),
     "gc": (1, "gc", "idle", True),
@@ -52,8 +60,15 @@ class Training:
 
     def __init__(self, forker: Forker, folder: Path, kind: str):
         self.stalled = folder / "stalled"
-        logs = [folder / f"log{index}" for index in range(2)]
-        self.workers = forker.start_workers(logs, SCRIPT, kind, str(folder))
+        addresses = free_addresses(2)
+        self.workers = []
+        for index in range(2):
+            task = {"type": "worker", "index": index}
+            config = json.dumps({"cluster": {"worker": addresses}, "task": task})
+            log = folder / f"log{index}"
+            self.workers.append(
+                forker.start(log, SCRIPT, kind, str(folder), TF_CONFIG=config)
+            )
         wait_until(lambda: self.stalled.exists() or self._ended(), "a worker stalls")
         assert not self._ended(), self.text()
 
