@@ -61,6 +61,7 @@ def gaps(
     precision: Precision,
     start: Observed | None = None,
     step: int = 1,
+    other_start: Observed | None = None,
 ) -> dict[Key, float]:
     """The largest difference of each value, relative to its largest magnitude.
 
@@ -72,6 +73,7 @@ def gaps(
         precision: what is rounding.
         start: the values before training.
         step: int, how many updates the variables have had.
+        other_start: the values before the other training, if it began with others.
 
     Returns:
         dict in the order of computation; infinite for other shapes, values that are
@@ -92,7 +94,8 @@ def gaps(
         moved = np.abs(_float(one) - _float(before)).max(initial=0.0)
         size = np.abs(_float(one)).max(initial=0.0)
         rounding = precision.rounding * step * max(size, moved)
-        absolute = np.abs(_float(one) - _float(other)).max(initial=0.0)
+        shift = 0.0 if other_start is None else _float(other_start.values[key] - before)
+        absolute = np.abs(_float(one) - _float(other) + shift).max(initial=0.0)
         if not np.isfinite(absolute):
             gap[key] = relative_gap(one, other, 0.0)
         else:
@@ -146,12 +149,22 @@ def differing(
 
 
 def disturbed(state: Observed, by: float) -> Observed:
-    """A state with weights that are changed in their last digits."""
+    """A state with weights that are changed in their last digits.
+
+    Zeros are changed as if they were the largest value of their tensor, or one: what
+    they are added to is rounded, and they may lie at the kink of an activation.
+    """
     generator = np.random.default_rng(0)
-    values = {
-        key: (value * (1 + by * generator.choice([-1, 1], value.shape))).astype(
+
+    def other(value: np.ndarray) -> np.ndarray:
+        sizes = np.abs(value)
+        sizes = np.where(value == 0, sizes.max(initial=0.0) or 1.0, sizes)
+        return (value + by * sizes * generator.choice([-1, 1], value.shape)).astype(
             value.dtype
         )
+
+    values = {
+        key: other(value)
         if key[0] == "variable" and np.issubdtype(value.dtype, np.floating)
         else value
         for key, value in state.values.items()

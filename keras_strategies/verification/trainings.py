@@ -25,6 +25,7 @@ from keras_strategies.verification.batches import Batch, fit_arguments, read_bat
 from keras_strategies.verification.layer_outputs import OutputNames, model_of_outputs
 
 Step = Callable[[Any, Any, Any], Any]
+_SERVER_RATE = 2.0**10
 #: Kinds of things that are compared, in the order of computation.
 KINDS = (
     "setting",
@@ -55,6 +56,7 @@ class Script:
     resume_after: int | None = None
     kill_after: int | None = None
     is_elastic: bool = False
+    on_servers: bool = False
 
     @property
     def interrupted_after(self) -> int | None:
@@ -115,6 +117,7 @@ class Training:
         self.script, self.strategy = script, strategy
         #: Steps that this training has taken.
         self.steps_taken = 0
+        self._keeps_optimizer = keeps_optimizer
         keras.utils.set_random_seed(script.seed)
         with strategy.scope():
             self.model = script.build()
@@ -133,7 +136,13 @@ class Training:
             )
             self._built()
             if not keeps_optimizer:
-                self.model.optimizer = GradientRecorder()
+                # Servers update rows in processes of their own; a rate that is a power
+                # of two leaves the digits of gradients as they are.
+                self.model.optimizer = (
+                    keras.optimizers.SGD(_SERVER_RATE)
+                    if script.on_servers
+                    else GradientRecorder()
+                )
             optimizer = getattr(self.model, "optimizer", None)
             if optimizer is not None and not optimizer.built:
                 optimizer.build(self.model.trainable_variables)
@@ -257,6 +266,8 @@ class Training:
         """A step of which logs, gradients and values of variables are observed."""
         self.fresh_seed()
         self.steps_taken += 1
+        trained = self.model.trainable_variables
+        before = [copied_value(each) for each in trained]
         if self.script.step is not None:
             [distributed] = self._distributed([batch])
             logs = self._own_step(distributed)
@@ -272,6 +283,11 @@ class Training:
             pairs = zip(recorder.paths, recorder.gradients, strict=True)
             for path, gradient in pairs:
                 found.add("gradient", path, copied_value(gradient))
+        elif not self._keeps_optimizer:
+            for variable, value in zip(trained, before, strict=True):
+                moved = (value - copied_value(variable)) / _SERVER_RATE
+                found.add("gradient", variable.path, moved)
+                variable.assign(value)
         for kind, name, variable in self.variables():
             if kind == "variable":
                 found.add(kind, name, copied_value(variable))

@@ -31,6 +31,21 @@ def shard_of_worker() -> dict[str, Any]:
     return planted_in_fit.data() | {"x": x[:: workers()], "y": y[:: workers()]}
 
 
+class Scaled(keras.layers.Layer):
+    """Multiplies by a number that it is made with."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def call(self, x: Any) -> Any:
+        return x * self.factor
+
+
+def scaled_layer() -> Any:
+    return dense(Scaled(1 / workers()))
+
+
 def table() -> Any:
     layers = keras.layers
     embedded = [keras.Input((3,), dtype="int32"), layers.Embedding(11, 4)]
@@ -48,8 +63,8 @@ def ids() -> dict[str, Any]:
     return {"x": x.astype("int32"), "y": y, "batch_size": 2, "shuffle": False}
 
 
-def step(strategy: Any, model: Any, batch: Any) -> Any:
-    """A sound step of a loop, on a worker."""
+def step(strategy: Any, model: Any, batch: Any, divisor: float = 1.0) -> Any:
+    """A step of a loop, on a worker; sound by default."""
 
     def on_worker(x: Any, y: Any) -> Any:
         def loss_fn() -> Any:
@@ -58,10 +73,15 @@ def step(strategy: Any, model: Any, batch: Any) -> Any:
 
         variables = model.trainable_variables
         loss, grads = ks.value_and_grad(loss_fn, variables)()
-        model.optimizer.apply(grads, variables)
+        model.optimizer.apply([g / divisor for g in grads], variables)
         return loss
 
     return strategy.run(on_worker, args=batch)
+
+
+def divided(strategy: Any, model: Any, batch: Any) -> Any:
+    """Gradients are divided by the workers."""
+    return step(strategy, model, batch, len(strategy.extended.worker_devices))
 
 
 CASES = [
@@ -76,4 +96,6 @@ CASES = [
         by_day=("*",),
     ),
     Planted("server_shard", "data_depends_on_replicas", "batch", data=shard_of_worker),
+    Planted("server_layer", "scaled_by_replicas", "output", scaled_layer),
+    Planted("server_gradient", "scaled_by_replicas", "gradient", step=divided),
 ]

@@ -94,6 +94,33 @@ def test_a_batch_size_of_each_process_is_multiplied_for_one() -> None:
     assert "2 times as many rows" in report.notes[0]
 
 
+@pytest.mark.one_backend("torch")
+@of_torch
+@NIGHTLY
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        ("", ""),
+        ("scaled_rate", "learning_rate_scaled"),
+        ("bare", "one_replica_only"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("package", "train"),
+    [
+        ("accelerate", torch_scripts.of_accelerate),
+        ("lightning_fabric", torch_scripts.of_fabric),
+    ],
+)
+def test_a_script_of_a_trainer(
+    package: str, train: Any, fault: str, cause: str
+) -> None:
+    pytest.importorskip(package, reason=f"{package} is not installed")
+    report = ks.verify_processes(functools.partial(train, fault))
+    assert report.cause == cause, report
+
+
 @pytest.mark.one_backend("jax")
 @pytest.mark.skipif(BACKEND != "jax", reason="`keras.distribution` is one of JAX")
 @NIGHTLY
