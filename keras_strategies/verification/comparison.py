@@ -21,8 +21,10 @@ _PRECISIONS = {
 }
 #: A difference is no noise if it is more than this many times that of one device.
 NOISE_FACTOR = 10.0
-#: Of the largest value of all gradients, or slots of a name: less of one is rounding.
-_OF_OTHERS = 1e-3
+#: Of the largest value of all gradients, or slots of a name: what one is relative to at
+#: least. Times the tolerance this is 4e-7, above the last digit of the largest value; a
+#: gradient that is zero but for rounding is no smaller than that.
+_OF_OTHERS = 2e-2
 #: Rounding of a variable that is updated once, relative to its largest value.
 _ROUNDING = {"float16": 2e-3, "bfloat16": 2e-2}
 _FLOAT_ROUNDING = 4e-7
@@ -94,8 +96,11 @@ def gaps(
         moved = np.abs(_float(one) - _float(before)).max(initial=0.0)
         size = np.abs(_float(one)).max(initial=0.0)
         rounding = precision.rounding * step * max(size, moved)
-        shift = 0.0 if other_start is None else _float(other_start.values[key] - before)
-        absolute = np.abs(_float(one) - _float(other) + shift).max(initial=0.0)
+        other_before = before if other_start is None else other_start.values[key]
+        difference = (
+            _float(one) - _float(before) - (_float(other) - _float(other_before))
+        )
+        absolute = np.abs(difference).max(initial=0.0)
         if not np.isfinite(absolute):
             gap[key] = relative_gap(one, other, 0.0)
         else:
@@ -151,20 +156,21 @@ def differing(
 def disturbed(state: Observed, by: float) -> Observed:
     """A state with weights that are changed in their last digits.
 
-    Zeros are changed as if they were the largest value of their tensor, or one: what
-    they are added to is rounded, and they may lie at the kink of an activation.
+    Zeros are changed as well, relative to the largest value of their tensor, or to one:
+    they may lie at the kink of an activation, and what they are added to is rounded.
+    Noise at a kink does not grow with the disturbance, so `NOISE_FACTOR` is in theirs.
     """
     generator = np.random.default_rng(0)
+    of_zeros = NOISE_FACTOR * min(by, _PRECISIONS["float32"][1])
 
-    def other(value: np.ndarray) -> np.ndarray:
-        sizes = np.abs(value)
-        sizes = np.where(value == 0, sizes.max(initial=0.0) or 1.0, sizes)
-        return (value + by * sizes * generator.choice([-1, 1], value.shape)).astype(
-            value.dtype
-        )
+    def changed(value: np.ndarray) -> np.ndarray:
+        largest = np.abs(value).max(initial=0.0) or 1.0
+        sizes = np.where(value == 0, of_zeros * largest, by * np.abs(value))
+        signs = generator.choice([-1, 1], value.shape)
+        return (value + sizes * signs).astype(value.dtype)
 
     values = {
-        key: other(value)
+        key: changed(value)
         if key[0] == "variable" and np.issubdtype(value.dtype, np.floating)
         else value
         for key, value in state.values.items()

@@ -20,6 +20,7 @@ from keras import layers
 from model_parallel import model_parallel_cases
 from multi_worker.clusters import on_clusters
 from multi_worker.torch_shards import cut, fit, network, rows
+from verification import planted_in_fit
 
 import keras_strategies as ks
 
@@ -72,6 +73,22 @@ def test_same_as_one_device(cluster, name, layout_map, width):
     assert_workers(alone(case), [results for results, _ in found], case.tolerance)
     is_cut = layout_map == "fsdp" or width > 1
     assert all((parts > 1) == is_cut for _, parts in found)
+
+
+@pytest.mark.nightly
+@BOTH_LAYOUTS
+def test_verification_finds_what_is_wrong_only(cluster, layout_map, width):
+    def program(strategy):
+        own, data = cut(layout_map, width), planted_in_fit.data
+        sound = ks.verify(planted_in_fit.dense, data, own, steps=3)
+        build = functools.partial(planted_in_fit.dense, kind=planted_in_fit.DividedLoss)
+        wrong = ks.verify(build, data, own, steps=1)
+        return sound.equal, str(sound), wrong.cause
+
+    for is_equal, text, cause in cluster(program):
+        assert is_equal, text
+        # Of one replica, whose variables are on two devices, nothing is divided.
+        assert cause == ("scaled_by_replicas" if layout_map == "fsdp" else "")
 
 
 def test_each_process_keeps_its_parts(cluster):

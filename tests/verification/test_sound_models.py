@@ -23,7 +23,7 @@ import keras_strategies as ks
 pytestmark = pytest.mark.one_backend
 
 BACKEND = keras.backend.backend()
-#: Batches are graphs, whose arrays have different numbers of rows: an error of `verify`.
+#: Its arrays have different numbers of rows, which is an error of `verify`.
 LEFT_OUT = {"graph_per_batch"}
 #: `build` and `data` of `ks.verify`, by name.
 MODELS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
