@@ -77,16 +77,27 @@ Key = tuple[str, int]
 
 @dataclass
 class Observed:
-    """Values by kind and number, in the order of computation."""
+    """Values by kind and number, in the order of computation.
+
+    Args:
+        values, names, dtypes: dicts.
+        trained: set of the keys of trainable variables.
+    """
 
     values: dict[Key, np.ndarray] = field(default_factory=dict)
     names: dict[Key, str] = field(default_factory=dict)
     dtypes: dict[Key, str] = field(default_factory=dict)
+    trained: set[Key] = field(default_factory=set)
 
     def add(self, kind: str, name: str, value: Any, dtype: str = "") -> None:
         key = kind, sum(each == kind for each, _ in self.values)
         self.values[key], self.names[key] = np.asarray(value), name
         self.dtypes[key] = dtype
+
+    def add_variable(self, kind: str, name: str, variable: Any) -> None:
+        if kind == "variable" and variable.trainable:
+            self.trained.add((kind, sum(each == kind for each, _ in self.values)))
+        self.add(kind, name, copied_value(variable))
 
     def add_logs(self, logs: dict[str, Any]) -> None:
         ordered = sorted(logs.items(), key=lambda each: each[0] != "loss")
@@ -170,8 +181,8 @@ class Training:
     def state(self) -> Observed:
         """Copies of the values of all variables."""
         found = Observed()
-        for kind, name, variable in self.variables():
-            found.add(kind, name, copied_value(variable))
+        for each in self.variables():
+            found.add_variable(*each)
         return found
 
     def restore(self, state: Observed) -> None:
@@ -235,8 +246,8 @@ class Training:
         self.steps_taken += 1
         found = Observed()
         found.add_logs(logs)
-        for kind, name, variable in self.variables():
-            found.add(kind, name, copied_value(variable))
+        for each in self.variables():
+            found.add_variable(*each)
         return found
 
     def _distributed(self, batches: list[Batch]) -> Any:
@@ -290,7 +301,7 @@ class Training:
                 variable.assign(value)
         for kind, name, variable in self.variables():
             if kind == "variable":
-                found.add(kind, name, copied_value(variable))
+                found.add_variable(kind, name, variable)
         return found
 
     def outputs(
