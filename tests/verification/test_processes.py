@@ -12,11 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 from verification import forked, keras_scripts, torch_scripts
 
 import keras_strategies as ks
 from keras_strategies.verification.processes import verify_processes
+from keras_strategies.verification.processes.causes import Causes
+from keras_strategies.verification.processes.comparison import Runs, differences
+from keras_strategies.verification.processes.records import ProcessRecord, StepRecord
 
 pytestmark = pytest.mark.one_backend
 
@@ -158,6 +162,19 @@ def test_a_script_of_tf_distribute(fault: str, cause: str) -> None:
     train = functools.partial(keras_scripts.tf_distribute, fault)
     report = ks.verify_processes(train, 1, 2)
     assert report.cause == cause, report
+
+
+def test_a_loop_of_which_no_start_is_known_has_a_cause() -> None:
+    """`ks.observe(model=model)` after a step is the first that is seen of a loop."""
+
+    def record(weight: float) -> ProcessRecord:
+        step = StepRecord(variables={"weight": np.array([weight])})
+        return ProcessRecord(steps=[step])
+
+    runs = Runs(record(1.0), [record(3.0)], 2e-5)
+    found = [*differences(runs)]
+    assert [each.kind for each in found] == ["variable"]
+    assert Causes(runs, found).cause()[0] == "mean_of_means"
 
 
 def nothing() -> None:
