@@ -415,18 +415,22 @@ class _Verification:
             (self.strategy, before),
             (self.reference, noisy),
         )
-        outputs = [self._outputs(s, state, batch, True) for s, state in states[:2]]
+        outputs = []
+        if self.script.on_servers:
+            self.notes.append("Outputs of layers on servers' workers are not observed.")
+        else:
+            outputs = [self._outputs(s, state, batch, True) for s, state in states[:2]]
         # A model in the scope of a strategy is of a subclass.
         kinds = [
             each
             and [isinstance(layer, keras.Model) or type(layer) for layer in each[1]]
             for each in outputs
         ]
-        if kinds[0] != kinds[1]:
+        if kinds and kinds[0] != kinds[1]:
             if all(kinds):
                 self.notes.append("Outputs of layers were called in another order.")
             outputs = []
-        elif all(outputs):
+        elif outputs and all(outputs):
             outputs.append(self._outputs(self.reference, noisy, batch, True))
         trials = [self._experiment(s, state, False).step(batch) for s, state in states]
         found: list[tuple[Key, float, float, Observed, Observed]] = []

@@ -31,21 +31,6 @@ def shard_of_worker() -> dict[str, Any]:
     return planted_in_fit.data() | {"x": x[:: workers()], "y": y[:: workers()]}
 
 
-class Scaled(keras.layers.Layer):
-    """Multiplies by a number that it is made with."""
-
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self.factor = factor
-
-    def call(self, x: Any) -> Any:
-        return x * self.factor
-
-
-def scaled_layer() -> Any:
-    return dense(Scaled(1 / workers()))
-
-
 def table() -> Any:
     layers = keras.layers
     embedded = [keras.Input((3,), dtype="int32"), layers.Embedding(11, 4)]
@@ -96,6 +81,5 @@ CASES = [
         by_day=("*",),
     ),
     Planted("server_shard", "data_depends_on_replicas", "batch", data=shard_of_worker),
-    Planted("server_layer", "scaled_by_replicas", "output", scaled_layer),
     Planted("server_gradient", "scaled_by_replicas", "gradient", step=divided),
 ]
