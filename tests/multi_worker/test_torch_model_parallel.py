@@ -87,8 +87,7 @@ def test_verification_finds_what_is_wrong_only(cluster, layout_map, width):
 
     for is_equal, text, cause in cluster(program):
         assert is_equal, text
-        # Of one replica, whose variables are on two devices, nothing is divided.
-        assert cause == ("scaled_by_replicas" if layout_map == "fsdp" else "")
+        assert cause == "scaled_by_replicas"
 
 
 def test_each_process_keeps_its_parts(cluster):
