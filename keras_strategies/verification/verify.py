@@ -342,8 +342,8 @@ class _Verification:
             hidden = {key[0] for key in large if noise[key] > _LARGE_NOISE}
             is_of_logs = bool(hidden & {"loss", "metric"})
             if not keys and hidden and is_of_logs not in repeated:
-                # As large as the difference: is it noise, or does nothing repeat? Random
-                # numbers are soon seen in the logs, so it is asked twice at most.
+                # As large as the difference: is it noise, or does nothing repeat? It is
+                # asked again, once, when the logs have such noise.
                 repeated.add(is_of_logs)
                 training = self._experiment(self.reference, self.initial)
                 again = training.train(i + 1)[i]
