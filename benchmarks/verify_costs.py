@@ -1,11 +1,12 @@
-"""What `ks.callbacks.Verify` costs: processor time of a check, and of steps.
+"""What `ks.callbacks.Verify` and `ks.verify` cost: processor time of checks and steps.
 
     python benchmarks/verify_costs.py
 
 On each backend one process trains a model of convolutions on two replicas with `fit`.
 The processor time of all threads of the process is read around an epoch without the
 callback, and around checks: the first of each layer, which a backend may compile, and
-the next ones. Epochs and checks take turns; medians are given.
+the next ones. Epochs and checks take turns; medians are given. A step that `ks.verify`
+compares is the difference of two calls with more steps and fewer.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from page import write_page
 from tables import markdown_table
 
 ROWS, STEPS, ROUNDS, EVERY = 64, 6, 3, 100
+COMPARED = 2, 18
 
 
 def work() -> None:
@@ -32,11 +34,16 @@ def work() -> None:
     from keras_strategies.verification.layer_outputs import observed_layers
 
     strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
-    keras.utils.set_random_seed(0)
-    with strategy.scope():
+
+    def build() -> Any:
         model = convolutional()
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile("adam", loss)
+        return model
+
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        model = build()
     shape = (ROWS * STEPS, *model.input_shape[1:])
     x = np.random.rand(*shape).astype("float32")
     y = np.random.randint(0, 10, len(x))
@@ -53,7 +60,14 @@ def work() -> None:
     for _ in range(ROUNDS):
         steps.append(seconds(epoch) / STEPS)
         checks += [seconds(verify.check) for _ in range(layers)]
+    data = {"x": x, "y": y, "batch_size": ROWS, "shuffle": False}
+
+    def verification(steps: int) -> None:
+        ks.verify(build, data, strategy, steps).raise_if_different()
+
+    few, more = (seconds(lambda n=n: verification(n)) for n in COMPARED)
     found: dict[str, Any] = {
+        "compared": (more - few) / (COMPARED[1] - COMPARED[0]),
         "step": statistics.median(steps),
         "first": statistics.mean(first),
         "check": statistics.mean(checks),
@@ -82,10 +96,12 @@ def table(results: dict[str, Any]) -> str:
                 f"{100 * share:.2f} %",
                 f"{1000 * each['first']:.0f} ms",
                 f"{max(EVERY, round(needed))}",
+                f"{each['compared'] / each['step']:.1f}",
             ]
         )
     header = ["", "step", "check", "share of 100 steps", "first check of a layer"]
-    return markdown_table([*header, "steps until the next"], rows)
+    header += ["steps until the next", "steps for one that `ks.verify` compares"]
+    return markdown_table(header, rows)
 
 
 def main() -> None:

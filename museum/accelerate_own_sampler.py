@@ -1,7 +1,7 @@
 """Processes read overlapping rows where a sampler shuffles with the global generator.
 
 Accelerate takes every second batch of an order that each process draws by itself. If
-one process has drawn more numbers before, for an evaluation, the orders differ.
+one has drawn more numbers before, for an evaluation, the orders differ.
 
 Framework: Accelerate
 Reported: lerobot with accelerate 1.13, 2026-06
@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader, Sampler
 
-from museum.common import exhibit_ranks, our_rows
+from museum.common import exhibit_ranks, our_rows, torch_linear
 
 
 class Shuffled(Sampler):
@@ -30,10 +30,10 @@ def loader(batch_size):
 
 
 def step(rank, count):
-    torch.manual_seed(0)
-    torch.rand(rank)  # what rank 1 does besides
+    torch.manual_seed(rank)  # as if rank 1 had drawn more numbers before
     accelerator = Accelerator(cpu=True)
-    rows = torch.cat(list(accelerator.prepare(loader(2))))
+    rows = torch.cat(list(accelerator.prepare(loader(4 // count))))
+    torch_linear()[0](rows[:, None].float())  # a model reads them
     return len(torch.unique(accelerator.gather(rows)))
 
 

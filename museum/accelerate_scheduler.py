@@ -23,7 +23,7 @@ def step(rank, count):
     accelerator = Accelerator(cpu=True)
     model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
     for _ in range(4):
-        accelerator.backward(model(torch.ones(1, 1)).mean())
+        accelerator.backward(model(torch.ones(2 // count, 1)).mean())
         optimizer.step()
         schedule.step()
     return schedule.get_last_lr()[0]

@@ -106,6 +106,37 @@ def exhibit_ranks(
     )
 
 
+def exhibit_devices(
+    doc: str | None, step: Callable[[list[Any]], Any], ours: Callable[[], Any]
+) -> None:
+    """As `exhibit`; the framework's numbers are those of two devices and of one.
+
+    Args:
+        doc: the script's docstring.
+        step: returns a number, or one for each device, of which the first is shown;
+            from the devices of JAX, or the names of those of TensorFlow.
+        ours: returns the number of `keras_strategies`.
+    """
+    import keras_strategies as ks
+
+    ks.set_virtual_cpu_devices(2)
+    two, one = ([*devices()[:count]] for count in (2, 1))
+    exhibit(doc, lambda: np.ravel(step(two))[0], lambda: np.ravel(step(one))[0], ours)
+
+
+def devices() -> list[Any]:
+    """The devices of JAX, or the names of those of TensorFlow."""
+    import keras
+
+    if keras.backend.backend() == "jax":
+        import jax
+
+        return jax.devices()
+    import tensorflow as tf
+
+    return [each.name for each in tf.config.list_logical_devices("CPU")]
+
+
 def exhibit_scopes(
     doc: str | None, train: Callable[[contextlib.AbstractContextManager[Any]], Any]
 ) -> None:

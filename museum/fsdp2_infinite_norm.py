@@ -13,7 +13,7 @@ Number: the largest gradient
 import numpy as np
 import torch
 
-from museum.common import exhibit, on_processes, our_weight
+from museum.common import exhibit_ranks, our_weight
 
 GRADIENTS = np.array([3.0, -7.0, 2.0, 5.0], "float32")
 ROWS = np.stack([GRADIENTS, GRADIENTS])
@@ -23,16 +23,15 @@ def loss_with_these_gradients(y, outputs):
     return 4 * y * outputs
 
 
-def step(rank, count, power):
+def step(rank, count):
     total = torch.tensor(np.abs(np.array_split(GRADIENTS, count)[rank]).max())
     torch.distributed.all_reduce(total, torch.distributed.ReduceOp.MAX)
-    return (total ** (1.0 / power)).item()
+    return (total ** (1.0 / torch.inf) if count > 1 else total).item()
 
 
-exhibit(
+exhibit_ranks(
     __doc__,
-    lambda: on_processes(step, 2, torch.inf)[0],
-    lambda: on_processes(step, 1, 1.0)[0],
+    step,
     lambda: (
         abs(our_weight(np.ones((2, 1)), ROWS, loss_with_these_gradients) - 1).max()
         / 0.1

@@ -7,18 +7,16 @@ Framework: JAX
 Reported: jax, 2020-08; open
 Link: https://github.com/jax-ml/jax/issues/3970
 Published: gradients of 0 and 4 on two devices instead of 2
-Number: the gradient on the second device
+Number: the gradient on the first device
 Upstream: `pmap` still transposes `psum` to `psum`, where `shard_map` has types.
 """
 
 import jax
 import numpy as np
 
-import keras_strategies as ks
-from museum.common import exhibit, our_weight
+from museum.common import exhibit_devices, our_weight
 
-ks.set_virtual_cpu_devices(2)
-DATA = np.array([0.0, 1.0], "float32")
+DATA = np.array([1.0, 0.0], "float32")
 
 
 def gradients(w, data):
@@ -33,6 +31,9 @@ def ours():
     return (1 - our_weight(np.ones((2, 1)), DATA[:, None], loss)) / 0.1
 
 
-on_one_device = jax.grad(lambda w: ((w**2 + 1) * DATA).sum())
-on_two_devices = jax.pmap(gradients, "rows", in_axes=(None, 0))
-exhibit(__doc__, lambda: on_two_devices(1.0, DATA)[1], lambda: on_one_device(1.0), ours)
+def step(devices):
+    mapped = jax.pmap(gradients, "rows", in_axes=(None, 0), devices=devices)
+    return mapped(1.0, DATA.reshape(len(devices), -1))
+
+
+exhibit_devices(__doc__, step, ours)

@@ -14,7 +14,7 @@ Upstream: `DataLoader` could warn where a process group of several ranks is init
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from museum.common import exhibit_ranks, our_rows
+from museum.common import exhibit_ranks, our_rows, torch_linear
 
 
 class Stream(IterableDataset):
@@ -23,7 +23,12 @@ class Stream(IterableDataset):
 
 
 def step(rank, count):
-    rows = torch.tensor(sum(len(x) for x in DataLoader(Stream(), batch_size=2)))
+    model, optimizer = torch_linear()
+    rows = torch.tensor(0)
+    for x in DataLoader(Stream(), batch_size=2):
+        model(x[:, None].float()).mean().backward()
+        optimizer.step()
+        rows += len(x)
     torch.distributed.all_reduce(rows)
     return rows.item()
 

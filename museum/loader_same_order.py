@@ -14,19 +14,14 @@ Upstream: `DistributedSampler(shuffle=True)` could count its own iterations, as 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from museum.common import exhibit, on_processes, two_replicas
+from museum.common import exhibit_ranks, two_replicas
 
 ROWS = TensorDataset(torch.arange(16))
 
 
 def step(rank, count):
-    sampler = DistributedSampler(ROWS, count, rank)
-    loader = DataLoader(ROWS, batch_size=4, sampler=sampler)
-    return len({str([x for (x,) in loader]) for _ in range(3)})
-
-
-def one_device():
-    loader = DataLoader(ROWS, batch_size=4, shuffle=True)
+    sampler = DistributedSampler(ROWS, count, rank) if count > 1 else None
+    loader = DataLoader(ROWS, batch_size=4, sampler=sampler, shuffle=count == 1)
     return len({str([x for (x,) in loader]) for _ in range(3)})
 
 
@@ -36,4 +31,4 @@ def ours():
     return len({str([x for (x,) in data]) for _ in range(3)})
 
 
-exhibit(__doc__, lambda: on_processes(step, 2)[0], one_device, ours)
+exhibit_ranks(__doc__, step, ours)

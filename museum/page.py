@@ -13,11 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from museum.common import FRAMEWORKS, fields, installed
+from museum.verify import VERDICTS
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results.json"
 PAGE = FOLDER.parent / "docs" / "silent-bugs.md"
 NO_SCRIPTS = {"__init__", "__main__", "common", "page", "verify"}
+#: Verdicts of `museum.verify` that are no causes.
+WORDS = {
+    "found": "different, with a guessed cause",
+    "equal": "equal, as the bug is mended",
+    "no devices": "not comparable, as one device has the bug, too",
+}
 STATES = {
     "alive": "Alive in the installed releases",
     "re-enacted": "Re-enacted by hand",
@@ -71,6 +78,11 @@ def page(results: dict[str, Any]) -> str:
             dates=" to ".join(sorted({r["date"] for r in numbers.values()})),
             versions=", ".join(f"{each} {v}" for each, v in used.items()),
             absent=", ".join(absent),
+            named=sum(verdict not in WORDS for verdict in VERDICTS.values()),
+            words=", ".join(
+                f"{[*VERDICTS.values()].count(word)} are {text}"
+                for word, text in WORDS.items()
+            ),
         )
     ]
     for state, title in STATES.items():
@@ -108,6 +120,8 @@ def _story(name: str, about: dict[str, str], found: dict[str, Any]) -> str:
     package, _ = FRAMEWORKS[about["Framework"]]
     version = f" ({package} {found['version']})" if found["version"] else ""
     text.append(f"- state: {found['state']}{version}")
+    verdict = VERDICTS[name]
+    text.append(f"- `verify` says: {WORDS.get(verdict, f'`{verdict}`')}")
     text.append(f"- reported: {about['Reported']}: <{about['Link']}>")
     for field in ("Re-enacted", "Published"):
         if field in about:
@@ -144,7 +158,8 @@ This page is made from runs of {dates}, on two CPU cores, with {versions}. Not
 installed: {absent}; their mistakes are re-enacted by hand in the framework that they
 are built on.
 
-To check a script of your own, whatever its framework, run
+Each is a case of `verify`, where devices can be compared: of {count}, {named} are found
+and named, {words}. To check a script of your own, whatever its framework, run
 `keras-strategies verify train.py:train --processes 2`:
 [Is my run equal to one device?](guides/verify.md)
 """

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 import keras_strategies as ks
-from museum.common import exhibit, tensorflow_replicas, two_replicas
+from museum.common import exhibit_devices, two_replicas
 
 X = np.array([[1.0], [2.0], [3.0], [4.0]], "float32")
 
@@ -23,8 +23,8 @@ def share(x):
     return tf.nn.compute_average_loss(tf.reduce_sum(x**2, 1), global_batch_size=4)
 
 
-def framework():
-    strategy = tensorflow_replicas()
+def step(devices):
+    strategy = tf.distribute.MirroredStrategy(devices)
     rows = tf.data.Dataset.from_tensor_slices(X).batch(4)
     (x,) = strategy.experimental_distribute_dataset(rows)
     return strategy.reduce("MEAN", strategy.run(share, args=(x,)), axis=None)
@@ -37,4 +37,4 @@ def ours():
     return strategy.reduce("SUM", losses)
 
 
-exhibit(__doc__, framework, lambda: np.mean(X**2), ours)
+exhibit_devices(__doc__, step, ours)

@@ -5,19 +5,19 @@ The sum of gradients of `tf.reduce_mean` is too large by the number of replicas.
 Framework: tf.distribute
 Reported: tensorflow, 2021-05 (the guide warns of it)
 Link: https://github.com/tensorflow/tensorflow/issues/48875
-Number: the weight after a step of SGD
+Number: by how much a step of SGD changes the weight
 Upstream: `apply` in `run` could warn of a loss that no division has scaled.
 """
 
 import tensorflow as tf
 
 import keras_strategies as ks
-from museum.common import exhibit, linear, tensorflow_replicas, two_replicas
+from museum.common import exhibit_devices, linear, two_replicas
 
 X = [[1.0], [0.5], [0.2], [0.1]]
 
 
-def weight(strategy, mean=tf.reduce_mean):
+def change(strategy, mean=tf.reduce_mean):
     with strategy.scope():
         model = linear(loss="mse")
     model.optimizer.build(model.trainable_variables)
@@ -29,12 +29,11 @@ def weight(strategy, mean=tf.reduce_mean):
 
     (x,) = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensors(X))
     tf.function(strategy.run)(step, args=(x,))
-    return model.get_weights()[0]
+    return model.get_weights()[0] - 1
 
 
-exhibit(
+exhibit_devices(
     __doc__,
-    lambda: weight(tensorflow_replicas()),
-    lambda: weight(ks.OneDeviceStrategy("cpu:0")),
-    lambda: weight(two_replicas(), ks.compute_average_loss),
+    lambda devices: change(tf.distribute.MirroredStrategy(devices)),
+    lambda: change(two_replicas(), ks.compute_average_loss),
 )

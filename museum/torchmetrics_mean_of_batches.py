@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import torch
 
-from museum.common import exhibit, on_processes, our_metric
+from museum.common import exhibit_ranks, our_metric
 
 SCORES = np.array([0.1, 0.4, 0.35, 0.2, 0.8, 0.9, 0.7, 0.65], "float32")[:, None]
 LABELS = np.array([0, 1, 0, 1, 0, 1, 1, 0])[:, None]
@@ -30,9 +30,8 @@ def step(rank, count):
     return value.item() / count
 
 
-exhibit(
+exhibit_ranks(
     __doc__,
-    lambda: on_processes(step, 2)[0],
-    lambda: auroc(SCORES, LABELS),
+    step,
     lambda: our_metric(SCORES, LABELS, keras.metrics.AUC(), batch_size=4),
 )

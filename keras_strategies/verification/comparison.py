@@ -21,8 +21,10 @@ _PRECISIONS = {
 }
 #: A difference is no noise if it is more than this many times that of one device.
 NOISE_FACTOR = 10.0
-#: Of the largest value of all gradients, or slots of a name: less of one is rounding.
-_OF_OTHERS = 1e-3
+#: Of the largest of all gradients, slots of a name, or updates of variables: what each
+#: is relative to at least. Times the tolerance this is 4e-7, above the last digit of
+#: the largest; what is zero but for rounding, as a key's bias, is no smaller than that.
+_OF_OTHERS = 2e-2
 #: Rounding of a variable that is updated once, relative to its largest value.
 _ROUNDING = {"float16": 2e-3, "bfloat16": 2e-2}
 _FLOAT_ROUNDING = 4e-7
@@ -61,6 +63,7 @@ def gaps(
     precision: Precision,
     start: Observed | None = None,
     step: int = 1,
+    other_start: Observed | None = None,
 ) -> dict[Key, float]:
     """The largest difference of each value, relative to its largest magnitude.
 
@@ -72,12 +75,15 @@ def gaps(
         precision: what is rounding.
         start: the values before training.
         step: int, how many updates the variables have had.
+        other_start: the values before the other training, if it began with others.
 
     Returns:
         dict in the order of computation; infinite for other shapes, values that are
         missing, and values that are not finite on one side only.
     """
     scales = _group_scales(alone)
+    updates = [_moved(alone, start, key) for key in alone.trained] if start else []
+    least_update = _OF_OTHERS * max(updates, default=0.0)
     gap: dict[Key, float] = {}
     for key, one in alone.values.items():
         kind, _ = key
@@ -89,14 +95,20 @@ def gaps(
         if kind != "variable" or before is None or before.shape != one.shape:
             gap[key] = relative_gap(one, other, scales.get(_group(alone, key), 0.0))
             continue
-        moved = np.abs(_float(one) - _float(before)).max(initial=0.0)
+        moved = _moved(alone, start, key)
         size = np.abs(_float(one)).max(initial=0.0)
         rounding = precision.rounding * step * max(size, moved)
-        absolute = np.abs(_float(one) - _float(other)).max(initial=0.0)
+        other_before = before if other_start is None else other_start.values[key]
+        difference = (
+            _float(one) - _float(before) - (_float(other) - _float(other_before))
+        )
+        absolute = np.abs(difference).max(initial=0.0)
         if not np.isfinite(absolute):
             gap[key] = relative_gap(one, other, 0.0)
         else:
             least = max(moved, 1e-6 * size, 1e-30)
+            if key in alone.trained:
+                least = max(least, least_update)
             gap[key] = float(max(0.0, absolute - rounding) / least)
     order = {kind: i for i, kind in enumerate(KINDS)}
     return dict(sorted(gap.items(), key=lambda each: order[each[0][0]]))
@@ -115,6 +127,15 @@ def relative_gap(one: np.ndarray, other: np.ndarray, least_scale: float) -> floa
     a, b = np.where(finite, a, 0), np.where(finite, b, 0)
     scale = max(float(np.abs(a).max(initial=0.0)), least_scale, 1e-12)
     return float(np.abs(a - b).max(initial=0.0)) / scale
+
+
+def _moved(found: Observed, start: Observed | None, key: Key) -> float:
+    """The largest change of a variable; 0 if it has another shape, or is not finite."""
+    before = None if start is None else start.values.get(key)
+    if before is None or before.shape != found.values[key].shape:
+        return 0.0
+    largest = np.abs(_float(found.values[key]) - _float(before)).max(initial=0.0)
+    return float(largest) if np.isfinite(largest) else 0.0
 
 
 def _float(array: np.ndarray) -> np.ndarray:
@@ -146,12 +167,23 @@ def differing(
 
 
 def disturbed(state: Observed, by: float) -> Observed:
-    """A state with weights that are changed in their last digits."""
+    """A state with weights that are changed in their last digits.
+
+    Zeros are changed as well, relative to the largest value of their tensor, or to one:
+    they may lie at the kink of an activation, and what they are added to is rounded.
+    Noise at a kink does not grow with the disturbance, so `NOISE_FACTOR` is in theirs.
+    """
     generator = np.random.default_rng(0)
+    of_zeros = NOISE_FACTOR * min(by, _PRECISIONS["float32"][1])
+
+    def changed(value: np.ndarray) -> np.ndarray:
+        largest = np.abs(value).max(initial=0.0) or 1.0
+        sizes = np.where(value == 0, of_zeros * largest, by * np.abs(value))
+        signs = generator.choice([-1, 1], value.shape)
+        return (value + sizes * signs).astype(value.dtype)
+
     values = {
-        key: (value * (1 + by * generator.choice([-1, 1], value.shape))).astype(
-            value.dtype
-        )
+        key: changed(value)
         if key[0] == "variable" and np.issubdtype(value.dtype, np.floating)
         else value
         for key, value in state.values.items()

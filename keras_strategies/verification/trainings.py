@@ -25,6 +25,7 @@ from keras_strategies.verification.batches import Batch, fit_arguments, read_bat
 from keras_strategies.verification.layer_outputs import OutputNames, model_of_outputs
 
 Step = Callable[[Any, Any, Any], Any]
+_SERVER_RATE = 2.0**10
 #: Kinds of things that are compared, in the order of computation.
 KINDS = (
     "setting",
@@ -55,6 +56,7 @@ class Script:
     resume_after: int | None = None
     kill_after: int | None = None
     is_elastic: bool = False
+    on_servers: bool = False
 
     @property
     def interrupted_after(self) -> int | None:
@@ -75,16 +77,27 @@ Key = tuple[str, int]
 
 @dataclass
 class Observed:
-    """Values by kind and number, in the order of computation."""
+    """Values by kind and number, in the order of computation.
+
+    Args:
+        values, names, dtypes: dicts.
+        trained: set of the keys of trainable variables.
+    """
 
     values: dict[Key, np.ndarray] = field(default_factory=dict)
     names: dict[Key, str] = field(default_factory=dict)
     dtypes: dict[Key, str] = field(default_factory=dict)
+    trained: set[Key] = field(default_factory=set)
 
     def add(self, kind: str, name: str, value: Any, dtype: str = "") -> None:
         key = kind, sum(each == kind for each, _ in self.values)
         self.values[key], self.names[key] = np.asarray(value), name
         self.dtypes[key] = dtype
+
+    def add_variable(self, kind: str, name: str, variable: Any) -> None:
+        if kind == "variable" and variable.trainable:
+            self.trained.add((kind, sum(each == kind for each, _ in self.values)))
+        self.add(kind, name, copied_value(variable))
 
     def add_logs(self, logs: dict[str, Any]) -> None:
         ordered = sorted(logs.items(), key=lambda each: each[0] != "loss")
@@ -115,6 +128,7 @@ class Training:
         self.script, self.strategy = script, strategy
         #: Steps that this training has taken.
         self.steps_taken = 0
+        self._keeps_optimizer = keeps_optimizer
         keras.utils.set_random_seed(script.seed)
         with strategy.scope():
             self.model = script.build()
@@ -133,7 +147,13 @@ class Training:
             )
             self._built()
             if not keeps_optimizer:
-                self.model.optimizer = GradientRecorder()
+                # Servers update rows in processes of their own; a rate that is a power
+                # of two leaves the digits of gradients as they are.
+                self.model.optimizer = (
+                    keras.optimizers.SGD(_SERVER_RATE)
+                    if script.on_servers
+                    else GradientRecorder()
+                )
             optimizer = getattr(self.model, "optimizer", None)
             if optimizer is not None and not optimizer.built:
                 optimizer.build(self.model.trainable_variables)
@@ -161,8 +181,8 @@ class Training:
     def state(self) -> Observed:
         """Copies of the values of all variables."""
         found = Observed()
-        for kind, name, variable in self.variables():
-            found.add(kind, name, copied_value(variable))
+        for each in self.variables():
+            found.add_variable(*each)
         return found
 
     def restore(self, state: Observed) -> None:
@@ -226,8 +246,8 @@ class Training:
         self.steps_taken += 1
         found = Observed()
         found.add_logs(logs)
-        for kind, name, variable in self.variables():
-            found.add(kind, name, copied_value(variable))
+        for each in self.variables():
+            found.add_variable(*each)
         return found
 
     def _distributed(self, batches: list[Batch]) -> Any:
@@ -257,6 +277,8 @@ class Training:
         """A step of which logs, gradients and values of variables are observed."""
         self.fresh_seed()
         self.steps_taken += 1
+        trained = self.model.trainable_variables
+        before = [copied_value(each) for each in trained]
         if self.script.step is not None:
             [distributed] = self._distributed([batch])
             logs = self._own_step(distributed)
@@ -272,9 +294,14 @@ class Training:
             pairs = zip(recorder.paths, recorder.gradients, strict=True)
             for path, gradient in pairs:
                 found.add("gradient", path, copied_value(gradient))
+        elif not self._keeps_optimizer:
+            for variable, value in zip(trained, before, strict=True):
+                moved = (value - copied_value(variable)) / _SERVER_RATE
+                found.add("gradient", variable.path, moved)
+                variable.assign(value)
         for kind, name, variable in self.variables():
             if kind == "variable":
-                found.add(kind, name, copied_value(variable))
+                found.add_variable(kind, name, variable)
         return found
 
     def outputs(

@@ -115,9 +115,16 @@ def verify(
     check_interruption("resume_after", resume_after, steps, step)
     check_interruption("kill_after", kill_after, steps, step)
     check_kill(kill_after, resume_after, strategy)
-    is_elastic = not is_fixed(strategy.workers)
     script = Script(
-        build, data, step, steps, seed, resume_after, kill_after, is_elastic
+        build,
+        data,
+        step,
+        steps,
+        seed,
+        resume_after,
+        kill_after,
+        is_elastic=not is_fixed(strategy.workers),
+        on_servers=strategy.drivers.servers is not None,
     )
     return _Verification(script, strategy, tolerance).report()
 
@@ -297,15 +304,14 @@ class _Verification:
     # Steps.
 
     @cached_property
-    def _noisy(self) -> list[Observed]:
-        """A training on one device from weights that differ in their last digits."""
-        state = disturbed(self.initial, self.precision.disturbance)
-        return self._experiment(self.reference, state).train(self.script.steps)
+    def _disturbed(self) -> Observed:
+        return disturbed(self.initial, self.precision.disturbance)
 
     @cached_property
-    def _again(self) -> list[Observed]:
-        """The training on one device once more."""
-        return self._experiment(self.reference, self.initial).train(self.script.steps)
+    def _noisy(self) -> list[Observed]:
+        """A training on one device from weights that differ in their last digits."""
+        training = self._experiment(self.reference, self._disturbed)
+        return training.train(self.script.steps)
 
     def _of_steps(self) -> Iterator[Difference]:
         alone = self.alone_steps = self.alone.train(self.script.steps)
@@ -316,16 +322,33 @@ class _Verification:
             texts = f"{len(alone)} steps", f"{len(found)} steps"
             yield _difference("batch", "data", *texts)
             return
+        repeated: set[bool] = set()
         for i, (one, other) in enumerate(zip(alone, found, strict=True)):
             gap = gaps(one, other, self.precision, self.initial, i + 1)
             noise: dict[Key, float] = {}
-            if any(each > self.precision.tolerance for each in gap.values()):
-                noise = gaps(one, self._noisy[i], self.precision, self.initial, i + 1)
+            large = [
+                key for key, each in gap.items() if each > self.precision.tolerance
+            ]
+            if large:
+                noise = gaps(
+                    one,
+                    self._noisy[i],
+                    self.precision,
+                    self.initial,
+                    i + 1,
+                    self._disturbed,
+                )
             keys = list(differing(gap, noise, self.precision.tolerance))
-            if not keys and any(each > _LARGE_NOISE for each in noise.values()):
-                # As large as the difference: is it noise, or does nothing repeat?
-                again = gaps(one, self._again[i], self.precision, self.initial, i + 1)
-                keys = list(differing(again, {}, self.precision.tolerance))
+            hidden = {key[0] for key in large if noise[key] > _LARGE_NOISE}
+            is_of_logs = bool(hidden & {"loss", "metric"})
+            if not keys and hidden and is_of_logs not in repeated:
+                # As large as the difference: is it noise, or does nothing repeat? It is
+                # asked again, once, when the logs have such noise.
+                repeated.add(is_of_logs)
+                training = self._experiment(self.reference, self.initial)
+                again = training.train(i + 1)[i]
+                again_gap = gaps(one, again, self.precision, self.initial, i + 1)
+                keys = list(differing(again_gap, {}, self.precision.tolerance))
             if keys:
                 before = alone[i - 1] if i else self.initial
                 yield from self._localized(i, before, keys, one, other, gap, noise)
@@ -394,26 +417,24 @@ class _Verification:
             (self.strategy, before),
             (self.reference, noisy),
         )
-        outputs = [self._outputs(s, state, batch, True) for s, state in states[:2]]
+        outputs = []
+        if self.script.on_servers:
+            self.notes.append("Outputs of layers on servers' workers are not observed.")
+        else:
+            outputs = [self._outputs(s, state, batch, True) for s, state in states[:2]]
         # A model in the scope of a strategy is of a subclass.
         kinds = [
             each
             and [isinstance(layer, keras.Model) or type(layer) for layer in each[1]]
             for each in outputs
         ]
-        if kinds[0] != kinds[1]:
+        if kinds and kinds[0] != kinds[1]:
             if all(kinds):
                 self.notes.append("Outputs of layers were called in another order.")
             outputs = []
-        elif all(outputs):
+        elif outputs and all(outputs):
             outputs.append(self._outputs(self.reference, noisy, batch, True))
-        # Servers update rows; they have no gradients to observe.
-        on_servers = self.strategy.drivers.servers is not None
-        trials = [
-            self._experiment(s, state, False).step(batch)
-            for s, state in states
-            if not on_servers
-        ]
+        trials = [self._experiment(s, state, False).step(batch) for s, state in states]
         found: list[tuple[Key, float, float, Observed, Observed]] = []
         for observed in ([each[0] for each in outputs if each], trials):
             if len(observed) < 3:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from harness.training import (
 from keras import layers
 from multi_worker.clusters import on_clusters
 from multi_worker.torch_shards import cut, fit, network, rows
+from verification import planted_in_fit
 
 import keras_strategies as ks
 
@@ -23,6 +26,21 @@ pytestmark = pytest.mark.skipif(not TORCH, reason="DTensors are Torch's")
 BOTH_LAYOUTS = pytest.mark.parametrize(
     ("layout_map", "width"), [("fsdp", 1), ("auto", 2)]
 )
+
+
+@pytest.mark.nightly
+@BOTH_LAYOUTS
+def test_verification_finds_what_is_wrong_only(cluster, layout_map, width):
+    def program(strategy):
+        own, data = cut(layout_map, width), planted_in_fit.data
+        sound = ks.verify(planted_in_fit.dense, data, own, steps=3)
+        build = functools.partial(planted_in_fit.dense, kind=planted_in_fit.DividedLoss)
+        wrong = ks.verify(build, data, own, steps=1)
+        return sound.equal, str(sound), wrong.cause
+
+    for is_equal, text, cause in cluster(program):
+        assert is_equal, text
+        assert cause == "scaled_by_replicas"
 
 
 def test_each_process_keeps_its_parts(cluster):

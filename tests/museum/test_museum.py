@@ -21,9 +21,11 @@ from keras_strategies.verification.processes import verify_processes
 from museum.__main__ import chosen
 from museum.common import FRAMEWORKS, fields
 from museum.page import PAGE, RESULTS, page, scripts
-from museum.verify import Exhibit
+from museum.verify import VERDICTS, Exhibit
 
 pytestmark = pytest.mark.one_backend
+
+NIGHTLY = pytest.mark.nightly
 
 ROOT = Path(__file__).parents[2]
 
@@ -89,7 +91,7 @@ def test_a_script_that_fails_is_an_error(tmp_path: Path) -> None:
     """The runner, on a museum of one script that raises."""
     copy = tmp_path / "museum"
     copy.mkdir()
-    for name in ("__init__", "__main__", "common", "page"):
+    for name in ("__init__", "__main__", "common", "page", "verify"):
         text = (ROOT / "museum" / f"{name}.py").read_text()
         (copy / f"{name}.py").write_text(text)
     framework = next(f for f, (_, b) in FRAMEWORKS.items() if b == "torch")
@@ -147,43 +149,6 @@ def test_a_docstring_without_a_field_is_named() -> None:
 
 
 NIGHTLY = pytest.mark.nightly
-#: What `ks.verify_processes` says of scripts that train as under `torchrun` or in a
-#: scope; of those left out the installed release has mended the bug, or the cause that
-#: is named is not the bug.
-CAUSES = {
-    "accelerate_repeated_rows": "data_depends_on_replicas",
-    "ddp_batch_norm": "one_replica_only",
-    "ddp_contrastive_loss": "scaled_by_replicas",
-    "ddp_loss_times_processes": "scaled_by_replicas",
-    "ddp_module_bypassed": "one_replica_only",
-    "ddp_sum_of_losses": "scaled_by_replicas",
-    "ddp_uneven_rows": "mean_of_means",
-    "ddp_unused_module": "one_replica_only",
-    "ddp_weighted_rows": "mean_of_means",
-    "fsdp2_different_start": "copies_differ",
-    "fsdp2_ignored_parameters": "one_replica_only",
-    "keras_distribution_uneven_rows": "mean_of_means",
-    "lightning_auc": "mean_of_means",
-    "lightning_floor": "mean_of_means",
-    "lightning_score_of_rank_0": "one_replica_only",
-    "loader_padded_rows": "data_depends_on_replicas",
-    "trainer_dropout": "same_random_numbers",
-    "trainer_eval_loss": "scaled_by_replicas",
-    "trainer_tensor_parallel_loss": "scaled_by_replicas",
-    "trainer_tokens_of_a_rank": "mean_of_means",
-    "tf_batch_norm": "mixes_rows",
-    "tf_clipped_replicas": "per_replica_function",
-    "tf_uneven_rows": "mean_of_means",
-}
-#: Found to be different; the number is that of the script, and the cause a guess.
-FOUND = {
-    "accelerate_own_sampler",
-    "accelerate_scheduler",
-    "ddp_metric_in_buffers",
-    "fsdp2_adapter_of_rank_0",
-    "loader_rows_of_all_ranks",
-    "torchmetrics_repeated_rows",
-}
 
 
 @pytest.mark.multiprocess
@@ -192,13 +157,20 @@ FOUND = {
     [
         pytest.param(name, marks=[] if name == "ddp_uneven_rows" else [NIGHTLY])
         for name in NAMES
-        if name in CAUSES or name in FOUND
+        if VERDICTS[name] != "no devices"
     ],
 )
 def test_verification_finds_the_bug(name: str, monkeypatch) -> None:
     monkeypatch.setattr(verify_processes, "launch", forked.launch)
     processes = 2 if keras.backend.backend() == "torch" else 1
     report = ks.verify_processes(Exhibit(name), processes, 3 - processes)
-    assert not report, report
-    if name in CAUSES:
-        assert report.cause == CAUSES[name], report
+    verdict = VERDICTS[name]
+    assert report.equal == (verdict == "equal"), report
+    if verdict not in ("equal", "found"):
+        assert report.cause == verdict, report
+
+
+def test_all_scripts_but_those_of_one_device_are_verified() -> None:
+    assert set(VERDICTS) == set(scripts())
+    left_out = [name for name, each in VERDICTS.items() if each == "no devices"]
+    assert len(left_out) <= 4

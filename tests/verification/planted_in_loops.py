@@ -192,10 +192,10 @@ class BatchMax(keras.layers.Layer):
 
 
 class Spread(keras.layers.Layer):
-    """Divides by the deviation of all rows."""
+    """Divides by the median size of all rows."""
 
     def call(self, x: Any) -> Any:
-        return x / (ops.std(x, axis=0, keepdims=True) + 0.1)
+        return x / (ops.median(ops.abs(x), axis=0, keepdims=True) + 0.1)
 
 
 def faster(strategy: Any, model: Any, batch: Any) -> Any:

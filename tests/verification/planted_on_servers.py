@@ -48,8 +48,8 @@ def ids() -> dict[str, Any]:
     return {"x": x.astype("int32"), "y": y, "batch_size": 2, "shuffle": False}
 
 
-def step(strategy: Any, model: Any, batch: Any) -> Any:
-    """A sound step of a loop, on a worker."""
+def step(strategy: Any, model: Any, batch: Any, divisor: float = 1.0) -> Any:
+    """A step of a loop, on a worker; sound by default."""
 
     def on_worker(x: Any, y: Any) -> Any:
         def loss_fn() -> Any:
@@ -58,10 +58,15 @@ def step(strategy: Any, model: Any, batch: Any) -> Any:
 
         variables = model.trainable_variables
         loss, grads = ks.value_and_grad(loss_fn, variables)()
-        model.optimizer.apply(grads, variables)
+        model.optimizer.apply([g / divisor for g in grads], variables)
         return loss
 
     return strategy.run(on_worker, args=batch)
+
+
+def divided(strategy: Any, model: Any, batch: Any) -> Any:
+    """Gradients are divided by the workers."""
+    return step(strategy, model, batch, len(strategy.extended.worker_devices))
 
 
 CASES = [
@@ -76,4 +81,5 @@ CASES = [
         by_day=("*",),
     ),
     Planted("server_shard", "data_depends_on_replicas", "batch", data=shard_of_worker),
+    Planted("server_gradient", "scaled_by_replicas", "gradient", step=divided),
 ]

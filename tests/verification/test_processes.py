@@ -7,16 +7,21 @@ of each backend starts real ones, in `tests/tools/test_verify_command.py`.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 from verification import forked, keras_scripts, torch_scripts
 
 import keras_strategies as ks
 from keras_strategies.verification.processes import verify_processes
+from keras_strategies.verification.processes.causes import Causes
+from keras_strategies.verification.processes.comparison import Runs, differences
+from keras_strategies.verification.processes.records import ProcessRecord, StepRecord
 
 pytestmark = pytest.mark.one_backend
 
@@ -94,6 +99,34 @@ def test_a_batch_size_of_each_process_is_multiplied_for_one() -> None:
     assert "2 times as many rows" in report.notes[0]
 
 
+@pytest.mark.one_backend("torch")
+@of_torch
+@NIGHTLY
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        ("", ""),
+        ("scaled_rate", "learning_rate_scaled"),
+        ("bare", "one_replica_only"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("package", "train"),
+    [
+        ("accelerate", torch_scripts.of_accelerate),
+        ("lightning_fabric", torch_scripts.of_fabric),
+    ],
+)
+def test_a_script_of_a_trainer(
+    package: str, train: Any, fault: str, cause: str
+) -> None:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    report = ks.verify_processes(functools.partial(train, fault))
+    assert report.cause == cause, report
+
+
 @pytest.mark.one_backend("jax")
 @pytest.mark.skipif(BACKEND != "jax", reason="`keras.distribution` is one of JAX")
 @NIGHTLY
@@ -131,6 +164,19 @@ def test_a_script_of_tf_distribute(fault: str, cause: str) -> None:
     train = functools.partial(keras_scripts.tf_distribute, fault)
     report = ks.verify_processes(train, 1, 2)
     assert report.cause == cause, report
+
+
+def test_a_loop_of_which_no_start_is_known_has_a_cause() -> None:
+    """`ks.observe(model=model)` after a step is the first that is seen of a loop."""
+
+    def record(weight: float) -> ProcessRecord:
+        step = StepRecord(variables={"weight": np.array([weight])})
+        return ProcessRecord(steps=[step])
+
+    runs = Runs(record(1.0), [record(3.0)], 2e-5)
+    found = [*differences(runs)]
+    assert [each.kind for each in found] == ["variable"]
+    assert Causes(runs, found).cause()[0] == "mean_of_means"
 
 
 def nothing() -> None:

@@ -125,3 +125,54 @@ def log(loss: Any, errors: Any, total: int, count: int, fault: str) -> None:
     else:
         dist.all_reduce(value)
     ks.observe(error=value)
+
+
+def of_accelerate(fault: str = "") -> None:
+    """Accelerate, which gives processes every second batch of a loader."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, loader = prepared(accelerator.num_processes, fault)
+    loader = accelerator.prepare(loader)
+    if fault != "bare":
+        model, optimizer = accelerator.prepare(model, optimizer)
+    steps(model, optimizer, loader, accelerator.backward)
+
+
+def of_fabric(fault: str = "") -> None:
+    """Lightning Fabric, which gives each process a sampler."""
+    from lightning_fabric import Fabric
+
+    count = int(os.environ["WORLD_SIZE"])
+    fabric = Fabric(accelerator="cpu", devices=count, strategy="ddp")
+    fabric.launch()
+    model, optimizer, loader = prepared(count, fault)
+    loader = fabric.setup_dataloaders(loader)
+    if fault != "bare":
+        model, optimizer = fabric.setup(model, optimizer)
+    steps(model, optimizer, loader, fabric.backward)
+
+
+def prepared(count: int, fault: str) -> tuple[Any, Any, Any]:
+    """A model, an optimizer, and a loader of 16 rows in global batches of 8."""
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    random = np.random.default_rng(0)
+    rows = [torch.tensor(random.normal(size=(16, n))).float() for n in (6, 1)]
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Linear(4, 1))
+    rate = 0.1 * count if fault == "scaled_rate" else 0.1
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+    return model, optimizer, DataLoader(TensorDataset(*rows), 8 // count)
+
+
+def steps(model: Any, optimizer: Any, loader: Any, backward: Any) -> None:
+    """Two epochs."""
+    import torch
+
+    for _ in range(2):
+        for x, y in loader:
+            optimizer.zero_grad()
+            backward(torch.nn.functional.mse_loss(model(x), y))
+            optimizer.step()

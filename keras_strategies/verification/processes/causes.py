@@ -213,7 +213,8 @@ class Causes:
         i = first.step - 1
         before = self.runs.alone.steps[i - 1].variables if i else self.runs.alone.start
         own = [
-            {n: each.variables[n] - before[n] for n in names if n in each.variables}
+            # A loop of one's own is observed from its first step on.
+            {n: v - before.get(n, 0) for n, v in each.variables.items() if n in names}
             for each in (alone, *ranks)
         ]
         moved = [name for name in names if _is_float(own[0].get(name))]
@@ -236,11 +237,15 @@ class Causes:
         every = [each[name] for each in first.every if name in each]
         if not every:
             return "one_replica_only", "rank 0 has no such value"
+        if len(every) == 1 and one.shape[:1] == (1,) != every[0].shape[:1]:
+            # Of `pmap`: a value for each device.
+            one, every = one[0], [*every[0]]
         if any(each.shape != one.shape for each in every):
             return "one_replica_only", f"shape {every[0].shape} in place of {one.shape}"
-        if (found := self._of_unequal(first.alone, first.every, [name]))[0]:
+        alone, found_values = {name: one}, [{name: each} for each in every]
+        if (found := self._of_unequal(alone, found_values, [name]))[0]:
             return found
-        if (found := self._factor(first.alone, first.every[0], [name]))[0]:
+        if (found := self._factor(alone, found_values[0], [name]))[0]:
             return found
         return "mean_of_means", "ranks share a value that is not that of all rows"
 
