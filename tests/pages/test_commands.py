@@ -22,7 +22,7 @@ pytestmark = pytest.mark.one_backend
 SHELL = re.compile(r"^ *```sh\n(.*?)^ *```$", re.DOTALL | re.M)
 INLINE = re.compile(r"`((?:keras-strategies|make|python) [^`]+)`")
 #: What a command of a page stands for: a name, not an argument.
-NAMED = {"keras-strategies launch", "keras-strategies verify"}
+NAMED = {f"keras-strategies {name}" for name in ("launch", "lead", "verify")}
 
 
 def commands(program: str) -> list[tuple[str, str]]:
