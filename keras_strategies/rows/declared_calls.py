@@ -170,7 +170,7 @@ def _value(leaf: Any, has_rows: bool) -> Any:
         return leaf
     dtype = keras.backend.standardize_dtype(leaf.dtype)
     shape = [n or _LENGTH for n in getattr(leaf, "lengths", leaf.shape)]
-    array = np.random.default_rng(0).normal(size=[_ROWS, *shape[has_rows:]])
+    array: Any = np.random.default_rng(0).normal(size=[_ROWS, *shape[has_rows:]])
     if "float" not in dtype:
         array = array > 0
     array = array if has_rows else array[0]
