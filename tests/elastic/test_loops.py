@@ -7,11 +7,14 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from elastic import elastic_loop
 from elastic.elastic_loop import STEPS
 from elastic.elastic_training import ElasticCluster, Kill
 from harness.training import ADAM_TOLERANCE
 
 pytestmark = pytest.mark.multiprocess
+
+SCRIPT = str(elastic_loop.__file__)
 
 
 def assert_like_one_device(cluster: ElasticCluster) -> dict[int, Any]:
@@ -47,11 +50,12 @@ def test_a_killed_worker_a_killed_chief_and_a_new_worker(cluster, source):
     elastic.await_kill(0)
     elastic.start(2, is_new=True)
     found = assert_like_one_device(elastic)
-    lost, taken_over, joined = found[1]["changes"]
+    lost, *others = found[1]["changes"]
     assert lost == [2, [2], [], 2]
-    assert taken_over[1:] == [[0], [], 1]
-    assert joined[1:] == [[], [2], 2]
-    assert found[2]["changes"] == [joined]
+    # It may come while the others form a group again.
+    in_turn, at_once = [[[0], [], 1], [[], [2], 2]], [[[0], [2], 2]]
+    assert [each[1:] for each in others] in (in_turn, at_once)
+    assert found[2]["changes"] == [[others[-1][0], [], [2], 2]]
     place = "the beginning of train" if source == "on_batch" else "step 3 of the loop"
     assert f"worker 2 was lost at {place}" in elastic.text()
 

@@ -10,14 +10,8 @@ from harness.forker import Forker
 from harness.worker_pool import Cluster, WorkerPool
 
 #: Workers, and devices of each. The first two have the same processes.
-CLUSTERS = {
-    "two": (2, 1),
-    "two_by_two": (2, 2),
-    "one": (1, 1),
-    "three": (3, 1),
-    "four": (4, 1),
-}
-DEVICES = {1: 1, 2: 2, 3: 1, 4: 1}
+CLUSTERS = {"two": (2, 1), "two_by_two": (2, 2), "three": (3, 1), "four": (4, 1)}
+DEVICES = {2: 2, 3: 1, 4: 1}
 
 
 def on_clusters(*names: str) -> pytest.MarkDecorator:

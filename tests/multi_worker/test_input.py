@@ -146,38 +146,40 @@ def test_files_are_divided_and_each_row_is_read_once(cluster, tmp_path):
             assert {value // 10 for value in read[1]} == {1, 3}
 
 
-@on_clusters("one", "two")
+def read_by_hint(strategy):
+    """The positions that a worker reads, and the entries of its replicas."""
+    import tensorflow as tf
+
+    read = []
+
+    def row(position):
+        read.append(int(position))
+        return np.float32(position)
+
+    hint = tf.data.experimental.SHARD_HINT
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = (
+        tf.data.experimental.AutoShardPolicy.HINT
+    )
+    positions = tf.data.Dataset.range(10).shard(hint, hint)
+    mapped = positions.map(lambda i: tf.numpy_function(row, [i], tf.float32))
+    batches = mapped.map(lambda x: tf.reshape(x, (1,))).batch(4)
+    distributed = strategy.experimental_distribute_dataset(
+        batches.with_options(options)
+    )
+    seen = [
+        keras.ops.convert_to_numpy(part).ravel().tolist()
+        for batch in distributed
+        for part in strategy.experimental_local_results(batch)
+    ]
+    return read, list(itertools.chain(*seen))
+
+
 def test_a_hint_divides_what_is_mapped(cluster):
-    def program(strategy):
-        import tensorflow as tf
-
-        read = []
-
-        def row(position):
-            read.append(int(position))
-            return np.float32(position)
-
-        hint = tf.data.experimental.SHARD_HINT
-        options = tf.data.Options()
-        options.experimental_distribute.auto_shard_policy = (
-            tf.data.experimental.AutoShardPolicy.HINT
-        )
-        positions = tf.data.Dataset.range(10).shard(hint, hint)
-        mapped = positions.map(lambda i: tf.numpy_function(row, [i], tf.float32))
-        batches = mapped.map(lambda x: tf.reshape(x, (1,))).batch(4)
-        distributed = strategy.experimental_distribute_dataset(
-            batches.with_options(options)
-        )
-        seen = [
-            keras.ops.convert_to_numpy(part).ravel().tolist()
-            for batch in distributed
-            for part in strategy.experimental_local_results(batch)
-        ]
-        return read, list(itertools.chain(*seen))
-
-    found = cluster(program)
-    for worker, (read, seen) in enumerate(found):
-        assert sorted(read) == sorted(seen) == [*range(worker, 10, len(found))]
+    alone = read_by_hint(ks.MirroredStrategy(["cpu:0", "cpu:1"], processes=False))
+    for found in ([alone], cluster(read_by_hint)):
+        for worker, (read, seen) in enumerate(found):
+            assert sorted(read) == sorted(seen) == [*range(worker, 10, len(found))]
 
 
 @pytest.mark.slow(seconds=7)

@@ -55,7 +55,11 @@ def test_collectives_in_layers_have_gradients(eager):
         inputs = keras.Input((6,))
         first = Center("gather")(layers.Dense(5, activation="tanh")(inputs))
         second = Center("reduce")(layers.Dense(5, activation="tanh")(inputs))
-        outputs = [layers.Dense(1)(first), layers.Dense(1)(second)]
+        # History is compared by the names of outputs.
+        outputs = [
+            layers.Dense(1, name="gathered")(first),
+            layers.Dense(1, name="reduced")(second),
+        ]
         model = keras.Model(inputs, outputs)
         model.compile(keras.optimizers.SGD(0.1), ["mse", "mse"], run_eagerly=eager)
         return model
