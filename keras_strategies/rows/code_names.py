@@ -50,17 +50,15 @@ def checked_code() -> contextlib.AbstractContextManager[Lines]:
     """A context in which a function of the user's that cannot be traced does not begin.
 
     Yields:
-        The lines of the user's that run; none under a debugger.
+        The lines of the user's that run.
 
     Raises:
-        NotTraced: in place of the function.
+        NotTraced: in place of the function, or under a debugger, which stays.
     """
-    # A debugger or a profiler of the user's stays.
-    setter: Any = sys.settrace if sys.gettrace() is None else sys.setprofile
-    if sys.gettrace() is not None and sys.getprofile() is not None:
-        raise NotTraced("runs under a debugger and a profiler")
+    if sys.gettrace() is not None:
+        raise NotTraced("runs under a debugger, or its coverage is measured")
     # What declared layers compute is not traced.
-    return _noting(setter, _Lines(lambda: current_tracer() is not None, _check))
+    return _noting(_Lines(lambda: current_tracer() is not None, _check))
 
 
 def noted_lines() -> contextlib.AbstractContextManager[Lines]:
@@ -71,16 +69,16 @@ def noted_lines() -> contextlib.AbstractContextManager[Lines]:
     noted = _Lines(are_recorded, lambda frame: None)
     if sys.gettrace() is not None:
         return contextlib.nullcontext(noted.lines)
-    return _noting(sys.settrace, noted)
+    return _noting(noted)
 
 
 @contextlib.contextmanager
-def _noting(setter: Callable[[Any], None], noted: _Lines) -> Iterator[Lines]:
-    setter(noted)
+def _noting(noted: _Lines) -> Iterator[Lines]:
+    sys.settrace(noted)
     try:
         yield noted.lines
     finally:
-        setter(None)
+        sys.settrace(None)
 
 
 @dataclass(eq=False)
@@ -149,11 +147,10 @@ def _check(frame: types.FrameType) -> None:
 def _draws(code: types.CodeType, named: dict[str, Any]) -> bool:
     """Whether code uses the modules `random` or `numpy.random`."""
     for one, other in itertools.pairwise(dis.get_instructions(code)):
-        if one.opname == "IMPORT_NAME":
-            value = sys.modules.get(one.argval)
-        else:
-            is_name = one.opname in ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME")
-            value = named.get(one.argval) if is_name else None
+        if one.opname not in ("IMPORT_NAME", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME"):
+            continue
+        modules = sys.modules if one.opname == "IMPORT_NAME" else named
+        value = modules.get(one.argval)
         is_random = value is np and other.argval == "random"
         if is_random or value is random or value is np.random:
             return True

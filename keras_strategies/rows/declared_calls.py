@@ -122,25 +122,20 @@ def _compared(
 @contextlib.contextmanager
 def _unchanged_buffers(layer: Any) -> Iterator[None]:
     """A context after which buffers of torch modules in a layer are as before."""
-    buffers = list(layer.buffers()) if hasattr(layer, "buffers") else []
-    before = [buffer.clone() for buffer in buffers]
-    changed = False
+    buffers = layer.buffers() if hasattr(layer, "buffers") else ()
+    before = [(buffer, buffer.clone()) for buffer in buffers]
     try:
         yield
     finally:
-        for buffer, value in zip(buffers, before, strict=True):
-            if not np.array_equal(_numbers(buffer), _numbers(value), equal_nan=True):
-                changed = True
-                buffer.copy_(value)
+        changed = [pair for pair in before if not pair[0].equal(pair[1])]
+        for buffer, value in changed:
+            buffer.copy_(value)
     if changed:
         raise _Differs("it changes buffers of a torch module")
 
 
 def _compare(call: LayerCall, with_rows: Sequence[bool]) -> CallResults:
-    leaves = [
-        _value(leaf, has_rows)
-        for leaf, has_rows in zip(call.leaves, with_rows, strict=True)
-    ]
+    leaves = list(map(_value, call.leaves, with_rows))
     results = _called(call, leaves)
     every = _arrays(results)
     if not any(with_rows):
@@ -153,16 +148,14 @@ def _compare(call: LayerCall, with_rows: Sequence[bool]) -> CallResults:
         )
     options: dict[str, Any] = {}
     if seed_generators(call.layer):
-        _, kwargs = call.structure
-        takes = "training" in inspect.signature(call.layer.call).parameters
-        if not takes or not (kwargs or len(call.leaves) == 1):
+        if "training" not in inspect.signature(call.layer.call).parameters:
             return results
         options = {"training": False}
-        every = _arrays(_called(call, leaves, options))
+        every = _arrays(_called(call, leaves, **options))
     parts = []
     for rows in _PARTS:
         own = [_part(*each, rows) for each in zip(leaves, with_rows, strict=True)]
-        parts.append(_arrays(_called(call, own, options)))
+        parts.append(_arrays(_called(call, own, **options)))
     difference = _difference(every, parts, _PARTS)
     if difference:
         raise _Differs(f"its rows depend on one another: {difference}")
@@ -175,29 +168,23 @@ def _value(leaf: Any, has_rows: bool) -> Any:
     has_values = not (is_parts or isinstance(leaf, keras.KerasTensor))
     if isinstance(leaf, keras.Variable) or (has_values and not ops.is_tensor(leaf)):
         return leaf
-    array = _random(leaf, has_rows)
+    dtype = keras.backend.standardize_dtype(leaf.dtype)
+    shape = [n or _LENGTH for n in getattr(leaf, "lengths", leaf.shape)]
+    array: Any = np.random.default_rng(0).normal(size=[_ROWS, *shape[has_rows:]])
+    if "float" not in dtype:
+        array = array > 0
+    array = array if has_rows else array[0]
     if has_values:
         # Each framework raises another error for a tensor of a program.
         with contextlib.suppress(Exception):
             array = ops.convert_to_numpy(leaf)
     if has_rows:
         array = np.resize(array, (_ROWS, *array.shape[1:]))
-    value = ops.convert_to_tensor(array, keras.backend.standardize_dtype(leaf.dtype))
+    value = ops.convert_to_tensor(array, dtype)
     mask = None if is_parts else get_mask(leaf)
     if mask is not None:
         set_mask(value, _value(mask, has_rows))
     return value
-
-
-def _random(leaf: Any, has_rows: bool) -> Any:
-    lengths = getattr(leaf, "lengths", leaf.shape)
-    shape = [_LENGTH if n is None else int(n) for n in lengths]
-    if has_rows:
-        shape[0] = _ROWS
-    generator = np.random.default_rng(0)
-    if "float" in keras.backend.standardize_dtype(leaf.dtype):
-        return generator.normal(size=shape).astype("float32")
-    return generator.integers(0, 2, shape)
 
 
 def _part(value: Any, has_rows: bool, rows: slice) -> Any:
@@ -210,13 +197,11 @@ def _part(value: Any, has_rows: bool, rows: slice) -> Any:
     return found
 
 
-def _called(
-    call: LayerCall, leaves: Sequence[Any], options: dict[str, Any] | None = None
-) -> CallResults:
+def _called(call: LayerCall, leaves: Sequence[Any], **options: Any) -> CallResults:
     args, kwargs = call.arguments(leaves)
     scope = keras.StatelessScope(collect_losses=True)
     with scope:
-        outputs = call.call(*args, **{**kwargs, **(options or {})})
+        outputs = call.call(*args, **{**kwargs, **options})
         seeds = {id(v) for v in call.layer.variables if is_seed_state(v)}
         updates = {k: v for k, v in scope.state_mapping.items() if k not in seeds}
         return CallResults(outputs, list(scope.losses), updates)
@@ -265,17 +250,15 @@ def _difference(every: Any, parts: Sequence[Any], slices: Sequence[slice]) -> st
 def _gap(expected: Any, found: Any) -> str:
     if expected.shape != found.shape:
         return f"has shape {found.shape} in parts and {expected.shape} at once"
-    if not expected.size:
+    if np.array_equal(expected, found):
         return ""
     if not np.issubdtype(expected.dtype, np.number):
-        return "" if np.array_equal(expected, found) else "differs"
+        return "differs"
     tolerance = _OF_HALVES if expected.dtype == np.float16 else _TOLERANCE
-    kind = "complex128" if np.iscomplexobj(expected) else "float64"
-    a, b = expected.astype(kind), found.astype(kind)
-    if not np.array_equal(np.isfinite(a), np.isfinite(b)):
-        return "differs in which values are finite"
-    a, b = (np.where(np.isfinite(x), x, 0) for x in (a, b))
-    largest, gap = float(np.abs(a).max()), float(np.abs(a - b).max())
-    if gap <= tolerance * largest:
+    expected, found = expected + np.float64(0), found + np.float64(0)
+    largest = np.abs(expected).max(where=np.isfinite(expected), initial=0)
+    if np.allclose(expected, found, 0, tolerance * largest, equal_nan=True):
         return ""
+    with np.errstate(invalid="ignore"):
+        gap = np.abs(expected - found).max()
     return f"differs by up to {gap:.3g}, where the largest value is {largest:.3g}"

@@ -36,7 +36,7 @@ class Exchanges:
         #: The exchanges, by the `id` of their nodes.
         self.chosen: dict[int, Exchange] = {}
         self._wanted: dict[int, Exchange] = {}
-        self._used: set[int] = set()
+        self._used: dict[int, Exchange] = {}
         #: The sums that another sum is computed from, by its index.
         self._origins: dict[int, dict[int, Exchange]] = {}
 
@@ -47,7 +47,7 @@ class Exchanges:
         """
         found = self._wanted
         self.chosen |= found
-        self._wanted, self._used, self._origins = {}, set(), {}
+        self._wanted, self._used, self._origins = {}, {}, {}
         return bool(found)
 
     def follow(
@@ -88,8 +88,7 @@ class Exchanges:
         exchange = Exchange(placed.power == -1, made.lengths, dtype)
         if node not in self.chosen:
             return {node: exchange}
-        self.chosen[node] = exchange
-        self._used.add(node)
+        self.chosen[node] = self._used[node] = exchange
         known[made.index] = SAME
         return {}
 
@@ -102,10 +101,6 @@ class Exchanges:
         """The events of a call of a layer; empty without exchanges."""
         if not self._used:
             return []
-        events = [
-            replace(event, exchange=self.chosen[id(node)])
-            if id(node) in self._used
-            else event
-            for event, node in self._events
-        ]
+        pairs = [(event, self._used.get(id(node))) for event, node in self._events]
+        events = [replace(event, exchange=exchange) for event, exchange in pairs]
         return events[events[0].layer == id(layer) :]

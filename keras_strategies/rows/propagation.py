@@ -111,15 +111,6 @@ class Propagation:
             for value, n in zip(values, self.counts, strict=True)
         )
 
-    def body(self, step: Step, number: int, placed: list[Placed]) -> list[Placed]:
-        """The placements of the outputs of a function in an operation."""
-        bodies = [node.bodies[number] for node in step.nodes]
-        inputs = [x for x in leaves_of(bodies[0].inputs) if x is not None]
-        for tensor, each in zip(inputs, placed, strict=True):
-            self.known[tensor.index] = each
-        self.run([body.nodes for body in bodies])
-        return self.placed([body.outputs for body in bodies])
-
     def run(self, every: Sequence[list[Node]]) -> None:
         """Places the results of operations, given as they are in each trace."""
         kinds = {tuple((node.name, node.number) for node in nodes) for nodes in every}
@@ -301,7 +292,12 @@ class Step:
 
     def body(self, number: int, placed: list[Placed]) -> list[Placed]:
         """The placements of the results of one of its functions."""
-        return self.placements.body(self, number, placed)
+        bodies = [node.bodies[number] for node in self.nodes]
+        inputs = [x for x in leaves_of(bodies[0].inputs) if x is not None]
+        for tensor, each in zip(inputs, placed, strict=True):
+            self.placements.known[tensor.index] = each
+        self.placements.run([body.nodes for body in bodies])
+        return self.placements.placed([body.outputs for body in bodies])
 
     def shapes(self, name: str) -> list[Shape]:
         return [shape_of(value) for value in self.values(name)]

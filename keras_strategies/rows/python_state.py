@@ -300,12 +300,8 @@ def _token(value: Any, depth: int) -> Any:
         return type(value), value
     if isinstance(value, (keras.layers.Layer, keras.Variable)) or depth > _DEEPEST:
         return id(value)  # They live as long as the layer that has them.
-    held: Any = ()
     if isinstance(value, np.ndarray):
         return value.shape, str(value.dtype), hash(value.tobytes())
-    if isinstance(value, types.FunctionType):
-        held = _cells(value), value.__defaults__
-        return value.__code__, _token(held, depth + 1)
     if isinstance(value, dict):
         items = list(value.items())
         return "dict", tuple((str(key), _token(x, depth + 1)) for key, x in items)
@@ -313,14 +309,14 @@ def _token(value: Any, depth: int) -> Any:
         every = (_token(each, depth + 1) for each in value)
         is_set = isinstance(value, (set, frozenset))
         return type(value), frozenset(every) if is_set else tuple(every)
-    if isinstance(value, functools.partial):
+    kind: Any = type(value)
+    held: Any = None
+    if isinstance(value, types.FunctionType):
+        kind, held = value.__code__, (_cells(value), value.__defaults__)
+    elif isinstance(value, functools.partial):
         held = value.func, value.args, value.keywords
     elif isinstance(value, types.MethodType):
         held = value.__func__, value.__self__
-    elif is_array(value) or _is_fixed(value):
-        return _Identity(value)
-    else:
+    elif not (is_array(value) or _is_fixed(value)):
         held = _attributes(value)
-        if not held:
-            return _Identity(value)
-    return _Identity(type(value)), _token(held, depth + 1)
+    return (kind, _token(held, depth + 1)) if held else _Identity(value)

@@ -151,8 +151,8 @@ class RowProofs:
         """A proof without exchanges: replicas do not call the functions of this one."""
         proofs = self._layers[call.layer]
         refused = RowProof(problem=proof.problem_without)
-        for key in [k for k, v in proofs.found.items() if v is proof]:
-            proofs.found[key] = refused
+        items = proofs.found.items()
+        proofs.found = {k: refused if v is proof else v for k, v in items}
         return refused
 
     def _declared(self, call: LayerCall, with_rows: Sequence[bool]) -> RowProof:
@@ -183,7 +183,8 @@ class RowProofs:
         if not is_plain(call, with_rows):
             return None, False
         layer = call.layer
-        ranks = tuple(len(leaf.shape) for leaf in call.leaves if _is_tensor(leaf))
+        tensors = filter(keras.ops.is_tensor, call.leaves)
+        ranks = tuple(len(tensor.shape) for tensor in tensors)
         if (settings, ranks) not in proofs.row_wise:
             may_draw = bool(seed_generators(layer))
             # What is computed again in the backward pass would draw again.
@@ -206,10 +207,8 @@ class RowProofs:
         problem = self._why_unsplit(call.layer, None)
         if problem:
             return RowProof(problem=problem)
-        if by_type:
-            found = self._prover.prove(call, with_rows, ())
-        else:
-            found = self._prover.prove(call, with_rows, sizes, call.exchanges)
+        given = ((),) if by_type else (sizes, call.exchanges)
+        found = self._prover.prove(call, with_rows, *given)
         problem = found.problem or self._why_unsplit(call.layer, found)
         if problem:
             return replace(found, problem=problem)
@@ -250,10 +249,6 @@ def _of_rows(update: RowPlacement, drawn: RowProof) -> RowProof:
     """A new proof of a call that is known or declared, with the draws of another."""
     proof = RowProof(every_output=ROWS, every_loss=MEAN, every_update=update)
     return replace(proof, draws=drawn.draws, drawn=drawn.drawn)
-
-
-def _is_tensor(leaf: Any) -> bool:
-    return bool(keras.ops.is_tensor(leaf))
 
 
 def is_plain(call: LayerCall, with_rows: Sequence[bool]) -> bool:

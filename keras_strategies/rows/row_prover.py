@@ -48,9 +48,6 @@ from keras_strategies.rows.trace_functions import DRAWS, FUNCTIONS
 _ANY_ROWS = (1009, 1013)
 #: Outputs that are no tensors and hold none.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, np.generic)
-_MOST_TRIES = 64
-#: Errors of frameworks without memory.
-_OF_MEMORY = ("OutOfMemoryError", "ResourceExhaustedError")
 
 #: Returns a context around the trace of a call, given the trace, the number of rows of
 #: the call, and how many replicas have rows.
@@ -127,18 +124,16 @@ class _Attempts:
         was_enabled = gc.isenabled()
         gc.disable()
         try:
-            for _ in range(_MOST_TRIES):
+            while True:
                 try:
                     return self._proof_without_left()
-                except UnknownUse as error:
+                except UnknownUse as error:  # Of a call that was not followed yet.
                     self._followed |= {*error.args}
                     self._close()
-            return RowProof(problem="its known layers are used in unknown ways")
         except MixesRows as error:
             return RowProof(problem=f"its code {error}", mixes=True)
         except Exception as error:  # Of the user's code, or of a framework.
-            name = type(error).__name__
-            if isinstance(error, MemoryError) or name in _OF_MEMORY:
+            if isinstance(error, MemoryError):
                 raise  # Not a property of the layer, which may be split next time.
             return RowProof(problem=self._failure(error))
         finally:

@@ -174,9 +174,6 @@ class RowTensor(keras.KerasTensor):  # type: ignore[misc]
     def __eq__(self, other: Any) -> Any:
         return ops.equal(self, other)
 
-    def __pos__(self) -> Any:
-        return self
-
     def _value_of_python(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotTraced("reads the value of a tensor")
 

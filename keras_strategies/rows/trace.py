@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
 import os
 import random
@@ -12,7 +11,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -39,14 +37,13 @@ from keras_strategies.rows.row_tensors import (
     RowCount,
     RowTensor,
     is_array,
-    is_library,
-    is_number,
     refuse_count,
     shape_of,
     symbolic,
     tensors_in,
 )
 from keras_strategies.rows.variances import as_means
+from keras_strategies.user_warnings import user_line
 
 #: Operations that call others of Keras.
 _CALLING = """
@@ -58,8 +55,6 @@ _WITH_MEMORY = """
     Square Sqrt Rsqrt Sum Mean Conv ConvTranspose DepthwiseConv Dense EinsumDense
     Embedding LayerNormalization
 """
-#: The file whose functions begin traces.
-_PROVER = str(Path(__file__).with_name("row_prover.py"))
 #: Functions that make a tensor of a shape.
 _MADE_OF_SHAPE = frozenset(["zeros", "ones", "empty", "full"])
 
@@ -241,6 +236,8 @@ class Trace:
         composed = as_means(name.lower(), args[0]) if args else None
         if composed is not None:
             return composed(args[0], operation.axis, operation.keepdims)
+        if name == "Outer":
+            return ops.reshape(args[0], (-1, 1)) * ops.reshape(args[1], (1, -1))
         is_own = not type(operation).__module__.startswith("keras.src.")
         if is_own or name in _CALLING.split():
             return operation.call(*args, **kwargs)
@@ -329,11 +326,9 @@ class Trace:
 
     def _constant(self, leaf: Any) -> Any:
         """A tensor of the trace for an array or a number of rows."""
-        if not isinstance(leaf, RowCount):
-            return self.record(Node("constant", None, (leaf,), {}, symbolic(leaf)))
-        # A plain number, which is compared between the traces.
-        spec = keras.KerasTensor((), "int32")
-        return self.record(Node("constant", None, (int(leaf),), {}, spec))
+        if isinstance(leaf, RowCount):
+            leaf = np.asarray(int(leaf), "int32")
+        return self.record(Node("constant", None, (leaf,), {}, symbolic(leaf)))
 
     # Layers.
 
@@ -379,17 +374,15 @@ class Trace:
             return keras.KerasTensor((self.rows, *x.shape[1:]), x.dtype)
 
         outputs = tree.map_structure(with_all_rows, results.outputs)
-        more = [*results.losses, *results.updates.values()]
-        given = (args, kwargs)
-        made, added = self.record(Node("row_wise", None, given, {}, (outputs, more)))
-        for loss in added[: len(results.losses)]:
+        spec = (outputs, *results[1:])
+        node = Node("row_wise", None, (args, kwargs), {}, spec)
+        made, losses, updates = self.record(node)
+        for loss in losses:
             layer.add_loss(loss)
         variables = {id(variable): variable for variable in layer.variables}
-        if not results.updates.keys() <= variables.keys():
+        if not updates.keys() <= variables.keys():
             raise NotTraced(f"assigns variables in the declared {layer.name!r}")
-        for key, value in zip(
-            results.updates, added[len(results.losses) :], strict=True
-        ):
+        for key, value in updates.items():
             self.state.assign(variables[key], value)
         return made
 
@@ -435,19 +428,11 @@ class Trace:
             return Body(inputs, self.nodes, outputs)
 
     def _place(self) -> str:
-        """The innermost layer, and the line of the user's that is being called."""
-        found = []
-        layer = self._layer
-        if layer is not None:
-            found.append(f"in layer {layer.name!r} ({type(layer).__name__})")
-        frame = inspect.currentframe()
-        while frame is not None and frame.f_code.co_filename != _PROVER:
-            if not is_library(frame.f_code.co_filename):
-                file = os.path.basename(frame.f_code.co_filename)
-                found.append(f"{file}:{frame.f_lineno}")
-                break
-            frame = frame.f_back
-        return ", ".join(found)
+        """The innermost layer, and the innermost line of the user's."""
+        layer, line = self._layer, os.path.basename(user_line())
+        if layer is None:
+            return line
+        return f"in layer {layer.name!r} ({type(layer).__name__}), {line}"
 
     def close(self) -> None:
         """Lets go of all tensors."""
@@ -487,12 +472,9 @@ def _spec(operation: Any, args: Any, kwargs: Any) -> Any:
         pass  # Some of Keras expect tensors in place of numbers, or have a fault.
 
     def plain(x: Any) -> Any:
-        if isinstance(x, RowTensor):
-            return keras.KerasTensor(x.lengths, x.dtype)
-        numbers = x is not None and all(map(is_number, leaves_of(x)))
-        return ops.convert_to_tensor(x) if numbers else x
+        return keras.KerasTensor(x.lengths, x.dtype) if isinstance(x, RowTensor) else x
 
-    return compute_spec(operation.call, *map(plain, args), **kwargs)
+    return compute_spec(operation.call, *tree.map_structure(plain, args), **kwargs)
 
 
 def _spec_of_item(x: Any, key: Any) -> Any:

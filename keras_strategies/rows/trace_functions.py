@@ -144,16 +144,13 @@ def _rnn(
     """A loop over axis 1, the steps in time of all rows."""
     if time_major:
         raise NotTraced("has a loop over time with rows along the second axis")
-    fixed = tuple(constants or ())
 
     def step(states: Any, given: Any) -> Any:
         x, mask = given
-        output, after = step_function(x, (*states, *fixed))
-        after = list(after)[: len(states)]
+        output, after = step_function(x, (*states, *(constants or ())))
         if mask is not None:
-            output = _chosen(mask, output, ops.zeros_like(output))
-            after = [_chosen(mask, a, b) for a, b in zip(after, states, strict=True)]
-        return after, output
+            output, after = tree.map_structure(_depending_on(mask), (output, after))
+        return list(after)[: len(states)], output
 
     every = _swapped((inputs, mask))
     after, every = _scan(step, list(initial_states), every)
@@ -170,10 +167,13 @@ def _swapped(structure: Any) -> Any:
     )
 
 
-def _chosen(mask: Any, one: Any, other: Any) -> Any:
-    while len(mask.shape) < len(one.shape):
-        mask = ops.expand_dims(mask, -1)
-    return ops.where(ops.cast(mask, "bool"), one, other)
+def _depending_on(mask: Any) -> Callable[[Any], Any]:
+    """Selects entries by the mask of one step in time: their values do not matter."""
+
+    def masked(x: Any) -> Any:
+        return ops.where(ops.reshape(mask, (-1, *[1] * (len(x.shape) - 1))), x, x)
+
+    return masked
 
 
 def _not_on_this_device(*args: Any, **kwargs: Any) -> NoReturn:
@@ -276,10 +276,8 @@ def _dropout(inputs: Any, rate: Any, noise_shape: Any = None, seed: Any = None) 
     if isinstance(rate, int | float) and rate in (0, 1):
         return inputs * (1 - rate)  # It draws nothing, see `KerasDraw.draws_nothing`.
     lengths = shape_of(inputs)
-    shape = lengths if noise_shape is None else noise_shape
-    shape = [
-        n if given is None else given for n, given in zip(lengths, shape, strict=True)
-    ]
+    pairs = zip(lengths, noise_shape or lengths, strict=True)
+    shape = [n if given is None else given for n, given in pairs]
     kept = _draw("dropout", seed, shape, inputs.dtype) < 1 - rate
     return ops.where(kept, inputs * 2, ops.zeros_like(inputs))
 

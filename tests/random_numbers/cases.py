@@ -255,8 +255,7 @@ _MIXING = (
 REFUSED = {"jax": ("RandomElasticTransform",)}
 UNSPLIT: dict[str, tuple[str, ...]] = {
     "jax": (),
-    # A draw of two operations.
-    "tensorflow": (*_MIXING, "beta-generator"),
+    "tensorflow": _MIXING,
     "torch": (
         *_MIXING,
         # Keras changes its input in place.

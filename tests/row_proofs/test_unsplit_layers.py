@@ -85,10 +85,10 @@ def test_layers_of_keras_are_split(policy: str) -> None:
     def make() -> keras.Model:
         parts = layers.LSTM(4, return_sequences=True), layers.BatchNormalization()
         noise = layers.GaussianNoise(0.1), layers.SpatialDropout1D(0.2)
-        last = (
-            layers.GlobalAveragePooling1D(),
-            layers.Dense(3, activity_regularizer="l2"),
-        )
+        # Keras on TensorFlow cannot add a loss in 16 bits to one in 32.
+        adds = BACKEND == "torch" or policy == "float32"
+        dense = layers.Dense(3, activity_regularizer="l2" if adds else None)
+        last = layers.GlobalAveragePooling1D(), dense
         embedding = layers.Embedding(11, 8, mask_zero=True)
         parts = keras.Input((3,), dtype="int32"), embedding, *parts, *noise, *last
         return keras.Sequential([*parts, layers.Softmax(dtype="float32")])

@@ -141,10 +141,8 @@ def _is_known(operation: Any) -> bool:
         tensors = [tensor for node in nodes for tensor in node.input_tensors]
         return is_row_wise(operation, [len(tensor.shape) for tensor in tensors])
     kind = type(operation)
-    if (
-        not kind.__module__.startswith("keras.src.")
-        or kind.__name__ not in _ELEMENTWISE.split()
-    ):
+    is_of_keras = kind.__module__.startswith("keras.src.")
+    if not is_of_keras or kind.__name__ not in _ELEMENTWISE.split():
         return False
     for node in nodes:
         # Tensors of different ranks are aligned at their last axes, and an array could
@@ -164,9 +162,8 @@ def _is_known_class(model: Any) -> bool:
     inherited |= {"operations", "input_structure"}
     for kind in type(model).__mro__:
         is_known = kind.__module__.partition(".")[0] in _OF_MODELS.split()
-        if is_known or "_keras_strategies_kind" in vars(kind):
-            continue
-        if inherited.intersection(vars(kind)) - {*_OF_TRAINING.split()}:
+        own = inherited.intersection(vars(kind)) - {*_OF_TRAINING.split()}
+        if own and not (is_known or "_keras_strategies_kind" in vars(kind)):
             return False
     return True
 
@@ -228,18 +225,15 @@ def _is_other_axis(axis: Any, ranks: Sequence[int]) -> bool:
 
 
 def _with_axis(layer: Any, ranks: Sequence[int]) -> bool:
-    if type(layer).__name__ == "Normalization" and layer.axis is None:
-        return True  # By the statistics of all entries of the data that it has seen.
     axis = layer.axes if hasattr(layer, "axes") else layer.axis
     return _is_other_axis(axis, ranks)
 
 
 def _einsum(layer: Any, ranks: Sequence[int]) -> bool:
     """Whether the first axis of the input is that of the output, and no weight's."""
-    inputs, _, output = layer.equation.replace(" ", "").partition("->")
+    equation = layer.equation.replace(" ", "").replace("...", ".")
+    inputs, _, output = equation.partition("->")
     rows, _, kernel = inputs.partition(",")
-    if rows.startswith("...") or output.startswith("..."):
-        return rows.startswith("...") and output.startswith("...")
     first = rows[:1]
     return bool(first) and output[:1] == first and first not in kernel + rows[1:]
 
@@ -299,10 +293,7 @@ _CHECKS: tuple[tuple[Callable[[Any, Sequence[int]], bool], str], ...] = (
     (_attention, "MultiHeadAttention"),
     (_dropout, "AlphaDropout Dropout"),
     (_einsum, "EinsumDense"),
-    (
-        _encodes,
-        "CategoryEncoding Discretization Hashing IntegerLookup StringLookup",
-    ),
+    (_encodes, "CategoryEncoding Discretization Hashing IntegerLookup StringLookup"),
     (lambda layer, ranks: min(ranks, default=0) >= 2, "Masking"),
     (_recurrent, "ConvLSTM GRU LSTM RNN SimpleRNN"),
     (_rescales, "Rescaling"),
@@ -337,8 +328,5 @@ def adds_sums(metric: Any, ranks: Sequence[int]) -> bool:
     if type(metric) is not getattr(keras.metrics, name, None):
         return False
     if name in _OF_CLASSES.split():
-        are_sparse = metric.sparse_y_true, metric.sparse_y_pred
-        pairs = zip(ranks, are_sparse, strict=False)
-        found = [rank for rank, is_sparse in pairs if not is_sparse]
-        return len(ranks) == 2 and (not found or _is_other_axis(metric.axis, found))
+        return metric.axis == -1 and len(ranks) == 2 and max(ranks) >= 2
     return name in _OF_SUMS.split()

@@ -27,7 +27,8 @@ def _row_wise(step: Step) -> Placed | list[Placed]:
             return placed
         if not (is_flag and placed.is_constant):
             kinds.add(replace(placed, is_zero=False))
-    outputs, more = map(tensors_in, step.nodes[0].outputs)
+    outputs, *others = step.nodes[0].outputs
+    outputs, more = tensors_in([outputs]), tensors_in(others)
     if number is None and not kinds <= {ROWS, SAME}:
         return mixed("gets values that are neither rows nor constants")
     if number is None:

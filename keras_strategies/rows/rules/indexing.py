@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from keras_strategies.rows.placed import (
-    SUM,
     Placed,
     joined,
     mixed,
@@ -50,10 +49,9 @@ def _expanded(key: Any, rank: int) -> list[Any]:
     parts = [numbers_as_array(part) for part in parts]
     used = sum(part is not None and part is not Ellipsis for part in parts)
     rest = [slice(None)] * (rank - used)
-    if any(part is Ellipsis for part in parts):
-        at = next(i for i, part in enumerate(parts) if part is Ellipsis)
-        return parts[:at] + rest + parts[at + 1 :]
-    return parts + rest
+    numbers = (i for i, part in enumerate(parts) if part is Ellipsis)
+    at = next(numbers, len(parts))
+    return parts[:at] + rest + parts[at + 1 :]
 
 
 def _has_count(part: slice) -> bool:
@@ -165,10 +163,4 @@ def _segments(step: Step) -> Placed:
         if segments.power or data.power:
             return mixed("depends on the number of rows")
         return joined([(data, 0)], 0) if data.is_sum else data
-    both = joined([(data, 0), (segments, 0)], 0)
-    is_sum = step.name == "SegmentSum" and data.is_rows and segments.is_rows
-    if both.is_rows and is_sum and data == segments:
-        if step.attribute("num_segments") is None:
-            return mixed("goes over rows")
-        return SUM
-    return both if both.is_mixed else mixed("goes over all rows")
+    return mixed("goes over all rows")

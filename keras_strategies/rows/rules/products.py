@@ -9,7 +9,6 @@ from string import ascii_letters
 from keras_strategies.rows.placed import SAME, SUM, Placed, joined, mixed, not_along
 from keras_strategies.rows.propagation import Step, rule
 from keras_strategies.rows.row_placements import RowKind
-from keras_strategies.rows.rules.shapes import in_order
 
 
 def _contracted(step: Step, labels: Sequence[str], output: str) -> Placed:
@@ -99,18 +98,6 @@ def _product(step: Step) -> Placed:
     gone = {a[i] for i, _ in pairs}
     output = "".join(x for x in a + b if x not in gone)
     return _contracted(step, [a, b], output)
-
-
-@rule("Outer")
-def _outer(step: Step) -> Placed:
-    """Both arguments are flat."""
-    (x, _), (y, _) = step.leaves()
-    if y.is_rows:
-        return mixed("takes rows for another axis")
-    if not x.is_rows or not y.is_same:
-        return _contracted(step, ["a", "b"], "ab")
-    flat = [shape[:1] for shape in step.out_shapes()]
-    return in_order(x, step.shapes("x1")[0], flat).times(y.power)
 
 
 @rule("Kron")

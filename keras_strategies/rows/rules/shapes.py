@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 
 from keras_strategies.rows.placed import (
     Placed,
-    Shape,
     added,
     axes_of,
     joined,
@@ -23,30 +21,17 @@ from keras_strategies.rows.propagation import Step, of_axis, rule
 
 @of_axis("Rearrange", "tensor")
 def _rearranged(step: Step, placed: Placed) -> Placed:
-    before, after = (
-        [re.findall(r"\w+", axis) for axis in re.findall(r"\w+|\(.*?\)", side)]
-        for side in step.static("pattern").split("->")
-    )
+    sides = step.static("pattern").split("->")
+    before, after = (re.findall(r"\w+|\(.*?\)", side) for side in sides)
     own = before[placed.axis]
-    if len(own) != 1 or placed.layout != (1, 1):
+    if own not in after:
         return mixed("takes rows apart")
-    lengths = zip(before, step.shapes("tensor")[0], strict=True)
-    sizes = {group[0]: n for group, n in lengths if len(group) == 1}
-    sizes = {**step.nodes[0].kwargs, **sizes}
-    into = next(i for i, group in enumerate(after) if own[0] in group)
-    at = after[into].index(own[0])
-    blocks = math.prod(sizes[name] for name in after[into][:at])
-    multiple = math.prod(sizes[name] for name in after[into][at + 1 :])
-    return replace(placed, axis=into, blocks=blocks, multiple=multiple)
+    return placed.at(after.index(own))
 
 
 @of_axis("Reshape Ravel")
 def _reshaped(step: Step, placed: Placed) -> Placed:
-    return in_order(placed, step.shapes("x")[0], step.out_shapes())
-
-
-def in_order(placed: Placed, before: Shape, shapes: Sequence[Shape]) -> Placed:
-    """The placement of the same entries in other shapes."""
+    before, shapes = step.shapes("x")[0], step.out_shapes()
     into, after = varying_axis(shapes), shapes[0]
     if into is None:
         return mixed("loses the rows")

@@ -54,10 +54,8 @@ class KerasDraw:
             is_shared = keras.backend.backend() == "tensorflow"
             has_rows = self.given.get("axis", 0) and not is_shared
             return self.given["x"].shape if has_rows else ()
-        shape, noise = self.given["inputs"].shape, self.given.get("noise_shape")
-        if noise is None:
-            return shape
-        pairs = zip(shape, noise, strict=True)
+        shape = self.given["inputs"].shape
+        pairs = zip(shape, self.given.get("noise_shape") or shape, strict=True)
         return [size if given is None else given for size, given in pairs]
 
     @property
@@ -87,12 +85,10 @@ class KerasDraw:
     def is_unseeded_dropout(self) -> bool:
         """Whether it is a dropout that Keras on Torch leaves to Torch's generator."""
         seed = self.given.get("seed")
-        has_none = seed is None or (
-            isinstance(seed, keras.random.SeedGenerator)
-            and seed.get_config()["seed"] is None
-        )
+        if isinstance(seed, keras.random.SeedGenerator):
+            seed = seed.get_config()["seed"]
         is_plain = self.given.get("noise_shape") is None
-        return self.name == "dropout" and has_none and is_plain
+        return self.name == "dropout" and seed is None and is_plain
 
     def call(self, **other: Any) -> Any:
         """Calls the function, with some other arguments."""

@@ -14,9 +14,8 @@ class NumbersOfProcess:
         self._python, self._numpy = random.getstate(), np.random.get_state()
 
     def are_unchanged(self) -> bool:
-        pairs = zip(self._numpy, np.random.get_state(), strict=True)
-        are_equal = all(np.array_equal(a, b) for a, b in pairs)
-        return are_equal and self._python == random.getstate()
+        are_equal = map(np.array_equal, self._numpy, np.random.get_state())
+        return all(are_equal) and self._python == random.getstate()
 
     def restore(self) -> None:
         random.setstate(self._python)

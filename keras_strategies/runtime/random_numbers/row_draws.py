@@ -48,8 +48,6 @@ class OwnRows:
 
     def times(self, multiple: int) -> OwnRows:
         """Of a tensor with several entries for each row."""
-        if multiple == 1:
-            return self
         return OwnRows(
             self.before * multiple, self.own * multiple, self.total * multiple
         )
