@@ -51,7 +51,7 @@ demo: .venv-demo/.installed ## Train on one device and on two, on each backend, 
 check: $(stamp) ## Before a commit: lint, types and the quickest tests (2 minutes)
 	$(bin)/python tests/run.py --lint --check
 
-test: $(stamp) ## Lint, types, a test of every promise (12 to 14 minutes)
+test: $(stamp) ## Lint, types, a test of every promise (7 to 12 minutes)
 	$(bin)/python tests/run.py --lint $(TESTS)
 
 test-full: $(stamp) ## The same and the cross product (nightly, hours)
