@@ -42,9 +42,10 @@ def make_model(strategy: Any) -> Any:
         return keras.Sequential(
             [
                 keras.Input((3,)),
-                layers.Dense(5, activation="tanh"),
-                layers.BatchNormalization(),
-                layers.Dense(4),
+                # Gradients are in the order of the names.
+                layers.Dense(5, activation="tanh", name="hidden"),
+                layers.BatchNormalization(name="normalized"),
+                layers.Dense(4, name="outputs"),
             ]
         )
 
