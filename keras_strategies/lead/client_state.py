@@ -154,7 +154,7 @@ class ClientState:
         self._last_step: int | None = None
         self._is_planned = False
         self._numbers: dict[str, int] = {}
-        # Without those that nobody will read.
+        # Without those that are not read again.
         self._offered = WeakValueDictionary[tuple[str, int], Offered]()
         self._files: dict[tuple[int, int], str] = {}
         # Names of files since the last comparison, and its number.
