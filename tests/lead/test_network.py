@@ -17,6 +17,7 @@ from keras_strategies.lead.client_state import GroupChanged, TrainingEnded
 from keras_strategies.lead.connection import LeadConnection
 from keras_strategies.lead.events import TICK
 from keras_strategies.lead.process import UNFINISHED
+from keras_strategies.lead.state import Settings
 
 pytestmark = pytest.mark.one_backend
 
@@ -162,7 +163,10 @@ def test_a_worker_that_was_cut_off_hears_that_its_generation_has_ended(lead, pro
     )
     together(three, begin)
     proxy.cut(refuses=True)
+    cut_at = time.monotonic()
     assert all(isinstance(e, GroupChanged) for e in together(three, exchange))
+    # Not at once, as it may be continued, and long before `timeout`, 3 s.
+    assert Settings(3).grace == 0.2 <= time.monotonic() - cut_at < 1.5
     others = [three[0], three[2]]
     together(others, lambda client: begin(client, 3))
     proxy.mend()
