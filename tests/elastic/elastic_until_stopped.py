@@ -6,7 +6,8 @@ Each worker writes `INDEX.state` after each step: its generation, the number of 
 and its steps; and a line to `PID.steps`: the time, its generation, rank and steps. At
 the end it writes `INDEX.npz` and `INDEX.json`. `VICTIM` is the number of a worker that
 kills itself once, at its 20th step; with a file `INDEX.PLACE`, a worker kills itself in
-one of `PLACES`.
+one of `PLACES`. While a file `hold` exists, no worker confirms a generation; each
+writes `INDEX.formed` when it waits for one, and `INDEX.held` when it would confirm it.
 """
 
 from __future__ import annotations
@@ -60,6 +61,27 @@ def fit(model: Any, epochs: int, callbacks: Any = ()) -> dict[str, list[float]]:
     return dict(model.fit(x, y, callbacks=list(callbacks), **options).history)
 
 
+def hold_generations(folder: Path, index: int) -> None:
+    from keras_strategies.cluster.group.membership import Membership
+
+    confirm, reform = Membership.confirm, Membership.reform
+
+    def confirm_later(self: Membership) -> None:
+        while (folder / "hold").exists():
+            (folder / f"{index}.held").touch()
+            time.sleep(_PACE)
+        confirm(self)
+
+    def reform_and_say(self: Membership, *args: Any, **options: Any) -> Any:
+        (folder / f"{index}.formed").touch()
+        return reform(self, *args, **options)
+
+    Membership.confirm, Membership.reform = (  # type: ignore[method-assign]
+        confirm_later,
+        reform_and_say,
+    )
+
+
 def main(folder: Path, victim: int) -> None:
     import keras
 
@@ -67,6 +89,7 @@ def main(folder: Path, victim: int) -> None:
 
     faulthandler.dump_traceback_later(TIMEOUT)
     index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    hold_generations(folder, index)
     # The launcher sets it by itself.
     elastic = None if "KS_ELASTIC" in os.environ else ks.Elastic()
     strategy = ks.MultiWorkerMirroredStrategy(

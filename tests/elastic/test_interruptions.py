@@ -69,6 +69,27 @@ def test_a_stopped_worker_joins_again(run, victim):
     assert f"worker {victim} was lost at step" in run.text()
 
 
+@pytest.mark.one_backend("jax", "torch")
+@pytest.mark.slow(seconds=11)
+def test_a_worker_that_returns_before_the_next_step_has_the_state_of_the_others(run):
+    """None of the three is behind, so nobody sends a state."""
+    run.wait_until_together({0, 1, 2})
+    folder = run.states.folder
+    (folder / "0.formed").unlink()
+    (folder / "hold").touch()
+    os.kill(run.workers[0].pid, signal.SIGSTOP)
+    held = [folder / f"{index}.held" for index in (1, 2)]
+    wait_until(lambda: all(each.exists() for each in held), "the others form a group")
+    os.kill(run.workers[0].pid, signal.SIGCONT)
+    wait_until((folder / "0.formed").exists, "worker 0 asks to join")
+    for old in folder.glob("*.state"):
+        old.unlink()
+    (folder / "hold").unlink()
+    run.wait_until_together({0, 1, 2})
+    run.end()
+    run.states.assert_like_one_device()
+
+
 @pytest.mark.slow(seconds=14)
 @pytest.mark.parametrize("victim", [pytest.param(1, marks=by_day_on("torch"))])
 def test_a_worker_with_its_cable_plugged_in_again_joins(run_on_hosts, hosts, victim):

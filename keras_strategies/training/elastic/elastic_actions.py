@@ -474,10 +474,12 @@ class ElasticActions(GroupActions):
 
     def _joined(self, generation: JoinedGeneration) -> dict[str, Any]:
         self._replace()
-        own = self._kept[1] if self._kept and generation.rank == 0 else None
+        own = b"" if self._kept is None else self._kept[1]
         assert self._first is not None
-        found = self._first.broadcast_bytes(_STATE, own)
-        state: dict[str, Any] = parsed(found)
+        if generation.behind:
+            sent = self._first.broadcast_bytes(_STATE, own)
+            own = sent if generation.is_behind else own
+        state: dict[str, Any] = parsed(own)
         self._receive(None, state)
         # It may have taken a step alone, which is not one of the group's.
         self._drop_checks(None, True)
