@@ -146,10 +146,7 @@ class DistributedDataset(ProgramIterable):
         return Prefetcher(begin, size) if size else begin()
 
     def _where(self) -> tuple[Device, ...]:
-        if (
-            self._options.experimental_fetch_to_device
-            or self._options.experimental_place_dataset_on_device
-        ):
+        if self._options.experimental_fetch_to_device:
             return self._devices
         return (Device("cpu", 0),) * len(self._devices)
 
