@@ -9,7 +9,7 @@ import keras
 
 from keras_strategies.communication.communicator import Communicator
 from keras_strategies.devices import Device
-from keras_strategies.errors import InputError, InvalidArgumentError, InvalidTypeError
+from keras_strategies.errors import InvalidArgumentError, InvalidTypeError
 from keras_strategies.input.feeds import Feed
 from keras_strategies.input.prefetch import Prefetcher
 from keras_strategies.runtime.compiled_functions import ProgramIterable
@@ -52,11 +52,6 @@ class DistributedDataset(ProgramIterable):
         self._feed = feed
         self._options = options
         self._workers = workers
-
-    @property
-    def generation(self) -> object:
-        """Another object for each group of elastic workers."""
-        return None if self._workers is None else self._workers.group
 
     @property
     def feed(self) -> Feed:
@@ -192,7 +187,6 @@ class DistributedIterator(ProgramIterable):
     def __init__(self, dataset: DistributedDataset, batches: Iterator[Any]):
         self._dataset = dataset
         self._batches = batches
-        self._generation = dataset.generation
         self._is_done = False
 
     def __iter__(self) -> DistributedIterator:
@@ -211,14 +205,6 @@ class DistributedIterator(ProgramIterable):
             return self.iterator_in_program().get_next()
         if self._is_done:
             raise StopIteration
-        if self._generation is not self._dataset.generation:
-            self.close()
-            raise InputError(
-                "The workers have changed since this iterator was made; it splits "
-                "batches over the previous workers. When `strategy.run` raises "
-                "`ks.WorkersChanged`, make a new iterator that starts with the batch "
-                "after its `step`."
-            )
         try:
             batch = next(self._batches)()
         except BaseException:

@@ -18,7 +18,6 @@ from keras_strategies.errors import (
     ClusterError,
     InvalidArgumentError,
     WorkerError,
-    WorkersChanged,
 )
 from keras_strategies.input.sampled_checksums import sampled_checksums
 from keras_strategies.keras_compat.hooks import MethodRestart
@@ -68,7 +67,7 @@ def method(strategy: StrategyCore, model: Any, name: str) -> Iterator[None]:
                 model,
             )
             yield
-        except (WorkerError, WorkersChanged, MethodRestart):
+        except (WorkerError, MethodRestart):
             raise
         except BaseException as error:
             cause = workers.cause(error)
