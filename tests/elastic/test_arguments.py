@@ -70,7 +70,7 @@ def test_divided_files_are_refused() -> None:
 
 def test_custom_loops_are_refused() -> None:
     actions = ElasticActions(SimpleNamespace())  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError, match=r"`run` was called outside of `fit`.*Write a"):
+    with pytest.raises(RuntimeError, match=r"`run` was called outside of `fit`"):
         actions.check_exchange("run")
     with pytest.raises(RuntimeError, match="`train_on_batch` was called outside"):
         actions.begin_method("train_on_batch")

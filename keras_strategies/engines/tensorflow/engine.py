@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -29,10 +29,6 @@ from keras_strategies.engines.tensorflow.devices import (
     set_virtual_cpus,
     tf_device,
 )
-from keras_strategies.engines.tensorflow.program_iteration import (
-    ProgramIterator,
-    loop_over,
-)
 from keras_strategies.engines.tensorflow.random_numbers.global_random import (
     random_state,
     set_random_state,
@@ -51,7 +47,6 @@ from keras_strategies.engines.tensorflow.workers.worker_collectives import (
     TensorFlowCommunicator,
 )
 from keras_strategies.errors import OutOfRangeError
-from keras_strategies.runtime.compiled_functions import ProgramIterable
 from keras_strategies.runtime.drivers import Drivers
 from keras_strategies.runtime.engine import Engine, Feature
 from keras_strategies.types import CommunicationOptions, ReduceOp
@@ -84,7 +79,6 @@ class TensorFlowEngine(Engine):
     end_errors = (*Engine.end_errors, tf.errors.OutOfRangeError)
 
     def __init__(self) -> None:
-        loop_over(ProgramIterable, lambda given: given.iterator_in_program())
         composite_values.register()
 
     def when_differentiated(
@@ -114,17 +108,6 @@ class TensorFlowEngine(Engine):
 
     def in_program(self) -> bool:
         return not tf.executing_eagerly()
-
-    def program_iterator(
-        self,
-        start: Callable[[], Iterator[Any]],
-        spec: Callable[[], Any],
-        devices: Sequence[Device] | None,
-    ) -> Any:
-        where = None if devices is None else [tf_device(device) for device in devices]
-        with tf.init_scope():  # A dataset may have to read a batch for it.
-            found = spec()
-        return ProgramIterator(start, found, where)
 
     def all_reduce(self, op: ReduceOp, tensors: Sequence[Any]) -> list[Any]:
         with tf.device(tf_device(device_of(tensors[0]))):
