@@ -274,7 +274,8 @@ def _check_backups(strategy: StrategyCore, callbacks: Any) -> None:
                 "only the chief writes and reads its file. Call "
                 "`strategy.save_sharded(model, directory)` at the end of an epoch, "
                 "and `load_sharded` before `fit`, with which every worker writes and "
-                "reads its own shards."
+                "reads its own shards; on TensorFlow `model.save_weights` and "
+                "`load_weights`, on every worker."
             )
 
 

@@ -34,9 +34,6 @@ from keras_strategies.engines.tensorflow.random_numbers.global_random import (
     set_random_state,
 )
 from keras_strategies.engines.tensorflow.replicas.replica_run import TensorFlowRun
-from keras_strategies.engines.tensorflow.sharded_checkpoints import (
-    TensorFlowCheckpoints,
-)
 from keras_strategies.engines.tensorflow.sharding.gathering_trainer import (
     GatheringTrainer,
 )
@@ -68,6 +65,9 @@ class TensorFlowEngine(Engine):
     name = "tensorflow"
     lacks = MappingProxyType(
         {
+            Feature.SHARDED_CHECKPOINTS: "Use `model.save_weights` on every worker, of "
+            "which the chief writes the file, one variable after the other, and "
+            "`model.load_weights` before `fit`.",
             Feature.TPUS: "TensorFlow runs on TPUs by tf.distribute.TPUStrategy only, "
             "which this package does not use. Set KERAS_BACKEND=jax.",
         }
@@ -143,8 +143,7 @@ class TensorFlowEngine(Engine):
         else:
             fit = sharding = GatheringTrainer(strategy)
         run = TensorFlowRun(strategy, fit.engine)
-        checkpoints = TensorFlowCheckpoints(strategy.placement)
-        return Drivers(fit, run, sharding, checkpoints, rollback=fit.rollback)
+        return Drivers(fit, run, sharding, rollback=fit.rollback)
 
     def optimizer_apply(
         self, optimizer: Any, apply: Callable[..., Any]
