@@ -124,7 +124,7 @@ GROUPS: dict[str, Group] = {
                 "_load_model_from_fileobj",
                 "(fileobj, custom_objects, compile, safe_mode)",
                 "hooks.load_model",
-                "`load_model` restores the states of seed generators.",
+                "Large files are read in pieces; variables get their values at once.",
             ),
             Patch(
                 _SAVING,
@@ -138,8 +138,7 @@ GROUPS: dict[str, Group] = {
                 "load_weights",
                 "(model, filepath, skip_mismatch=False, **kwargs)",
                 "hooks.load_weights",
-                "`load_weights` restores them too, also in a model without a strategy "
-                "from a file of one.",
+                "Large files are read in pieces, and an error names a damaged one.",
             ),
             Patch(
                 f"{_BACKEND}.core | {_BACKENDS_OPS}",

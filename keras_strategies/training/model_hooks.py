@@ -22,7 +22,6 @@ from keras_strategies.keras_compat.optimizers.optimizer_parts import (
 )
 from keras_strategies.keras_compat.state_scope import current_policy
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
-from keras_strategies.keras_compat.variables.generator_seeds import seed_states
 from keras_strategies.keras_compat.variables.strategy_variables import (
     set_variable_strategy,
 )
@@ -49,7 +48,6 @@ from keras_strategies.runtime.state.run_state import RunState
 from keras_strategies.training.batch_norm import replica_moments
 from keras_strategies.training.model_input import model_arguments
 from keras_strategies.training.model_methods import drivers_of
-from keras_strategies.training.saving.atomic_files import read_seeds
 from keras_strategies.training.strategy_model import set_model_strategy
 
 
@@ -129,9 +127,6 @@ class StrategyHooks:
     def building(self, model: Any, batch: Any) -> None:
         if strategy_of(model).num_replicas_in_sync > 1:
             check_batch(batch)
-
-    def loaded(self, model: Any, source: Any) -> None:
-        read_seeds(source, seed_states(model))
 
     def has_state(self, model: Any) -> bool:
         return drivers_of(model).servers is None

@@ -12,7 +12,6 @@ from keras_strategies.errors import ContextError
 from keras_strategies.keras_compat import patching
 from keras_strategies.keras_compat.models.building import has_custom_step
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
-from keras_strategies.keras_compat.variables.generator_seeds import seed_states
 from keras_strategies.keras_compat.variables.materialized import materialized_model
 from keras_strategies.runtime import context
 from keras_strategies.runtime.drivers import Drivers
@@ -120,19 +119,18 @@ def saves(model: Any, path: Any) -> bool:
 
 
 @contextlib.contextmanager
-def writing(model: Any, path: Any, has_seeds: bool = True) -> Iterator[Any]:
+def writing(model: Any, path: Any) -> Iterator[Any]:
     """Entered around the writing of a file; returns the path to write to.
 
     Args:
         model: the model that is saved.
         path: the argument of `save`.
-        has_seeds: bool, whether the file gets the states of seed generators.
     """
     with (
         recording.SAVE,
         _reported(model, path),
         _reading(model),
-        atomic_save(path, seed_states(model) if has_seeds else ()) as target,
+        atomic_save(path) as target,
     ):
         yield target
         if (workers := strategy_of(model).workers) is not None:
