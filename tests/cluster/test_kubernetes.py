@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -148,12 +148,6 @@ def on_this_machine(found: list[Pod]) -> list[dict[str, str]]:
         {name: replaced(text) for name, text in pod.environment.items()}
         for pod in found
     ]
-
-
-@pytest.fixture
-def forker() -> Iterator[Forker]:
-    with Forker() as found:
-        yield found
 
 
 def run_pods(
