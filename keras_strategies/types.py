@@ -326,16 +326,14 @@ class InputOptions:
         experimental_replication_mode: an `InputReplicationMode` or its name. With
             `PER_REPLICA`, `distribute_datasets_from_function` calls its function once
             for each replica.
-        experimental_place_dataset_on_device: bool, with `PER_REPLICA` only: whether
-            the function and its dataset run with the replica's device as the current
-            device, so that their tensors are created there.
+        experimental_place_dataset_on_device: False; datasets are on the host, and
+            their batches are moved to the devices.
         experimental_per_replica_buffer_size: int, batches that are prefetched; 0
             moves each batch when it is used.
 
     Raises:
         TypeError: for a flag that is not a bool.
-        ValueError: for a negative size, or a dataset placed on a device without
-            `PER_REPLICA`.
+        ValueError: for a negative size, or a dataset placed on a device.
 
     Example:
 
@@ -356,24 +354,18 @@ class InputOptions:
         fetch = True if fetch is None else fetch
         check_flag("experimental_fetch_to_device", fetch)
         object.__setattr__(self, "experimental_fetch_to_device", fetch)
-        check_flag(
-            "experimental_place_dataset_on_device",
-            self.experimental_place_dataset_on_device,
-        )
         size = self.experimental_per_replica_buffer_size
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
             raise InvalidArgumentError(
                 "`experimental_per_replica_buffer_size` must be a number of "
                 f"batches, 0 or more. Received: {size!r}"
             )
-        if (
-            self.experimental_place_dataset_on_device
-            and mode is not InputReplicationMode.PER_REPLICA
-        ):
+        if self.experimental_place_dataset_on_device is not False:
             raise InvalidArgumentError(
-                "`experimental_place_dataset_on_device=True` needs a dataset for each "
-                "replica. Set `experimental_replication_mode` to "
-                f"InputReplicationMode.PER_REPLICA. Received: {mode}"
+                "`experimental_place_dataset_on_device` must be False: datasets are on "
+                "the host, and their batches are moved to the devices, as by "
+                "`experimental_fetch_to_device=True`. Received: "
+                f"{self.experimental_place_dataset_on_device!r}"
             )
 
     @classmethod

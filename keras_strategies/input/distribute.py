@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,6 @@ from keras_strategies.input.distributed_dataset import DistributedDataset
 from keras_strategies.input.feeds import EqualStepsFeed, Feed, PerReplicaFeed, SplitFeed
 from keras_strategies.input.sources import (
     LoaderSource,
-    PlacedSource,
     Source,
     is_tf_data,
     source_of,
@@ -92,16 +90,8 @@ def from_function(
     count = strategy.placement.replica_counts.count
     if options.experimental_replication_mode is not InputReplicationMode.PER_REPLICA:
         sources: list[Source] = [source_of_elements(dataset_fn(pipelines))]
-    elif not options.experimental_place_dataset_on_device:
-        sources = [source_of_elements(dataset_fn(pipelines)) for _ in range(count)]
     else:
-        sources = []
-        for device in strategy.placement.replicas:
-            on_device = functools.partial(strategy.engine.on_device, device)
-            with on_device():
-                sources.append(
-                    PlacedSource(source_of_elements(dataset_fn(pipelines)), on_device)
-                )
+        sources = [source_of_elements(dataset_fn(pipelines)) for _ in range(count)]
     return _distributed(strategy, PerReplicaFeed(sources, count), options)
 
 

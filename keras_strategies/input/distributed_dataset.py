@@ -9,16 +9,19 @@ import keras
 
 from keras_strategies.communication.communicator import Communicator
 from keras_strategies.devices import Device
-from keras_strategies.errors import InputError, InvalidArgumentError, InvalidTypeError
+from keras_strategies.errors import (
+    ContextError,
+    InvalidArgumentError,
+    InvalidTypeError,
+)
 from keras_strategies.input.feeds import Feed
 from keras_strategies.input.prefetch import Prefetcher
-from keras_strategies.runtime.compiled_functions import ProgramIterable
-from keras_strategies.runtime.engine import Engine, Feature, require
+from keras_strategies.runtime.engine import Engine
 from keras_strategies.types import InputOptions
-from keras_strategies.values import PerReplica, map_structure, regroup
+from keras_strategies.values import PerReplica, map_structure
 
 
-class DistributedDataset(ProgramIterable):
+class DistributedDataset:
     """Batches with a component for each replica, on the replica's device.
 
     Created by `strategy.experimental_distribute_dataset` and
@@ -52,11 +55,6 @@ class DistributedDataset(ProgramIterable):
         self._feed = feed
         self._options = options
         self._workers = workers
-
-    @property
-    def generation(self) -> object:
-        """Another object for each group of elastic workers."""
-        return None if self._workers is None else self._workers.group
 
     @property
     def feed(self) -> Feed:
@@ -94,9 +92,8 @@ class DistributedDataset(ProgramIterable):
             )
         return self.cardinality
 
-    def __iter__(self) -> Any:
-        if self._engine.in_program():
-            return self.iterator_in_program()
+    def __iter__(self) -> DistributedIterator:
+        self.check_outside_program()
         return DistributedIterator(self, self._batches())
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
@@ -119,20 +116,15 @@ class DistributedDataset(ProgramIterable):
             state = reduce_func(state, batch)
         return state
 
-    def on_host(self) -> Iterator[Any]:
-        """An iteration over batches on the host."""
-        for parts in self._feed.steps(keras.ops.is_tensor, copy=False):
-            yield regroup(parts)
-
-    def iterator_in_program(self) -> Any:
-        """The iterator of the program that is being traced."""
-        return self.in_program(self.on_host, move=True)
-
-    def in_program(self, start: Callable[[], Iterator[Any]], move: bool) -> Any:
-        """An iterator in the program that is being traced; see `Engine`."""
-        require(self._engine, Feature.DATASETS_IN_PROGRAMS)
-        where = self._where() if move else None
-        return self._engine.program_iterator(start, lambda: self.element_spec, where)
+    def check_outside_program(self) -> None:
+        """Raises an error while a program is traced; batches would be parts of it."""
+        if self._engine.in_program():
+            raise ContextError(
+                "A distributed dataset was iterated while a program is traced, in a "
+                "`ks.function`, a `tf.function` or a function that `run` calls: its "
+                "batches would be constants of the program. Iterate outside, and call "
+                "the function with each batch: `for batch in dataset: step(batch)`."
+            )
 
     def _batches(self) -> Iterator[Any]:
         size = self._options.experimental_per_replica_buffer_size
@@ -146,10 +138,7 @@ class DistributedDataset(ProgramIterable):
         return Prefetcher(begin, size) if size else begin()
 
     def _where(self) -> tuple[Device, ...]:
-        if (
-            self._options.experimental_fetch_to_device
-            or self._options.experimental_place_dataset_on_device
-        ):
+        if self._options.experimental_fetch_to_device:
             return self._devices
         return (Device("cpu", 0),) * len(self._devices)
 
@@ -181,7 +170,7 @@ class _PrefetchedIteration:
             yield begin(parts)
 
 
-class DistributedIterator(ProgramIterable):
+class DistributedIterator:
     """An iterator over the batches of a `DistributedDataset`.
 
     Batches are moved to the devices ahead of their use by a thread, which ends with
@@ -195,7 +184,6 @@ class DistributedIterator(ProgramIterable):
     def __init__(self, dataset: DistributedDataset, batches: Iterator[Any]):
         self._dataset = dataset
         self._batches = batches
-        self._generation = dataset.generation
         self._is_done = False
 
     def __iter__(self) -> DistributedIterator:
@@ -205,23 +193,10 @@ class DistributedIterator(ProgramIterable):
         state = "ended, " if self._is_done else ""
         return f"<{type(self).__name__}, {state}over {self._dataset!r}>"
 
-    def iterator_in_program(self) -> Any:
-        """The same iterator, for the program that is being traced."""
-        return self._dataset.in_program(lambda: self, move=False)
-
     def __next__(self) -> Any:
-        if self._dataset._engine.in_program():
-            return self.iterator_in_program().get_next()
+        self._dataset.check_outside_program()
         if self._is_done:
             raise StopIteration
-        if self._generation is not self._dataset.generation:
-            self.close()
-            raise InputError(
-                "The workers have changed since this iterator was made; it splits "
-                "batches over the previous workers. When `strategy.run` raises "
-                "`ks.WorkersChanged`, make a new iterator that starts with the batch "
-                "after its `step`."
-            )
         try:
             batch = next(self._batches)()
         except BaseException:
@@ -248,7 +223,7 @@ class DistributedIterator(ProgramIterable):
         """The next batch, or an empty optional.
 
         Returns:
-            An `OptionalBatch`; inside a `tf.function` its `has_value()` is a tensor.
+            An `OptionalBatch`.
 
         Example:
 
@@ -257,8 +232,6 @@ class DistributedIterator(ProgramIterable):
         ...     strategy.run(train_step, args=(optional.get_value(),))
         ...     optional = iterator.get_next_as_optional()
         """
-        if self._dataset._engine.in_program():
-            return self.iterator_in_program().get_next_as_optional()
         try:
             return OptionalBatch([next(self)])
         except StopIteration:

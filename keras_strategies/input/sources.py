@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -380,56 +379,6 @@ class JoinedSource(Source):
 
     def model_input(self, class_weight: dict[int, float] | None = None) -> Any:
         return batches_adapter(self.batches, self.cardinality, class_weight, self.begin)
-
-
-class PlacedSource(Source):
-    """A dataset that runs with a device as the current one.
-
-    Args:
-        source: the dataset.
-        on_device: enters the device.
-    """
-
-    def __init__(
-        self,
-        source: Source,
-        on_device: Callable[[], contextlib.AbstractContextManager[Any]],
-    ):
-        super().__init__(source.given)
-        self._source = source
-        self._on_device = on_device
-        self.may_be_values = source.may_be_values
-        self.may_reuse_memory = source.may_reuse_memory
-
-    def read(self) -> Iterator[Any]:
-        # The device is current while a batch is made, and not while it is used.
-        with self._on_device():
-            batches = self._source.batches()
-        nothing = object()
-        while True:
-            with self._on_device():
-                batch = next(batches, nothing)
-            if batch is nothing:
-                return
-            yield batch
-
-    def begin(self) -> None:
-        with self._on_device():
-            self._source.begin()
-
-    @property
-    def cardinality(self) -> int | None:
-        return self._source.cardinality
-
-    @property
-    def has_rows(self) -> bool:
-        return self._source.has_rows
-
-    def spec(self) -> Any:
-        return self._source.spec()
-
-    def model_input(self, class_weight: dict[int, float] | None = None) -> Any:
-        return self.given
 
 
 def source_of_elements(dataset: Any) -> Source:

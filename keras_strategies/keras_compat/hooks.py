@@ -84,9 +84,6 @@ class ModelHooks(Protocol):
     ) -> Any:
         """Instead of `variable.assign_add(delta)`."""
 
-    def loaded(self, model: Any, source: Any) -> None:
-        """A model's weights were loaded from a path, or from an open `.keras` file."""
-
     def representation(self, variable: Any, text: str) -> str:
         """Instead of `repr(variable)`, which would be `text`."""
 
@@ -285,9 +282,7 @@ def epochs(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
 
 def load_model(original: Any, fileobj: Any, *args: Any, **kwargs: Any) -> Any:
     with streamed_files(), values_of_files():
-        model = original(fileobj, *args, **kwargs)
-    installed_hooks().loaded(model, fileobj)
-    return model
+        return original(fileobj, *args, **kwargs)
 
 
 def load_weights(
@@ -299,7 +294,6 @@ def load_weights(
             stack.enter_context(damage_named(filepath))
             stack.enter_context(streamed_files())
         original(model, filepath, *args, **kwargs)
-    installed_hooks().loaded(model, filepath)
 
 
 #: Methods, by the function that makes their steps.

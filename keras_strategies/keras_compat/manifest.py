@@ -124,7 +124,7 @@ GROUPS: dict[str, Group] = {
                 "_load_model_from_fileobj",
                 "(fileobj, custom_objects, compile, safe_mode)",
                 "hooks.load_model",
-                "`load_model` restores the states of seed generators.",
+                "Large files are read in pieces; variables get their values at once.",
             ),
             Patch(
                 _SAVING,
@@ -138,8 +138,7 @@ GROUPS: dict[str, Group] = {
                 "load_weights",
                 "(model, filepath, skip_mismatch=False, **kwargs)",
                 "hooks.load_weights",
-                "`load_weights` restores them too, also in a model without a strategy "
-                "from a file of one.",
+                "Large files are read in pieces, and an error names a damaged one.",
             ),
             Patch(
                 f"{_BACKEND}.core | {_BACKENDS_OPS}",
@@ -654,21 +653,7 @@ GROUPS: dict[str, Group] = {
                 "is_memory_sufficient",
                 "(model)",
                 "saving.streaming.memory_suffices",
-                "It makes Keras read entire files into memory, or copy them.",
-            ),
-            Patch(
-                f"{_SAVING}.H5IOStore",
-                "_get_h5_file",
-                "(self, path_or_io, mode=None)",
-                "saving.streaming.open_file",
-                "It opens a file of an archive in memory.",
-            ),
-            Patch(
-                f"{_SAVING}.H5IOStore",
-                "close",
-                "(self)",
-                "saving.streaming.close_file",
-                "As `_get_h5_file`.",
+                "It makes Keras read entire files into memory.",
             ),
             Patch(
                 _OPTIMIZER,

@@ -66,9 +66,9 @@ class ParameterServerStrategy(Strategy):
     Every step is applied exactly once, also when workers die.
 
     Optimizers that compute with all rows of a variable at once, such as `Lamb` and
-    `Muon`, need unsharded variables and update all rows of a table in each step.
-    `Adafactor`, `MultiOptimizer` and `LossScaleOptimizer`, which the dtype policy
-    `mixed_float16` brings, are refused.
+    `Muon`, and those with an `update_step` of their own need unsharded variables and
+    update all rows of a table in each step. `Adafactor`, `MultiOptimizer` and
+    `LossScaleOptimizer`, which the dtype policy `mixed_float16` brings, are refused.
 
     A worker computes on the first accelerator that its process sees, and without any on
     the CPU. Servers and the coordinator stay on the CPU: on JAX and TensorFlow

@@ -1,8 +1,7 @@
-"""Compiled functions: their Python functions, and loops of their programs."""
+"""Compiled functions, and their Python functions."""
 
 from __future__ import annotations
 
-import abc
 import types
 import weakref
 from collections.abc import Callable
@@ -34,11 +33,3 @@ def original_function(fn: Any) -> Any:
     method: Any = getattr(python, "__wrapped__", None)
     owner = getattr(getattr(method, "__self__", None), "target", None)
     return python if owner is None else types.MethodType(method.__func__, owner)
-
-
-class ProgramIterable(abc.ABC):
-    """An iterable with `for` loops that are part of a compiled program."""
-
-    @abc.abstractmethod
-    def iterator_in_program(self) -> Any:
-        """The iterator of the program that is being traced."""

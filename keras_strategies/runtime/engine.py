@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -39,9 +39,6 @@ class Feature(enum.Enum):
     SHARDED_VARIABLES = "ks.ModelParallelStrategy is not supported"
     SHARDED_CHECKPOINTS = "Sharded checkpoints are not supported"
     SEPARATE_BATCH_NORM = "`sync_batch_norm=False` is not supported"
-    DATASETS_IN_PROGRAMS = (
-        "Iterating a distributed dataset in a compiled function is not supported"
-    )
     WORKERS = "Training on several workers is not supported"
     ELASTIC_WORKERS = "`elastic`, for workers that come and go, is not supported"
     PARAMETER_SERVERS = "ks.ParameterServerStrategy is not supported"
@@ -204,22 +201,6 @@ class Engine(abc.ABC):
     def stored_dtype(self, dtype: str) -> str:
         """The dtype of tensors that are made with a dtype."""
         return dtype
-
-    def program_iterator(
-        self,
-        start: Callable[[], Iterator[Any]],
-        spec: Callable[[], Any],
-        devices: Sequence[Device] | None,
-    ) -> Any:
-        """An iterator over batches in the program that is being traced.
-
-        Args:
-            start: makes a Python iterator whenever the program runs.
-            spec: returns the specification of the batches.
-            devices: the devices to move the replicas' batches to; None to leave them
-                on the host.
-        """
-        raise NotImplementedError
 
     # Workers
 

@@ -73,7 +73,6 @@ def _check_used_in_fit(options: InputOptions) -> None:
     default = InputOptions()
     for name in (
         "experimental_fetch_to_device",
-        "experimental_place_dataset_on_device",
         "experimental_per_replica_buffer_size",
     ):
         value = getattr(options, name)

@@ -9,7 +9,6 @@ from typing import Any
 
 import keras
 
-from keras_strategies.communication.communicator import loop_of
 from keras_strategies.engines import get_engine
 from keras_strategies.errors import (
     InvalidArgumentError,
@@ -23,7 +22,6 @@ from keras_strategies.keras_compat.optimizers.optimizer_parts import (
 )
 from keras_strategies.keras_compat.state_scope import current_policy
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
-from keras_strategies.keras_compat.variables.generator_seeds import seed_states
 from keras_strategies.keras_compat.variables.strategy_variables import (
     set_variable_strategy,
 )
@@ -50,7 +48,6 @@ from keras_strategies.runtime.state.run_state import RunState
 from keras_strategies.training.batch_norm import replica_moments
 from keras_strategies.training.model_input import model_arguments
 from keras_strategies.training.model_methods import drivers_of
-from keras_strategies.training.saving.atomic_files import read_seeds
 from keras_strategies.training.strategy_model import set_model_strategy
 
 
@@ -75,7 +72,6 @@ class StrategyHooks:
             return
         set_variable_strategy(made, strategy)
         _made_in_run(made)
-        loop_of(strategy.workers).created(made)
         if (
             run_state.is_local(made)
             and made.aggregation in (None, "none")
@@ -132,9 +128,6 @@ class StrategyHooks:
         if strategy_of(model).num_replicas_in_sync > 1:
             check_batch(batch)
 
-    def loaded(self, model: Any, source: Any) -> None:
-        read_seeds(source, seed_states(model))
-
     def has_state(self, model: Any) -> bool:
         return drivers_of(model).servers is None
 
@@ -151,9 +144,6 @@ class StrategyHooks:
     def optimizer_apply(
         self, optimizer: Any, original: Callable[..., Any], grads: Any, variables: Any
     ) -> Any:
-        strategy = context.current_strategy()
-        if strategy is not None:
-            loop_of(strategy.workers).training()
         replica = context.current_replica()
         if replica is None or not isinstance(current_policy(), RunState):
             return get_engine().optimizer_apply(optimizer, original)(grads, variables)

@@ -7,13 +7,11 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from keras_strategies.communication.communicator import loop_of
 from keras_strategies.engines import get_engine
 from keras_strategies.errors import ContextError
 from keras_strategies.keras_compat import patching
 from keras_strategies.keras_compat.models.building import has_custom_step
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
-from keras_strategies.keras_compat.variables.generator_seeds import seed_states
 from keras_strategies.keras_compat.variables.materialized import materialized_model
 from keras_strategies.runtime import context
 from keras_strategies.runtime.drivers import Drivers
@@ -72,11 +70,7 @@ def call(model: Any, name: str, original: Any, bound: Any) -> Any:
     servers = drivers_of(model).servers
     if servers is not None:
         return servers.call(model, name, original, bound)
-    strategy = strategy_of(model)
-    if strategy is None or not name.endswith("on_batch"):
-        return original(*bound.args, **bound.kwargs)
-    loop = loop_of(strategy.workers)
-    return loop.call(name, lambda: original(*bound.args, **bound.kwargs))
+    return original(*bound.args, **bound.kwargs)
 
 
 def step_function(
@@ -125,19 +119,18 @@ def saves(model: Any, path: Any) -> bool:
 
 
 @contextlib.contextmanager
-def writing(model: Any, path: Any, has_seeds: bool = True) -> Iterator[Any]:
+def writing(model: Any, path: Any) -> Iterator[Any]:
     """Entered around the writing of a file; returns the path to write to.
 
     Args:
         model: the model that is saved.
         path: the argument of `save`.
-        has_seeds: bool, whether the file gets the states of seed generators.
     """
     with (
         recording.SAVE,
         _reported(model, path),
         _reading(model),
-        atomic_save(path, seed_states(model) if has_seeds else ()) as target,
+        atomic_save(path) as target,
     ):
         yield target
         if (workers := strategy_of(model).workers) is not None:

@@ -113,7 +113,7 @@ def _save_lora_weights(self: Any, filepath: Any) -> None:
         return
     # The method is that of a class before `StrategyModel` among the bases.
     original = self.__class__.save_lora_weights
-    with model_methods.writing(self, filepath, has_seeds=False) as path:
+    with model_methods.writing(self, filepath) as path:
         original(self, path)
 
 

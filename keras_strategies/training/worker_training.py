@@ -18,7 +18,6 @@ from keras_strategies.errors import (
     ClusterError,
     InvalidArgumentError,
     WorkerError,
-    WorkersChanged,
 )
 from keras_strategies.input.sampled_checksums import sampled_checksums
 from keras_strategies.keras_compat.hooks import MethodRestart
@@ -68,7 +67,7 @@ def method(strategy: StrategyCore, model: Any, name: str) -> Iterator[None]:
                 model,
             )
             yield
-        except (WorkerError, WorkersChanged, MethodRestart):
+        except (WorkerError, MethodRestart):
             raise
         except BaseException as error:
             cause = workers.cause(error)
@@ -275,7 +274,8 @@ def _check_backups(strategy: StrategyCore, callbacks: Any) -> None:
                 "only the chief writes and reads its file. Call "
                 "`strategy.save_sharded(model, directory)` at the end of an epoch, "
                 "and `load_sharded` before `fit`, with which every worker writes and "
-                "reads its own shards."
+                "reads its own shards; on TensorFlow `model.save_weights` and "
+                "`load_weights`, on every worker."
             )
 
 

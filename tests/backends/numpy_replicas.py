@@ -1,16 +1,9 @@
-"""NumPy's tensors and workers that are threads, to test what no framework is in."""
+"""NumPy's tensors, for the engine of the tests."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
-from typing import Any
-
 import numpy as np
 
-from keras_strategies.communication.replica_counts import ReplicaCounts
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.replicas.tensor_primitives import TensorPrimitives
 from keras_strategies.types import ReduceOp
@@ -62,51 +55,3 @@ class NumpyPrimitives(TensorPrimitives):
 
     def all_lengths(self, lengths, workers, counts):
         return workers.gather_rows(np.asarray(lengths), counts).tolist()
-
-
-class ThreadWorker:
-    """The communicator of one of several workers that are threads.
-
-    Args:
-        index: int, the number of the worker.
-        replicas: the number of replicas of each worker.
-        shared: what all workers have: a barrier, and a list with a slot for each.
-    """
-
-    def __init__(self, index: int, replicas: Sequence[int], shared: Any):
-        self.group = SimpleNamespace(index=index, count=len(replicas))
-        self.replica_counts = ReplicaCounts(tuple(replicas), index)
-        self._shared = shared
-        self.messages = 0
-
-    def _exchange(self, value: Any) -> list[Any]:
-        self.messages += 1
-        self._shared.slots[self.group.index] = value
-        self._shared.barrier.wait()
-        found = list(self._shared.slots)
-        self._shared.barrier.wait()
-        return found
-
-    def all_reduce(self, op: ReduceOp, tensors: Sequence[Any]) -> list[Any]:
-        columns = zip(*self._exchange(list(tensors)), strict=True)
-        return [_REDUCTIONS[op](np.stack(column), axis=0) for column in columns]
-
-    def gather_rows(self, tensor: Any, rows: Sequence[int]) -> Any:
-        found = self._exchange(np.asarray(tensor))
-        assert [len(each) for each in found] == list(rows)
-        return np.concatenate(found)
-
-
-def on_workers(
-    replicas: Sequence[int], fn: Callable[[ThreadWorker], Any], seconds: float = 20
-) -> list[Any]:
-    """Calls a function for each worker in a thread of its own; results in order."""
-    count = len(replicas)
-    shared = SimpleNamespace(
-        barrier=threading.Barrier(count, timeout=seconds), slots=[None] * count
-    )
-    with ThreadPoolExecutor(count) as pool:
-        calls = [
-            pool.submit(fn, ThreadWorker(i, replicas, shared)) for i in range(count)
-        ]
-        return [call.result(seconds) for call in calls]

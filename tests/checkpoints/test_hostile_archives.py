@@ -167,20 +167,3 @@ def test_a_checkpoint_with_values_of_another_shape(tmp_path: Path) -> None:
         ks.Checkpoint(model=model).restore(path)
     for value, was in zip(model.get_weights(), before, strict=True):
         np.testing.assert_array_equal(value, was)
-
-
-@pytest.mark.parametrize("text", ["[" * 100_000, "[[1, 2], [3]]", "7", '[["a", 1]]'])
-def test_states_of_seed_generators(text: str, tmp_path: Path) -> None:
-    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((2,)), keras.layers.Dropout(0.5, seed=1)])
-    path = tmp_path / "m.keras"
-    model.save(path)
-    members = members_of(path)
-    members["keras_strategies_seeds.json"] = text.encode()
-    write_members(path, members)
-    with (
-        strategy.scope(),
-        pytest.raises(DamagedCheckpointError, match="seed generators"),
-    ):
-        keras.models.load_model(path)

@@ -1,89 +1,20 @@
-"""Manifests of Kubernetes: validation against the API, and the pods that they describe.
-
-The types are those of the package `kubernetes`, which are generated from the OpenAPI
-description of Kubernetes. Its own deserializer ignores unknown fields; `validate` does
-not.
-"""
+"""The pods that manifests of Kubernetes describe."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
-from kubernetes import client
 
-API_VERSIONS = {
-    "ConfigMap": "v1",
-    "Job": "batch/v1",
-    "NetworkPolicy": "networking.k8s.io/v1",
-    "PersistentVolumeClaim": "v1",
-    "Secret": "v1",
-    "Service": "v1",
-    "ServiceAccount": "v1",
-}
-_SCALARS: dict[str, tuple[type, ...]] = {
-    "str": (str,),
-    "datetime": (str,),
-    "int": (int,),
-    "float": (int, float),
-    "bool": (bool,),
-    # Any value, such as a port by its number or its name.
-    "object": (str, int, float, bool, dict, list),
-}
-# "list[V1Container]" and "dict(str, str)"; newer releases write "Dict[str, str]".
-_CONTAINER = re.compile(r"(list|dict)[\[(](?:str, )?(.+)[\])]", re.IGNORECASE)
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 
 def load(path: Path) -> list[dict[str, Any]]:
     """The objects of a file."""
     return list(yaml.safe_load_all(path.read_text()))
-
-
-def validate(manifest: Mapping[str, Any]) -> None:
-    """Checks names, types and required fields of an object against the API.
-
-    Raises:
-        ValueError: that names the first wrong field.
-    """
-    kind = manifest["kind"]
-    if manifest["apiVersion"] != API_VERSIONS[kind]:
-        raise ValueError(f"apiVersion of {kind} is {manifest['apiVersion']!r}")
-    _validate(manifest, f"V1{kind}", kind)
-
-
-def _validate(value: Any, kind: str, where: str) -> None:
-    if kind in _SCALARS:
-        is_number = isinstance(value, bool) and kind in ("int", "float")
-        if is_number or not isinstance(value, _SCALARS[kind]):
-            raise ValueError(f"{where} is {value!r}, not of type {kind}")
-    elif container := _CONTAINER.fullmatch(kind):
-        form, item = container[1].lower(), container[2]
-        if not isinstance(value, list if form == "list" else dict):
-            raise ValueError(f"{where} is {value!r}, not a {form}")
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, each in items:
-            _validate(each, item, f"{where}[{key!r}]")
-    else:
-        _validate_object(value, getattr(client, kind), where)
-
-
-def _validate_object(value: Any, model: Any, where: str) -> None:
-    if not isinstance(value, dict):
-        raise ValueError(f"{where} is {value!r}, not a {model.__name__}")
-    names = {field: name for name, field in model.attribute_map.items()}
-    for field, each in value.items():
-        if field not in names:
-            raise ValueError(f"{where}.{field} is not a field of {model.__name__}")
-        _validate(each, model.openapi_types[names[field]], f"{where}.{field}")
-    try:
-        model(**{names[field]: each for field, each in value.items()})
-    except ValueError as error:  # Of a required field.
-        raise ValueError(f"{where}: {error}") from None
 
 
 @dataclass(frozen=True)

@@ -110,33 +110,10 @@ def test_workers_that_do_different_things_are_told(three):
     assert "All workers must make the same calls" in str(found[1])
 
 
-def test_one_worker_that_never_comes_is_named():
-    start = time.monotonic()
-    found = join_all(3, timeout=4.0, indices=[0, 2])
-    assert all(isinstance(error, WorkerError) for error in found)
-    assert all("worker 1 (127.0.0.1:" in str(error) for error in found)
-    assert "timeout_seconds" in str(found[0])
-    assert time.monotonic() - start < 20
-
-
 def test_a_chief_that_never_comes_is_named():
     found = join_all(2, timeout=1.0, indices=[1])
     assert isinstance(found[0], WorkerError)
     assert "Worker 1 could not reach the chief at 127.0.0.1:" in str(found[0])
-
-
-def test_two_workers_with_one_index_are_refused():
-    found = join_all(3, indices=[0, 1, 1])
-    assert all(isinstance(error, ClusterError) for error in found)
-    assert all("Two processes connected as worker 1" in str(e) for e in found)
-
-
-def test_workers_that_differ_are_refused():
-    same = [{"backend": "jax"}, {"backend": "torch"}]
-    found = join_all(2, same=same)
-    assert all(isinstance(error, ClusterError) for error in found)
-    assert "disagree on backend" in str(found[0])
-    assert "'jax'" in str(found[0]) and "'torch'" in str(found[0])
 
 
 def test_a_port_in_use_is_an_error_at_once():
@@ -187,14 +164,6 @@ def test_the_hub_finds_another_port_beside_a_launcher():
             [0, 1],
         ]
         everywhere(groups, WorkerGroup.leave)
-
-
-def test_a_worker_that_leaves_ends_the_wait_of_others(three):
-    three[2].leave()
-    found = everywhere(three[:2], lambda g: g.barrier("the end of the epoch"))
-    assert all(isinstance(error, WorkerError) for error in found)
-    assert "Worker 2" in str(found[0])
-    assert "'the end of the epoch'" in str(found[0])
 
 
 def test_a_failure_is_told_to_the_others(three):
@@ -258,31 +227,6 @@ def test_a_worker_that_waits_for_a_file_is_told_why_there_is_none(three):
     three[0].leave()
     found = everywhere(three[1:], lambda group: group.wait_saved("b.keras"))
     assert all(isinstance(error, WorkerError) for error in found)
-
-
-def test_workers_stop_after_the_same_step(three):
-    """Steps that all take part in, of which one worker begins the next ahead."""
-    barrier = threading.Barrier(3)
-    asked = threading.Event()
-
-    def work(group):
-        steps = 0
-        while group.begin_step():
-            # As in training: nobody ends a step before all have begun it.
-            barrier.wait(20)
-            steps += 1
-            time.sleep(0.002 * group.index)
-            if steps == 25 and group.index == 1:
-                group.request_stop()
-                asked.set()
-        return steps
-
-    found = everywhere(three, work)
-    assert asked.is_set()
-    assert len(set(found)) == 1, found
-    assert 25 <= found[0] < 200
-    everywhere(three, WorkerGroup.resume)
-    assert everywhere(three, WorkerGroup.begin_step) == [True] * 3
 
 
 WORKER = """

@@ -234,19 +234,6 @@ def joined() -> Iterator[list[Membership]]:
         each.leave()
 
 
-def test_workers_start_in_the_order_of_their_indices(joined):
-    joined += join_all(free_addresses(3), [2, 0, 1])
-    assert [each.generation.rank for each in joined] == [2, 0, 1]
-    assert {each.generation.number for each in joined} == {1}
-    assert {each.generation.step for each in joined} == {None}
-
-
-def test_a_start_without_all_workers_waits_and_continues(joined):
-    joined += join_all(free_addresses(3), [0, 2], patience=3.0)
-    assert [each.group.count for each in joined] == [2, 2]
-    assert [each.group.is_chief for each in joined] == [True, False]
-
-
 def test_a_pause_of_the_process_is_no_loss(joined):
     """As an import or a compilation that holds the interpreter's lock."""
     joined += join_all(free_addresses(2), [0, 1], timeout=SILENCE)
@@ -290,54 +277,6 @@ def test_too_few_workers_after_a_loss_are_an_error(joined):
     error = str(caught.value)
     assert "1 of 2 workers are connected after 3 s, without worker 1" in error
     assert "At least 2 are needed (`ks.Elastic(min_workers=...)`)" in error
-
-
-def test_without_rejoin_a_new_worker_is_refused(joined):
-    addresses = free_addresses(2)
-    joined += join_all(addresses, [0], patience=0.5, rejoin=False)
-    with pytest.raises(WorkerError, match=r"`Elastic\(rejoin=False\)`"):
-        join(addresses, 1)
-
-
-def test_without_rejoin_lost_workers_are_not_replaced(joined):
-    addresses = free_addresses(2)
-    given = {"patience": 3.0, "min_workers": 2, "rejoin": False}
-    joined += join_all(addresses, [0, 1], **given)
-    joined.pop().leave()
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(joined[0].reform, 5)
-        with pytest.raises(WorkerError, match=r"`Elastic\(rejoin=False\)`"):
-            join(addresses, 1)
-        with pytest.raises(WorkerError, match="At least 2 are needed"):
-            waiting.result(TIMEOUT)
-
-
-def test_a_new_worker_with_another_version_is_refused(joined):
-    addresses = free_addresses(2)
-    joined += join_all(addresses, [0], patience=0.5)
-    with pytest.raises(ClusterError, match="worker 0 has '1', worker 1 has '2'"):
-        join(addresses, 1, version="2")
-
-
-@pytest.mark.slow(seconds=8)
-def test_a_port_in_use_is_an_error_at_once():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        with pytest.raises(ClusterError, match="another program listens there"):
-            join([address], 0)
-
-
-def test_the_state_of_the_worker_that_is_ahead_counts(joined):
-    joined += join_all(free_addresses(3), [0, 1, 2])
-    # A collective may have succeeded on some workers only.
-    steps = {0: 6, 1: 7, 2: 6}
-    found = everywhere(joined, lambda each: each.reform(steps[each.generation.rank]))
-    for generation in found:
-        assert (generation.number, generation.step) == (2, 7)
-        # The worker that is ahead is the chief.
-        assert generation.members == (1, 0, 2)
-        assert generation.behind == (1, 2)
-        assert generation.lost == generation.joined == ()
 
 
 def test_a_process_that_has_replaced_the_chief_does_not_lead(joined):

@@ -80,21 +80,6 @@ def test_one_that_is_awaited_for_too_long_is_given_up():
         watched = Watched(after=10.0)
 
 
-def test_a_wait_in_an_engine_names_those_with_the_lowest_count():
-    found = Watched().reports(
-        lambda now: [((5, 0), 0.0), ((4, 9), 0.0), ((5, 0), 0.0)], until=60
-    )
-    assert [found[30][:8], len(found)] == ["Worker 3", 1]
-
-
-def test_equal_counts_name_those_that_do_not_wait():
-    def beats(now):
-        return [((5, 1), float(now)), ((5, 1), 0.0), ((5, 1), float(now))]
-
-    found = Watched().reports(beats, until=60)
-    assert [found[30][:8], len(found)] == ["Worker 3", 1]
-
-
 @pytest.mark.parametrize(
     "beats",
     [
@@ -109,31 +94,6 @@ def test_without_a_wait_for_others_nothing_is_said(beats):
     watched = Watched()
     assert watched.reports(beats) == {}
     assert watched.asked == []
-
-
-def test_a_wait_that_ends_begins_again():
-    found = Watched().reports(
-        lambda now: [((7, 0), 0.0)] * 2,
-        lambda now: {("", now // 25): ("a batch", {0})},
-    )
-    assert found == {}
-
-
-def test_one_that_does_not_answer_is_named():
-    found = Watched(answers=False).reports(
-        lambda now: [((1, 0), 0.0)] * 2, lambda now: {("", 0): ("a batch", {0})}, 40
-    )
-    assert list(found) == [32]
-    assert "Worker 3" in found[32] and "It does not answer" in found[32]
-
-
-def test_many_awaited_workers_are_counted():
-    watched = Watched()
-    found = watched.reports(
-        lambda now: [((1, 0), 0.0)] * 100, lambda now: {("", 0): ("a batch", {7})}, 40
-    )
-    assert watched.asked == [0, 1, 2, 3]
-    assert found[30].endswith("95 more are awaited.")
 
 
 HANGS = """\

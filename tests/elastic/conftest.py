@@ -11,13 +11,6 @@ from elastic.elastic_training import ElasticCluster, Settings
 from harness.forker import Forker
 
 
-@pytest.fixture(scope="session")
-def forker() -> Iterator[Forker]:
-    """Starts scripts in processes that have imported Keras already."""
-    with Forker() as forker:
-        yield forker
-
-
 @pytest.fixture
 def cluster(
     forker: Forker, tmp_path: Path, request: pytest.FixtureRequest

@@ -34,7 +34,7 @@ def test_input_options() -> None:
     ("name", "value", "text"),
     [
         ("per_replica_buffer_size", -1, "number of batches"),
-        ("place_dataset_on_device", True, "dataset for each replica"),
+        ("place_dataset_on_device", True, "datasets are on the host"),
         ("replication_mode", "per_planet", "InputReplicationMode"),
         ("fetch_to_device", "no", "experimental_fetch_to_device.*'no'"),
     ],

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-import weakref
 
 import pytest
 
@@ -42,34 +40,6 @@ def test_it_works_ahead_by_its_size_and_no_further() -> None:
             assert making.acquire(timeout=5)
         assert made == list(range(taken + 2))
         assert next(prefetcher) == taken
-    prefetcher.close()
-
-
-def test_an_iterator_that_nobody_holds_ends_its_thread() -> None:
-    def endless():
-        while True:
-            yield 0
-
-    for item in Prefetcher(endless, 2):
-        assert item == 0
-        break
-    gc.collect()
-    join(threads())
-
-
-def test_memory_of_taken_items_is_not_kept() -> None:
-    class Item:
-        pass
-
-    def items():
-        for _ in range(3):
-            yield Item()
-
-    prefetcher = Prefetcher(items, 1)
-    first = weakref.ref(next(prefetcher))
-    next(prefetcher)
-    gc.collect()
-    assert first() is None
     prefetcher.close()
 
 

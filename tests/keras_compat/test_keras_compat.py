@@ -6,53 +6,15 @@ import contextlib
 import threading
 
 import keras
-import numpy as np
 import pytest
-from keras.src.backend.common import global_state
 
-from keras_strategies.keras_compat import hooks, patching
 from keras_strategies.keras_compat.thread_state import (
     kept_scope_state,
     thread_state,
     with_thread_state,
 )
-from keras_strategies.keras_compat.variables.generator_seeds import (
-    substitute_global_generator,
-)
-from keras_strategies.training.model_hooks import StrategyHooks
 
 pytestmark = pytest.mark.one_backend
-
-
-def test_hooks_are_installed_once_and_taken_out_again(mirrored) -> None:
-    with mirrored.scope():
-        pass
-    assert patching.is_installed("strategies")
-    originals = [row for rows in patching.installed.values() for row in rows]
-    names = {(owner.__name__, name) for owner, name, _ in originals}
-    assert {("Variable", "__init__"), ("EpochIterator", "__init__")} <= names
-    for owner, name, original in originals:
-        assert owner.__dict__[name].__wrapped__ is original
-    patching.uninstall()
-    try:
-        for owner, name, original in originals:
-            assert owner.__dict__[name] is original
-    finally:
-        hooks.install(StrategyHooks())
-
-
-def test_a_draw_without_a_seed_creates_keras_generator_once() -> None:
-    keras.utils.set_random_seed(3)
-    expected = keras.ops.convert_to_numpy(keras.random.normal((2,)))
-    keras.utils.set_random_seed(3)
-    global_state.set_global_attribute("global_seed_generator", None)
-    with substitute_global_generator() as substitute:
-        keras.random.normal((2,))
-    assert substitute is not None and substitute.was_used
-    found = keras.ops.convert_to_numpy(keras.random.normal((2,)))
-    np.testing.assert_array_equal(found, expected)
-    with substitute_global_generator() as substitute:
-        assert substitute is None
 
 
 def test_threads_at_the_same_time_have_scopes_of_their_own() -> None:

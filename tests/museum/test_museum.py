@@ -18,8 +18,7 @@ from verification import forked
 
 import keras_strategies as ks
 from keras_strategies.verification.processes import verify_processes
-from museum.__main__ import chosen
-from museum.common import FRAMEWORKS, fields
+from museum.common import FRAMEWORKS
 from museum.page import PAGE, RESULTS, page, scripts
 from museum.verify import VERDICTS, Exhibit
 
@@ -83,28 +82,6 @@ def test_all_scripts_give_the_number_of_one_device_for_ours() -> None:
         check(name, found[name])
 
 
-@pytest.mark.nightly
-@pytest.mark.slow(seconds=15)
-@pytest.mark.one_backend("torch")
-@pytest.mark.multiprocess
-def test_a_script_that_fails_is_an_error(tmp_path: Path) -> None:
-    """The runner, on a museum of one script that raises."""
-    copy = tmp_path / "museum"
-    copy.mkdir()
-    for name in ("__init__", "__main__", "common", "page", "verify"):
-        text = (ROOT / "museum" / f"{name}.py").read_text()
-        (copy / f"{name}.py").write_text(text)
-    framework = next(f for f, (_, b) in FRAMEWORKS.items() if b == "torch")
-    doc = f"Claim.\n\nStory.\n\nFramework: {framework}\nReported: now\n"
-    script = f'"""{doc}Link: https://x\nNumber: one\n"""\nraise ValueError("no")\n'
-    (copy / "some.py").write_text(script)
-    process = subprocess.run(
-        [sys.executable, "-m", "museum"], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert process.returncode == 1, process.stdout
-    assert "failed: ValueError('no')" in process.stdout
-
-
 def test_scripts_are_short_and_say_where_the_bug_is_published() -> None:
     every = scripts()
     assert len(every) >= 30
@@ -130,22 +107,6 @@ def test_the_page_is_that_of_the_last_run() -> None:
     assert PAGE.read_text() == page(results)
     for name, result in results["results"].items():
         check(name, result)
-
-
-def test_scripts_are_chosen_by_framework_package_or_backend() -> None:
-    assert "accelerate_scheduler" in chosen([], "accelerate")
-    assert "ddp_uneven_rows" in chosen([], "torch")
-    assert "accelerate_scheduler" in chosen([], "Torch")
-    assert chosen(["ddp_uneven_rows"], None) == ["ddp_uneven_rows"]
-    with pytest.raises(SystemExit, match="No framework 'mxnet'"):
-        chosen([], "mxnet")
-    with pytest.raises(SystemExit, match="No script"):
-        chosen(["nothing"], None)
-
-
-def test_a_docstring_without_a_field_is_named() -> None:
-    with pytest.raises(ValueError, match=r"without \['Link', 'Number'\]"):
-        fields("Claim.\n\nStory.\n\nFramework: DDP\nReported: now\n")
 
 
 NIGHTLY = pytest.mark.nightly

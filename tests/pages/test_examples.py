@@ -219,6 +219,7 @@ def test_the_sharded_transformer_learns_as_one_device_does() -> None:
     }
     assert found["accuracy"] > 0.9
     assert found["largest difference to one device"] < 1e-3
-    assert "saved in parts as checkpoint 1" in output
+    is_saved = "saved in parts as checkpoint 1" in output
+    assert is_saved == (keras.backend.backend() != "tensorflow")
     if keras.backend.backend() == "jax":
         assert "peak of a step per device" in output

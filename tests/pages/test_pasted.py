@@ -139,4 +139,4 @@ def test_the_table_of_what_works_where_is_what_the_package_says() -> None:
     }
     assert is_memory_only == engine.gathers_shards
     # What the table leaves out is how a dataset is iterated.
-    assert {*COLUMNS.values(), Feature.DATASETS_IN_PROGRAMS} - {None} == set(Feature)
+    assert {*COLUMNS.values()} - {None} == set(Feature)

@@ -53,8 +53,3 @@ def scheduler_of(messages, processes, can_restore=False, **options):
     messages.put(b"w0", "worker", (0, 0, 50, "cpu:0"))
     scheduler.wait_ready(clusters.SECONDS)
     return scheduler
-
-
-def tasks_sent(messages) -> list[bytes]:
-    """The workers that tasks have been sent to."""
-    return [receiver for receiver, kind in messages.sent if kind == "task"]

@@ -205,7 +205,7 @@ REFUSED = {
     **{
         name: (
             OPTIMIZERS[name],
-            f"Optimizer {name.title()} computes with all rows of a variable at once",
+            f"Optimizer {name.title()} may compute with all rows of a variable",
         )
         for name in ("lamb", "muon")
     },

@@ -50,14 +50,6 @@ def test_it_is_started_again_until_training_has_ended():
 
 
 @pytest.mark.multiprocess
-def test_it_ends_with_the_launcher():
-    with LaunchedLead(ADDRESSES, SECRET.decode()) as lead:
-        process = lead._process
-        assert process.poll() is None
-    assert process.poll() is not None and not lead._watch.is_alive()
-
-
-@pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("cluster", "has_one"),
     [

@@ -52,10 +52,6 @@ class JaxEngine(Engine):
             Feature.SEPARATE_BATCH_NORM: "It needs replicas that are separate "
             "computations, as on Torch and TensorFlow. On JAX a step is one program, "
             "which normalizes over the global batch. Omit it.",
-            Feature.DATASETS_IN_PROGRAMS: "A dataset was iterated while JAX traces a "
-            "program: in a `ks.function`, or in a function that `run` calls. Its "
-            "batches would be constants of the program. Iterate outside, and call the "
-            "function with each batch: `for batch in dataset: step(batch)`.",
         }
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +19,6 @@ from keras_strategies.engines.tensorflow.compiled_function import (
     function,
     value_and_grad,
 )
-from keras_strategies.engines.tensorflow.data_parallel.rollback import (
-    after_gradients,
-)
 from keras_strategies.engines.tensorflow.devices import (
     device_of,
     hide_others,
@@ -29,18 +26,11 @@ from keras_strategies.engines.tensorflow.devices import (
     set_virtual_cpus,
     tf_device,
 )
-from keras_strategies.engines.tensorflow.program_iteration import (
-    ProgramIterator,
-    loop_over,
-)
 from keras_strategies.engines.tensorflow.random_numbers.global_random import (
     random_state,
     set_random_state,
 )
 from keras_strategies.engines.tensorflow.replicas.replica_run import TensorFlowRun
-from keras_strategies.engines.tensorflow.sharded_checkpoints import (
-    TensorFlowCheckpoints,
-)
 from keras_strategies.engines.tensorflow.sharding.gathering_trainer import (
     GatheringTrainer,
 )
@@ -51,7 +41,6 @@ from keras_strategies.engines.tensorflow.workers.worker_collectives import (
     TensorFlowCommunicator,
 )
 from keras_strategies.errors import OutOfRangeError
-from keras_strategies.runtime.compiled_functions import ProgramIterable
 from keras_strategies.runtime.drivers import Drivers
 from keras_strategies.runtime.engine import Engine, Feature
 from keras_strategies.types import CommunicationOptions, ReduceOp
@@ -73,6 +62,9 @@ class TensorFlowEngine(Engine):
     name = "tensorflow"
     lacks = MappingProxyType(
         {
+            Feature.SHARDED_CHECKPOINTS: "Use `model.save_weights` on every worker, of "
+            "which the chief writes the file, one variable after the other, and "
+            "`model.load_weights` before `fit`.",
             Feature.TPUS: "TensorFlow runs on TPUs by tf.distribute.TPUStrategy only, "
             "which this package does not use. Set KERAS_BACKEND=jax.",
         }
@@ -84,7 +76,6 @@ class TensorFlowEngine(Engine):
     end_errors = (*Engine.end_errors, tf.errors.OutOfRangeError)
 
     def __init__(self) -> None:
-        loop_over(ProgramIterable, lambda given: given.iterator_in_program())
         composite_values.register()
 
     def when_differentiated(
@@ -114,17 +105,6 @@ class TensorFlowEngine(Engine):
 
     def in_program(self) -> bool:
         return not tf.executing_eagerly()
-
-    def program_iterator(
-        self,
-        start: Callable[[], Iterator[Any]],
-        spec: Callable[[], Any],
-        devices: Sequence[Device] | None,
-    ) -> Any:
-        where = None if devices is None else [tf_device(device) for device in devices]
-        with tf.init_scope():  # A dataset may have to read a batch for it.
-            found = spec()
-        return ProgramIterator(start, found, where)
 
     def all_reduce(self, op: ReduceOp, tensors: Sequence[Any]) -> list[Any]:
         with tf.device(tf_device(device_of(tensors[0]))):
@@ -160,11 +140,9 @@ class TensorFlowEngine(Engine):
         else:
             fit = sharding = GatheringTrainer(strategy)
         run = TensorFlowRun(strategy, fit.engine)
-        checkpoints = TensorFlowCheckpoints(strategy.placement)
-        return Drivers(fit, run, sharding, checkpoints, rollback=fit.rollback)
+        return Drivers(fit, run, sharding, rollback=fit.rollback)
 
     def optimizer_apply(
         self, optimizer: Any, apply: Callable[..., Any]
     ) -> Callable[..., Any]:
-        own = by_shards(optimizer, apply)
-        return own if tf.executing_eagerly() else after_gradients(own)
+        return by_shards(optimizer, apply)

@@ -159,7 +159,6 @@ class TorchEngine(Engine):
 
 def _lacks() -> Mapping[Feature, str]:
     return {
-        Feature.DATASETS_IN_PROGRAMS: "Iterate outside of it.",
         Feature.TPUS: "Torch runs on TPUs by torch_xla only, which this package does "
         "not use. Set KERAS_BACKEND=jax.",
     }

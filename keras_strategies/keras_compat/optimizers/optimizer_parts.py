@@ -122,6 +122,42 @@ def updating_by(
             object.__delattr__(optimizer, name)
 
 
+#: Each entry of a variable and its slots is updated from those at its place.
+_OF_ENTRIES = frozenset(
+    kind.update_step
+    for kind in (
+        keras.optimizers.SGD,
+        keras.optimizers.RMSprop,
+        keras.optimizers.Adam,
+        keras.optimizers.Adadelta,
+        keras.optimizers.Adagrad,
+        keras.optimizers.Adamax,
+        keras.optimizers.Nadam,
+        keras.optimizers.Ftrl,
+        keras.optimizers.Lion,
+    )
+)
+
+
+def updates_entries(optimizer: Any) -> bool:
+    """Whether an optimizer updates as one of Keras's that update each entry alone."""
+    return type(optimizer).update_step in _OF_ENTRIES
+
+
+def updates_rows(optimizer: Any) -> bool:
+    """As `updates_entries`, with those whose slots begin with the variable's rows."""
+    averaging = keras.optimizers.ScheduleFreeAdamW.update_step
+    return updates_entries(optimizer) or type(optimizer).update_step is averaging
+
+
+def keeps_without_gradient(optimizer: Any) -> bool:
+    """Whether a row and its slots stay as they are where the gradient is zero."""
+    step = type(optimizer).update_step
+    if step is keras.optimizers.SGD.update_step:
+        return not optimizer.momentum
+    return step is keras.optimizers.Adagrad.update_step
+
+
 def updates_lists_of_entries(optimizer: Any) -> bool:
     """Whether an optimizer is one of Keras's that update lists of tensors by entries.
 

@@ -116,15 +116,6 @@ def create_global_generator() -> None:
     global_seed_generator()
 
 
-def seed_states(model: Any) -> list[Any]:
-    """The variables of a model's seed generators.
-
-    Keras 3.15: `SeedGenerator.state` is a variable of this name. Keras saves the
-    variables of layers, and these are of generators.
-    """
-    return list(filter(is_seed_state, model.variables))
-
-
 def set_initializer_seed(initializer: Any, seed: int) -> None:
     """Changes the seed of an initializer, also the one in its config.
 

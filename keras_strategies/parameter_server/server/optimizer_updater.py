@@ -18,7 +18,9 @@ from keras_strategies.keras_compat.models.keras_classes import uses_only_builtin
 from keras_strategies.keras_compat.optimizers.optimizer_classes import plain_optimizer
 from keras_strategies.keras_compat.optimizers.optimizer_parts import (
     disable_clipping,
+    keeps_without_gradient,
     set_weight_decay,
+    updates_rows,
 )
 from keras_strategies.keras_compat.optimizers.updates import (
     iterations_variable,
@@ -72,9 +74,9 @@ class OptimizerUpdater:
         self._store = store
         self._engine = engine
         self._programs: dict[Any, Callable[..., Any]] = {}
-        self._by_rows: dict[int, bool] = {}
         optimizer = spec.optimizer
         self._uses_only_builtin_keras = uses_only_builtin_keras(optimizer)
+        self._updates_rows = updates_rows(optimizer)
         plain_optimizer(optimizer)
         # Workers have clipped: only they have the gradients of all variables.
         if not optimizer.gradient_accumulation_steps:
@@ -98,67 +100,12 @@ class OptimizerUpdater:
         self._changes_other_rows = (
             optimizer.use_ema
             or bool(optimizer.gradient_accumulation_steps)
-            or (spec.exact_rows and self._changes_without_gradient())
+            or (spec.exact_rows and not self._keeps_other_rows())
         )
 
-    def _changes_without_gradient(self) -> bool:
-        """Whether rows with a gradient of zero change, found by a trial update."""
-        for number in self.spec.slots:
-            template = self.spec.templates[number]
-            if not tuple(template.shape) or not _is_float(template):
-                continue
-            value, kept, gradient = self._numbers(number)
-            gradient[...] = 0
-            before = [value.copy(), *(k.copy() for k in kept)]
-            found = self._trial_update(number, value, kept, gradient)
-            if not all(map(np.array_equal, before, found)):
-                return True
-        return False
-
-    def _updates_rows_independently(self, number: int) -> bool:
-        """Whether rows are updated independently, found by a trial update.
-
-        False for optimizers that use the norm of a variable, such as `Lamb`, or the
-        variable as a matrix, such as `Muon`.
-        """
-        if number not in self._by_rows:
-            if not _is_float(self.spec.templates[number]):
-                return True
-            together = self._trial_update(number, *self._numbers(number))
-            value, kept, gradient = self._numbers(number)
-            alone = self._trial_update(
-                number, value[:2], [k[:2] for k in kept], gradient[:2]
-            )
-            self._by_rows[number] = all(
-                np.allclose(own, every[:2], rtol=1e-4, atol=1e-7)
-                for own, every in zip(alone, together, strict=True)
-            )
-        return self._by_rows[number]
-
-    def _numbers(self, number: int) -> tuple[np.ndarray, list[np.ndarray], np.ndarray]:
-        """Random values of four rows of a variable, its slots and a gradient."""
-        random = np.random.default_rng(0)
-        part = (4, *self.spec.templates[number].shape[1:])
-        value = random.normal(size=part).astype("float32")
-        kept = [
-            random.uniform(0.1, 1, part).astype("float32")
-            for _ in self.spec.slots[number]
-        ]
-        return value, kept, random.normal(size=part).astype("float32")
-
-    def _trial_update(
-        self,
-        number: int,
-        value: np.ndarray,
-        kept: list[np.ndarray],
-        gradient: np.ndarray,
-    ) -> list[np.ndarray]:
-        """A variable and its slots after an update of random values."""
-        scalars = [np.array(self._store.get((s, 0))) for s in self.spec.scalars]
-        _, [after], [others] = self._program((number,))(
-            scalars, [value], [kept], [gradient]
-        )
-        return [after, *others]
+    def _keeps_other_rows(self) -> bool:
+        decays = self.spec.optimizer.weight_decay and any(self.spec.decays.values())
+        return not decays and keeps_without_gradient(self.spec.optimizer)
 
     def _program(self, numbers: tuple[int, ...]) -> Callable[..., Any]:
         """The compiled update of some variables."""
@@ -278,24 +225,20 @@ class OptimizerUpdater:
         return (
             self._changes_other_rows
             or key[0] in self.spec.constraints
-            or not self._updates_rows_independently(key[0])
+            or not self._updates_rows
         )
 
     def _check_unsharded(self, key: Key, array: np.ndarray) -> None:
         """Raises if a variable that is updated in full is sharded."""
         template = self.spec.templates[key[0]]
         rows = self._rows[key[0]]
-        if (
-            rows is None
-            or len(array) == rows
-            or self._updates_rows_independently(key[0])
-        ):
+        if rows is None or len(array) == rows or self._updates_rows:
             return
         raise InvalidArgumentError(
-            f"Optimizer {type(self.spec.optimizer).__name__} computes with all rows of "
-            f"a variable at once, and this server has {len(array)} of the {rows} rows "
-            f"of {template.path!r}. Let `variable_partitioner` return 1 for its shape, "
-            "or use an optimizer that updates each row independently, such as Adam."
+            f"Optimizer {type(self.spec.optimizer).__name__} may compute with all rows "
+            f"of a variable at once, and this server has {len(array)} of the {rows} "
+            f"rows of {template.path!r}. Let `variable_partitioner` return 1 for its "
+            "shape, or use one of Keras's that update each row alone, such as Adam."
         )
 
     def _as_dense(
@@ -341,7 +284,3 @@ def update_groups(
     if len(groups) == len(tables) == 1 and len(full) <= _MOST_WITH_ROWS:
         return [[*full, *tables]]
     return [*groups, *([table] for table in tables)]
-
-
-def _is_float(variable: Any) -> bool:
-    return "float32" in str(variable.dtype)

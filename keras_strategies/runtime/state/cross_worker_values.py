@@ -34,6 +34,6 @@ def check_equal_values(
                 raise WorkerError(
                     f"Variable {variable.path!r} is sharded over the workers, but "
                     f"workers {group.index} and {other} assigned different values to "
-                    "it. Assign and load the same values on every worker; "
-                    "`strategy.load_sharded` reads each shard on its worker."
+                    "it. Assign and load the same values on every worker, "
+                    "such as by `load_weights` or `strategy.load_sharded`."
                 )

@@ -25,9 +25,9 @@ class StrategyCheckpoints(StrategyChecks):
 
         Each process writes the shards of its devices. Until a checkpoint is complete,
         and if a process is killed, the previous one is the latest. By Orbax on JAX,
-        which needs the extra `checkpoint`, by `torch.distributed.checkpoint` on
-        Torch, and as slices in TensorFlow's format; each reads its own. The metadata of
-        Torch's are pickled: load only checkpoints that you trust.
+        which needs the extra `checkpoint`, and by `torch.distributed.checkpoint` on
+        Torch; each reads its own. The metadata of Torch's are pickled: load only
+        checkpoints that you trust.
 
         Args:
             model: a built `keras.Model` of this strategy. Its variables are saved,
@@ -40,8 +40,8 @@ class StrategyCheckpoints(StrategyChecks):
             int, the number of the checkpoint, which counts from 1.
 
         Raises:
-            RuntimeError: on JAX without Orbax, or if the model was not created in this
-                strategy's scope.
+            RuntimeError: on TensorFlow, on JAX without Orbax, or if the model was not
+                created in this strategy's scope.
             ValueError: if `keep` is not a positive int.
 
         Example:

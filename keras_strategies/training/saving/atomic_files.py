@@ -4,27 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import shutil
 import stat
 import tempfile
-import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import h5py
-import keras
-import numpy as np
-
-from keras_strategies.errors import DamagedCheckpointError
-from keras_strategies.user_warnings import warn_user
-
-_SEEDS = "keras_strategies_seeds"
-_SEEDS_FILE = f"{_SEEDS}.json"
-# 100,000 generators.
-_MOST_SEED_BYTES = 4 << 20
 
 # Files of Keras: models, weights, and the index of sharded weights.
 _SUFFIXES = (".keras", ".h5", ".hdf5", ".json")
@@ -32,7 +18,7 @@ _PART = ".part-"
 
 
 @contextlib.contextmanager
-def atomic_save(path: Any, seeds: Sequence[Any] = ()) -> Iterator[Any]:
+def atomic_save(path: Any) -> Iterator[Any]:
     """Context manager: a temporary path; its files replace those of `path` at the end.
 
     Keras 3.15 truncates an existing file before it writes, so a process that is killed
@@ -42,17 +28,12 @@ def atomic_save(path: Any, seeds: Sequence[Any] = ()) -> Iterator[Any]:
     Args:
         path: the argument of `save`. Directories, addresses and other paths that are
             not local files in a format of Keras are written directly.
-        seeds: the variables of seed generators, which Keras does not save. They are
-            added in an entry that Keras ignores, so it can load the file.
     """
     if not isinstance(path, (str, os.PathLike)) or not _is_file(Path(path)):
         yield path
         return
     with atomic_file(Path(path)) as part:
         yield str(part)
-        # Sharded weights have other names, and an index without an entry for them.
-        if part.exists() and part.suffix != ".json":
-            _add_seeds(part, seeds)
 
 
 def _is_file(path: Path) -> bool:
@@ -139,63 +120,6 @@ def _rename_in(error: BaseException, names: dict[str, str]) -> None:
         if error.filename2 is not None:
             # A move has two names, which are one to the user.
             del error.filename2
-
-
-def _add_seeds(part: Path, seeds: Sequence[Any]) -> None:
-    states = [keras.ops.convert_to_numpy(seed).tolist() for seed in seeds]
-    if not states:
-        return
-    if part.suffix == ".keras":
-        with zipfile.ZipFile(part, "a") as archive:
-            archive.writestr(_SEEDS_FILE, json.dumps(states))
-    else:
-        with h5py.File(part, "a") as file:
-            file.attrs[_SEEDS] = json.dumps(states)
-
-
-def read_seeds(source: Any, seeds: Sequence[Any]) -> None:
-    """Restores the states of seed generators that `atomic_save` added to a file.
-
-    Args:
-        source: a path to weights, or an open `.keras` file.
-        seeds: the variables of seed generators.
-    """
-    try:
-        states = _seeds_in(source) if seeds else None
-        if states is None:
-            return
-        values = [np.asarray(state, "int64").reshape(2) for state in states]
-    except (ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise DamagedCheckpointError(
-            f"The states of seed generators in {str(source)!r} are damaged: {error}. "
-            "Save the model again."
-        ) from error
-    if len(states) != len(seeds):
-        warn_user(
-            f"The file has the states of {len(states)} seed generators and the model "
-            f"has {len(seeds)}; they restart from their seeds."
-        )
-        return
-    for seed, value in zip(seeds, values, strict=True):
-        seed.assign(value.astype(seed.dtype))
-
-
-def _seeds_in(source: Any) -> Any:
-    if isinstance(source, (str, os.PathLike)):
-        path = Path(source)
-        if path.suffix not in (".h5", ".keras") or not path.is_file():
-            return None
-        if path.suffix == ".h5":
-            with h5py.File(path, "r") as file:
-                text = file.attrs.get(_SEEDS)
-            return None if text is None else json.loads(text)
-    with zipfile.ZipFile(source, "r") as archive:
-        if _SEEDS_FILE not in archive.namelist():
-            return None
-        size = archive.getinfo(_SEEDS_FILE).file_size
-        if size > _MOST_SEED_BYTES:
-            raise ValueError(f"{_SEEDS_FILE} has {size:,} bytes")
-        return json.loads(archive.read(_SEEDS_FILE))
 
 
 def flush_folder(folder: Path) -> None:

@@ -8,7 +8,7 @@ the variables, which moves them to the parameter device.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -19,7 +19,6 @@ from keras_strategies.engines.jax.fit.mesh_trainer import DistributionTrainer
 from keras_strategies.engines.jax.fit.partitioned_step import (
     PartitionedStep,
     marked_update,
-    replaced_update,
 )
 from keras_strategies.engines.jax.strategy_distribution import StrategyDistribution
 from keras_strategies.keras_compat.backends.keras_on_jax import record_jax_state
@@ -85,16 +84,6 @@ class _CentralStep:
         outputs, new = self._step(self._groups(flat), batch)
         return outputs, [array for group in new for array in group]
 
-    def _replacing(
-        self, replacement: Callable[..., contextlib.AbstractContextManager[None]]
-    ) -> contextlib.AbstractContextManager[None]:
-        """Replaces the update while a training step is traced or run."""
-        # A model that was not compiled has none.
-        optimizer = getattr(self._model, "optimizer", None)
-        if self._kind != "train" or optimizer is None:
-            return contextlib.nullcontext()
-        return replacement(optimizer)
-
 
 class _CompiledStep(_CentralStep):
     """A `PartitionedStep` for each shape of a batch."""
@@ -144,7 +133,10 @@ class _CompiledStep(_CentralStep):
         program = self._programs.get(key)
         if program is None:
             trainer = self._trainer
-            with self._replacing(marked_update):
+            # A model that was not compiled has no optimizer.
+            optimizer = getattr(self._model, "optimizer", None)
+            is_updated = self._kind == "train" and optimizer is not None
+            with marked_update(optimizer) if is_updated else contextlib.nullcontext():
                 program = self._programs[key] = PartitionedStep(
                     self._flat_step, trainer.replicated, trainer.at_home, state, batch
                 )
@@ -152,29 +144,9 @@ class _CompiledStep(_CentralStep):
 
 
 class _EagerStep(_CentralStep):
-    """A step that is not compiled; its update runs on the parameter device."""
+    """A step that is not compiled; its update runs on the compute devices."""
 
     def _run(self, state: list[Any], batch: Any) -> tuple[Any, list[Any]]:
-        copies = self._trainer.mesh_copies.get(state, [False] * len(state))
-        # By id, copies with their originals on the parameter device.
-        self._copies = {
-            id(copy): (copy, array) for copy, array in zip(copies, state, strict=True)
-        }
-        with self._replacing(self._update_at_home):
-            outputs, new = self._flat_step(copies, batch)
-        return outputs, [self._copies.get(id(a), (a, a))[1] for a in new]
-
-    def _update_at_home(
-        self, optimizer: Any
-    ) -> contextlib.AbstractContextManager[None]:
-        apply, trainer = optimizer.stateless_apply, self._trainer
-
-        def apply_at_home(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = jax.device_put((args, kwargs), trainer.at_home)
-            updated = apply(*args, **kwargs)
-            copies = jax.device_put(updated, trainer.replicated)
-            pairs = zip(jax.tree.leaves(copies), jax.tree.leaves(updated), strict=True)
-            self._copies |= {id(copy): (copy, array) for copy, array in pairs}
-            return copies
-
-        return replaced_update(optimizer, apply_at_home)
+        copies = jax.device_put(state, self._trainer.replicated)
+        outputs, new = self._flat_step(copies, batch)
+        return outputs, jax.device_put(new, self._trainer.at_home)

@@ -38,15 +38,8 @@ def marked_update(optimizer: Any) -> Iterator[None]:
         update.__name__ = _UPDATE
         return jax.jit(update)(*args, **kwargs)
 
-    with replaced_update(optimizer, marked):
-        yield
-
-
-@contextlib.contextmanager
-def replaced_update(optimizer: Any, apply: Callable[..., Any]) -> Iterator[None]:
-    """Replaces `optimizer.stateless_apply`."""
     # Bypasses Keras's tracking of attributes.
-    object.__setattr__(optimizer, "stateless_apply", apply)
+    object.__setattr__(optimizer, "stateless_apply", marked)
     try:
         yield
     finally:

@@ -10,7 +10,6 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.autograph.core import config as autograph_config
-from tensorflow.python.autograph.operators import control_flow
 from tensorflow.python.distribute import distribute_lib
 from tensorflow.python.ops import (
     control_flow_util,
@@ -37,11 +36,6 @@ PRIVATE_NAMES = (
         f"{_PYTHON}.autograph.core.config",
         ("CONVERSION_RULES", "DoNotConvert"),
         "AutoGraph leaves this package out, as it does Keras.",
-    ),
-    Private(
-        f"{_PYTHON}.autograph.operators.control_flow",
-        ("_py_for_stmt", "_tf_iterator_for_stmt", "for_loop_registry"),
-        "`for` loops over distributed datasets in programs.",
     ),
     Private(
         f"{_PYTHON}.distribute.distribute_lib",
@@ -85,28 +79,6 @@ def exclude_from_autograph(package: str) -> None:
     rule = autograph_config.DoNotConvert(package)
     if not any(str(rule) == str(r) for r in autograph_config.CONVERSION_RULES):
         autograph_config.CONVERSION_RULES = (rule, *autograph_config.CONVERSION_RULES)
-
-
-def register_for_loop(iterable: type, statement: Callable[..., None]) -> None:
-    """Registers AutoGraph's `for` statement over objects of a class.
-
-    Args:
-        iterable: the class.
-        statement: callable of such an object and the parts of a loop, which
-            `python_for_loop` and `program_for_loop` take.
-    """
-    with contextlib.suppress(KeyError):  # Registered before.
-        control_flow.for_loop_registry.register(iterable, statement)
-
-
-def python_for_loop(iterable: Any, *loop: Any) -> None:
-    """Runs a `for` loop by Python."""
-    control_flow._py_for_stmt(iterable, *loop)
-
-
-def program_for_loop(iterator: Any, *loop: Any) -> None:
-    """Makes a `for` loop over an iterator of batches a loop of the program."""
-    control_flow._tf_iterator_for_stmt(iterator, *loop)
 
 
 def is_compiled_by_xla(graph: Any) -> bool:

@@ -21,26 +21,11 @@ from keras_strategies.engines.tensorflow.sharding.variables_in_shards import (
 from keras_strategies.keras_compat.optimizers.optimizer_parts import (
     step_variable,
     trained_variables,
+    updates_entries,
     updating_by,
 )
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.keras_compat.variables.values import raw_value
-
-#: Each entry of a variable and its slots is updated from those at its place.
-_ELEMENTWISE = frozenset(
-    kind.update_step
-    for kind in (
-        keras.optimizers.SGD,
-        keras.optimizers.RMSprop,
-        keras.optimizers.Adam,
-        keras.optimizers.Adadelta,
-        keras.optimizers.Adagrad,
-        keras.optimizers.Adamax,
-        keras.optimizers.Nadam,
-        keras.optimizers.Ftrl,
-        keras.optimizers.Lion,
-    )
-)
 
 
 def updating_by_shards(optimizer: Any) -> contextlib.AbstractContextManager[None]:
@@ -68,8 +53,7 @@ def updating_by_shards(optimizer: Any) -> contextlib.AbstractContextManager[None
 
 
 def _update_of(optimizer: Any) -> Callable[..., None]:
-    step = type(optimizer).update_step
-    if step in _ELEMENTWISE:
+    if updates_entries(optimizer):
         return functools.partial(_update, optimizer)
     return _update_gathered
 
