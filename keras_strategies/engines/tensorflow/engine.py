@@ -19,6 +19,9 @@ from keras_strategies.engines.tensorflow.compiled_function import (
     function,
     value_and_grad,
 )
+from keras_strategies.engines.tensorflow.data_parallel.rollback import (
+    after_gradients,
+)
 from keras_strategies.engines.tensorflow.devices import (
     device_of,
     hide_others,
@@ -145,4 +148,5 @@ class TensorFlowEngine(Engine):
     def optimizer_apply(
         self, optimizer: Any, apply: Callable[..., Any]
     ) -> Callable[..., Any]:
-        return by_shards(optimizer, apply)
+        own = by_shards(optimizer, apply)
+        return own if tf.executing_eagerly() else after_gradients(own)

@@ -288,12 +288,12 @@ class StepFunction:
         own = with_ranks_of(batch, spec)
         concrete = self._traces.of(program, own, own_part(spec))
         if self._rollback is not None:
-            self._rollback.save_new_variables()
+            self._rollback.begin_program(concrete)
         return concrete(batch)
 
     def _call_uncached(self, program: Any, batch: Any) -> Any:
         if self._rollback is not None:
-            self._rollback.save_new_variables()
+            self._rollback.begin_program(None)
         if self._model.run_eagerly:
             return program(batch)
         return self._traces.call(program, batch)

@@ -50,11 +50,6 @@ class CollectiveTimeouts:
         )
         self._thread.start()
 
-    @property
-    def begun(self) -> int:
-        """int, the number of the last collective that has begun."""
-        return int(self._begun)
-
     def close(self) -> None:
         """Ends the thread."""
         self._is_closed.set()

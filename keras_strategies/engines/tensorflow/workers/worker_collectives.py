@@ -144,11 +144,6 @@ class TensorFlowCommunicator(Communicator):
         self._groups.clear()
 
     @property
-    def collectives_begun(self) -> int:
-        """int, how many collectives have begun."""
-        return self._timeouts.begun
-
-    @property
     def _timeout(self) -> float:
         stagger = min(_STAGGER * self.group.index, _LONGEST_STAGGER)
         return self.group.patience + _GRACE + stagger
