@@ -13,6 +13,7 @@ from typing import Any
 from keras_strategies import __version__
 from keras_strategies.errors import InvalidArgumentError, KerasStrategiesError
 from keras_strategies.processes.local_cluster import LocalCluster
+from keras_strategies.tools.choose_command import ChooseOptions, choose_command
 from keras_strategies.tools.doctor import doctor
 from keras_strategies.tools.elastic_launch import DEFAULT_RESTARTS, launch_elastic
 from keras_strategies.tools.explain import explain
@@ -49,6 +50,13 @@ _VERIFY = (
     "The second form compares a training function of another framework: with "
     "--processes\nas under torchrun (DDP, FSDP2, Accelerate, Fabric), with --processes "
     "1 --devices 2\nunder keras.distribution or tf.distribute.\n"
+)
+_CHOOSE = (
+    "Plan a step of the model of a script, and name a strategy, the command that "
+    "starts the\nscript and the rows of each device. Nothing is trained. The script "
+    "defines a function\nthat makes and compiles the model, and `data`, of which the "
+    "shapes are used.\n\n"
+    "    keras-strategies choose train.py:build --batch 512 --memory 16GiB\n"
 )
 _LEAD = (
     "Run the lead of the workers of MultiWorkerMirroredStrategy in this process, as in "
@@ -97,6 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return verify_command(VerifyOptions(**given))
         if options.command == "top":
             return top_command(TopOptions(**given))
+        if options.command == "choose":
+            return choose_command(ChooseOptions(**given))
         return _launch(options)
     except KerasStrategiesError as error:
         # That of `explain` does not lead to `explain` again.
@@ -264,6 +274,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_lead(commands, raw)
     _add_verify(commands, raw)
+    _add_choose(commands, raw)
     _add_top(commands, raw)
     return parser
 
@@ -293,6 +304,42 @@ def _add_top(commands: Any, raw: Any) -> None:
         metavar="S",
         default=1.0,
         help="seconds between reports (default: 1)",
+    )
+
+
+def _add_choose(commands: Any, raw: Any) -> None:
+    choose = commands.add_parser(
+        "choose",
+        help="name a strategy, a launcher and numbers for a script's model",
+        description=_CHOOSE,
+        formatter_class=raw,
+    )
+    choose.add_argument("target", metavar="SCRIPT:BUILD")
+    choose.add_argument(
+        "--batch",
+        type=_count,
+        metavar="N",
+        required=True,
+        help="rows of a global batch",
+    )
+    choose.add_argument(
+        "--data",
+        metavar="NAME",
+        default="data",
+        help="name of the data, or of a function that returns it (default: data)",
+    )
+    choose.add_argument(
+        "--devices",
+        type=_count,
+        metavar="N",
+        default=0,
+        help="accelerators of each machine (default: those of this one, or 2)",
+    )
+    choose.add_argument(
+        "--machines", type=_count, metavar="N", default=1, help="machines (default: 1)"
+    )
+    choose.add_argument(
+        "--memory", metavar="SIZE", default="", help='of each device, such as "16 GiB"'
     )
 
 

@@ -112,19 +112,23 @@ def test_the_commands_of_the_readme_train_on_several_workers(tmp_path: Path) -> 
 
 @pytest.mark.nightly
 @pytest.mark.multiprocess
-def test_the_command_of_verify_runs(tmp_path: Path) -> None:
+def test_the_commands_of_verify_and_choose_run(tmp_path: Path) -> None:
     code = next(c for c in code_blocks("docs/guides/verify.md") if "def build" in c)
     code = (
         code.partition("report = ")[0] + 'data = {"x": x, "y": y, "batch_size": 16}\n'
     )
-    (tmp_path / "train.py").write_text(code)
-    command = "keras-strategies verify train.py:build"
-    (line,) = {each for _, each in commands("keras-strategies") if command in each}
-    words = [sys.executable, "-m", "keras_strategies", *shlex.split(line)[1:]]
-    process = subprocess.run(
-        words, cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
-    assert process.returncode == 0, process.stdout + process.stderr
+    for name in ("train.py", "script.py"):
+        (tmp_path / name).write_text(code)
+    for page, command in (
+        ("docs/guides/verify.md", "keras-strategies verify train.py:build"),
+        ("docs/index.md", "keras-strategies choose script.py:build"),
+    ):
+        (line,) = {each for _, each in commands("keras-strategies") if command in each}
+        words = [sys.executable, "-m", "keras_strategies", *shlex.split(line)[1:]]
+        process = subprocess.run(
+            words, cwd=tmp_path, capture_output=True, text=True, timeout=300
+        )
+        assert process.returncode == 0, f"{page}: {process.stdout}{process.stderr}"
 
 
 @pytest.mark.nightly
