@@ -653,7 +653,21 @@ GROUPS: dict[str, Group] = {
                 "is_memory_sufficient",
                 "(model)",
                 "saving.streaming.memory_suffices",
-                "It makes Keras read entire files into memory.",
+                "It makes Keras read entire files into memory, or copy them.",
+            ),
+            Patch(
+                f"{_SAVING}.H5IOStore",
+                "_get_h5_file",
+                "(self, path_or_io, mode=None)",
+                "saving.streaming.open_file",
+                "It opens a file of an archive in memory.",
+            ),
+            Patch(
+                f"{_SAVING}.H5IOStore",
+                "close",
+                "(self)",
+                "saving.streaming.close_file",
+                "As `_get_h5_file`.",
             ),
             Patch(
                 _OPTIMIZER,

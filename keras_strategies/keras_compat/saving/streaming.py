@@ -8,10 +8,12 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import h5py
 import numpy as np
 
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.keras_compat import patching
+from keras_strategies.keras_compat.saving.archive_entries import ArchiveEntry
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.keras_compat.variables.hosted_variables import is_streamed
 
@@ -107,9 +109,42 @@ def load_state(original: Any, saveable: Any, *args: Any, **kwargs: Any) -> None:
         original(saveable, *args, **kwargs)
 
 
+class _InTheArchive(Exception):
+    """Makes Keras open the file of weights in the archive: `open_file`."""
+
+
 def memory_suffices(original: Any, model: Any) -> bool:
-    is_large = any(is_streamed(v) or _is_of_mesh(v) for v in model.variables)
-    return not is_large and bool(original(model))
+    if any(is_streamed(v) or _is_of_mesh(v) for v in model.variables):
+        raise _InTheArchive
+    return bool(original(model))
+
+
+def open_file(original: Any, self: Any, path_or_io: Any, mode: Any = None) -> Any:
+    mode = mode or self.mode
+    entry = None
+    if self.archive is not None:
+        opened = ArchiveEntry.new if mode == "w" else ArchiveEntry.existing
+        entry = opened(self.archive, str(path_or_io))
+    if entry is None:
+        return original(self, path_or_io, mode)
+    self.io_file = entry
+    return h5py.File(entry, mode)
+
+
+def close_file(original: Any, self: Any) -> None:
+    if not isinstance(self.io_file, ArchiveEntry):
+        original(self)
+        return
+    with self.io_file as entry:
+        try:
+            self.h5_file.close()
+        finally:
+            # h5py replaces that of a full disk by another one.
+            if entry.error is not None:
+                raise entry.error
+        # After an error Keras has removed the archive.
+        if self.mode == "w" and self.archive is not None:
+            entry.add_to(self.archive)
 
 
 def _is_of_mesh(variable: Any) -> bool:
