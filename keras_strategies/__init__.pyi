@@ -13,6 +13,7 @@ from keras_strategies.collectives import (
 )
 from keras_strategies.collectives import NcclAllReduce as NcclAllReduce
 from keras_strategies.collectives import ReductionToOneDevice as ReductionToOneDevice
+from keras_strategies.errors import WorkersChanged as WorkersChanged
 from keras_strategies.input.distributed_dataset import (
     DistributedDataset as DistributedDataset,
 )

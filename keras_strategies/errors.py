@@ -25,6 +25,7 @@ Every class is also a built-in exception, so that code written for
         ├── ReplicaMismatchError               not the same collectives on each
         ├── ReplicaAbortedError                stopped because another one failed
         ├── WorkerError                        a worker process lost
+        ├── WorkersChanged                     workers of a custom loop lost or joined
         ├── PeerError                          a request failed in another process
         ├── ClusterTimeoutError                no answer from a process in time
         ├── ServerLostError                    a parameter server and its variables lost
@@ -156,6 +157,47 @@ class ReplicaAbortedError(ReplicaError):
 
 class WorkerError(ReplicaError):
     """A worker process ended without a result."""
+
+
+class WorkersChanged(ReplicaError):
+    """Elastic workers were lost or have joined during a custom loop.
+
+    `strategy.run`, a `ks.function` around it, and every other call in which workers
+    exchange values raise it on all workers, after they have formed their next group.
+    Variables, including those of optimizers, metrics and seed generators, have their
+    values after the last finished step; an interrupted step must be repeated. On a
+    worker that joins, its first step raises the error.
+
+    Args:
+        text: str, the message.
+        step: int, the number of finished steps.
+        lost: tuple of int, the numbers of the workers that were lost.
+        joined: tuple of int, the numbers of the workers that have joined.
+        workers: int, the number of workers in the new group.
+
+    Example:
+
+    >>> step, batches = 0, batches_from(0)
+    >>> while step < steps:
+    ...     try:
+    ...         train_step(next(batches))
+    ...         step += 1
+    ...     except ks.WorkersChanged as change:
+    ...         step, batches = change.step, batches_from(change.step)
+    """
+
+    def __init__(
+        self,
+        text: str,
+        *,
+        step: int = 0,
+        lost: tuple[int, ...] = (),
+        joined: tuple[int, ...] = (),
+        workers: int = 1,
+    ):
+        super().__init__(text)
+        self.step, self.lost, self.joined = step, lost, joined
+        self.workers = workers
 
 
 class PeerError(ReplicaError):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from keras_strategies.communication.group_actions import (
+    CustomLoop,
     FixedActions,
     GroupActions,
 )
@@ -269,3 +270,8 @@ def lost_worker(group: WorkerGroup, error: BaseException) -> WorkerError:
 def is_fixed(workers: Communicator | None) -> bool:
     """Whether the workers, if there are several, stay the same."""
     return workers is None or workers.actions.is_fixed
+
+
+def loop_of(workers: Communicator | None) -> CustomLoop:
+    """The custom loops of workers, or of a process alone."""
+    return FixedActions.loop if workers is None else workers.actions.loop

@@ -42,23 +42,68 @@ WRITERS = (
 )
 
 
+class CustomLoop(abc.ABC):
+    """The calls of custom loops of a process: `run`, `reduce`, `*_on_batch`, ..."""
+
+    @property
+    @abc.abstractmethod
+    def generation(self) -> object:
+        """A different object for each group of workers."""
+
+    @abc.abstractmethod
+    def call(self, fn: Any, take: Callable[[], T], *, exchanges: bool = True) -> T:
+        """Makes a call of a custom loop.
+
+        Args:
+            fn: the function of the loop that is called, or a name.
+            take: makes the call.
+            exchanges: bool, False if workers exchange values only in calls inside it.
+
+        Raises:
+            WorkersChanged: if the group has changed.
+        """
+
+    @abc.abstractmethod
+    def check_program(self) -> None:
+        """Raises where a call in a program of the user's cannot be made."""
+
+    @abc.abstractmethod
+    def created(self, variable: Any) -> None:
+        """Called when a variable was created under a strategy of these workers."""
+
+    @abc.abstractmethod
+    def training(self) -> None:
+        """Called when an optimizer is applied, also while a program is traced."""
+
+
+class FixedLoop(CustomLoop):
+    """Custom loops of fixed workers: calls are made as they are."""
+
+    @property
+    def generation(self) -> object:
+        return None
+
+    def call(self, fn: Any, take: Callable[[], T], *, exchanges: bool = True) -> T:
+        return take()
+
+    def check_program(self) -> None:
+        pass
+
+    def created(self, variable: Any) -> None:
+        pass
+
+    def training(self) -> None:
+        pass
+
+
 class GroupActions(abc.ABC):
     """The actions of one worker of a group; `Communicator.actions`."""
 
     #: bool, whether workers stay the same; otherwise an action may be repeated with
     #: others, and what it changes must be restorable.
     is_fixed = False
-
-    @abc.abstractmethod
-    def check_exchange(self, what: str) -> None:
-        """Called before workers exchange values in a method of a strategy.
-
-        Args:
-            what: str, the method.
-
-        Raises:
-            ContextError: where such a group cannot make the call.
-        """
+    #: The custom loops of this process.
+    loop: CustomLoop
 
     @property
     @abc.abstractmethod
@@ -206,12 +251,10 @@ class FixedActions(GroupActions):
     """
 
     is_fixed = True
+    loop = FixedLoop()
 
     def __init__(self, group: WorkerGroup):
         self._group = group
-
-    def check_exchange(self, what: str) -> None:
-        pass
 
     @property
     def has_joined(self) -> bool:

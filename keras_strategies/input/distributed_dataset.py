@@ -11,6 +11,7 @@ from keras_strategies.communication.communicator import Communicator
 from keras_strategies.devices import Device
 from keras_strategies.errors import (
     ContextError,
+    InputError,
     InvalidArgumentError,
     InvalidTypeError,
 )
@@ -55,6 +56,11 @@ class DistributedDataset:
         self._feed = feed
         self._options = options
         self._workers = workers
+
+    @property
+    def generation(self) -> object:
+        """Another object for each group of elastic workers."""
+        return None if self._workers is None else self._workers.group
 
     @property
     def feed(self) -> Feed:
@@ -184,6 +190,7 @@ class DistributedIterator:
     def __init__(self, dataset: DistributedDataset, batches: Iterator[Any]):
         self._dataset = dataset
         self._batches = batches
+        self._generation = dataset.generation
         self._is_done = False
 
     def __iter__(self) -> DistributedIterator:
@@ -197,6 +204,14 @@ class DistributedIterator:
         self._dataset.check_outside_program()
         if self._is_done:
             raise StopIteration
+        if self._generation is not self._dataset.generation:
+            self.close()
+            raise InputError(
+                "The workers have changed since this iterator was made; it splits "
+                "batches over the previous workers. When `strategy.run` raises "
+                "`ks.WorkersChanged`, make a new iterator that starts with the batch "
+                "after its `step`."
+            )
         try:
             batch = next(self._batches)()
         except BaseException:

@@ -281,6 +281,14 @@ class RollbackDriver(abc.ABC):
         """
 
     @abc.abstractmethod
+    def save_variables(self, variables: Sequence[Any]) -> Callable[[], bool]:
+        """Saves the values of variables in a custom loop; see `save_state`.
+
+        Called before each call of a loop with all variables, and with each one that is
+        created in it, possibly while a program is traced.
+        """
+
+    @abc.abstractmethod
     def reformed(self, model: Any, has_new: bool) -> None:
         """Called on all workers when a new generation has been formed and synchronized.
 

@@ -86,9 +86,10 @@ class MultiWorkerMirroredStrategy(Strategy):
         sync_batch_norm: bool, whether batch normalization uses the statistics of the
             global batch (see `MirroredStrategy`).
         random_numbers: `"partitioned"` or `"keras"`, as for `MirroredStrategy`.
-        elastic: `Elastic`, for `fit` that continues when workers are lost, return or
-            join; None to end with an error when one is lost, unless `keras-strategies
-            launch --elastic` has started the workers.
+        elastic: `Elastic`, for training that continues when workers are lost, return or
+            join, under `fit` and in loops that catch `WorkersChanged`; None to end with
+            an error when one is lost, unless `keras-strategies launch --elastic` has
+            started the workers.
 
     Raises:
         ValueError: for an invalid cluster, a port in use, two workers with one index,

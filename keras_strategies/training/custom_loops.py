@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from keras_strategies.communication.communicator import is_fixed
+from keras_strategies.communication.communicator import is_fixed, loop_of
 from keras_strategies.communication.joined_workers import joined_workers
 from keras_strategies.engines import get_engine
 from keras_strategies.errors import InvalidArgumentError
@@ -122,11 +122,10 @@ def _recompiled(
     @functools.wraps(fn)
     def step(*args: Any, **kwargs: Any) -> Any:
         nonlocal compiled, generation
-        workers = joined_workers()
-        current = None if workers is None else workers.group
-        if generation is not current:
+        loop = loop_of(joined_workers())
+        if generation is not loop.generation:
             compiled = compiled if generation is None else make()
-            generation = current
-        return compiled(*args, **kwargs)
+            generation = loop.generation
+        return loop.call(fn, lambda: compiled(*args, **kwargs), exchanges=False)
 
     return step

@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 
+from keras_strategies.communication.communicator import loop_of
 from keras_strategies.engines import get_engine
 from keras_strategies.errors import (
     InvalidArgumentError,
@@ -72,6 +73,7 @@ class StrategyHooks:
             return
         set_variable_strategy(made, strategy)
         _made_in_run(made)
+        loop_of(strategy.workers).created(made)
         if (
             run_state.is_local(made)
             and made.aggregation in (None, "none")
@@ -144,6 +146,9 @@ class StrategyHooks:
     def optimizer_apply(
         self, optimizer: Any, original: Callable[..., Any], grads: Any, variables: Any
     ) -> Any:
+        strategy = context.current_strategy()
+        if strategy is not None:
+            loop_of(strategy.workers).training()
         replica = context.current_replica()
         if replica is None or not isinstance(current_policy(), RunState):
             return get_engine().optimizer_apply(optimizer, original)(grads, variables)

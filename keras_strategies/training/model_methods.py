@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from keras_strategies.communication.communicator import loop_of
 from keras_strategies.engines import get_engine
 from keras_strategies.errors import ContextError
 from keras_strategies.keras_compat import patching
@@ -70,7 +71,11 @@ def call(model: Any, name: str, original: Any, bound: Any) -> Any:
     servers = drivers_of(model).servers
     if servers is not None:
         return servers.call(model, name, original, bound)
-    return original(*bound.args, **bound.kwargs)
+    strategy = strategy_of(model)
+    if strategy is None or not name.endswith("on_batch"):
+        return original(*bound.args, **bound.kwargs)
+    loop = loop_of(strategy.workers)
+    return loop.call(name, lambda: original(*bound.args, **bound.kwargs))
 
 
 def step_function(

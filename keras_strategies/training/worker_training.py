@@ -18,6 +18,7 @@ from keras_strategies.errors import (
     ClusterError,
     InvalidArgumentError,
     WorkerError,
+    WorkersChanged,
 )
 from keras_strategies.input.sampled_checksums import sampled_checksums
 from keras_strategies.keras_compat.hooks import MethodRestart
@@ -67,7 +68,7 @@ def method(strategy: StrategyCore, model: Any, name: str) -> Iterator[None]:
                 model,
             )
             yield
-        except (WorkerError, MethodRestart):
+        except (WorkerError, WorkersChanged, MethodRestart):
             raise
         except BaseException as error:
             cause = workers.cause(error)

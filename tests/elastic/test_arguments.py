@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
-from keras_strategies.training.elastic.elastic_actions import ElasticActions
 from keras_strategies.training.model_input import model_arguments
 
 ELASTIC = ks.Elastic()
@@ -66,12 +65,3 @@ def test_divided_files_are_refused() -> None:
         model_arguments(elastic_strategy(), "fit", {"x": data.with_options(options)})
     found = model_arguments(elastic_strategy(), "fit", {"x": data})
     assert found["x"] is data
-
-
-def test_custom_loops_are_refused() -> None:
-    actions = ElasticActions(SimpleNamespace())  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError, match=r"`run` was called outside of `fit`"):
-        actions.check_exchange("run")
-    with pytest.raises(RuntimeError, match="`train_on_batch` was called outside"):
-        actions.begin_method("train_on_batch")
-    actions.begin_method("evaluate")

@@ -37,6 +37,7 @@ class TorchRollback(RollbackDriver):
         self._saved: weakref.WeakKeyDictionary[Any, _SavedTensors] = (
             weakref.WeakKeyDictionary()
         )
+        self._saved_in_loop = _SavedTensors()
 
     def take(self, step: Callable[[Any], Any], batches: Any) -> Any:
         """Takes steps on batches, at most one such action ahead of other workers."""
@@ -54,6 +55,12 @@ class TorchRollback(RollbackDriver):
         self._current = saved
         late = _trained(model) if kind == "train" else set()
         return _with_random_numbers(saved.save(all_variables(model), late))
+
+    def save_variables(self, variables: Sequence[Any]) -> Callable[[], bool]:
+        # A single variable, created in the call, is saved in memory of its own.
+        saved = self._saved_in_loop if len(variables) > 1 else _SavedTensors()
+        self._current = None
+        return _with_random_numbers(saved.save(variables, set()))
 
     def _exchanging(self) -> None:
         self._has_exchanged = True

@@ -12,6 +12,7 @@ from keras_strategies.collectives.cross_device_ops import (
     CrossDeviceOps,
     check_cross_device_ops,
 )
+from keras_strategies.communication.communicator import loop_of
 from keras_strategies.engines import get_engine
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.keras_compat import patching
@@ -171,6 +172,7 @@ class Strategy(StrategyInput, StrategyReports, StrategyCheckpoints):
             ValueError: if `args` is not a list or tuple, or if replicas get different
                 shapes with `experimental_enable_dynamic_batch_size=False`.
             RuntimeError: inside `run`, or in another strategy's scope.
+            WorkersChanged: with `ks.Elastic`, if workers were lost or have joined.
 
         Example:
 
@@ -196,9 +198,12 @@ class Strategy(StrategyInput, StrategyReports, StrategyCheckpoints):
 
         unused.used(self)
         install_hooks()
-        self._check_exchange("run")
-        with context.entered(self), replacements_named():
-            results = self._drivers.run.run(fn, own_args, own_kwargs)
+
+        def run() -> list[Any]:
+            with context.entered(self), replacements_named():
+                return self._drivers.run.run(fn, own_args, own_kwargs)
+
+        results = self._in_loop(fn, run)
         check_results(results)
         check_no_tensorflow_results(results)
         return regroup(results)
@@ -235,9 +240,10 @@ class Strategy(StrategyInput, StrategyReports, StrategyCheckpoints):
         self._check_outside_replicas("reduce")
         op = ReduceOp.parse(reduce_op)
         assert isinstance(op, ReduceOp)
-        self._check_exchange("reduce")
         with context.entered(self):
-            found = reduce_gather.reduce(self, op, value, axis)
+            found = self._in_loop(
+                "reduce", lambda: reduce_gather.reduce(self, op, value, axis)
+            )
         return self._movable(found)
 
     def gather(self, value: Any, axis: int) -> Any:
@@ -256,7 +262,9 @@ class Strategy(StrategyInput, StrategyReports, StrategyCheckpoints):
         """
         self._check_outside_replicas("gather")
         with context.entered(self):
-            found = reduce_gather.gather(self, value, axis)
+            found = self._in_loop(
+                "gather", lambda: reduce_gather.gather(self, value, axis)
+            )
         return self._movable(found)
 
     def _movable(self, value: Any) -> Any:
@@ -265,10 +273,12 @@ class Strategy(StrategyInput, StrategyReports, StrategyCheckpoints):
             return value
         return map_structure(self._engine.movable, value)
 
-    def _check_exchange(self, what: str) -> None:
-        """Called where workers exchange values."""
-        if self.workers is not None:
-            self.workers.actions.check_exchange(what)
+    def _in_loop(self, fn: Any, call: Callable[[], Any]) -> Any:
+        """Makes a call in which workers exchange values."""
+        loop = loop_of(self.workers)
+        if self._engine.in_program():
+            loop.check_program()
+        return loop.call(fn, call)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """The components of a value, one for each replica of this process.

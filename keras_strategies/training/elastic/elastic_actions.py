@@ -15,7 +15,7 @@ from keras_strategies.cluster.group.membership import Membership
 from keras_strategies.cluster.group.worker_group import WorkerGroup
 from keras_strategies.communication.communicator import Communicator
 from keras_strategies.communication.group_actions import WRITERS, GroupActions
-from keras_strategies.errors import ContextError, WorkerError
+from keras_strategies.errors import WorkerError
 from keras_strategies.keras_compat.hooks import MethodRestart
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.lead.client_state import JoinedGeneration
@@ -27,6 +27,7 @@ from keras_strategies.training.elastic.chief_callbacks import (
     ChiefCallbacks,
 )
 from keras_strategies.training.elastic.elastic_fit import ElasticFit
+from keras_strategies.training.elastic.loop_steps import Change, Function, LoopSteps
 from keras_strategies.training.resume.input_position import (
     random_state,
     set_random_state,
@@ -69,6 +70,7 @@ class ElasticActions(GroupActions):
         self._is_new = False
         self._fit: ElasticFit | None = None
         self._fits = 0
+        self.loop: LoopSteps = LoopSteps(self)
         # Held while waits are aborted, so that those of the next generation are not.
         self._ending = threading.Lock()
 
@@ -92,6 +94,11 @@ class ElasticActions(GroupActions):
         return [each.drivers for each in strategies if each is not None]
 
     @property
+    def driver(self) -> RollbackDriver:
+        """The driver of the first strategy."""
+        return _rollback(self._all_drivers[0])
+
+    @property
     def has_joined(self) -> bool:
         """bool, whether this worker is in the group of the others."""
         return self.membership.is_member
@@ -100,22 +107,24 @@ class ElasticActions(GroupActions):
     def is_new(self) -> bool:
         return self._is_new
 
+    @property
+    def is_in_fit(self) -> bool:
+        """bool, whether a `fit` has begun."""
+        return self._fit is not None
+
+    @property
+    def generation(self) -> object:
+        """A different object for each group of workers."""
+        return self.membership.group
+
     # Methods of models
 
     def begin_method(self, name: str) -> None:
-        if name.endswith("on_batch"):
-            self.check_exchange(name)
-
-    def check_exchange(self, what: str) -> None:
-        if self.is_inside or self._fit is not None:
-            return
-        raise ContextError(
-            f"`{what}` was called outside of `fit` with `elastic` workers, which "
-            "repeat steps of `fit` when one is lost, and cannot repeat those of a loop "
-            "of your own. Write a `train_step` of the model and call `fit`, or omit "
-            "`elastic`, save by `ks.CheckpointManager` and start the script with "
-            "`keras-strategies launch --max-restarts 3`."
-        )
+        if name == "fit":
+            self.loop.is_active = False
+        elif name == "train_on_batch" and not self.is_in_fit:
+            # Also the first call of a loop tells of a worker that is lost in it.
+            self.loop.is_active = True
 
     def own_callbacks(self, name: str, callbacks: list[Any]) -> list[Any]:
         return [
@@ -182,7 +191,10 @@ class ElasticActions(GroupActions):
     def _is_interrupted(self, wait: Callable[[], None], model: Any) -> bool:
         """Whether the group has changed in a wait between actions."""
         with self.inside():
-            return self._try_step(wait, lambda: _nothing_to_undo, model, False, 0)
+            change = self._try_step(wait, lambda: _nothing_to_undo, model, False, 0)
+        if change is not None and self.loop.is_active:
+            raise self.loop.changed(change)
+        return change is not None
 
     def _run_step(
         self,
@@ -196,10 +208,35 @@ class ElasticActions(GroupActions):
         begun = self._done
         with self.inside():
             while self._done == begun:
-                self._try_step(lambda: self._finish(take()), save_state, model, admits)
+                change = self._try_step(
+                    lambda: self._finish(take()), save_state, model, admits
+                )
+                if change is not None and self.loop.is_active:
+                    raise self.loop.changed(change)
             if model is not None:
                 self._model = weakref.ref(model)
             return self._result
+
+    def loop_call(
+        self,
+        take: Callable[[], T],
+        save_state: Callable[[], Callable[[], bool]],
+        function: Function,
+    ) -> T:
+        """See `loop_steps.Actions`."""
+        found: list[T] = []
+
+        def call() -> None:
+            found.append(take())
+            if function.exchanges:
+                self._finish(None)
+
+        self.membership.group.progress = f"step {self.loop.step + 1} of the loop"
+        with self.inside():
+            change = self._try_step(call, save_state, None, function.trains)
+        if change is not None:
+            raise self.loop.changed(change)
+        return found[0]
 
     def _try_step(
         self,
@@ -208,23 +245,22 @@ class ElasticActions(GroupActions):
         model: Any,
         admits: bool,
         actions: int = 1,
-    ) -> bool:
-        """Takes `actions`; returns whether a change of the group has undone them."""
+    ) -> Change | None:
+        """Takes `actions`; returns the change of the group that has undone them."""
         counts = [workers.steps.count for workers in self._workers]
         restore = save_state()
         try:
             if not admits or self.membership.group.begin_step():
                 self.membership.group.check()
                 take()
-                return False
+                return None
         except WorkerError:
             if not self.membership.is_broken():
                 raise
             self._is_clean = restore()
             for workers, count in zip(self._workers, counts, strict=True):
                 workers.steps.count = count
-        self._reform(model, admits, actions)
-        return True
+        return self._reform(model, admits, actions)
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
@@ -255,7 +291,7 @@ class ElasticActions(GroupActions):
                 if workers.group is group:
                     workers.end_waits()
 
-    def _reform(self, model: Any, admits: bool, actions: int) -> None:
+    def _reform(self, model: Any, admits: bool, actions: int) -> Change:
         """Forms generations until one has the same state on all of its workers.
 
         A worker receives the results of as many `actions` that it is behind.
@@ -283,18 +319,17 @@ class ElasticActions(GroupActions):
             if self._replaced(model, generation):
                 break
         count = len(generation.members)
-        changes = [f"worker {index} was lost" for index in sorted(lost)]
-        changes += [f"worker {index} has joined" for index in sorted(joined)]
+        change = Change(tuple(sorted(lost)), tuple(sorted(joined)), count)
         if generation.rank == 0 and (lost or joined):
             at = f" at {progress}" if progress else ""
             total = self.membership.settings.workers
             _logger.warning(
-                f"{' and '.join(changes)}{at}; training continues with {count} of "
-                f"{total} workers."
+                f"{change}{at}; training continues with {count} of {total} workers."
             )
         self._drop_checks(model, bool(joined))
         if self._fit is not None:
             self._fit.reformed()
+        return change
 
     def _drop_checks(self, model: Any, has_new: bool) -> None:
         for drivers in self._all_drivers:
@@ -357,7 +392,7 @@ class ElasticActions(GroupActions):
             return
         own = b""
         # In all actions: a worker may be behind by a step of the model.
-        finished = self._model() if self._model else None
+        finished = None if self.loop.is_active or not self._model else self._model()
         if generation.rank == 0:
             own = packed(self._state(model if finished is None else finished))
         found = workers.broadcast_bytes(_STATE, own)
@@ -379,6 +414,7 @@ class ElasticActions(GroupActions):
             "synced": None if model is None else are_synced(strategy_of(model), model),
             "fit": None if self._fit is None else self._fit.capture(),
             "fits": self._fits,
+            "loop": None if self._fit is not None else self.loop.capture(),
         }
 
     def _receive(self, model: Any, state: dict[str, Any]) -> None:
@@ -386,6 +422,8 @@ class ElasticActions(GroupActions):
             strategy_of(model).engine.sync_variables(model)
             restore_model(model, state["model"])
             set_synced(strategy_of(model), model, state["synced"])
+        if state["loop"] is not None:
+            self.loop.receive(state["loop"])
         set_random_state(state["random"])
         self._random = state["random"]
         for workers, count in zip(self._workers, state["steps"], strict=True):
@@ -403,11 +441,23 @@ class ElasticActions(GroupActions):
             return None
         state = self._join()[1]
         if state["fit"] is None:
-            self._refuse("another part of the script", "`fit`")
+            self._refuse("a custom loop", "`fit`")
         if state["fits"] != self._fits:
             theirs = f"call {state['fits']} of `fit`"
             self._refuse(theirs, f"call {self._fits} of `fit`")
         return state
+
+    def join_loop(self) -> Change:
+        """Joins the others in a custom loop, as a new worker.
+
+        Raises:
+            WorkerError: if they are in `fit`.
+        """
+        generation, state = self._join()
+        if state["loop"] is None:
+            self._refuse("`fit`", "a custom loop")
+        members = generation.members
+        return Change((), (members[generation.rank],), len(members))
 
     def _join(self) -> tuple[JoinedGeneration, dict[str, Any]]:
         while True:

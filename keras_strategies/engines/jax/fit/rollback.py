@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -19,6 +19,7 @@ from keras_strategies.keras_compat.backends.keras_on_jax import (
     recorded_jax_state,
     sync_jax_state,
 )
+from keras_strategies.keras_compat.variables.values import raw_value, set_raw_value
 from keras_strategies.runtime.drivers import RollbackDriver
 from keras_strategies.runtime.worker_batch import WorkerBatch
 
@@ -64,6 +65,17 @@ class JaxRollback(RollbackDriver):
             hold_jax_state(model, kind, state)
             # Assigned to the variables: their values move to the next devices.
             sync_jax_state(model)
+            return True
+
+        return restore
+
+    def save_variables(self, variables: Sequence[Any]) -> Callable[[], bool]:
+        saved = [(variable, raw_value(variable)) for variable in variables]
+
+        def restore() -> bool:
+            for variable, value in saved:
+                if value is not None:
+                    set_raw_value(variable, value)
             return True
 
         return restore

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -54,10 +54,17 @@ class TensorFlowRollback(RollbackDriver):
 
     def save_state(self, model: Any, kind: str) -> Callable[[], bool]:
         late = _late(model)
+        restore = self.save_variables(
+            [v for v in all_variables(model) if id(v) not in late]
+        )
         self._model, self._programs = model, 0
+        return restore
+
+    def save_variables(self, variables: Sequence[Any]) -> Callable[[], bool]:
+        self._model = None
         saved = self._saved = {}
         with tf.init_scope():
-            self._add(v for v in all_variables(model) if id(v) not in late)
+            self._add(variables)
         seeds = operation_seeds().getstate()
 
         def restore() -> bool:
@@ -83,7 +90,8 @@ class TensorFlowRollback(RollbackDriver):
             program: a `ConcreteFunction`; None if it is unknown or code runs eagerly.
         """
         if self._model is None:
-            return  # Nothing was saved: this worker has not joined the others.
+            # A custom loop: all variables are saved already.
+            return
         self._programs += 1
         if program is not None and program not in self._safe:
             self._safe[program] = _updates_at_last(program.graph, _late(self._model))
