@@ -1,4 +1,4 @@
-"""`keras-strategies doctor`: report of versions, devices and cluster."""
+"""`keras-strategies doctor`: report of versions, devices, cluster and next steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from keras_strategies import __version__
 from keras_strategies.cluster import ClusterResolver, find_cluster
@@ -54,18 +54,23 @@ class CheckContext:
         backend: str, the framework that `KERAS_BACKEND` names; Keras's default
             without it.
         resolver: the description of the cluster; None without one.
+        installed: list of str, the frameworks that are installed.
+        devices: list of str, what `MirroredStrategy()` uses; empty if the backend
+            cannot be imported.
     """
 
     timeout: float
     backend: str = "tensorflow"
     resolver: ClusterResolver | None = None
+    installed: list[str] = field(default_factory=list)
+    devices: list[str] = field(default_factory=list)
 
 
 Check = Callable[[CheckContext], Iterable[Finding]]
 
 
 def doctor(timeout_seconds: float = 10.0) -> int:
-    """Prints versions, devices, the cluster and its other tasks.
+    """Prints versions, devices, the cluster and its other tasks, and what to do next.
 
     Args:
         timeout_seconds: float, time to wait for the other tasks.
@@ -83,8 +88,9 @@ def doctor(timeout_seconds: float = 10.0) -> int:
             mark = "!" if finding.is_problem else " "
             _print_fact(f"{mark} {finding.what}", finding.found)
             problems += finding.is_problem
-    advice = f": the lines with `!`; for causes see `{EXPLAIN}`" if problems else ""
-    print(f"\n{counted(problems, 'problem')}{advice}")
+    _print_title(f"\nnext ({counted(problems, 'problem')})")
+    for number, step in enumerate(next_steps(context, problems), 1):
+        _print_fact(f"  {number}", step, names=0)
     return 1 if problems else 0
 
 
@@ -92,8 +98,72 @@ def _print_title(title: str) -> None:
     print(f"{title}\n{rule(_WIDTH)}", flush=True)
 
 
-def _print_fact(name: str, value: str) -> None:
-    print("\n".join(fact_lines([(name, value)], _NAMES)), flush=True)
+def _print_fact(name: str, value: str, names: int = _NAMES) -> None:
+    print("\n".join(fact_lines([(name, value)], names)), flush=True)
+
+
+def next_steps(context: CheckContext, problems: int) -> list[str]:
+    """Recommended next steps.
+
+    Args:
+        context: results of the checks.
+        problems: int, number of problems found.
+    """
+    if context.backend not in context.installed:
+        return [_choose_a_backend(context.installed)]
+    if problems:
+        return [
+            f"Fix the lines marked with `!`; for causes see `{EXPLAIN}`.",
+            "Run `keras-strategies doctor` again, in all tasks at the same time.",
+        ]
+    if context.resolver is not None and context.resolver.num_workers > 1:
+        return _train_on_the_cluster(context.resolver)
+    return _train_on_this_machine(context.devices)
+
+
+def _choose_a_backend(installed: list[str]) -> str:
+    if not installed:
+        return (
+            "Install a framework, and choose it before Keras is imported:\n"
+            "`pip install jax` and `export KERAS_BACKEND=jax`; or torch, tensorflow."
+        )
+    return (
+        "Choose a framework that is installed, before Keras is imported:\n"
+        + " or ".join(f"`export KERAS_BACKEND={name}`" for name in installed)
+        + "."
+    )
+
+
+def _train_on_the_cluster(resolver: ClusterResolver) -> list[str]:
+    if "ps" in resolver.cluster_spec().jobs:
+        return [
+            "Train with `ks.ParameterServerStrategy()` in the task `chief`; serve with "
+            "`ks.Server(resolver).join()`\nin the tasks `worker` and `ps`."
+        ]
+    return [
+        "Start the same script in every task. It begins with\n"
+        "`strategy = ks.MultiWorkerMirroredStrategy()`."
+    ]
+
+
+def _train_on_this_machine(devices: list[str]) -> list[str]:
+    if len(devices) > 1:
+        return [
+            f"Train on {counted(len(devices), 'device')}: "
+            "`strategy = ks.MirroredStrategy()`."
+        ]
+    device = devices[0]
+    if not device.startswith("cpu"):
+        return [
+            f"Train on {device}: `strategy = ks.OneDeviceStrategy({device!r})`.",
+            "With more machines, start the script on each: "
+            "`strategy = ks.MultiWorkerMirroredStrategy()`.",
+        ]
+    return [
+        "To try two replicas on this CPU, make virtual devices first in the script:\n"
+        "`ks.set_virtual_cpu_devices(2)`, then `strategy = ks.MirroredStrategy()`.",
+        "To try two workers: `keras-strategies launch --workers 2 script.py`.",
+    ]
 
 
 def _versions(context: CheckContext) -> Iterator[Finding]:
@@ -102,13 +172,10 @@ def _versions(context: CheckContext) -> Iterator[Finding]:
     keras = _version("keras")
     yield Finding("keras", keras or "is not installed: `pip install keras`", not keras)
     for name in _FRAMEWORKS:
-        found, is_missing = _version(name) or "is not installed", False
-        if name == context.backend and not _version(name):
-            found += (
-                ", but KERAS_BACKEND, or Keras without it, names it:\nset another one"
-            )
-            is_missing = True
-        yield Finding(name, found, is_missing)
+        version = _version(name)
+        if version:
+            context.installed.append(name)
+        yield Finding(name, version or "is not installed")
 
 
 def _version(package: str) -> str:
@@ -137,9 +204,9 @@ def _devices(context: CheckContext) -> Iterator[Finding]:
         yield Finding("backend", f"{type(error).__name__}: {error}", True)
         return
     yield Finding("devices", ", ".join(str(device) for device in devices))
+    context.devices = [str(device) for device in chosen]
     replicas = counted(len(chosen), "replica")
-    names = ", ".join(str(device) for device in chosen)
-    yield Finding("MirroredStrategy()", f"{replicas}: {names}")
+    yield Finding("MirroredStrategy()", f"{replicas}: {', '.join(context.devices)}")
 
 
 def _cluster(context: CheckContext) -> Iterator[Finding]:

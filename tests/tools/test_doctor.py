@@ -12,6 +12,7 @@ import pytest
 from harness.forker import Forked, Forker
 from harness.processes import TIMEOUT
 
+import keras_strategies as ks
 from keras_strategies.cluster import ClusterSpec
 from keras_strategies.cluster.resolvers.local_processes import free_addresses
 from keras_strategies.tools import doctor as doctors
@@ -51,21 +52,34 @@ def test_alone_it_says_versions_and_devices(start_doctor) -> None:
     assert facts["MirroredStrategy()"] == "2 replicas: cpu:0, cpu:1"
     assert os.environ["KERAS_BACKEND"] in printed
     assert printed.count("none: this is the only worker") == 1
-    assert printed.splitlines()[-1] == "0 problems"
+    assert printed.splitlines()[-3:] == [
+        "next (0 problems)",
+        "-" * 72,
+        "  1  Train on 2 devices: `strategy = ks.MirroredStrategy()`.",
+    ]
 
 
-def test_a_backend_that_is_not_installed_is_a_problem(capsys, monkeypatch) -> None:
-    monkeypatch.setenv("KERAS_BACKEND", "torch")
-    monkeypatch.setattr(
-        doctors, "_version", lambda name: "" if name == "torch" else "1"
-    )
-    monkeypatch.setattr(doctors, "CHECKS", doctors.CHECKS[:1])
-    assert doctors.doctor() == 1
-    printed = capsys.readouterr().out
-    assert "! torch                   is not installed, but KERAS_BACKEND" in printed
-    assert printed.endswith(
-        "1 problem: the lines with `!`; for causes see `keras-strategies explain`\n"
-    )
+@pytest.mark.parametrize(
+    ("context", "problems", "step"),
+    [
+        ({"backend": "jax"}, 1, "`export KERAS_BACKEND=torch`"),
+        ({"installed": []}, 1, "Install a framework"),
+        ({}, 1, "Fix the lines marked"),
+        ({"devices": ["gpu:0"]}, 0, "`strategy = ks.OneDeviceStrategy('gpu:0')`"),
+        ({"devices": ["gpu:0"]}, 2, "Fix the lines marked"),
+        ({"devices": ["gpu:0"], "job": "worker"}, 0, "MultiWorkerMirroredStrategy()"),
+        ({"devices": ["gpu:0"], "job": "ps"}, 0, "`ks.ParameterServerStrategy()`"),
+    ],
+)
+def test_what_to_do_next(context: dict, problems: int, step: str) -> None:
+    if job := context.pop("job", ""):
+        cluster = {"chief": ["a:1"], "worker": ["b:1"], job: ["c:1"]}
+        context["resolver"] = ks.cluster_resolver.SimpleClusterResolver(
+            cluster, task_type="chief", task_id=0
+        )
+    given = {"backend": "torch", "installed": ["torch"], **context}
+    found = doctors.next_steps(doctors.CheckContext(0.0, **given), problems)
+    assert step in found[0]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +128,7 @@ def test_who_answers_and_who_does_not(capsys, monkeypatch) -> None:
     assert f"127.0.0.1:{there}  answers (another program than a doctor)" in printed
     assert re.search(rf"^! worker 1 +127.0.0.1:{not_there}  refused", printed, re.M)
     problems = len(re.findall("^! ", printed, re.M))
-    assert problems >= 3 and f"{problems} problems: the lines" in printed
+    assert problems >= 3 and f"next ({problems} problems)" in printed
     assert "the machine's name cannot be resolved" in printed
     assert "rank-3  the address is unknown on this machine" in printed
 
