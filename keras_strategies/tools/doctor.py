@@ -14,12 +14,11 @@ from keras_strategies import __version__
 from keras_strategies.cluster import ClusterResolver, find_cluster
 from keras_strategies.cluster.environment import (
     DEVICES_PER_WORKER,
-    SECRET,
-    SECRET_CHARACTERS,
     cluster_variables,
 )
 from keras_strategies.errors import EXPLAIN, KerasStrategiesError
 from keras_strategies.text_tables import counted, fact_lines, rule
+from keras_strategies.tools.open_ports import open_ports
 from keras_strategies.tools.reachability import find_peers, listening
 
 _WIDTH = 72
@@ -228,20 +227,15 @@ def _cluster(context: CheckContext) -> Iterator[Finding]:
     for job in spec.jobs:
         addresses = ", ".join(str(address) for address in spec.job_tasks(job))
         yield Finding(job, addresses)
-    if "ps" in spec.jobs:
-        yield _secret(resolver)
 
 
-def _secret(resolver: ClusterResolver) -> Finding:
-    # Its value is not shown.
-    count = len(os.environ.get(SECRET, ""))
-    found = f"{count} characters"
-    if not count:
-        found = "is not set; all tasks need the same, see docs/security.md"
-    elif count < SECRET_CHARACTERS:
-        found += f"; at least {SECRET_CHARACTERS} are needed"
-    is_needed = resolver.task_type != "evaluator"
-    return Finding(SECRET, found, is_needed and count < SECRET_CHARACTERS)
+def _ports(context: CheckContext) -> Iterator[Finding]:
+    resolver = context.resolver
+    uses = list(open_ports(resolver, context.backend)) if resolver else []
+    if not uses:
+        yield Finding("ports", "none: a single worker listens nowhere")
+    for use in uses:
+        yield Finding(use.purpose, use.found, use.is_problem)
 
 
 def _peers(context: CheckContext) -> Iterator[Finding]:
@@ -276,5 +270,6 @@ CHECKS: tuple[tuple[str, Check], ...] = (
     ("versions", _versions),
     ("devices", _devices),
     ("cluster", _cluster),
+    ("ports", _ports),
     ("peers", _peers),
 )

@@ -83,11 +83,62 @@ def test_what_to_do_next(context: dict, problems: int, step: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("cluster", "backend", "lines"),
+    [
+        (
+            {"worker": ["a:1", "b:1"]},
+            "tensorflow",
+            [
+                "start and heartbeats    a:1; with `elastic`",
+                "TensorFlow's server     a port of each worker, at all addresses",
+                "programs that reach it can read and write files there",
+                "protection              none: not authenticated, not encrypted",
+                "reachable by            every machine that no firewall blocks",
+            ],
+        ),
+        (
+            {"worker": ["127.0.0.1:1", "127.0.0.1:2"]},
+            "torch",
+            [
+                "Torch's store           a port of the chief",
+                "Gloo or NCCL            ports of each worker",
+                "reachable by            programs of all users of this machine",
+            ],
+        ),
+        (
+            {"chief": ["a:1"], "worker": ["b:1"], "ps": ["c:1", "d:1"]},
+            "jax",
+            [
+                "parameter servers       a:1, c:1, d:1",
+                "protection              authenticated by KS_CLUSTER_SECRET, encrypted",
+                "KS_CLUSTER_SECRET       64 characters",
+            ],
+        ),
+        ({"worker": ["a:1"]}, "jax", ["ports                   none: a single"]),
+    ],
+)
+def test_what_listens_and_how_it_is_protected(
+    capsys, monkeypatch, cluster: dict, backend: str, lines: list[str]
+) -> None:
+    monkeypatch.setenv("KS_CLUSTER_SECRET", "0123456789abcdef" * 4)
+    resolver = ks.cluster_resolver.SimpleClusterResolver(
+        cluster, task_type="worker", task_id=0
+    )
+    monkeypatch.setattr(doctors, "find_cluster", lambda: resolver)
+    monkeypatch.setenv("KERAS_BACKEND", backend)
+    chosen = [check for check in doctors.CHECKS if check[0] in ("cluster", "ports")]
+    monkeypatch.setattr(doctors, "CHECKS", tuple(chosen))
+    assert doctors.doctor(timeout_seconds=0) == 0
+    printed = capsys.readouterr().out
+    assert [line for line in lines if line not in printed] == [], printed
+    assert "0123456789abcdef" not in printed
+
+
+@pytest.mark.parametrize(
     ("secret", "job", "found"),
     [
         ("", "ps", "! KS_CLUSTER_SECRET       is not set; all tasks need the same"),
         ("short", "chief", "! KS_CLUSTER_SECRET       5 characters; at least 16"),
-        ("0123456789abcdef" * 4, "ps", "  KS_CLUSTER_SECRET       64 characters"),
         ("", "evaluator", "  KS_CLUSTER_SECRET       is not set"),
     ],
 )
@@ -97,12 +148,10 @@ def test_a_secret_that_is_missing_is_a_problem(
     monkeypatch.setenv("KS_CLUSTER_SECRET", secret)
     cluster = {"chief": ["a:1"], "worker": ["b:1"], "ps": ["c:1"]}
     monkeypatch.setenv("TF_CONFIG", tf_config(cluster, job))
-    chosen = [check for check in doctors.CHECKS if check[0] == "cluster"]
+    chosen = [check for check in doctors.CHECKS if check[0] in ("cluster", "ports")]
     monkeypatch.setattr(doctors, "CHECKS", tuple(chosen))
     assert doctors.doctor(timeout_seconds=0) == int(found.startswith("!"))
-    printed = capsys.readouterr().out
-    assert found in printed
-    assert "0123456789" not in printed
+    assert found in capsys.readouterr().out
 
 
 def test_who_answers_and_who_does_not(capsys, monkeypatch) -> None:
