@@ -9,10 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-
-# Keras depends on it.
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
+from typing import Any
 
 from keras_strategies import __version__
 from keras_strategies.cluster import ClusterResolver, find_cluster
@@ -184,16 +181,19 @@ def _versions(context: CheckContext) -> Iterator[Finding]:
         yield Finding(name, found or "is not installed")
 
 
-def _releases_taken() -> dict[str, SpecifierSet]:
-    """The releases that the installed wheel allows, by distribution."""
+def _releases_taken() -> dict[str, Any]:
+    """`SpecifierSet`s of releases that the installed wheel allows."""
     try:
+        from packaging.requirements import Requirement  # Keras depends on it.
+
         lines = importlib.metadata.requires("keras-strategies") or []
-    except importlib.metadata.PackageNotFoundError:
+    except ImportError:
+        # Without Keras, or without a wheel.
         return {}
     return {each.name: each.specifier for each in map(Requirement, lines)}
 
 
-def _outside(version: str, taken: SpecifierSet | None) -> str:
+def _outside(version: str, taken: Any) -> str:
     """What to say of a release that the wheel does not allow; empty for others."""
     if not version or taken is None or taken.contains(version, prereleases=True):
         return ""
