@@ -81,6 +81,49 @@ def test_two_strategies_nested(model, assert_still_exact) -> None:
     assert_still_exact()
 
 
+class NoBatch(keras.utils.PyDataset):
+    def __len__(self):
+        return 0
+
+
+def loader_without_batches(rows: int):
+    torch = pytest.importorskip("torch")
+    data = torch.utils.data.TensorDataset(*map(torch.tensor, (X[:rows], Y[:rows])))
+    return torch.utils.data.DataLoader(data, batch_size=4, drop_last=True)
+
+
+def filtered():
+    """A dataset without batches, which only a pass over it can know."""
+    tf = pytest.importorskip("tensorflow")
+    dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(4)
+    return dataset.filter(lambda x, y: tf.reduce_max(x) > 1e9)
+
+
+EMPTY = {
+    "arrays": lambda: (X[:0], Y[:0]),
+    "index": lambda: (NoBatch(),),
+    "loader": lambda: (loader_without_batches(0),),
+    "few_rows": lambda: (loader_without_batches(3),),
+    "unknown": lambda: (filtered(),),
+}
+
+
+# Keras warns in `fit` and `evaluate` of a dataset that turns out to be empty.
+CALLS = [
+    (name, method)
+    for name in EMPTY
+    for method in ("fit", "evaluate", "predict")
+    if name != "unknown" or method == "predict"
+]
+
+
+@pytest.mark.parametrize(("name", "method"), CALLS)
+def test_input_without_a_batch(model, name, method) -> None:
+    given = EMPTY[name]()
+    with pytest.raises(ks.errors.InputError, match=r"input is empty.*at least one b"):
+        getattr(model, method)(*given[: 1 if method == "predict" else 2], verbose=0)
+
+
 def test_a_dataset_that_is_not_batched(model, assert_still_exact) -> None:
     tf = pytest.importorskip("tensorflow")
     dataset = tf.data.Dataset.from_tensor_slices((X, Y))

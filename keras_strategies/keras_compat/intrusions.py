@@ -117,6 +117,11 @@ INTRUSIONS = (
         "TensorFlow raises classes of errors for collectives that others have too.",
     ),
     Intrusion(
+        "keras_compat.models.building",
+        "text",
+        "Keras's `predict` without a batch raises Python's error for a local of it.",
+    ),
+    Intrusion(
         "processes.ray.actors",
         "text",
         "The last line of a traceback in Ray's error says why an actor ended.",

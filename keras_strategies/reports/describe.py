@@ -9,6 +9,7 @@ from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.keras_compat.models.layers import sublayers
 from keras_strategies.layouts import Axes, VariableMesh
 from keras_strategies.runtime.data_parallel.call_notes import (
+    ONE_PROGRAM,
     notes_of,
     parallel_share,
     reason,
@@ -70,6 +71,8 @@ class Description:
         facts = []
         if self.parallel is not None:
             facts.append(("in parallel", f"{share_text(self.parallel)}, so far"))
+        elif is_called and any(row[-1] == ONE_PROGRAM for row in self.rows):
+            facts.append(("in parallel", "not counted: XLA divides the program"))
         facts += [("all rows", text) for text in self.all_rows]
         notes: list[str] = []
         if self.step_copies:

@@ -266,7 +266,7 @@ def start(**facts: Any) -> RingWriter:
     if _recorder is None:
         _recorder = RingWriter(_new_file())
         atexit.register(_at_exit)
-        script = " ".join(sys.argv)[:200]
+        script = " ".join([os.path.basename(sys.argv[0]), *sys.argv[1:]])[:200]
         own = {"run": f"{os.getpid()}", "worker": 0, "host": "localhost"}
         facts = {"pid": os.getpid(), "script": script, **own, **facts}
     if facts:

@@ -27,7 +27,7 @@ class ProcessState:
         worker: int, its number.
         host: str.
         pid: int.
-        script: str, its arguments.
+        script: str, its script's name and arguments.
         is_alive: bool, whether the process still runs.
         state: str, one of `ring.NAMES`: what it does.
         seconds: float, since when.

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from keras_strategies import __version__
 from keras_strategies.cluster import ClusterResolver, find_cluster
@@ -168,13 +169,35 @@ def _train_on_this_machine(devices: list[str]) -> list[str]:
 def _versions(context: CheckContext) -> Iterator[Finding]:
     yield Finding("keras-strategies", __version__)
     yield Finding("python", f"{platform.python_version()} ({sys.executable})")
+    taken = _releases_taken()
     keras = _version("keras")
-    yield Finding("keras", keras or "is not installed: `pip install keras`", not keras)
+    found = keras + _outside(keras, taken.get("keras"))
+    yield Finding("keras", found or "is not installed: `pip install keras`", not keras)
     for name in _FRAMEWORKS:
         version = _version(name)
         if version:
             context.installed.append(name)
-        yield Finding(name, version or "is not installed")
+        found = version + _outside(version, taken.get(name))
+        yield Finding(name, found or "is not installed")
+
+
+def _releases_taken() -> dict[str, Any]:
+    """`SpecifierSet`s of releases that the installed wheel allows."""
+    try:
+        from packaging.requirements import Requirement  # Keras depends on it.
+
+        lines = importlib.metadata.requires("keras-strategies") or []
+    except ImportError:
+        # Without Keras, or without a wheel.
+        return {}
+    return {each.name: each.specifier for each in map(Requirement, lines)}
+
+
+def _outside(version: str, taken: Any) -> str:
+    """What to say of a release that the wheel does not allow; empty for others."""
+    if not version or taken is None or taken.contains(version, prereleases=True):
+        return ""
+    return f", not tested: this package takes {taken}"
 
 
 def _version(package: str) -> str:

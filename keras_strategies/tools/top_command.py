@@ -14,7 +14,7 @@ from typing import Any
 from keras_strategies.text_tables import Table, counted
 from keras_strategies.timeline.watch import SHARES, Report, Row, Watch
 
-_NUMBERS = frozenset({"process", "step", "steps/s", "rows/s", *SHARES})
+_NUMBERS = frozenset({"step", "steps/s", "rows/s", *SHARES})
 # Shorter waits change too often to be read.
 _SHOWN = 0.5
 _NONE = (
@@ -103,8 +103,7 @@ def as_json(report: Report) -> dict[str, Any]:
 def as_text(report: Report) -> str:
     """A report as a table, with the workers that others wait for below it."""
     first, rows = report.rows[0].now, report.rows
-    script = first.script.rpartition("/")[2]
-    title = f"{script}: {counted(len(rows), 'worker')}, run {first.run}"
+    title = f"{first.script}: {counted(len(rows), 'worker')}, run {first.run}"
     header = ("worker", "process", "step", "steps/s", "rows/s", *SHARES, "now")
     cells = tuple(_cells(row, report.awaited) for row in rows)
     table = str(Table(title, header, cells, _NUMBERS))

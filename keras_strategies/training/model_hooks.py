@@ -16,7 +16,7 @@ from keras_strategies.errors import (
     ModelScopeError,
 )
 from keras_strategies.keras_compat import hooks
-from keras_strategies.keras_compat.models.building import element_spec
+from keras_strategies.keras_compat.models.building import check_not_empty, element_spec
 from keras_strategies.keras_compat.optimizers.optimizer_parts import (
     overwritten_by_apply,
     step_variable,
@@ -119,9 +119,12 @@ class StrategyHooks:
 
     def input_made(self, epochs: Any) -> None:
         strategy = context.current_strategy()
-        if strategy is not None and strategy.drivers.servers is not None:
+        if strategy is None:
+            return
+        check_not_empty(epochs)
+        if strategy.drivers.servers is not None:
             strategy.drivers.servers.input_made(epochs)
-        if strategy is not None and strategy.num_replicas_in_sync > 1:
+        if strategy.num_replicas_in_sync > 1:
             spec = element_spec(epochs.data_adapter)
             if spec is not None:
                 check_batch(spec)

@@ -11,7 +11,10 @@ from keras_strategies.communication.communicator import loop_of
 from keras_strategies.engines import get_engine
 from keras_strategies.errors import ContextError
 from keras_strategies.keras_compat import patching
-from keras_strategies.keras_compat.models.building import has_custom_step
+from keras_strategies.keras_compat.models.building import (
+    empty_predictions,
+    has_custom_step,
+)
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.keras_compat.variables.materialized import materialized_model
 from keras_strategies.runtime import context
@@ -39,6 +42,7 @@ def method(model: Any, name: str) -> Iterator[None]:
         contextlib.nullcontext() if is_short else patching.installed_while("scope"),
         strategy.drivers.fit.method(model, name),
         worker_training.method(strategy, model, name),
+        empty_predictions() if name == "predict" else contextlib.nullcontext(),
     ):
         yield
 

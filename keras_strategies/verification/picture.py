@@ -9,6 +9,8 @@ from keras_strategies.verification.trainings import KINDS
 
 EQUAL, DIFFERENT, BEHIND = "#2e7d32", "#c62828", "#9e9e9e"
 _WIDTH, _HEIGHT, _GAP = 92, 44, 12
+# Boxes in a line: the pages of notebooks are narrow.
+_COLUMNS = 7
 
 
 def picture(gaps: Mapping[str, float]) -> str:
@@ -20,11 +22,12 @@ def picture(gaps: Mapping[str, float]) -> str:
     """
     kinds = [*KINDS, *(kind for kind in gaps if kind not in KINDS)]
     first = kinds.index(next(iter(gaps))) if gaps else len(kinds)
-    step = _WIDTH + _GAP
+    across, down = _WIDTH + _GAP, _HEIGHT + _GAP
+    width, height = _COLUMNS * across, -(-len(kinds) // _COLUMNS) * down
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{len(kinds) * step}" '
-        f'height="{_HEIGHT}" font-family="sans-serif" font-size="11" '
-        'text-anchor="middle" fill="white">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'width="{width}" style="max-width: 100%; height: auto" '
+        'font-family="sans-serif" font-size="11" text-anchor="middle" fill="white">'
     ]
     for i, kind in enumerate(kinds):
         if kind in gaps:
@@ -33,10 +36,12 @@ def picture(gaps: Mapping[str, float]) -> str:
             color, text = EQUAL, "equal"
         else:
             color, text = BEHIND, ""
-        left, middle = i * step, i * step + _WIDTH / 2
+        left, top = i % _COLUMNS * across, i // _COLUMNS * down
+        middle = left + _WIDTH / 2
         parts.append(
-            f'<rect x="{left}" y="0" width="{_WIDTH}" height="{_HEIGHT}" rx="6" '
-            f'fill="{color}"/><text x="{middle}" y="18">{html.escape(kind)}</text>'
-            f'<text x="{middle}" y="34">{text}</text>'
+            f'<rect x="{left}" y="{top}" width="{_WIDTH}" height="{_HEIGHT}" rx="6" '
+            f'fill="{color}"/>'
+            f'<text x="{middle}" y="{top + 18}">{html.escape(kind)}</text>'
+            f'<text x="{middle}" y="{top + 34}">{text}</text>'
         )
     return "".join([*parts, "</svg>"])

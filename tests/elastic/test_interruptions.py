@@ -13,7 +13,7 @@ import pytest
 from elastic import elastic_until_stopped
 from elastic.endless_runs import WORKERS, Run, States
 from harness.forker import Forker
-from harness.hosts import Hosts, NotPermittedError, connected_hosts
+from harness.hosts import Hosts, connected_hosts
 from harness.processes import TIMEOUT, command, wait_until
 
 pytestmark = pytest.mark.multiprocess
@@ -27,11 +27,8 @@ def by_day_on(*backends: str) -> list[pytest.MarkDecorator]:
 
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
-    try:
-        with connected_hosts(WORKERS) as made:
-            yield made
-    except NotPermittedError as error:
-        pytest.skip(f"no network namespaces here: {error}")
+    with connected_hosts(WORKERS) as made:
+        yield made
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from elastic.endless_runs import WORKERS, Run
 from elastic.test_soak import Soak
 from harness.elastic_processes import lead_process
 from harness.forker import Forker
-from harness.hosts import Hosts, NotPermittedError, connected_hosts
+from harness.hosts import Hosts, connected_hosts
 from harness.processes import TIMEOUT
 
 pytestmark = [
@@ -108,10 +108,7 @@ def test_one_group_trains(forker: Forker, tmp_path: Path, seed: int) -> None:
     with contextlib.ExitStack() as stack:
         hosts = None
         if kind == "cable":
-            try:
-                hosts = stack.enter_context(connected_hosts(WORKERS))
-            except NotPermittedError as error:
-                pytest.skip(f"no network namespaces here: {error}")
+            hosts = stack.enter_context(connected_hosts(WORKERS))
         run = Run(forker, tmp_path, hosts)
         stack.callback(run.close)
         soak = Disturbed(run, seed, hosts)

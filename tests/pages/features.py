@@ -129,7 +129,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
             "custom_step custom_predict_step custom_step_two_players",
         ),
         Feature("LoRA, before and after `fit`", f"{_OWN}test_lora"),
-        Feature("int8", f"int8 {_OWN}test_predictions_of_int8"),
+        Feature("int8, int4", f"int8 {_OWN}test_predictions_of_integer_weights"),
         Feature(
             "gradient checkpoints (`keras.remat`)",
             "test_rematerialization.py::test_remat_in_a_layer",
@@ -223,6 +223,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         Feature(
             "`pickle`, `copy.deepcopy`, then training", f"{_OWN}test_a_copy_trains_on"
         ),
+        Feature("`to_json`, files of weights", f"{_OWN}test_a_copy_trains_on"),
         Feature(
             "`clone_model`",
             f"{_MODELS}test_a_clone_belongs_to_the_scope_that_it_is_made_in",

@@ -59,6 +59,20 @@ def test_alone_it_says_versions_and_devices(start_doctor) -> None:
     ]
 
 
+def test_releases_that_the_wheel_does_not_allow_are_named(monkeypatch) -> None:
+    releases = {"keras": "3.15.1", "jax": "0.7.2", "torch": "2.99.0"}
+    monkeypatch.setattr(doctors, "_version", lambda name: releases.get(name, ""))
+    found = {
+        each.what: each.found for each in doctors._versions(doctors.CheckContext(1.0))
+    }
+    assert found["keras"] == "3.15.1"
+    assert re.fullmatch(
+        r"0\.7\.2, not tested: this package takes .*>=0\.10.*", found["jax"]
+    )
+    assert found["torch"].startswith("2.99.0, not tested: ")
+    assert found["tensorflow"] == "is not installed"
+
+
 @pytest.mark.parametrize(
     ("context", "problems", "step"),
     [

@@ -6,11 +6,14 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
-from harness.forker import Forker
+from harness.forker import Forked, Forker
+from harness.hosts import Hosts, connected_hosts
 from harness.processes import TIMEOUT, wait_until
 
 from keras_strategies.cluster.resolvers.local_processes import free_addresses
@@ -158,3 +161,68 @@ def test_an_error_has_the_last_events_of_a_killed_worker(forker, tmp_path):
     # The ring is there for `top`.
     [found] = [each for each in runs.processes(f"{killed.pid}") if each.worker == 1]
     assert not found.is_alive and found.state == "data" and found.steps in (20, 21)
+
+
+class TrainingOnHosts:
+    """Two workers of `stalled_training`, each on a host with files of its own."""
+
+    def __init__(self, forker: Forker, hosts: Hosts, folder: Path, kind: str):
+        self._folders = [folder / address for address in hosts.addresses]
+        addresses = [f"{address}:4711" for address in hosts.addresses]
+        self.workers: list[Forked] = []
+        for index, own in enumerate(self._folders):
+            own.mkdir()
+            script = own / "on_host.py"
+            script.write_text(
+                f"import runpy, tempfile; tempfile.tempdir = {str(own)!r}\n"
+                f"{hosts.enter(index)}\n"
+                f"runpy.run_path({SCRIPT!r}, run_name='__main__')\n"
+            )
+            task = {"type": "worker", "index": index}
+            config = json.dumps({"cluster": {"worker": addresses}, "task": task})
+            self.workers.append(
+                forker.start(
+                    *(own / "log", str(script), kind, str(folder)), TF_CONFIG=config
+                )
+            )
+        wait_until((folder / "stalled").exists, "a worker stalls")
+
+    def top(self, host: int) -> str:
+        """What `keras-strategies top --once` prints on a host."""
+        command = [sys.executable, "-m", "keras_strategies", "top", "--once"]
+        environment = {**os.environ, "TMPDIR": str(self._folders[host])}
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=True
+        ).stdout
+
+
+@pytest.mark.nightly
+@pytest.mark.slow(seconds=20)
+@pytest.mark.parametrize("kind", ["loader", "lock"])
+def test_top_on_each_of_two_hosts_leads_to_the_line_that_stalls(
+    forker, tmp_path, kind
+) -> None:
+    with connected_hosts(2) as hosts:
+        training = TrainingOnHosts(forker, hosts, tmp_path, kind)
+        time.sleep(3.0)
+        waiting, stalled = training.top(0), training.top(1)
+        for each in training.workers:
+            each.kill()
+    # The host of the worker that waits names the other one, and no worker here.
+    _, row, *notes = re.findall(r"^(?:worker|\d).*$|^\S.*\.$", waiting, re.M)
+    pids = [each.pid for each in training.workers]
+    assert re.match(rf"0 +{pids[0]} .* wait \d+\.\d s, ", row), waiting
+    [note] = notes
+    assert re.match(
+        r"1 of 2 processes of the run are shown\. They have waited for \d+ s for one "
+        rf"that is not\. Others are on {hosts.addresses[1]}: `keras-strategies top`",
+        note,
+    )
+    state = STALLS[kind][1]
+    assert re.search(rf"^1 +{pids[1]} .* {state} \d+\.\d s, ", stalled, re.M), stalled
+    place = line_of(kind).partition(", in ")[0].rpartition("/")[2]
+    assert place.replace(", line ", ":") in stalled, stalled
+    assert (
+        f"1 of 2 processes of the run are shown. Others are on {hosts.addresses[0]}"
+        in stalled
+    ), stalled

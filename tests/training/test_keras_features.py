@@ -195,11 +195,12 @@ def test_lora(when: str) -> None:
 
 
 @pytest.mark.nightly
-def test_predictions_of_int8() -> None:
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_predictions_of_integer_weights(kind: str) -> None:
     def train(strategy: Any, made: Any) -> Any:
         model = made(lambda: build(hidden=32))
         model.fit(X, Y, **OPTIONS)
-        model.quantize("int8")
+        model.quantize(kind)
         return model.predict(X, verbose=0)
 
     both(train)
@@ -209,12 +210,21 @@ COPIES: dict[str, Callable[[Any, Path], Any]] = {
     "saved": lambda model, path: _loaded(model, path),
     "pickle": lambda model, path: pickle.loads(pickle.dumps(model)),
     "deepcopy": lambda model, path: copy.deepcopy(model),
+    "json": lambda model, path: keras.models.model_from_json(model.to_json()),
+    "weights": lambda model, path: _with_weights(model, path),
 }
 
 
 def _loaded(model: Any, path: Path) -> Any:
     model.save(path / "model.keras")
     return keras.saving.load_model(path / "model.keras")
+
+
+def _with_weights(model: Any, path: Path) -> Any:
+    model.save_weights(path / "model.weights.h5")
+    other = build(keras.optimizers.Adam(0.01))
+    other.load_weights(path / "model.weights.h5")
+    return other
 
 
 @pytest.mark.nightly

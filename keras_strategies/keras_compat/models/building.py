@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -44,12 +45,37 @@ def is_unbuilt(model: Any) -> bool:
     return bool(unbuilt) or not is_built(model)
 
 
-def empty_input(model: Any) -> InputError:
-    """The error for a model that has no batch to be built from."""
+def empty_input() -> InputError:
+    """The error for `fit`, `evaluate` and `predict` without a batch."""
     return InputError(
-        f"Model {model.name!r} is built from the shapes of the first batch, but the "
-        "input is empty. Pass at least one batch."
+        "The input is empty: no batch can be read from it. Arrays without rows, a "
+        "dataset whose filter leaves nothing, and a loader with `drop_last` and fewer "
+        "rows than a batch have none. Pass at least one batch."
     )
+
+
+def check_not_empty(epochs: Any) -> None:
+    """Raises `InputError` if an epoch iterator is known to have no batch.
+
+    Keras 3.15 raises errors of its parts, which differ by backend and input; on
+    TensorFlow `fit` returns after no step.
+    """
+    if epochs.data_adapter.num_batches == 0:
+        raise empty_input()
+
+
+@contextlib.contextmanager
+def empty_predictions() -> Iterator[None]:
+    """Entered around Keras's `predict`: raises `InputError` if it reads no batch.
+
+    Keras 3.15: `predict` uses `batch_outputs`, a local of its loop, after it.
+    """
+    try:
+        yield
+    except UnboundLocalError as error:
+        if "'batch_outputs'" not in str(error):
+            raise
+        raise empty_input() from None
 
 
 def creates_metrics(model: Any) -> bool:

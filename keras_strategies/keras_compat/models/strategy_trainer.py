@@ -29,7 +29,7 @@ class TrainerOfStrategy(Trainer):  # type: ignore[misc]
         if data_batch is None and iterator is not None and is_unbuilt(self):
             data_batch = own_part(first_batch(iterator))
             if data_batch is None:
-                raise empty_input(self)
+                raise empty_input()
         if data_batch is not None:
             installed_hooks().building(self, data_batch)
         super()._symbolic_build(iterator=iterator, data_batch=data_batch)

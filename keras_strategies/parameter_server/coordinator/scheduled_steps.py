@@ -75,7 +75,7 @@ class ScheduledSteps:
         taken = list(itertools.islice(batches, model.steps_per_execution))
         if not taken:
             if self._definition is None and is_unbuilt(model):
-                raise empty_input(model)
+                raise empty_input()
             raise StopIteration
         is_read = isinstance(taken[0], ReadBatch)
         step = taken[0].step if is_read else StepBatches(taken)
@@ -139,7 +139,7 @@ class ScheduledSteps:
             if self._kind != "predict" and is_unbuilt(model):
                 first = step.first_batch()
                 if first is None:
-                    raise empty_input(model)
+                    raise empty_input()
                 symbolic_build(model, first)
             self._definition = self._functions.model_definition(model, self._kind)
         self._in_flight[step] = step.schedule(self._functions, self._definition)
