@@ -37,8 +37,9 @@ def file_part_number(array: np.ndarray) -> int | None:
     place = base.offset + array.ctypes.data - base.ctypes.data
     file = about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
     layout = array.dtype, array.shape, array.strides
-    _, rows = in_order_of_memory(array)
-    sample = checksum(np.ascontiguousarray(rows[::_SAMPLED] if rows.ndim else rows))
+    axes = np.argsort([-stride for stride in array.strides], kind="stable")
+    rows = array.transpose(axes)[::_SAMPLED] if array.ndim else array
+    sample = checksum(np.ascontiguousarray(rows))
     return zlib.crc32(f"{_machine()} {file} {place} {layout} {sample}".encode())
 
 
@@ -48,9 +49,3 @@ def _machine() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
         return str(uuid.getnode())
-
-
-def in_order_of_memory(array: np.ndarray) -> tuple[list[int], np.ndarray]:
-    """The axes of an array in the order of its memory, and a view with this order."""
-    order = sorted(range(array.ndim), key=lambda axis: -array.strides[axis])
-    return order, array.transpose(order)

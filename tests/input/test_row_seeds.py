@@ -60,7 +60,7 @@ def test_eight_workers_read_each_row_once_and_as_one_device() -> None:
         dataset = Noisy("numpy")
         given = loader(dataset, shuffle=False, batch_size=ROWS)
         counts = ReplicaCounts((1,) * 8, worker)
-        [((x, _), _)] = batches_of_worker(given, counts)
+        [((x, *_), _)] = batches_of_worker(given, counts)
         read += dataset.read
         found.append(np.asarray(x))
     assert read == list(range(ROWS))

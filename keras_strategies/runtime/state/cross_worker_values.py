@@ -49,13 +49,15 @@ def check_equal_values(
     Raises:
         WorkerError: names a variable with different values.
     """
-    numbers = _gathered(group, [value and value.number for value in values])
+    own = [None if value is None else value.number for value in values]
+    numbers = _gathered(group, own)
     differ = [i for i, found in enumerate(numbers) if len(set(found)) > 1]
     if not differ:
         return
     # Workers on several machines have the files of their machines.
     chosen = [values[i] for i in differ]
-    sums = _gathered(group, [value and value.checksum() for value in chosen])
+    own = [None if value is None else value.checksum() for value in chosen]
+    sums = _gathered(group, own)
     for i, found in zip(differ, sums, strict=True):
         for other, theirs in enumerate(found):
             if theirs != found[group.index]:
