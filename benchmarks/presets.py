@@ -228,8 +228,10 @@ def read_alone(folder: Path) -> list[float]:
 
 
 def given_out() -> int | None:
-    """Bytes that TensorFlow's allocator has given out; None on other backends."""
-    if os.environ["KERAS_BACKEND"] != "tensorflow":
+    """Bytes that TensorFlow's allocator has given out; None where it does not count."""
+    from memory_peaks import tensorflow_counts_memory
+
+    if os.environ["KERAS_BACKEND"] != "tensorflow" or not tensorflow_counts_memory():
         return None
     import tensorflow as tf
 

@@ -13,6 +13,8 @@ from multi_worker.loaders import BATCH, ROWS, Noisy, Rows, X, forks, loader
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 import keras_strategies as ks
+from keras_strategies.communication.replica_counts import ReplicaCounts
+from keras_strategies.loaders.loader_rows import batches_of_worker
 
 pytestmark = pytest.mark.one_backend
 
@@ -47,6 +49,22 @@ def test_a_row_is_the_same_in_batches_of_any_size(kind: str) -> None:
     # Each row has a number of its own, and another one in each pass.
     noise = np.concatenate([first - X, second - X])[:, 0]
     assert len(np.unique(noise.round(5))) == 2 * ROWS
+
+
+def test_eight_workers_read_each_row_once_and_as_one_device() -> None:
+    [expected] = passes(loader(Noisy("numpy"), shuffle=False, batch_size=ROWS), 1)
+    read, found = [], []
+    for worker in range(8):
+        keras.utils.set_random_seed(3)
+        torch.manual_seed(3)
+        dataset = Noisy("numpy")
+        given = loader(dataset, shuffle=False, batch_size=ROWS)
+        counts = ReplicaCounts((1,) * 8, worker)
+        [((x, *_), _)] = batches_of_worker(given, counts)
+        read += dataset.read
+        found.append(np.asarray(x))
+    assert read == list(range(ROWS))
+    np.testing.assert_array_equal(np.concatenate(found), expected)
 
 
 @pytest.mark.nightly(unless=["numpy"])

@@ -124,6 +124,26 @@ def test_fine_tuning_is_that_of_one_device(
         assert_same(expected, found, TOLERANCES.get(kind, 1e-5), "a worker")
 
 
+DEVICES = ["cpu:0", "cpu:1", "cpu:2"]
+IN_ONE_PROCESS: dict[str, Callable[[], Any]] = {
+    "copies": lambda: ks.MirroredStrategy(DEVICES[:2]),
+}
+if keras.backend.backend() != "torch":  # There a process has one device of a mesh.
+    IN_ONE_PROCESS["shards"] = lambda: ks.ModelParallelStrategy(
+        "fsdp", DEVICES, min_shard_bytes=0
+    )
+
+
+@pytest.mark.nightly
+@pytest.mark.slow(seconds=8)
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("make", IN_ONE_PROCESS.values(), ids=IN_ONE_PROCESS)
+def test_fine_tuning_in_one_process_is_that_of_one_device(kind: str, make: Any) -> None:
+    expected = tuned(ks.OneDeviceStrategy("cpu:0"), kind, False)
+    found = tuned(make(), kind, False)
+    assert_same(expected, found, TOLERANCES.get(kind, 1e-5), "several devices")
+
+
 def judged(strategy: Any) -> list[float]:
     """Metrics of a last batch of one row: of three workers two have none."""
     x = np.random.default_rng(2).normal(size=(ROWS, 6)).astype("float32")

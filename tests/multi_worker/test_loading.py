@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -20,6 +21,7 @@ from multi_worker.memory_peaks import (
 import keras_strategies as ks
 from keras_strategies.communication.joined_workers import joined_workers
 from keras_strategies.keras_compat.variables.loaded_variables import values_of_files
+from keras_strategies.runtime.state import cross_worker_values
 
 TORCH = keras.backend.backend() == "torch"
 UNITS, COUNT = 2048, 12
@@ -172,6 +174,59 @@ def test_tensors_are_read_one_by_one(everywhere, tmp_path) -> None:
     for above, value in everywhere(read_into_shards, path):
         assert value == expected
         assert above < MOST[keras.backend.backend()] * SIZE / COUNT
+
+
+#: Files of two workers that load them into shards, in bytes; the sample of rows that
+#: workers of one machine compare has no row 1.
+ROWS = np.arange(256 * 8, dtype="float32").reshape(256, 8)
+CHANGED = np.concatenate([ROWS[:1], ROWS[1:2] + 1, ROWS[2:]])
+FILES = {"one": [ROWS], "copies": [ROWS, ROWS], "different": [ROWS, CHANGED]}
+
+
+@pytest.mark.skipif(TORCH, reason="the chief's values count")
+def test_files_of_workers_are_compared(cluster, tmp_path) -> None:
+    """One file is read in full by none of them, and files with other values refused."""
+    for name, files in FILES.items():
+        for i, values in enumerate(files):
+            values.tofile(tmp_path / f"{name}{i}")
+
+    def program(strategy: Any) -> dict[str, Any]:
+        found = {}
+        read: list[int] = []
+        original = cross_worker_values.checksum
+
+        def checksum(value: Any) -> int:
+            read.append(value.nbytes)
+            return original(value)
+
+        with mock.patch.object(cross_worker_values, "checksum", checksum):
+            for name, files in FILES.items():
+                own = ks.ModelParallelStrategy("fsdp", ["cpu:0"], min_shard_bytes=0)
+                place = strategy.workers.group.index % len(files)
+                path = tmp_path / f"{name}{place}"
+                values = np.memmap(path, "float32", "c", 0, ROWS.shape)
+                with own.scope(), values_of_files():
+                    layer = layers.Dense(len(ROWS), use_bias=False, dtype="bfloat16")
+                    model = keras.Sequential([keras.Input((8,)), layer])
+                    layer.kernel.assign(values.view(np.ndarray).T)
+                read.clear()
+                try:
+                    model.predict(np.eye(8, dtype="float32"), verbose=0)
+                except ks.errors.WorkerError as error:
+                    found[name] = str(error), sum(read)
+                else:
+                    kernel = keras.ops.convert_to_numpy(layer.kernel)
+                    found[name] = np.asarray(kernel, "float32"), sum(read)
+        return found
+
+    expected = np.asarray(keras.ops.cast(ROWS.T, "bfloat16"), "float32")
+    for found in cluster(program):
+        for name, read in (("one", 0), ("copies", ROWS.nbytes)):
+            np.testing.assert_array_equal(found[name][0], expected)
+            assert found[name][1] == read
+        text, read = found["different"]
+        assert "assigned different values to it" in text
+        assert read == ROWS.nbytes
 
 
 @pytest.mark.skipif(not TORCH, reason="a process has all devices")

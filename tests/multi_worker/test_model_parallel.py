@@ -65,7 +65,7 @@ def elsewhere(model):
     if TORCH:
         return sum(type(w.value).__name__ == "DTensor" for w in model.weights)
     if TENSORFLOW:
-        return sum(hasattr(weight.value, "checksum") for weight in model.weights)
+        return sum(hasattr(weight.value, "gather") for weight in model.weights)
     return sum(
         not w.value.is_fully_replicated
         and sum(

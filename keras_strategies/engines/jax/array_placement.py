@@ -67,16 +67,18 @@ def _from_host(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
     )
 
 
-def put_by_shards(array: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
+def put_by_shards(
+    array: np.ndarray, sharding: jax.sharding.Sharding, dtype: Any
+) -> jax.Array:
     """Puts an array on the devices of this process, one shard after the other.
 
     Transfers are asynchronous and hold what they read; here there is one at a time.
     """
     own = sharding.addressable_devices_indices_map(array.shape)
-    parts = [
-        jax.block_until_ready(jax.device_put(_copied_once(array[index]), device))
-        for device, index in own.items()
-    ]
+    parts = []
+    for device, index in own.items():
+        part = _copied_once(array[index].astype(dtype, copy=False))
+        parts.append(jax.block_until_ready(jax.device_put(part, device)))
     return jax.make_array_from_single_device_arrays(array.shape, sharding, parts)
 
 

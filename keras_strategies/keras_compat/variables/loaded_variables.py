@@ -100,6 +100,12 @@ def end_wait(variable: Any) -> bool:
     return True
 
 
+def give_first_value(variable: Any, value: Any) -> None:
+    """Makes a variable that waits of what an engine has made of an array."""
+    end_wait(variable)
+    variable._initialize(value)
+
+
 def _progress_bar(variables: list[Any]) -> Any:
     """Keras's bar; a silent one of small models, and on workers but the chief."""
     import keras

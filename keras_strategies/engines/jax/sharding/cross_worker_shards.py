@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from keras_strategies.communication.checksums import checksum
 from keras_strategies.engines.jax.array_placement import (
     put_by_shards,
     put_one,
@@ -24,7 +23,10 @@ from keras_strategies.engines.jax.array_placement import (
 from keras_strategies.engines.jax.workers.jax_workers import JaxCommunicator
 from keras_strategies.keras_compat.variables.values import raw_value
 from keras_strategies.runtime.state.chief_reads import ChiefReads
-from keras_strategies.runtime.state.cross_worker_values import check_equal_values
+from keras_strategies.runtime.state.cross_worker_values import (
+    AssignedValue,
+    check_equal_values,
+)
 
 
 class CrossWorkerShards:
@@ -91,36 +93,54 @@ class CrossWorkerShards:
 
     def check(self, variables: Sequence[Any]) -> None:
         """Checks that workers assigned equal values to sharded variables."""
-        own = [_checksums.get(raw_value(variable)) for variable in variables]
+        arrays = [raw_value(variable) for variable in variables]
+        own = [_assigned.get(array) for array in arrays]
         check_equal_values(self._workers.group, variables, own)
+        for array in arrays:
+            _assigned.remove(array)
 
 
-class _Checksums:
-    """Checksums of the values that arrays were made from, for their lifetime."""
+class _AssignedValues:
+    """The values that arrays were made from, until workers have compared them."""
 
     def __init__(self) -> None:
-        self._found: dict[int, tuple[Any, int]] = {}
+        self._found: dict[int, tuple[Any, AssignedValue]] = {}
 
     def add(self, array: jax.Array, value: Any) -> None:
         key = id(array)
         forget = weakref.ref(array, lambda _: self._found.pop(key, None))
-        self._found[key] = (forget, checksum(np.asarray(value)))
+        self._found[key] = (forget, AssignedValue(np.asarray(value)))
 
-    def get(self, array: jax.Array) -> int | None:
-        """The checksum; None for the output of a program, equal on all workers."""
+    def get(self, array: jax.Array) -> AssignedValue | None:
+        """The value; None for the output of a program, equal on all workers."""
         found = self._found.get(id(array))
         return None if found is None else found[1]
 
+    def remove(self, array: jax.Array) -> None:
+        """Called when the value is known to be equal on all workers."""
+        self._found.pop(id(array), None)
 
-_checksums = _Checksums()
+
+_assigned = _AssignedValues()
 
 
-def place_variable(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-    """Places a variable's value, and records the checksum of a sharded one."""
-    on_host = isinstance(array, np.ndarray)
-    placed: jax.Array = (put_by_shards if on_host else put_one)(array, sharding)
+def place_variable(
+    array: Any, sharding: jax.sharding.Sharding, dtype: Any = None
+) -> jax.Array:
+    """Places a variable's value, and records what workers compare of a sharded one.
+
+    Args:
+        array: JAX or NumPy array.
+        sharding: that of the variable.
+        dtype: that of the variable, to which a NumPy array is converted.
+    """
+    placed: jax.Array
+    if isinstance(array, np.ndarray):
+        placed = put_by_shards(array, sharding, dtype or array.dtype)
+    else:
+        placed = put_one(array, sharding)
     if is_sharded_over_workers(placed):
-        _checksums.add(placed, array)
+        _assigned.add(placed, array)
     return placed
 
 

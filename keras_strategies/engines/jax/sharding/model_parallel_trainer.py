@@ -118,7 +118,7 @@ class ModelParallelTrainer(MeshTrainer):
         # Keras would put all of it on one device.
         dtype = jax.numpy.dtype(stored_dtype(variable))
         sharding = self.sharding_of(variable)
-        return place_variable(value.astype(dtype, copy=False), sharding)
+        return place_variable(value, sharding, dtype)
 
     def unsharded(self, variables: Sequence[Any]) -> list[Any]:
         complete: list[Any] = []

@@ -8,10 +8,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.distribution import DeviceMesh, LayoutMap, TensorLayout
 
-from keras_strategies.engines.tensorflow.compat.variables import is_resource_variable
+from keras_strategies.engines.tensorflow.compat.variables import (
+    is_resource_variable,
+    new_variable,
+)
 from keras_strategies.engines.tensorflow.devices import tf_device
 from keras_strategies.engines.tensorflow.replicas.replica_run import (
     creating_variables,
@@ -32,6 +36,10 @@ from keras_strategies.engines.tensorflow.workers.worker_collectives import worke
 from keras_strategies.keras_compat.backends.keras_on_jax import set_layout
 from keras_strategies.keras_compat.models.building import all_variables
 from keras_strategies.keras_compat.optimizers.optimizer_parts import optimizers_in
+from keras_strategies.keras_compat.variables.loaded_variables import (
+    give_first_value,
+    is_waiting,
+)
 from keras_strategies.keras_compat.variables.values import (
     declared_shape,
     raw_value,
@@ -76,19 +84,29 @@ class GatheringTrainer(TensorFlowTrainer, ShardingDriver):
 
         A `tf.Variable` passed by the user is not sharded: programs may assign it.
         """
-        is_plain = not is_local(variable) and not isinstance(value, tf.Variable)
-        if is_plain:
-            shape = getattr(value, "shape", None) or declared_shape(variable)
-            set_layout(variable, self._layout_of(variable, tuple(shape)))
-        if not is_plain or not axes_of(self._mesh, variable):
+        shape = getattr(value, "shape", None) or declared_shape(variable)
+        if isinstance(value, tf.Variable) or not self._has_shards(variable, shape):
             super().initialize(variable, original, value)
             return
+        array = value if isinstance(value, np.ndarray) else None
         with creating_variables(tf_device(self.placement.variables)):
-            original(value)
-        self._shard(variable)
+            original(value if array is None else _without_value(variable))
+        self._shard(variable, array)
 
-    def _shard(self, variable: Any) -> None:
-        """Replaces the value of a variable with a layout by shards."""
+    def _has_shards(self, variable: Any, shape: Any) -> bool:
+        """Whether a variable that is made now, and gets its layout, is sharded."""
+        if is_local(variable):
+            return False
+        set_layout(variable, self._layout_of(variable, tuple(shape)))
+        return bool(axes_of(self._mesh, variable))
+
+    def _shard(self, variable: Any, array: np.ndarray | None = None) -> None:
+        """Replaces the value of a variable with a layout by shards.
+
+        Args:
+            variable: with a value, or with a `tf.Variable` without one.
+            array: the value then.
+        """
         raw = raw_value(variable)
         grid = ShardGrid.of(self._mesh, axes_of(self._mesh, variable), len(raw.shape))
         first, _ = self._mesh.own or (0, 0)
@@ -99,12 +117,14 @@ class GatheringTrainer(TensorFlowTrainer, ShardingDriver):
         own = grid.within(first, len(devices))
         sharded: VariableInShards
         if own.is_complete:
-            sharded = VariableInShards(raw, own, devices, creating_variables)
+            sharded = VariableInShards(raw, own, devices, creating_variables, array)
         else:
             workers = workers_of(self.placement)
             assert workers is not None
             sharded = VariableOverWorkers(
-                raw, grid, devices, creating_variables, variable.path, workers
+                *(raw, grid, devices, creating_variables, array),
+                path=variable.path,
+                workers=workers,
             )
         set_raw_value(variable, sharded)
 
@@ -151,18 +171,20 @@ class GatheringTrainer(TensorFlowTrainer, ShardingDriver):
         return self._distribution
 
     def from_host(self, variable: Any, value: Any) -> Any:
-        raw = raw_value(variable)
-        if raw is None and value.dtype.name == stored_dtype(variable):
-            # It gets its first value.
-            return tensor_of(value)
-        if not isinstance(raw, VariableInShards) or not tf.executing_eagerly():
-            return value
-        dtype = raw.dtype.as_numpy_dtype
-        if value.dtype != dtype and not (raw.dtype.is_floating and _is_float(value)):
+        raw, dtype = raw_value(variable), tf.as_dtype(stored_dtype(variable))
+        is_same = value.dtype == dtype.as_numpy_dtype
+        if not tf.executing_eagerly() or not (
+            is_same or (dtype.is_floating and _is_float(value))
+        ):
             # Keras converts it, or refuses to.
             return value
-        raw.assign_array(value.astype(dtype, copy=False))
-        return None
+        if isinstance(raw, VariableInShards):
+            raw.assign_array(value)
+            return None
+        if is_waiting(variable) and self._has_shards(variable, value.shape):
+            give_first_value(variable, value)
+            return None
+        return tensor_of(value) if is_same else value
 
     def set_layouts(self, variables: Sequence[Any]) -> None:
         for variable in variables:
@@ -208,8 +230,11 @@ class GatheringTrainer(TensorFlowTrainer, ShardingDriver):
             (sharded if is_over_workers else complete).append(variable)
         if sharded:
             assert self.placement.workers is not None
-            checksums = [raw_value(variable).checksum for variable in sharded]
-            check_equal_values(self.placement.workers.group, sharded, checksums)
+            raws = [raw_value(variable) for variable in sharded]
+            assigned = [raw.assigned_value for raw in raws]
+            check_equal_values(self.placement.workers.group, sharded, assigned)
+            for raw in raws:
+                raw.assigned_value = None
         return complete
 
     @contextlib.contextmanager
@@ -250,6 +275,12 @@ class GatheringTrainer(TensorFlowTrainer, ShardingDriver):
         if optimizer is not None:
             self.adopt(optimizer.variables)
         super().step_function(model, kind, make)
+
+
+def _without_value(variable: Any) -> Any:
+    """The `tf.Variable` of a variable whose value is in shards."""
+    spec = tf.TensorSpec(declared_shape(variable), stored_dtype(variable))
+    return new_variable(spec, bool(variable.trainable), variable.name)
 
 
 def _is_float(array: Any) -> bool:

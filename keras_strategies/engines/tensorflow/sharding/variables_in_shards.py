@@ -78,6 +78,7 @@ class VariableInShards(CapturedVariable, VariableWithoutValue):
         devices: dict from the number of a device of this process in the mesh to
             TensorFlow's name.
         creating: a context in which variables are created on a device.
+        array: the value of a variable without one.
     """
 
     def __init__(
@@ -86,18 +87,17 @@ class VariableInShards(CapturedVariable, VariableWithoutValue):
         grid: ShardGrid,
         devices: Mapping[int, str],
         creating: Creating,
+        array: np.ndarray | None = None,
     ):
         self.home = next(iter(devices.values()))
         with creating(self.home):
             super().__init__(like)
-            value = value_or_spec(like)
-            parts = grid.split(value, _split)
+            value = value_or_spec(like) if array is None else array
+            parts = grid.split(value, _split if array is None else np.split)
         self.grid = grid
         #: The shards of this process, by their numbers in the grid.
         self.shards: dict[int, tf.Variable] = {
-            number: _made_shard(
-                like.name, part, [devices[i] for i in holders], creating
-            )
+            number: _made_shard(like, part, [devices[i] for i in holders], creating)
             for number, (part, holders) in enumerate(
                 zip(parts, grid.holders, strict=True)
             )
@@ -224,14 +224,14 @@ class VariableInShards(CapturedVariable, VariableWithoutValue):
         return self.assign(new)
 
     def assign_array(self, value: Any) -> None:
-        """Assigns an array of the same dtype and shape, one shard after the other."""
+        """Assigns an array of the same shape, one shard after the other."""
         self.value_assigned(value)
         self._note_assignment()
         with without_recording():
             for shard, part in self.own_parts(self.grid.split(value, np.split)):
-                with tf.device(shard.device):
-                    tensor = tensor_of(part)
-                _at(shard, "assign")(tensor, read_value=False)
+                _at(shard, "assign")(
+                    _copied(part, shard.device, self.dtype), read_value=False
+                )
 
     def _assign_each(self, method: str, value: Any, read_value: bool) -> Any:
         value = tf.convert_to_tensor(value, dtype=self.dtype)
@@ -248,7 +248,8 @@ class VariableInShards(CapturedVariable, VariableWithoutValue):
             chosen = self.own_parts(self.parts_of(value))
             if method == "assign":
                 chosen = [
-                    (shard, _copied(part, shard.device)) for shard, part in chosen
+                    (shard, _copied(part, shard.device, self.dtype))
+                    for shard, part in chosen
                 ]
         self._note_assignment()
         with without_recording():
@@ -338,11 +339,11 @@ for _name in ("add", "sub", "min", "max", "update"):
 
 
 def _made_shard(
-    name: str, value: Any, devices: Sequence[str], creating: Creating
+    like: tf.Variable, value: Any, devices: Sequence[str], creating: Creating
 ) -> tf.Variable:
     with creating(devices[0]):
-        value = _copied(value, devices[0])
-        shard = new_variable(value, False, f"{name.split(':')[0]}_shard")
+        value = _copied(value, devices[0], like.dtype)
+        shard = new_variable(value, False, f"{like.name.split(':')[0]}_shard")
     if len(devices) > 1:
         mirror(shard, devices[1:], creating)
     return shard
@@ -359,11 +360,14 @@ def tensor_of(array: np.ndarray) -> tf.Tensor:
     return tf.transpose(tf.constant(array.transpose(axes)), np.argsort(axes))
 
 
-def _copied(part: Any, device: str) -> Any:
-    """A part of a tensor in memory of its own, on a device.
+def _copied(part: Any, device: str, dtype: tf.DType) -> Any:
+    """A part of a tensor or an array in memory of its own, on a device.
 
     TensorFlow's parts of rows have the memory of all rows, which a variable would keep.
     """
+    if isinstance(part, np.ndarray):
+        with tf.device(device):
+            return tensor_of(part.astype(dtype.as_numpy_dtype, copy=False))
     if isinstance(part, tf.TensorSpec) or not part.shape.rank:
         return part
     with tf.device(device):

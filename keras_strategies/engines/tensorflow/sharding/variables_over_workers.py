@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_strategies.communication.checksums import checksum
 from keras_strategies.engines.tensorflow.replicas.replica_reads import replica_device
 from keras_strategies.engines.tensorflow.sharding.shard_grid import ShardGrid
 from keras_strategies.engines.tensorflow.sharding.variables_in_shards import (
@@ -24,6 +23,7 @@ from keras_strategies.engines.tensorflow.workers.worker_collectives import (
     TensorFlowCommunicator,
 )
 from keras_strategies.runtime import context
+from keras_strategies.runtime.state.cross_worker_values import AssignedValue
 
 
 class VariableOverWorkers(VariableInShards):
@@ -35,6 +35,7 @@ class VariableOverWorkers(VariableInShards):
         devices: dict from the number of a device of this process in the mesh to
             TensorFlow's name.
         creating: a context in which variables are created on a device.
+        array: the value of a variable without one.
         path: str, the path of the Keras variable.
         workers: the workers, each of whose devices is a replica.
     """
@@ -45,11 +46,12 @@ class VariableOverWorkers(VariableInShards):
         grid: ShardGrid,
         devices: Mapping[int, str],
         creating: Creating,
+        array: np.ndarray | None,
         path: str,
         workers: TensorFlowCommunicator,
     ):
-        #: The checksum of the assigned value; None of a program's.
-        self.checksum: int | None = None
+        #: What was assigned; None of a program, or once workers have compared it.
+        self.assigned_value: AssignedValue | None = None
         #: Gathers the value, on the chief while it saves a model; else None.
         self.read_by_chief: Callable[[], Any] | None = None
         self.path = path
@@ -62,12 +64,12 @@ class VariableOverWorkers(VariableInShards):
             for worker in range(len(counts.by_worker))
         ]
         own = grid.within(counts.first, counts.count)
-        super().__init__(like, own, devices, creating)
+        super().__init__(like, own, devices, creating, array)
 
     def value_assigned(self, value: Any) -> None:
-        self.checksum = None
+        self.assigned_value = None
         if value is not None and tf.executing_eagerly():
-            self.checksum = checksum(np.asarray(value))
+            self.assigned_value = AssignedValue(np.asarray(value))
 
     def value_on(self, device: str) -> None:
         """None: replicas have it from the device that takes part in collectives."""

@@ -17,14 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh as ProcessMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from keras_strategies.communication.checksums import checksum
-from keras_strategies.engines.torch.model_parallel.file_parts import (
-    copy_values,
-    in_order_of_memory,
-    part_of_file,
-)
+from keras_strategies.communication.file_parts import file_part_number
 from keras_strategies.engines.torch.model_parallel.shards import (
     ShardLayout,
     layout_of,
+)
+from keras_strategies.engines.torch.model_parallel.transposed_values import (
+    copy_values,
+    in_order_of_memory,
 )
 from keras_strategies.engines.torch.worker_collectives import TorchCommunicator
 from keras_strategies.errors import BackendError
@@ -122,15 +122,9 @@ class ShardedDistribution(_Distribution):  # type: ignore[misc]
         """None: outputs of layers are rows."""
 
 
-#: One of so many rows of a part of a file is compared.
-_SAMPLED = 64
-
-
 class _Thread(threading.local):
     #: Whether ordinary tensors that are assigned are equal in all processes.
     is_in_step = False
-    #: The array that a variable was given last.
-    given: np.ndarray | None = None
 
 
 _thread = _Thread()
@@ -147,53 +141,59 @@ def in_step() -> Iterator[None]:
 
 
 @torch.no_grad()
-def assign_shards(shards: DTensor, value: torch.Tensor) -> None:
+def assign_shards(
+    shards: DTensor, value: torch.Tensor, array: np.ndarray | None = None
+) -> None:
     """Assigns a value to the shards of all processes.
 
     Args:
         shards: the shards.
         value: of their full shape; a DTensor, or a tensor of which the chief's values
             count. In a step each process keeps its part, without communication.
+        array: the array that the tensor shares its memory with, if it does.
     """
     mesh, placements = shards.device_mesh, shards.placements
     if isinstance(value, DTensor):
         shards.copy_(value.redistribute(mesh, placements))
         return
-    if _thread.is_in_step or is_equal_everywhere(value):
+    own = shards.to_local()
+    if _thread.is_in_step or is_equal_everywhere(value, array, own.device):
         # No other memory of its size: a model is loaded variable by variable.
-        part = layout_of(shards).shard_of(value.detach(), mesh.get_local_rank())
-        copy_values(shards.to_local(), part)
+        copy_values(own, layout_of(shards).shard_of(value, mesh.get_local_rank()))
         # As an operation on the DTensor does.
         torch.autograd.graph.increment_version(shards)
         return
-    local = value.detach().to(shards.to_local().device)
+    local = value.detach().to(own.device)
     shards.copy_(distribute_tensor(local, mesh, placements))
 
 
-def tensor_of(value: np.ndarray) -> Any:
-    """A tensor in the memory of an array; the array itself where torch has none."""
-    _thread.given = value
+def tensor_of(value: np.ndarray) -> torch.Tensor | None:
+    """A tensor in the memory of an array of floats; None where torch has none."""
     if not value.flags.writeable or min(value.strides, default=0) < 0:
-        return value
+        return None
     if value.dtype.name == "bfloat16":
         return torch.from_numpy(value.view(np.int16)).view(torch.bfloat16)
     # Keras converts dtypes that torch does not have.
-    return torch.from_numpy(value) if value.dtype.kind == "f" else value
+    return torch.from_numpy(value) if value.dtype.kind == "f" else None
 
 
-def make_shards(value: torch.Tensor, mesh: Any, dim: int) -> DTensor:
+def make_shards(
+    value: torch.Tensor, mesh: Any, dim: int, like: torch.Tensor, array: Any = None
+) -> DTensor:
     """The shards of a value, of which the chief's values count.
 
     Args:
         value: the full value in this process.
         mesh: torch's `DeviceMesh`.
         dim: the dimension along which they are.
+        like: tensor with the dtype and the device of the shards.
+        array: NumPy array that the value shares its memory with, or None.
     """
-    if not is_equal_everywhere(value):
-        return distribute_tensor(value, mesh, [Shard(dim)])
+    if not is_equal_everywhere(value, array, like.device):
+        return distribute_tensor(value.to(like), mesh, [Shard(dim)])
     layout = ShardLayout(dim, mesh.size(), tuple(value.shape))
     part = layout.shard_of(value, mesh.get_local_rank())
-    own = torch.empty_like(part, memory_format=torch.contiguous_format)
+    own = like.new_empty(part.shape)
     copy_values(own, part)
     return DTensor.from_local(
         own,
@@ -205,20 +205,18 @@ def make_shards(value: torch.Tensor, mesh: Any, dim: int) -> DTensor:
     )
 
 
-def is_equal_everywhere(value: torch.Tensor) -> bool:
+def is_equal_everywhere(
+    value: torch.Tensor, array: np.ndarray | None, device: torch.device
+) -> bool:
     """Whether all processes have a value: one part of a file, or by checksums."""
     value = value.detach()
-    order, in_memory = in_order_of_memory(value)
-    part = part_of_file(_thread.given, value)
-    if part is None:
-        part = f"rank {dist.get_rank()}"
-    else:
-        # It may have been changed in memory.
-        part += f" {checksum(in_memory[::_SAMPLED], _bytes_of)}"
-    if _is_same(zlib.crc32(part.encode()), value.device):
+    part = None if array is None else file_part_number(array)
+    # Ranks are different: those without a part compare checksums.
+    if _is_same(dist.get_rank() if part is None else part, device):
         return True
+    order, in_memory = in_order_of_memory(value)
     own = zlib.crc32(repr(order).encode(), checksum(in_memory, _bytes_of))
-    return _is_same(own, value.device)
+    return _is_same(own, device)
 
 
 def _is_same(number: int, device: torch.device) -> bool:

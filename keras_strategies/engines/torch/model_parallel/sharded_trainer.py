@@ -52,10 +52,18 @@ from keras_strategies.keras_compat.variables.creation import (
     set_variable_shape,
 )
 from keras_strategies.keras_compat.variables.dtensor_variables import DTensorVariable
+from keras_strategies.keras_compat.variables.loaded_variables import (
+    give_first_value,
+    is_waiting,
+)
 from keras_strategies.keras_compat.variables.strategy_variables import (
     set_variable_strategy,
 )
-from keras_strategies.keras_compat.variables.values import raw_value, set_raw_value
+from keras_strategies.keras_compat.variables.values import (
+    raw_value,
+    set_raw_value,
+    stored_dtype,
+)
 from keras_strategies.runtime.drivers import FitDriver, ShardingDriver
 from keras_strategies.runtime.placement import (
     StepCost,
@@ -221,12 +229,27 @@ class ShardedTrainer(FitDriver, ShardingDriver):
         if raw.is_meta or not dims or on.processes.size() == 1:
             return
         if not isinstance(raw, DTensor):
-            shards = make_shards(raw.detach(), on.processes, dims[0])
+            shards = make_shards(raw.detach(), on.processes, dims[0], raw)
             set_raw_value(variable, torch.nn.Parameter(shards, raw.requires_grad))
         mix_in(variable, DTensorVariable)
 
     def from_host(self, variable: Any, value: Any) -> Any:
-        return tensor_of(value)
+        raw, tensor = raw_value(variable), tensor_of(value)
+        if tensor is None or not keras.backend.is_float_dtype(stored_dtype(variable)):
+            # Keras converts it, or refuses to.
+            return value
+        if isinstance(raw, DTensor):
+            assign_shards(raw, tensor, value)
+            return None
+        on = self._distribution
+        dims = [i for i, axis in enumerate(on.variable_layout(variable).axes) if axis]
+        if not is_waiting(variable) or not dims or on.processes.size() == 1:
+            return tensor
+        dtype = getattr(torch, stored_dtype(variable))
+        like = torch.empty(0, dtype=dtype, device=self._device)
+        shards = make_shards(tensor, on.processes, dims[0], like, value)
+        give_first_value(variable, torch.nn.Parameter(shards, variable.trainable))
+        return None
 
     def set_layouts(self, variables: Sequence[Any]) -> None:
         for variable in variables:
