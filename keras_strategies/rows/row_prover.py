@@ -173,10 +173,10 @@ class _Attempts:
             change = self._state.change()
             if change is not None:
                 return RowProof(problem=change)
-        events = self._traces[0].events
-        exchanges = Exchanges(events if self._may_exchange else ())
+        events, nodes = self._traces[0].events, self._traces[0].nodes
+        exchanges = Exchanges(events if self._may_exchange else (), nodes)
         first = found = self._placed(exchanges)
-        while found.problem is not None and exchanges.choose_more():
+        while found.problem is not None and exchanges.choose_more(found.problem):
             found = self._placed(exchanges)
         if found.problem is not None:
             return first
@@ -213,7 +213,7 @@ class _Attempts:
     def _trace(self, rows: int) -> None:
         call = self._call
         options = (rows, not self._sizes, self._followed, call.only_adds)
-        trace = Trace(*options, FUNCTIONS, DRAWS)
+        trace = Trace(*options, not self._traces, FUNCTIONS, DRAWS)
         self._traces.append(trace)
         given = [
             self._argument(trace, leaf, has_rows)

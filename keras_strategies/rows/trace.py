@@ -140,6 +140,7 @@ class Trace:
         is_any: bool, whether it stands for any number of rows.
         followed: the numbers of calls of known layers whose code is traced.
         only_adds: bool, see `LayerCall`.
+        has_places: bool, whether its operations say where they are.
         functions: see `Tracer`.
         draws: see `Tracer`.
     """
@@ -148,6 +149,7 @@ class Trace:
     is_any: bool
     followed: frozenset[int]
     only_adds: bool
+    has_places: bool
     functions: Any
     draws: Any
     #: The tensors with rows, the results, and the lines of the user's that ran.
@@ -413,8 +415,9 @@ class Trace:
         made = self.like(node.outputs)
         if keras.backend.backend() == "torch":
             _note_memory(node.name, (node.args, node.kwargs), made)
+        place = self._place() if self.has_places else ""
         repeated = self.repeated > 0
-        node = replace(node, outputs=made, place=self._place(), is_repeated=repeated)
+        node = replace(node, outputs=made, place=place, is_repeated=repeated)
         self.nodes.append(node)
         if node.name in SUMS and node.number is None and not self.depth:
             self.events.append((ProvedEvent(node.name), node))
