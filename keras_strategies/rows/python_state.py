@@ -166,8 +166,9 @@ class PythonState:
         where = f"of layer {layer.name!r}"
         self._note(where, vars(layer))
         is_own = not type(layer).__module__.startswith("keras.")
+        known = () if is_own else _attributes_of_keras()
         for name, value in list(vars(layer).items()):
-            if isinstance(value, _PLAIN):
+            if isinstance(value, _PLAIN) or name in known:
                 continue
             if not _is_of_keras(name):
                 self._add(f"{name!r} {where}", value, 0)

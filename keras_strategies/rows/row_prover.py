@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -93,7 +94,7 @@ class RowProver:
                 call cannot be split otherwise.
         """
         given = (self._surroundings, call, with_rows, sizes, may_exchange)
-        with routed_backend():
+        with routed_backend(), _without_collections():
             return _Attempts(*given, PythonState(call.layer, call.leaves)).proof()
 
 
@@ -120,9 +121,6 @@ class _Attempts:
 
     def proof(self) -> RowProof:
         """The proof."""
-        # Without collections the tensors of the traces stay in the youngest generation.
-        was_enabled = gc.isenabled()
-        gc.disable()
         try:
             while True:
                 try:
@@ -138,8 +136,6 @@ class _Attempts:
             return RowProof(problem=self._failure(error))
         finally:
             self._close()
-            if was_enabled:
-                gc.enable()
 
     def _failure(self, error: Exception) -> str:
         problems = [trace.problem for trace in self._traces if trace.problem]
@@ -333,6 +329,18 @@ class _Attempts:
         if self._call.adds:
             kinds.append(RowKind.SUM)
         return placement.kind in kinds
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """A context in which tensors of traces stay in the youngest generation."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _are_alive(references: Sequence[weakref.ref[Any]]) -> bool:
