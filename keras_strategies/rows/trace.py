@@ -195,6 +195,8 @@ class Trace:
         """Tensors of the trace with the shapes and dtypes of a structure."""
         if isinstance(structure, keras.KerasTensor):
             return self.tensor(shape_of(structure), structure.dtype)
+        if type(structure) in (list, tuple):
+            return type(structure)(map(self.like, structure))
         nested = isinstance(structure, (list, tuple, dict))
         return tree.map_structure(self.like, structure) if nested else structure
 
