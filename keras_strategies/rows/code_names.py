@@ -6,6 +6,7 @@ them: then a call with symbolic tensors is another than a call with tensors.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dis
 import itertools
@@ -171,9 +172,12 @@ def _tells_traces(code: types.CodeType, texts: set[str]) -> bool:
 
 def _file(frame: types.FrameType) -> str:
     """The file of a function; of one that is generated, that of its module."""
-    file = frame.f_code.co_filename
-    is_generated = file.startswith("<")
-    return str(frame.f_globals.get("__file__", file)) if is_generated else file
+    file, names = frame.f_code.co_filename, frame.f_globals
+    if not file.startswith("<"):
+        return file
+    if str(names.get("__name__")).startswith("namedtuple_"):
+        return collections.__file__  # It is generated without a module.
+    return str(names.get("__file__", file))
 
 
 def _is_known(file: str) -> bool:
