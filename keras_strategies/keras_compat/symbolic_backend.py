@@ -397,15 +397,14 @@ def _adding(original: Function) -> Function:
 
 
 def _new(original: Any) -> Any:
-    """Operations of Keras without configurations, which take most of the time."""
+    """Operations of Keras without configurations, which take a tenth of a proof."""
 
-    @staticmethod
     def new(cls: type, *args: Any, **kwargs: Any) -> Any:
         if _thread.tracer is None or not cls.__module__.startswith("keras.src.ops."):
             return original(cls, *args, **kwargs)
         return object.__new__(cls)
 
-    return new
+    return staticmethod(new)
 
 
 def _node(original: Function) -> Function:
