@@ -317,13 +317,17 @@ def _is_tensor(original: Function) -> Function:
 
 
 def _replacements_of_classes() -> list[tuple[Any, str, Any]]:
-    """Calls of operations make no nodes that stay; functions of frameworks raise."""
+    """Operations and their calls leave nothing; functions of frameworks raise."""
     module = sys.modules["keras.src.layers.layer"]
     found: list[tuple[Any, str, Any]] = [
         (kind, "symbolic_call", _symbolic_call(vars(kind)["symbolic_call"]))
         for kind in (keras.Operation, keras.layers.Layer)
     ]
     found.append((module, "Node", _node(vars(module)["Node"])))
+    if keras.backend.backend() != "jax":  # Flax may need what theirs adds.
+        found.append(
+            (keras.Operation, "__new__", _new(vars(keras.Operation)["__new__"]))
+        )
     variable = sys.modules["keras.src.backend.common.variables"].Variable
     found += [
         (variable, name, _adding(vars(variable)[name]))
@@ -390,6 +394,17 @@ def _adding(original: Function) -> Function:
         return tracer.add_to_variable(inspect.unwrap(original), self, value)
 
     return add
+
+
+def _new(original: Any) -> Any:
+    """Operations of Keras without configurations, which take a tenth of a proof."""
+
+    def new(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if _thread.tracer is None or not cls.__module__.startswith("keras.src.ops."):
+            return original(cls, *args, **kwargs)
+        return object.__new__(cls)
+
+    return staticmethod(new)
 
 
 def _node(original: Function) -> Function:

@@ -6,6 +6,7 @@ them: then a call with symbolic tensors is another than a call with tensors.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dis
 import itertools
@@ -14,7 +15,6 @@ import random
 import sys
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ def checked_code() -> contextlib.AbstractContextManager[Lines]:
     if sys.gettrace() is not None:
         raise NotTraced("runs under a debugger, or its coverage is measured")
     # What declared layers compute is not traced.
-    return _noting(_Lines(lambda: current_tracer() is not None, _check))
+    return _noting(lambda: current_tracer() is not None, _check)
 
 
 def noted_lines() -> contextlib.AbstractContextManager[Lines]:
@@ -66,53 +66,48 @@ def noted_lines() -> contextlib.AbstractContextManager[Lines]:
 
     None are noted under a debugger.
     """
-    noted = _Lines(are_recorded, lambda frame: None)
     if sys.gettrace() is not None:
-        return contextlib.nullcontext(noted.lines)
-    return _noting(noted)
+        return contextlib.nullcontext(set())
+    return _noting(are_recorded, lambda frame: None)
 
 
 @contextlib.contextmanager
-def _noting(noted: _Lines) -> Iterator[Lines]:
-    sys.settrace(noted)
-    try:
-        yield noted.lines
-    finally:
-        sys.settrace(None)
-
-
-@dataclass(eq=False)
-class _Lines:
-    """Notes the lines of functions of the user's, as a trace function of Python.
+def _noting(
+    follows: Callable[[], bool], begins: Callable[[types.FrameType], None]
+) -> Iterator[Lines]:
+    """Notes the lines of functions of the user's.
 
     Args:
         follows: returns whether calls are noted now.
         begins: is called where a function begins for the first time.
     """
-
-    _follows: Callable[[], bool]
-    _begins: Callable[[types.FrameType], None]
-    lines: Lines = field(default_factory=set)
+    lines: Lines = set()
     # The code objects stay, as their `id`s are those of others otherwise.
-    _seen: dict[int, tuple[Any, bool]] = field(default_factory=dict)
+    seen: dict[int, tuple[Any, bool]] = {}
 
-    def __call__(self, frame: types.FrameType, event: str, argument: Any) -> Any:
-        code = frame.f_code
-        if event != "call" or code.co_filename in _known or not self._follows():
+    def note(frame: types.FrameType, event: str, argument: Any) -> Any:
+        lines.add((frame.f_code, frame.f_lineno))
+        return note
+
+    def called(frame: types.FrameType, event: str, argument: Any) -> Any:
+        code = frame.f_code  # Python calls this for each function of any library.
+        if code.co_filename in _known or not follows():
             return None
-        if id(code) not in self._seen:
+        if id(code) not in seen:
             file = _file(frame)
             is_known = _is_known(file)
-            self._seen[id(code)] = code, not (is_known or _INSTALLED in file)
+            seen[id(code)] = code, not (is_known or _INSTALLED in file)
             if not is_known:
-                self._begins(frame)
+                begins(frame)
             elif file == code.co_filename:
                 _known.add(file)
-        return self._note if self._seen[id(code)][1] else None
+        return note if seen[id(code)][1] else None
 
-    def _note(self, frame: types.FrameType, event: str, argument: Any) -> Any:
-        self.lines.add((frame.f_code, frame.f_lineno))
-        return self._note
+    sys.settrace(called)
+    try:
+        yield lines
+    finally:
+        sys.settrace(None)
 
 
 def _check(frame: types.FrameType) -> None:
@@ -177,9 +172,12 @@ def _tells_traces(code: types.CodeType, texts: set[str]) -> bool:
 
 def _file(frame: types.FrameType) -> str:
     """The file of a function; of one that is generated, that of its module."""
-    file = frame.f_code.co_filename
-    is_generated = file.startswith("<")
-    return str(frame.f_globals.get("__file__", file)) if is_generated else file
+    file, names = frame.f_code.co_filename, frame.f_globals
+    if not file.startswith("<"):
+        return file
+    if str(names.get("__name__")).startswith("namedtuple_"):
+        return collections.__file__  # It is generated without a module.
+    return str(names.get("__file__", file))
 
 
 def _is_known(file: str) -> bool:

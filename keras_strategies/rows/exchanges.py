@@ -27,11 +27,17 @@ class Exchanges:
     """The sums over rows of a call, and which of them are exchanged.
 
     Args:
-        events: those of the first trace.
+        events: those of the first trace; none if replicas may not exchange.
+        nodes: its operations, outside of loops and branches.
     """
 
-    def __init__(self, events: Sequence[tuple[ProvedEvent, Node | None]]):
+    def __init__(
+        self,
+        events: Sequence[tuple[ProvedEvent, Node | None]],
+        nodes: Sequence[Node],
+    ):
         self._events = events
+        self._outermost = {id(x): i for i, x in enumerate(nodes) if not x.bodies}
         self._may = {id(node) for _, node in events if node and not node.is_repeated}
         #: The exchanges, by the `id` of their nodes.
         self.chosen: dict[int, Exchange] = {}
@@ -39,13 +45,18 @@ class Exchanges:
         self._used: dict[int, Exchange] = {}
         #: The sums that another sum is computed from, by its index.
         self._origins: dict[int, dict[int, Exchange]] = {}
+        #: The numbers of operations that mix rows whatever is exchanged, by the reason.
+        self.final: dict[str, int] = {}
 
-    def choose_more(self) -> bool:
+    def choose_more(self, problem: str) -> bool:
         """Whether other exchanges may help; the next propagation has them.
 
         Sums that are used further may be sums of others, as the mean in a variance.
+
+        Args:
+            problem: why the call cannot be split with those so far.
         """
-        found = self._wanted
+        found = {} if problem in self.final else self._wanted
         self.chosen |= found
         self._wanted, self._used, self._origins = {}, {}, {}
         return bool(found)
@@ -60,14 +71,16 @@ class Exchanges:
             tensors: its results.
             known: the placements of all tensors, by their indices.
         """
-        if not self._may:
-            return
         given = tensors_in((node.args, node.kwargs))
         placed = [known[x.index] for x in given]
-        if any(known[x.index].is_mixed for x in tensors):
+        found = next((each for x in tensors if (each := known[x.index]).is_mixed), None)
+        if found is not None:
             if not any(each.is_mixed for each in placed):
                 for each in given:
                     self.want(each)
+                has_sums = any(self._origins.get(x.index) for x in given)
+                if id(node) in self._outermost and not has_sums:
+                    self.final[found.reason] = self._outermost[id(node)]
             return
         origins: dict[int, Exchange] = {}
         for each in given:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,9 +23,11 @@ from keras_strategies.rows.code_names import checked_code
 from keras_strategies.rows.exchanges import Exchanges
 from keras_strategies.rows.layer_calls import LayerCall
 from keras_strategies.rows.placed import (
+    ROWS,
     SAME,
     ZERO,
     MixesRows,
+    Placed,
     UnknownUse,
     are_equal,
     rows_of_shapes,
@@ -40,6 +43,7 @@ from keras_strategies.rows.row_tensors import (
     error_text,
     is_array,
     shape_of,
+    tensors_in,
 )
 from keras_strategies.rows.trace import Trace
 from keras_strategies.rows.trace_functions import DRAWS, FUNCTIONS
@@ -93,7 +97,7 @@ class RowProver:
                 call cannot be split otherwise.
         """
         given = (self._surroundings, call, with_rows, sizes, may_exchange)
-        with routed_backend():
+        with routed_backend(), _without_collections():
             return _Attempts(*given, PythonState(call.layer, call.leaves)).proof()
 
 
@@ -109,6 +113,8 @@ class _Attempts:
     _state: PythonState
     _followed: frozenset[int] = frozenset()
     _traces: list[Trace] = field(default_factory=list)
+    #: The placements of tensors that were found last, by their indices.
+    _known: dict[int, Placed] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         sizes = [size for size in self._sizes if size]
@@ -120,9 +126,6 @@ class _Attempts:
 
     def proof(self) -> RowProof:
         """The proof."""
-        # Without collections the tensors of the traces stay in the youngest generation.
-        was_enabled = gc.isenabled()
-        gc.disable()
         try:
             while True:
                 try:
@@ -138,8 +141,6 @@ class _Attempts:
             return RowProof(problem=self._failure(error))
         finally:
             self._close()
-            if was_enabled:
-                gc.enable()
 
     def _failure(self, error: Exception) -> str:
         problems = [trace.problem for trace in self._traces if trace.problem]
@@ -173,15 +174,32 @@ class _Attempts:
             change = self._state.change()
             if change is not None:
                 return RowProof(problem=change)
-        events = self._traces[0].events
-        exchanges = Exchanges(events if self._may_exchange else ())
+        events, nodes = self._traces[0].events, self._traces[0].nodes
+        exchanges = Exchanges(events if self._may_exchange else (), nodes)
         first = found = self._placed(exchanges)
-        while found.problem is not None and exchanges.choose_more():
+        while found.problem is not None and exchanges.choose_more(found.problem):
             found = self._placed(exchanges)
         if found.problem is not None:
-            return first
+            return replace(first, unsplit_inside=self._unsplit_inside(exchanges, first))
         proved = exchanges.proved(self._call.layer)
         return replace(found, events=proved, problem_without=first.problem)
+
+    def _unsplit_inside(self, exchanges: Exchanges, proof: RowProof) -> frozenset[int]:
+        """See `RowProof`."""
+        number = exchanges.final.get(proof.problem or "")
+        if number is None:
+            return frozenset()
+        calls = self._traces[0].layer_calls
+        layers = [id(layer) for layer, *_ in calls]
+        found = set()
+        for layer, given, begin, end in calls:
+            placed = [self._known[x.index] for x in tensors_in(given)]
+            get_rows = placed[:1] == [ROWS] and all(
+                each == ROWS or each.is_constant for each in placed
+            )
+            if begin <= number < end and get_rows and layers.count(id(layer)) == 1:
+                found.add(id(layer))
+        return frozenset(found)
 
     def _placed(self, exchanges: Exchanges) -> RowProof:
         try:
@@ -213,7 +231,7 @@ class _Attempts:
     def _trace(self, rows: int) -> None:
         call = self._call
         options = (rows, not self._sizes, self._followed, call.only_adds)
-        trace = Trace(*options, FUNCTIONS, DRAWS)
+        trace = Trace(*options, not self._traces, FUNCTIONS, DRAWS)
         self._traces.append(trace)
         given = [
             self._argument(trace, leaf, has_rows)
@@ -254,6 +272,7 @@ class _Attempts:
 
     def _propagated(self, exchanges: Exchanges) -> Propagation:
         found = Propagation(self._counts, not self._sizes, exchanges)
+        self._known = found.known
         for tensors in zip(*(trace.inputs for trace in self._traces), strict=True):
             shapes = [shape_of(x) for x in tensors]
             found.known[tensors[0].index] = rows_of_shapes(shapes, self._counts)
@@ -333,6 +352,18 @@ class _Attempts:
         if self._call.adds:
             kinds.append(RowKind.SUM)
         return placement.kind in kinds
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """A context in which tensors of traces stay in the youngest generation."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _are_alive(references: Sequence[weakref.ref[Any]]) -> bool:

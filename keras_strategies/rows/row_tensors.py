@@ -229,6 +229,9 @@ def _dtype_of_framework(name: str) -> Any:
         return ops.zeros((), name).dtype
 
 
+_NO_ARRAYS = (type(None), bool, int, float, complex, str, bytes, list, tuple, dict)
+
+
 def is_number(value: Any) -> bool:
     return isinstance(value, (bool, int, float, complex, np.generic))
 
@@ -237,6 +240,8 @@ def is_array(value: Any) -> bool:
     """Whether a value is an array or tensor, and not of a trace."""
     if isinstance(value, np.ndarray):
         return True
+    if isinstance(value, _NO_ARRAYS):  # TensorFlow's answer takes long.
+        return False
     return not isinstance(value, keras.KerasTensor) and bool(ops.is_tensor(value))
 
 

@@ -140,6 +140,7 @@ class Trace:
         is_any: bool, whether it stands for any number of rows.
         followed: the numbers of calls of known layers whose code is traced.
         only_adds: bool, see `LayerCall`.
+        has_places: bool, whether its operations say where they are.
         functions: see `Tracer`.
         draws: see `Tracer`.
     """
@@ -148,6 +149,7 @@ class Trace:
     is_any: bool
     followed: frozenset[int]
     only_adds: bool
+    has_places: bool
     functions: Any
     draws: Any
     #: The tensors with rows, the results, and the lines of the user's that ran.
@@ -170,6 +172,9 @@ class Trace:
     #: A context around calls with values, which are not those of a replica.
     outside: Callable[[], contextlib.AbstractContextManager[Any]] = nullcontext
     problem: str | None = None
+    #: Calls of layers outside of loops and branches that have operations, with their
+    #: arguments, the number of the first one, and that after the last.
+    layer_calls: list[tuple[Any, Any, int, int]] = field(default_factory=list)
     #: Whether a function of the backend computes constants, by others.
     _is_inside: bool = False
     _known_calls: int = 0
@@ -193,6 +198,8 @@ class Trace:
         """Tensors of the trace with the shapes and dtypes of a structure."""
         if isinstance(structure, keras.KerasTensor):
             return self.tensor(shape_of(structure), structure.dtype)
+        if type(structure) in (list, tuple):
+            return type(structure)(map(self.like, structure))
         nested = isinstance(structure, (list, tuple, dict))
         return tree.map_structure(self.like, structure) if nested else structure
 
@@ -351,9 +358,13 @@ class Trace:
                     self._note_layer(layer, is_one=True)
                     return self._known_call(layer, args, kwargs, number, outputs)
         self._note_layer(layer)
-        if getattr(layer, "quantization_mode", None) is not None:
-            return layer.quantized_call(*args, **kwargs)
-        return layer.call(*args, **kwargs)
+        is_quantized = getattr(layer, "quantization_mode", None) is not None
+        call = layer.quantized_call if is_quantized else layer.call
+        begin = len(self.nodes)
+        outputs = call(*args, **kwargs)
+        if not self.depth:
+            self.layer_calls.append((layer, (args, kwargs), begin, len(self.nodes)))
+        return outputs
 
     def _note_layer(self, layer: Any, is_one: bool = False) -> None:
         if not self.depth:
@@ -413,8 +424,9 @@ class Trace:
         made = self.like(node.outputs)
         if keras.backend.backend() == "torch":
             _note_memory(node.name, (node.args, node.kwargs), made)
+        place = self._place() if self.has_places else ""
         repeated = self.repeated > 0
-        node = replace(node, outputs=made, place=self._place(), is_repeated=repeated)
+        node = replace(node, outputs=made, place=place, is_repeated=repeated)
         self.nodes.append(node)
         if node.name in SUMS and node.number is None and not self.depth:
             self.events.append((ProvedEvent(node.name), node))

@@ -186,13 +186,13 @@ def _has_known_functions(layer: Any, ranks: Sequence[int]) -> bool:
     return _is_container(layer) or all(
         name.endswith(_NOT_CALLED) or name in _ACTIVATIONS or _is_of_keras(value)
         for name, value in vars(layer).items()
+        if callable(value)
     )
 
 
 def _is_of_keras(value: Any) -> bool:
-    """Whether a value is no function, or an object of Keras."""
-    values = (keras.layers.Layer, keras.Variable, type)
-    if not callable(value) or isinstance(value, values):
+    """Whether what can be called is an object of Keras, and no function."""
+    if isinstance(value, (keras.layers.Layer, keras.Variable, type)):
         return True
     module = getattr(value, "__module__", None) or type(value).__module__
     is_function = isinstance(value, types.FunctionType)
