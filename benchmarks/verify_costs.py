@@ -110,7 +110,7 @@ def table(results: dict[str, Any]) -> str:
         )
     header = ["", "step", "check", "share of 100 steps", "first check of a layer"]
     header += ["steps until the next", "steps that `ks.verify` takes for one of 4"]
-    header += ["time for one of more, in steps"]
+    header += ["time for one, in steps"]
     return markdown_table(header, rows)
 
 
