@@ -228,35 +228,6 @@ def test_a_report_is_text_a_table_and_a_file(tmp_path) -> None:
         assert len(calls) == 2 * 3
 
 
-class Touching(keras.callbacks.Callback):
-    """Changes a weight under the strategy, in one step."""
-
-    def __init__(self, step: int) -> None:
-        super().__init__()
-        self.step = step
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.step -= 1
-        if self.step == 0 and ks.get_strategy().num_replicas_in_sync > 1:
-            kernel = self.model.trainable_variables[0]
-            kernel.assign(kernel + 1e-4)
-
-
-@pytest.mark.parametrize("touched", [0, 4])
-def test_noise_is_measured_for_as_many_steps_as_are_needed(touched: int) -> None:
-    """With a tolerance below rounding it always is."""
-    build = lambda: dense(optimizer=adam())  # noqa: E731
-    arguments = lambda: {**data(), "callbacks": [Touching(touched)]}  # noqa: E731
-    report = ks.verify(build, arguments, mirrored(), steps=6, tolerance=1e-8)
-    taken = report.steps_taken
-    if touched:
-        assert report.first and report.first.step == touched, report
-        return
-    assert report, report
-    assert 0 < taken["in experiments"] < 6
-    assert taken["on one device"] == taken["under the strategy"] == 6
-
-
 def test_the_data_may_be_a_dataset_and_no_iterator() -> None:
     class Batches(keras.utils.PyDataset):
         def __len__(self) -> int:
