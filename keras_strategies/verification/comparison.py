@@ -95,21 +95,17 @@ def gaps(
         if kind != "variable" or before is None or before.shape != one.shape:
             gap[key] = relative_gap(one, other, scales.get(_group(alone, key), 0.0))
             continue
-        moved = _moved(alone, start, key)
-        size = np.abs(_float(one)).max(initial=0.0)
+        moved, size = _moved(alone, start, key), _largest(one)
         rounding = precision.rounding * step * max(size, moved)
         other_before = before if other_start is None else other_start.values[key]
-        difference = (
-            _float(one) - _float(before) - (_float(other) - _float(other_before))
-        )
-        absolute = np.abs(difference).max(initial=0.0)
+        absolute = _largest(_change(one, before) - _change(other, other_before))
         if not np.isfinite(absolute):
             gap[key] = relative_gap(one, other, 0.0)
         else:
             least = max(moved, 1e-6 * size, 1e-30)
             if key in alone.trained:
                 least = max(least, least_update)
-            gap[key] = float(max(0.0, absolute - rounding) / least)
+            gap[key] = max(0.0, absolute - rounding) / least
     order = {kind: i for i, kind in enumerate(KINDS)}
     return dict(sorted(gap.items(), key=lambda each: order[each[0][0]]))
 
@@ -121,12 +117,13 @@ def relative_gap(one: np.ndarray, other: np.ndarray, least_scale: float) -> floa
     if not np.issubdtype(one.dtype, np.floating):
         return 0.0 if np.array_equal(one, other) else float("inf")
     a, b = _float(one), _float(other)
-    finite = np.isfinite(a)
-    if not np.array_equal(finite, np.isfinite(b)):
-        return float("inf")
-    a, b = np.where(finite, a, 0), np.where(finite, b, 0)
-    scale = max(float(np.abs(a).max(initial=0.0)), least_scale, 1e-12)
-    return float(np.abs(a - b).max(initial=0.0)) / scale
+    if not np.isfinite(_largest(a)):
+        finite = np.isfinite(a)
+        if not np.array_equal(finite, np.isfinite(b)):
+            return float("inf")
+        a, b = np.where(finite, a, 0), np.where(finite, b, 0)
+    gap = _largest(a - b)
+    return gap / max(_largest(a), least_scale, 1e-12) if np.isfinite(gap) else gap
 
 
 def _moved(found: Observed, start: Observed | None, key: Key) -> float:
@@ -134,12 +131,24 @@ def _moved(found: Observed, start: Observed | None, key: Key) -> float:
     before = None if start is None else start.values.get(key)
     if before is None or before.shape != found.values[key].shape:
         return 0.0
-    largest = np.abs(_float(found.values[key]) - _float(before)).max(initial=0.0)
-    return float(largest) if np.isfinite(largest) else 0.0
+    largest = _largest(_change(found.values[key], before))
+    return largest if np.isfinite(largest) else 0.0
+
+
+def _change(after: np.ndarray, before: np.ndarray) -> np.ndarray:
+    return _float(after) - _float(before)
+
+
+def _largest(array: np.ndarray) -> float:
+    """The largest magnitude; infinite if a value is not finite."""
+    array = _float(array)
+    extremes = array.max(initial=0.0), -array.min(initial=0.0)
+    return float(max(extremes)) if np.isfinite(extremes).all() else float("inf")
 
 
 def _float(array: np.ndarray) -> np.ndarray:
-    return array.astype("float64")
+    """In a dtype in which differences of rounded values are exact."""
+    return array if array.dtype in ("float32", "float64") else array.astype("float64")
 
 
 def _group(observed: Observed, key: Key) -> str:
@@ -151,9 +160,11 @@ def _group_scales(observed: Observed) -> dict[str, float]:
     found: dict[str, float] = {}
     for key, value in observed.values.items():
         if key[0] in ("gradient", "slot") and np.issubdtype(value.dtype, np.floating):
-            largest = np.abs(np.where(np.isfinite(value), value, 0)).max(initial=0.0)
+            largest = _largest(value)
+            if not np.isfinite(largest):
+                largest = _largest(np.where(np.isfinite(value), value, 0))
             group = _group(observed, key)
-            found[group] = max(found.get(group, 0.0), _OF_OTHERS * float(largest))
+            found[group] = max(found.get(group, 0.0), _OF_OTHERS * largest)
     return found
 
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import html
+import importlib
 import json
 import os
+import platform
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import keras
 
 from keras_strategies.text_tables import Table
 from keras_strategies.verification.causes import CAUSES
@@ -173,3 +178,14 @@ class VerificationReport:
 def causes() -> dict[str, str]:
     """The names of probable causes, and what to do about them."""
     return {name: text for name, text in CAUSES.items() if name}
+
+
+def versions() -> dict[str, str]:
+    """Those of Python, Keras, its backend and this package."""
+    name, package = keras.backend.backend(), __name__.partition(".")[0]
+    return {
+        "python": platform.python_version(),
+        "keras": keras.__version__,
+        name: importlib.import_module(name).__version__,
+        package: sys.modules[package].__version__,
+    }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -89,15 +90,19 @@ class Observed:
     dtypes: dict[Key, str] = field(default_factory=dict)
     trained: set[Key] = field(default_factory=set)
 
-    def add(self, kind: str, name: str, value: Any, dtype: str = "") -> None:
-        key = kind, sum(each == kind for each, _ in self.values)
+    _counts: Counter[str] = field(default_factory=Counter)
+
+    def add(self, kind: str, name: str, value: Any, dtype: str = "") -> Key:
+        key = kind, self._counts[kind]
+        self._counts[kind] += 1
         self.values[key], self.names[key] = np.asarray(value), name
         self.dtypes[key] = dtype
+        return key
 
     def add_variable(self, kind: str, name: str, variable: Any) -> None:
+        key = self.add(kind, name, copied_value(variable))
         if kind == "variable" and variable.trainable:
-            self.trained.add((kind, sum(each == kind for each, _ in self.values)))
-        self.add(kind, name, copied_value(variable))
+            self.trained.add(key)
 
     def add_logs(self, logs: dict[str, Any]) -> None:
         ordered = sorted(logs.items(), key=lambda each: each[0] != "loss")
@@ -211,6 +216,7 @@ class Training:
         steps: int,
         more: Sequence[Any] = (),
         records: dict[Position, Observed] | None = None,
+        is_enough: Callable[[Observed], bool] = lambda found: False,
     ) -> list[Observed]:
         """Takes steps as the script does.
 
@@ -219,16 +225,22 @@ class Training:
             more: callbacks of `fit`; one of them may interrupt it.
             records: what was observed of `fit` before an interruption, by position;
                 the steps that are taken now are added, or replace what is there.
+            is_enough: callable of what is observed after a step; with True the
+                training ends.
 
         Returns:
             list of what is observed after each step.
         """
         self.fresh_seed()
         if self.script.step is not None:
-            batches = self._distributed(self.batches[:steps])
-            return [self._observed(self._own_step(batch)) for batch in batches]
+            found = []
+            for batch in self._distributed(self.batches[:steps]):
+                found.append(self._observed(self._own_step(batch)))
+                if is_enough(found[-1]):
+                    break
+            return found
         records = {} if records is None else records
-        recorder = _Recorder(self, records, steps)
+        recorder = _Recorder(self, records, steps, is_enough)
         with self.strategy.scope():
             given = fit_arguments(self.script.data)
         callbacks = [*(given.pop("callbacks", None) or []), recorder, *more]
@@ -342,13 +354,18 @@ class Killed(BaseException):
 
 
 class _Recorder(keras.callbacks.Callback):
-    """Observes each step of `fit`, and ends it after the last."""
+    """Observes each step of `fit`, and ends it after the last, or when it is enough."""
 
     def __init__(
-        self, training: Training, records: dict[Position, Observed], steps: int
+        self,
+        training: Training,
+        records: dict[Position, Observed],
+        steps: int,
+        is_enough: Callable[[Observed], bool],
     ):
         super().__init__()
         self._training, self._records, self._steps = training, records, steps
+        self._is_enough = is_enough
         self._epoch = 0
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -358,7 +375,7 @@ class _Recorder(keras.callbacks.Callback):
         model = self.model  # Keras on JAX writes the state into the variables here.
         found = self._training._observed(dict(logs or {}))
         self._records[self._epoch, batch] = found
-        if len(self._records) == self._steps:
+        if self._is_enough(found) or len(self._records) == self._steps:
             model.stop_training = True
 
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-import platform
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import keras
@@ -42,7 +38,11 @@ from keras_strategies.verification.comparison import (
 )
 from keras_strategies.verification.copies import differing_copies
 from keras_strategies.verification.interruptions import resumed, worker_kill
-from keras_strategies.verification.report import Difference, VerificationReport
+from keras_strategies.verification.report import (
+    Difference,
+    VerificationReport,
+    versions,
+)
 from keras_strategies.verification.trainings import (
     Key,
     Observed,
@@ -185,7 +185,7 @@ class _Verification:
             taken,
             self.script.seed,
             self.checksums,
-            _versions(),
+            versions(),
         )
 
     def _differences(self) -> Iterator[Difference]:
@@ -303,15 +303,39 @@ class _Verification:
 
     # Steps.
 
-    @cached_property
-    def _disturbed(self) -> Observed:
-        return disturbed(self.initial, self.precision.disturbance)
+    def _noise(self, gap: list[dict[Key, float]]) -> list[dict[Key, float]]:
+        """What differs on one device, from weights that differ in their last digits.
 
-    @cached_property
-    def _noisy(self) -> list[Observed]:
-        """A training on one device from weights that differ in their last digits."""
-        training = self._experiment(self.reference, self._disturbed)
-        return training.train(self.script.steps)
+        Noise grows. So it is measured up to the step of which the noise explains all
+        later differences, too, or that is different.
+
+        Args:
+            gap: the differences of the strategy, for each step.
+
+        Returns:
+            The noise of the steps that were taken.
+        """
+        noise: list[dict[Key, float]] = []
+        tolerance = self.precision.tolerance
+        start = disturbed(self.initial, self.precision.disturbance)
+
+        def is_enough(found: Observed) -> bool:
+            i = len(noise)
+            noise.append(self._gaps(i, found, start))
+            is_more = [any(differing(each, noise[i], tolerance)) for each in gap[i:]]
+            return is_more[0] or not any(is_more)
+
+        if any(any(differing(each, {}, tolerance)) for each in gap):
+            training = self._experiment(self.reference, start)
+            training.train(self.script.steps, is_enough=is_enough)
+        return noise
+
+    def _gaps(
+        self, index: int, found: Observed, start: Observed | None = None
+    ) -> dict[Key, float]:
+        """Differences from one device after a step of a training, by its index."""
+        one, step = self.alone_steps[index], index + 1
+        return gaps(one, found, self.precision, self.initial, step, start)
 
     def _of_steps(self) -> Iterator[Difference]:
         alone = self.alone_steps = self.alone.train(self.script.steps)
@@ -322,32 +346,22 @@ class _Verification:
             texts = f"{len(alone)} steps", f"{len(found)} steps"
             yield _difference("batch", "data", *texts)
             return
+        every_gap = [self._gaps(i, each) for i, each in enumerate(found)]
+        every_noise = self._noise(every_gap)
         repeated: set[bool] = set()
         for i, (one, other) in enumerate(zip(alone, found, strict=True)):
-            gap = gaps(one, other, self.precision, self.initial, i + 1)
-            noise: dict[Key, float] = {}
-            large = [
-                key for key, each in gap.items() if each > self.precision.tolerance
-            ]
-            if large:
-                noise = gaps(
-                    one,
-                    self._noisy[i],
-                    self.precision,
-                    self.initial,
-                    i + 1,
-                    self._disturbed,
-                )
+            gap = every_gap[i]
+            noise = every_noise[min(i, len(every_noise) - 1)] if every_noise else {}
             keys = list(differing(gap, noise, self.precision.tolerance))
-            hidden = {key[0] for key in large if noise[key] > _LARGE_NOISE}
+            large = differing(gap, {}, self.precision.tolerance)
+            hidden = {key[0] for key in large if noise.get(key, 0.0) > _LARGE_NOISE}
             is_of_logs = bool(hidden & {"loss", "metric"})
             if not keys and hidden and is_of_logs not in repeated:
                 # As large as the difference: is it noise, or does nothing repeat? It is
                 # asked again, once, when the logs have such noise.
                 repeated.add(is_of_logs)
                 training = self._experiment(self.reference, self.initial)
-                again = training.train(i + 1)[i]
-                again_gap = gaps(one, again, self.precision, self.initial, i + 1)
+                again_gap = self._gaps(i, training.train(i + 1)[i])
                 keys = list(differing(again_gap, {}, self.precision.tolerance))
             if keys:
                 before = alone[i - 1] if i else self.initial
@@ -376,9 +390,8 @@ class _Verification:
         """Whether a step equals that of one device without the interruption."""
         if not self.script.is_resumed:
             return False
-        one = self.alone_steps[index]
         other = self._fresh().train(self.script.steps)[index]
-        gap = gaps(one, other, self.precision, self.initial, index + 1)
+        gap = self._gaps(index, other)
         return not any(differing(gap, {}, self.precision.tolerance))
 
     def _of_copies(self) -> Iterator[Difference]:
@@ -484,13 +497,3 @@ _LARGE_NOISE = 1e-3
 
 def _difference(kind: str, name: str, alone: str, found: str) -> Difference:
     return Difference(0, kind, name, float("inf"), None, alone, found)
-
-
-def _versions() -> dict[str, str]:
-    name, package = keras.backend.backend(), __name__.partition(".")[0]
-    return {
-        "python": platform.python_version(),
-        "keras": keras.__version__,
-        name: importlib.import_module(name).__version__,
-        package: sys.modules[package].__version__,
-    }
