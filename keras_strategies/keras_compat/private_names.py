@@ -160,9 +160,12 @@ PRIVATE = (
             "_flatten_layers",
             "_layers",
             "_remat_mode",
+            "_tracker",
             "_trainable_variables",
+            "_untrack_variable",
         ),
-        "The sublayers of a model, its switches, and the losses of its last call.",
+        "The sublayers of a model, its switches, its variables, and the losses of its "
+        "last call.",
     ),
     Private(
         "keras.src.ops.operation.Operation",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from typing import Any
 
@@ -9,13 +10,14 @@ import keras
 import numpy as np
 
 from keras_strategies.errors import ContextError, InvalidArgumentError
+from keras_strategies.keras_compat.models.growth import grow_layer
 from keras_strategies.keras_compat.optimizers.optimizer_parts import trained_variables
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.keras_compat.variables.hosted_variables import host_of, is_hosted
-from keras_strategies.training.id_table import (
-    IdTable,
+from keras_strategies.training.id_table import IdTable, keys_of
+from keras_strategies.training.row_initializer import (
+    RowInitializer,
     initial_rows,
-    keys_of,
     with_seed,
 )
 from keras_strategies.user_warnings import warn_user
@@ -31,22 +33,25 @@ _tables: weakref.WeakKeyDictionary[Any, IdTable] = weakref.WeakKeyDictionary()
 class GrowingEmbedding(keras.layers.Embedding):
     """An `Embedding` of ids that are not known in advance, integers or strings.
 
-    Train on a stream part by part: `adapt` counts the ids of a part and gives rows to
-    those that have been seen often enough; `rows` turns ids into the numbers of their
-    rows, which are the input of the layer; `expire` frees rows. The row 0 is that of
-    all ids without one, and is trained as the others are.
+    Ids that have been seen often enough get rows: between two calls of `fit` by
+    `adapt`, which counts the ids of a part of a stream, or within `fit` by
+    `ks.callbacks.AdmitIds`, which counts those of each batch. `rows` turns ids into the
+    numbers of their rows, which are the input of the layer; `expire` frees rows, and
+    `grow` makes the table larger. The row 0 is that of all ids without one, and is
+    trained as the others are.
 
-    A row begins with values that follow from its id and the initializer's seed. They
-    are the same under every strategy, on every backend. What is known of ids are
+    Free rows are given from the first to the last, and a row's initial values follow
+    from its number and the initializer's seed. So the same stream gives the same
+    numbers under every strategy, on every backend. What is known of ids are
     variables of the layer, 16 bytes for each row: files, checkpoints and the snapshots
-    of parameter servers have them. On servers memory is taken by the rows in use,
-    and by slots that do not begin with zeros.
+    of parameter servers have them.
 
     Args:
-        capacity: int, most rows, the row 0 included.
+        capacity: int, rows, the row 0 included.
         dim: int, columns.
         admit: int, how often an id must be seen to get a row. With more than 1, as many
-            ids again as `capacity` are counted without one.
+            ids again as `capacity` are counted without one; where they are more, those
+            that were not seen for longest are forgotten.
         initializer: `RandomUniform`, `RandomNormal` or `Zeros`, or a name of Keras.
         **kwargs: of `keras.layers.Embedding`.
 
@@ -60,6 +65,8 @@ class GrowingEmbedding(keras.layers.Embedding):
     >>> for ids, y in days:
     ...     table.adapt(ids)
     ...     table.expire(model.optimizer, unseen=30)
+    ...     if table.used > 0.9 * table.capacity:
+    ...         table.grow(2 * table.capacity, model)
     ...     model.fit(table.rows(ids), y)
     """
 
@@ -71,14 +78,15 @@ class GrowingEmbedding(keras.layers.Embedding):
         initializer: Any = "uniform",
         **kwargs: Any,
     ):
-        super().__init__(capacity, dim, embeddings_initializer="zeros", **kwargs)
+        own = with_seed(keras.initializers.get(initializer))
+        by_row = RowInitializer(own)
+        super().__init__(capacity, dim, embeddings_initializer=by_row, **kwargs)
         if capacity < 2 or not isinstance(admit, int) or admit < 1:
             raise InvalidArgumentError(
                 "`capacity` must be at least 2 and `admit` at least 1. Received: "
                 f"capacity={capacity}, admit={admit}"
             )
-        self.capacity, self.dim, self.admit = capacity, dim, admit
-        self.initializer = with_seed(keras.initializers.get(initializer))
+        self.dim, self.admit, self.initializer = dim, admit, own
 
     def build(self, input_shape: Any = None) -> None:
         if self.built:
@@ -87,11 +95,21 @@ class GrowingEmbedding(keras.layers.Embedding):
         # "none": steps do not use them, and servers do not send them.
         options = {"dtype": "int32", "trainable": False, "synchronization": "none"}
         count = self.capacity * (1 if self.admit == 1 else 2)
-        shapes = {"entries": (count, 4), "state": (2,)}
+        shapes = {"entries": (count, 4), "state": (3,)}
         self.entries, self.state = (
             keras.Variable(keras.initializers.Zeros(), shape, name=name, **options)
             for name, shape in shapes.items()
         )
+
+    @property
+    def capacity(self) -> int:
+        """int, rows, the row 0 included."""
+        return self.input_dim
+
+    @property
+    def used(self) -> int:
+        """int, rows that ids have, without the row 0."""
+        return len(self.id_table("used").used[0])
 
     @property
     def variable_serialization_spec(self) -> dict[Any, list[str]]:
@@ -120,19 +138,30 @@ class GrowingEmbedding(keras.layers.Embedding):
         Raises:
             RuntimeError: under a strategy with several workers, whose ids differ.
         """
-        table = self._loaded("adapt")
         keys, places = keys_of(ids)
-        counts = np.bincount(places.reshape(-1), minlength=len(keys))
+        return self._count([(keys, np.bincount(places.reshape(-1)))], "adapt", 0)
+
+    def count_batches(self, rounds: list[tuple[np.ndarray, np.ndarray]]) -> int:
+        """As `adapt`, with the ids of each of several batches of `fit`.
+
+        Args:
+            rounds: list of pairs: different ids, int64, and how often each was seen.
+        """
+        return self._count(rounds, "AdmitIds", len(rounds))
+
+    def _count(self, rounds: list[Any], name: str, batches: int) -> int:
+        table = self.id_table(name)
         before = table.entries.copy()
-        rows, new, refused = table.see(keys, counts, self.admit)
-        values = initial_rows(self.initializer, new, self.dim)
-        self._write(before, table, [(self.embeddings, rows, values)])
+        found = [table.see(keys, counts, self.admit) for keys, counts in rounds]
+        table.state[2] += batches
+        self._write(before, table, [])
+        refused = max((each for _, each in found), default=0)
         if refused:
             warn_user(
                 f"{refused:,} ids get no row in {self.name!r}: all {self.capacity:,} "
-                "are in use. Call `expire`, or give more `capacity`."
+                "are in use. Call `expire` or `grow`, or give more `capacity`."
             )
-        return len(rows)
+        return sum(new for new, _ in found)
 
     def expire(
         self,
@@ -142,24 +171,62 @@ class GrowingEmbedding(keras.layers.Embedding):
     ) -> int:
         """Frees the rows of ids; if they come again, they begin again.
 
+        Call it between two calls of `fit`.
+
         Args:
             optimizer: the optimizer that trains the layer; None without one. Its slots
                 of these rows begin again.
             unseen: int, frees rows of ids that were not in the last so many calls of
-                `adapt`.
+                `adapt` and batches of `ks.callbacks.AdmitIds`.
             fewer_than: int, frees rows of ids that have been seen fewer times.
 
         Returns:
             int, the number of rows.
         """
-        table = self._loaded("expire")
+        table = self.id_table("expire")
         before = table.entries.copy()
         rows = table.expire(unseen, fewer_than)
-        writes = [(self.embeddings, rows, np.zeros((1, self.dim), np.float32))]
+        initial = initial_rows(self.initializer, rows, self.dim)
+        writes = [(self.embeddings, rows, initial)]
         for slot, initial in _slots(optimizer, self.embeddings):
             writes.append((slot, rows, initial))
         self._write(before, table, writes)
         return len(rows)
+
+    def grow(self, capacity: int, model: Any = None) -> None:
+        """Gives the table more rows; those in use keep their values and slots.
+
+        The numbers are then those of a table that had this capacity from the begin, if
+        it has not been full. Call it between two calls of `fit`: the layer gets other
+        variables, and the model an optimizer with slots for them, so the next steps
+        are compiled again. Both tables take memory until this returns.
+
+        Args:
+            capacity: int, rows, the row 0 included.
+            model: the model that trains the layer; None without one.
+
+        Raises:
+            ValueError: if `capacity` is not larger than the present one, or the model
+                does not have the layer.
+        """
+        if capacity <= self.capacity:
+            raise InvalidArgumentError(
+                f"`grow` makes a table larger. Received: capacity={capacity}, and "
+                f"{self.name!r} has {self.capacity:,} rows. `expire` frees rows."
+            )
+        table = self.id_table("grow").grown(capacity)
+        strategy = strategy_of(self.entries)
+        with strategy.scope() if strategy is not None else contextlib.nullcontext():
+            pairs = grow_layer(self, {"input_dim": capacity}, model)
+
+            def write() -> None:
+                for old, new in pairs:
+                    _copy_rows(old, new)
+                _set_rows(self.entries, np.arange(len(table.entries)), table.entries)
+                _set_rows(self.state, np.arange(len(table.state)), table.state)
+
+            self._durably(write)
+        _tables[self] = table
 
     def rows(self, ids: Any) -> np.ndarray:
         """The rows of ids, the input of this layer; 0 for ids without one.
@@ -170,7 +237,7 @@ class GrowingEmbedding(keras.layers.Embedding):
         Returns:
             int32 array of the same shape.
         """
-        table = self._loaded("rows")
+        table = self.id_table("rows")
         keys, places = keys_of(ids)
         return table.rows_of(keys)[places]
 
@@ -184,12 +251,16 @@ class GrowingEmbedding(keras.layers.Embedding):
         Returns:
             pair of the ids `(n,)` and of their vectors `(n, dim)`.
         """
-        found = np.asarray(self._loaded("export").used[1] if ids is None else ids)
+        found = np.asarray(self.id_table("export").used[1] if ids is None else ids)
         every = keras.ops.convert_to_numpy(self.embeddings)
         return found, np.asarray(every)[self.rows(found)]
 
-    def _loaded(self, name: str) -> IdTable:
-        """The table of what the variables have."""
+    def id_table(self, name: str) -> IdTable:
+        """What the variables have of ids.
+
+        Args:
+            name: str, of what uses it, for errors.
+        """
         if not self.built:
             self.build()
         strategy = strategy_of(self.entries)
@@ -211,7 +282,7 @@ class GrowingEmbedding(keras.layers.Embedding):
         writes = [
             *rows,
             (self.entries, changed, table.entries[changed]),
-            (self.state, np.arange(2), table.state),
+            (self.state, np.arange(len(table.state)), table.state),
         ]
 
         def write() -> None:
@@ -220,11 +291,27 @@ class GrowingEmbedding(keras.layers.Embedding):
 
         # What is not written completely is read again.
         _tables.pop(self, None)
+        self._durably(write)
+        _tables[self] = table
+
+    def _durably(self, write: Any) -> None:
         if is_hosted(self.entries):
             host_of(self.entries).write_durably(write)
         else:
             write()
-        _tables[self] = table
+
+
+def _copy_rows(old: Any, new: Any) -> None:
+    """Assigns the value of a variable to another one, which may have more rows."""
+    if is_hosted(old) and len(old.shape):
+        host = host_of(old)
+        host_of(new).write_pieces(new, host.pieces(old))
+        return
+    value = keras.ops.convert_to_numpy(old)
+    if tuple(old.shape) == tuple(new.shape):
+        new.assign(value)
+    else:
+        _set_rows(new, np.arange(len(value)), value)
 
 
 def _set_rows(variable: Any, rows: np.ndarray, values: np.ndarray) -> None:

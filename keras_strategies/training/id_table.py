@@ -15,13 +15,11 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_strategies.errors import InvalidArgumentError, InvalidTypeError
+from keras_strategies.errors import InvalidTypeError
 
 #: Columns of an entry: both halves of its id, times seen (0: free), last round.
 _SEEN, _LAST = 2, 3
 _MOST = 2**31 - 1
-#: Of splitmix64.
-_STEP, _MIX, _MIX_AGAIN = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def keys_of(ids: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -65,9 +63,13 @@ def _hash(text: Any) -> int:
 class IdTable:
     """Entries of ids, changed in place.
 
+    A round takes time for its ids, and from time to time for all: `_levels` are sorted
+    ids with their places, all but the newest ones, and these.
+
     Args:
         entries: int32 `(n, 4)`.
-        state: int32 `(2,)`: the number of rounds, and a checksum of all of them.
+        state: int32 `(3,)`: the number of rounds, a checksum of all of them, and the
+            number of batches of `fit` among them.
         rows: int, entries of rows of the table.
     """
 
@@ -77,18 +79,44 @@ class IdTable:
         self._rows = rows
         self._sort()
 
+    def copy(self) -> IdTable:
+        """A table with entries of its own."""
+        return IdTable(self.entries.copy(), self.state.copy(), self._rows)
+
     def _sort(self) -> None:
-        used = np.flatnonzero(self.entries[:, _SEEN])
+        is_used = self.entries[:, _SEEN] > 0
+        used = np.flatnonzero(is_used)
         keys = _joined(self.entries[used])
         order = np.argsort(keys)
-        self._keys, self._places = keys[order], used[order]
+        none = np.empty(0, np.int64)
+        self._levels = [(keys[order], used[order]), (none, none)]
+        free = np.flatnonzero(~is_used)
+        self._free = free[(free > 0) & (free < self._rows)]
+        self._free_candidates = free[free >= self._rows]
 
     def _find(self, keys: np.ndarray) -> np.ndarray:
         """The entry of each key; -1 for none."""
-        if not len(self._keys):
-            return np.full(len(keys), -1)
-        near = np.searchsorted(self._keys, keys).clip(max=len(self._keys) - 1)
-        return np.where(self._keys[near] == keys, self._places[near], -1)
+        found = np.full(len(keys), -1)
+        for known, places in self._levels:
+            at, is_there = _search(known, keys)
+            found[is_there] = places[at[is_there]]
+        return found
+
+    def _put(self, keys: np.ndarray, places: np.ndarray) -> None:
+        """Sets the entries of keys, with or without one before."""
+        is_new = np.ones(len(keys), bool)
+        for known, own in self._levels:
+            at, is_there = _search(known, keys)
+            own[at[is_there]] = places[is_there]
+            is_new &= ~is_there
+        keys, places = keys[is_new], places[is_new]
+        order = np.argsort(keys)
+        (old, _), (newest, own) = self._levels
+        at = np.searchsorted(newest, keys[order])
+        newest = np.insert(newest, at, keys[order])
+        self._levels[1] = newest, np.insert(own, at, places[order])
+        if len(newest) > 1024 + len(old) // 8:
+            self._sort()
 
     def rows_of(self, keys: np.ndarray) -> np.ndarray:
         """The row of each key; 0 for those without one."""
@@ -101,9 +129,7 @@ class IdTable:
         rows = np.flatnonzero(self.entries[: self._rows, _SEEN])
         return rows, _joined(self.entries[rows])
 
-    def see(
-        self, keys: np.ndarray, counts: np.ndarray, admit: int
-    ) -> tuple[np.ndarray, np.ndarray, int]:
+    def see(self, keys: np.ndarray, counts: np.ndarray, admit: int) -> tuple[int, int]:
         """A round of ids; those that have been seen often enough get free rows.
 
         Args:
@@ -112,9 +138,9 @@ class IdTable:
             admit: int, times that it must have been seen.
 
         Returns:
-            the new rows and their keys, and the number of ids for which no row is free.
+            the numbers of new rows, and of ids for which no row is free.
         """
-        self.state[0] += 1
+        self._begin_round(keys, counts)
         entries, now = self.entries, self.state[0]
         places = self._find(keys)
         known = places >= 0
@@ -126,26 +152,37 @@ class IdTable:
         wanted = np.flatnonzero(~has_row & (seen >= admit))
         # The most frequent ones first, where rows are scarce.
         wanted = wanted[np.lexsort((keys[wanted], -seen[wanted]))]
-        free = 1 + np.flatnonzero(entries[1 : self._rows, _SEEN] == 0)
-        refused = max(0, len(wanted) - len(free))
-        wanted = wanted[: len(free)]
-        rows = free[: len(wanted)]
-        entries[places[wanted][known[wanted]]] = 0
+        refused = max(0, len(wanted) - len(self._free))
+        wanted = wanted[: len(self._free)]
+        rows, self._free = np.split(self._free, [len(wanted)])
+        left = np.sort(places[wanted][known[wanted]])
+        entries[left] = 0
+        at = np.searchsorted(self._free_candidates, left)
+        self._free_candidates = np.insert(self._free_candidates, at, left)
         entries[rows] = _split(keys[wanted], seen[wanted], now)
-        waiting = ~has_row & ~known
+        self._put(keys[wanted], rows)
+        waiting = ~known
         waiting[wanted] = False
-        self._replace_candidates(_split(keys[waiting], seen[waiting], now))
-        self._end_round(rows)
-        return rows, keys[wanted], refused
+        self._add_candidates(_split(keys[waiting], seen[waiting], now))
+        return len(rows), refused
 
-    def _replace_candidates(self, new: np.ndarray) -> None:
-        """Adds candidates; those that were not seen for longest make room."""
+    def _add_candidates(self, new: np.ndarray) -> None:
+        """Adds candidates. Where they are too many, a quarter is free afterwards.
+
+        Those that were not seen for longest make room.
+        """
         area = self.entries[self._rows :]
-        every = np.concatenate([area[area[:, _SEEN] > 0], new])
-        order = np.lexsort((_joined(every), -every[:, _SEEN], -every[:, _LAST]))
-        every = every[order[: len(area)]]
-        area[: len(every)] = every
-        area[len(every) :] = 0
+        if len(new) <= len(self._free_candidates):
+            places, self._free_candidates = np.split(self._free_candidates, [len(new)])
+            self.entries[places] = new
+            self._put(_joined(new), places)
+        elif len(area):
+            every = np.concatenate([area[area[:, _SEEN] > 0], new])
+            order = np.lexsort((_joined(every), -every[:, _SEEN], -every[:, _LAST]))
+            every = every[order[: len(area) - len(area) // 4]]
+            area[: len(every)] = every
+            area[len(every) :] = 0
+            self._sort()
 
     def expire(self, unseen: int | None, fewer_than: int | None) -> np.ndarray:
         """Frees rows and drops candidates; returns the rows.
@@ -163,14 +200,36 @@ class IdTable:
         gone &= entries[:, _SEEN] > 0
         places = np.flatnonzero(gone)
         entries[places] = 0
-        self._end_round(places)
+        self._note(places)
+        self._sort()
         return places[places < self._rows]
 
-    def _end_round(self, places: np.ndarray) -> None:
-        self._sort()
-        summed = zlib.crc32(self._keys.tobytes(), int(self.state[1]) & 0xFFFFFFFF)
-        summed = zlib.crc32(places.tobytes(), summed)
+    def grown(self, rows: int) -> IdTable:
+        """A table with more rows, and as many more candidates, if it has them."""
+        has_candidates = len(self.entries) > self._rows
+        entries = np.zeros((rows * (2 if has_candidates else 1), 4), np.int32)
+        entries[: self._rows] = self.entries[: self._rows]
+        candidates = self.entries[self._rows :]
+        entries[rows : rows + len(candidates)] = candidates
+        return IdTable(entries, self.state.copy(), rows)
+
+    def _begin_round(self, *arrays: np.ndarray) -> None:
+        self.state[0] += 1
+        self._note(*arrays)
+
+    def _note(self, *arrays: np.ndarray) -> None:
+        summed = int(self.state[1]) & 0xFFFFFFFF
+        for array in arrays:
+            summed = zlib.crc32(array.astype(np.int64).tobytes(), summed)
         self.state[1] = np.uint32(summed).astype(np.int32)
+
+
+def _search(known: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Places of keys among known, sorted ones, and whether each is there."""
+    if not len(known):
+        return np.zeros(len(keys), np.int64), np.zeros(len(keys), bool)
+    at = np.searchsorted(known, keys).clip(max=len(known) - 1)
+    return at, known[at] == keys
 
 
 def _joined(entries: np.ndarray) -> np.ndarray:
@@ -182,64 +241,3 @@ def _split(keys: np.ndarray, seen: np.ndarray, now: Any) -> np.ndarray:
     entries[:, :2] = np.ascontiguousarray(keys).view(np.int32).reshape(-1, 2)
     entries[:, _SEEN], entries[:, _LAST] = seen, now
     return entries
-
-
-def initial_rows(initializer: Any, keys: np.ndarray, columns: int) -> np.ndarray:
-    """Initial values of rows that follow from their ids and the initializer's seed.
-
-    Args:
-        initializer: `RandomUniform`, `RandomNormal` or `Zeros` of Keras.
-        keys: int64 `(n,)`.
-        columns: int.
-
-    Returns:
-        float32 `(n, columns)`.
-    """
-    names, kind = keras.initializers, type(initializer)
-    if kind is names.Zeros:
-        return np.zeros((len(keys), columns), np.float32)
-    seed = initializer.seed % 2**32
-    if kind is names.RandomUniform:
-        low, high = initializer.minval, initializer.maxval
-        return (low + (high - low) * _uniform(keys, columns, seed)).astype(np.float32)
-    # Of Box and Muller.
-    size = np.sqrt(-2 * np.log(1 - _uniform(keys, columns, seed)))
-    angle = 2 * np.pi * _uniform(keys, columns, seed + 2**32)
-    values = initializer.mean + initializer.stddev * size * np.cos(angle)
-    return values.astype(np.float32)
-
-
-def with_seed(initializer: Any) -> Any:
-    """The initializer with the seed that it has drawn, which files then have.
-
-    Raises:
-        ValueError: if it cannot compute rows from their ids.
-    """
-    names = keras.initializers
-    seed = getattr(initializer, "seed", 0)
-    known = (names.Zeros, names.RandomUniform, names.RandomNormal)
-    if type(initializer) not in known or not isinstance(seed, int):
-        raise InvalidArgumentError(
-            "`initializer` computes each row from its id: give RandomUniform or "
-            f"RandomNormal with an integer seed, or Zeros. Received: {initializer!r}"
-        )
-    config = initializer.get_config()
-    if "seed" in config:
-        config["seed"] = seed
-    return type(initializer).from_config(config)
-
-
-def _uniform(keys: np.ndarray, columns: int, seed: int) -> np.ndarray:
-    """Numbers in [0, 1) by splitmix64 of key, column and seed."""
-    with np.errstate(over="ignore"):
-        start = _mixed(keys.view(np.uint64) ^ _mixed(np.array([seed], np.uint64)))
-        steps = np.arange(1, columns + 1, dtype=np.uint64) * np.uint64(_STEP)
-        mixed = _mixed(start[:, None] + steps)
-    return (mixed >> np.uint64(11)) * 2.0**-53
-
-
-def _mixed(values: np.ndarray) -> np.ndarray:
-    values = values + np.uint64(_STEP)
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(_MIX)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(_MIX_AGAIN)
-    return values ^ (values >> np.uint64(31))

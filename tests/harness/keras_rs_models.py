@@ -1,4 +1,4 @@
-"""A ranking model of keras_rs: tables, features that share one, a loss and metrics."""
+"""Models of keras_rs: ranking with its tables, loss and metrics, and a small DLRM."""
 
 from __future__ import annotations
 
@@ -88,5 +88,73 @@ def ranking_model(optimizer: Any, loss: Any = None) -> Any:
             metrics.MeanReciprocalRank(name="mrr"),
             metrics.PrecisionAtK(k=2, name="precision"),
         ],
+    )
+    return model
+
+
+#: Ids of each feature of `dlrm`.
+VOCABULARY = {"user": 60, "item": 40, "city": 16}
+
+
+def clicks(rows: int = 30) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Numbers, ids that are different in each batch, and whether there was a click.
+
+    Args:
+        rows: int.
+
+    Returns:
+        Inputs, float32 `(rows, 5)` and int32 `(rows,)`, and float32 `(rows, 1)`.
+    """
+    random = np.random.default_rng(0)
+    x = {"numbers": random.normal(size=(rows, 5)).astype("float32")}
+    for name, count in VOCABULARY.items():
+        own = [random.permutation(count)[:BATCH] for _ in range(-(-rows // BATCH))]
+        x[name] = np.concatenate(own)[:rows].astype("int32")
+    return x, (x["numbers"].sum(1, keepdims=True) + x["item"][:, None] % 3 > 1) * 1.0
+
+
+class Dlrm(keras.Model):
+    """DLRM as in the examples of keras_rs: dot products of features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = keras_rs.layers
+        tables = {
+            name: layers.TableConfig(name, count, 4, initializer=_uniform(i))
+            for i, (name, count) in enumerate(VOCABULARY.items())
+        }
+        features = {
+            name: layers.FeatureConfig(name, table, (BATCH,), (BATCH, 4))
+            for name, table in tables.items()
+        }
+        self.embeddings = layers.DistributedEmbedding(features)
+        self.bottom = _dense(8, 4)
+        self.interaction = layers.DotInteraction()
+        self.top = _dense(8, 1)
+
+    def call(self, inputs: dict[str, Any]) -> Any:
+        numbers = self.bottom(inputs["numbers"])
+        found = self.embeddings({name: inputs[name] for name in VOCABULARY})
+        products = self.interaction([numbers, *(found[name] for name in VOCABULARY)])
+        return self.top(keras.ops.concatenate([numbers, products], axis=-1))
+
+
+def _dense(*units: int) -> Any:
+    kinds = ["relu"] * (len(units) - 1) + [None]
+    return keras.Sequential(
+        [
+            keras.layers.Dense(n, kind, kernel_initializer=_uniform(n))
+            for n, kind in zip(units, kinds, strict=True)
+        ]
+    )
+
+
+def dlrm() -> Any:
+    """A compiled `Dlrm`."""
+    model = Dlrm()
+    model.compile(
+        keras.optimizers.Adagrad(0.1),
+        keras.losses.BinaryCrossentropy(from_logits=True),
+        metrics=[keras.metrics.AUC(from_logits=True, name="auc")],
     )
     return model

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections import Counter
 
 import keras
 import numpy as np
@@ -12,76 +11,44 @@ import pytest
 
 import keras_strategies as ks
 from keras_strategies.errors import ContextError
+from keras_strategies.parameter_server.variables.initial_values import (
+    shard_initializers,
+)
 from keras_strategies.parameter_server.variables.variable_registry import (
     VariableRegistry,
 )
-from keras_strategies.training.id_table import IdTable, initial_rows, keys_of
+from keras_strategies.training.id_table import IdTable, keys_of
+from keras_strategies.training.row_initializer import RowInitializer, initial_rows
 from parameter_server import clusters
-
-CAPACITY = 40
-#: Keras on TensorFlow squares the gradients of equal ids of a batch one by one.
-IS_LINEAR = keras.backend.backend() == "tensorflow"
-
+from parameter_server.growing_tables import CAPACITY, IS_LINEAR, OneByOne, days
 
 # Rows of ids
 
 
-class OneByOne:
-    """What a table of ids promises, with a dict and loops."""
-
-    def __init__(self, rows: int, candidates: int, admit: int):
-        self.rows, self.candidates, self.admit = rows, candidates, admit
-        self.seen: dict[int, int] = {}
-        self.last: dict[int, int] = {}
-        self.row: dict[int, int] = {}
-        self.now = 0
-
-    def see(self, ids) -> None:
-        self.now += 1
-        for each, count in Counter(ids).items():
-            self.seen[each] = self.seen.get(each, 0) + count
-            self.last[each] = self.now
-        wanted = [i for i in set(ids) - set(self.row) if self.seen[i] >= self.admit]
-        taken = set(self.row.values())
-        free = [row for row in range(1, self.rows) if row not in taken]
-        wanted.sort(key=lambda i: (-self.seen[i], i))
-        self.row.update(zip(wanted, free, strict=False))
-        waiting = sorted(
-            set(self.seen) - set(self.row),
-            key=lambda i: (-self.last[i], -self.seen[i], i),
-        )
-        for each in waiting[self.candidates :]:
-            del self.seen[each], self.last[each]
-
-    def expire(self, unseen, fewer_than) -> None:
-        for each in list(self.seen):
-            is_old = unseen is not None and self.now - self.last[each] >= unseen
-            is_rare = fewer_than is not None and self.seen[each] < fewer_than
-            if is_old or (is_rare and each in self.row):
-                del self.seen[each], self.last[each]
-                self.row.pop(each, None)
-
-
 @pytest.mark.parametrize("admit", [1, 3])
-@pytest.mark.parametrize("seed", range(4))
-def test_rows_are_those_of_a_table_that_looks_at_one_id_at_a_time(admit, seed) -> None:
-    random = np.random.default_rng(seed)
-    candidates = 0 if admit == 1 else 12
-    expected = OneByOne(12, candidates, admit)
-    entries = np.zeros((12 + candidates, 4), np.int32)
-    table = IdTable(entries, np.zeros(2, np.int32), 12)
-    every = random.integers(-(2**62), 2**62, 40)
-    for _ in range(60):
-        ids = random.choice(every, random.integers(1, 12))
+@pytest.mark.parametrize(("rows", "rounds"), [(12, 60), (13, 60), (3000, 12)])
+def test_rows_are_those_of_a_table_that_looks_at_one_id_at_a_time(
+    admit, rows, rounds
+) -> None:
+    random = np.random.default_rng(rows)
+    candidates = 0 if admit == 1 else rows
+    expected = OneByOne(rows, candidates, admit)
+    entries = np.zeros((rows + candidates, 4), np.int32)
+    table = IdTable(entries, np.zeros(3, np.int32), rows)
+    every = random.integers(-(2**62), 2**62, 3 * rows)
+    for _ in range(rounds):
+        ids = random.choice(every, random.integers(1, rows))
         keys, places = keys_of(ids)
-        table.see(keys, np.bincount(places), admit)
+        # As it is read again from its variables, too.
+        again = IdTable(table.entries.copy(), table.state.copy(), rows)
+        for each in (table, again):
+            each.see(keys, np.bincount(places), admit)
+        np.testing.assert_array_equal(table.entries, again.entries)
         expected.see(ids.tolist())
         if random.random() < 0.3:
             conditions = [(3, None), (None, 4), (5, 2)][random.integers(3)]
             table.expire(*conditions)
             expected.expire(*conditions)
-        # As it is read again from its variables.
-        table = IdTable(table.entries.copy(), table.state.copy(), 12)
         found = table.rows_of(every).tolist()
         assert found == [expected.row.get(each, 0) for each in every.tolist()]
 
@@ -98,38 +65,34 @@ def test_ids_are_integers_or_strings() -> None:
             keys_of(wrong)
 
 
-def test_initial_values_follow_from_the_id() -> None:
-    keys = np.random.default_rng(0).integers(-(2**62), 2**62, 4000)
+def test_initial_values_follow_from_the_number_of_the_row() -> None:
+    rows = np.arange(4000)
     uniform = keras.initializers.RandomUniform(-2.0, 1.0, seed=3)
     normal = keras.initializers.RandomNormal(1.0, 2.0, seed=3)
-    values = initial_rows(uniform, keys, 8)
-    np.testing.assert_array_equal(initial_rows(uniform, keys[5:6], 8), values[5:6])
+    values = initial_rows(uniform, rows, 8)
+    np.testing.assert_array_equal(initial_rows(uniform, rows[5:6], 8), values[5:6])
     assert values.min() >= -2 and values.max() <= 1
     assert abs(values.mean() + 0.5) < 0.02 and abs(values.var() - 9 / 12) < 0.02
     assert len(np.unique(values)) > 31_000
     correlations = np.corrcoef(values.T) - np.eye(8)
     assert abs(correlations).max() < 0.07
     other = keras.initializers.RandomUniform(-2.0, 1.0, seed=4)
-    assert not np.isclose(initial_rows(other, keys, 8), values).any(axis=1).all()
-    values = initial_rows(normal, keys, 8)
+    assert not np.isclose(initial_rows(other, rows, 8), values).any(axis=1).all()
+    values = initial_rows(normal, rows, 8)
     assert abs(values.mean() - 1) < 0.05 and abs(values.std() - 2) < 0.05
-    with pytest.raises(ValueError, match="computes each row from its id"):
+    with pytest.raises(ValueError, match="computes each row from its number"):
         ks.layers.GrowingEmbedding(9, 2, initializer="glorot_uniform")
 
 
+def test_servers_compute_the_rows_of_one_process() -> None:
+    initializer = RowInitializer(keras.initializers.RandomNormal(seed=3))
+    whole = keras.ops.convert_to_numpy(initializer((300_007, 4), "float32"))
+    shard = shard_initializers(initializer, (300_007, 4), "float32")
+    found = [shard(a, b)() for a, b in ((0, 7), (7, 290_000), (290_000, 300_007))]
+    np.testing.assert_array_equal(np.concatenate(found), whole)
+
+
 # Training
-
-
-def days(kind: str):
-    """Parts of a stream whose ids change, with targets."""
-    random = np.random.default_rng(1)
-    for day in range(5):
-        ids = day * 6 + np.minimum(random.geometric(0.15, (48, 2)), 30)
-        y = (ids % 7).sum(axis=1, keepdims=True).astype("float32")
-        if kind == "strings":
-            yield np.char.add("item ", ids.astype(str)), y
-        else:
-            yield ids.astype("int64") * (2**40 + 3), y
 
 
 def build():
@@ -235,7 +198,8 @@ def test_an_expired_row_begins_again_with_its_slots() -> None:
     table.expire(model.optimizer, unseen=0)
     assert used.max() == 0 or table.rows(np.array([2**41])).max() == 0
     values = clusters.values([table.embeddings, model.optimizer.variables[2]])
-    assert (values[0][1:] == 0).all() and values[0][0].any()
+    expected = initial_rows(table.initializer, np.arange(1, CAPACITY), 3)
+    np.testing.assert_array_equal(values[0][1:], expected)
     initial = 0.0 if IS_LINEAR else 0.1
     np.testing.assert_allclose(values[1][1:], initial)
     assert (abs(values[1][0]) > initial).any()
@@ -298,7 +262,7 @@ def test_a_server_that_is_killed_has_what_was_adapted(
     rows = again.rows_of(np.arange(12))
     np.testing.assert_array_equal(rows, np.arange(1, 13))
     values = keras.ops.convert_to_numpy(table.embeddings)[rows]
-    expected = initial_rows(table.initializer, np.arange(12), 3)
+    expected = initial_rows(table.initializer, rows, 3)
     np.testing.assert_array_equal(values, expected)
 
 

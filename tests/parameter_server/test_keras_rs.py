@@ -11,13 +11,18 @@ from parameter_server import clusters
 
 pytest.importorskip("keras_rs", reason="keras_rs is not installed")
 
-from harness.keras_rs_models import BATCH, ranking_data, ranking_model
+from harness.keras_rs_models import BATCH, clicks, dlrm, ranking_data, ranking_model
 
 pytestmark = [pytest.mark.one_backend, pytest.mark.multiprocess]
 
 
-def trained(x, y):
-    model = ranking_model(keras.optimizers.Adagrad(0.1))
+MODELS = {
+    "ranking": (lambda: ranking_model(keras.optimizers.Adagrad(0.1)), ranking_data, 2),
+    "dlrm": (dlrm, clicks, 3),
+}
+
+
+def trained(model, x, y):
     history = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
     return model, history.history
 
@@ -32,15 +37,17 @@ def tables() -> tuple[list[str], list[str]]:
     return [v.path for v in variables.tables], [v.path for v in variables.others]
 
 
-def test_a_model_of_keras_rs_trains_as_on_one_device(synchronous) -> None:
-    x, y = ranking_data()
-    alone, expected = trained(x, y)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_of_keras_rs_trains_as_on_one_device(synchronous, name) -> None:
+    make, data, count = MODELS[name]
+    x, y = data()
+    alone, expected = trained(make(), x, y)
     with synchronous.scope():
-        model, found = trained(x, y)
+        model, found = trained(make(), x, y)
     # Only the rows of a batch are pulled.
     coordinator = ks.ClusterCoordinator(synchronous)
     rows, full = coordinator.schedule(tables).fetch(clusters.SECONDS)
-    assert sum("embeddings" in path for path in rows) == 2
+    assert sum("embeddings" in path for path in rows) == count
     assert not any("embeddings" in path for path in full)
     for name, values in expected.items():
         np.testing.assert_allclose(found[name], values, rtol=1e-4, err_msg=name)

@@ -314,6 +314,31 @@ def test_a_table_of_ones_own_is_looked_up_by_rows(synchronous) -> None:
     assert "shards on" in repr(model.weights[0])
 
 
+def test_a_matrix_that_is_assigned_and_not_read(synchronous) -> None:
+    class Last(keras.layers.Layer):
+        """Has what the last batch was like."""
+
+        def build(self, shape):
+            options = {"initializer": "zeros", "trainable": False}
+            self.last = self.add_weight(shape=(4, 3), **options)
+
+        def call(self, x):
+            self.last.assign(keras.ops.ones((4, 3)) * keras.ops.mean(x))
+            return x
+
+    def trained():
+        model = keras.Sequential([keras.Input((3,)), Last(), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        x = np.arange(24, dtype="float32").reshape(8, 3)
+        model.fit(x, np.ones(8), batch_size=4, shuffle=False, verbose=0)
+        return keras.ops.convert_to_numpy(model.layers[0].last)
+
+    with synchronous.scope():
+        found = trained()
+    np.testing.assert_array_equal(found, trained())
+    assert found.min() > 10
+
+
 def test_thousands_of_lookups(synchronous) -> None:
     """Large gradients of lookups: XLA sums them on TensorFlow, `index_add` on Torch."""
 

@@ -322,6 +322,11 @@ def changed_in(scope: Any, variable: Any) -> Any:
     return None if value is raw_value(variable) else value
 
 
+def assigned_tables(scope: Any, variables: StepVariables) -> list[Any]:
+    """The tables to which a step has assigned values in a scope."""
+    return [v for v in variables.tables if changed_in(scope, v) is not None]
+
+
 class _Writable:
     """Array interface of a read-only array that declares its memory writable."""
 

@@ -110,11 +110,17 @@ class JaxStepProgram(StepProgram):
             variables = [*self.variables.tables, *self.variables.others]
             tables = list(self.variables.tables)
             found: list[Any] = []
+            assigned: list[Any] = []
 
             def trace(
-                values: Any, batch: Any, found: Any = found, variables: Any = variables
+                values: Any,
+                batch: Any,
+                found: Any = found,
+                assigned: Any = assigned,
+                variables: Any = variables,
             ) -> Any:
                 found.clear()
+                assigned.clear()
                 ids: list[Any] = []
 
                 def take(x: Any, indices: Any, axis: Any) -> Any:
@@ -132,6 +138,9 @@ class JaxStepProgram(StepProgram):
                     applying_through(OptimizerCallRecorder()),
                 ):
                     outputs = self.body(batch)
+                for variable, value in zip(variables, values, strict=True):
+                    if scope.get_current_value(variable) is not value:
+                        assigned.append(variable)
                 kept = [scope.get_current_value(v) for v in self.variables.others]
                 return ids, (TracedOutputs(outputs, _is_computed).tensors, kept)
 
@@ -144,7 +153,7 @@ class JaxStepProgram(StepProgram):
                 dense = [
                     table
                     for table, is_read in zip(tables, read[: len(tables)], strict=True)
-                    if is_read
+                    if is_read or any(table is v for v in assigned)
                 ]
             if dense:
                 self.variables.mark_dense(dense)

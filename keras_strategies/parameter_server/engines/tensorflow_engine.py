@@ -25,6 +25,7 @@ from keras_strategies.parameter_server.engines.engine_interface import (
     StepResult,
     StepVariables,
     TracedOutputs,
+    assigned_tables,
     changed_in,
     regularized_scope,
     writable,
@@ -113,8 +114,9 @@ class TensorFlowStepProgram(StepProgram):
     def _find_lookups(self, signature: Any) -> _Lookups:
         while True:
             tables = list(self.variables.tables)
-            found, program = self._trace_lookups(signature)
+            found, assigned, program = self._trace_lookups(signature)
             read = _read_handles(program.concrete.graph)
+            read.update(id(_handle(table)) for table in assigned)
             dense = [t for t in tables if id(_handle(t)) in read]
             if not dense and _depend_on_state(program.concrete.outputs):
                 # Ids that depend on variables are unknown before the step.
@@ -123,9 +125,10 @@ class TensorFlowStepProgram(StepProgram):
                 return found, _passed_on(program.concrete), program
             self.variables.mark_dense(dense)
 
-    def _trace_lookups(self, signature: Any) -> tuple[list[Any], _Traced]:
-        """A program of a batch that returns ids, and their tables."""
+    def _trace_lookups(self, signature: Any) -> tuple[list[Any], list[Any], _Traced]:
+        """A program of a batch that returns ids, their tables, and assigned ones."""
         found: list[Any] = []
+        assigned: list[Any] = []
         ids: list[Any] = []
 
         def take(x: Any, indices: Any, axis: Any) -> Any:
@@ -143,14 +146,15 @@ class TensorFlowStepProgram(StepProgram):
             found.clear()
             ids.clear()
             with (
-                regularized_scope(self.variables),
+                regularized_scope(self.variables) as scope,
                 lookups_through(take),
                 applying_through(OptimizerCallRecorder()),
             ):
                 self.body(keras.tree.pack_sequence_as(signature, list(leaves)))
+            assigned[:] = assigned_tables(scope, self.variables)
             return list(ids)
 
-        return found, _Traced(ids_of, _flat(signature))
+        return found, assigned, _Traced(ids_of, _flat(signature))
 
     def _is_table(self, x: Any) -> bool:
         return any(x is table for table in self.variables.tables)

@@ -28,6 +28,7 @@ from keras_strategies.parameter_server.engines.engine_interface import (
     StepProgram,
     StepResult,
     StepVariables,
+    assigned_tables,
     changed_in,
     regularized_scope,
 )
@@ -87,13 +88,13 @@ class TorchStepProgram(StepProgram):
                 set_stub(table)
             with (
                 torch.set_grad_enabled(True),
-                regularized_scope(self.variables),
+                regularized_scope(self.variables) as scope,
                 lookups_through(take),
                 applying_through(OptimizerCallRecorder()),
                 _TableReads(tables) as reads,
             ):
                 self.body(_tensors(batch))
-            read = reads.found()
+            read = reads.found() or assigned_tables(scope, self.variables)
             self._clear_gradients()
             if not read:
                 return found

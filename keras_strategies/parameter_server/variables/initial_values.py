@@ -22,6 +22,7 @@ import numpy as np
 from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.keras_compat.variables.generator_seeds import set_initializer_seed
 from keras_strategies.parameter_server.variables.dtype_sizes import bytes_per_element
+from keras_strategies.training.row_initializer import RowInitializer
 
 #: Numbers in a block, at least a row of them. Another size gives other initial values.
 _BLOCK_SIZE = 1 << 19
@@ -95,6 +96,9 @@ class ShardInitializer:
         if isinstance(self.initializer, CONSTANTS):
             array[first:last] = _values(self.initializer, (1,), self.dtype)
             return
+        if isinstance(self.initializer, RowInitializer):
+            self.initializer.fill(array[first:last], self.start + first)
+            return
         rows = max(1, _BLOCK_SIZE // max(1, math.prod(self._row_shape)))
         begin, end = self.start + first, self.start + last
         blocks = range(begin // rows, -(-end // rows))
@@ -142,7 +146,7 @@ def shard_initializers(
         ValueError: for an initializer that cannot compute rows independently.
     """
     seed: tuple[int, ...] = ()
-    if not isinstance(initializer, CONSTANTS):
+    if not isinstance(initializer, (*CONSTANTS, RowInitializer)):
         seed = _seed(initializer)
         initializer = _in_numpy(_per_shard(initializer, shape))
 
