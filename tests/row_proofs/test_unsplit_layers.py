@@ -19,7 +19,6 @@ from harness.training import Case, assert_same, compiled, train
 from keras import layers, ops
 
 import keras_strategies as ks
-from keras_strategies.rows.row_prover import RowProver
 
 pytestmark = pytest.mark.one_backend("torch", "tensorflow")
 
@@ -192,60 +191,3 @@ def test_a_proof_without_memory_says_nothing_about_the_layer(tmp_path: Path) -> 
         with pytest.raises(MemoryError, match="cannot allocate 9 GiB"):
             model.predict_on_batch(X[:8])
         model.predict_on_batch(X[:8])
-
-
-class RunningSum(layers.Layer):
-    """The sum of a row and those before it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense = layers.Dense(6)
-
-    def build(self, shape: Any) -> None:
-        self.dense.build(shape)
-
-    def call(self, inputs: Any) -> Any:
-        return ops.cumsum(self.dense(inputs), axis=0)
-
-
-class InAnother(layers.Layer):
-    """Calls a layer, once or more often."""
-
-    def __init__(self, often: int) -> None:
-        super().__init__()
-        self.inner, self.often = RunningSum(), often
-
-    def build(self, shape: Any) -> None:
-        self.inner.build(shape)
-
-    def call(self, inputs: Any) -> Any:
-        outputs = self.inner(inputs)
-        for _ in range(1, self.often):
-            outputs = self.inner(outputs)
-        return outputs
-
-
-@SPLITS
-@pytest.mark.parametrize("often", [1, 2])
-def test_a_layer_is_refused_by_the_proof_around_it(
-    often: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Unless that has other calls of it, which could be split."""
-    proved = []
-    prove = RowProver.prove
-
-    def noted(self: Any, call: Any, *args: Any) -> Any:
-        proved.append(call.layer)
-        return prove(self, call, *args)
-
-    layer = InAnother(often)
-    model = mirrored_model(layer)
-    monkeypatch.setattr(RowProver, "prove", noted)
-    with pytest.warns(UserWarning, match="'Cumsum'.*goes along the rows"):
-        outputs = model.predict_on_batch(X[:8])
-    assert proved == [model, layer.inner][:often]
-    expected = X[:8]
-    for _ in range(often):
-        expected = ops.cumsum(layer.inner.dense(expected), axis=0)
-    expected = ops.convert_to_numpy(expected)
-    np.testing.assert_allclose(outputs, expected, rtol=1e-5, atol=1e-6)
