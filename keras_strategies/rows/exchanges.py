@@ -37,7 +37,7 @@ class Exchanges:
         nodes: Sequence[Node],
     ):
         self._events = events
-        self._outermost = {id(x): i for i, x in enumerate(nodes) if not x.bodies}
+        self._outermost = {id(node) for node in nodes if not node.bodies}
         self._may = {id(node) for _, node in events if node and not node.is_repeated}
         #: The exchanges, by the `id` of their nodes.
         self.chosen: dict[int, Exchange] = {}
@@ -45,8 +45,8 @@ class Exchanges:
         self._used: dict[int, Exchange] = {}
         #: The sums that another sum is computed from, by its index.
         self._origins: dict[int, dict[int, Exchange]] = {}
-        #: The numbers of operations that mix rows whatever is exchanged, by the reason.
-        self.final: dict[str, int] = {}
+        #: Why operations mix rows that no exchange changes.
+        self._final: set[str] = set()
 
     def choose_more(self, problem: str) -> bool:
         """Whether other exchanges may help; the next propagation has them.
@@ -56,7 +56,7 @@ class Exchanges:
         Args:
             problem: why the call cannot be split with those so far.
         """
-        found = {} if problem in self.final else self._wanted
+        found = {} if problem in self._final else self._wanted
         self.chosen |= found
         self._wanted, self._used, self._origins = {}, {}, {}
         return bool(found)
@@ -71,6 +71,8 @@ class Exchanges:
             tensors: its results.
             known: the placements of all tensors, by their indices.
         """
+        if not self._may:
+            return
         given = tensors_in((node.args, node.kwargs))
         placed = [known[x.index] for x in given]
         found = next((each for x in tensors if (each := known[x.index]).is_mixed), None)
@@ -80,7 +82,7 @@ class Exchanges:
                     self.want(each)
                 has_sums = any(self._origins.get(x.index) for x in given)
                 if id(node) in self._outermost and not has_sums:
-                    self.final[found.reason] = self._outermost[id(node)]
+                    self._final.add(found.reason)
             return
         origins: dict[int, Exchange] = {}
         for each in given:

@@ -106,8 +106,6 @@ class RowProof:
             sentence "Layer 'x' cannot be split by rows: ..."; None if it can be.
         mixes: bool, whether the problem is an operation by which rows of the outputs or
             losses depend on one another, as far as rules tell.
-        unsplit_inside: the `id`s of layers whose calls in this one have that operation,
-            and get their rows as this call does: they cannot be split either.
         draws: for each draw of random numbers, in their order, the entries of its axis
             0 for each row; 0 for a draw that all rows share.
         drawn: the names of the functions that draw them with a parameter for each
@@ -128,7 +126,6 @@ class RowProof:
     updates: Mapping[int, RowPlacement] = field(default_factory=dict)
     problem: str | None = None
     mixes: bool = False
-    unsplit_inside: frozenset[int] = frozenset()
     draws: Sequence[int] = ()
     drawn: Sequence[str] = ()
     calls: dict[int, Calls] = field(default_factory=dict, compare=False)

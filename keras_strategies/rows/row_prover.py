@@ -23,11 +23,9 @@ from keras_strategies.rows.code_names import checked_code
 from keras_strategies.rows.exchanges import Exchanges
 from keras_strategies.rows.layer_calls import LayerCall
 from keras_strategies.rows.placed import (
-    ROWS,
     SAME,
     ZERO,
     MixesRows,
-    Placed,
     UnknownUse,
     are_equal,
     rows_of_shapes,
@@ -43,7 +41,6 @@ from keras_strategies.rows.row_tensors import (
     error_text,
     is_array,
     shape_of,
-    tensors_in,
 )
 from keras_strategies.rows.trace import Trace
 from keras_strategies.rows.trace_functions import DRAWS, FUNCTIONS
@@ -113,8 +110,6 @@ class _Attempts:
     _state: PythonState
     _followed: frozenset[int] = frozenset()
     _traces: list[Trace] = field(default_factory=list)
-    #: The placements of tensors that were found last, by their indices.
-    _known: dict[int, Placed] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         sizes = [size for size in self._sizes if size]
@@ -180,26 +175,9 @@ class _Attempts:
         while found.problem is not None and exchanges.choose_more(found.problem):
             found = self._placed(exchanges)
         if found.problem is not None:
-            return replace(first, unsplit_inside=self._unsplit_inside(exchanges, first))
+            return first
         proved = exchanges.proved(self._call.layer)
         return replace(found, events=proved, problem_without=first.problem)
-
-    def _unsplit_inside(self, exchanges: Exchanges, proof: RowProof) -> frozenset[int]:
-        """See `RowProof`."""
-        number = exchanges.final.get(proof.problem or "")
-        if number is None:
-            return frozenset()
-        calls = self._traces[0].layer_calls
-        layers = [id(layer) for layer, *_ in calls]
-        found = set()
-        for layer, given, begin, end in calls:
-            placed = [self._known[x.index] for x in tensors_in(given)]
-            get_rows = placed[:1] == [ROWS] and all(
-                each == ROWS or each.is_constant for each in placed
-            )
-            if begin <= number < end and get_rows and layers.count(id(layer)) == 1:
-                found.add(id(layer))
-        return frozenset(found)
 
     def _placed(self, exchanges: Exchanges) -> RowProof:
         try:
@@ -272,7 +250,6 @@ class _Attempts:
 
     def _propagated(self, exchanges: Exchanges) -> Propagation:
         found = Propagation(self._counts, not self._sizes, exchanges)
-        self._known = found.known
         for tensors in zip(*(trace.inputs for trace in self._traces), strict=True):
             shapes = [shape_of(x) for x in tensors]
             found.known[tensors[0].index] = rows_of_shapes(shapes, self._counts)

@@ -172,9 +172,6 @@ class Trace:
     #: A context around calls with values, which are not those of a replica.
     outside: Callable[[], contextlib.AbstractContextManager[Any]] = nullcontext
     problem: str | None = None
-    #: Calls of layers outside of loops and branches that have operations, with their
-    #: arguments, the number of the first one, and that after the last.
-    layer_calls: list[tuple[Any, Any, int, int]] = field(default_factory=list)
     #: Whether a function of the backend computes constants, by others.
     _is_inside: bool = False
     _known_calls: int = 0
@@ -358,13 +355,9 @@ class Trace:
                     self._note_layer(layer, is_one=True)
                     return self._known_call(layer, args, kwargs, number, outputs)
         self._note_layer(layer)
-        is_quantized = getattr(layer, "quantization_mode", None) is not None
-        call = layer.quantized_call if is_quantized else layer.call
-        begin = len(self.nodes)
-        outputs = call(*args, **kwargs)
-        if not self.depth:
-            self.layer_calls.append((layer, (args, kwargs), begin, len(self.nodes)))
-        return outputs
+        if getattr(layer, "quantization_mode", None) is not None:
+            return layer.quantized_call(*args, **kwargs)
+        return layer.call(*args, **kwargs)
 
     def _note_layer(self, layer: Any, is_one: bool = False) -> None:
         if not self.depth:

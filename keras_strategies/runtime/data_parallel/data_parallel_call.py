@@ -66,9 +66,8 @@ _logger = logging.getLogger("keras_strategies.row_parts")
 
 
 class _UnsplitCall(threading.local):
-    # The proof of the one that this thread is in. Layers in it need no warning of their
-    # own; None outside.
-    proof: RowProof | None = None
+    # Whether this thread is in one: its layers need no warning of their own.
+    is_open = False
 
 
 class DataParallelCall:
@@ -153,13 +152,9 @@ class DataParallelCall:
                     or "the batch has too few rows, or a tensor that replicas cannot "
                     "have parts of"
                 )
-            around = self._unsplit_call.proof
-            if around is not None and id(layer) in around.unsplit_inside:
-                proof, is_new = around, False
-            else:
-                proof, is_new, (is_split, outputs) = self._proved(
-                    layer_call, row_split, note
-                )
+            proof, is_new, (is_split, outputs) = self._proved(
+                layer_call, row_split, note
+            )
             if proof.problem is None:
                 if not is_split:
                     return all_rows(f"it {self._not_on_replicas[layer]}")
@@ -167,14 +162,15 @@ class DataParallelCall:
                 return outputs
             note.unsplit(proof.problem, has_notes_inside=True)
             self._in_unsplit_calls.update(sublayers(layer)[1:])
-            self._unsplit_call.proof = proof
+            is_inner = self._unsplit_call.is_open
+            self._unsplit_call.is_open = True
             try:
                 with layer_calls_through(self._inner_call):
                     outputs = unsplit(layer, call, args, kwargs)
             finally:
-                self._unsplit_call.proof = around
+                self._unsplit_call.is_open = is_inner
             note.count_own(layer, outputs)
-            if is_new and around is None:
+            if is_new and not is_inner:
                 self._warn_once(layer, proof.problem)
             return outputs
 
