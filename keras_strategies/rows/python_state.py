@@ -228,13 +228,9 @@ def _differences(now: Any, before: Any) -> list[Any]:
 def _hold_the_same(now: Any, before: Any) -> bool:
     """Whether two dicts or lists do; fast, as a call rarely changes them."""
     if isinstance(before, dict):
-        is_same, pairs = now.keys() == before.keys(), (now.values(), before.values())
-    else:
-        is_same, pairs = (
-            isinstance(before, list) and len(now) == len(before),
-            (now, before),
-        )
-    return is_same and all(map(operator.is_, *pairs))
+        now, before = [*now, *now.values()], [*before, *before.values()]
+    is_list = isinstance(before, list) and len(now) == len(before)
+    return is_list and all(map(operator.is_, now, before))
 
 
 # What a proof depends on.

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -94,8 +93,15 @@ class RowProver:
                 call cannot be split otherwise.
         """
         given = (self._surroundings, call, with_rows, sizes, may_exchange)
-        with routed_backend(), _without_collections():
-            return _Attempts(*given, PythonState(call.layer, call.leaves)).proof()
+        # Without collections tensors of traces stay in the youngest generation.
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            with routed_backend():
+                return _Attempts(*given, PythonState(call.layer, call.leaves)).proof()
+        finally:
+            if was_enabled:
+                gc.enable()
 
 
 @dataclass
@@ -329,18 +335,6 @@ class _Attempts:
         if self._call.adds:
             kinds.append(RowKind.SUM)
         return placement.kind in kinds
-
-
-@contextlib.contextmanager
-def _without_collections() -> Iterator[None]:
-    """A context in which tensors of traces stay in the youngest generation."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _are_alive(references: Sequence[weakref.ref[Any]]) -> bool:
