@@ -199,7 +199,7 @@ def _build(layer: Any, name: str, args: Any, kwargs: Any) -> None:
             return
         raise ValueError(
             f"{name} is not built, and cannot be built from the arguments "
-            f"({type(error).__name__}: {error_text(error)[:200]}). Pass arguments "
+            f"({error_text(error)}). Pass arguments "
             "that its `call` takes, or call it once before `ks.rulecheck`."
         ) from error
 

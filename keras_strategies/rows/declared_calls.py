@@ -115,8 +115,7 @@ def _compared(
     except _Differs as error:
         return f"it is declared with `ks.row_wise`, but {error}", nothing
     except Exception as error:  # Of the user's code, or of a framework.
-        text = f"{type(error).__name__}: {error_text(error)[:200]}"
-        return f"its call on {_ROWS} rows fails ({text})", nothing
+        return f"its call on {_ROWS} rows fails ({error_text(error)})", nothing
 
 
 @contextlib.contextmanager

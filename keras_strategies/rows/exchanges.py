@@ -27,17 +27,11 @@ class Exchanges:
     """The sums over rows of a call, and which of them are exchanged.
 
     Args:
-        events: those of the first trace; none if replicas may not exchange.
-        nodes: its operations, outside of loops and branches.
+        events: those of the first trace.
     """
 
-    def __init__(
-        self,
-        events: Sequence[tuple[ProvedEvent, Node | None]],
-        nodes: Sequence[Node],
-    ):
+    def __init__(self, events: Sequence[tuple[ProvedEvent, Node | None]]):
         self._events = events
-        self._outermost = {id(node) for node in nodes if not node.bodies}
         self._may = {id(node) for _, node in events if node and not node.is_repeated}
         #: The exchanges, by the `id` of their nodes.
         self.chosen: dict[int, Exchange] = {}
@@ -45,18 +39,13 @@ class Exchanges:
         self._used: dict[int, Exchange] = {}
         #: The sums that another sum is computed from, by its index.
         self._origins: dict[int, dict[int, Exchange]] = {}
-        #: Why operations mix rows that no exchange changes.
-        self._final: set[str] = set()
 
-    def choose_more(self, problem: str) -> bool:
+    def choose_more(self) -> bool:
         """Whether other exchanges may help; the next propagation has them.
 
         Sums that are used further may be sums of others, as the mean in a variance.
-
-        Args:
-            problem: why the call cannot be split with those so far.
         """
-        found = {} if problem in self._final else self._wanted
+        found = self._wanted
         self.chosen |= found
         self._wanted, self._used, self._origins = {}, {}, {}
         return bool(found)
@@ -75,14 +64,10 @@ class Exchanges:
             return
         given = tensors_in((node.args, node.kwargs))
         placed = [known[x.index] for x in given]
-        found = next((each for x in tensors if (each := known[x.index]).is_mixed), None)
-        if found is not None:
+        if any(known[x.index].is_mixed for x in tensors):
             if not any(each.is_mixed for each in placed):
                 for each in given:
                     self.want(each)
-                has_sums = any(self._origins.get(x.index) for x in given)
-                if id(node) in self._outermost and not has_sums:
-                    self._final.add(found.reason)
             return
         origins: dict[int, Exchange] = {}
         for each in given:

@@ -166,10 +166,7 @@ class PythonState:
         where = f"of layer {layer.name!r}"
         self._note(where, vars(layer))
         is_own = not type(layer).__module__.startswith("keras.")
-        known = () if is_own else _attributes_of_keras()
         for name, value in list(vars(layer).items()):
-            if isinstance(value, _PLAIN) or name in known:
-                continue
             if not _is_of_keras(name):
                 self._add(f"{name!r} {where}", value, 0)
             elif is_own and isinstance(value, (list, dict)):
@@ -216,21 +213,11 @@ class PythonState:
 
 def _differences(now: Any, before: Any) -> list[Any]:
     """The names of attributes that differ; True for other values."""
-    if _hold_the_same(now, before):
-        return []
     if not isinstance(before, dict):
         now, before = {True: now}, {True: before}
     missing = object()
     pairs = ((k, now.get(k, missing), before.get(k, missing)) for k in now | before)
     return [k for k, a, b in pairs if a is not b and _token(a, 0) != _token(b, 0)]
-
-
-def _hold_the_same(now: Any, before: Any) -> bool:
-    """Whether two dicts or lists do; fast, as a call rarely changes them."""
-    if isinstance(before, dict):
-        now, before = [*now, *now.values()], [*before, *before.values()]
-    is_list = isinstance(before, list) and len(now) == len(before)
-    return is_list and all(map(operator.is_, now, before))
 
 
 # What a proof depends on.

@@ -147,8 +147,7 @@ class _Attempts:
         problems = [trace.problem for trace in self._traces if trace.problem]
         if problems:
             return f"its code {problems[0]}"
-        name = type(error).__name__
-        return f"its call cannot be traced ({name}: {error_text(error)[:200]})"
+        return f"its call cannot be traced ({error_text(error)})"
 
     def _proof_without_left(self) -> RowProof:
         proof = self._proof()
@@ -175,10 +174,10 @@ class _Attempts:
             change = self._state.change()
             if change is not None:
                 return RowProof(problem=change)
-        events, nodes = self._traces[0].events, self._traces[0].nodes
-        exchanges = Exchanges(events if self._may_exchange else (), nodes)
+        events = self._traces[0].events
+        exchanges = Exchanges(events if self._may_exchange else ())
         first = found = self._placed(exchanges)
-        while found.problem is not None and exchanges.choose_more(found.problem):
+        while found.problem is not None and exchanges.choose_more():
             found = self._placed(exchanges)
         if found.problem is not None:
             return first
@@ -215,7 +214,7 @@ class _Attempts:
     def _trace(self, rows: int) -> None:
         call = self._call
         options = (rows, not self._sizes, self._followed, call.only_adds)
-        trace = Trace(*options, not self._traces, FUNCTIONS, DRAWS)
+        trace = Trace(*options, FUNCTIONS, DRAWS)
         self._traces.append(trace)
         given = [
             self._argument(trace, leaf, has_rows)

@@ -229,20 +229,17 @@ def _dtype_of_framework(name: str) -> Any:
         return ops.zeros((), name).dtype
 
 
-_NO_ARRAYS = (type(None), bool, int, float, complex, str, bytes, list, tuple, dict)
-
-
 def is_number(value: Any) -> bool:
     return isinstance(value, (bool, int, float, complex, np.generic))
 
 
 def is_array(value: Any) -> bool:
     """Whether a value is an array or tensor, and not of a trace."""
-    if isinstance(value, np.ndarray):
-        return True
-    if isinstance(value, _NO_ARRAYS):  # TensorFlow's answer takes long.
-        return False
-    return not isinstance(value, keras.KerasTensor) and bool(ops.is_tensor(value))
+    # To ask TensorFlow takes long.
+    plain = (type(None), bool, int, float, str, list, tuple, dict, keras.KerasTensor)
+    if isinstance(value, (np.ndarray, *plain)):
+        return isinstance(value, np.ndarray)
+    return bool(ops.is_tensor(value))
 
 
 def symbolic(leaf: Any) -> Any:
@@ -265,8 +262,9 @@ def shape_of(value: Any) -> tuple[int, ...]:
 
 
 def error_text(error: BaseException) -> str:
-    """The first line of an error of a call, without what Keras adds to it."""
+    """The class and the first line of an error of a call, without what Keras adds."""
     lines = re.sub(r"\x1b\[\d+m", "", str(error)).split("\n")
     if lines[0].startswith("Exception encountered when calling"):
         lines = lines[1:]
-    return next((line for line in lines if line.strip()), "").strip()
+    first = next((line for line in lines if line.strip()), "").strip()
+    return f"{type(error).__name__}: {first[:200]}"

@@ -140,7 +140,6 @@ class Trace:
         is_any: bool, whether it stands for any number of rows.
         followed: the numbers of calls of known layers whose code is traced.
         only_adds: bool, see `LayerCall`.
-        has_places: bool, whether its operations say where they are.
         functions: see `Tracer`.
         draws: see `Tracer`.
     """
@@ -149,7 +148,6 @@ class Trace:
     is_any: bool
     followed: frozenset[int]
     only_adds: bool
-    has_places: bool
     functions: Any
     draws: Any
     #: The tensors with rows, the results, and the lines of the user's that ran.
@@ -195,8 +193,6 @@ class Trace:
         """Tensors of the trace with the shapes and dtypes of a structure."""
         if isinstance(structure, keras.KerasTensor):
             return self.tensor(shape_of(structure), structure.dtype)
-        if type(structure) in (list, tuple):
-            return type(structure)(map(self.like, structure))
         nested = isinstance(structure, (list, tuple, dict))
         return tree.map_structure(self.like, structure) if nested else structure
 
@@ -417,9 +413,8 @@ class Trace:
         made = self.like(node.outputs)
         if keras.backend.backend() == "torch":
             _note_memory(node.name, (node.args, node.kwargs), made)
-        place = self._place() if self.has_places else ""
         repeated = self.repeated > 0
-        node = replace(node, outputs=made, place=place, is_repeated=repeated)
+        node = replace(node, outputs=made, place=self._place(), is_repeated=repeated)
         self.nodes.append(node)
         if node.name in SUMS and node.number is None and not self.depth:
             self.events.append((ProvedEvent(node.name), node))

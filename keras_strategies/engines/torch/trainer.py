@@ -225,7 +225,7 @@ def counted(
         peak = step_peak(model, batch, share, device, own_shape, reads)
     except RuntimeError as error:
         # An operation without a result, where values are not known.
-        reason = error_text(error) or type(error).__name__
+        reason = error_text(error)
         source = f"{cost.source}; the peak cannot be counted: {reason}"
         return replace(cost, source=source)
     source = f"{cost.source}; the peak is what Torch tracks without values"
