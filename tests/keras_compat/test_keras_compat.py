@@ -61,6 +61,8 @@ def test_threads_at_the_same_time_have_scopes_of_their_own() -> None:
 def test_the_device_of_a_scope_outlasts_clear_session(mirrored) -> None:
     if keras.backend.backend() != "torch":
         pytest.skip("only Keras on Torch has its device in the state of a thread")
+    with mirrored.scope():
+        pass  # It installs what follows the state of threads.
     # `meta`, as another device than the default one, which is the CPU here.
     with keras.device("meta"), kept_scope_state():
         keras.utils.clear_session()
