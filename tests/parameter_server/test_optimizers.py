@@ -100,14 +100,14 @@ def assert_equal(ours, theirs) -> None:
 # Updates of servers in this process.
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def in_process():
-    """Two servers in this process."""
+    """Two servers in this process, in place of processes for the time of a test."""
     with servers_in_process.start(servers=2) as strategy:
         yield strategy
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def lazy():
     with servers_in_process.start(servers=2, lazy_rows=True) as strategy:
         yield strategy
