@@ -136,7 +136,8 @@ class GrowingEmbedding(keras.layers.Embedding):
             int, the number of new rows.
 
         Raises:
-            RuntimeError: under a strategy with several workers, whose ids differ.
+            ValueError: if workers give different ids, or their seeds differ.
+            RuntimeError: under a strategy with elastic workers.
         """
         keys, places = keys_of(ids)
         return self._count([(keys, np.bincount(places.reshape(-1)))], "adapt", 0)
@@ -159,7 +160,8 @@ class GrowingEmbedding(keras.layers.Embedding):
         if refused:
             warn_user(
                 f"{refused:,} ids get no row in {self.name!r}: all {self.capacity:,} "
-                "are in use. Call `expire` or `grow`, or give more `capacity`."
+                "are in use. Call `expire` or `grow`, or give `AdmitIds` "
+                "`max_capacity` or `unseen`."
             )
         return sum(new for new, _ in found)
 
@@ -264,11 +266,12 @@ class GrowingEmbedding(keras.layers.Embedding):
         if not self.built:
             self.build()
         strategy = strategy_of(self.entries)
-        if strategy is not None and strategy.workers is not None:
+        workers = None if strategy is None else strategy.workers
+        if workers is not None and not workers.actions.is_fixed:
             raise ContextError(
                 f"`{name}` of {self.name!r} was called under "
-                f"{type(strategy).__name__}, whose workers have different ids. Use "
-                "parameter servers, or one worker."
+                f"{type(strategy).__name__} with `elastic`: a worker that joins has "
+                "not seen the ids. Leave out `elastic`, or use parameter servers."
             )
         state = np.array(keras.ops.convert_to_numpy(self.state))
         table = _tables.get(self)
@@ -291,8 +294,20 @@ class GrowingEmbedding(keras.layers.Embedding):
 
         # What is not written completely is read again.
         _tables.pop(self, None)
+        self._agree(table)
         self._durably(write)
         _tables[self] = table
+
+    def _agree(self, table: IdTable) -> None:
+        """Checks that all workers know the same ids and give rows the same values."""
+        strategy = strategy_of(self.entries)
+        if strategy is not None and strategy.workers is not None:
+            found = {
+                "rounds and checksum": table.state.tolist(),
+                "seed": getattr(self.initializer, "seed", None),
+            }
+            what = f"the ids of {self.name!r} and its initializer"
+            strategy.workers.group.agree(what, found)
 
     def _durably(self, write: Any) -> None:
         if is_hosted(self.entries):

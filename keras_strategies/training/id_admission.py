@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -9,12 +10,14 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_strategies.errors import ContextError
+from keras_strategies.errors import ContextError, InvalidArgumentError
 from keras_strategies.training.growing_embedding import GrowingEmbedding
-from keras_strategies.training.id_table import keys_of
+from keras_strategies.training.id_table import IdTable, keys_of
 
 #: Batches of a generator that Keras reads before training begins.
 _FIRST_BATCHES = 2
+#: Fraction of a table's rows in use above which it grows.
+_MOST_USED = 0.75
 
 
 class AdmitIds(keras.callbacks.Callback):
@@ -28,11 +31,21 @@ class AdmitIds(keras.callbacks.Callback):
     evaluation, of the batches that were trained: give `steps_per_epoch` for a long
     stream. A file that is saved within an epoch has the ids of its begin, which suffice
     to go on with that epoch, as `Resume(..., stream="skip")` does: what it reads again
-    is not counted twice. Rows are freed, and tables grow, between two calls of `fit`.
+    is not counted twice.
+
+    With the arguments below, rows expire and tables grow at the end of an epoch, after
+    its evaluation. A table that has grown gives the model another optimizer, and its
+    step is compiled again. `Resume` needs a layer with the capacity that it had then.
+
+    On several workers each one reads all batches, and counts the same ids.
 
     Args:
         tables: the layer; for inputs that are dicts, a dict of layers by the names of
             the inputs that are ids. Several inputs may have one layer.
+        max_capacity: int, rows up to which a table is doubled at the end of an epoch if
+            more than 3/4 of its rows are in use. None for no growth.
+        unseen: int, see `GrowingEmbedding.expire`, at the end of each epoch.
+        fewer_than: int, likewise.
 
     Example:
 
@@ -47,8 +60,15 @@ class AdmitIds(keras.callbacks.Callback):
     ... )
     """
 
-    def __init__(self, tables: Any):
+    def __init__(
+        self,
+        tables: Any,
+        max_capacity: int | None = None,
+        unseen: int | None = None,
+        fewer_than: int | None = None,
+    ):
         super().__init__()
+        self._ends = _EpochEnd(max_capacity, unseen, fewer_than)
         self._named = tables if isinstance(tables, dict) else {None: tables}
         self._layers = list(dict.fromkeys(self._named.values()))
         self._tables: list[_TableAhead] = []
@@ -59,6 +79,8 @@ class AdmitIds(keras.callbacks.Callback):
         # Trained batches before this epoch, and in it.
         self._before, self._steps = 0, 0
         self._trains = False
+        # Batches of an epoch at whose end tables change; None for no such end.
+        self._per_epoch: int | None = None
 
     def read(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The input of one call of `fit`, with rows in place of ids.
@@ -71,8 +93,8 @@ class AdmitIds(keras.callbacks.Callback):
             generator of the batches, with int32 arrays of the shapes of ids.
 
         Raises:
-            RuntimeError: under a strategy with several workers, whose ids differ. In
-                `fit`, without this callback.
+            RuntimeError: under a strategy with elastic workers. In `fit`, without this
+                callback.
         """
         self._tables = [_TableAhead(layer) for layer in self._layers]
         self._read.clear()
@@ -100,13 +122,22 @@ class AdmitIds(keras.callbacks.Callback):
             yield (rows[None] if None in self._named else {**x, **rows}, *rest)
 
     def _see(self, number: int, rounds: list[Any]) -> None:
+        per_epoch = self._per_epoch
         for table, (keys, counts) in zip(self._tables, rounds, strict=True):
+            if per_epoch and number % per_epoch == 0 and number > table.loaded:
+                table.ids = self._ends.applied(table.ids)
             # A batch that is read again has been counted.
             if number >= table.counted:
                 table.ids.see(keys, counts, table.layer.admit)
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._trains = True
+        self._per_epoch = self.params.get("steps") if self._ends.changes else None
+        if self._per_epoch and self._per_epoch < _FIRST_BATCHES:
+            raise InvalidArgumentError(
+                "`AdmitIds` changes tables at the end of an epoch, which has "
+                f"steps_per_epoch={self._per_epoch}. Give at least {_FIRST_BATCHES}."
+            )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         # Another callback may have restored the variables.
@@ -125,6 +156,9 @@ class AdmitIds(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._count()
+        grown = [table.end_epoch(self._ends, self.model) for table in self._tables]
+        if any(grown):
+            self.model.make_train_function(force=True)
 
     def _count(self) -> None:
         """Counts the ids of trained batches in the layers."""
@@ -146,6 +180,38 @@ class AdmitIds(keras.callbacks.Callback):
             table.count(rounds)
 
 
+@dataclasses.dataclass(frozen=True)
+class _EpochEnd:
+    """What happens to a table at the end of an epoch; see `AdmitIds`."""
+
+    max_capacity: int | None
+    unseen: int | None
+    fewer_than: int | None
+
+    @property
+    def expires(self) -> bool:
+        """Whether rows are freed."""
+        return self.unseen is not None or self.fewer_than is not None
+
+    @property
+    def changes(self) -> bool:
+        """Whether anything happens."""
+        return self.expires or self.max_capacity is not None
+
+    def capacity(self, table: IdTable) -> int:
+        """The rows of a table afterwards."""
+        is_full = len(table.used[0]) > _MOST_USED * table.rows
+        grown = min(2 * table.rows, self.max_capacity or 0)
+        return max(grown, table.rows) if is_full else table.rows
+
+    def applied(self, table: IdTable) -> IdTable:
+        """A table of ids afterwards."""
+        if self.expires:
+            table.expire(self.unseen, self.fewer_than)
+        rows = self.capacity(table)
+        return table.grown(rows) if rows > table.rows else table
+
+
 class _TableAhead:
     """The ids of a layer after the last batch that has been read.
 
@@ -159,7 +225,7 @@ class _TableAhead:
         self._others = 0
         self.load()
         # Batches of other calls of `fit`.
-        self._others = self.counted
+        self._others, self.loaded = self.counted, 0
 
     @property
     def counted(self) -> int:
@@ -173,6 +239,8 @@ class _TableAhead:
         if is_new:
             self.ids = table.copy()
             self._state = table.state.copy()
+            #: int, batches that were counted then.
+            self.loaded = self.counted
         return is_new
 
     def count(self, rounds: list[Any]) -> None:
@@ -180,6 +248,18 @@ class _TableAhead:
         if rounds:
             self.layer.count_batches(rounds)
             self._state = self.layer.id_table("AdmitIds").state.copy()
+
+    def end_epoch(self, ends: _EpochEnd, model: Any) -> bool:
+        """Changes the layer at the end of an epoch; whether it has grown."""
+        layer = self.layer
+        if ends.expires:
+            layer.expire(model.optimizer, ends.unseen, ends.fewer_than)
+        table = layer.id_table("AdmitIds")
+        self._state = table.state.copy()
+        rows = ends.capacity(table)
+        if grows := rows > table.rows:
+            layer.grow(rows, model)
+        return grows
 
 
 def _joined(given: list[tuple[np.ndarray, np.ndarray]]) -> Any:

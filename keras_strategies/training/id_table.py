@@ -79,6 +79,11 @@ class IdTable:
         self._rows = rows
         self._sort()
 
+    @property
+    def rows(self) -> int:
+        """int, entries of rows of the table."""
+        return self._rows
+
     def copy(self) -> IdTable:
         """A table with entries of its own."""
         return IdTable(self.entries.copy(), self.state.copy(), self._rows)

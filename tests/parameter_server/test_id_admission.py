@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import keras
 import numpy as np
 import pytest
@@ -23,14 +25,14 @@ def batches(count: int = 12):
         yield {"a": first * (2**40 + 3), "b": second * (2**40 + 3)}, y
 
 
-def two_inputs():
+def two_inputs(capacity: int = CAPACITY, **options):
     keras.utils.set_random_seed(2)
-    table = ks.layers.GrowingEmbedding(CAPACITY, 3, admit=2, name="growing")
+    table = ks.layers.GrowingEmbedding(capacity, 3, admit=2, name="growing")
     inputs = {name: keras.Input((2,), dtype="int32", name=name) for name in "ab"}
     joined = keras.layers.Concatenate(axis=1)([table(x) for x in inputs.values()])
     model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Flatten()(joined)))
     model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse")
-    return model, ks.callbacks.AdmitIds(dict.fromkeys("ab", table))
+    return model, ks.callbacks.AdmitIds(dict.fromkeys("ab", table), **options)
 
 
 def fit(model, admission, epochs: int = 2, steps: int = 4, callbacks=()):
@@ -168,6 +170,110 @@ def test_batches_must_be_read_through_the_callback() -> None:
     # TensorFlow raises an error of its own, with the text.
     with pytest.raises(Exception, match="as one of the callbacks"):
         model.fit(admission.read(batches()), shuffle=False, verbose=0)
+
+
+# At the end of an epoch
+
+FEW, MOST, UNSEEN = 10, 30, 3
+
+
+def changing():
+    return two_inputs(FEW, max_capacity=MOST, unseen=UNSEEN)
+
+
+def fit_changing(model, admission, callbacks=()):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".* ids get no row")
+        fit(model, admission, epochs=4, steps=3, callbacks=callbacks)
+    return model.get_layer("growing")
+
+
+@pytest.fixture(scope="module")
+def by_hand():
+    """The same with a call of `fit` for each epoch, and calls of the layer."""
+    model, admission = two_inputs(FEW)
+    table = model.get_layer("growing")
+    every, capacities, freed = list(batches()), [], 0
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".* ids get no row")
+        for epoch in range(4):
+            part = admission.read(every[3 * epoch : 3 * epoch + 3])
+            options = {"steps_per_epoch": 3, "shuffle": False, "verbose": 0}
+            model.fit(part, callbacks=[admission], **options)
+            freed += table.expire(model.optimizer, unseen=UNSEEN)
+            if 4 * table.used > 3 * table.capacity and table.capacity < MOST:
+                table.grow(min(2 * table.capacity, MOST), model)
+            capacities.append(table.capacity)
+    assert capacities == [2 * FEW, 2 * FEW, MOST, MOST] and freed
+    return weights_of(model)
+
+
+def test_tables_grow_and_rows_expire_within_fit(by_hand) -> None:
+    model, admission = changing()
+    table = fit_changing(model, admission)
+    assert table.capacity == MOST
+    assert_same(model, by_hand)
+    found = model.predict({n: np.zeros((4, 2), "int32") for n in "ab"}, verbose=0)
+    assert np.isfinite(found).all()
+
+
+@pytest.mark.one_backend
+@pytest.mark.multiprocess
+def test_tables_on_two_servers_grow_within_fit(synchronous, by_hand) -> None:
+    with synchronous.scope():
+        model, admission = changing()
+    fit_changing(model, admission)
+    assert_same(model, by_hand)
+
+
+@pytest.mark.nightly
+@pytest.mark.multiprocess
+def test_tables_of_two_asynchronous_workers_grow_within_fit(asynchronous) -> None:
+    """Each update counts, and the ids are those of one device."""
+    model, admission = changing()
+    expected = keras.ops.convert_to_numpy(fit_changing(model, admission).entries)
+    with asynchronous.scope():
+        model, admission = changing()
+    table = fit_changing(model, admission)
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(table.entries), expected)
+    assert int(keras.ops.convert_to_numpy(model.optimizer.iterations)) == 12
+
+
+@pytest.mark.one_backend
+def test_tables_of_two_replicas_grow_within_fit(by_hand) -> None:
+    with ks.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+        model, admission = changing()
+    fit_changing(model, admission)
+    assert_same(model, by_hand)
+
+
+@pytest.mark.one_backend
+@pytest.mark.nightly(unless=["4"])
+@pytest.mark.parametrize("step", [4, 6])
+def test_resumed_tables_change_once_at_the_end_of_an_epoch(
+    by_hand, tmp_path, step
+) -> None:
+    """Resumed within the second epoch, and at its end."""
+
+    def resume():
+        folder = str(tmp_path / "snapshots")
+        return ks.callbacks.Resume(folder, every_steps=1, stream="skip")
+
+    with ks.OneDeviceStrategy("cpu:0").scope():
+        model, admission = changing()
+    with pytest.raises(RuntimeError, match="died"):
+        fit_changing(model, admission, [resume(), Dies(step)])
+    capacity = model.get_layer("growing").capacity
+    with ks.OneDeviceStrategy("cpu:0").scope():
+        model, admission = two_inputs(capacity, max_capacity=MOST, unseen=UNSEEN)
+    fit_changing(model, admission, [resume()])
+    assert_same(model, by_hand)
+
+
+def test_an_epoch_of_one_step_does_not_change_tables() -> None:
+    model, admission = changing()
+    with pytest.raises(ValueError, match="steps_per_epoch=1"):
+        fit(model, admission, steps=1)
 
 
 # Growth

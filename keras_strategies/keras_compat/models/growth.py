@@ -7,6 +7,9 @@ from typing import Any
 import keras
 
 from keras_strategies.errors import InvalidArgumentError
+from keras_strategies.keras_compat.backends.keras_on_torch import (
+    track_parameters_again,
+)
 from keras_strategies.keras_compat.models.layers import sublayers
 from keras_strategies.keras_compat.optimizers.optimizer_classes import optimizer_kind
 
@@ -50,6 +53,9 @@ def grow_layer(
     pairs = list(zip(old, layer.trainable_variables, strict=True))
     if optimizer is None:
         return pairs
+    if keras.backend.backend() == "torch":
+        # Else `zero_grad` clears the gradients of the old variables.
+        track_parameters_again(model)
     for kind in ("train", "test", "predict"):
         setattr(model, f"{kind}_function", None)
     if optimizer.built:
