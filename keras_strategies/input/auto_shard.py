@@ -7,6 +7,8 @@ pipeline, TensorFlow itself rewrites the pipeline.
 
 from __future__ import annotations
 
+import logging
+import weakref
 from typing import Any
 
 from keras_strategies.communication.communicator import Communicator
@@ -15,6 +17,9 @@ from keras_strategies.errors import InvalidArgumentError
 from keras_strategies.input.batches import rows_of
 from keras_strategies.runtime.row_splits import split_sizes
 from keras_strategies.types import AutoShardPolicy
+
+_logger = logging.getLogger("keras_strategies.own_rows")
+_named: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def policy_of(dataset: Any) -> AutoShardPolicy:
@@ -85,6 +90,24 @@ def separate_input_error() -> InvalidArgumentError:
     )
 
 
+def _warn_of_all_rows(dataset: Any, workers: Communicator) -> None:
+    """Says once of a pipeline that each worker calls its functions for all rows."""
+    count = workers.group.count
+    if count == 1 or policy_of(dataset) is AutoShardPolicy.DATA or dataset in _named:
+        return
+    if tf_data_pipelines().calls_functions(dataset):
+        _named.add(dataset)
+        _logger.warning(
+            "Each of %d workers reads all rows of a tf.data pipeline with `map` or "
+            "another function, %d times the work of one device. To read own rows, put "
+            "`shard(tf.data.experimental.SHARD_HINT, "
+            "tf.data.experimental.SHARD_HINT)` before the function and set "
+            "AutoShardPolicy.HINT; set AutoShardPolicy.DATA to keep it as it is.",
+            count,
+            count,
+        )
+
+
 def shard(dataset: Any, workers: Communicator) -> Any:
     """This worker's shard of a dataset.
 
@@ -100,14 +123,17 @@ def shard(dataset: Any, workers: Communicator) -> Any:
         ValueError: for `FILE` without a file for each worker, or global batches with
             fewer rows than workers.
     """
-    if workers.are_device_processes:
-        return None
     counts = workers.replica_counts
     count = len(counts.by_worker)
     pipelines = tf_data_pipelines()
-    files = pipelines.count_files(dataset)
-    policy = resolve_policy(policy_of(dataset), count, files)
+    policy = policy_of(dataset)
+    if workers.are_device_processes and policy is not AutoShardPolicy.HINT:
+        # Batches are those of a script with one process, whatever files are read.
+        policy = AutoShardPolicy.DATA
+    else:
+        policy = resolve_policy(policy, count, pipelines.count_files(dataset))
     if policy is AutoShardPolicy.DATA:
+        _warn_of_all_rows(dataset, workers)
         return None
     if policy is AutoShardPolicy.OFF:
         return replace_hints(dataset)

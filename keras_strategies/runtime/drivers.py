@@ -59,6 +59,13 @@ class FitDriver(abc.ABC):
     def adopt(self, variables: Iterable[Any]) -> None:  # noqa: B027
         """Takes variables of an optimizer or a metric that no scope has made."""
 
+    def from_host(self, variable: Any, value: Any) -> Any:
+        """What to assign in place of a NumPy array, without copies of its size.
+
+        None, if the driver has assigned the array to the variable.
+        """
+        return value
+
     def planned_devices(self, is_weight: bool) -> tuple[Device, ...]:
         """The devices that will hold a weight, or a slot, metric or counter."""
         is_mirrored = is_weight or self.mirrors_all
@@ -176,13 +183,6 @@ class ShardingDriver(abc.ABC):
 
     def initialized(self, variable: Any) -> None:  # noqa: B027
         """Called when a variable has its first value, once or twice."""
-
-    def from_host(self, variable: Any, value: Any) -> Any:
-        """What to assign in place of a NumPy array, without copies of its size.
-
-        None, if the driver has assigned the array to the variable.
-        """
-        return value
 
     @abc.abstractmethod
     def unsharded(self, variables: Sequence[Any]) -> list[Any]:

@@ -181,10 +181,9 @@ class StrategyHooks:
             sharding.initialized(variable)
 
     def array_to_assign(self, variable: Any, value: Any) -> Any:
-        sharding = strategy_of(variable).drivers.sharding
-        if sharding is None or declared_shape(variable) != value.shape:
+        if declared_shape(variable) != value.shape:
             return value
-        return sharding.from_host(variable, value)
+        return strategy_of(variable).drivers.fit.from_host(variable, value)
 
     def variable_assigned(self, variable: Any) -> None:
         strategy = strategy_of(variable)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import keras_strategies as ks
+from keras_strategies.keras_compat.variables import loaded_variables
 
 pytestmark = pytest.mark.one_backend
 
@@ -116,3 +117,11 @@ def test_weights_are_not_the_memory_of_the_file(folder) -> None:
         stream.write(bytes(size - size // 2))
     for own, old in zip(values(model), before, strict=True):
         np.testing.assert_array_equal(own, old)
+
+
+@pytest.mark.parametrize("least", [1, 2**28])
+def test_the_progress_of_large_models_is_shown(folder, least, monkeypatch, capsys):
+    monkeypatch.setattr(loaded_variables, "_LARGE", least)
+    model = loaded(folder, several().scope())
+    count = len(model.variables)
+    assert (f"{count}/{count}" in capsys.readouterr().out) == (least == 1)

@@ -13,6 +13,7 @@ from harness.training import assert_same
 from keras import layers
 
 import keras_strategies as ks
+from keras_strategies.training.resume import resume_callback
 
 #: A number of words that no number of workers divides.
 WORDS, LENGTH, WIDTH, ROWS = 37, 5, 8, 13
@@ -169,31 +170,68 @@ def test_metrics_with_workers_without_rows(cluster: Any) -> None:
         np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-def saved_and_continued(strategy: Any, folder: str) -> list[np.ndarray]:
-    """Weights after an epoch, a file, and another epoch of a new model."""
-    scope: Any = contextlib.nullcontext
-    if strategy is not None:
-        own = ks.ModelParallelStrategy("fsdp", ["cpu:0"], min_shard_bytes=0)
-        scope = own.scope
-    path = f"{folder}/{'alone' if strategy is None else 'workers'}.keras"
-    given: dict[str, Any] = {"batch_size": 4, "shuffle": False, "verbose": 0}
-    keras.utils.set_random_seed(3)
+def word_model(seed: int) -> Any:
+    keras.utils.set_random_seed(seed)
+    model = words()
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(True))
+    return model
+
+
+IN_ORDER: dict[str, Any] = {"batch_size": 4, "shuffle": False, "verbose": 0}
+
+
+def saved_and_continued(scope: Any, folder: str, way: str) -> list[np.ndarray]:
+    """Weights after an epoch, and those of another model that trains two more.
+
+    Args:
+        scope: makes a context in which models are made.
+        folder: that of files.
+        way: "file" for a model that was saved and loaded, "snapshot" for one with other
+            weights that `Resume` continues.
+    """
+    given = dict(IN_ORDER)
     with scope():
-        model = words()
-        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(True))
-    model.fit(TOKENS, NEXT, **given)
-    model.save(path)
+        model = word_model(3)
+    if way == "snapshot":
+        given["callbacks"] = [ks.callbacks.Resume(folder)]
+    model.fit(TOKENS, NEXT, epochs=1, **given)
+    model.save(f"{folder}/model.keras")
     with scope():
-        again = keras.models.load_model(path)
-    again.fit(TOKENS, NEXT, **given)
-    return [np.array(value) for value in again.get_weights()]
+        if way == "snapshot":
+            other = word_model(4)
+            # As in another process.
+            resume_callback.finished_directories.clear()
+            given["callbacks"] = [ks.callbacks.Resume(folder)]
+        else:
+            other = keras.models.load_model(f"{folder}/model.keras")
+            given["initial_epoch"] = 1
+    other.fit(TOKENS, NEXT, epochs=3, **given)
+    return [np.array(v) for each in (model, other) for v in each.get_weights()]
+
+
+def of_workers(strategy: Any, folder: str, way: str) -> list[np.ndarray]:
+    own = ks.ModelParallelStrategy("fsdp", ["cpu:0"], min_shard_bytes=0)
+    return saved_and_continued(own.scope, folder, way)
 
 
 @pytest.mark.nightly
+@pytest.mark.slow(seconds=8)
+@pytest.mark.parametrize("way", ["file", "snapshot"])
 def test_words_that_do_not_divide_are_saved_and_continued(
-    cluster: Any, tmp_path: Any
+    cluster: Any, way: str, tmp_path: Any
 ) -> None:
-    expected = saved_and_continued(None, str(tmp_path))
-    for found in cluster(saved_and_continued, str(tmp_path)):
+    with ks.OneDeviceStrategy("cpu:0").scope():
+        alone = word_model(3)
+    expected: list[np.ndarray] = []
+    for begin, end in ((0, 1), (1, 3)):
+        alone.fit(TOKENS, NEXT, initial_epoch=begin, epochs=end, **IN_ORDER)
+        expected += [np.array(v) for v in alone.get_weights()]
+    for name in ("process", "workers"):
+        (tmp_path / name).mkdir()
+    every = cluster(of_workers, str(tmp_path / "workers"), way)
+    if make := IN_ONE_PROCESS.get("shards"):
+        path = str(tmp_path / "process")
+        every.append(saved_and_continued(make().scope, path, way))
+    for found in every:
         for own, one in zip(found, expected, strict=True):
             np.testing.assert_allclose(own, one, rtol=1e-4, atol=1e-5)

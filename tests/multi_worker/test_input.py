@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 import re
 
@@ -146,11 +147,19 @@ def test_files_are_divided_and_each_row_is_read_once(cluster, tmp_path):
             assert {value // 10 for value in read[1]} == {1, 3}
 
 
-def read_by_hint(strategy):
-    """The positions that a worker reads, and the entries of its replicas."""
+def read_by(strategy, policy, are_devices=False):
+    """The positions that a worker reads, the entries of its replicas, what is said.
+
+    Args:
+        strategy: the strategy.
+        policy: the name of an `AutoShardPolicy`.
+        are_devices: whether the workers are processes of one `MirroredStrategy`.
+    """
     import tensorflow as tf
 
-    read = []
+    if are_devices:
+        strategy.workers.are_device_processes = True
+    read, said = [], []
 
     def row(position):
         read.append(int(position))
@@ -158,28 +167,53 @@ def read_by_hint(strategy):
 
     hint = tf.data.experimental.SHARD_HINT
     options = tf.data.Options()
-    options.experimental_distribute.auto_shard_policy = (
-        tf.data.experimental.AutoShardPolicy.HINT
+    options.experimental_distribute.auto_shard_policy = getattr(
+        tf.data.experimental.AutoShardPolicy, policy
     )
-    positions = tf.data.Dataset.range(10).shard(hint, hint)
+    positions = tf.data.Dataset.range(10)
+    if policy == "HINT":
+        positions = positions.shard(hint, hint)
     mapped = positions.map(lambda i: tf.numpy_function(row, [i], tf.float32))
     batches = mapped.map(lambda x: tf.reshape(x, (1,))).batch(4)
-    distributed = strategy.experimental_distribute_dataset(
-        batches.with_options(options)
-    )
+    batches = batches.with_options(options)
+    logger, handler = logging.getLogger("keras_strategies.own_rows"), logging.Handler()
+    handler.emit = said.append
+    logger.addHandler(handler)
+    try:
+        distributed = strategy.experimental_distribute_dataset(batches)
+        strategy.experimental_distribute_dataset(batches)
+    finally:
+        logger.removeHandler(handler)
     seen = [
         keras.ops.convert_to_numpy(part).ravel().tolist()
         for batch in distributed
         for part in strategy.experimental_local_results(batch)
     ]
-    return read, list(itertools.chain(*seen))
+    if are_devices:
+        strategy.workers.are_device_processes = False
+    return read, list(itertools.chain(*seen)), [each.getMessage() for each in said]
 
 
 def test_a_hint_divides_what_is_mapped(cluster):
-    alone = read_by_hint(ks.MirroredStrategy(["cpu:0", "cpu:1"], processes=False))
-    for found in ([alone], cluster(read_by_hint)):
-        for worker, (read, seen) in enumerate(found):
+    alone = ks.MirroredStrategy(["cpu:0", "cpu:1"], processes=False)
+    for found in (
+        [read_by(alone, "HINT")],
+        cluster(read_by, "HINT"),
+        cluster(read_by, "HINT", True),
+    ):
+        for worker, (read, seen, said) in enumerate(found):
             assert sorted(read) == sorted(seen) == [*range(worker, 10, len(found))]
+            assert not said
+
+
+def test_a_pipeline_whose_map_is_called_for_all_rows_is_named(cluster):
+    [*_, said] = read_by(ks.OneDeviceStrategy("cpu:0"), "AUTO")
+    assert not said
+    for policy, warnings in (("AUTO", 1), ("DATA", 0)):
+        for read, seen, said in cluster(read_by, policy):
+            assert sorted(read) == [*range(10)] and len(seen) == 5
+            assert len(said) == warnings
+            assert all("2 times the work of one device" in text for text in said)
 
 
 @pytest.mark.slow(seconds=7)

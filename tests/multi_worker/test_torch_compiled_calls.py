@@ -84,3 +84,26 @@ def test_a_worker_without_a_compiler_is_awaited_and_all_call_eagerly(cluster) ->
             "`jit_compile=True`: InvalidCxxCompiler: no compiler."
         ]
         assert_equal(found, expected)
+
+
+def test_variables_in_shards_are_named_and_train(cluster):
+    def program(strategy: Any) -> Any:
+        own = ks.ModelParallelStrategy("fsdp", ["cpu:0"], min_shard_bytes=0)
+        with (
+            graphs_without_compiler(),
+            counted_programs() as called,
+            warnings.catch_warnings(record=True) as caught,
+        ):
+            warnings.simplefilter("always")
+            found = trained(own, "noisy", is_compiled=True)
+        texts = [str(each.message) for each in caught]
+        return found, len(called), [text for text in texts if "jit_compile" in text]
+
+    expected = _expected("noisy")
+    for found, called, texts in cluster(program):
+        assert called == 0
+        assert texts == [
+            "Layer 'noisy' (Functional) is called eagerly, though `jit_compile=True`: "
+            "its variables are in shards."
+        ]
+        assert_equal(found, expected)

@@ -7,13 +7,20 @@ from typing import Any
 import tensorflow as tf
 
 from keras_strategies.engines.tensorflow.compat.datasets import (
+    calls_functions,
     file_readers,
     read_by_worker,
     shuffles_without_seed,
     static_batch_size,
 )
 
-__all__ = ["batch_size", "count_files", "shard", "shuffles_without_seed"]
+__all__ = [
+    "batch_size",
+    "calls_functions",
+    "count_files",
+    "shard",
+    "shuffles_without_seed",
+]
 
 
 def shard(dataset: tf.data.Dataset, policy: str, workers: int, index: int) -> Any:

@@ -30,6 +30,7 @@ from keras_strategies.engines.torch.devices import (
     memories,
     torch_device,
 )
+from keras_strategies.engines.torch.model_parallel.transposed_values import tensor_of
 from keras_strategies.engines.torch.own_batches import OwnBatchPlacer
 from keras_strategies.engines.torch.random_numbers.row_numbers import partitioned_step
 from keras_strategies.engines.torch.replicas.replica_threads import ReplicaThreads
@@ -44,7 +45,15 @@ from keras_strategies.keras_compat.models.input_adapters import (
     own_part,
 )
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
-from keras_strategies.keras_compat.variables.values import raw_value, set_raw_value
+from keras_strategies.keras_compat.variables.loaded_variables import (
+    give_first_value,
+    is_waiting,
+)
+from keras_strategies.keras_compat.variables.values import (
+    raw_value,
+    set_raw_value,
+    stored_dtype,
+)
 from keras_strategies.rows.row_tensors import error_text
 from keras_strategies.runtime.data_parallel.data_parallel_call import DataParallelCall
 from keras_strategies.runtime.data_parallel.row_parts import has_row_parts
@@ -129,6 +138,19 @@ class TorchTrainer(FitDriver):
             if raw.device != home:
                 moved = torch.nn.Parameter(raw.detach().to(home), raw.requires_grad)
                 set_raw_value(variable, moved)
+
+    def from_host(self, variable: Any, value: Any) -> Any:
+        tensor = tensor_of(value)
+        if tensor is None or not keras.backend.is_float_dtype(stored_dtype(variable)):
+            # Keras converts it, or refuses to.
+            return value
+        if not is_waiting(variable):
+            return tensor
+        home = torch_device(self.placement.variables)
+        # With the strides of the array, as Keras makes it.
+        own = tensor.to(home, getattr(torch, stored_dtype(variable)), copy=True)
+        give_first_value(variable, torch.nn.Parameter(own, variable.trainable))
+        return None
 
     def step_function(self, model: Any, kind: str, make: Callable[[], Any]) -> None:
         # Of a step that is split, layer calls are compiled (`compiled_calls.py`).

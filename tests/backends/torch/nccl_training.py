@@ -6,7 +6,8 @@ Without `TF_CONFIG` it trains on one device. Worker 1 is killed in step `VICTIM_
 in the backward pass before the first layer; of a loop, when it sums its gradients. Each
 worker writes the weights after each step. With `counts` no worker is killed, and each
 prints, for each step, how often its host waits for a device between the beginning of
-the step and its last update. With `loop` steps are runs of a loop with a metric.
+the step and its end, where collectives are confirmed; metrics are among it. With `loop`
+steps are runs of a loop with a metric.
 """
 
 from __future__ import annotations
@@ -94,15 +95,6 @@ class Waits(keras.callbacks.Callback):
 
         setattr(owner, name, counted)
 
-    def on_train_begin(self, logs: Any = None) -> None:
-        update = self.model.optimizer.apply
-
-        def apply(*args: Any, **kwargs: Any) -> None:
-            update(*args, **kwargs)
-            self.is_in_step = False
-
-        self.model.optimizer.apply = apply
-
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self.steps.append([])
         self.is_in_step = True
@@ -110,7 +102,7 @@ class Waits(keras.callbacks.Callback):
     def on_train_end(self, logs: Any = None) -> None:
         print("waits", json.dumps(self.steps))
 
-    def of_runs(self, check: Callable[[int], None]) -> None:
+    def until_confirmed(self, check: Callable[[int], None]) -> None:
         """Steps end where collectives are confirmed; `check` gets their number."""
         confirm = confirmed_steps._confirm
 
@@ -179,7 +171,7 @@ def loop(strategy: Any, model: Any, x: Any, y: Any, steps: Steps, counts: bool) 
 
     waits = Waits() if counts else None
     if waits is not None:
-        waits.of_runs(check)
+        waits.until_confirmed(check)
     for i, batch in enumerate(
         strategy.experimental_distribute_dataset((x, y), batch_size=BATCH)
     ):
@@ -190,6 +182,13 @@ def loop(strategy: Any, model: Any, x: Any, y: Any, steps: Steps, counts: bool) 
         steps.on_train_batch_end(i)
     if waits is not None:
         waits.on_train_end()
+
+
+def _check(model: Any, step: int) -> None:
+    """Updates and metrics of a step of `fit` have been launched."""
+    assert int(model.optimizer.iterations) == step
+    [*_, compiled] = model.metrics
+    assert float(compiled.metrics[0].count) == step * BATCH
 
 
 def main(folder: Path, options: set[str]) -> None:
@@ -224,7 +223,8 @@ def main(folder: Path, options: set[str]) -> None:
                 keras.layers.Dense(1),
             ]
         )
-        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+        model.compile(optimizer, "mse", metrics=["mae"] if counts else None)
     steps = Steps(layer, index == 1 and not counts)
     steps.set_model(model)
     if "loop" in options and index >= 0 and not counts:
@@ -236,7 +236,11 @@ def main(folder: Path, options: set[str]) -> None:
             model.optimizer.build(model.trainable_variables)
             loop(strategy, model, x, y, steps, counts)
         else:
-            callbacks = [steps, *([Waits()] if counts else [])]
+            callbacks: list[Any] = [steps]
+            if counts:
+                waits = Waits()
+                waits.until_confirmed(lambda step: _check(model, step))
+                callbacks.append(waits)
             model.fit(
                 *(x, y), batch_size=BATCH, shuffle=False, verbose=0, callbacks=callbacks
             )

@@ -77,7 +77,7 @@ def test_partial_sums_of_a_lost_worker_are_not_applied(forker, tmp_path, kind):
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("kind", [[], ["loop"]], ids=["fit", "loop"])
-def test_the_host_waits_for_no_device_before_the_last_update(forker, tmp_path, kind):
+def test_the_host_waits_for_no_device_before_the_end_of_a_step(forker, tmp_path, kind):
     for process in start(forker, tmp_path, 2, "counts", *kind):
         code, _ = process.wait(SECONDS)
         assert code == 0, process.text()

@@ -20,7 +20,9 @@ PRIVATE_NAMES = (
         "Workers read separate files, as with `experimental_distribute_dataset`.",
     ),
     Private(
-        "tensorflow.data.Dataset", ("_inputs",), "The readers of an input pipeline."
+        "tensorflow.data.Dataset",
+        ("_functions", "_inputs"),
+        "The readers of an input pipeline, and whether it calls functions.",
     ),
     Private(
         f"{_PYTHON}.data.ops.shuffle_op._ShuffleDataset",
@@ -59,6 +61,11 @@ def file_readers(dataset: tf.data.Dataset) -> Iterator[Any]:
         files = getattr(each, "_filenames", None)
         if files is not None:
             yield files
+
+
+def calls_functions(dataset: tf.data.Dataset) -> bool:
+    """Whether an input pipeline calls functions, such as that of a `map`."""
+    return any(each._functions() for each in _pipeline(dataset))
 
 
 def shuffles_without_seed(dataset: tf.data.Dataset) -> bool:

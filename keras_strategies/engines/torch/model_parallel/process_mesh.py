@@ -167,16 +167,6 @@ def assign_shards(
     shards.copy_(distribute_tensor(local, mesh, placements))
 
 
-def tensor_of(value: np.ndarray) -> torch.Tensor | None:
-    """A tensor in the memory of an array of floats; None where torch has none."""
-    if not value.flags.writeable or min(value.strides, default=0) < 0:
-        return None
-    if value.dtype.name == "bfloat16":
-        return torch.from_numpy(value.view(np.int16)).view(torch.bfloat16)
-    # Keras converts dtypes that torch does not have.
-    return torch.from_numpy(value) if value.dtype.kind == "f" else None
-
-
 def make_shards(
     value: torch.Tensor, mesh: Any, dim: int, like: torch.Tensor, array: Any = None
 ) -> DTensor:

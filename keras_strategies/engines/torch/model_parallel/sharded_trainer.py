@@ -30,11 +30,11 @@ from keras_strategies.engines.torch.model_parallel.process_mesh import (
     gather_shards,
     make_shards,
     start_default_group,
-    tensor_of,
 )
 from keras_strategies.engines.torch.model_parallel.shard_updates import (
     updating_by_shards,
 )
+from keras_strategies.engines.torch.model_parallel.transposed_values import tensor_of
 from keras_strategies.engines.torch.model_parallel.unsharded_ops import UnshardedOps
 from keras_strategies.engines.torch.model_parallel.weight_packs import gathered_in
 from keras_strategies.engines.torch.trainer import TorchTrainer, counted

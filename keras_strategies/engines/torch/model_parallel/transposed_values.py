@@ -1,10 +1,21 @@
-"""Values of variables that are transposed in memory, as those of files may be."""
+"""Values of arrays, which are transposed in memory as those of files may be."""
 
 from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
+
+
+def tensor_of(value: np.ndarray) -> torch.Tensor | None:
+    """A tensor in the memory of an array of floats; None where torch has none."""
+    if not value.flags.writeable or min(value.strides, default=0) < 0:
+        return None
+    if value.dtype.name == "bfloat16":
+        return torch.from_numpy(value.view(np.int16)).view(torch.bfloat16)
+    # Keras converts dtypes that torch does not have.
+    return torch.from_numpy(value) if value.dtype.kind == "f" else None
 
 
 def in_order_of_memory(value: torch.Tensor) -> tuple[list[int], torch.Tensor]:
