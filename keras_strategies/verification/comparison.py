@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +58,7 @@ class Precision:
         return cls(chosen, disturbance, rounding)
 
 
+@np.errstate(invalid="ignore")
 def gaps(
     alone: Observed,
     found: Observed,
@@ -81,74 +83,103 @@ def gaps(
         dict in the order of computation; infinite for other shapes, values that are
         missing, and values that are not finite on one side only.
     """
-    scales = _group_scales(alone)
-    updates = [_moved(alone, start, key) for key in alone.trained] if start else []
+    own, other_own = _changes(alone, start), _changes(found, other_start or start)
+    pairs = {
+        key: (value, found.values[key])
+        for key, value in alone.values.items()
+        if key in found.values and found.values[key].shape == value.shape
+    }
+    # NumPy is called once for all small arrays: a call takes longer than they do.
+    sizes, moves = _largest(alone.values), _largest(own)
+    apart = _largest(
+        {
+            key: own[key] - other_own[key] if key in own else _float(a) - _float(b)
+            for key, (a, b) in pairs.items()
+        }
+    )
+    moves = {key: size if math.isfinite(size) else 0.0 for key, size in moves.items()}
+    updates = [moves[key] for key in alone.trained if key in moves]
     least_update = _OF_OTHERS * max(updates, default=0.0)
+    scales = _group_scales(alone, sizes)
     gap: dict[Key, float] = {}
-    for key, one in alone.values.items():
-        kind, _ = key
-        other = found.values.get(key)
-        if other is None or one.shape != other.shape:
+    for key in sorted(alone.values, key=lambda each: KINDS.index(each[0])):
+        if key not in pairs:
             gap[key] = float("inf")
-            continue
-        before = None if start is None else start.values.get(key)
-        if kind != "variable" or before is None or before.shape != one.shape:
-            gap[key] = relative_gap(one, other, scales.get(_group(alone, key), 0.0))
-            continue
-        moved, size = _moved(alone, start, key), _largest(one)
-        rounding = precision.rounding * step * max(size, moved)
-        other_before = before if other_start is None else other_start.values[key]
-        absolute = _largest(_change(one, before) - _change(other, other_before))
-        if not np.isfinite(absolute):
-            gap[key] = relative_gap(one, other, 0.0)
-        else:
+        elif key in own and math.isfinite(apart[key]):
+            moved, size = moves[key], sizes[key]
+            rounding = precision.rounding * step * max(size, moved)
             least = max(moved, 1e-6 * size, 1e-30)
             if key in alone.trained:
                 least = max(least, least_update)
-            gap[key] = max(0.0, absolute - rounding) / least
-    order = {kind: i for i, kind in enumerate(KINDS)}
-    return dict(sorted(gap.items(), key=lambda each: order[each[0][0]]))
+            gap[key] = max(0.0, apart[key] - rounding) / least
+        else:
+            least = 0.0 if key in own else scales.get(_group(alone, key), 0.0)
+            gap[key] = _relative(*pairs[key], sizes[key], apart[key], least)
+    return gap
 
 
+@np.errstate(invalid="ignore")
 def relative_gap(one: np.ndarray, other: np.ndarray, least_scale: float) -> float:
     """The largest difference of two arrays, relative to the largest value of one."""
     if one.shape != other.shape:
         return float("inf")
+    size, apart = _size(one), _size(_float(one) - _float(other))
+    return _relative(one, other, size, apart, least_scale)
+
+
+def _relative(
+    one: np.ndarray, other: np.ndarray, size: float, apart: float, least: float
+) -> float:
+    """Of two arrays with the size of one, and of their difference."""
     if not np.issubdtype(one.dtype, np.floating):
         return 0.0 if np.array_equal(one, other) else float("inf")
-    a, b = _float(one), _float(other)
-    if not np.isfinite(_largest(a)):
-        finite = np.isfinite(a)
-        if not np.array_equal(finite, np.isfinite(b)):
+    if not math.isfinite(size):
+        finite = np.isfinite(one)
+        if not np.array_equal(finite, np.isfinite(other)):
             return float("inf")
-        a, b = np.where(finite, a, 0), np.where(finite, b, 0)
-    gap = _largest(a - b)
-    return gap / max(_largest(a), least_scale, 1e-12) if np.isfinite(gap) else gap
+        return relative_gap(np.where(finite, one, 0), np.where(finite, other, 0), least)
+    return apart / max(size, least, 1e-12)
 
 
-def _moved(found: Observed, start: Observed | None, key: Key) -> float:
-    """The largest change of a variable; 0 if it has another shape, or is not finite."""
-    before = None if start is None else start.values.get(key)
-    if before is None or before.shape != found.values[key].shape:
-        return 0.0
-    largest = _largest(_change(found.values[key], before))
-    return largest if np.isfinite(largest) else 0.0
+def _changes(found: Observed, start: Observed | None) -> dict[Key, np.ndarray]:
+    """How far variables are from where they began, for those of the same shape."""
+    changes: dict[Key, np.ndarray] = {}
+    if start is None:
+        return changes
+    for key, before in start.values.items():
+        after = found.values.get(key)
+        if key[0] == "variable" and after is not None and after.shape == before.shape:
+            changes[key] = _float(after) - _float(before)
+    return changes
 
 
-def _change(after: np.ndarray, before: np.ndarray) -> np.ndarray:
-    return _float(after) - _float(before)
+def _largest(arrays: dict[Key, np.ndarray]) -> dict[Key, float]:
+    """The largest magnitude of each array; infinite if a value is not finite."""
+    found = dict.fromkeys(arrays, 0.0)
+    groups: dict[str, dict[Key, np.ndarray]] = {}
+    for key, array in arrays.items():
+        if array.size:
+            flat = _float(array).reshape(-1)
+            groups.setdefault(flat.dtype.char, {})[key] = flat
+    for group in groups.values():
+        flat = np.concatenate(list(group.values()))
+        starts = np.cumsum([0, *map(len, group.values())])[:-1]
+        above, below = (f.reduceat(flat, starts) for f in (np.maximum, np.minimum))
+        sizes = np.maximum(above, -below)
+        sizes[~np.isfinite(sizes)] = np.inf
+        found.update(zip(group, sizes.tolist(), strict=True))
+    return found
 
 
-def _largest(array: np.ndarray) -> float:
-    """The largest magnitude; infinite if a value is not finite."""
-    array = _float(array)
-    extremes = array.max(initial=0.0), -array.min(initial=0.0)
-    return float(max(extremes)) if np.isfinite(extremes).all() else float("inf")
+def _size(array: np.ndarray) -> float:
+    """The largest magnitude of one array."""
+    key = "", 0
+    return _largest({key: array})[key]
 
 
 def _float(array: np.ndarray) -> np.ndarray:
     """In a dtype in which differences of rounded values are exact."""
-    return array if array.dtype in ("float32", "float64") else array.astype("float64")
+    return array if array.dtype.char in "fd" else array.astype("float64")
 
 
 def _group(observed: Observed, key: Key) -> str:
@@ -156,15 +187,15 @@ def _group(observed: Observed, key: Key) -> str:
     return f"{kind} {name.rpartition('_')[2]}" if kind == "slot" else kind
 
 
-def _group_scales(observed: Observed) -> dict[str, float]:
+def _group_scales(observed: Observed, sizes: dict[Key, float]) -> dict[str, float]:
+    """Of the finite values of all gradients, and of slots of a name."""
     found: dict[str, float] = {}
     for key, value in observed.values.items():
         if key[0] in ("gradient", "slot") and np.issubdtype(value.dtype, np.floating):
-            largest = _largest(value)
-            if not np.isfinite(largest):
-                largest = _largest(np.where(np.isfinite(value), value, 0))
-            group = _group(observed, key)
-            found[group] = max(found.get(group, 0.0), _OF_OTHERS * largest)
+            size, group = sizes[key], _group(observed, key)
+            if not math.isfinite(size):
+                size = _size(np.where(np.isfinite(value), value, 0))
+            found[group] = max(found.get(group, 0.0), _OF_OTHERS * size)
     return found
 
 
