@@ -118,8 +118,8 @@ def copy(
     """Copies a pipe to a stream until it ends, and closes it.
 
     Lines that engines print in every program when they start are left out, unless
-    `engine_lines` is True. `observe` is called with every line that is not empty. A line
-    for which `hold` returns True is not written.
+    `engine_lines` is True. `observe` is called with every line that is not empty. A
+    line for which `hold` returns True is not written.
 
     The pipe is drained even if the stream is closed, as after `| head`, so that
     training continues.

@@ -134,7 +134,7 @@ class _ElasticRun:
         return self._first.exit_code or self._failed.exit_code
 
     def print_tracebacks(self) -> None:
-        """Prints the tracebacks that were not printed, and that of the first failure."""
+        """Prints tracebacks that were not printed, and that of the first failure."""
         new = [e for e in self._processes.ended if e.error not in self._printed]
         first = [] if self._first is None else [self._first]
         print_tracebacks([*new, *first], self._first)

@@ -93,5 +93,3 @@ def _first_failure(processes: ProcessLauncher, ended: Ended) -> Ended:
     # It has exited with 0 in the middle of training, as by `sys.exit()`.
     print_line(f"{first} before the others, and {ended}; ending the others.")
     return dataclasses.replace(first, code=ended.code)
-
-

@@ -218,9 +218,7 @@ def test_elastic_workers_print_an_error_once(tmp_path):
     assert process.stderr.count("] ValueError: a bug of all\n") >= 8
 
 
-@pytest.mark.parametrize(
-    "seconds", [0, pytest.param(8, marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("seconds", [0, pytest.param(8, marks=pytest.mark.nightly)])
 def test_a_traceback_of_a_task_that_goes_on_is_printed(tmp_path, seconds):
     path = tmp_path / "script.py"
     path.write_text(
