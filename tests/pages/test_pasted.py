@@ -105,10 +105,9 @@ def test_four_lines_of_a_script_change_and_no_number(script: Script) -> None:
     lines = diff.splitlines()
     assert len([line for line in lines if line[0] == "+"]) == 4
     # The README has the lines that change, and the script after the change.
-    assert [line for line in short.splitlines() if line != " ..."] == [
-        line for line in lines if line[0] in "+-" or "fit" in line
-    ]
-    assert code_blocks("README.md")[0] == side_of_diff(diff, "+")
+    assert short.splitlines() == [line for line in lines if line[0] in "+-"]
+    script_of_readme, after = code_blocks("README.md")[0], side_of_diff(diff, "+")
+    assert script_of_readme.split() == after.split()
     weights = [
         script.run(side_of_diff(diff, sign))["model"].get_weights() for sign in "-+"
     ]
