@@ -21,6 +21,7 @@ from typing import TextIO
 from keras_strategies.cluster import first_causes
 from keras_strategies.cluster.first_causes import Failure
 from keras_strategies.processes import engine_messages, task_output
+from keras_strategies.processes.held_traceback import HEADER, HeldTraceback
 from keras_strategies.processes.local_cluster import LocalTask
 from keras_strategies.processes.process_group import (
     GUARD,
@@ -56,6 +57,7 @@ class Ended:
         last_error: str, the last line of its standard error.
         failure: `Failure` that it has recorded, or None.
         events: str, a sentence about the last events of one that was killed.
+        held: str, the traceback that was held back, with what followed it.
     """
 
     task: LocalTask
@@ -63,6 +65,21 @@ class Ended:
     last_error: str = ""
     failure: Failure | None = None
     events: str = ""
+    held: str = ""
+
+    @property
+    def traceback(self) -> str:
+        """str, how it has failed by itself or by another; "" where none is known."""
+        if self.held or self.failure is None or self.is_caused:
+            return self.held
+        return self.failure.traceback
+
+    @property
+    def error(self) -> str:
+        """str, the line of the traceback that names the error."""
+        rest = self.traceback.rpartition(HEADER)[2].splitlines()
+        named = (line for line in rest if line and not line.startswith(" "))
+        return next(named, self.traceback)
 
     @property
     def is_caused(self) -> bool:
@@ -136,6 +153,8 @@ class ProcessLauncher:
         events: receives an `Ended` for each task.
         grace_seconds: float, seconds between the signal to end a process and SIGKILL.
         out: stream for the output of tasks, None for `sys.stdout`.
+        holds_tracebacks: bool, whether the traceback with which a task ends is part of
+            its `Ended` and not printed.
     """
 
     def __init__(
@@ -143,6 +162,7 @@ class ProcessLauncher:
         events: Events,
         grace_seconds: float,
         out: TextIO | None = None,
+        holds_tracebacks: bool = False,
     ):
         self._events = events
         self._grace = grace_seconds
@@ -153,6 +173,8 @@ class ProcessLauncher:
         self._groups: set[ProcessGroup] = set()
         self._threads: dict[LocalTask, list[threading.Thread]] = {}
         self._last_errors: dict[LocalTask, str] = {}
+        self._holds = holds_tracebacks
+        self._held: dict[LocalTask, HeldTraceback] = {}
         #: All ends, in their order.
         self.ended: list[Ended] = []
         self._guard: ProcessGroup
@@ -202,6 +224,9 @@ class ProcessLauncher:
         assert process.stdout is not None and process.stderr is not None
         pipes = (process.stdout, process.stderr)
         observers = (None, functools.partial(self._last_errors.__setitem__, task))
+        write = functools.partial(task_output.write, self._streams[1], str(task))
+        held = self._held[task] = HeldTraceback(write)
+        holds = (None, held.takes if self._holds else None)
         pumps = [
             self._thread(
                 task,
@@ -211,9 +236,10 @@ class ProcessLauncher:
                 str(task),
                 engine_messages.are_wanted(environment),
                 observe,
+                hold,
             )
-            for pipe, stream, observe in zip(
-                pipes, self._streams, observers, strict=True
+            for pipe, stream, observe, hold in zip(
+                pipes, self._streams, observers, holds, strict=True
             )
         ]
         for pipe in pipes:
@@ -240,7 +266,10 @@ class ProcessLauncher:
         failure = Failure.read(self._error_file(task))
         last = self._last_errors.pop(task, "")
         events = last_events(process.pid) if code < 0 else ""
-        self._events.put(Ended(task, code, last, failure, events))
+        held = self._held.pop(task)
+        if not code:
+            held.release()
+        self._events.put(Ended(task, code, last, failure, events, held.take()))
 
     def next_event(self, timeout: float | None = None) -> Ended | Signalled | None:
         """Waits for the next event; None after `timeout` seconds without one."""

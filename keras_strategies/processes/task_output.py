@@ -113,11 +113,13 @@ def copy(
     label: str,
     engine_lines: bool = False,
     observe: Callable[[str], None] | None = None,
+    hold: Callable[[str], bool] | None = None,
 ) -> None:
     """Copies a pipe to a stream until it ends, and closes it.
 
     Lines that engines print in every program when they start are left out, unless
-    `engine_lines` is True. `observe` is called with every line that is not empty.
+    `engine_lines` is True. `observe` is called with every line that is not empty. A
+    line for which `hold` returns True is not written.
 
     The pipe is drained even if the stream is closed, as after `| head`, so that
     training continues.
@@ -127,7 +129,11 @@ def copy(
         for line, is_update in lines(descriptor):
             if observe is not None and line.strip():
                 observe(line)
-            if is_read and (engine_lines or not is_engine_line(line)):
+            if not engine_lines and is_engine_line(line):
+                continue
+            if hold is not None and hold(line):
+                continue
+            if is_read:
                 try:
                     write(stream, label, line, is_update)
                 except (BrokenPipeError, ValueError):  # ValueError: it was closed.

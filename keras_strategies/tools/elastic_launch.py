@@ -19,7 +19,7 @@ from keras_strategies.processes.launcher import (
     signals_as_events,
 )
 from keras_strategies.processes.local_cluster import LocalCluster, LocalTask
-from keras_strategies.tools.launch_command import print_line, print_traceback
+from keras_strategies.tools.tracebacks import print_line, print_tracebacks
 
 #: Default number of restarts of a task.
 DEFAULT_RESTARTS = 3
@@ -59,11 +59,12 @@ def launch_elastic(
     with (
         signals_as_events(events),
         launched_lead(workers.environments(outer)) as environments,
-        ProcessLauncher(events, grace_seconds) as processes,
+        ProcessLauncher(events, grace_seconds, holds_tracebacks=True) as processes,
     ):
         run = _ElasticRun(processes, environments, command, min_workers, max_restarts)
         run.grace_seconds = grace_seconds
         code = run.run()
+    run.print_tracebacks()
     return 128 + processes.signalled.number if processes.signalled else code
 
 
@@ -107,8 +108,11 @@ class _ElasticRun:
         }
         # Time of the first exit with code 0.
         self._done: float | None = None
-        # The last failure before too few workers were left.
+        # The last failure before too few workers were left, and what has caused it.
         self._failed: Ended | None = None
+        self._first: Ended | None = None
+        # Errors with a printed traceback.
+        self._printed: set[str] = set()
 
     def run(self) -> int:
         """Runs the workers; returns the exit code."""
@@ -126,9 +130,14 @@ class _ElasticRun:
             self._start_due()
         if self._done is not None or self._processes.signalled or self._failed is None:
             return 0
-        first = self._first_failure(self._failed)
-        print_traceback(first)
-        return first.exit_code or self._failed.exit_code
+        self._first = self._first_failure(self._failed)
+        return self._first.exit_code or self._failed.exit_code
+
+    def print_tracebacks(self) -> None:
+        """Prints tracebacks that were not printed, and that of the first failure."""
+        new = [e for e in self._processes.ended if e.error not in self._printed]
+        first = [] if self._first is None else [self._first]
+        print_tracebacks([*new, *first], self._first)
 
     def _first_failure(self, failed: Ended) -> Ended:
         """The failure that has caused the last one.
@@ -203,6 +212,11 @@ class _ElasticRun:
         # Ends its child processes, which may use its address and devices.
         self._processes.kill(event.task)
         self._failed = event
+        if event.error not in self._printed:
+            self._printed.add(event.error)
+            print_tracebacks([event])
+        elif event.error:
+            print_line(event.error, str(event.task))
         if self._done is not None:
             print_line(f"{event} after the end of training.")
             return

@@ -6,10 +6,8 @@ import dataclasses
 import os
 import queue
 import signal
-import sys
 from collections.abc import Sequence
 
-from keras_strategies.processes import task_output
 from keras_strategies.processes.launched_lead import launched_lead
 from keras_strategies.processes.launcher import (
     Ended,
@@ -19,6 +17,7 @@ from keras_strategies.processes.launcher import (
     signals_as_events,
 )
 from keras_strategies.processes.local_cluster import LocalCluster
+from keras_strategies.tools.tracebacks import print_line, print_tracebacks
 
 
 def launch_command(
@@ -65,7 +64,7 @@ def _run(
     failed = None
     with (
         launched_lead(cluster.environments(os.environ)) as environments,
-        ProcessLauncher(events, grace_seconds) as processes,
+        ProcessLauncher(events, grace_seconds, holds_tracebacks=True) as processes,
     ):
         for task, environment in environments.items():
             processes.start(task, command, environment)
@@ -80,8 +79,7 @@ def _run(
                 waiting.discard(event.task)
                 if event.code:
                     failed = _first_failure(processes, event)
-    if failed is not None and len(cluster.tasks) > 1:
-        print_traceback(failed)
+    print_tracebacks(processes.ended, failed)
     # A signal while the others are ended also prevents a restart.
     return processes.signalled or failed
 
@@ -95,15 +93,3 @@ def _first_failure(processes: ProcessLauncher, ended: Ended) -> Ended:
     # It has exited with 0 in the middle of training, as by `sys.exit()`.
     print_line(f"{first} before the others, and {ended}; ending the others.")
     return dataclasses.replace(first, code=ended.code)
-
-
-def print_traceback(first: Ended) -> None:
-    """Prints the traceback of the first failure; last, since others follow from it."""
-    if first.failure is not None and not first.is_caused:
-        print_line(f"{first.task} failed first:\n{first.failure.traceback}")
-
-
-def print_line(text: str) -> None:
-    """Prints lines of the launcher."""
-    for line in text.splitlines():
-        task_output.write(sys.stderr, "launch", line)

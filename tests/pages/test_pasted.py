@@ -6,6 +6,9 @@ them; the rest of the pages at night.
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -93,18 +96,38 @@ def test_code_of_a_page_that_starts_processes_runs(page: str, tmp_path: Path) ->
 
 @pytest.mark.one_backend
 def test_four_lines_of_a_script_change_and_no_number(script: Script) -> None:
-    (diff,) = {
+    short, diff = (
         code
         for page in FIRST_SCREENS
         for _, code in BLOCK.findall(PAGES[page])
         if is_diff(code)
-    }
-    assert len([line for line in diff.splitlines() if line[0] == "+"]) == 4
+    )
+    lines = diff.splitlines()
+    assert len([line for line in lines if line[0] == "+"]) == 4
+    # The README has the lines that change, and the script after the change.
+    assert short.splitlines() == [line for line in lines if line[0] in "+-"]
+    script_of_readme, after = code_blocks("README.md")[0], side_of_diff(diff, "+")
+    assert script_of_readme.split() == after.split()
     weights = [
         script.run(side_of_diff(diff, sign))["model"].get_weights() for sign in "-+"
     ]
     for before, after in zip(*weights, strict=True):
         np.testing.assert_allclose(after, before, atol=1e-5)
+
+
+@pytest.mark.nightly
+@pytest.mark.one_backend
+def test_scripts_of_the_readme_run_in_an_interactive_interpreter() -> None:
+    for code in code_blocks("README.md"):
+        process = subprocess.run(
+            [sys.executable, "-i", "-q"],
+            input=code,
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert "Error" not in process.stderr, process.stderr
+        assert re.search("loss: 0|^0", process.stdout, re.M), process.stdout
 
 
 #: The column of the home page's table, and what an engine lacks where it says "no".

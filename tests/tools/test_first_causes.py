@@ -74,10 +74,10 @@ def test_the_first_failure_is_named_with_its_code_and_traceback(tmp_path, kind):
     assert len(ends) == 1, process.stderr
     assert ends[0].startswith(f"[launch] worker 1 ended with exit code {own}")
     assert "[launch] worker 1 failed first:" in lines
-    assert lines[-1] == f"[launch] {error}"
+    assert lines[-1] == f"[worker 1] {error}"
     # The line of the script that failed.
     trace = lines[lines.index("[launch] worker 1 failed first:") :]
-    assert f"[launch]     {failure}" in trace
+    assert f"[worker 1]     {failure}" in trace
     assert re.search(r"script\.py.*in fail$", "\n".join(trace), re.MULTILINE)
     assert "was lost" in process.stderr
 
@@ -88,14 +88,14 @@ def test_elastic_workers_end_with_the_first_failure(tmp_path):
     assert process.returncode == 1, process.stderr
     lines = process.stderr.splitlines()
     assert "[launch] worker 1 failed first:" in lines
-    assert lines[-1] == "[launch] ValueError: my bug"
+    assert lines[-1] == "[worker 1] ValueError: my bug"
 
 
 def test_an_error_between_the_calls_of_all_workers_is_named(tmp_path):
     body = "if index == 1: raise ValueError('between')\ntrain()\n"
     process = launch("--workers", "2", group_script(tmp_path, "pass", body))
     assert process.returncode == 1
-    assert process.stderr.splitlines()[-1] == "[launch] ValueError: between"
+    assert process.stderr.splitlines()[-1] == "[worker 1] ValueError: between"
     # The other worker has it, too.
     assert "was lost: ValueError: between." in process.stderr
 
@@ -151,3 +151,84 @@ def test_torchrun_names_the_root_cause(tmp_path):
     assert "rank      : 1 " in root, process.stderr
     assert "exitcode  : 3 " in root
     assert "SystemExit: 3" in root
+
+
+def tracebacks(process):
+    """The labels of printed tracebacks, with the error of each."""
+    found = re.findall(
+        r"^\[(.*)\] Traceback.*\n(?:\[\1\]  .*\n)+\[\1\] (.*)$", process.stderr, re.M
+    )
+    assert len(found) == process.stderr.count("Traceback (most recent")
+    return found
+
+
+EQUAL = """\
+import os, json, pathlib, sys, time
+index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+def ready(name):
+    (pathlib.Path(__file__).parent / f"{name}{index}").touch()
+    while len(list(pathlib.Path(__file__).parent.glob(f"{name}?"))) < 4:
+        time.sleep(0.01)
+ready("begun")
+"""
+
+
+def test_an_error_of_all_workers_is_printed_once(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(EQUAL + "raise ValueError('a bug of all')\n")
+    process = launch("--workers", "4", str(path))
+    assert process.returncode == 1
+    [(label, error)] = tracebacks(process)
+    # Those that the launcher has ended before they failed are not named.
+    assert re.fullmatch(r"workers? [\d, -]+", label)
+    assert error == "ValueError: a bug of all"
+    assert "different tracebacks" not in process.stderr
+
+
+def test_tracebacks_that_differ_are_in_files(tmp_path):
+    path = tmp_path / "script.py"
+    # They ignore being ended, so that all have the error.
+    body = (
+        "import signal\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "ready('ignores')\n"
+        "def odd(): raise ValueError('a bug of all')\n"
+        "def even(): raise ValueError('a bug of all')\n"
+        "odd() if index % 2 else even()\n"
+    )
+    path.write_text(EQUAL + body)
+    process = launch("--workers", "4", str(path), TMPDIR=str(tmp_path))
+    assert tracebacks(process) == [("workers 0-3", "ValueError: a bug of all")]
+    [folder] = re.findall(r"different tracebacks.* all are in (.*)$", process.stderr)
+    for index in range(4):
+        text = (tmp_path / folder / f"worker-{index}.txt").read_text()
+        assert ("in odd" if index % 2 else "in even") in text
+        assert text.endswith("ValueError: a bug of all\n")
+
+
+def test_elastic_workers_print_an_error_once(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(EQUAL + "raise ValueError('a bug of all')\n")
+    process = launch("--elastic", "1:4", "--max-restarts", "1", str(path))
+    assert process.returncode == 1
+    found = tracebacks(process)
+    # Before the first restart, and as the last lines.
+    assert [error for _, error in found] == ["ValueError: a bug of all"] * 2
+    # The four processes and their restarts.
+    assert process.stderr.count("] ValueError: a bug of all\n") >= 8
+
+
+@pytest.mark.parametrize("seconds", [0, pytest.param(8, marks=pytest.mark.nightly)])
+def test_a_traceback_of_a_task_that_goes_on_is_printed(tmp_path, seconds):
+    path = tmp_path / "script.py"
+    path.write_text(
+        "import sys, time, traceback\n"
+        "try: 1 / 0\n"
+        "except ZeroDivisionError: traceback.print_exc()\n"
+        f"time.sleep({seconds})\n"
+        "print('after', file=sys.stderr)\n"
+    )
+    process = launch("--workers", "1", str(path))
+    assert process.returncode == 0
+    assert len(tracebacks(process)) == 1
+    assert process.stderr.endswith("[worker 0] after\n")
