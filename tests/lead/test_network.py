@@ -8,7 +8,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from harness.processes import wait_until
 from lead.leads import SECRET, Proxy, RunningLead, begin, compare, together
 
 from keras_strategies.errors import ClusterError, WorkerError
@@ -199,19 +198,6 @@ def test_a_silent_network_ends_the_lease_before_others_continue(lead, proxies):
     proxy.mend()
     stepping.join(20)
     assert at["last step"] < begun
-
-
-def test_the_table_of_workers(lead):
-    three = lead.training(3)
-    three[2].listener.beat = lambda: {
-        "times": (4, 0.25, 0.5),
-        "position": (0, 0, 0.0),
-    }
-    wait_until(lambda: 2 in three[0].times_of, "the chief knows times")
-    wait_until(lambda: three[0].times_of[2] == (4, 0.25, 0.5), "the chief knows times")
-    rows = three[1].status()["workers"]
-    assert sorted(row["index"] for row in rows) == [0, 1, 2]
-    assert all(row["is_connected"] and row["silent"] < 3 for row in rows)
 
 
 def test_workers_stop_after_a_common_step_and_go_on():
