@@ -99,7 +99,7 @@ class StepFunction:
         # Whether the step computes with all rows, which each worker has of arrays.
         # Programs show it, in a fixed group: a worker that joins has traced none.
         self._joins_rows = model.run_eagerly
-        self._traces = StepTraces()
+        self._traces = StepTraces(model)
         self._make_programs()
 
     def _make_programs(self) -> None:
