@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import os
 import random
@@ -90,7 +91,9 @@ class Soak:
         victim = self._random.randrange(WORKERS)
         worker = self._run.workers[victim]
         if self._random.random() < 0.5 and worker.ended() is None:
-            self._stop(worker.pid, self._seconds())
+            # It may end by itself just before.
+            with contextlib.suppress(ProcessLookupError):
+                self._stop(worker.pid, self._seconds())
         else:
             worker.send_kill()
         self._run.end(may_fail=victim)
