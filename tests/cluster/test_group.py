@@ -291,21 +291,6 @@ def test_a_lost_process_is_named_by_the_others(tmp_path, victim, fault):
     assert_gone([process.pid for process in processes])
 
 
-def test_the_loss_of_a_worker_says_how_long_its_steps_took(three):
-    for group in three:
-        assert group.lateness(2) == ""
-        group.clock.begin(3)
-        group.clock.end()
-    wait_until(
-        lambda: bool(three[0].times) and min(t.steps for t in three[0].times) == 3,
-        "the chief has the times of all",
-    )
-    three[2]._client.abandon()
-    wait_until(lambda: three[0].loss() is not None, "the loss is seen")
-    with pytest.raises(WorkerError, match="Its last steps took 0 ms each without"):
-        three[0].check()
-
-
 # --- In a pod -----------------------------------------------------------------
 
 

@@ -8,10 +8,7 @@ import pytest
 from harness.launcher_variables import SLURM
 
 from keras_strategies import cluster
-from keras_strategies.cluster.resolvers.environment.slurm import (
-    expand_node_list,
-    expand_tasks_per_node,
-)
+from keras_strategies.cluster.resolvers.environment.slurm import expand_node_list
 
 pytestmark = [
     pytest.mark.one_backend("jax"),
@@ -39,19 +36,6 @@ def test_node_lists(text, hosts) -> None:
 def test_node_lists_that_are_none(text) -> None:
     with pytest.raises(ValueError, match="node"):
         expand_node_list(text)
-
-
-@pytest.mark.parametrize(
-    "text, counts",
-    [("2", [2]), ("2(x3)", [2, 2, 2]), ("2(x3),1,4(x2)", [2, 2, 2, 1, 4, 4])],
-)
-def test_tasks_per_node(text, counts) -> None:
-    assert expand_tasks_per_node(text) == counts
-
-
-def test_tasks_per_node_that_are_none() -> None:
-    with pytest.raises(ValueError, match=r"'2\(3\)' is not a list of tasks"):
-        expand_tasks_per_node("2(3)")
 
 
 def test_slurm(environment) -> None:
@@ -157,6 +141,11 @@ def test_slurm_without_tasks_per_node_and_without_gpus(environment) -> None:
         ({"tasks_per_node": {"x": 5}}, {}, r"names the nodes \['x'\]"),
         ({}, {"SLURM_NODEID": "2"}, "on node 1 .gpu02. as its task 1 .*NODEID is 2"),
         ({}, {"SLURM_LOCALID": "0"}, "SLURM_LOCALID is 0"),
+        (
+            {},
+            {"SLURM_STEP_TASKS_PER_NODE": "2(3)"},
+            r"'2\(3\)' is not a list of tasks",
+        ),
         (
             {},
             {"SLURM_PROCID": ""},

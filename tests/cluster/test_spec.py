@@ -109,15 +109,6 @@ def test_each_mistake_has_its_message(cluster, message) -> None:
         specs.check_training_cluster(ClusterSpec(cluster))
 
 
-@pytest.mark.parametrize("missing", ["worker", "ps"])
-def test_parameter_servers_need_workers_and_servers(missing) -> None:
-    cluster = {"chief": ["a:1"], "worker": ["b:1"], "ps": ["c:1"]}
-    specs.check_parameter_server_cluster(ClusterSpec(cluster))
-    del cluster[missing]
-    with pytest.raises(ValueError, match=f"no '{missing}'"):
-        specs.check_parameter_server_cluster(ClusterSpec(cluster))
-
-
 def test_the_chief_and_the_places_of_workers() -> None:
     led = ClusterSpec({"worker": ["b:1", "c:1"], "chief": ["a:1"]})
     assert specs.is_chief(led, "chief", 0)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import statistics
-import time
-
 import pytest
 
 from keras_strategies.cluster.group import step_clock
@@ -119,23 +115,3 @@ def test_single_long_steps_do_not_count(now):
 def test_slow_workers_take_twice_the_median_of_the_others(own, slow):
     assert slow_workers([StepTimes(WINDOW, each) for each in own]) == slow
     assert slow_workers([StepTimes(WINDOW - 1, each) for each in own]) == []
-
-
-@pytest.mark.parametrize("count", [2, 3, 4, 7, 8])
-def test_the_median_of_the_others_leaves_one_worker_out(count):
-    rng = random.Random(count)
-    own = [float(rng.randrange(4)) for _ in range(count)]
-    medians = [statistics.median(own[:i] + own[i + 1 :]) for i in range(count)]
-    slow = [i for i in range(count) if own[i] > 2 * medians[i]]
-    assert slow_workers([StepTimes(WINDOW, each) for each in own]) == slow
-
-
-def test_a_clock_costs_microseconds():
-    clock = StepClock(sees_waits=True)
-    begin = time.process_time()
-    for _ in range(1000):
-        clock.begin()
-        with clock.waiting():
-            pass
-    # 6 ms on a machine of this kind.
-    assert time.process_time() - begin < 0.5

@@ -107,18 +107,6 @@ def test_reduce_along_an_axis_has_the_true_denominator(mirrored) -> None:
     assert float(mirrored.reduce("max", value, axis=0)) == 2.0
 
 
-def test_reduce_keeps_structures(mirrored) -> None:
-    value = {"a": per_replica(mirrored, 1.0, 2.0), "b": (per_replica(mirrored, 3, 4),)}
-    result = mirrored.reduce("sum", value)
-    assert float(result["a"]) == 3.0
-    assert float(result["b"][0]) == 7.0
-
-
-def test_gather_takes_uneven_lengths(mirrored) -> None:
-    value = per_replica(mirrored, np.ones((1, 2)), np.zeros((3, 2)))
-    assert ops.convert_to_numpy(mirrored.gather(value, 0)).shape == (4, 2)
-
-
 @pytest.mark.parametrize(
     "values, match",
     [

@@ -321,30 +321,6 @@ def _number(strategy):
 
 
 @pytest.mark.parametrize(
-    "aggregation, assigned, added",
-    [("sum", 3, 13), ("mean", 1.5, 11.5), ("only_first_replica", 1, 11)],
-)
-@pytest.mark.parametrize("compiled", [False, True])
-def test_on_write_variables_are_brought_together_when_assigned(
-    mirrored, aggregation, assigned, added, compiled
-):
-    v = _variable(mirrored, "on_write", aggregation)
-    w = _variable(mirrored, "on_write", aggregation)
-
-    def fn(number):
-        v.assign(number)
-        w.assign_add(number)
-        return v.value + 0, w.value + 0
-
-    def step(number):
-        return mirrored.run(fn, args=(number,))
-
-    seen = (ks.function(step) if compiled else step)(_number(mirrored))
-    assert [numbers(value) for value in seen] == [[assigned] * 2, [added] * 2]
-    assert (float(v.numpy()), float(w.numpy())) == (assigned, added)
-
-
-@pytest.mark.parametrize(
     "aggregation, together", [("sum", 3), ("mean", 1.5), ("only_first_replica", 1)]
 )
 @pytest.mark.parametrize("compiled", [False, True])

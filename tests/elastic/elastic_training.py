@@ -23,9 +23,8 @@ from typing import Any
 
 import numpy as np
 from harness.batches_ahead import prepare_ahead
-from harness.elastic_processes import lead_process
 from harness.forker import Forked, Forker
-from harness.processes import TIMEOUT, wait_until
+from harness.processes import TIMEOUT, lead_process, wait_until
 
 BATCH_SIZE = 25
 #: The last batch has 11 rows.

@@ -21,6 +21,22 @@ def test_other_arguments_are_refused() -> None:
         ks.MultiWorkerMirroredStrategy(elastic=3)  # type: ignore[arg-type]
 
 
+@pytest.mark.one_backend
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"min_workers": 0}, "`min_workers` must be a number of workers, 1 or more"),
+        ({"min_workers": True}, "min_workers=True"),
+        ({"min_workers": 3, "max_workers": 2}, "min_workers=3, max_workers=2"),
+        ({"rejoin": "yes"}, "`rejoin` must be True or False"),
+        ({"timeout_seconds": 0}, "timeout_seconds=0"),
+    ],
+)
+def test_options_are_checked(given: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        ks.Elastic(**given)
+
+
 @pytest.mark.skipif(BACKEND == "tensorflow", reason="it has no sharded variables")
 def test_sharded_variables_are_refused() -> None:
     with pytest.raises(

@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 from elastic.elastic_until_stopped import PLACES, SILENCE
 from elastic.endless_runs import WORKERS, Run
-from harness.elastic_processes import lead_process
 from harness.forker import Forker
-from harness.processes import wait_until
+from harness.processes import lead_process, wait_until
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.nightly]
 

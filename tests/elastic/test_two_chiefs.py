@@ -14,10 +14,9 @@ import keras
 import pytest
 from elastic.endless_runs import WORKERS, Run
 from elastic.test_soak import Soak
-from harness.elastic_processes import lead_process
 from harness.forker import Forker
 from harness.hosts import Hosts, connected_hosts
-from harness.processes import TIMEOUT
+from harness.processes import TIMEOUT, lead_process
 
 pytestmark = [
     pytest.mark.multiprocess,

@@ -76,3 +76,17 @@ def runs(number: int) -> bool:
 
 def assert_gone(numbers: list[int]) -> None:
     wait_until(lambda: not any(map(runs, numbers)), f"{numbers} have ended")
+
+
+def lead_process(address: str) -> int:
+    """The number of the process that leads the workers of an address."""
+    found = (each for each in Path("/proc").iterdir() if each.name.isdigit())
+    return next(int(each.name) for each in found if _is_lead(each, address))
+
+
+def _is_lead(process: Path, address: str) -> bool:
+    try:
+        command = (process / "cmdline").read_text()
+    except OSError:
+        return False
+    return "lead.process" in command and address in command

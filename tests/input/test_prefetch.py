@@ -80,25 +80,3 @@ def test_no_batch_is_read_ahead_after_the_last_step_of_an_epoch() -> None:
     assert [next(ahead) for _ in range(4)] == [10, 20, 30, 40]
     assert list(source) == [5, 6]
     assert mover.events[2:] == ["move 2", "use 2", "move 3", "move 4", "use 3", "use 4"]
-
-
-def test_errors_arrive_in_their_turn() -> None:
-    def batches():
-        yield 1
-        yield 2
-        raise OSError("the disk is gone")
-
-    def move(batch):
-        if batch == 2:
-            raise MemoryError("no room on the device")
-        return lambda: batch
-
-    ahead = prefetch_one(batches(), Mover())
-    assert [next(ahead), next(ahead)] == [10, 20]
-    with pytest.raises(OSError, match="the disk is gone"):
-        next(ahead)
-    assert next(ahead, "end") == "end"
-    ahead = prefetch_one([1, 2, 3], move)
-    assert next(ahead) == 1
-    with pytest.raises(MemoryError, match="no room"):
-        next(ahead)

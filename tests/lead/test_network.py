@@ -8,7 +8,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from harness.processes import wait_until
 from lead.leads import SECRET, Proxy, RunningLead, begin, compare, together
 
 from keras_strategies.errors import ClusterError, WorkerError
@@ -64,19 +63,6 @@ def test_an_answer_that_nobody_reads_is_not_kept(lead):
             each.offer(f"turn {turn}", "")
     together(three, lambda client: compare(client, "all"))
     assert [len(client._offered) for client in three] == [0, 0, 0]
-
-
-def test_large_values_arrive(lead):
-    three = lead.training(3)
-    found = together(three, lambda c: compare(c, "x", f"{c.index}" * 5_000_000))
-    assert [len(value) for values in found for value, _ in values] == [5_000_000] * 9
-
-
-def test_different_calls_are_an_error_on_all(lead):
-    three = lead.training(3)
-    found = together(three, lambda c: compare(c, f"part {min(c.index, 1)}", ""))
-    assert all(isinstance(error, WorkerError) for error in found)
-    assert "Worker 1 is at 'part 1' but worker 0 is at 'part 0'" in str(found[1])
 
 
 def test_a_lost_worker_ends_waits_and_the_others_continue(lead):
@@ -212,42 +198,6 @@ def test_a_silent_network_ends_the_lease_before_others_continue(lead, proxies):
     proxy.mend()
     stepping.join(20)
     assert at["last step"] < begun
-
-
-def test_a_failure_is_sent_to_the_others(lead):
-    reports: list[dict] = []
-    three = lead.training(3)
-    for client in three:
-        client.listener.failed = lambda **report: reports.append(report)
-    three[1].progress = "step 7 of fit"
-    three[1].report_failure("ValueError: bad rows", 4)
-    wait_until(lambda: len(reports) == 2, "the others know")
-    assert reports[0]["how"] == "ValueError: bad rows" and reports[0]["worker"] == 1
-    assert reports[0]["progress"] == "step 7 of fit"
-
-
-def test_a_timeout_names_who_has_not_arrived_and_its_line():
-    with RunningLead(2, patience=2.0, timeout=2.0) as lead:
-        two = lead.training(2)
-        two[1].progress = "step 9 of fit"
-        error = together(two[:1], lambda c: compare(c, "the end of the epoch"))[0]
-        assert isinstance(error, WorkerError)
-        assert "Not all workers reached 'the end of the epoch' within 2 s" in str(error)
-        assert "worker 1 (127.0.0.1, process " in str(error)
-        assert ", at step 9 of fit, in " in str(error)
-
-
-def test_the_table_of_workers(lead):
-    three = lead.training(3)
-    three[2].listener.beat = lambda: {
-        "times": (4, 0.25, 0.5),
-        "position": (0, 0, 0.0),
-    }
-    wait_until(lambda: 2 in three[0].times_of, "the chief knows times")
-    wait_until(lambda: three[0].times_of[2] == (4, 0.25, 0.5), "the chief knows times")
-    rows = three[1].status()["workers"]
-    assert sorted(row["index"] for row in rows) == [0, 1, 2]
-    assert all(row["is_connected"] and row["silent"] < 3 for row in rows)
 
 
 def test_workers_stop_after_a_common_step_and_go_on():

@@ -25,31 +25,17 @@ class FaultCase:
     """One fault."""
 
     kind: str
-    place: str = ""
+    place: str
     victim: int = 1
     workers: int = 2
 
     def __str__(self) -> str:
-        names = [self.kind, self.place, f"{self.victim}_of_{self.workers}"]
-        return "-".join(filter(None, names))
-
-    @property
-    def started(self) -> list[int]:
-        """The indices of the processes that are started."""
-        indices = list(range(self.workers))
-        if self.kind == "missing":
-            indices.remove(self.victim)
-        if self.kind == "twin":
-            indices[self.victim] = self.victim + 1
-        return indices
+        return f"{self.kind}-{self.place}-{self.victim}_of_{self.workers}"
 
     @property
     def others(self) -> list[int]:
-        """The processes, by number, that end by themselves."""
-        everyone = range(len(self.started))
-        if self.kind in ("none", "missing", "twin", "batch"):
-            return list(everyone)
-        return [number for number in everyone if number != self.victim]
+        """The workers that end by themselves."""
+        return [index for index in range(self.workers) if index != self.victim]
 
 
 @dataclass(frozen=True)
@@ -64,26 +50,24 @@ class Outcome:
     log: str
 
 
-def run_fault(
-    forker: Forker, case: FaultCase, folder: Path, script: str = SCRIPT
-) -> list[Outcome]:
+def run_fault(forker: Forker, case: FaultCase, folder: Path) -> list[Outcome]:
     """Trains until the fault has ended it."""
     (folder / "checkpoints").mkdir()
     addresses = free_addresses(case.workers)
     arguments = [case.kind, case.place, str(case.victim), str(folder)]
     processes = [
         forker.start(
-            folder / f"process{number}.log",
-            script,
+            folder / f"process{index}.log",
+            SCRIPT,
             *arguments,
             TF_CONFIG=_config(addresses, index),
             OMP_NUM_THREADS="1",
         )
-        for number, index in enumerate(case.started)
+        for index in range(case.workers)
     ]
     try:
-        for number in case.others:
-            processes[number].wait(_START_SECONDS + LIMIT)
+        for index in case.others:
+            processes[index].wait(_START_SECONDS + LIMIT)
         begin = _begin(folder)
         return [_outcome(process, begin) for process in processes]
     finally:

@@ -2,9 +2,9 @@
 
     faulty.py FAULT PLACE VICTIM FOLDER
 
-FAULT is what worker VICTIM does in epoch 2 (see `Fault`; "batch" trains with another
-batch size). PLACE is where: in a "callback" before step 17, so that the others wait in
-collectives; in the "data" of step 17; or while it is "saving" after epoch 2.
+FAULT is what worker VICTIM does in epoch 2 (see `Fault`). PLACE is where: in a
+"callback" before step 17, so that the others wait in collectives; in the "data" of
+step 17; or while it is "saving" after epoch 2.
 """
 
 from __future__ import annotations
@@ -118,9 +118,6 @@ def main(kind: str, place: str, victim: int, folder: Path) -> None:
     elif is_victim and place == "saving":
         # Two layers in each file.
         Layer.fault, Layer.saved = fault, -2
-    if kind == "batch":
-        batch_size = 2 * BATCH if is_victim else BATCH
-        fault.note("fault")
     options = {"epochs": EPOCHS, "shuffle": False, "verbose": 0}
     model.fit(*data, batch_size=batch_size, callbacks=callbacks, **options)
 

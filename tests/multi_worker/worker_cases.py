@@ -12,7 +12,7 @@ from typing import Any
 
 import keras
 from exactness import custom_steps
-from exactness.cases import Largest, contrastive, on_batches
+from exactness.cases import Largest, contrastive, fit_only, on_batches
 from harness import data, models
 from harness.case import Case, Results
 from harness.data import Data
@@ -33,21 +33,13 @@ class WorkerCase:
     nightly_on: tuple[str, ...] = ()
 
 
-def fit(case: Case, model: keras.Model, rows: Data) -> Results:
-    """`fit` alone."""
-    given = case.feed(rows, case.batch)
-    options = {"epochs": case.epochs, "verbose": 0, "shuffle": False}
-    history = model.fit(**given, **options, **case.fit(rows))
-    return {"history": history.history}
-
-
 def fit_on_every_feed(case: Case, model: keras.Model, rows: Data) -> Results:
     """One model on kinds of data that workers compare in different ways."""
     feeds = [data.tf_data, data.py_dataset]
     if BACKEND != "tensorflow":
         feeds += [data.loader, data.generator]
     return {
-        feed.__name__: fit(replace(case, feed=feed, epochs=1), model, rows)
+        feed.__name__: fit_only(replace(case, feed=feed, epochs=1), model, rows)
         for feed in feeds
     }
 
@@ -57,7 +49,7 @@ def made(name: str, **kwargs: Any) -> Case:
 
 
 def one_size(name: str, **kwargs: Any) -> Case:
-    return made(name, **{"rows": ROWS, "batch": BATCH, "script": fit, **kwargs})
+    return made(name, **{"rows": ROWS, "batch": BATCH, "script": fit_only, **kwargs})
 
 
 _ROWS = [
@@ -73,7 +65,7 @@ _ROWS = [
         "a smaller last batch in fit, evaluate and predict; weights of rows",
     ),
     WorkerCase(
-        made("size_3", rows=3, script=fit),
+        made("size_3", rows=3, script=fit_only),
         "two",
         "fewer rows than a batch, more of them on worker 0",
         nightly_on=("jax", "tensorflow"),
@@ -90,7 +82,7 @@ _ROWS = [
             model=models.dense_bn,
             sample_weight=True,
             metrics=lambda: ["accuracy"],
-            script=fit,
+            script=fit_only,
         ),
         "three",
         "worker 2 has no row in the last batch while two workers have one",

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 from harness.forker import Forker
 
+import keras_strategies as ks
 from keras_strategies.parameter_server.coordinator import process_cluster as cluster
 from parameter_server import clusters
 from parameter_server.forked_cluster import ForkedProcesses
@@ -49,3 +50,13 @@ def recovered(asynchronous):
     clusters.wait_until_whole(asynchronous)
     yield asynchronous
     clusters.wait_until_whole(asynchronous)
+
+
+@pytest.fixture
+def strategy(asynchronous):
+    return asynchronous
+
+
+@pytest.fixture
+def coordinator(strategy):
+    return ks.ClusterCoordinator(strategy)

@@ -8,7 +8,6 @@ workers share.
 from __future__ import annotations
 
 import functools
-import gc
 import sys
 import warnings
 
@@ -22,72 +21,45 @@ from parameter_server import clusters
 
 pytestmark = pytest.mark.one_backend
 
-GLOBAL = {"scale": 1}
+GLOBAL = {"scale": 1.0}
 
 
-class Counter:
-    n = 0
-
-    def count(self) -> int:
-        self.n += 1
-        return self.n
+def of_the_module():
+    return lambda: GLOBAL["scale"], lambda value: GLOBAL.update(scale=value)
 
 
-def uses_a_global() -> int:
-    return (lambda: GLOBAL["scale"])()
+def of_a_default():
+    scale = [1.0]
+    return lambda by=scale: by[0], lambda value: scale.__setitem__(0, value)
 
 
-def test_changes_of_what_a_function_refers_to_are_found_by_name() -> None:
-    scale, rows, counter = {"x": 1.0}, np.zeros(3), Counter()
-    layer = keras.layers.Dropout(0.5)
-    large = np.zeros(1 << 20)
+def of_a_method():
+    class Scaled:
+        rows = 1.0
 
-    def function(by=[1]):  # noqa: B006
-        return scale, rows, counter, layer, large, by
+        def scale(self) -> float:
+            return self.rows
 
-    def changed(what, change) -> list[str]:
-        state = CapturedState(what)
-        assert state.changes(what) == []
-        change()
-        return state.changes(what)
-
-    assert changed(function, lambda: scale.update(x=2.0)) == ["scale"]
-    assert changed(function, lambda: rows.__setitem__(0, 1)) == ["rows"]
-    assert changed(function, counter.count) == ["counter"]
-    assert changed(function, lambda: setattr(layer, "trainable", False)) == ["layer"]
-    assert changed(function, function.__defaults__[0].clear) == [
-        "its default arguments"
-    ]
-    # Large arrays are not compared.
-    assert changed(function, lambda: large.fill(1)) == []
-    assert changed(counter.count, counter.count) == ["self"]
-    partial = functools.partial(max, [1, 2])
-    assert changed(partial, partial.args[0].clear) != []
-    assert changed(uses_a_global, lambda: GLOBAL.update(scale=2)) == ["GLOBAL"]
-    assert changed(lambda: list(range(100_000)), gc.collect) == []
+    scaled = Scaled()
+    return scaled.scale, lambda value: setattr(scaled, "rows", value)
 
 
-@pytest.fixture
-def strategy(asynchronous):
-    return asynchronous
+def of_a_partial_function():
+    rows = np.ones(3)
+    return functools.partial(lambda rows: float(rows[0]), rows), rows.fill
 
 
-@pytest.fixture
-def coordinator(strategy):
-    return ks.ClusterCoordinator(strategy)
+WAYS = of_the_module, of_a_default, of_a_method, of_a_partial_function
 
 
 @pytest.mark.multiprocess
-def test_what_changed_is_sent_again(strategy, coordinator) -> None:
-    scale = {"x": 1.0}
-
-    def scaled():
-        return scale["x"]
-
+@pytest.mark.parametrize("way", WAYS)
+def test_what_changed_is_sent_again(strategy, coordinator, way) -> None:
+    function, change = way()
     for value in (1.0, 5.0, 5.0, 7.0):
-        scale["x"] = value
-        assert coordinator.schedule(scaled).fetch(clusters.SECONDS) == value
-        assert strategy.run(scaled) == value
+        change(value)
+        assert coordinator.schedule(function).fetch(clusters.SECONDS) == value
+        assert strategy.run(function) == value
 
 
 @pytest.mark.multiprocess

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import threading
 from pathlib import Path
 
 import ml_dtypes
@@ -13,7 +11,6 @@ import pytest
 from keras_strategies.parameter_server.server import changed_rows
 from keras_strategies.parameter_server.server.changed_rows import (
     ChangedRows,
-    ShardPiece,
 )
 from keras_strategies.parameter_server.server.request_handler import ParameterServer
 from keras_strategies.parameter_server.server.variable_store import VariableStore
@@ -115,22 +112,6 @@ def test_a_snapshot_has_the_rows_of_one_moment(monkeypatch) -> None:
         nbytes = sum(piece.rows.nbytes for piece in pieces)
         assert nbytes == (store.nbytes if is_full else changed[-1])
     assert changed[0] == store.nbytes and max(changed[1:]) < store.nbytes
-
-
-def test_a_thread_copies_the_rows_of_one_moment() -> None:
-    store = store_of(values())
-    updates = Updates(store)
-    found = {key: np.zeros_like(array) for key, array in store.arrays.items()}
-    for is_full in (True, *itertools.repeat(False, 15)):
-        store.changes.begin(store.arrays, is_full)
-        expected = copies(store)
-        pieces: list[ShardPiece] = []
-        thread = threading.Thread(target=pieces.extend, args=(store.changes.pieces(),))
-        thread.start()
-        for _ in range(10):
-            updates.make()
-        thread.join()
-        assert_equal(applied(pieces, found), expected)
 
 
 def test_shards_that_go_and_come_while_they_are_written() -> None:

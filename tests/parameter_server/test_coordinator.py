@@ -12,16 +12,6 @@ from parameter_server import clusters
 pytestmark = [pytest.mark.one_backend, pytest.mark.multiprocess]
 
 
-@pytest.fixture
-def strategy(asynchronous):
-    return asynchronous
-
-
-@pytest.fixture
-def coordinator(strategy):
-    return ks.ClusterCoordinator(strategy)
-
-
 def test_there_is_one_coordinator(strategy, coordinator) -> None:
     assert ks.ClusterCoordinator(strategy) is coordinator
     with pytest.raises(ks.errors.InvalidArgumentError, match="ParameterServerStrategy"):

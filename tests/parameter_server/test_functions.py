@@ -19,16 +19,6 @@ pytestmark = [pytest.mark.one_backend, pytest.mark.multiprocess]
 
 
 @pytest.fixture
-def strategy(asynchronous):
-    return asynchronous
-
-
-@pytest.fixture
-def coordinator(strategy):
-    return ks.ClusterCoordinator(strategy)
-
-
-@pytest.fixture
 def call(coordinator):
     """Calls a function on a worker; takes the error that `join` raises too."""
 

@@ -6,7 +6,6 @@ import keras
 import numpy as np
 import pytest
 
-import keras_strategies as ks
 from parameter_server import clusters
 
 tf = pytest.importorskip("tensorflow")
@@ -14,16 +13,6 @@ pytestmark = pytest.mark.multiprocess
 on_tensorflow = pytest.mark.skipif(
     keras.backend.backend() != "tensorflow", reason="strings are TensorFlow's"
 )
-
-
-@pytest.fixture
-def strategy(asynchronous):
-    return asynchronous
-
-
-@pytest.fixture
-def coordinator(strategy):
-    return ks.ClusterCoordinator(strategy)
 
 
 @pytest.fixture

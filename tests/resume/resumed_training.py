@@ -68,19 +68,6 @@ class Resumed:
             code, _ = process.wait(120)
             assert code in (-signal.SIGKILL, 128 + signal.SIGKILL), process.text()
 
-    def killed_at_any_moment(self, strategy: str, seconds: float) -> bool:
-        """Kills all processes some seconds after the first step."""
-        begun = self.folder / "begun"
-        begun.unlink(missing_ok=True)
-        processes = self.start(strategy)
-        while not begun.exists() and not any(p.ended() for p in processes):
-            time.sleep(0.01)
-        time.sleep(seconds)
-        is_early = not any(process.ended() for process in processes)
-        for process in processes:
-            process.kill()
-        return is_early
-
     def finished(self, strategy: str) -> Left:
         """Trains to the end."""
         processes = self.start(strategy)

@@ -109,9 +109,6 @@ def test_batch_normalization_is_split_over_replicas():
         model.fit(x, y, batch_size=8, verbose=0)
 
 
-# --- Keras inside replicas ----------------------------------------------------
-
-
 # --- Gradients that cross the replicas ---------------------------------------------
 
 
