@@ -61,7 +61,8 @@ def _moments(
         shape = ops.shape(inputs)
         # Ints first: in a program for any number of rows, one tensor multiplication.
         positions = math.prod(sorted((shape[i] for i in axes), key=ops.is_tensor))
-        count, tiny = ops.full_like(total, positions), 0.0
+        # On Torch, `full_like` reads the number from the device, and the host waits.
+        count, tiny = ops.ones_like(total) * positions, 0.0
     else:
         # Keras also adds it to the count of a masked batch on one device.
         count, tiny = ops.sum(weights, axes), keras.config.epsilon()

@@ -27,6 +27,8 @@ KIND = "simulated"
 _SOURCE = Path(__file__).with_name("accelerator_devices.cpp")
 _FOLDER = _SOURCE.parents[2] / ".test-references"
 _libraries: list[Any] = []
+#: What the host has waited for: the operations whose results it reads.
+waits: list[str] = []
 
 
 # --- Tensors, by DLPack -----------------------------------------------------------
@@ -111,6 +113,8 @@ def _as_strided(tensor: torch.Tensor, *sizes: Any) -> torch.Tensor:
 # --- Operations -------------------------------------------------------------------
 
 _HOST = torch.device("cpu")
+# Of operations that return a number, or as many elements as values say.
+_READ_BY_HOST = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class _Call:
@@ -186,6 +190,8 @@ def _compute(operation: Any, *arguments: Any, **options: Any) -> Any:
     """Any operation: that of the CPU, on the same memory."""
     with torch._C.DisableTorchFunction():
         call, tags = _Call(), operation.tags
+        if _READ_BY_HOST & set(tags):
+            waits.append(str(operation))
         host = call.on_host(arguments)
         host_options = {key: call.on_host(value) for key, value in options.items()}
         if _has_number_for_tensor(operation, arguments):
@@ -219,6 +225,8 @@ def _convolution_backward(gradient: Any, *arguments: Any) -> Any:
 
 def _copy(source: torch.Tensor, target: torch.Tensor, *rest: Any) -> torch.Tensor:
     """A transfer."""
+    if target.device.type != KIND:
+        waits.append("copy to the host")
     with torch._C.DisableTorchFunction():
         _on_host(target).copy_(_on_host(source))
     return target

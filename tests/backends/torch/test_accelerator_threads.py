@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 import pytest
-from harness import devices, models
+from harness import devices, models, python_accelerator
 from harness.case import Case, as_arrays, train
 from harness.data import classes
 from harness.training import assert_same, state_of
@@ -196,3 +196,83 @@ def looped(name: str, is_outside: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("train", [compiled_and_fit, looped])
 def test_an_optimizer_and_a_metric_from_outside_of_the_scope(train, name: str) -> None:
     assert_same(train(name, False), train(name, True), 1e-6, name)
+
+
+class _Waits(keras.callbacks.Callback):
+    """What the host has waited for in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[list[str]] = []
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        python_accelerator.waits.clear()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.steps.append(list(python_accelerator.waits))
+
+
+def _normalized(strategy: Any) -> Any:
+    """A model with statistics of batches and metrics."""
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        x = keras.Input((6,))
+        h = keras.layers.BatchNormalization()(keras.layers.Dense(8, "relu")(x))
+        h = keras.layers.Dense(3, "softmax")(keras.layers.Dropout(0.3)(h))
+        model = keras.Model(x, h)
+        model.compile(
+            keras.optimizers.Adam(0.01),
+            "sparse_categorical_crossentropy",
+            metrics=["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(2)],
+        )
+    return model
+
+
+def _waits_of_fit(strategy: Any) -> list[list[str]]:
+    rows, waits = classes(48), _Waits()
+    given = {"batch_size": 8, "shuffle": False, "verbose": 0, "callbacks": [waits]}
+    _normalized(strategy).fit(rows.x, rows.y, **given)
+    return waits.steps
+
+
+def _waits_of_loop(strategy: Any) -> list[list[str]]:
+    rows, waits, model = classes(48), _Waits(), _normalized(strategy)
+    with strategy.scope():
+        metric = keras.metrics.SparseCategoricalAccuracy()
+    weights = model.trainable_variables
+
+    def replica_step(x: Any, y: Any) -> None:
+        def loss() -> Any:
+            found = model(x, training=True)
+            metric.update_state(y, found)
+            return ks.compute_average_loss(
+                keras.ops.sparse_categorical_crossentropy(y, found)
+            )
+
+        _, gradients = ks.value_and_grad(loss, weights)()
+        model.optimizer.apply(gradients, weights)
+
+    model.optimizer.build(weights)
+    data = strategy.experimental_distribute_dataset((rows.x, rows.y), batch_size=8)
+    for i, batch in enumerate(data):
+        waits.on_train_batch_begin(i)
+        strategy.run(replica_step, args=batch)
+        waits.on_train_batch_end(i)
+    assert float(metric.count) == 48
+    return waits.steps
+
+
+@pytest.mark.skipif(
+    DEVICES[0].type != python_accelerator.KIND, reason="GPUs do not say"
+)
+@pytest.mark.parametrize(("train", "logs"), [(_waits_of_fit, 3), (_waits_of_loop, 0)])
+def test_the_host_waits_for_no_device_in_a_step(train: Any, logs: int) -> None:
+    # Keras reads the loss and two metrics for callbacks, after the step.
+    expected = [["copy to the host"] * logs] * 4
+    for strategy in (
+        ks.OneDeviceStrategy("gpu:0"),
+        ks.MirroredStrategy(["gpu:0", "gpu:1"], processes=False),
+    ):
+        found = train(strategy)
+        # Models are built and rows are proved in the first steps.
+        assert len(found) == 6 and found[2:] == expected
