@@ -62,6 +62,8 @@ def _moments(
         # Ints first: in a program for any number of rows, one tensor multiplication.
         positions = math.prod(sorted((shape[i] for i in axes), key=ops.is_tensor))
         # On Torch, `full_like` reads the number from the device, and the host waits.
+        if ops.is_tensor(positions):
+            positions = ops.cast(positions, total.dtype)
         count, tiny = ops.ones_like(total) * positions, 0.0
     else:
         # Keras also adds it to the count of a masked batch on one device.

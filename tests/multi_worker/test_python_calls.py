@@ -22,7 +22,7 @@ if keras.backend.backend() != "torch":
 WIDTH, BATCH, STEPS = 4, 8, 8
 #: More calls than plain Keras: of a step, and for each variable of the model. One for
 #: each is that replicas note the functions of Keras that they call.
-PER_STEP, PER_VARIABLE = 1500, 28
+PER_STEP, PER_VARIABLE = 1500, 30
 
 
 class CountsCalls(keras.callbacks.Callback):

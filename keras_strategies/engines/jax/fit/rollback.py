@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -112,11 +113,12 @@ class _Program:
                     # those that are behind could not take the state of another one.
                     self._workers.group.barrier("a step")
                 self._workers.steps.await_checks()
-                found, state = step(state, placed)
+                # Programs run asynchronously, and errors appear where results are read.
+                found, state = self._workers.awaited(
+                    functools.partial(jax.block_until_ready, step(state, placed))
+                )
                 gather_rows = self._trainer.gather_rows
                 outputs.append(outputs_on_host(found, gather_rows))
-            # Programs run asynchronously, and errors appear where results are read.
-            jax.block_until_ready((outputs, state))
         record_jax_state(self._model, self._kind, state)
         is_predict = self._kind == "predict"
         result = compiled_steps.concatenated(outputs) if is_predict else outputs[-1]

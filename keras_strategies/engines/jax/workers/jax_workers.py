@@ -16,13 +16,13 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax import numpy as jnp
 
-from keras_strategies.cluster.group import WorkerGroup
+from keras_strategies.cluster.group import FAILURE_GRACE, WorkerGroup
 from keras_strategies.cluster.group.exit_watchdog import GRACE, ExitWatchdog
 from keras_strategies.communication.communicator import Communicator, lost_worker
 from keras_strategies.communication.open_files import reserve_files
@@ -37,6 +37,8 @@ from keras_strategies.engines.jax.workers.service_waits import until_loss
 from keras_strategies.errors import BackendInUseError, ClusterError, WorkerError
 from keras_strategies.lead.state import Loss
 from keras_strategies.types import CommunicationOptions, ReduceOp
+
+T = TypeVar("T")
 
 #: Bytes per pack by default.
 DEFAULT_PACK = 32 * 2**20
@@ -256,6 +258,16 @@ class JaxCommunicator(Communicator):
                     raise
                 raise lost_worker(self.group, error) from error
 
+    def awaited(self, call: Callable[[], T]) -> T:
+        """The result of a call that waits for a program with collectives.
+
+        Elastic workers leave it soon after a loss; see `service_waits`. In a fixed
+        group the watchdog ends the process.
+        """
+        if self.actions.is_fixed:
+            return call()
+        return until_loss(self.group, call, FAILURE_GRACE)
+
     # Devices.
 
     def devices_of(self, own: Sequence[Device]) -> list[jax.Device]:
@@ -362,7 +374,8 @@ class JaxCommunicator(Communicator):
             stacked = jax.make_array_from_single_device_arrays(
                 (self.group.count, *own.shape), split, [mine]
             )
-            return np.asarray(program(stacked))
+            result = program(stacked)
+            return self.awaited(lambda: np.asarray(result))
 
 
 @functools.cache
