@@ -46,7 +46,7 @@ def test_custom_loops_pass_on_the_numpy_engine() -> None:
     )
     assert process.returncode == 0, process.stdout[-10_000:] + process.stderr[-2000:]
     passed = re.search(r"(\d+) passed", process.stdout)
-    assert passed is not None and int(passed[1]) > 85, process.stdout[-2000:]
+    assert passed is not None and int(passed[1]) >= 95, process.stdout[-2000:]
 
 
 def test_the_numpy_engine_is_short() -> None:

@@ -206,7 +206,7 @@ def test_a_hint_divides_what_is_mapped(cluster):
             assert not said
 
 
-def test_a_pipeline_whose_map_is_called_for_all_rows_is_named(cluster):
+def test_a_pipeline_that_calls_functions_for_all_rows_is_named(cluster):
     [*_, said] = read_by(ks.OneDeviceStrategy("cpu:0"), "AUTO")
     assert not said
     for policy, warnings in (("AUTO", 1), ("DATA", 0)):

@@ -19,10 +19,10 @@ import pytest
 if keras.backend.backend() != "torch":
     pytest.skip("on JAX and TensorFlow a step is a program", allow_module_level=True)
 
-WIDTH, BATCH, STEPS = 4, 8, 8
+WIDTH, BATCH, STEPS = 4, 8, 24
 #: More calls than plain Keras: of a step, and for each variable of the model. One for
 #: each is that replicas note the functions of Keras that they call.
-PER_STEP, PER_VARIABLE = 1500, 30
+PER_STEP, PER_VARIABLE = 1500, 28
 
 
 class CountsCalls(keras.callbacks.Callback):

@@ -93,7 +93,7 @@ class Killer:
             path.stat().st_mtime for path in self._folder.glob(f"ps-{index}.*.snapshot")
         )
         at = time.time()
-        # One that has died already is not there.
+        # One may have died before.
         with contextlib.suppress(ProcessLookupError):
             clusters.kill(self._strategy, kind, index)
             self.counts[kind] += 1
