@@ -24,6 +24,7 @@ from keras_strategies.training.resume.resume_callback import Resume
 from keras_strategies.values import PerReplica
 from keras_strategies.verification.batches import Batch, fit_arguments, read_batches
 from keras_strategies.verification.layer_outputs import OutputNames, model_of_outputs
+from keras_strategies.verification.variable_reader import VariableReader
 
 Step = Callable[[Any, Any, Any], Any]
 _SERVER_RATE = 2.0**10
@@ -99,10 +100,14 @@ class Observed:
         self.dtypes[key] = dtype
         return key
 
-    def add_variable(self, kind: str, name: str, variable: Any) -> None:
-        key = self.add(kind, name, copied_value(variable))
-        if kind == "variable" and variable.trainable:
-            self.trained.add(key)
+    def add_variables(
+        self, variables: Sequence[tuple[str, str, Any]], reader: VariableReader
+    ) -> None:
+        values = reader.read([variable for _, _, variable in variables])
+        for (kind, name, variable), value in zip(variables, values, strict=True):
+            key = self.add(kind, name, value)
+            if kind == "variable" and variable.trainable:
+                self.trained.add(key)
 
     def add_logs(self, logs: dict[str, Any]) -> None:
         ordered = sorted(logs.items(), key=lambda each: each[0] != "loss")
@@ -134,6 +139,7 @@ class Training:
         #: Steps that this training has taken.
         self.steps_taken = 0
         self._keeps_optimizer = keeps_optimizer
+        self._reader = VariableReader()
         keras.utils.set_random_seed(script.seed)
         with strategy.scope():
             self.model = script.build()
@@ -186,8 +192,7 @@ class Training:
     def state(self) -> Observed:
         """Copies of the values of all variables."""
         found = Observed()
-        for each in self.variables():
-            found.add_variable(*each)
+        found.add_variables(self.variables(), self._reader)
         return found
 
     def restore(self, state: Observed) -> None:
@@ -258,8 +263,7 @@ class Training:
         self.steps_taken += 1
         found = Observed()
         found.add_logs(logs)
-        for each in self.variables():
-            found.add_variable(*each)
+        found.add_variables(self.variables(), self._reader)
         return found
 
     def _distributed(self, batches: list[Batch]) -> Any:
@@ -311,9 +315,8 @@ class Training:
                 moved = (value - copied_value(variable)) / _SERVER_RATE
                 found.add("gradient", variable.path, moved)
                 variable.assign(value)
-        for kind, name, variable in self.variables():
-            if kind == "variable":
-                found.add_variable(kind, name, variable)
+        variables = [each for each in self.variables() if each[0] == "variable"]
+        found.add_variables(variables, VariableReader())
         return found
 
     def outputs(
