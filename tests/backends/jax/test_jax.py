@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import itertools
 import textwrap
 import threading
 
@@ -29,7 +30,9 @@ from backends.jax.jax_training import (
     trained,
 )
 
+from keras_strategies.engines.jax.fit import central_storage_trainer, compiled_steps
 from keras_strategies.engines.jax.fit.compiled_steps import CompiledStep
+from keras_strategies.engines.jax.function import compiled_program
 
 ks.set_virtual_cpu_devices(4)
 
@@ -326,6 +329,53 @@ def test_ctrl_c_while_keras_empties_the_variables(name, monkeypatch):
             method(x, x[:, :2], verbose=0)
         for before, after in zip(weights, model.get_weights(), strict=True):
             np.testing.assert_array_equal(before, after)
+
+
+def interrupted_at(monkeypatch, owner, name, at):
+    """Has a function raise KeyboardInterrupt before its n-th call, once."""
+    original, calls = getattr(owner, name), itertools.count(1)
+
+    def call(*args):
+        if next(calls) == at:
+            raise KeyboardInterrupt
+        return original(*args)
+
+    monkeypatch.setattr(owner, name, call)
+
+
+# The first record is that before the step.
+@pytest.mark.parametrize(
+    ("name", "module", "at"),
+    [
+        ("mirrored_2", compiled_steps, 2),
+        ("central", central_storage_trainer, 1),
+    ],
+)
+def test_ctrl_c_while_the_state_of_a_step_is_recorded(name, module, at, monkeypatch):
+    x, y = rows(22)
+    _, model = trained(name)
+    with monkeypatch.context() as patch:
+        interrupted_at(patch, module, "record_jax_state", at)
+        with pytest.raises(KeyboardInterrupt):
+            model.fit(x, y, batch_size=8, verbose=0)
+    assert_usable(model, model.get_weights())
+
+
+def test_ctrl_c_while_the_state_of_a_loop_is_recorded(monkeypatch):
+    with ks.MirroredStrategy(["cpu:0", "cpu:1"]).scope() as strategy:
+        sums = keras.Variable(np.zeros(3, "float32"))
+
+    def add():
+        sums.assign_add([1.0, 2.0, 3.0])
+
+    step = ks.function(lambda: strategy.run(add))
+    step()
+    with monkeypatch.context() as patch:
+        interrupted_at(patch, compiled_program.CompiledProgram, "_commit", 1)
+        with pytest.raises(KeyboardInterrupt):
+            step()
+    step()
+    np.testing.assert_array_equal(sums, [3.0, 6.0, 9.0])
 
 
 # --- Scopes ---------------------------------------------------------------------

@@ -120,11 +120,19 @@ class _CompiledStep(_CentralStep):
             results.extend(map(program.at_home, *arguments))
         finally:
             if results:
-                for i, position in program.updates:
-                    new[i] = results[0][position]
-                groups = self._groups(new)
-                record_jax_state(self._model, self._kind, groups)
+                try:
+                    self._record(program, results[0], new)
+                except KeyboardInterrupt:
+                    self._record(program, results[0], new)
+                    raise
         return results[0]  # type: ignore[no-any-return]
+
+    def _record(
+        self, program: PartitionedStep, updated: list[Any], new: list[Any]
+    ) -> None:
+        for i, position in program.updates:
+            new[i] = updated[position]
+        record_jax_state(self._model, self._kind, self._groups(new))
 
     def _program(self, state: Sequence[jax.Array], batch: Any) -> PartitionedStep:
         arrays, structure = jax.tree.flatten(batch)

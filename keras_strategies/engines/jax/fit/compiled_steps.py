@@ -6,7 +6,7 @@ A compiled step donates its state: new values overwrite the old arrays. Keras em
 the variables while a loop runs. An exception between the two, bad data or Ctrl-C, would
 leave a model without weights. So the state is recorded before a step reads its batch,
 and again when it returns, with no bytecode in between at which Python could raise a
-KeyboardInterrupt.
+KeyboardInterrupt. One that is raised while the state is recorded has it recorded again.
 """
 
 from __future__ import annotations
@@ -168,7 +168,11 @@ class CompiledStep:
             results.extend(map(program, *zip((*state, batch), strict=True)))
         finally:
             if results:
-                record_jax_state(self._model, self._kind, results[0][1])
+                try:
+                    record_jax_state(self._model, self._kind, results[0][1])
+                except KeyboardInterrupt:
+                    record_jax_state(self._model, self._kind, results[0][1])
+                    raise
         return results[0]
 
     def _jitted(self, state: Any, step: Step) -> Any:

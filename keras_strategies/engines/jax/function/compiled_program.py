@@ -257,7 +257,11 @@ class CompiledProgram:
                     jax.block_until_ready(done[0])
         finally:
             if done:
-                self._commit(done[0])
+                try:
+                    self._commit(done[0])
+                except KeyboardInterrupt:
+                    self._commit(done[0])
+                    raise
         self._forget_unused()
         return done[0][0], done[0][1]
 
