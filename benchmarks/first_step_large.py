@@ -3,7 +3,8 @@
 A process of its own measures the CPU seconds of `fit` of one batch, and of the next
 batch. "Without proofs" takes each layer call to be split by rows, unproved: what the
 first step would take if nothing had to be shown. It says nothing for experts with a
-capacity and for the statistic of StyleGAN's critic, which mix rows and run unsplit.
+capacity, which run unsplit, and for the statistic of StyleGAN's critic, for which
+replicas exchange a sum.
 """
 
 from __future__ import annotations
