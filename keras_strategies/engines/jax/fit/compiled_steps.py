@@ -29,6 +29,8 @@ from keras_strategies.engines.jax.padded_rows import (
     pad_outputs,
     without_padding,
 )
+from keras_strategies.engines.jax.workers.awaited_program import AwaitedProgram
+from keras_strategies.engines.jax.workers.jax_workers import JaxCommunicator
 from keras_strategies.keras_compat.backends.keras_on_jax import record_jax_state
 from keras_strategies.keras_compat.models.layers import clear_losses
 from keras_strategies.timeline import recording
@@ -109,8 +111,8 @@ class CompiledStep:
         state_sharding: returns the shardings of a donated group of arrays, equal to
             those that the next step is compiled for; None leaves them to JAX.
         outputs: the sharding of the outputs; None leaves it to JAX.
-        donates: bool, whether a step overwrites its state, which then cannot be
-            repeated.
+        workers: the communicator between elastic workers, whose steps can be repeated:
+            they do not overwrite their state. None otherwise.
     """
 
     def __init__(
@@ -120,15 +122,14 @@ class CompiledStep:
         step: Step,
         state_sharding: Callable[[Sequence[jax.Array]], Any] | None = None,
         outputs: jax.sharding.Sharding | None = None,
-        *,
-        donates: bool = True,
+        workers: JaxCommunicator | None = None,
     ):
         self._model = model
         self._kind = kind
         self._step = step
         self._state_sharding = state_sharding
         self._outputs = outputs
-        self._donates = donates
+        self._workers = workers
         self._programs: dict[tuple[int | None, ...], Callable[..., Any]] = {}
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
@@ -183,11 +184,14 @@ class CompiledStep:
             else None
             for i, group in enumerate(state)
         ]
-        return jax.jit(
+        program = jax.jit(
             lambda *args: step(args[:-1], args[-1]),
-            donate_argnums=changed if self._donates else (),
+            donate_argnums=changed if self._workers is None else (),
             out_shardings=(self._outputs, tuple(shardings)),
         )
+        if self._workers is None:
+            return program
+        return AwaitedProgram(self._workers, program)
 
 
 def _scanned(step: Step, concatenates: bool) -> Step:

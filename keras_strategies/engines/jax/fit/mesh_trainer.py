@@ -114,7 +114,9 @@ class MeshTrainer(DistributionTrainer):
             devices = workers.devices_of(strategy.placement.replicas)
         super().__init__(strategy, distribution or StrategyDistribution(devices))
         self.devices = list(self.replicated.mesh.devices.flat)
+        self._elastic_workers: JaxCommunicator | None = None
         if isinstance(workers, JaxCommunicator) and not workers.actions.is_fixed:
+            self._elastic_workers = workers
             self.rollback = rollback = JaxRollback(self, workers)
             self.repeatable_function = rollback.function
             workers.when_replaced(self.replace_devices)
@@ -146,7 +148,7 @@ class MeshTrainer(DistributionTrainer):
             step,
             self.state_sharding,
             outputs,
-            donates=self.rollback is None,
+            self._elastic_workers,
         )
 
     def step_cost(self, model: Any, batch: Any) -> StepCost:

@@ -113,10 +113,12 @@ class _Program:
                     # those that are behind could not take the state of another one.
                     self._workers.group.barrier("a step")
                 self._workers.steps.await_checks()
-                # Programs run asynchronously, and errors appear where results are read.
-                found, state = self._workers.awaited(
-                    functools.partial(jax.block_until_ready, step(state, placed))
-                )
+                found, state = step(state, placed)
+                if not compiled_steps.compiles(self._model):
+                    # JAX executes operations asynchronously, and errors appear where
+                    # results are read.
+                    wait = functools.partial(jax.block_until_ready, (found, state))
+                    found, state = self._workers.awaited(wait)
                 gather_rows = self._trainer.gather_rows
                 outputs.append(outputs_on_host(found, gather_rows))
         record_jax_state(self._model, self._kind, state)

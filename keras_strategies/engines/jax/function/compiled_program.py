@@ -36,6 +36,7 @@ from keras_strategies.engines.jax.function.trace_state import (
 from keras_strategies.engines.jax.function.traced_executables import (
     TracedExecutables,
 )
+from keras_strategies.engines.jax.workers.awaited_program import AwaitedProgram
 from keras_strategies.errors import ContextError
 from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.keras_compat.variables.deferred import (
@@ -170,18 +171,24 @@ class CompiledProgram:
         if self._executables is not None:
             self._jitted = functools.partial(self._trace_and_run, out_shardings)
             return
+        workers = self._elastic_workers
         self._jitted = jax.jit(
             self._trace,
             # Not where a failed call is rolled back.
-            donate_argnums=() if self._is_repeatable else 0,
+            donate_argnums=0 if workers is None else (),
             out_shardings=out_shardings,
         )
+        if workers is not None:
+            self._jitted = AwaitedProgram(workers, self._jitted)
 
     def _trace_and_run(self, out_shardings: Any, *args: Any) -> Results:
         assert self._executables is not None
         # A new function each time: JAX keeps the trace of one that it knows.
         results: Results = self._executables.run(
-            lambda *given: self._trace(*given), out_shardings, args
+            lambda *given: self._trace(*given),
+            out_shardings,
+            args,
+            self._elastic_workers,
         )
         return results
 
@@ -246,10 +253,10 @@ class CompiledProgram:
         # As in `CompiledStep`: no interrupt between the call and the list.
         done: list[Results] = []
         try:
-            if self._is_repeatable:
-                donated = self._state(self._donated)
-            else:
+            if self._elastic_workers is None:
                 donated = self._placed(self._donated, _unshared(self._donated))
+            else:
+                donated = self._state(self._donated)
             with self._exchange():
                 done.extend(map(self._jitted, (donated,), (kept,), (plain,), (joined,)))
                 if self._workers is not None:
@@ -266,8 +273,9 @@ class CompiledProgram:
         return done[0][0], done[0][1]
 
     @property
-    def _is_repeatable(self) -> bool:
-        return not is_fixed(self._workers)
+    def _elastic_workers(self) -> JaxCommunicator | None:
+        """The communicator, if a failed call is rolled back and repeated."""
+        return None if is_fixed(self._workers) else self._workers
 
     def _exchange(self) -> contextlib.AbstractContextManager[Any]:
         if self._workers is None:

@@ -10,9 +10,12 @@ from __future__ import annotations
 import collections
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
+
+if TYPE_CHECKING:
+    from keras_strategies.engines.jax.workers.jax_workers import JaxCommunicator
 
 #: Maximum number of executables in a cache; the one unused for longest is dropped.
 MAX_EXECUTABLES = 128
@@ -29,7 +32,11 @@ class TracedExecutables:
         self.count = 0
 
     def run(
-        self, function: Callable[..., Any], out_shardings: Any, args: tuple[Any, ...]
+        self,
+        function: Callable[..., Any],
+        out_shardings: Any,
+        args: tuple[Any, ...],
+        workers: JaxCommunicator | None,
     ) -> Any:
         """Traces a function and runs its program.
 
@@ -37,6 +44,7 @@ class TracedExecutables:
             function: a function of arrays, new in each call.
             out_shardings: as of `jax.jit`.
             args: structures of arrays.
+            workers: the communicator between elastic workers; None otherwise.
         """
         lowered = jax.jit(function, out_shardings=out_shardings).lower(*args)
         text = lowered.as_text()
@@ -60,4 +68,6 @@ class TracedExecutables:
                     self._compiled.popitem(last=False)
         else:
             self._compiled.move_to_end(key)
-        return compiled(*args)
+        if workers is None:
+            return compiled(*args)
+        return workers.executed(compiled, *args)

@@ -268,6 +268,10 @@ class JaxCommunicator(Communicator):
             return call()
         return until_loss(self.group, call, FAILURE_GRACE)
 
+    def executed(self, program: Callable[..., T], *args: Any) -> T:
+        """The results of a compiled program, which are ready."""
+        return self.awaited(lambda: jax.block_until_ready(program(*args)))
+
     # Devices.
 
     def devices_of(self, own: Sequence[Device]) -> list[jax.Device]:
@@ -374,8 +378,7 @@ class JaxCommunicator(Communicator):
             stacked = jax.make_array_from_single_device_arrays(
                 (self.group.count, *own.shape), split, [mine]
             )
-            result = program(stacked)
-            return self.awaited(lambda: np.asarray(result))
+            return self.awaited(lambda: np.asarray(program(stacked)))
 
 
 @functools.cache
