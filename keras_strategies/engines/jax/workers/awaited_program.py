@@ -39,5 +39,5 @@ class AwaitedProgram:
 
 def _signature(leaf: Any) -> Any:
     if isinstance(leaf, jax.Array):
-        return leaf.shape, leaf.dtype, leaf.weak_type, leaf.sharding, leaf.committed
+        return leaf.shape, leaf.dtype, leaf.sharding
     return jax.typeof(leaf)
