@@ -25,6 +25,7 @@ LOOPS = (
     "test_optimizers.py",
     "test_made_in_run.py",
     "test_extended.py",
+    "test_checkpoints.py",
 )
 # Three of the optimizers with which a loop equals one device: optimizers are Keras's
 # own, and gradients by finite differences take seconds.
@@ -46,7 +47,7 @@ def test_custom_loops_pass_on_the_numpy_engine() -> None:
     )
     assert process.returncode == 0, process.stdout[-10_000:] + process.stderr[-2000:]
     passed = re.search(r"(\d+) passed", process.stdout)
-    assert passed is not None and int(passed[1]) >= 95, process.stdout[-2000:]
+    assert passed is not None and int(passed[1]) > 100, process.stdout[-2000:]
 
 
 def test_the_numpy_engine_is_short() -> None:

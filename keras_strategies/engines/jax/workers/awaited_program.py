@@ -1,4 +1,4 @@
-"""Programs of elastic workers, whose executions the loss of a worker ends."""
+"""Programs of elastic workers: the loss of a worker ends an execution."""
 
 from __future__ import annotations
 
