@@ -144,6 +144,8 @@ def table(name: str) -> str:
         return ratios.TABLES[what]()
     if file == "soak":
         return whole("soak", lead_costs.soak_table)
+    if (file, what) == ("presets", "speed"):
+        return whole("presets_speed", presets.speed_table)
     if file == "fsdp memory":
         return whole("fsdp_memory", fsdp.memory_table)
     modules = {

@@ -1,4 +1,4 @@
-"""Presets that are loaded into shards: the memory of each process while it loads.
+"""Presets that are loaded into shards: the memory of each process, and the speed.
 
 A decoder with random weights is written as Hugging Face writes it (`safetensors` in
 several files and their index), and as Keras does: a `.keras` file, a preset folder with
@@ -13,11 +13,22 @@ that a process maps, as `safetensors` does, are not among it: the system drops t
 it needs memory. What the allocator of the C library keeps of freed memory is not
 either: it is told to map all that has a megabyte. TensorFlow's own allocator keeps what
 it has once had, for later tensors; "in use" is without that.
+
+    python benchmarks/presets.py
+    python benchmarks/presets.py --speed --layers 4
+
+With `--speed` it is the speed of `safetensors` that is measured, also of one process on
+Torch, which loads onto one device: seconds of the values, from the first one that a
+variable is assigned, beside those in which `safetensors` alone reads all tensors, in
+rounds in which both take turns. Seconds of the processor are those of all processes
+together; of `safetensors` alone, of one process.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import itertools
 import json
 import os
 import shutil
@@ -25,11 +36,12 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from measuring import BACKENDS, Results, names, options_parser, run_script
+from measuring import BACKENDS, Results, names, options_parser, ratio, run_script
 from page import write_page
 from tables import markdown_table
 
@@ -44,6 +56,7 @@ FORMATS = {
     "keras": "`.keras`",
 }
 SECONDS = 1500
+_TIMES = ("load", "values", "alone")
 
 
 # --- Files --------------------------------------------------------------------
@@ -136,43 +149,52 @@ def loaded(folder: Path, kind: str) -> Any:
 # --- In the processes that load -----------------------------------------------
 
 
-def work(folder: Path, kind: str) -> None:
-    """Loads a file, and prints a line of JSON with the memory of this process."""
+def strategy_here() -> Any:
+    """Four shards in all; one device of a process without others on Torch."""
     import keras
 
     import keras_strategies as ks
 
-    # Of the tests.
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "multi_worker"))
-    import keras_hub  # noqa: F401  What it allocates is not of the model.
-    from memory_peaks import allocated_by
+    if "TF_CONFIG" in os.environ:
+        return ks.ModelParallelStrategy("fsdp", ["cpu:0"])
+    if keras.backend.backend() == "torch":
+        return ks.OneDeviceStrategy("cpu:0")
+    return ks.ModelParallelStrategy("fsdp", [f"cpu:{i}" for i in range(SHARDS)])
 
-    is_alone = "TF_CONFIG" not in os.environ
-    devices = [f"cpu:{i}" for i in range(SHARDS if is_alone else 1)]
-    strategy = ks.ModelParallelStrategy("fsdp", devices)
-    found: list[Any] = []
 
-    def load() -> None:
-        with strategy.scope():
-            found.append(loaded(folder, kind))
+def check(model: Any, kind: str) -> None:
+    import keras
 
-    alone = read_alone(folder / kind) if kind == "safetensors" else None
-    memory = allocated_by(load)
-    stays = memory.after - memory.before
-    used = given_out()
-    found.clear()
-    # Without the thread that samples the memory.
-    start = time.perf_counter()
-    cpu_seconds = processor_time_of_values(load)
-    seconds = time.perf_counter() - start
-    [model] = found
-    own = sum(strategy.describe(model).totals.values())
     name = "model.layers.1.mlp.down_proj.weight"
     expected = random_numbers(name, (WIDTH, INNER)).T
     layer = model.get_layer("transformer_layer_1")
     kernel = keras.ops.convert_to_numpy(layer._feedforward_output_dense.kernel)
     if not (kernel == expected).all():
         raise AssertionError(f"{kind}: another value of {name}.")
+
+
+def work(folder: Path, kind: str) -> None:
+    """Loads a file, and prints a line of JSON with the memory of this process."""
+    # Of the tests.
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "multi_worker"))
+    import keras_hub  # noqa: F401  What it allocates is not of the model.
+    from memory_peaks import allocated_by
+
+    strategy = strategy_here()
+    found: list[Any] = []
+
+    def load() -> None:
+        with strategy.scope():
+            found.append(loaded(folder, kind))
+
+    memory = allocated_by(load)
+    stays = memory.after - memory.before
+    used = given_out()
+    found.clear()
+    # Without the thread that samples the memory.
+    seconds, _ = seconds_of(load)
+    [model] = found
+    check(model, kind)
     print(
         json.dumps(
             {
@@ -181,50 +203,83 @@ def work(folder: Path, kind: str) -> None:
                 "peak": memory.loading - memory.before,
                 "stays": stays,
                 "used": stays if used is None else used,
-                "shards": own,
-                "seconds": round(seconds, 1),
-                "cpu_seconds": round(cpu_seconds, 2),
-                "alone": alone,
+                "shards": sum(strategy.describe(model).totals.values()),
+                "seconds": seconds,
             }
         )
     )
 
 
-def processor_time_of_values(load: Callable[[], None]) -> float:
-    """Seconds of the processor in which a made model gets its values.
+def time_loads(folder: Path, rounds: int) -> None:
+    """Prints the seconds of loads, of values, and of the files alone, as JSON."""
+    import keras_hub  # noqa: F401
 
-    They begin with the first value that is assigned.
+    strategy = strategy_here()
+    times: dict[str, list[list[float]]] = {what: [] for what in _TIMES}
+    for _ in range(rounds + 1):
+        gc.collect()
+        times["alone"].append(seconds_of(lambda: read_alone(folder / "safetensors")))
+        start, first, end = clocks_of_load(strategy, folder)
+        times["load"].append(_between(start, end))
+        times["values"].append(_between(first, end))
+    # The first one finds nothing in the cache of the system.
+    print(json.dumps({name: found[1:] for name, found in times.items()}))
+
+
+def clocks_of_load(strategy: Any, folder: Path) -> list[tuple[float, float]]:
+    """Clocks at the begin of a load, at the first value that is assigned, at its end.
+
+    Each has the seconds of the wall and of the processor.
     """
     import keras
 
     kind: Any = keras.Variable
     assign = kind.assign
-    start: list[float] = []
+    found: list[tuple[float, float]] = []
 
     def assigned(self: Any, value: Any) -> Any:
-        if not start:
-            start.append(time.process_time())
+        if len(found) == 1:
+            found.append(_clock())
         return assign(self, value)
 
     kind.assign = assigned
     try:
-        load()
+        found.append(_clock())
+        with strategy.scope():
+            model = loaded(folder, "safetensors")
+        if keras.backend.backend() == "jax":  # Copies to devices are asynchronous.
+            for variable in model.variables:
+                variable.value.block_until_ready()
+        found.append(_clock())
     finally:
         kind.assign = assign
-    return time.process_time() - start[0]
+    check(model, "safetensors")
+    return found
 
 
-def read_alone(folder: Path) -> list[float]:
-    """Seconds, and those of the processor, in which `safetensors` reads all tensors."""
+def _clock() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
+
+
+def _between(start: tuple[float, float], end: tuple[float, float]) -> list[float]:
+    return [round(b - a, 2) for a, b in zip(start, end, strict=True)]
+
+
+def seconds_of(function: Callable[[], object]) -> list[float]:
+    """Seconds of a call, and those of the processor."""
+    start = _clock()
+    function()
+    return _between(start, _clock())
+
+
+def read_alone(folder: Path) -> None:
+    """Reads all tensors by `safetensors`."""
     from safetensors import safe_open
 
-    start, used = time.perf_counter(), time.process_time()
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "np") as file:
             for name in file.keys():  # noqa: SIM118  A file is no dict.
                 file.get_tensor(name)
-    found = time.perf_counter() - start, time.process_time() - used
-    return [round(seconds, 2) for seconds in found]
 
 
 def given_out() -> int | None:
@@ -241,11 +296,10 @@ def given_out() -> int | None:
 # --- In the process that a person starts --------------------------------------
 
 
-def run(backend: str, folder: Path, kind: str, processes: int) -> list[Any]:
+def run(backend: str, processes: int, *arguments: str) -> list[Any]:
     """What each process has found."""
     from two_workers import ranks
 
-    arguments = ["--worker", kind, "--folder", str(folder)]
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**20)
     if processes == 1:
         return [run_script(__file__, *arguments, backend=backend, timeout=SECONDS)]
@@ -257,7 +311,7 @@ def table(results: dict[str, Any]) -> str:
     """Memory of the process that needs most, as a Markdown table."""
     header = ["backend, processes", "file", "shards of a process", "in use", "stays"]
     header += ["while loading", "above what stays", "while making", "largest tensor"]
-    header += ["time", "of the processor", "`safetensors` alone"]
+    header += ["time"]
     rows = []
     for name, found in results.items():
         backend, processes, kind = name.split(", ")
@@ -271,24 +325,73 @@ def table(results: dict[str, Any]) -> str:
                 FORMATS[kind],
                 *(f"{size / 1e6:.0f} MB" for size in sizes),
                 f"{most['seconds']:.0f} s",
-                *processor_times(found["processes"]),
             ]
         )
     return markdown_table(header, rows)
 
 
-def processor_times(processes: list[dict[str, Any]]) -> tuple[str, str]:
-    """Of all processes that get their values, and of `safetensors` alone, once.
+def speed_table(results: dict[str, Any]) -> str:
+    """Values of a model beside its files alone, as a Markdown table."""
+    header = ["backend, processes", "files", "entire load", "its values"]
+    header += ["`safetensors` alone, in as many processes", "alone / values"]
+    header += ["values, processor", "alone, processor", "alone / values"]
+    rows = []
+    for name, found in results.items():
+        times = found["times"]
 
-    With the part of the former that is the latter.
-    """
-    if "cpu_seconds" not in processes[0]:
-        return "", ""
-    used = sum(each["cpu_seconds"] for each in processes)
-    if processes[0]["alone"] is None:
-        return f"{used:.1f} s", ""
-    _, alone = processes[0]["alone"]
-    return f"{used:.1f} s", f"{alone:.1f} s, {alone / used:.0%}"
+        def seconds(
+            what: str, clock: int, of: Callable[[Iterator[float]], float]
+        ) -> list[float]:
+            columns = zip(*(each[what] for each in times), strict=True)  # noqa: B023
+            return [of(pair[clock] for pair in column) for column in columns]
+
+        # A round ends with its last process.
+        load, values, alone = (seconds(what, 0, max) for what in _TIMES)
+        used, read = seconds("values", 1, sum), seconds("alone", 1, median)
+        rows.append(
+            [
+                name,
+                f"{found['bytes'] / 1e9:.1f} GB",
+                *(f"{median(each):.1f} s" for each in (load, values, alone)),
+                ratio(alone, values),
+                *(f"{median(each):.1f} s" for each in (used, read)),
+                ratio(read, used),
+            ]
+        )
+    return markdown_table(header, rows)
+
+
+def measure_speed(
+    cases: Sequence[tuple[str, str]], folder: Path, rounds: int, output: Path
+) -> None:
+    results = Results(output / "presets_speed.json")
+    files = (folder / "safetensors").glob("*.safetensors")
+    size = sum(file.stat().st_size for file in files)
+    given = ["--worker", "speed", "--folder", str(folder), "--rounds", str(rounds)]
+    for backend, processes in cases:
+        name = f"{backend}, {processes}"
+        print(name, file=sys.stderr)
+        times = run(backend, int(processes), *given)
+        results.put(name, {"bytes": size, "times": times})
+    print(speed_table(results.values))
+
+
+def measure_memory(
+    backends: list[str], formats: list[str], folder: Path, output: Path
+) -> None:
+    results = Results(output / "presets.json")
+    for backend in backends:
+        for kind in formats:
+            alone = [] if backend == "torch" else [1]
+            together = backend == "torch" or kind == "safetensors"
+            for processes in (*alone, *([SHARDS] if together else [])):
+                name = f"{backend}, {processes}, {kind}"
+                print(name, file=sys.stderr)
+                given = ["--worker", kind, "--folder", str(folder)]
+                found = run(backend, processes, *given)
+                largest = 2 * VOCABULARY * WIDTH
+                results.put(name, {"largest": largest, "processes": found})
+    print(table(results.values))
 
 
 def main() -> None:
@@ -296,36 +399,36 @@ def main() -> None:
     parser.add_argument("--formats", type=names, default=list(FORMATS))
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--folder", type=Path, help="with files of an earlier run")
+    parser.add_argument("--speed", action="store_true", help="in place of the memory")
+    both = ["1", str(SHARDS)]
+    parser.add_argument("--processes", type=names, default=both, help="of --speed")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker == "write":
         write_others(options.folder)
         print("null")
         return
+    if options.worker == "speed":
+        time_loads(options.folder, options.rounds)
+        return
     if options.worker:
         work(options.folder, options.worker)
         return
     folder = options.folder or Path(tempfile.mkdtemp(prefix="presets"))
-    results = Results(options.output / "presets.json")
     try:
         if not (folder / "safetensors").exists():
             write_safetensors(folder / "safetensors", options.layers)
-            arguments = ["--worker", "write", "--folder", str(folder)]
-            run_script(__file__, *arguments, backend="jax", timeout=SECONDS)
-        for backend in options.backends:
-            for kind in options.formats:
-                alone = [] if backend == "torch" else [1]
-                together = backend == "torch" or kind == "safetensors"
-                for processes in (*alone, *([SHARDS] if together else [])):
-                    name = f"{backend}, {processes}, {kind}"
-                    print(name, file=sys.stderr)
-                    found = run(backend, folder, kind, processes)
-                    largest = 2 * VOCABULARY * WIDTH
-                    results.put(name, {"largest": largest, "processes": found})
+            if not options.speed:
+                arguments = ["--worker", "write", "--folder", str(folder)]
+                run_script(__file__, *arguments, backend="jax", timeout=SECONDS)
+        if options.speed:
+            cases = list(itertools.product(options.backends, options.processes))
+            measure_speed(cases, folder, options.rounds, options.output)
+        else:
+            measure_memory(options.backends, options.formats, folder, options.output)
     finally:
         if options.folder is None:
             shutil.rmtree(folder)
-    print(table(results.values))
     write_page(options.output)
 
 
