@@ -19,7 +19,7 @@ it has once had, for later tensors; "in use" is without that.
 
 With `--speed` it is the speed of `safetensors` that is measured, also of one process on
 Torch, which loads onto one device: seconds of the values, from the first one that a
-variable is assigned, beside those in which `safetensors` alone reads all tensors, in
+variable gets, beside those in which `safetensors` alone reads all tensors, in
 rounds in which both take turns. Seconds of the processor are those of all processes
 together; of `safetensors` alone, of one process.
 """
@@ -227,22 +227,22 @@ def time_loads(folder: Path, rounds: int) -> None:
 
 
 def clocks_of_load(strategy: Any, folder: Path) -> list[tuple[float, float]]:
-    """Clocks at the begin of a load, at the first value that is assigned, at its end.
+    """Clocks at the begin of a load, at the first value that is read, at its end.
 
     Each has the seconds of the wall and of the processor.
     """
     import keras
+    from keras_hub.src.utils.transformers.safetensor_utils import SafetensorLoader
 
-    kind: Any = keras.Variable
-    assign = kind.assign
+    port = SafetensorLoader.port_weight
     found: list[tuple[float, float]] = []
 
-    def assigned(self: Any, value: Any) -> Any:
+    def ported(self: Any, *args: Any, **kwargs: Any) -> Any:
         if len(found) == 1:
             found.append(_clock())
-        return assign(self, value)
+        return port(self, *args, **kwargs)
 
-    kind.assign = assigned
+    SafetensorLoader.port_weight = ported
     try:
         found.append(_clock())
         with strategy.scope():
@@ -252,7 +252,7 @@ def clocks_of_load(strategy: Any, folder: Path) -> list[tuple[float, float]]:
                 variable.value.block_until_ready()
         found.append(_clock())
     finally:
-        kind.assign = assign
+        SafetensorLoader.port_weight = port
     check(model, "safetensors")
     return found
 
