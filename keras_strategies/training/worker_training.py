@@ -138,7 +138,7 @@ def arguments(
         bar = WorkerProgress(lambda: workers.group.count, lambda: workers.group.count)
         mine = with_progress(mine, verbose, bar)
     mine += workers.actions.following_callbacks(name, mine, verbose, decisions.times)
-    changed["callbacks"] = mine
+    changed["callbacks"] = [decisions.first, *mine] if name == "fit" else mine
     return changed
 
 
@@ -221,6 +221,17 @@ class DecisionTimes:
     each_batch: bool
 
 
+class _FirstCallback(keras.callbacks.Callback):
+    """Before the others: what they do after a batch is no wait for other workers."""
+
+    def __init__(self, workers: Communicator):
+        super().__init__()
+        self._workers = workers
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.begun = self._workers.group.clock.begin_own()
+
+
 class _ChiefDecisions(keras.callbacks.Callback):
     """Last callback: broadcasts the chief's decisions to all workers."""
 
@@ -230,6 +241,7 @@ class _ChiefDecisions(keras.callbacks.Callback):
         assert strategy.workers is not None
         self._workers = strategy.workers
         self.times = DecisionTimes(any(map(_acts_on_batches, others)))
+        self.first = _FirstCallback(self._workers)
 
     def on_train_begin(self, logs: Any = None) -> None:
         actions = self._workers.actions
@@ -246,6 +258,7 @@ class _ChiefDecisions(keras.callbacks.Callback):
         self._decide("the beginning of training")
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._workers.group.clock.end_own(self.first.begun)
         if self.times.each_batch:
             self._decide(f"the end of batch {batch}")
 

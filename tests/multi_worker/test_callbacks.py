@@ -208,3 +208,18 @@ def test_initial_weights_are_the_chiefs(cluster):
     (chief, after), (other, also_after) = cluster(program)
     assert not np.allclose(chief["weights"][0], other["weights"][0])
     assert_same(after, also_after, 0.0, "worker 1")
+
+
+def test_the_time_of_a_callback_is_that_of_its_worker(cluster):
+    def program(strategy):
+        slow = keras.callbacks.LambdaCallback()
+        if not strategy.workers.is_chief:
+            slow.on_train_batch_end = lambda batch, logs: time.sleep(0.1)
+        model = make_model(strategy)
+        model.fit(*rows(80), batch_size=4, verbose=0, callbacks=[slow])
+        return strategy.workers.group.clock.times
+
+    chief, late = cluster(program)
+    # Where waits are not seen, those of the chief are no time of its own, either.
+    assert late.own > 0.09 and late.waits < 0.05
+    assert chief.waits > 0.05

@@ -3,7 +3,7 @@
 Synchronous workers finish a step together, regardless of which one is late. A worker's
 own time is therefore that of the step without waits for other workers. Where an engine
 waits inside of compiled programs, it is the processor time of the process, and the time
-of input. The system call that reads the processor time can take the processor from a
+of input and of callbacks after a batch. The system call that reads the processor time can take the processor from a
 step, so short steps are measured together, with one reading for all of them.
 """
 
@@ -30,7 +30,8 @@ _FACTOR = 2
 _LEAST = 0.02
 # Shorter steps, in seconds, are measured together, to read the processor time seldom.
 _SPAN = 0.05
-# The input's processor time is measured after a read that takes longer, in seconds.
+# The processor time of reads and callbacks is measured after one that takes longer, in
+# seconds.
 _LONG_READ = 0.005
 
 
@@ -67,7 +68,8 @@ class StepClock:
         # Number of concurrent waits, the start of the first, and the total.
         self._waiting = 0
         self._wait_begin = self._waited = 0.0
-        # Time of input beyond its processor time, and the number of reads to measure.
+        # Time of reads and callbacks beyond their processor time, and how many of them
+        # are to be measured.
         self._reading, self._reads = 0.0, 0
 
     def begin(self, count: int = 1) -> None:
@@ -140,15 +142,24 @@ class StepClock:
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
         """Context of the read of a batch, in the thread of the steps."""
-        begin = time.perf_counter() - self._waited
-        processor = self._processor_time() if self._reads else None
+        begun = self.begin_own()
         try:
             yield
         finally:
-            seconds = time.perf_counter() - self._waited - begin
-            if processor is not None:
-                self._reading += max(0.0, seconds + processor - self._processor_time())
-            self._reads = WINDOW if seconds > _LONG_READ else max(0, self._reads - 1)
+            self.end_own(begun)
+
+    def begin_own(self) -> tuple[float, float | None]:
+        """The begin of what this worker does by itself outside of a step's programs."""
+        processor = self._processor_time() if self._reads else None
+        return time.perf_counter() - self._waited, processor
+
+    def end_own(self, begun: tuple[float, float | None]) -> None:
+        """Its end: the time in which it used no processor is no wait for others."""
+        begin, processor = begun
+        seconds = time.perf_counter() - self._waited - begin
+        if processor is not None:
+            self._reading += max(0.0, seconds + processor - self._processor_time())
+        self._reads = WINDOW if seconds > _LONG_READ else max(0, self._reads - 1)
 
     @property
     def times(self) -> StepTimes:

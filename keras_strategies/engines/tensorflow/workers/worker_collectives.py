@@ -164,12 +164,20 @@ class TensorFlowCommunicator(Communicator):
                 raise
             raise lost_worker(self.group, type(error)(None, None, reason)) from error
 
+    @contextlib.contextmanager
+    def _exchange(self) -> Iterator[None]:
+        """Context of collectives that are executed, or recorded in a program."""
+        is_executed = tf.executing_eagerly()
+        waits = self.group.clock.waiting() if is_executed else contextlib.nullcontext()
+        with self.watched(), waits:
+            yield
+
     # Collectives.
 
     def all_reduce(self, op: ReduceOp, tensors: Sequence[Any]) -> list[Any]:
         given = [tf.convert_to_tensor(tensor) for tensor in tensors]
         results: list[Any] = [None] * len(given)
-        with self.watched(), tf.device(self._device):
+        with self._exchange(), tf.device(self._device):
             for indices in self._packs(given):
                 parts = [to_carrier(given[i], REDUCED_AS) for i in indices]
                 reduced = self._reduce(op, flat(parts))
@@ -187,7 +195,7 @@ class TensorFlowCommunicator(Communicator):
             rows: the number of rows of each worker: ints, tensors of a program, or
                 None, in which case the workers exchange them.
         """
-        with self.watched(), tf.device(self._device):
+        with self._exchange(), tf.device(self._device):
             given = tf.convert_to_tensor(tensor)
             own = to_carrier(given, MOVED_AS)
             if any(count is None for count in rows):
@@ -236,7 +244,7 @@ class TensorFlowCommunicator(Communicator):
     def broadcast(self, tensors: Sequence[Any], source: int = 0) -> list[Any]:
         given = [tf.convert_to_tensor(tensor) for tensor in tensors]
         results: list[Any] = list(given)
-        with self.watched(), tf.device(self._device):
+        with self._exchange(), tf.device(self._device):
             for indices in self._packs(given):
                 parts = [to_carrier(given[i], MOVED_AS) for i in indices]
                 sent = self._send(flat(parts), source)
