@@ -3,8 +3,9 @@
 Synchronous workers finish a step together, regardless of which one is late. A worker's
 own time is therefore that of the step without waits for other workers. Where an engine
 waits inside of compiled programs, it is the processor time of the process, and the time
-of input and of callbacks after a batch. The system call that reads the processor time can take the processor from a
-step, so short steps are measured together, with one reading for all of them.
+of input and of callbacks after a batch. The system call that reads the processor time
+can take the processor from a step, so short steps are measured together, with one
+reading for all of them.
 """
 
 from __future__ import annotations
