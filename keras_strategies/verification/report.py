@@ -122,7 +122,7 @@ class VerificationReport:
 
     def _verdict(self) -> str:
         if self.first is None:
-            return f"equal in {self.steps} steps"
+            return f"equal in {self.steps} step{'s' * (self.steps > 1)}"
         first = self.first
         when = f"step {first.step}" if first.step else "before the first step"
         return f"different from {when}, at first: {first.kind} {first.name!r}"

@@ -163,6 +163,7 @@ class _Verification:
         self.experiments: list[Training] = []
         self.alone_steps: list[Observed] = []
         self.notes: list[str] = []
+        self.compared = self.script.steps
         self.evidence = self.cause = ""
         self.checksums: dict[str, str] = {}
 
@@ -176,7 +177,7 @@ class _Verification:
             "Keras without a strategy"
             if isinstance(self.reference, DefaultStrategy)
             else repr(self.reference).strip("<>"),
-            self.script.steps,
+            self.compared,
             self.precision.tolerance,
             tuple(found),
             self.cause,
@@ -365,6 +366,15 @@ class _Verification:
                 training = self._experiment(self.reference, self.initial)
                 again_gap = self._gaps(i, training.train(i + 1)[i])
                 keys = list(differing(again_gap, {}, self.precision.tolerance))
+            if keys and i and self._is_chaotic(i, noise):
+                self.notes.append(
+                    f"Steps are not compared from step {i + 1} on: from weights that "
+                    f"differ by {self.precision.disturbance:.0e}, one device differs "
+                    f"from itself by {max(noise.values()):.0%} there. Larger batches "
+                    "or a smaller learning rate may help."
+                )
+                self.compared = i
+                break
             if keys:
                 before = alone[i - 1] if i else self.initial
                 yield from self._localized(i, before, keys, one, other, gap, noise)
@@ -372,6 +382,14 @@ class _Verification:
         if changed := self._of_settings():
             yield changed
         yield from self._of_copies()
+
+    def _is_chaotic(self, index: int, noise: dict[Key, float]) -> bool:
+        """Whether one device repeats a step, but not from weights almost the same."""
+        if max(noise.values(), default=0.0) <= _CHAOS:
+            return False
+        training = self._experiment(self.reference, self.initial)
+        again = self._gaps(index, training.train(index + 1)[index])
+        return not any(differing(again, {}, self.precision.tolerance))
 
     def _of_strategy(self) -> list[Observed]:
         script = self.script
@@ -495,6 +513,8 @@ _KEPT = ("variable", "slot")
 _MOST_BATCHES = 256
 #: More noise than this may be random numbers.
 _LARGE_NOISE = 1e-3
+#: Noise as large as a value, or as the update of a variable, says nothing about others.
+_CHAOS = 1.0
 
 
 def _difference(kind: str, name: str, alone: str, found: str) -> Difference:
