@@ -97,6 +97,36 @@ def test_a_script_trains_in_a_process_for_each_accelerator(tmp_path) -> None:
     assert "[worker 1] an error line of process 1" in done.stderr
 
 
+BOTH = """
+def train(strategy):
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(2)])
+        model.compile("adam", "mse")
+    x = keras.random.normal((64, 8), seed=2)
+    return model.fit(x, x[:, :2], epochs=2, verbose=0).history["loss"]
+
+devices = ["cpu:0", "cpu:1"]
+one = train(ks.MirroredStrategy(devices))
+strategy = ks.ModelParallelStrategy("auto", devices, model_parallel=2)
+index = strategy.cluster_resolver.task_id
+(here / f"{index}.json").write_text(json.dumps([one, train(strategy)]))
+"""
+
+
+@pytest.mark.nightly
+@needs_torch
+def test_a_script_compares_a_strategy_of_one_process_with_one_of_several(
+    tmp_path,
+) -> None:
+    """The processes that are started run the script from its beginning."""
+    done = run_script(tmp_path, BOTH)
+    assert done.returncode == 0, done.stderr
+    for index in range(2):
+        one, several = json.loads((tmp_path / f"{index}.json").read_text())
+        assert several == pytest.approx(one, rel=1e-5)
+
+
 FAILS = """
 if "KS_DEVICE_PROCESS" in os.environ:
     raise ValueError("the other process cannot read its data")
