@@ -208,14 +208,15 @@ def differing(
             yield key
 
 
-def disturbed(state: Observed, by: float) -> Observed:
+def disturbed(state: Observed, by: float, seed: int = 0) -> Observed:
     """A state with weights that are changed in their last digits.
 
     Zeros are changed as well, relative to the largest value of their tensor, or to one:
     they may lie at the kink of an activation, and what they are added to is rounded.
     Noise at a kink does not grow with the disturbance, so `NOISE_FACTOR` is in theirs.
+    Each seed has other signs.
     """
-    generator = np.random.default_rng(0)
+    generator = np.random.default_rng(seed)
     of_zeros = NOISE_FACTOR * min(by, _PRECISIONS["float32"][1])
 
     def changed(value: np.ndarray) -> np.ndarray:

@@ -163,7 +163,6 @@ class _Verification:
         self.experiments: list[Training] = []
         self.alone_steps: list[Observed] = []
         self.notes: list[str] = []
-        self.compared = self.script.steps
         self.evidence = self.cause = ""
         self.checksums: dict[str, str] = {}
 
@@ -177,7 +176,7 @@ class _Verification:
             "Keras without a strategy"
             if isinstance(self.reference, DefaultStrategy)
             else repr(self.reference).strip("<>"),
-            self.compared,
+            self.script.steps,
             self.precision.tolerance,
             tuple(found),
             self.cause,
@@ -356,6 +355,9 @@ class _Verification:
             gap = every_gap[i]
             noise = every_noise[min(i, len(every_noise) - 1)] if every_noise else {}
             keys = list(differing(gap, noise, self.precision.tolerance))
+            if keys and max(noise.values(), default=0.0) > _CHAOS:
+                noise = self._more_noise(i, noise)
+                keys = list(differing(gap, noise, self.precision.tolerance))
             large = differing(gap, {}, self.precision.tolerance)
             hidden = {key[0] for key in large if noise.get(key, 0.0) > _LARGE_NOISE}
             is_of_logs = bool(hidden & {"loss", "metric"})
@@ -366,15 +368,6 @@ class _Verification:
                 training = self._experiment(self.reference, self.initial)
                 again_gap = self._gaps(i, training.train(i + 1)[i])
                 keys = list(differing(again_gap, {}, self.precision.tolerance))
-            if keys and i and self._is_chaotic(i, noise):
-                self.notes.append(
-                    f"Steps are not compared from step {i + 1} on: from weights that "
-                    f"differ by {self.precision.disturbance:.0e}, one device differs "
-                    f"from itself by {max(noise.values()):.0%} there. Larger batches "
-                    "or a smaller learning rate may help."
-                )
-                self.compared = i
-                break
             if keys:
                 before = alone[i - 1] if i else self.initial
                 yield from self._localized(i, before, keys, one, other, gap, noise)
@@ -383,13 +376,14 @@ class _Verification:
             yield changed
         yield from self._of_copies()
 
-    def _is_chaotic(self, index: int, noise: dict[Key, float]) -> bool:
-        """Whether one device repeats a step, but not from weights almost the same."""
-        if max(noise.values(), default=0.0) <= _CHAOS:
-            return False
-        training = self._experiment(self.reference, self.initial)
-        again = self._gaps(index, training.train(index + 1)[index])
-        return not any(differing(again, {}, self.precision.tolerance))
+    def _more_noise(self, index: int, noise: dict[Key, float]) -> dict[Key, float]:
+        """The most noise of a step in several trainings, each disturbed otherwise."""
+        for seed in range(1, 1 + _SAMPLES):
+            start = disturbed(self.initial, self.precision.disturbance, seed)
+            found = self._experiment(self.reference, start).train(index + 1)[index]
+            gap = self._gaps(index, found, start)
+            noise = noise | {k: max(noise.get(k, 0.0), gap[k]) for k in gap}
+        return noise
 
     def _of_strategy(self) -> list[Observed]:
         script = self.script
@@ -513,8 +507,8 @@ _KEPT = ("variable", "slot")
 _MOST_BATCHES = 256
 #: More noise than this may be random numbers.
 _LARGE_NOISE = 1e-3
-#: Noise as large as a value, or as the update of a variable, says nothing about others.
-_CHAOS = 1.0
+#: Noise as large as a value, or as the update of a variable, varies much itself.
+_CHAOS, _SAMPLES = 1.0, 4
 
 
 def _difference(kind: str, name: str, alone: str, found: str) -> Difference:
