@@ -11,7 +11,6 @@ import keras
 import numpy as np
 
 from keras_strategies.errors import ContextError, InvalidArgumentError
-from keras_strategies.keras_compat.strategy_attribute import strategy_of
 from keras_strategies.training.growing_embedding import GrowingEmbedding
 from keras_strategies.training.id_table import IdTable, keys_of
 
@@ -139,16 +138,6 @@ class AdmitIds(keras.callbacks.Callback):
             raise InvalidArgumentError(
                 "`AdmitIds` changes tables at the end of an epoch, which has "
                 f"steps_per_epoch={self._per_epoch}. Give at least {_FIRST_BATCHES}."
-            )
-        layer = self._layers[0]
-        strategy = strategy_of(layer.entries) if layer.built else None
-        has_workers = strategy is not None and strategy.workers is not None
-        if self._per_epoch and has_workers and keras.backend.backend() == "tensorflow":
-            raise ContextError(
-                "`AdmitIds` changes tables at the end of an epoch, on several workers "
-                "on TensorFlow, where steps of the same `fit` keep the old table. "
-                "Leave out `max_capacity`, `unseen` and `fewer_than`, call `fit` once "
-                "for each epoch, and `expire` and `grow` of the layer in between."
             )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

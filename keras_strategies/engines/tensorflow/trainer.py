@@ -17,6 +17,7 @@ from keras_strategies.engines.tensorflow.compat.variables import (
     is_resource_variable,
     new_variable,
 )
+from keras_strategies.engines.tensorflow.data_parallel.batch_passes import BatchPasses
 from keras_strategies.engines.tensorflow.data_parallel.layer_call_driver import (
     TensorFlowLayerCalls,
 )
@@ -96,6 +97,7 @@ class TensorFlowTrainer(FitDriver):
             if device != self.placement.variables
         ]
         self._call: DataParallelCall | None = None
+        self._passes = BatchPasses(self.placement)
         self.rollback: TensorFlowRollback | None = None
         if not self.placement.is_single:
             calls = TensorFlowLayerCalls(strategy, self.engine)
@@ -138,7 +140,7 @@ class TensorFlowTrainer(FitDriver):
         if self._call is None:
             make()
         else:
-            step = StepFunction(model, kind, self._call, self.rollback)
+            step = StepFunction(model, kind, self._call, self._passes, self.rollback)
             setattr(model, f"{kind}_function", step)
 
     def plan_variables(self, variables: Sequence[Any]) -> None:

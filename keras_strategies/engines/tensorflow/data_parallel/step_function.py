@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_strategies.engines.tensorflow.data_parallel.batch_passes import BatchPasses
 from keras_strategies.engines.tensorflow.data_parallel.first_step import (
     optimizer_options,
 )
 from keras_strategies.engines.tensorflow.data_parallel.own_batches import (
     are_joined,
-    as_tensors,
-    has_all_rows,
     in_parts,
     joined,
 )
@@ -42,9 +38,6 @@ from keras_strategies.keras_compat.models.building import (
 )
 from keras_strategies.keras_compat.models.input_adapters import RowsOfWorker, own_part
 from keras_strategies.keras_compat.models.layer_calls import layer_calls_through
-from keras_strategies.runtime.batch_prefetch import compared_ahead
-from keras_strategies.runtime.row_splits import check_batch
-from keras_strategies.runtime.worker_batch import WorkerBatch
 from keras_strategies.timeline import recording
 from keras_strategies.user_warnings import warn_user
 
@@ -74,6 +67,7 @@ class StepFunction:
         model: a compiled `keras.Model`.
         kind: str, `"train"`, `"test"` or `"predict"`.
         call: the data-parallel call of layers.
+        passes: the passes over batches of the strategy.
         rollback: the rollback of steps; None in a fixed group.
     """
 
@@ -82,11 +76,13 @@ class StepFunction:
         model: Any,
         kind: str,
         call: DataParallelCall,
+        passes: BatchPasses,
         rollback: TensorFlowRollback | None,
     ):
         self._model = model
         self._kind = kind
         self._call = call
+        self._passes = passes
         self._rollback = rollback
         self._optimizer_options = optimizer_options(call.placement)
         self._workers = workers_of(call.placement)
@@ -94,8 +90,6 @@ class StepFunction:
         if model.jit_compile:
             _warn_of_jit_compile(model)
         self._has_begun = False
-        self._passes: WeakKeyDictionary[tf.data.Iterator, Iterator[tuple[Any, Any]]]
-        self._passes = WeakKeyDictionary()
         # Whether the step computes with all rows, which each worker has of arrays.
         # Programs show it, in a fixed group: a worker that joins has traced none.
         self._joins_rows = model.run_eagerly
@@ -159,7 +153,7 @@ class StepFunction:
             return self._run_steps(recording.reading(batches), spec)
         steps = self._workers.steps
         if isinstance(batches, tf.data.Iterator) and self._compares_ahead(steps):
-            return self._run_prepared(self._pass_of(batches, spec, steps))
+            return self._run_prepared(self._passes.ahead(batches, spec, steps))
         if not is_predict:
             batches = steps.timed(batches)
         if self._rollback is None:
@@ -175,34 +169,17 @@ class StepFunction:
         # A step of an elastic group compares its batch again if the group has changed.
         return steps.compares and self._rollback is None
 
-    def _pass_of(
-        self, batches: tf.data.Iterator, spec: Any, steps: WorkerSteps
-    ) -> Iterator[tuple[Any, Any]]:
-        """What steps use of an iterator's batches, of which one is read ahead."""
-        if batches not in self._passes:
-            # Without a reference, so that it ends when Keras no longer has it.
-            own = weakref.ref(batches)
-
-            def read() -> Any:
-                found = own()
-                assert found is not None
-                return next(found)
-
-            prepare = functools.partial(self._prepared, spec=spec)
-            timed = steps.timed(iter(read, None))
-            self._passes[batches] = compared_ahead(timed, prepare, steps)
-        return self._passes[batches]
-
     def _run_repeatable_steps(self, batches: list[Any], spec: Any) -> Any:
         assert self._rollback is not None
         self._rollback.begin_step()
         return to_numpy(self._run_steps(batches, spec))
 
     def _run_steps(self, batches: Iterable[Any], spec: Any) -> Any:
+        passes = self._passes
         if self._kind == "predict":
-            outputs = [self._one_step(*self._prepared(batch)) for batch in batches]
+            outputs = [self._one_step(*passes.prepared(batch)) for batch in batches]
             return keras.tree.map_structure(lambda *parts: _concat(parts), *outputs)
-        return self._run_prepared(self._prepared(batch, spec) for batch in batches)
+        return self._run_prepared(passes.prepared(batch, spec) for batch in batches)
 
     def _run_prepared(self, batches: Iterator[tuple[Any, Any]]) -> Any:
         logs = None
@@ -211,31 +188,6 @@ class StepFunction:
         if logs is None:
             raise StopIteration
         return logs
-
-    def _prepared(self, batch: Any, spec: Any = None) -> tuple[Any, Any]:
-        """Begins to compare a batch of a dataset with the `element_spec` `spec`.
-
-        As in Keras 3.15, the program is traced for the specification and not for the
-        batch. Keras omits what is unknown there, such as the number of rows by which it
-        weights the losses of several outputs. The rank is the batch's if it is unknown.
-
-        Returns:
-            What its step uses, and the specification.
-        """
-        order = batch.order if isinstance(batch, WorkerBatch) else None
-        batch, spec = as_tensors(batch, spec, self._call.placement.replica_counts)
-        batch = keras.tree.map_structure(_none_if_optional, batch)
-        check_batch(own_part(batch))
-        if self._workers is None:
-            return batch, spec
-        if isinstance(batch, RowsOfWorker):
-            self._workers.steps.check_rows(int(batch.every.shape[0]), order)
-            if has_all_rows(batch):
-                batch, spec = own_part(batch), own_part(spec)
-                self._workers.steps.check_batch(batch)
-        else:
-            self._workers.steps.check_batch(batch)
-        return batch, spec
 
     def _one_step(self, batch: Any, spec: Any) -> Any:
         recording.count_rows(own_part(batch))
@@ -355,11 +307,6 @@ def _warn_of_jit_compile(model: Any) -> None:
 
 def _has_optionals(spec: Any) -> bool:
     return any(isinstance(leaf, tf.OptionalSpec) for leaf in keras.tree.flatten(spec))
-
-
-def _none_if_optional(leaf: Any) -> Any:
-    # A dataset represents None as an empty optional.
-    return None if isinstance(leaf, tf.experimental.Optional) else leaf
 
 
 def _rows(batch: Any) -> int | None:
