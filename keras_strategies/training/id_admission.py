@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -37,8 +38,7 @@ class AdmitIds(keras.callbacks.Callback):
     its evaluation. A table that has grown gives the model another optimizer, and its
     step is compiled again. `Resume` needs a layer with the capacity that it had then.
 
-    On several workers each one reads all batches, and counts the same ids. On
-    TensorFlow their tables change only between two calls of `fit`.
+    On several workers each one reads all batches, and counts the same ids.
 
     Args:
         tables: the layer; for inputs that are dicts, a dict of layers by the names of
@@ -134,11 +134,16 @@ class AdmitIds(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         self._trains = True
         self._per_epoch = self.params.get("steps") if self._ends.changes else None
-        if self._per_epoch and self._per_epoch < _FIRST_BATCHES:
+        if self._per_epoch is None:
+            return
+        if self._per_epoch < _FIRST_BATCHES:
             raise InvalidArgumentError(
                 "`AdmitIds` changes tables at the end of an epoch, which has "
                 f"steps_per_epoch={self._per_epoch}. Give at least {_FIRST_BATCHES}."
             )
+        # Keras runs as many steps in the last execution of an epoch as in others.
+        steps = self.model.steps_per_execution
+        self._per_epoch = math.ceil(self._per_epoch / steps) * steps
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         # Another callback may have restored the variables.

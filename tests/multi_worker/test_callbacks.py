@@ -191,6 +191,28 @@ def test_callbacks_may_evaluate_and_predict_on_every_worker(cluster):
     assert_same(first, second, 0.0, "worker 1")
 
 
+def test_a_step_that_a_callback_makes_again_trains_on_the_next_batch(cluster):
+    """Another step function continues with what the one before has read ahead."""
+
+    def program(strategy):
+        model = make_model(strategy)
+
+        def make_again(batch, logs):
+            if batch == 1:
+                model.make_train_function(force=True)
+
+        again = keras.callbacks.LambdaCallback(on_train_batch_end=make_again)
+        x, y = rows()
+        batches = ((x[i : i + 6], y[i : i + 6]) for i in range(0, 22, 6))
+        options = {"steps_per_epoch": 4, "shuffle": False, "verbose": 0}
+        model.fit(batches, **options, callbacks=[again])
+        return numbers(model)
+
+    expected = program(ks.OneDeviceStrategy("cpu:0"))
+    for index, found in enumerate(cluster(program)):
+        assert_same(expected, found, 1e-5, f"worker {index}")
+
+
 def test_initial_weights_are_the_chiefs(cluster):
     def program(strategy):
         model = make_model(strategy)

@@ -276,6 +276,20 @@ def test_an_epoch_of_one_step_does_not_change_tables() -> None:
         fit(model, admission, steps=1)
 
 
+@pytest.mark.one_backend
+def test_tables_change_after_the_last_execution_of_an_epoch() -> None:
+    """An epoch of 3 steps has 4 with executions of 2."""
+    expected = []
+    for steps, steps_per_execution in ((4, 1), (3, 2)):
+        with ks.OneDeviceStrategy("cpu:0").scope():
+            model, admission = changing()
+            sgd = keras.optimizers.SGD(0.01, momentum=0.9)
+            model.compile(sgd, "mse", steps_per_execution=steps_per_execution)
+        fit(model, admission, epochs=3, steps=steps)
+        expected = expected or weights_of(model)
+    assert_same(model, expected)
+
+
 # Growth
 
 
