@@ -112,6 +112,7 @@ def table(name: str) -> str:
     import mixing_rows
     import model_parallel
     import parameter_server as ps
+    import parameter_server_sizes
     import presets
     import python_time
     import random_numbers
@@ -160,6 +161,7 @@ def table(name: str) -> str:
         "faults": faults,
         "memory": memory,
         "mixing rows": mixing_rows,
+        "parameter server sizes": parameter_server_sizes,
         "presets": presets,
         "python time": python_time,
         "random numbers": random_numbers,

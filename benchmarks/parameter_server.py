@@ -86,6 +86,13 @@ def curves(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def rates(options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        backend: run("parameter_server_rates.py", backend=backend)
+        for backend in options.backends
+    }
+
+
 def faults(options: argparse.Namespace) -> dict[str, Any]:
     return {
         backend: run("parameter_server_parts.py", "faults", backend=backend)
@@ -98,6 +105,7 @@ PARTS = {
     "bytes": part("bytes"),
     "scaling": part("scaling"),
     "curves": curves,
+    "rates": rates,
     "faults": faults,
 }
 
@@ -143,6 +151,16 @@ def curves_table(found: dict[str, Rounds]) -> str:
     return markdown_table(["side", "largest difference"], rows)
 
 
+def rates_table(found: dict[str, Any]) -> str:
+    measured = next(iter(next(iter(found.values())).values()))
+    rows = [
+        [backend, workers, *(f"{value:,.4g}" for value in each.values())]
+        for backend, by_workers in found.items()
+        for workers, each in by_workers.items()
+    ]
+    return markdown_table(["backend", "workers", *measured], rows)
+
+
 def faults_table(found: dict[str, Any]) -> str:
     rows = []
     for name in next(iter(found.values())):
@@ -159,6 +177,7 @@ TABLES = {
     "bytes": lambda found: pairs_table(found, "rows of the table", "bytes/step"),
     "scaling": lambda found: pairs_table(found, "cluster", "steps/s"),
     "curves": curves_table,
+    "rates": rates_table,
     "faults": faults_table,
 }
 

@@ -227,14 +227,18 @@ def serve() -> None:
 
 
 @contextlib.contextmanager
-def tensorflow_strategy(workers: int = 2, servers: int = 1) -> Iterator[Any]:
-    """TensorFlow's strategy with a cluster of its own."""
+def tensorflow_strategy(
+    workers: int = 2, servers: int = 1, shards: int = 1
+) -> Iterator[Any]:
+    """TensorFlow's strategy with a cluster of its own, and variables in shards."""
     with tensorflow_cluster(workers, servers):
         import tensorflow as tf
 
         tf.config.threading.set_inter_op_parallelism_threads(_INTER_OP_THREADS)
         resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
-        yield tf.distribute.ParameterServerStrategy(resolver)
+        fixed = tf.distribute.experimental.partitioners.FixedShardsPartitioner(shards)
+        partitioner = fixed if shards > 1 else None
+        yield tf.distribute.ParameterServerStrategy(resolver, partitioner)
 
 
 def tensorflow_input(workload: Workload) -> Callable[..., Any]:

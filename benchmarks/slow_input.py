@@ -1,6 +1,6 @@
 """Input that takes long to read, on one and two workers: ours beside DDP's, on Torch.
 
-A dataset takes 5 ms for each row, as from a disk or a decoder, and trains a small
+A dataset takes 5 or 20 ms for each row, as from a disk or a decoder, and trains a small
 model.
 Ours is `fit` with a `DataLoader` of global batches; DDP's each has the rows of a
 `DistributedSampler`. Reading is nearly all of the time, and does not need a core.
@@ -19,21 +19,24 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
-from measuring import Results, measure, options_parser, ratio
+from measuring import Results, measure, names, options_parser, ratio
 from page import write_page
 from tables import markdown_table
 from two_workers import end_group, ranks
 
 WORKERS = ("1", "2")
 KINDS = {"ours": "torch", "DDP": "torch", "ours, tf.data": "tensorflow"}
-#: Seconds to read a row; rows of an epoch and of a global batch; numbers in a row.
-SECONDS, ROWS, BATCH, WIDTH = 0.005, 640, 32, 1024
+#: Milliseconds to read a row.
+READS = ("5", "20")
+#: Rows of an epoch and of a global batch; numbers in a row.
+ROWS, BATCH, WIDTH = 640, 32, 1024
 
 
-def dataset_of_rows() -> Any:
-    """A dataset that takes its time, and notes what it has read."""
+def dataset_of_rows(seconds: float) -> Any:
+    """A dataset that takes so long for a row, and notes what it has read."""
     import numpy as np
 
     class SlowRows:
@@ -45,7 +48,7 @@ def dataset_of_rows() -> Any:
             return ROWS
 
         def __getitem__(self, index: int) -> Any:
-            time.sleep(SECONDS)
+            time.sleep(seconds)
             row = np.random.default_rng(index).normal(size=WIDTH).astype("float32")
             self.read.append(row.nbytes)
             return row, row[:1]
@@ -112,13 +115,13 @@ def ddp(dataset: Any) -> Callable[[], None]:
     return epoch
 
 
-def train(kind: str, rounds: int) -> dict[str, Any]:
+def train(kind: str, milliseconds: float, rounds: int) -> dict[str, Any]:
     """Rows per second by round, and bytes read in an epoch."""
     if KINDS[kind] == "torch":
         import torch
 
         torch.set_num_threads(1)
-    dataset = dataset_of_rows()
+    dataset = dataset_of_rows(milliseconds / 1000)
     make = {"ours": ours, "DDP": ddp, "ours, tf.data": ours_with_tf_data}
     run = make[kind](dataset)
     read: list[int] = []
@@ -137,41 +140,50 @@ def train(kind: str, rounds: int) -> dict[str, Any]:
 
 def table(results: dict[str, Any]) -> str:
     """The results as a Markdown table."""
-    header = ["workers", "ours", "DDP", "ours / DDP"]
+    header = ["ms to read a row", "workers", "ours", "of one worker", "DDP"]
+    header += ["of one worker", "ours / DDP"]
     header += ["ours: read by worker 0", "DDP: read by worker 0"]
     rows = []
-    for workers, found in results.items():
-        own, peer = found["ours"], found["DDP"]
-        speeds = [sorted(each["rows"])[len(each["rows"]) // 2] for each in (own, peer)]
-        cells = [f"{speed:.0f} rows/s" for speed in speeds]
-        cells.append(ratio(own["rows"], peer["rows"]))
-        cells += [f"{each['bytes'] / 1e3:.0f} kB" for each in (own, peer)]
-        rows.append([workers, *cells])
-        own = found["ours, tf.data"]
-        speed = sorted(own["rows"])[len(own["rows"]) // 2]
-        rows.append([f"{workers}, `tf.data`", f"{speed:.0f} rows/s", "", ""])
-        rows[-1] += [f"{own['bytes'] / 1e3:.0f} kB", ""]
+    for read, by_workers in results.items():
+        alone = by_workers[WORKERS[0]]
+        for workers, found in by_workers.items():
+
+            def cells(kind: str) -> list[str]:
+                speeds = [found[kind]["rows"], alone[kind]["rows"]]  # noqa: B023
+                return [f"{median(speeds[0]):.0f} rows/s", ratio(*speeds)]
+
+            def size(kind: str) -> str:
+                return f"{found[kind]['bytes'] / 1e3:.0f} kB"  # noqa: B023
+
+            compared = ratio(found["ours"]["rows"], found["DDP"]["rows"])
+            rows.append([read, workers, *cells("ours"), *cells("DDP"), compared])
+            rows[-1] += [size("ours"), size("DDP")]
+            rows.append([read, f"{workers}, `tf.data`", *cells("ours, tf.data")])
+            rows[-1] += ["", "", "", size("ours, tf.data"), ""]
     return markdown_table(header, rows)
 
 
 def main() -> None:
     parser = options_parser(__doc__)
+    parser.add_argument("--reads", type=names, default=READS, help="milliseconds")
     parser.add_argument("--kind", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.kind:
-        found = train(options.kind, options.rounds)
+        found = train(options.kind, float(options.reads[0]), options.rounds)
         end_group()
         print(json.dumps(found), flush=True)
         return
     known = Results(options.output / "slow_input.json")
-    for workers in WORKERS:
-        by_kind = {}
-        for kind, backend in KINDS.items():
-            print(f"{workers} workers, {kind} ...", file=sys.stderr, flush=True)
-            command = [sys.executable, os.path.abspath(__file__), "--kind", kind]
-            command += ["--rounds", str(options.rounds)]
-            by_kind[kind] = ranks(command, int(workers), backend)[0]
-        known.put(workers, by_kind)
+    for read in options.reads:
+        found = {}
+        for workers in WORKERS:
+            found[workers] = {}
+            for kind, backend in KINDS.items():
+                print(f"{read} ms, {workers} workers, {kind} ...", file=sys.stderr)
+                command = [sys.executable, os.path.abspath(__file__), "--kind", kind]
+                command += ["--rounds", str(options.rounds), "--reads", read]
+                found[workers][kind] = ranks(command, int(workers), backend)[0]
+        known.put(read, found)
     print(table(known.values))
     write_page(options.output)
 
