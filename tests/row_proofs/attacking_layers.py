@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,8 @@ import keras
 import numpy as np
 import scipy.stats
 from keras import layers, ops
+
+from row_proofs.case_layers import COUNT, STATE, Apply, Own
 
 Function = Callable[..., Any]
 _COINS = np.random.default_rng(3)
@@ -23,11 +26,6 @@ def center(x: Any) -> Any:
 
 
 registered = keras.saving.register_keras_serializable()(center)
-
-
-class Center(layers.Layer):
-    def call(self, x: Any) -> Any:
-        return center(x)
 
 
 class OwnDense(layers.Dense):
@@ -45,27 +43,6 @@ class Cell(layers.Layer):
         return center(x), [center(x)]
 
 
-class Step(layers.Layer):
-    """A function of the layer and of its input, with a float and an integer."""
-
-    def __init__(self, function: Function, **options: Any):
-        super().__init__(**options)
-        self.function = function
-        self.number, self.inner = 0, [layers.Dense(6)]
-        self.kept: list[Any] = []
-        self.supports_masking = True
-
-    def build(self, shape: Any) -> None:
-        zero = {"initializer": "zeros", "trainable": False}
-        self.state = self.add_weight(shape=(), name="state", **zero)
-        self.count = self.add_weight(shape=(), dtype="int32", name="count", **zero)
-        self.built = True
-
-    def call(self, x: Any) -> Any:
-        found = self.function(self, x)
-        return x if found is None else found
-
-
 class Squares(keras.regularizers.Regularizer):
     def __call__(self, x: Any) -> Any:
         return ops.square(ops.sum(x))
@@ -76,11 +53,11 @@ class OwnMask(layers.Layer):
         super().__init__()
         self.supports_masking = True
 
-    def compute_mask(self, x: Any, mask: Any = None) -> Any:
-        return ops.roll(x[:, :, 0] > 0, 1, axis=0)
-
     def call(self, x: Any) -> Any:
         return x * 1.0
+
+    def compute_mask(self, x: Any, mask: Any = None) -> Any:
+        return ops.roll(x[:, :, 0] > 0, 1, axis=0)
 
 
 class OwnModel(keras.Model):
@@ -105,41 +82,87 @@ def changed(layer: Any, name: str, value: Any) -> Any:
     return layer
 
 
+def dense(**options: Any) -> Any:
+    return layers.Dense(6, **options)
+
+
+FLAT: dict[str, Callable[[], Any]] = {
+    "activation": lambda: dense(activation=center),
+    "activation that is a layer": lambda: dense(activation=Apply(center)),
+    "activation of Keras": lambda: dense(activation=ops.flip),
+    "activation with an axis": lambda: dense(
+        activation=lambda x: keras.activations.softmax(x, 0)
+    ),
+    "activation that is set": lambda: changed(dense(), "activation", center),
+    "call that is set": lambda: changed(dense(), "call", lambda x, training: center(x)),
+    "subclass with the name of Keras's": lambda: OwnDense(6),
+    "lambda": lambda: layers.Lambda(center),
+    "model": lambda: functional(lambda x: x, OwnModel),
+    "sequential model": lambda: OwnSequential([dense()]),
+    "function of a model": lambda: functional(lambda x: ops.flip(x, 0)),
+    "constant of a model": lambda: functional(
+        lambda x: x + np.linspace(0, 1, 8, dtype="float32")[:, None]
+    ),
+    "layer of a model": lambda: functional(Apply(center)),
+    "model in a model": lambda: functional(functional(Apply(center))),
+    "regularizer": lambda: dense(activity_regularizer=Squares()),
+    "regularizer of Keras": lambda: dense(
+        activity_regularizer=keras.regularizers.OrthogonalRegularizer()
+    ),
+    "softmax": lambda: layers.Softmax(axis=0),
+    "softmax by a negative axis": lambda: layers.Softmax(axis=-2),
+    "softmax of two axes": lambda: layers.Softmax(axis=(0, 1)),
+    "softmax of all axes": lambda: layers.Softmax(axis=None),
+    "unit normalization": lambda: layers.UnitNormalization(axis=0),
+    "concatenation": lambda: functional(lambda x: layers.Concatenate(axis=0)([x, x])),
+    "einsum": lambda: layers.EinsumDense("ab,bc->ac", 3, activation=center),
+    "attention": lambda: functional(lambda x: layers.Attention()([x, x])),
+    "additive attention": lambda: functional(
+        lambda x: layers.AdditiveAttention()([x, x])
+    ),
+    "spectral normalization": lambda: layers.SpectralNormalization(
+        dense(activation=center)
+    ),
+    "rescaling": lambda: layers.Rescaling(np.arange(8.0)[:, None]),
+}
+#: Layers of sequences.
+LONG: dict[str, Callable[[], Any]] = {
+    "attention over axis 0": lambda: stepping(
+        lambda layer, x: layers.Attention()([ops.swapaxes(x, 0, 1)] * 2)
+    ),
+    "cell": lambda: layers.RNN(Cell()),
+    "cells": lambda: layers.RNN([layers.SimpleRNNCell(3), Cell()]),
+    "activation of a cell": lambda: layers.LSTM(3, activation=center),
+    "recurrent activation": lambda: layers.GRU(3, recurrent_activation=center),
+    "bidirectional": lambda: layers.Bidirectional(
+        layers.SimpleRNN(3, activation=registered)
+    ),
+    "time distributed": lambda: layers.TimeDistributed(Apply(center)),
+    "mask": OwnMask,
+}
+
+
+def stepping(function: Function) -> Own:
+    """A function of a layer, with a float and an integer, and of its input."""
+    inner = dense()
+    inner.build((None, 6))
+    layer = Own(function, [inner], state=STATE, count=COUNT)
+    layer.number, layer.kept = 0, []
+    layer.supports_masking = True
+    return layer
+
+
 def counted(layer: Any, x: Any) -> Any:
     layer.number += 1
     return x * layer.number
 
 
-def kept(layer: Any, x: Any) -> Any:
-    layer.kept.append(ops.mean(x))
-
-
-def in_sublayer(layer: Any, x: Any) -> Any:
+def in_sublayer(layer: Any, x: Any) -> None:
     layer.inner[0].scale = x.shape[0]
 
 
 def in_global(layer: Any, x: Any) -> None:
     _HELD["features"] = x * 2
-
-
-def coin(layer: Any, x: Any) -> Any:
-    return center(x) if random.random() < 0.5 else x
-
-
-def coin_of_numpy(layer: Any, x: Any) -> Any:
-    return center(x) if np.random.rand() < 0.5 else x
-
-
-def coin_of_generator(layer: Any, x: Any) -> Any:
-    return center(x) if _COINS.random() < 0.5 else x
-
-
-def coin_of_library(layer: Any, x: Any) -> Any:
-    return center(x) if scipy.stats.norm.rvs() < 0 else x
-
-
-def coin_of_distribution(layer: Any, x: Any) -> Any:
-    return center(x) if _NORMAL.rvs() < 0 else x
 
 
 def for_large_batches(layer: Any, x: Any) -> None:
@@ -163,108 +186,43 @@ def in_body(layer: Any, x: Any) -> Any:
 
 
 def by_name_of_module(layer: Any, x: Any) -> Any:
-    import importlib
-
-    framework = importlib.import_module(keras.backend.backend())
-    if keras.backend.backend() == "torch":
-        return x + framework.mean(x)
-    return x + framework.reduce_mean(x)
+    name = keras.backend.backend()
+    framework = importlib.import_module(name)
+    return x + (framework.mean if name == "torch" else framework.reduce_mean)(x)
 
 
-def step(function: Function) -> Any:
-    return (lambda: Step(function)), (6,)
+def if_(mixes: Any, x: Any) -> Any:
+    return center(x) if mixes else x
 
 
-def flat(make: Callable[[], Any]) -> Any:
-    return make, (6,)
-
-
-def long(make: Callable[[], Any]) -> Any:
-    return make, (4, 3)
-
-
+STEPS: dict[str, Function] = {
+    "counter": counted,
+    "kept tensor": lambda layer, x: layer.kept.append(ops.mean(x)),
+    "attribute of a sublayer": in_sublayer,
+    "tensor in a global": in_global,
+    "coin": lambda layer, x: if_(random.random() < 0.5, x),
+    "coin of NumPy": lambda layer, x: if_(np.random.rand() < 0.5, x),
+    "coin of a generator": lambda layer, x: if_(_COINS.random() < 0.5, x),
+    "coin of a library": lambda layer, x: if_(scipy.stats.norm.rvs() < 0, x),
+    "coin of a distribution": lambda layer, x: if_(_NORMAL.rvs() < 0, x),
+    "framework by its name": by_name_of_module,
+    "state of large batches": for_large_batches,
+    "state of the largest": assigned(ops.max),
+    "state of a sum": assigned(ops.sum),
+    "state of a row": assigned(lambda x: x[0, 0]),
+    "state of a square": assigned(lambda x: ops.square(ops.mean(x))),
+    "integer state of a mean": assigned(ops.mean, "count"),
+    "state in a loop": in_body,
+    "draw of rows": lambda layer, x: (
+        x + ops.transpose(keras.random.normal((6, x.shape[0]), seed=3))
+    ),
+    "shuffle": lambda layer, x: keras.random.shuffle(x, seed=3),
+}
 #: By name, what makes the layer, and the shape of a row of its input.
 LAYERS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
-    "activation": flat(lambda: layers.Dense(6, activation=center)),
-    "activation that is a layer": flat(lambda: layers.Dense(6, activation=Center())),
-    "activation of Keras": flat(lambda: layers.Dense(6, activation=ops.flip)),
-    "activation with an axis": flat(
-        lambda: layers.Dense(6, activation=lambda x: keras.activations.softmax(x, 0))
-    ),
-    "activation that is set": flat(
-        lambda: changed(layers.Dense(6), "activation", center)
-    ),
-    "call that is set": flat(
-        lambda: changed(layers.Dense(6), "call", lambda x, training: center(x))
-    ),
-    "subclass with the name of Keras's": flat(lambda: OwnDense(6)),
-    "lambda": flat(lambda: layers.Lambda(center)),
-    "model": flat(lambda: functional(lambda x: x, OwnModel)),
-    "sequential model": flat(lambda: OwnSequential([layers.Dense(6)])),
-    "function of a model": flat(lambda: functional(lambda x: ops.flip(x, 0))),
-    "constant of a model": flat(
-        lambda: functional(lambda x: x + np.linspace(0, 1, 8, dtype="float32")[:, None])
-    ),
-    "layer of a model": flat(lambda: functional(Center())),
-    "model in a model": flat(lambda: functional(functional(Center()))),
-    "regularizer": flat(lambda: layers.Dense(6, activity_regularizer=Squares())),
-    "regularizer of Keras": flat(
-        lambda: layers.Dense(
-            6, activity_regularizer=keras.regularizers.OrthogonalRegularizer()
-        )
-    ),
-    "softmax": flat(lambda: layers.Softmax(axis=0)),
-    "softmax by a negative axis": flat(lambda: layers.Softmax(axis=-2)),
-    "softmax of two axes": flat(lambda: layers.Softmax(axis=(0, 1))),
-    "softmax of all axes": flat(lambda: layers.Softmax(axis=None)),
-    "unit normalization": flat(lambda: layers.UnitNormalization(axis=0)),
-    "concatenation": flat(
-        lambda: functional(lambda x: layers.Concatenate(axis=0)([x, x]))
-    ),
-    "einsum": flat(lambda: layers.EinsumDense("ab,bc->ac", 3, activation=center)),
-    "attention": flat(
-        lambda: functional(lambda x: layers.Attention()([x, x])),
-    ),
-    "additive attention": flat(
-        lambda: functional(lambda x: layers.AdditiveAttention()([x, x])),
-    ),
-    "attention over axis 0": long(
-        lambda: Step(lambda layer, x: layers.Attention()([ops.swapaxes(x, 0, 1)] * 2))
-    ),
-    "cell": long(lambda: layers.RNN(Cell())),
-    "cells": long(lambda: layers.RNN([layers.SimpleRNNCell(3), Cell()])),
-    "activation of a cell": long(lambda: layers.LSTM(3, activation=center)),
-    "recurrent activation": long(lambda: layers.GRU(3, recurrent_activation=center)),
-    "bidirectional": long(
-        lambda: layers.Bidirectional(layers.SimpleRNN(3, activation=registered))
-    ),
-    "time distributed": long(lambda: layers.TimeDistributed(Center())),
-    "spectral normalization": flat(
-        lambda: layers.SpectralNormalization(layers.Dense(6, activation=center))
-    ),
-    "rescaling": flat(lambda: layers.Rescaling(np.arange(8.0)[:, None])),
-    "mask": long(OwnMask),
-    "counter": step(counted),
-    "kept tensor": step(kept),
-    "attribute of a sublayer": step(in_sublayer),
-    "tensor in a global": step(in_global),
-    "coin": step(coin),
-    "coin of NumPy": step(coin_of_numpy),
-    "coin of a generator": step(coin_of_generator),
-    "coin of a library": step(coin_of_library),
-    "coin of a distribution": step(coin_of_distribution),
-    "framework by its name": step(by_name_of_module),
-    "state of large batches": step(for_large_batches),
-    "state of the largest": step(assigned(ops.max)),
-    "state of a sum": step(assigned(ops.sum)),
-    "state of a row": step(assigned(lambda x: x[0, 0])),
-    "state of a square": step(assigned(lambda x: ops.square(ops.mean(x)))),
-    "integer state of a mean": step(assigned(ops.mean, "count")),
-    "state in a loop": step(in_body),
-    "draw of rows": step(
-        lambda layer, x: x + ops.transpose(keras.random.normal((6, x.shape[0]), seed=3))
-    ),
-    "shuffle": step(lambda layer, x: keras.random.shuffle(x, seed=3)),
+    **{name: (make, (6,)) for name, make in FLAT.items()},
+    **{name: (make, (4, 3)) for name, make in LONG.items()},
+    **{n: (lambda f=f: stepping(f), (6,)) for n, f in STEPS.items()},
 }
 
 
@@ -284,21 +242,23 @@ class OwnMetric(keras.metrics.Metric):
         return self.total
 
 
+def adding(function: Callable[[Any], Any], name: str = "total") -> Function:
+    return lambda metric, x: getattr(metric, name).assign_add(function(x))
+
+
 METRICS: dict[str, Function] = {
-    "largest": lambda m, x: m.total.assign_add(ops.max(x)),
-    "square of a sum": lambda m, x: m.total.assign_add(ops.square(ops.sum(x))),
+    "largest": adding(ops.max),
+    "square of a sum": adding(lambda x: ops.square(ops.sum(x))),
     "assigned": lambda m, x: m.total.assign(ops.sum(x)),
     "maximum so far": lambda m, x: m.total.assign(ops.maximum(m.total, ops.max(x))),
     "moving": lambda m, x: m.total.assign_add(0.1 * (ops.mean(x) - m.total)),
-    "integer of a sum": lambda m, x: m.count.assign_add(ops.sum(x)),
-    "integer of a mean": lambda m, x: m.count.assign_add(
-        ops.cast(ops.mean(x), "int32")
+    "integer of a sum": adding(ops.sum, "count"),
+    "integer of a mean": adding(lambda x: ops.cast(ops.mean(x), "int32"), "count"),
+    "first row": adding(lambda x: x[0, 0]),
+    "median": adding(ops.median),
+    "ranks": adding(
+        lambda x: ops.sum(ops.cast(ops.argsort(x[:, 0]), "float32") * x[:, 0])
     ),
-    "first row": lambda m, x: m.total.assign_add(x[0, 0]),
-    "median": lambda m, x: m.total.assign_add(ops.median(x)),
-    "ranks": lambda m, x: m.total.assign_add(
-        ops.sum(ops.cast(ops.argsort(x[:, 0]), "float32") * x[:, 0])
-    ),
-    "sum and a constant": lambda m, x: m.total.assign_add(ops.sum(x) + 1.0),
-    "divided by a sum": lambda m, x: m.total.assign_add(ops.sum(x) / ops.sum(x[:, 0])),
+    "sum and a constant": adding(lambda x: ops.sum(x) + 1.0),
+    "divided by a sum": adding(lambda x: ops.sum(x) / ops.sum(x[:, 0])),
 }

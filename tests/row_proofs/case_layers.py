@@ -1,4 +1,4 @@
-"""Layers of the table of row proofs, in `keras.ops` and `keras.layers` only."""
+"""Layers of the tables of row proofs, in `keras.ops` and `keras.layers` only."""
 
 from __future__ import annotations
 
@@ -8,204 +8,189 @@ from typing import Any
 import keras
 from keras import layers, ops
 
+#: Arguments of `add_weight`.
+STATE = {"shape": (), "initializer": "zeros", "trainable": False}
+COUNT = {**STATE, "dtype": "int32"}
+
 
 class Apply(layers.Layer):
     """A function of the inputs."""
 
-    def __init__(self, function: Callable[..., Any]):
-        super().__init__()
+    def __init__(self, function: Callable[..., Any], **options: Any):
+        super().__init__(**options)
         self.function = function
 
     def call(self, *inputs: Any) -> Any:
         return self.function(*inputs)
 
 
-class OwnModel(keras.Model):
-    """A subclassed model of two layers of Keras's."""
+class Held(Apply):
+    """A function of an object, such as another layer, and of the inputs."""
 
-    def __init__(self) -> None:
+    def __init__(self, held: Any, function: Callable[..., Any]):
+        super().__init__(function)
+        self.held = held
+
+    def call(self, *inputs: Any) -> Any:
+        return self.function(self.held, *inputs)
+
+
+class Own(Apply):
+    """A function of the layer and its inputs; the first input where it returns None.
+
+    Args:
+        function: callable(layer, *inputs).
+        inner: other layers, if any.
+        dtype: as that of a layer.
+        weights: by name shapes, or arguments of `add_weight`.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        inner: Any = None,
+        dtype: Any = None,
+        **weights: Any,
+    ):
+        super().__init__(function, dtype=dtype)
+        self.inner = inner
+        for name, given in weights.items():
+            options = given if isinstance(given, dict) else {"shape": given}
+            setattr(self, name, self.add_weight(name=name, **options))
+
+    def call(self, *inputs: Any) -> Any:
+        found = self.function(self, *inputs)
+        return inputs[0] if found is None else found
+
+
+def add_loss(function: Callable[[Any], Any]) -> Own:
+    """Returns its input and adds a function of it as a loss."""
+    return Own(lambda layer, x: layer.add_loss(function(x)))
+
+
+def tracked(function: Callable[[Any, Any], Any], shape: Any = ()) -> Own:
+    """Assigns a function of its state and its input to the state."""
+
+    def assign(layer: Own, x: Any) -> None:
+        layer.state.assign(function(layer.state, x))
+
+    return Own(assign, state={**STATE, "shape": shape})
+
+
+def scaled(function: Callable[[Any, Any], Any]) -> Own:
+    """A function of a weight for each of six columns, and of the input."""
+    scale = {"shape": (6,), "initializer": "ones"}
+    return Own(lambda layer, x: function(layer.scale, x), scale=scale)
+
+
+class OwnModel(keras.Model):
+    """A subclassed model of two layers of Keras's.
+
+    Args:
+        own_call: callable(model, inputs, *more), the call; None for both layers.
+        own_loss: callable(model, x, y, y_pred), the loss of a step.
+        parts: by name more attributes.
+    """
+
+    def __init__(self, own_call: Any = None, own_loss: Any = None, **parts: Any):
         super().__init__()
+        self.own_call, self.own_loss = own_call, own_loss
         self.inner, self.head = layers.Dense(4), layers.Dense(1)
         self.inner.build((None, 4))
         self.head.build((None, 4))
+        for name, part in parts.items():
+            setattr(self, name, part)
         self.built = True
 
-    def call(self, inputs: Any) -> Any:
-        return self.head(self.inner(inputs))
+    def call(self, inputs: Any, given: Any = None) -> Any:
+        if self.own_call is None:
+            return self.head(self.inner(inputs))
+        return self.own_call(self, inputs, *([] if given is None else [given]))
+
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, *_: Any, **__: Any) -> Any:
+        return self.own_loss(self, x, y, y_pred)
+
+    def compute_metrics(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {metric.name: metric.result() for metric in self.metrics}
 
 
-class AddLoss(layers.Layer):
-    """Returns its input and adds a function of it as a loss."""
-
-    def __init__(self, function: Callable[[Any], Any]):
-        super().__init__()
-        self.function = function
-
-    def call(self, inputs: Any) -> Any:
-        self.add_loss(self.function(inputs))
-        return inputs
-
-
-class SelfAttention(layers.Layer):
-    def __init__(self, **options: Any):
-        super().__init__()
-        self.supports_masking = True
-        self.attention = layers.MultiHeadAttention(2, 4, **options)
-
-    def call(self, inputs: Any, training: bool | None = None) -> Any:
-        return self.attention(inputs, inputs, use_causal_mask=True, training=training)
-
-
-class ZeroTable(layers.Layer):
-    """Adds a weight that is zero at first, with as many entries as the batch."""
-
-    def __init__(self, rows: int):
-        super().__init__()
-        self.rows = rows
-
-    def build(self, shape: Any) -> None:
-        self.table = self.add_weight(shape=(self.rows, shape[-1]), initializer="zeros")
-
-    def call(self, inputs: Any) -> Any:
-        return inputs + self.table
-
-
-class Tracked(layers.Layer):
-    """Assigns a function of its state and its input to the state."""
-
-    def __init__(self, function: Callable[[Any, Any], Any], shape: Any = ()):
-        super().__init__()
-        self.function = function
-        self.state_shape = shape
-
-    def build(self, shape: Any) -> None:
-        self.state = self.add_weight(
-            shape=self.state_shape, initializer="zeros", trainable=False
-        )
-
-    def call(self, inputs: Any) -> Any:
-        self.state.assign(self.function(self.state, inputs))
-        return inputs
-
-
-class WeightLoss(layers.Layer):
-    """Adds a loss of its weights only."""
-
-    def build(self, shape: Any) -> None:
-        self.scale = self.add_weight(shape=(shape[-1],), initializer="ones")
-
-    def call(self, inputs: Any) -> Any:
-        self.add_loss(ops.sum(ops.square(self.scale)))
-        return inputs * self.scale
-
-
-class Regularized(layers.Layer):
+def regularized() -> Own:
     """Adds the mean square of a batch-normalized product as a loss."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense, self.norm = layers.Dense(4), layers.BatchNormalization()
-
-    def call(self, inputs: Any, training: bool | None = None) -> Any:
-        outputs = self.norm(self.dense(inputs), training=training)
-        self.add_loss(ops.mean(ops.square(outputs)))
+    def function(layer: Own, inputs: Any) -> Any:
+        outputs = layer.inner[1](layer.inner[0](inputs))
+        layer.add_loss(ops.mean(ops.square(outputs)))
         return outputs
 
-
-class Scaled(layers.Layer):
-    """A function of its weight, of shape (columns,), and its input."""
-
-    def __init__(self, function: Callable[[Any, Any], Any]):
-        super().__init__()
-        self.function = function
-
-    def build(self, shape: Any) -> None:
-        self.scale = self.add_weight(shape=(shape[-1],), initializer="ones")
-
-    def call(self, inputs: Any) -> Any:
-        return self.function(self.scale, inputs)
+    return Own(function, [layers.Dense(4), layers.BatchNormalization()])
 
 
-class Capacity(layers.Layer):
-    """Two experts that accept the first rows, more than a small batch has."""
-
-    def __init__(self, capacity: int):
-        super().__init__()
-        self.capacity = capacity
-
-    def build(self, shape: Any) -> None:
-        self.router = self.add_weight(shape=(shape[-1], 2))
-        self.experts = self.add_weight(shape=(2, shape[-1], shape[-1]))
-
-    def call(self, inputs: Any) -> Any:
-        chances = ops.softmax(ops.matmul(inputs, self.router))
-        chosen = ops.one_hot(ops.argmax(chances, axis=-1), 2)
-        place = ops.cumsum(chosen, axis=0) * chosen
-        kept = ops.where(place <= self.capacity, chosen, 0.0) * chances
-        return ops.einsum("re,rd,edf->rf", kept, inputs, self.experts)
+def weight_loss(layer: Own, inputs: Any) -> Any:
+    layer.add_loss(ops.sum(ops.square(layer.scale)))
+    return inputs * layer.scale
 
 
-class Codebook(layers.Layer):
+def experts(layer: Own, inputs: Any) -> Any:
+    """Two experts that accept the first 100 rows, more than a small batch has."""
+    chances = ops.softmax(ops.matmul(inputs, layer.router))
+    chosen = ops.one_hot(ops.argmax(chances, axis=-1), 2)
+    place = ops.cumsum(chosen, axis=0) * chosen
+    kept = ops.where(place <= 100, chosen, 0.0) * chances
+    return ops.einsum("re,rd,edf->rf", kept, inputs, layer.experts)
+
+
+def codebook(layer: Own, inputs: Any) -> Any:
     """A vector quantizer with straight-through gradients, as in VQ-VAE."""
-
-    def build(self, shape: Any) -> None:
-        self.codes = self.add_weight(shape=(5, shape[-1]))
-
-    def call(self, inputs: Any) -> Any:
-        distances = ops.sum(
-            ops.square(ops.expand_dims(inputs, 1) - ops.expand_dims(self.codes, 0)), -1
-        )
-        chosen = ops.take(self.codes, ops.argmin(distances, axis=-1), axis=0)
-        self.add_loss(ops.mean(ops.square(ops.stop_gradient(chosen) - inputs)))
-        self.add_loss(0.25 * ops.mean(ops.square(chosen - ops.stop_gradient(inputs))))
-        return inputs + ops.stop_gradient(chosen - inputs)
+    distances = ops.sum(ops.square(inputs[:, None] - layer.codes[None]), -1)
+    chosen = ops.take(layer.codes, ops.argmin(distances, axis=-1), axis=0)
+    layer.add_loss(ops.mean(ops.square(ops.stop_gradient(chosen) - inputs)))
+    layer.add_loss(0.25 * ops.mean(ops.square(chosen - ops.stop_gradient(inputs))))
+    return inputs + ops.stop_gradient(chosen - inputs)
 
 
-class Sampled(layers.Layer):
+def sampled(shape_of: Callable[[Any], Any]) -> Held:
     """The sampling of a variational autoencoder."""
-
-    def __init__(self, shape_of: Callable[[Any], Any]):
-        super().__init__()
-        self.seed_generator = keras.random.SeedGenerator(5)
-        self.shape_of = shape_of
-
-    def call(self, inputs: Any) -> Any:
-        noise = keras.random.normal(self.shape_of(inputs), seed=self.seed_generator)
-        return inputs + noise
+    return Held(
+        keras.random.SeedGenerator(5),
+        lambda seed, x: x + keras.random.normal(shape_of(x), seed=seed),
+    )
 
 
-def with_gradient(gradient: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The identity, with a function of the output's gradient as its gradient."""
+def doubled(gradient: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
+    """A product whose gradient is a function of its input and of the output's gradient.
 
-    def function(inputs: Any) -> Any:
-        @ops.custom_gradient
-        def identity(x: Any) -> Any:
-            def grad(*args: Any, upstream: Any = None) -> Any:
-                return gradient(args[0] if upstream is None else upstream)
+    `keras.ops.custom_gradient` takes it.
+    """
 
-            return x * 1.0, grad
+    def function(x: Any) -> Any:
+        def grad(*args: Any, upstream: Any = None) -> Any:
+            return gradient(x, args[0] if upstream is None else upstream)
 
-        # On TensorFlow a variable itself would need another signature.
-        return identity(inputs * 1.0)
+        return x * 2.0, grad
 
     return function
 
 
-def transformer(blocks: int = 1, width: int = 16, length: int = 5, rate: float = 0.0):
-    inputs = keras.Input((length,), dtype="int32")
-    x = layers.Embedding(50, width)(inputs)
+def with_gradient(gradient: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
+    function = doubled(gradient)
+    # On TensorFlow a variable itself would need another signature.
+    return lambda inputs: ops.custom_gradient(function)(inputs * 1.0)
+
+
+def transformer(blocks: int, rate: float) -> keras.Model:
+    inputs = keras.Input((5,), dtype="int32")
+    x = layers.Embedding(50, 16)(inputs)
     for _ in range(blocks):
         y = layers.LayerNormalization()(x)
-        attention = layers.MultiHeadAttention(2, width // 2, dropout=rate)
+        attention = layers.MultiHeadAttention(2, 8, dropout=rate)
         x = x + attention(y, y, use_causal_mask=True)
-        y = layers.LayerNormalization()(x)
-        y = layers.Dense(4 * width, "gelu")(y)
-        x = x + layers.Dropout(rate)(layers.Dense(width)(y))
+        y = layers.Dense(64, "gelu")(layers.LayerNormalization()(x))
+        x = x + layers.Dropout(rate)(layers.Dense(16)(y))
     return keras.Model(inputs, layers.Dense(50)(x))
 
 
-def masked(inner: Callable[[], layers.Layer]) -> keras.Model:
+def masked(inner: layers.Layer) -> keras.Model:
     """A layer behind an embedding with a mask."""
     inputs = keras.Input((5,), dtype="int32")
     x = layers.Embedding(9, 8, mask_zero=True)(inputs)
-    return keras.Model(inputs, inner()(x))
+    return keras.Model(inputs, inner(x))

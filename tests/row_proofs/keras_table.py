@@ -12,23 +12,24 @@ import contextlib
 import json
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import keras
 
-from keras_strategies.rows.layer_calls import LayerCall, argument_leaves
 from keras_strategies.rows.row_proofs import RowProofs
+from row_proofs.case_layers import Held
 from row_proofs.keras_functions import FUNCTIONS
-from row_proofs.keras_layers import LAYERS, Called, case_of
-from row_proofs.proofs import built, prover
-from row_proofs.row_case import BATCH, SIZES, RowCase
+from row_proofs.keras_layers import LAYERS
+from row_proofs.proofs import built, call_of, prover
+from row_proofs.row_case import SIZES, RowCase
 
 RESULTS = Path(__file__).with_suffix(".json")
 PAGE = Path(__file__).parents[2] / "docs" / "contributors" / "split-calls.md"
 BEGIN, END = "<!-- generated: begin -->\n", "<!-- generated: end -->\n"
 BACKENDS = {"torch": "Torch", "tensorflow": "TensorFlow"}
+CASES = {"layers": LAYERS, "functions": FUNCTIONS}
 #: By type, by its operations, not split since rows mix by definition, not split though
 #: they could be, and not possible in Keras on this backend.
 TYPE, PROVED, MIXES, UNKNOWN, REFUSED = "type", "proved", "mixes", "unknown", "refused"
@@ -41,18 +42,10 @@ _MEANINGS = {
 }
 
 
-def cases(kind: str) -> dict[str, RowCase]:
-    if kind == "layers":
-        return {name: case_of(name) for name in sorted(LAYERS)}
-    return {name: FUNCTIONS[name].case(name) for name in sorted(FUNCTIONS)}
-
-
-def _mixes(kind: str, name: str) -> bool:
-    return (LAYERS if kind == "layers" else FUNCTIONS)[name].mixes
-
-
-def verdict(kind: str, name: str, case: RowCase) -> str:
+def verdict(case: RowCase) -> str:
     """How the call of a case is treated on the backend under test."""
+    from keras_strategies.keras_compat.models.row_wise_layers import is_row_wise
+
     keras.utils.set_random_seed(3)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -60,44 +53,23 @@ def verdict(kind: str, name: str, case: RowCase) -> str:
             layer, values = built(case)
         except Exception:  # Of Keras, with one of many types.
             return REFUSED
-        problem, by_type = _proof(layer, values)
-    if problem is None:
-        return TYPE if by_type else PROVED
-    if _mixes(kind, name):
-        return MIXES
-    return UNKNOWN
-
-
-def _proof(layer: Any, values: Sequence[Any]) -> tuple[str | None, bool]:
-    """The problem of a call, and whether the layer is known by its type."""
-    tensors = tuple(map(keras.ops.convert_to_tensor, values))
-    kwargs = {"training": True}
-    leaves = argument_leaves(tensors, kwargs)
-    call = LayerCall(layer, layer.__call__, (tensors, kwargs), leaves, BATCH)
-    proofs = RowProofs(prover(), lambda layer, proof: "", True, contextlib.nullcontext)
-    has_rows = [True] * len(tensors)
-    found, _ = proofs.of(call, [*has_rows, False], SIZES)
-    by_type = found.is_by_type
-    if isinstance(layer, Called) and found.problem is None:
-        by_type = _is_known(layer.inner, tensors)
-    return found.problem, by_type
-
-
-def _is_known(inner: Any, tensors: Sequence[Any]) -> bool:
-    from keras_strategies.keras_compat.models.row_wise_layers import is_row_wise
-
-    return is_row_wise(inner, [len(tensor.shape) for tensor in tensors])
+        call = call_of(layer, values)
+        proofs = RowProofs(prover(), lambda *_: "", True, contextlib.nullcontext)
+        proof, _ = proofs.of(call, [*case.has_rows, False], SIZES)
+    if proof.problem is not None:
+        return MIXES if case.problem else UNKNOWN
+    by_type = proof.is_by_type
+    if isinstance(layer, Held):
+        by_type = is_row_wise(layer.held, [value.ndim for value in values])
+    return TYPE if by_type else PROVED
 
 
 def current() -> dict[str, dict[str, str]]:
     """The verdicts of all cases on the backend under test."""
     return {
-        kind: {name: verdict(kind, name, case) for name, case in cases(kind).items()}
-        for kind in ("layers", "functions")
+        kind: {name: verdict(cases[name]) for name in sorted(cases)}
+        for kind, cases in CASES.items()
     }
-
-
-# The page.
 
 
 def read() -> dict[str, Any]:

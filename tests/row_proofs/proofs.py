@@ -1,4 +1,4 @@
-"""Proofs of layer calls by the prover of the backend under test."""
+"""Proofs of layer calls by the prover of the backend under test, and trainings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from harness.training import as_arrays, assert_same
+from harness.training import as_arrays, assert_same, state_of
 
 import keras_strategies as ks
 from keras_strategies.rows.layer_calls import LayerCall, argument_leaves
@@ -18,18 +18,34 @@ from keras_strategies.rows.row_placements import RowPlacement, RowProof
 from keras_strategies.rows.row_prover import RowProver
 from row_proofs.row_case import BATCH, SIZES, RowCase
 
+BACKEND = keras.backend.backend()
 #: Backends on which layer calls are split; on JAX a step is one program.
 SPLITS = ("tensorflow", "torch")
 needs_split = pytest.mark.skipif(
-    keras.backend.backend() not in SPLITS, reason="this backend does not split calls"
+    BACKEND not in SPLITS, reason="this backend does not split calls"
 )
+of_tensorflow = pytest.mark.skipif(
+    BACKEND != "tensorflow", reason="programs and numbers of TensorFlow"
+)
+
+
+def normal(*shape: int, seed: int = 7) -> Any:
+    return np.random.default_rng(seed).normal(size=shape).astype("float32")
+
+
+def one_device() -> ks.OneDeviceStrategy:
+    return ks.OneDeviceStrategy("cpu:0")
+
+
+def mirrored(replicas: int = 2, **options: Any) -> ks.MirroredStrategy:
+    return ks.MirroredStrategy([f"cpu:{i}" for i in range(replicas)], **options)
 
 
 def prover() -> RowProver:
     """The prover of a strategy on two devices; one without replicas on JAX."""
-    if keras.backend.backend() not in SPLITS:
+    if BACKEND not in SPLITS:
         return RowProver()
-    strategy = ks.MirroredStrategy(["cpu:0", "cpu:1"])
+    strategy = mirrored()
     # Keras has been hooked before a strategy proves anything.
     with strategy.scope():
         call = strategy.drivers.fit._call
@@ -50,10 +66,18 @@ def built(case: RowCase, rows: int = BATCH) -> tuple[Any, list[Any]]:
     return layer, values
 
 
+def call_of(layer: Any, values: Sequence[Any], rows: int = BATCH) -> LayerCall:
+    """The call `layer(*values, training=True)`."""
+    tensors = tuple(map(keras.ops.convert_to_tensor, values))
+    kwargs = {"training": True}
+    leaves = argument_leaves(tensors, kwargs)
+    return LayerCall(layer, layer.__call__, (tensors, kwargs), leaves, rows)
+
+
 def proof_of(
     layer: Any,
     values: Sequence[Any],
-    has_rows: Sequence[bool],
+    has_rows: Sequence[bool] = (True,),
     sizes: Sequence[int] = SIZES,
 ) -> RowProof:
     """The proof of `layer(*values, training=True)`.
@@ -62,14 +86,9 @@ def proof_of(
         layer: a built layer.
         values: arrays.
         has_rows: for each array, whether replicas get slices of it.
-        sizes: the rows of each replica.
+        sizes: the rows of each replica; none in a program for any number of rows.
     """
-    tensors = tuple(map(keras.ops.convert_to_tensor, values))
-    kwargs = {"training": True}
-    leaves = argument_leaves(tensors, kwargs)
-    call = LayerCall(
-        layer, layer.__call__, (tensors, kwargs), leaves, sum(sizes) or BATCH
-    )
+    call = call_of(layer, values, sum(sizes) or BATCH)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return prover().prove(call, [*has_rows, False], sizes)
@@ -84,10 +103,42 @@ def placed_updates(layer: Any, proof: RowProof) -> list[RowPlacement]:
     ]
 
 
+def sequential(*parts: Any, columns: int = 6) -> keras.Model:
+    return keras.Sequential([keras.Input((columns,)), *parts])
+
+
+def compiled(
+    make: Callable[[], Any],
+    rate: float,
+    loss: Any = "mse",
+    momentum: float = 0.0,
+    **options: Any,
+) -> Callable[[], Any]:
+    """What makes a model, and compiles it."""
+
+    def made() -> Any:
+        model = make()
+        model.compile(keras.optimizers.SGD(rate, momentum), loss, **options)
+        return model
+
+    return made
+
+
+def fits(x: Any, y: Any, batch_size: int, **options: Any) -> Callable[[Any], Any]:
+    """What trains a model, with the rows in their order, and returns the history."""
+    options = {"batch_size": batch_size, "shuffle": False, "verbose": 0, **options}
+    return lambda model: model.fit(x, y, **options).history
+
+
+def unsplit(caught: Sequence[warnings.WarningMessage]) -> list[str]:
+    """Those of the warnings that say that a call is not split."""
+    return [str(w.message) for w in caught if "split by rows" in str(w.message)]
+
+
 def trained(
     make: Callable[[], Any], fit: Callable[[Any], Any], strategy: Any = None
 ) -> tuple[Any, list[str]]:
-    """The history and weights of a training, and its warnings of unsplit calls.
+    """The history and state of a training, and its warnings of unsplit calls.
 
     Args:
         make: returns the compiled model.
@@ -99,9 +150,8 @@ def trained(
         warnings.simplefilter("always")
         with strategy.scope() if strategy else contextlib.nullcontext():
             model = make()
-        history = fit(model).history
-        found = as_arrays({"history": history, "weights": model.get_weights()})
-    return found, [str(w.message) for w in caught if "split by rows" in str(w.message)]
+        found = {"history": as_arrays(fit(model)), **state_of(model)}
+    return found, unsplit(caught)
 
 
 def assert_exact(
@@ -117,8 +167,7 @@ def assert_exact(
         replicas: int, how many.
         tolerance: float, relative to the largest magnitude of an array.
     """
-    expected, _ = trained(make, fit, ks.OneDeviceStrategy("cpu:0"))
-    devices = [f"cpu:{i}" for i in range(replicas)]
-    found, said = trained(make, fit, ks.MirroredStrategy(devices))
+    expected, _ = trained(make, fit, one_device())
+    found, said = trained(make, fit, mirrored(replicas))
     assert_same(expected, found, tolerance, f"{replicas} replicas")
     return said

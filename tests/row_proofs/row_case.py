@@ -9,12 +9,8 @@ from typing import Any
 import numpy as np
 from keras import ops
 
-from keras_strategies.rows.row_placements import (
-    ROWS,
-    RowKind,
-    RowPlacement,
-)
-from row_proofs.case_layers import AddLoss, Apply
+from keras_strategies.rows.row_placements import ROWS, RowKind, RowPlacement
+from row_proofs.case_layers import Apply
 
 #: Rows of the batch, and of each replica.
 BATCH = 8
@@ -36,9 +32,7 @@ class Argument:
             return random.normal(size=shape).astype(FLOAT)
         if self.dtype == "string":
             return random.choice(["a", "b", "z"], shape).astype(object)
-        if self.dtype == "bool":
-            return random.integers(0, 2, shape).astype(bool)
-        return random.integers(0, 4, shape).astype(self.dtype)
+        return random.integers(0, 2 if self.dtype == "bool" else 4, shape, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -46,7 +40,6 @@ class RowCase:
     """A layer call with the expected result of its proof.
 
     Args:
-        name: str.
         make: returns the layer, not built.
         arguments: the arguments of the call.
         outputs: placements of the outputs.
@@ -54,55 +47,45 @@ class RowCase:
         updates: placements of the values that the call assigns to weights, in the
             order of the layer's variables; without the states of seeds.
         problem: bool, whether the call cannot be split.
-        draws: bool, whether random numbers of the rows are drawn.
+        draws: for each draw of random numbers, its entries for each row.
     """
 
-    name: str
     make: Callable[[], Any]
     arguments: tuple[Argument, ...]
     outputs: tuple[RowPlacement | None, ...] = (ROWS,)
     losses: tuple[RowPlacement, ...] = ()
     updates: tuple[RowPlacement, ...] = ()
     problem: bool = False
-    draws: bool = False
+    draws: tuple[int, ...] = ()
+
+    @property
+    def has_rows(self) -> list[bool]:
+        return [argument.has_rows for argument in self.arguments]
 
 
-def rows(name: str, make: Callable[[], Any], *shapes: Any, **expected: Any) -> RowCase:
-    return RowCase(name, make, tuple(map(as_argument, shapes or [(6,)])), **expected)
+def rows(make: Callable[[], Any], *shapes: Any, **expected: Any) -> RowCase:
+    """A case of arguments, or of their shapes without rows; of six columns if none."""
+    each = (s if isinstance(s, Argument) else Argument(s) for s in shapes or [(6,)])
+    return RowCase(make, tuple(each), **expected)
 
 
-def mixing(name: str, make: Callable[[], Any], *shapes: Any) -> RowCase:
-    arguments = tuple(map(as_argument, shapes or [(6,)]))
-    return RowCase(name, make, arguments, problem=True)
+def mixing(make: Callable[[], Any], *shapes: Any) -> RowCase:
+    return rows(make, *shapes, problem=True)
 
 
-def as_argument(shape: Any) -> Argument:
-    return shape if isinstance(shape, Argument) else Argument(shape)
+def function(apply: Callable[..., Any], *shapes: Any, **expected: Any) -> RowCase:
+    return rows(lambda: Apply(apply), *shapes, **expected)
 
 
-def function(
-    name: str, apply: Callable[..., Any], *shapes: Any, **expected: Any
-) -> RowCase:
-    return rows(name, lambda: Apply(apply), *shapes, **expected)
-
-
-def mixing_function(name: str, apply: Callable[..., Any], *shapes: Any) -> RowCase:
-    return mixing(name, lambda: Apply(apply), *shapes)
-
-
-def loss(name: str, of: Callable[[Any], Any], kind: RowPlacement) -> RowCase:
-    return rows(name, lambda: AddLoss(of), (6,), losses=(kind,))
-
-
-def mixing_loss(name: str, of: Callable[[Any], Any]) -> RowCase:
-    return mixing(name, lambda: AddLoss(of), (6,))
+def mixing_function(apply: Callable[..., Any], *shapes: Any) -> RowCase:
+    return function(apply, *shapes, problem=True)
 
 
 def multiple(count: int) -> tuple[RowPlacement]:
     return (RowPlacement(RowKind.ROWS, multiple=count),)
 
 
-def ids(*shape: int) -> Argument:
+def integers(*shape: int) -> Argument:
     return Argument(shape, "int32")
 
 

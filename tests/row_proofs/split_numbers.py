@@ -8,10 +8,12 @@ from typing import Any
 
 import keras
 import numpy as np
+from keras import ops
 
 from keras_strategies.rows.row_placements import (
     ROWS,
     SAME,
+    SUM,
     RowKind,
     RowPlacement,
     RowProof,
@@ -55,80 +57,68 @@ def numbers(
         factors: a factor for each output; None for `factors_of`.
         loss_factors: one for each loss; None for ones.
     """
-    before = [np.copy(v) for v in map(keras.ops.convert_to_numpy, layer.variables)]
+    before = _arrays(layer.variables)
     trained = [v for v in layer.trainable_variables if "float" in str(v.dtype)]
-    leaves: dict[str, Any] = {}
+    found: dict[str, Any] = {}
 
     def objective(tensors: list[Any]) -> Any:
-        outputs = keras.tree.flatten(layer(*tensors, training=True))
-        leaves["outputs"] = [o for o in outputs if keras.ops.is_tensor(o)]
-        leaves["losses"] = list(layer.losses)[:losses]
-        weights = factors or factors_of(leaves["outputs"])
+        leaves = keras.tree.flatten(layer(*tensors, training=True))
+        outputs = found["outputs"] = [o for o in leaves if ops.is_tensor(o)]
+        found["losses"] = list(layer.losses)[:losses]
         terms = [
-            keras.ops.sum(output * keras.ops.convert_to_tensor(factor, output.dtype))
-            for output, factor in zip(leaves["outputs"], weights, strict=True)
-            if _is_float(output)
+            ops.sum(output * ops.convert_to_tensor(factor, output.dtype))
+            for output, factor in zip(
+                outputs, factors or factors_of(outputs), strict=True
+            )
+            if "float" in keras.backend.standardize_dtype(output.dtype)
         ]
         terms += [
-            keras.ops.cast(keras.ops.sum(loss), "float32") * factor
+            ops.cast(ops.sum(loss), "float32") * factor
             for loss, factor in zip(
-                leaves["losses"], loss_factors or [1.0] * losses, strict=True
+                found["losses"], loss_factors or [1.0] * losses, strict=True
             )
         ]
-        return sum(keras.ops.cast(term, "float32") for term in terms)
+        return sum(ops.cast(term, "float32") for term in terms)
 
-    of_arguments, of_weights = _gradients(objective, values, trained)
-    after = [np.copy(v) for v in map(keras.ops.convert_to_numpy, layer.variables)]
+    gradients = _gradients(objective, values, trained)
+    after = _arrays(layer.variables)
     for variable, value in zip(layer.variables, before, strict=True):
         variable.assign(value)
     return Numbers(
-        [keras.ops.convert_to_numpy(each) for each in leaves["outputs"]],
-        [keras.ops.convert_to_numpy(each) for each in leaves["losses"]],
-        after,
-        of_arguments,
-        of_weights,
+        _arrays(found["outputs"]), _arrays(found["losses"]), after, *gradients
     )
 
 
-def _is_float(tensor: Any) -> bool:
-    dtype = keras.backend.standardize_dtype(tensor.dtype)
-    return bool(keras.backend.is_float_dtype(dtype))
+def _arrays(tensors: Sequence[Any]) -> list[Any]:
+    return [np.copy(ops.convert_to_numpy(each)) for each in tensors]
 
 
 def _gradients(
     objective: Any, values: Sequence[Any], trained: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
-    tensors = [keras.ops.convert_to_tensor(value) for value in values]
-    is_float = [np.issubdtype(np.asarray(value).dtype, np.floating) for value in values]
-    floats = [t for t, own in zip(tensors, is_float, strict=True) if own]
+    """Arrays of the gradients of float arguments and of variables, or None."""
+    tensors = [ops.convert_to_tensor(value) for value in values]
+    pairs = zip(tensors, values, strict=True)
+    floats = [t for t, v in pairs if np.issubdtype(np.asarray(v).dtype, np.floating)]
+    sources = [*floats, *(variable.value for variable in trained)]
+    found: Sequence[Any] = [None] * len(sources)
     if keras.backend.backend() == "torch":
-        return _torch_gradients(objective, tensors, floats, trained)
-    import tensorflow as tf
+        import torch
 
-    with tf.GradientTape() as tape:
-        tape.watch(floats)
+        for tensor in floats:
+            tensor.requires_grad_(True)
         total = objective(tensors)
-    sources = [*floats, *(variable.value for variable in trained)]
-    found = (
-        tape.gradient(total, sources) if tf.is_tensor(total) else [None] * len(sources)
-    )
-    arrays = [None if g is None else tf.convert_to_tensor(g).numpy() for g in found]
-    return arrays[: len(floats)], arrays[len(floats) :]
+        if torch.is_tensor(total) and total.requires_grad:
+            found = torch.autograd.grad(total, sources, allow_unused=True)
+    else:
+        import tensorflow as tf
 
-
-def _torch_gradients(
-    objective: Any, tensors: list[Any], floats: list[Any], trained: Sequence[Any]
-) -> tuple[list[Any], list[Any]]:
-    import torch
-
-    for tensor in floats:
-        tensor.requires_grad_(True)
-    total = objective(tensors)
-    sources = [*floats, *(variable.value for variable in trained)]
-    if not torch.is_tensor(total) or not total.requires_grad:
-        return [None] * len(floats), [None] * len(trained)
-    found = torch.autograd.grad(total, sources, allow_unused=True)
-    arrays = [None if g is None else g.detach().numpy() for g in found]
+        with tf.GradientTape() as tape:
+            tape.watch(floats)
+            total = objective(tensors)
+        if tf.is_tensor(total):
+            found = tape.gradient(total, sources)
+    arrays = [None if each is None else ops.convert_to_numpy(each) for each in found]
     return arrays[: len(floats)], arrays[len(floats) :]
 
 
@@ -140,29 +130,21 @@ def split_numbers(
     proof: RowProof,
 ) -> Numbers:
     """The results joined from parts, as the placements of a proof say."""
-    total = sum(sizes)
     placed = [each for each in proof.outputs if each is not None]
     count = len(proof.losses)
-    loss_kinds = [each.kind for each in proof.losses]
-    ends = np.cumsum(sizes)
+    fractions = [size / sum(sizes) for size in sizes]
     # Factors of the unsplit outputs, of which parts get their shares.
-    unsplit = numbers(layer, values, count)
-    every = factors_of(unsplit.outputs)
+    every = factors_of(numbers(layer, values, count).outputs)
+    is_split = list(zip(values, has_rows, strict=True))
     parts = []
-    for size, end in zip(sizes, ends, strict=True):
-        own = [
-            value[end - size : end] if rows else value
-            for value, rows in zip(values, has_rows, strict=True)
-        ]
+    for size, end, fraction in zip(sizes, np.cumsum(sizes), fractions, strict=True):
+        own = [value[end - size : end] if rows else value for value, rows in is_split]
         factors = [
-            _share(factor, placement, end - size, end, size / total)
+            _share(factor, placement, end - size, end, fraction)
             for factor, placement in zip(every, placed, strict=True)
         ]
-        of_losses = [
-            1.0 if kind is RowKind.SUM else size / total for kind in loss_kinds
-        ]
+        of_losses = [1.0 if p.kind is RowKind.SUM else fraction for p in proof.losses]
         parts.append(numbers(layer, own, count, factors, of_losses))
-    fractions = [size / total for size in sizes]
 
     def joined(name: str, placements: Sequence[RowPlacement]) -> list[Any]:
         columns = zip(*(getattr(part, name) for part in parts), strict=True)
@@ -171,18 +153,13 @@ def split_numbers(
             for column, placement in zip(columns, placements, strict=True)
         ]
 
-    floats = [
-        rows
-        for value, rows in zip(values, has_rows, strict=True)
-        if np.issubdtype(value.dtype, np.floating)
-    ]
-    total_sum = RowPlacement(RowKind.SUM)
+    floats = [rows for v, rows in is_split if np.issubdtype(v.dtype, np.floating)]
     return Numbers(
         joined("outputs", placed),
         joined("losses", proof.losses),
         joined("weights", [proof.of_update(v) or SAME for v in layer.variables]),
-        joined("argument_gradients", [ROWS if rows else total_sum for rows in floats]),
-        joined("weight_gradients", [total_sum] * len(parts[0].weight_gradients)),
+        joined("argument_gradients", [ROWS if rows else SUM for rows in floats]),
+        joined("weight_gradients", [SUM] * len(parts[0].weight_gradients)),
     )
 
 
@@ -216,13 +193,10 @@ def assert_equal(expected: Numbers, found: Numbers, tolerance: float = 1e-4) -> 
             if one is None or other is None:
                 assert one is other, f"{name} {i}"
                 continue
-            np.testing.assert_allclose(
-                np.asarray(other, "float64"),
-                np.asarray(one, "float64"),
-                rtol=tolerance,
-                atol=tolerance * max(1.0, float(np.abs(one).max(initial=0.0))),
-                err_msg=f"{name} {i}",
-            )
+            one, other = np.asarray(one, "float64"), np.asarray(other, "float64")
+            atol = tolerance * max(1.0, float(np.abs(one).max(initial=0.0)))
+            message = f"{name} {i}"
+            np.testing.assert_allclose(other, one, tolerance, atol, err_msg=message)
 
 
 def assert_parts_equal(

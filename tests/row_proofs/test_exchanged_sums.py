@@ -13,54 +13,48 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from harness.training import assert_same, state_of
+from harness.training import assert_same
 from keras import layers, ops
 
-import keras_strategies as ks
-from row_proofs.attacking_layers import Step
-from row_proofs.case_layers import AddLoss, Apply
-from row_proofs.proofs import needs_split
+from row_proofs import proofs
+from row_proofs.case_layers import Apply, Own, add_loss
+from row_proofs.proofs import (
+    BACKEND,
+    compiled,
+    fits,
+    mirrored,
+    needs_split,
+    normal,
+    one_device,
+    sequential,
+)
 from row_proofs.split_numbers import assert_equal, numbers
 from row_proofs.test_attacks import FUNCTIONS, LAYERS, LOSSES, NOT_IN_KERAS, batch
 
 pytestmark = pytest.mark.one_backend("torch", "tensorflow")
 
-BACKEND = keras.backend.backend()
-DEVICES = ["cpu:0", "cpu:1", "cpu:2"]
-RANDOM = np.random.default_rng(3)
 # Three batches: 8, 8 and 2 rows.
-X = (RANDOM.normal(size=(18, 6)) + np.linspace(-1, 1, 18)[:, None]).astype("float32")
+X = normal(18, 6, seed=3) + np.linspace(-1, 1, 18, dtype="float32")[:, None]
 Y = np.sin(X[:, :1])
-WEIGHTS = RANDOM.uniform(size=18).astype("float32")
+WEIGHTS = np.random.default_rng(3).uniform(size=18).astype("float32")
 
 
-class Statistics(layers.Layer):
-    """A function of the layer and its input, with weights."""
-
-    def __init__(self, function: Callable[[Any, Any], Any], **options: Any):
-        super().__init__(**options)
-        self.function = function
-
-    def build(self, shape: Any) -> None:
-        self.kernel = self.add_weight(shape=(6, 6), name="kernel")
-        self.average = self.add_weight(
-            shape=(6,), initializer="ones", trainable=False, name="average"
-        )
-        self.inner = layers.Dense(6, kernel_initializer="orthogonal")
-        self.inner.build(shape)
-
-    def call(self, x: Any) -> Any:
-        return self.function(self, x)
+def statistics(function: Callable[[Any, Any], Any], dtype: str = "float32") -> Own:
+    """A function of a layer with weights, and of its input."""
+    inner = layers.Dense(6, kernel_initializer="orthogonal", dtype=dtype)
+    inner.build((None, 6))
+    average = {"shape": (6,), "initializer": "ones", "trainable": False}
+    return Own(function, inner, dtype, kernel=(6, 6), average=average)
 
 
-def masked_mean(layer: Statistics, x: Any) -> Any:
+def masked_mean(layer: Own, x: Any) -> Any:
     kept = ops.cast(x[:, 0] > 0, "float32")
     each = ops.sum(ops.square(x @ layer.kernel), axis=-1)
     layer.add_loss(0.1 * ops.sum(kept * each) / ops.maximum(ops.sum(kept), 1))
     return x
 
 
-def vicreg(layer: Statistics, x: Any) -> Any:
+def vicreg(layer: Own, x: Any) -> Any:
     """Variance and covariance penalties of Bardes, Ponce and LeCun (2022)."""
     z = ops.matmul(x, layer.kernel)
     z = z - ops.mean(z, axis=0)
@@ -72,14 +66,14 @@ def vicreg(layer: Statistics, x: Any) -> Any:
     return z
 
 
-def minibatch_deviation(layer: Statistics, x: Any) -> Any:
+def minibatch_deviation(layer: Own, x: Any) -> Any:
     """The last layer of StyleGAN's critic, with the batch as one group."""
     h = x @ layer.kernel
     feature = ops.mean(ops.sqrt(ops.var(h, axis=0) + 1e-8))
     return ops.concatenate([h, ops.ones_like(h[:, :1]) * feature], axis=1)
 
 
-def codebook(layer: Statistics, x: Any) -> Any:
+def codebook(layer: Own, x: Any) -> Any:
     """Codes that are averages of the rows that choose them, as in VQ-VAE."""
     distances = ops.square(x[:, :, None] - layer.kernel[None])
     chosen = ops.one_hot(ops.argmin(ops.sum(distances, axis=1), axis=-1), 6)
@@ -90,7 +84,7 @@ def codebook(layer: Statistics, x: Any) -> Any:
     return x + ops.stop_gradient(chosen @ ops.transpose(layer.kernel) - x)
 
 
-def balance(layer: Statistics, x: Any) -> Any:
+def balance(layer: Own, x: Any) -> Any:
     """The loss of a mixture of experts: a product of means."""
     chances = ops.softmax(x @ layer.kernel)
     chosen = ops.one_hot(ops.argmax(chances, axis=-1), 6)
@@ -99,12 +93,12 @@ def balance(layer: Statistics, x: Any) -> Any:
     return ops.concatenate([x, chances], axis=-1)
 
 
-def stopped(layer: Statistics, x: Any) -> Any:
+def stopped(layer: Own, x: Any) -> Any:
     h = x @ layer.kernel
     return h - ops.stop_gradient(ops.mean(h, axis=0))
 
 
-def with_inner_layer(layer: Statistics, x: Any) -> Any:
+def with_inner_layer(layer: Own, x: Any) -> Any:
     """A layer of Keras that contains sums, too, before and after."""
     h = layer.inner(x)
     return layer.inner(h - ops.mean(h, axis=0)) @ layer.kernel
@@ -115,28 +109,19 @@ FUNCTIONS_OF_ROWS = {f.__name__: f for f in (*_FUNCTIONS, with_inner_layer)}
 
 
 def model_of(function: Callable[..., Any], dtype: str = "float32") -> keras.Model:
-    inputs = keras.Input((6,))
-    x = Statistics(function, dtype=dtype)(layers.Dense(6, dtype=dtype)(inputs))
-    return keras.Model(inputs, layers.Dense(1)(x))
+    parts = layers.Dense(6, dtype=dtype), statistics(function, dtype), layers.Dense(1)
+    return sequential(*parts)
 
 
 def trained(
     function: Callable[..., Any], replicas: int, eagerly: bool, dtype: str = "float32"
 ) -> tuple[dict[str, Any], list[str], bool]:
     """State and losses, the warnings, and whether replicas have exchanged sums."""
-    keras.utils.set_random_seed(7)
-    strategy: Any = ks.OneDeviceStrategy("cpu:0")
-    if replicas > 1:
-        strategy = ks.MirroredStrategy(DEVICES[:replicas])
-    with strategy.scope(), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        model = model_of(function, dtype)
-        optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
-        model.compile(optimizer, "mse", run_eagerly=eagerly)
-        options = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
-        history = model.fit(X, Y, sample_weight=WEIGHTS, **options)
-    found = {**state_of(model), "loss": np.array(history.history["loss"])}
-    said = [str(w.message) for w in caught if "split by rows" in str(w.message)]
+    strategy: Any = mirrored(replicas) if replicas > 1 else one_device()
+    optimizer = {"momentum": 0.9, "run_eagerly": eagerly}
+    make = compiled(lambda: model_of(function, dtype), 0.05, **optimizer)
+    fit = fits(X, Y, 8, epochs=2, sample_weight=WEIGHTS)
+    found, said = proofs.trained(make, fit, strategy)
     return found, said, replicas > 1 and exchanges(strategy)
 
 
@@ -150,14 +135,10 @@ def exchanges(strategy: Any, layer: Any = None) -> bool:
 PROGRAMS = [True] if BACKEND == "torch" else [True, False]
 
 
-@pytest.mark.nightly(
-    unless=[
-        "minibatch_deviation-3-True",
-        "codebook-3-True",
-        "balance-3-True",
-        "stopped-3-True",
-    ]
-)
+_BY_DAY = ("minibatch_deviation", "codebook", "balance", "stopped")
+
+
+@pytest.mark.nightly(unless=[f"{name}-3-True" for name in _BY_DAY])
 @needs_split
 @pytest.mark.parametrize("eagerly", PROGRAMS)
 @pytest.mark.parametrize("replicas", [3, pytest.param(2, marks=pytest.mark.nightly)])
@@ -208,11 +189,10 @@ ROWS: list[int] = []
 CHANGED = [0]
 
 
-def changing(layer: Statistics, x: Any) -> Any:
+def changing(layer: Own, x: Any) -> Any:
     ROWS.append(x.shape[0])
-    if len(ROWS) == CHANGED[0]:
-        return x @ layer.kernel
-    return centered(layer, x)
+    h = x @ layer.kernel
+    return h if len(ROWS) == CHANGED[0] else h - ops.mean(h, axis=0)
 
 
 @pytest.mark.one_backend("torch")
@@ -232,16 +212,8 @@ def test_replica_that_computes_other_sums(replica: int) -> None:
     assert_same(expected, found, 1e-6, "two replicas")
 
 
-def centered(layer: Statistics, x: Any) -> Any:
-    h = x @ layer.kernel
-    return h - ops.mean(h, axis=0)
-
-
-# The calls of `test_attacks`, by replicas.
-
-
 class OnReplicas:
-    """A layer that is called on three replicas."""
+    """A layer of `test_attacks` that is called on replicas."""
 
     def __init__(self, layer: Any, strategy: Any):
         self.layer = layer
@@ -265,36 +237,28 @@ OF_BACKEND = {
 }
 #: Those with sums over rows that replicas exchange.
 EXCHANGED = frozenset(
-    [
+    (
         *("mean", "mean of all", "mean by a negative axis", "mean by a tuple"),
         *("mean by a product", "mean of a transpose", "mean of a flat tensor"),
         *("mean of two axes", "square of a sum", "absolute of a sum", "count"),
-        *("sum by einsum", "sum by tensordot", "branch", "select"),
-        *("mean of ones", "sum as an integer", "array of a sum"),
-        *("tensor of a sum", "sum that is rounded", "bits of a sum"),
-        *OF_BACKEND.get(BACKEND, ()),
-        *(
-            "standard deviation",
-            "batch normalization",
-            "saturated sum",
-            "square of a mean",
-            "root of a mean",
-            "masked mean",
-        ),
-        *("sum and a constant", "mean and a sum", "product of means", "covariance"),
-        *("logarithm of a mean", "largest of means", "mean as an integer"),
-        *("entropy of a mean", "activation", "activation that is a layer"),
-        *("activation that is set", "call that is set", "lambda", "model"),
+        *("sum by einsum", "sum by tensordot", "branch", "select", "mean of ones"),
+        *("sum as an integer", "array of a sum", "tensor of a sum", "bits of a sum"),
+        *("sum that is rounded", "saturated sum", *OF_BACKEND.get(BACKEND, ())),
+        *("standard deviation", "batch normalization", "square of a mean"),
+        *("root of a mean", "masked mean", "sum and a constant", "mean and a sum"),
+        *("product of means", "covariance", "logarithm of a mean", "largest of means"),
+        *("mean as an integer", "entropy of a mean", "activation", "lambda", "model"),
+        *("activation that is a layer", "activation that is set", "call that is set"),
         *("subclass with the name of Keras's", "sequential model", "model in a model"),
         *("layer of a model", "einsum", "time distributed", "spectral normalization"),
         *("state of a sum", "state of a square", "integer state of a mean"),
-    ]
+    )
 )
 #: Names that are in two tables; as losses their sums are exchanged.
 IN_TWO_TABLES = ("loss: where", "loss: variance")
 ATTACKS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
-    **{name: (lambda f=f: Apply(f), (6,)) for name, f in FUNCTIONS.items()},  # type: ignore[misc]
-    **{f"loss: {n}": (lambda f=f: AddLoss(f), (6,)) for n, f in LOSSES.items()},  # type: ignore[misc]
+    **{name: (lambda f=f: Apply(f), (6,)) for name, f in FUNCTIONS.items()},
+    **{f"loss: {n}": (lambda f=f: add_loss(f), (6,)) for n, f in LOSSES.items()},
     **{f"layer: {name}": each for name, each in LAYERS.items()},
 }
 
@@ -315,12 +279,10 @@ def test_attacks(name: str) -> None:
         pytest.skip("it cannot be called twice with the same result")
     keras.utils.set_random_seed(1)
     make, shape = ATTACKS[name]
-    strategy = ks.MirroredStrategy(DEVICES)
+    strategy = mirrored(3)
     with strategy.scope(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         layer = make()
-        if isinstance(layer, Step):
-            layer.inner[0].build((None, 6))
         layer(ops.convert_to_tensor(batch(8, 1.0, shape)), training=True)
         count, calls = len(layer.losses), 0
         for rows, factor in (8, 1.0), (8, 3.0), (7, 3.0):
@@ -330,8 +292,7 @@ def test_attacks(name: str) -> None:
             except Exception:
                 # It has no gradient, or takes an even number of rows.
                 continue
-            split = OnReplicas(layer, strategy)
-            found = numbers(split, values, count)
+            found = numbers(OnReplicas(layer, strategy), values, count)
             assert_equal(expected, found)
             calls += 1
     is_exchanged = own in EXCHANGED or name in IN_TWO_TABLES

@@ -1,12 +1,18 @@
-"""Trainings in which the first rows hide how a layer depends on the batch.
+"""Trainings that hide how a call depends on the batch.
 
 A term is zero in the first epoch, a capacity is not reached, a table has as many rows
-as the last batch. Each is trained without a strategy and on two and three replicas.
+as the last batch; a step reads tensors of a call from elsewhere than from its outputs;
+hooks of Torch's modules see the rows. Each is trained on one device and on two or three
+replicas.
 """
 
 from __future__ import annotations
 
+import contextvars
+import functools
+import types
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -17,172 +23,97 @@ from keras import layers, ops
 from keras_strategies.keras_compat.backends.keras_on_tensorflow import (
     step_is_traced_for_batches,
 )
-from row_proofs.case_layers import OwnModel
-from row_proofs.proofs import assert_exact
+from row_proofs.case_layers import COUNT, STATE, Own, OwnModel
+from row_proofs.proofs import (
+    BACKEND,
+    assert_exact,
+    compiled,
+    fits,
+    needs_split,
+    normal,
+    sequential,
+)
 
-BACKEND = keras.backend.backend()
-RANDOM = np.random.default_rng(7)
-X = RANDOM.normal(size=(44, 4)).astype("float32")
-Y = RANDOM.normal(size=(44, 1)).astype("float32")
+X, Y = normal(44, 4), normal(44, 1, seed=8)
 #: 10 rows, as many as the last of three batches of 17.
-TABLE = RANDOM.normal(size=(10, 4)).astype("float32")
+TABLE = normal(10, 4, seed=9)
 BATCH = 17
 #: Later batches have larger values.
 X[BATCH:] *= 4
 
 
-class Layer(layers.Layer):
-    """A layer with the weights of a square matrix."""
-
-    def build(self, *shapes: Any) -> None:
-        self.kernel = self.add_weight(shape=(4, 4), name="kernel")
-        self.built = True
-
-
-# Added losses.
+def around(function: Callable[[Any, Any], Any], **weights: Any) -> keras.Model:
+    """A layer with a square matrix in a model."""
+    return sequential(
+        Own(function, kernel=(4, 4), **weights), layers.Dense(1), columns=4
+    )
 
 
-class AnnealedSum(Layer):
-    def build(self, *shapes: Any) -> None:
-        super().build()
-        self.beta = self.add_weight(
-            shape=(), initializer="zeros", trainable=False, name="beta"
-        )
-
-    def call(self, inputs: Any) -> Any:
-        hidden = ops.matmul(inputs, self.kernel)
-        self.add_loss(self.beta * 1e-2 * ops.sum(ops.square(hidden)))
-        return hidden
+def annealed_sum(layer: Own, x: Any) -> Any:
+    hidden = ops.matmul(x, layer.kernel)
+    layer.add_loss(layer.beta * 1e-2 * ops.sum(ops.square(hidden)))
+    return hidden
 
 
-# Mixing of rows.
-
-
-class ZeroTimesMean(Layer):
+def zero_times_mean(layer: Own, x: Any) -> Any:
     """The branch's scale is trained from zero."""
-
-    def build(self, *shapes: Any) -> None:
-        super().build()
-        self.scale = self.add_weight(shape=(4,), initializer="zeros", name="scale")
-
-    def call(self, inputs: Any) -> Any:
-        hidden = ops.matmul(inputs, self.kernel)
-        return hidden + self.scale * (hidden - ops.mean(hidden, axis=0))
+    hidden = ops.matmul(x, layer.kernel)
+    return hidden + layer.scale * (hidden - ops.mean(hidden, axis=0))
 
 
-class Capacity(Layer):
+def capacity(layer: Own, x: Any) -> Any:
     """Experts drop rows of large batches only."""
-
-    def call(self, inputs: Any) -> Any:
-        chosen = ops.one_hot(ops.argmax(ops.matmul(inputs, self.kernel), -1), 4)
-        place = ops.cumsum(chosen, axis=0) * chosen
-        return inputs * ops.cast(ops.sum(place, -1, keepdims=True) <= 5, "float32")
+    chosen = ops.one_hot(ops.argmax(ops.matmul(x, layer.kernel), -1), 4)
+    place = ops.cumsum(chosen, axis=0) * chosen
+    return x * ops.cast(ops.sum(place, -1, keepdims=True) <= 5, "float32")
 
 
-class Events(Layer):
+def events(layer: Own, x: Any) -> Any:
     """Counts in a float and an integer variable."""
-
-    def build(self, *shapes: Any) -> None:
-        super().build()
-        options = {"shape": (), "initializer": "zeros", "trainable": False}
-        self.total = self.add_weight(name="total", **options)
-        self.count = self.add_weight(name="count", dtype="int32", **options)
-
-    def call(self, inputs: Any) -> Any:
-        found = ops.sum(ops.cast(inputs > 4.0, "int32"))
-        self.count.assign(self.count + found)
-        self.total.assign(self.total + ops.cast(found, "float32"))
-        return ops.matmul(inputs, self.kernel)
+    found = ops.sum(ops.cast(x > 4.0, "int32"))
+    layer.count.assign(layer.count + found)
+    layer.total.assign(layer.total + ops.cast(found, "float32"))
+    return ops.matmul(x, layer.kernel)
 
 
-def around(kind: Callable[[], Any]) -> keras.Model:
-    return keras.Sequential([keras.Input((4,)), kind(), layers.Dense(1)])
+def loss_by_rows(model: Any, x: Any, y: Any, y_pred: Any) -> Any:
+    found, rows = y_pred
+    return ops.sum(ops.square(found - y)) / (1 if rows is None else rows)
 
 
-class WithLoss(OwnModel):
-    """A subclassed model with a loss of its own."""
-
-    def compute_loss(self, x: Any, y: Any, y_pred: Any, *_: Any, **__: Any) -> Any:
-        return self.loss_of(x, y, y_pred)
-
-
-class PythonOutput(WithLoss):
-    def call(self, inputs: Any) -> Any:
-        return self.head(self.inner(inputs)), inputs.shape[0]
-
-    def loss_of(self, x: Any, y: Any, y_pred: Any) -> Any:
-        found, rows = y_pred
-        return ops.sum(ops.square(found - y)) / (1 if rows is None else rows)
+def loss_of_codes(model: Any, x: Any, y: Any, y_pred: Any) -> Any:
+    """The second output has no batch axis, and is as long as the part of a replica."""
+    found, codes = y_pred
+    near = ops.logsumexp(ops.matmul(found, ops.transpose(codes)), -1)
+    return ops.mean(near) + ops.mean(ops.square(found - y))
 
 
-class Codebook(WithLoss):
-    """An output without a batch axis, as long as the part of a replica."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.codes = self.add_weight(shape=(9, 4), name="codes")
-
-    def call(self, inputs: Any) -> Any:
-        return self.inner(inputs), self.codes * 1.0
-
-    def loss_of(self, x: Any, y: Any, y_pred: Any) -> Any:
-        found, codes = y_pred
-        near = ops.logsumexp(ops.matmul(found, ops.transpose(codes)), -1)
-        return ops.mean(near) + ops.mean(ops.square(found - y))
+def codebook() -> keras.Model:
+    model = OwnModel(
+        lambda model, x: (model.inner(x), model.codes * 1.0), loss_of_codes
+    )
+    model.codes = model.add_weight(shape=(9, 4), name="codes")
+    return model
 
 
-class TwoViews(WithLoss):
+def contrast(model: Any, x: Any, y: Any, y_pred: Any) -> Any:
+    return ops.mean(ops.square(ops.matmul(y_pred, ops.transpose(y_pred)) - 1))
+
+
+def two_views(model: Any, x: Any) -> Any:
     """Two rows of output for each row."""
-
-    def call(self, inputs: Any) -> Any:
-        return self.inner(ops.concatenate([inputs, inputs * 0.9], 0))
-
-    def loss_of(self, x: Any, y: Any, y_pred: Any) -> Any:
-        return ops.mean(ops.square(ops.matmul(y_pred, ops.transpose(y_pred)) - 1))
+    return model.inner(ops.concatenate([x, x * 0.9], 0))
 
 
-class Interleaved(WithLoss):
+def interleaved(model: Any, x: Any) -> Any:
     """Two rows of output for each row, beside each other."""
-
-    def call(self, inputs: Any) -> Any:
-        both = ops.stack([inputs, inputs * 0.9], 1)
-        return self.inner(ops.reshape(both, (-1, 4)))
-
-    loss_of = TwoViews.loss_of
-
-
-class Prototypes(WithLoss):
-    """An argument without a batch axis, as long as the last batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attend = Attend()
-        self.attend.built = True
-
-    def loss_of(self, x: Any, y: Any, y_pred: Any) -> Any:
-        near = self.attend(self.inner(x), ops.convert_to_tensor(TABLE))
-        return ops.mean(ops.square(self.head(near) - y))
+    return model.inner(ops.reshape(ops.stack([x, x * 0.9], 1), (-1, 4)))
 
 
 class Attend(layers.Layer):
     def call(self, inputs: Any, table: Any) -> Any:
         near = ops.softmax(ops.matmul(inputs, ops.transpose(table)))
         return inputs + ops.matmul(near, table)
-
-
-class Modes(WithLoss):
-    """An int argument, and which argument is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mode = Mode()
-        self.mode.built = True
-
-    def loss_of(self, x: Any, y: Any, y_pred: Any) -> Any:
-        hidden = self.inner(x)
-        found = self.mode(hidden, mode=0) + self.mode(hidden, mode=1)
-        found += self.mode(hidden, None) + self.mode(None, hidden)
-        return ops.mean(ops.square(self.head(found / 8) - y))
 
 
 class Mode(layers.Layer):
@@ -192,23 +123,47 @@ class Mode(layers.Layer):
         return first - ops.mean(first, 0) if mode else first
 
 
-def saturated(activation: str) -> keras.Model:
-    scaled = layers.Rescaling(30.0)
-    last = layers.Dense(3 if activation == "softmax" else 1, activation)
-    return keras.Sequential([keras.Input((4,)), scaled, last])
+def of_prototypes(model: Any, x: Any, y: Any, y_pred: Any) -> Any:
+    """An argument without a batch axis, as long as the last batch."""
+    near = model.attend(model.inner(x), ops.convert_to_tensor(TABLE))
+    return ops.mean(ops.square(model.head(near) - y))
 
 
-_LAYERS = AnnealedSum, ZeroTimesMean, Capacity, Events
-_MODELS = PythonOutput, Codebook, TwoViews, Interleaved, Prototypes, Modes
+def of_modes(model: Any, x: Any, y: Any, y_pred: Any) -> Any:
+    """An int argument, and which argument is given."""
+    hidden, mode = model.inner(x), model.mode
+    found = mode(hidden, mode=0) + mode(hidden, mode=1)
+    found += mode(hidden, None) + mode(None, hidden)
+    return ops.mean(ops.square(model.head(found / 8) - y))
+
+
+def saturated(activation: str, units: int) -> keras.Model:
+    return sequential(
+        layers.Rescaling(30.0), layers.Dense(units, activation), columns=4
+    )
+
+
+ZEROS = {"shape": (4,), "initializer": "zeros"}
 MODELS: dict[str, Callable[[], keras.Model]] = {
-    **{kind.__name__: (lambda kind=kind: around(kind)) for kind in _LAYERS},
-    **{kind.__name__: kind for kind in _MODELS},
-    "softmax": lambda: saturated("softmax"),
-    "sigmoid": lambda: saturated("sigmoid"),
+    "AnnealedSum": lambda: around(annealed_sum, beta=STATE),
+    "ZeroTimesMean": lambda: around(zero_times_mean, scale=ZEROS),
+    "Capacity": lambda: around(capacity),
+    "Events": lambda: around(events, total=STATE, count=COUNT),
+    "PythonOutput": lambda: OwnModel(
+        lambda model, x: (model.head(model.inner(x)), x.shape[0]), loss_by_rows
+    ),
+    "Codebook": codebook,
+    "TwoViews": lambda: OwnModel(two_views, contrast),
+    "Interleaved": lambda: OwnModel(interleaved, contrast),
+    "Prototypes": lambda: OwnModel(None, of_prototypes, attend=Attend()),
+    "Modes": lambda: OwnModel(None, of_modes, mode=Mode()),
+    "softmax": lambda: saturated("softmax", 3),
+    "sigmoid": lambda: saturated("sigmoid", 1),
 }
+#: Losses, and numbers of classes.
 LOSSES = {
-    "softmax": "sparse_categorical_crossentropy",
-    "sigmoid": "binary_crossentropy",
+    "softmax": ("sparse_categorical_crossentropy", 3),
+    "sigmoid": ("binary_crossentropy", 2),
 }
 #: Computed by replicas, without a warning.
 _SPLIT = "AnnealedSum ZeroTimesMean Events Codebook Interleaved softmax sigmoid"
@@ -221,33 +176,166 @@ if BACKEND == "tensorflow":
         SPLIT.append("PythonOutput")
 
 
-def changed_later(model: keras.Model) -> keras.callbacks.Callback:
-    def change(epoch: int, logs: Any) -> None:
-        for layer in model.layers:
-            if isinstance(layer, AnnealedSum):
-                layer.beta.assign(float(epoch))
-
-    return keras.callbacks.LambdaCallback(on_epoch_begin=change)
-
-
 # Three replicas differ from two by an uneven batch for each pair of them.
 @pytest.mark.one_backend
 @pytest.mark.parametrize("replicas", [3, pytest.param(2, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", MODELS)
 def test_numbers_are_those_of_one_device(name: str, replicas: int) -> None:
-    targets = Y
-    if name in LOSSES:
-        classes = 3 if name == "softmax" else 2
-        targets = (np.abs(X[:, 0]) * 7).astype("int32") % classes
-
-    def make() -> keras.Model:
-        model = MODELS[name]()
-        model.compile(keras.optimizers.SGD(0.004), LOSSES.get(name, "mse"))
-        return model
+    loss, classes = LOSSES.get(name, ("mse", 0))
+    targets = (np.abs(X[:, 0]) * 7).astype("int32") % classes if classes else Y
 
     def fit(model: keras.Model) -> Any:
-        options = {"epochs": 3, "shuffle": False, "verbose": 0}
-        return model.fit(X, targets, BATCH, callbacks=[changed_later(model)], **options)
+        def change(epoch: int, logs: Any) -> None:
+            if name == "AnnealedSum":
+                model.layers[0].beta.assign(float(epoch))
 
-    said = assert_exact(make, fit, replicas)
+        changed = keras.callbacks.LambdaCallback(on_epoch_begin=change)
+        return fits(X, targets, BATCH, epochs=3, callbacks=[changed])(model)
+
+    said = assert_exact(compiled(MODELS[name], 0.004, loss), fit, replicas)
     assert BACKEND == "jax" or bool(said) == (name not in SPLIT), said
+
+
+# Each of these models keeps its hidden tensor somewhere, and the loss of the step has a
+# term with its mean over the rows of the batch.
+
+
+@dataclass
+class Outputs:
+    last: Any
+    hidden: Any
+
+
+def kept(put: Any, get: Any, given: Any = lambda: None) -> keras.Model:
+    """A model that returns what `put` makes of the last and the hidden tensor.
+
+    Args:
+        put: callable(last, hidden), or with what is given.
+        get: callable(what `put` returned, given): the two tensors.
+        given: what makes an argument of the call.
+    """
+
+    def call(model: Any, inputs: Any, *given: Any) -> Any:
+        hidden = model.inner(inputs)
+        last = model.head(hidden)
+        found = put(last, hidden, *given)
+        return last if found is None else found
+
+    def loss(model: Any, x: Any, y: Any, y_pred: Any) -> Any:
+        own = given()
+        last, hidden = get(model(x, given=own), own)
+        mean = ops.mean(hidden, axis=0)
+        return ops.mean(ops.square(y - last)) + ops.mean(ops.square(mean))
+
+    return OwnModel(call, loss)
+
+
+def with_factor(model: Any, x: Any) -> Any:
+    hidden = model.inner(x)
+    return model.head(hidden if model.factor is None else hidden * model.factor)
+
+
+def loss_with_factor(model: Any, x: Any, y: Any, y_pred: Any) -> Any:
+    """A tensor of the step is in an attribute in one call."""
+    model.factor = ops.abs(y)
+    outputs = model(x)
+    model.factor = None
+    return ops.mean(ops.square(y - outputs))
+
+
+CONTEXT: Any = contextvars.ContextVar("CONTEXT")
+LAYER = layers.Identity()
+LEAVING: dict[str, Callable[[], keras.Model]] = {
+    "context variable": lambda: kept(
+        lambda last, hidden: CONTEXT.set(hidden) and None,
+        lambda found, _: (found, CONTEXT.get()),
+    ),
+    "other layer": lambda: kept(
+        lambda last, hidden: setattr(LAYER, "hidden", hidden),
+        lambda found, _: (found, LAYER.hidden),
+    ),
+    # No state that a proof knows of.
+    "dataclass": lambda: kept(Outputs, lambda found, _: (found.last, found.hidden)),
+    "function": lambda: kept(
+        lambda last, hidden: {"last": last, "mean": lambda: hidden},
+        lambda found, _: (found["last"], found["mean"]()),
+    ),
+    "object that is given": lambda: kept(
+        lambda last, hidden, into=None: into and setattr(into, "hidden", hidden),
+        lambda found, into: (found, into.hidden),
+        lambda: types.SimpleNamespace(hidden=None),
+    ),
+    "function that is given": lambda: kept(
+        lambda last, hidden, keep=None: keep and keep(hidden),
+        lambda found, keep: (found, keep.__self__[0]),
+        lambda: [].append,
+    ),
+    "factor in an attribute": lambda: OwnModel(
+        with_factor, loss_with_factor, factor=None
+    ),
+}
+
+
+@pytest.mark.one_backend("torch")
+@needs_split  # JAX lets no tensor leave a traced call.
+@pytest.mark.parametrize("name", LEAVING)
+def test_tensors_that_leave_a_call(name: str) -> None:
+    assert assert_exact(compiled(LEAVING[name], 0.02), fits(X, Y, BATCH, epochs=2))
+
+
+def centered(seen: list[int], module: Any, inputs: Any, outputs: Any) -> Any:
+    seen.append(len(outputs))
+    return outputs - outputs.mean(0)
+
+
+def scaled(seen: list[int], module: Any, inputs: Any) -> Any:
+    seen.append(len(inputs[0]))
+    return tuple(x / (1 + x.abs().max()) for x in inputs)
+
+
+def clipped(seen: list[int], module: Any, inputs: Any, outputs: Any) -> Any:
+    seen.append(len(outputs[0]))
+    norm = sum(part.square().sum() for part in inputs if part is not None)
+    return tuple(None if part is None else part / (1 + norm) for part in inputs)
+
+
+def noted(seen: list[int], module: Any, inputs: Any, outputs: Any) -> Any:
+    """Sees all modules of the process."""
+    if isinstance(module, layers.Dense) and ops.is_tensor(outputs):
+        seen.append(len(outputs))
+
+
+#: How each hook is registered: the layer, or None for all, and the method.
+HOOKS = {
+    centered: (0, "register_forward_hook"),
+    scaled: (0, "register_forward_pre_hook"),
+    clipped: (1, "register_full_backward_hook"),
+    noted: (None, "register_module_forward_hook"),
+}
+
+
+@pytest.mark.one_backend("torch")
+@pytest.mark.skipif(BACKEND != "torch", reason="hooks of Torch")
+@pytest.mark.parametrize("hook", HOOKS)
+def test_hooks_of_modules_see_the_rows_of_all_replicas(hook: Any) -> None:
+    import torch
+
+    # What hooks have seen; the rows of all replicas, once.
+    seen: list[list[int]] = []
+
+    def fit(model: keras.Model) -> Any:
+        seen.append([])
+        layer, method = HOOKS[hook]
+        of = torch.nn.modules.module if layer is None else model.layers[layer]
+        handle = getattr(of, method)(functools.partial(hook, seen[-1]))
+        try:
+            return fits(X, Y, BATCH, epochs=3)(model)
+        finally:
+            handle.remove()
+
+    def model() -> keras.Model:
+        return sequential(layers.Dense(4), layers.Dense(1), columns=4)
+
+    said = assert_exact(compiled(model, 0.004), fit)
+    assert seen[0] == seen[1] and len(seen[0]) >= 9
+    assert hook is noted or any("hooks" in text for text in said)

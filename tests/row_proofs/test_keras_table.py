@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import keras
 import pytest
 
 from row_proofs import keras_functions, keras_layers, keras_table
 from row_proofs.keras_table import PROVED, TYPE
-from row_proofs.proofs import built, needs_split, proof_of
+from row_proofs.proofs import BACKEND, built, needs_split, proof_of
 from row_proofs.split_numbers import assert_parts_equal
 
 pytestmark = pytest.mark.one_backend("torch", "tensorflow")
 
-BACKEND = keras.backend.backend()
 _LAYERS = """
     BatchNormalization CategoryEncoding Concatenate Dense Hashing LSTM LSTMCell
     Lambda MixUp MultiHeadAttention RandomContrast Rescaling ReversibleEmbedding
@@ -32,13 +28,11 @@ BY_DAY = {"layers": _LAYERS.split(), "functions": _FUNCTIONS.split()}
 WITHOUT_NUMBERS = ("empty_like", *(["vander"] if BACKEND == "torch" else []))
 
 
-def parameters() -> Iterator[Any]:
-    for kind, by_day in BY_DAY.items():
-        for name in keras_table.cases(kind):
-            marks = [] if name in by_day else [pytest.mark.nightly]
-            yield pytest.param(kind, name, id=f"{kind}-{name}", marks=marks)
-
-
+PARAMETERS = [
+    pytest.param(kind, n, marks=[] if n in by_day else [pytest.mark.nightly])
+    for kind, by_day in BY_DAY.items()
+    for n in sorted(keras_table.CASES[kind])
+]
 _UNRELEASED = """
     column_stack copysign cov float_power gammainc grad image.reconstruct_patches
     lgamma matrix_power
@@ -58,14 +52,14 @@ def test_every_function_and_layer_has_a_call() -> None:
     known = (layers & of_keras) | renamed | keras_layers.WITHOUT_EXAMPLE
     assert known | (UNRELEASED["layers"] & of_keras) == of_keras
     for kind, names in BY_DAY.items():
-        assert set(names) <= set(keras_table.cases(kind))
+        assert set(names) <= set(keras_table.CASES[kind])
 
 
 def test_the_page_has_the_results() -> None:
     results = keras_table.read()
     for backend in keras_table.BACKENDS:
         for kind in BY_DAY:
-            assert set(results[backend][kind]) == set(keras_table.cases(kind))
+            assert set(results[backend][kind]) == set(keras_table.CASES[kind])
     text = keras_table.PAGE.read_text()
     assert text == keras_table.with_table(text, keras_table.page_text(results))
 
@@ -73,16 +67,16 @@ def test_the_page_has_the_results() -> None:
 @pytest.mark.one_backend("torch", "tensorflow")
 @pytest.mark.slow(seconds=12)
 @needs_split
-@pytest.mark.parametrize(("kind", "name"), parameters())
+@pytest.mark.parametrize(("kind", "name"), PARAMETERS)
 def test_a_call_is_treated_as_the_page_says(kind: str, name: str) -> None:
-    case = keras_table.cases(kind)[name]
-    found = keras_table.verdict(kind, name, case)
+    case = keras_table.CASES[kind][name]
+    found = keras_table.verdict(case)
     assert found == keras_table.read()[BACKEND][kind][name]
     if found not in (PROVED, TYPE) or name in WITHOUT_NUMBERS:
         return
     # Two uneven parts of the batch give its numbers.
     layer, values = built(case)
-    proof = proof_of(layer, values, [True] * len(values))
+    proof = proof_of(layer, values, case.has_rows)
     if any(proof.draws) or name == "BatchNormalization" or proof.problem is not None:
         return
-    assert_parts_equal(layer, values, proof, [True] * len(values))
+    assert_parts_equal(layer, values, proof, case.has_rows)

@@ -1,13 +1,14 @@
-"""Layer calls that cannot be split by rows are exact, and say so.
+"""Layer calls that cannot be split by rows are exact, and say so; others are split.
 
-Each model is trained without a strategy and under `MirroredStrategy`. On JAX a step is
-one program of the global batch: nothing is split, and only that is tested of which rows
-do not correspond.
+On JAX a step is one program of the global batch: nothing is split, and only that is
+tested of which rows do not correspond.
 """
 
 from __future__ import annotations
 
 import os
+import random
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,29 +16,37 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from harness.training import Case, assert_same, compiled, train
+from harness.training import Case
+from harness.training import compiled as of_case
 from keras import layers, ops
 
-import keras_strategies as ks
+from row_proofs.case_layers import Apply, Own
+from row_proofs.proofs import (
+    BACKEND,
+    assert_exact,
+    compiled,
+    fits,
+    mirrored,
+    needs_split,
+    normal,
+    of_tensorflow,
+    sequential,
+    trained,
+)
 
 pytestmark = pytest.mark.one_backend("torch", "tensorflow")
 
-BACKEND = keras.backend.backend()
-SPLITS = pytest.mark.skipif(BACKEND == "jax", reason="JAX does not split layer calls")
-RANDOM = np.random.default_rng(3)
-X = RANDOM.normal(size=(22, 6)).astype("float32")
-Y = RANDOM.integers(0, 3, 22)
-
-
-def mirrored(**options: Any) -> ks.MirroredStrategy:
-    return ks.MirroredStrategy(["cpu:0", "cpu:1"], **options)
+X = normal(25, 6, seed=3) * np.linspace(0.3, 2, 25, dtype="float32")[:, None]
+X += np.linspace(-1, 1, 25, dtype="float32")[:, None]
+Y = np.sin(X[:, :1])
+CLASSES = np.random.default_rng(3).integers(0, 3, 12)
 
 
 def mirrored_model(*inner: Any) -> keras.Model:
     """A model of some layers, whose steps are eager, on two replicas."""
     with mirrored().scope():
         # Programs of TensorFlow take longer to trace than a few steps to run.
-        model = keras.Sequential([keras.Input((6,)), *inner])
+        model = sequential(*inner)
         model.compile("sgd", "mse", run_eagerly=True)
     return model
 
@@ -52,7 +61,7 @@ class CallCount(layers.Layer):
         return 2 * inputs
 
 
-@SPLITS
+@needs_split
 def test_python_runs_as_often_as_on_one_device() -> None:
     layer = CallCount()
     model = mirrored_model(layer)
@@ -67,7 +76,7 @@ def test_python_runs_as_often_as_on_one_device() -> None:
 # Parts differ most in bfloat16. With mixed_float16 replicas keep statistics of their
 # own. Outside of the nightly run Torch, where it takes little, has all.
 @pytest.mark.nightly(unless=["mixed_float16"])
-@SPLITS
+@needs_split
 @pytest.mark.parametrize(
     "policy",
     [
@@ -79,8 +88,7 @@ def test_python_runs_as_often_as_on_one_device() -> None:
     ],
 )
 def test_layers_of_keras_are_split(policy: str) -> None:
-    words = RANDOM.integers(0, 11, (8, 3)).astype("int32")
-    strategy = mirrored(sync_batch_norm=policy != "mixed_float16")
+    words = np.random.default_rng(3).integers(0, 11, (8, 3)).astype("int32")
 
     def make() -> keras.Model:
         parts = layers.LSTM(4, return_sequences=True), layers.BatchNormalization()
@@ -88,22 +96,21 @@ def test_layers_of_keras_are_split(policy: str) -> None:
         # Keras on TensorFlow cannot add a loss in 16 bits to one in 32.
         adds = BACKEND == "torch" or policy == "float32"
         dense = layers.Dense(3, activity_regularizer="l2" if adds else None)
-        last = layers.GlobalAveragePooling1D(), dense
+        last = layers.GlobalAveragePooling1D(), dense, layers.Softmax(dtype="float32")
         embedding = layers.Embedding(11, 8, mask_zero=True)
-        parts = keras.Input((3,), dtype="int32"), embedding, *parts, *noise, *last
-        return keras.Sequential([*parts, layers.Softmax(dtype="float32")])
+        first = keras.Input((3,), dtype="int32"), embedding
+        return keras.Sequential([*first, *parts, *noise, *last])
 
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*split by rows")
-        with strategy.scope():
-            case = Case("many", model=make, policy=policy)
-            model = compiled(case, run_eagerly=True)
-        model.train_on_batch(words, Y[:8])
+        with mirrored(sync_batch_norm=policy != "mixed_float16").scope():
+            model = of_case(Case("many", model=make, policy=policy), run_eagerly=True)
+        model.train_on_batch(words, CLASSES[:8])
         model.predict_on_batch(words)
 
 
 @pytest.mark.one_backend("torch", "tensorflow")
-@SPLITS
+@needs_split
 def test_quantized_layers_are_split() -> None:
     model = mirrored_model(layers.Dense(16), layers.Dense(3))
     model.quantize("int8")
@@ -112,12 +119,12 @@ def test_quantized_layers_are_split() -> None:
         model.predict_on_batch(X[:8])
 
 
-@SPLITS
+@needs_split
 def test_random_numbers_are_those_without_checks() -> None:
     """A check draws nothing from the generators of the process and of layers."""
     model = mirrored_model(layers.Dense(6), layers.GaussianNoise(1.0))
     before = np.random.get_state()[1].copy()
-    model.train_on_batch(X, X)
+    model.train_on_batch(X[:22], X[:22])
     np.testing.assert_array_equal(before, np.random.get_state()[1])
     (state,) = [v for v in model.non_trainable_variables if "seed" in v.path]
     assert int(ops.convert_to_numpy(state)[1]) == 1
@@ -129,8 +136,6 @@ class GraphConvolution(keras.Model):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = layers.Dense(5, "tanh"), layers.Dense(3, "softmax")
-
-    def build(self, shapes: Any) -> None:
         self.first.build((None, 6))
         self.last.build((None, 5))
         self.built = True
@@ -145,49 +150,142 @@ class GraphConvolution(keras.Model):
 def test_rows_that_do_not_correspond_are_exact() -> None:
     edges = np.random.default_rng(1).integers(0, 12, (30, 2)).astype("int32")
     batch = ops.convert_to_tensor(X[:12]), ops.convert_to_tensor(edges)
-
-    def make() -> keras.Model:
-        model = GraphConvolution()
-        model.build(None)
-        return model
-
-    def script(case: Case, model: Any, data: Any) -> Any:
-        y = ops.convert_to_tensor(Y[:12])
-        return {"logs": [float(model.train_on_batch(batch, y)) for _ in range(3)]}
-
-    eagerly = {"run_eagerly": True} if BACKEND == "tensorflow" else {}
-    case = Case("graph", model=make, script=script, compile_alone=eagerly)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        found = train(case, mirrored())
-    assert_same(train(case), found, 1e-5, "MirroredStrategy")
-    said = any("split by rows" in str(w.message) for w in caught)
-    assert said == (BACKEND != "jax")
+    classes = ops.convert_to_tensor(CLASSES)
+    loss, eagerly = "sparse_categorical_crossentropy", BACKEND == "tensorflow"
+    said = assert_exact(
+        compiled(GraphConvolution, 0.1, loss, run_eagerly=eagerly),
+        lambda model: [float(model.train_on_batch(batch, classes)) for _ in range(3)],
+        tolerance=1e-5,
+    )
+    assert bool(said) == (BACKEND != "jax")
 
 
-class Large(layers.Layer):
-    """A layer of which one call runs out of memory: the first that finds a file."""
+@needs_split
+def test_a_proof_without_memory_says_nothing_about_the_layer(tmp_path: Path) -> None:
+    """A later call, with the memory, is split."""
+    file = str(tmp_path / "memory_is_used")
 
-    def __init__(self, file: Path) -> None:
-        super().__init__()
-        self.file = str(file)
-
-    def call(self, inputs: Any) -> Any:
-        if os.path.exists(self.file):
-            os.remove(self.file)
+    def large(inputs: Any) -> Any:
+        """The first call that finds a file runs out of memory."""
+        if os.path.exists(file):
+            os.remove(file)
             raise MemoryError("cannot allocate 9 GiB")
         return ops.tanh(inputs)
 
-
-@SPLITS
-def test_a_proof_without_memory_says_nothing_about_the_layer(tmp_path: Path) -> None:
-    """A later call, with the memory, is split."""
-    file = tmp_path / "memory_is_used"
-    model = mirrored_model(Large(file), layers.Dense(3))
-    file.touch()
+    model = mirrored_model(Apply(large), layers.Dense(3))
+    Path(file).touch()
     with warnings.catch_warnings():
         # That it cannot be split.
         warnings.simplefilter("error", UserWarning)
         with pytest.raises(MemoryError, match="cannot allocate 9 GiB"):
             model.predict_on_batch(X[:8])
         model.predict_on_batch(X[:8])
+
+
+class Squeeze(layers.Layer):
+    """Drops all axes with one entry, the rows too where there is one."""
+
+    def compute_output_spec(self, x: Any) -> Any:
+        return keras.KerasTensor(x.shape[:1], x.dtype)
+
+    def call(self, x: Any) -> Any:
+        return ops.squeeze(x)
+
+
+def columns_before_rows(x: Any) -> Any:
+    return x * ops.cast(ops.arange(6) < ops.shape(x)[0], x.dtype)
+
+
+@pytest.mark.one_backend("torch", "tensorflow")
+@needs_split
+@pytest.mark.parametrize("name", ["Squeeze", "Mask"])
+@pytest.mark.parametrize("batch", [2, 3])
+def test_one_row_on_each_replica(name: str, batch: int) -> None:
+    if BACKEND == "tensorflow" and name == "Mask":
+        pytest.skip("tested with `run_eagerly`")
+
+    def make() -> Any:
+        last = [Apply(columns_before_rows), layers.Dense(1)]
+        if name == "Squeeze":
+            last = [layers.Dense(1), Squeeze()]
+        return sequential(layers.Dense(6), *last)
+
+    targets = Y[:12, 0] if name == "Squeeze" else Y[:12]
+    assert assert_exact(compiled(make, 0.003), fits(X[:12], targets, batch))
+
+
+@needs_split
+def test_classes_along_the_rows_of_a_metric() -> None:
+    def make() -> Any:
+        metric = keras.metrics.OneHotMeanIoU(8, axis=0, name="iou")
+        model = sequential(layers.Dense(3))
+        model.compile(keras.optimizers.SGD(0.01), "mse", metrics=[metric])
+        return model
+
+    assert not assert_exact(make, fits(X[:24], X[:24, :3], 8))
+
+
+@pytest.mark.one_backend("tensorflow")
+@of_tensorflow
+def test_warning_does_not_promise_numbers_of_tensorflow() -> None:
+    import tensorflow as tf
+
+    noise = Apply(lambda x: x * (1 + tf.random.normal(()) / 5))
+    make = compiled(lambda: sequential(layers.Dense(6), noise, layers.Dense(1)), 0.003)
+    _, said = trained(make, fits(X, Y, 8), mirrored())
+    assert len(said) == 1
+    assert "exact but for numbers that the code draws by `tf.random`" in said[0]
+
+
+class Drawer(threading.Thread):
+    """Draws from the global generators of Python and NumPy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[Any] = []
+        self.another = threading.Condition()
+        self.ends = threading.Event()
+
+    def run(self) -> None:
+        while not self.ends.wait(0.005):
+            numbers = random.random(), float(np.random.normal()), random.randrange(100)
+            self.drawn.append(numbers)
+            with self.another:
+                self.another.notify_all()
+
+
+@pytest.mark.one_backend("torch", "tensorflow")
+@needs_split
+def test_numbers_that_another_thread_draws_are_not_drawn_again() -> None:
+    # Such as the thread of a dataset that reads ahead from a generator.
+    drawer = Drawer()
+
+    def after_a_draw(layer: Any, x: Any) -> Any:
+        with layer.another:
+            layer.another.wait(0.1)
+        return ops.tanh(x @ layer.kernel)
+
+    def waiting() -> Own:
+        layer = Own(after_a_draw, kernel=(6, 2))
+        # Not the numbers, whose changes a proof would follow.
+        layer.another = drawer.another
+        return layer
+
+    with mirrored().scope():
+        model = compiled(lambda: sequential(waiting()), 0.1)()
+    random.seed(5)
+    np.random.seed(5)
+    drawer.start()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", ".*cannot be split")
+            model.fit(X[:7], np.ones((7, 2)), batch_size=7, verbose=0)
+    finally:
+        drawer.ends.set()
+        drawer.join()
+    python, numpy = random.Random(5), np.random.RandomState(5)
+    assert drawer.drawn == [
+        (python.random(), float(numpy.normal()), python.randrange(100))
+        for _ in drawer.drawn
+    ]
+    assert drawer.drawn
