@@ -78,9 +78,8 @@ def tracked(function: Callable[[Any, Any], Any], shape: Any = ()) -> Own:
 
 
 def scaled(function: Callable[[Any, Any], Any]) -> Own:
-    """A function of a weight for each of six columns, and of the input."""
-    scale = {"shape": (6,), "initializer": "ones"}
-    return Own(lambda layer, x: function(layer.scale, x), scale=scale)
+    """A function of a layer with a weight for each of six columns, and of the input."""
+    return Own(function, scale={"shape": (6,), "initializer": "ones"})
 
 
 class OwnModel(keras.Model):
@@ -114,15 +113,21 @@ class OwnModel(keras.Model):
         return {metric.name: metric.result() for metric in self.metrics}
 
 
+def attend(attention: Any, x: Any) -> Any:
+    return attention(x, x, use_causal_mask=True)
+
+
 def regularized() -> Own:
     """Adds the mean square of a batch-normalized product as a loss."""
 
     def function(layer: Own, inputs: Any) -> Any:
-        outputs = layer.inner[1](layer.inner[0](inputs))
+        outputs = layer.inner(inputs)
         layer.add_loss(ops.mean(ops.square(outputs)))
         return outputs
 
-    return Own(function, [layers.Dense(4), layers.BatchNormalization()])
+    return Own(
+        function, keras.Sequential([layers.Dense(4), layers.BatchNormalization()])
+    )
 
 
 def weight_loss(layer: Own, inputs: Any) -> Any:

@@ -6,6 +6,7 @@ have a factor of zero. Cases of `mixing` expect that the call is not split.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import keras
@@ -43,10 +44,7 @@ KERAS_LAYERS = {
     ),
     "conv2d dilated": rows(lambda: layers.Conv2D(4, 3, dilation_rate=2), (9, 9, 3)),
     "attention dropout": rows(
-        lambda: Held(
-            layers.MultiHeadAttention(2, 4, dropout=0.2),
-            lambda attention, x: attention(x, x, use_causal_mask=True),
-        ),
+        lambda: Held(layers.MultiHeadAttention(2, 4, dropout=0.2), own.attend),
         (5, 8),
         draws=(1,),
     ),
@@ -78,108 +76,123 @@ def dense(use: Any, inner: Any = lambda: layers.Dense(6)) -> RowCase:
     return rows(lambda: Own(with_loss(use), inner()), losses=(MEAN,))
 
 
-def mixing_dense(use: Any) -> RowCase:
-    return mixing(lambda: Held(layers.Dense(6), use))
+def held(make: Any, use: Any, *shapes: Any, **expected: Any) -> RowCase:
+    return rows(lambda: Held(make(), use), *shapes, **expected)
 
 
 def embeddings(*more: Any) -> keras.Model:
     return keras.Sequential([layers.Embedding(4, 6, mask_zero=True), *more])
 
 
+def hidden() -> keras.Model:
+    return keras.Sequential([keras.Input((6,)), layers.Dense(6, "tanh")])
+
+
+#: Functions of an inner layer and of the input that mix rows.
+_MIXING = {
+    "layer of a table with rows": lambda layer, x: x + layer(TABLE),
+    "layer of x / rows": lambda layer, x: layer(x / row_count(x)),
+    "layer of x - mean": lambda layer, x: layer(x - ops.mean(x, 0)),
+    "cumsum of a layer": lambda layer, x: ops.cumsum(layer(x), 0),
+    "layer of rolled rows": lambda layer, x: layer(ops.roll(x, 1, axis=0)),
+    "0 * maximum of a layer": lambda layer, x: layer(x) + 0.0 * ops.max(layer(x)),
+}
 KNOWN_LAYERS = {
     "layer twice": dense(lambda layer, x: layer(x) + layer(x * x)),
-    "nested layer": dense(
-        lambda layer, x: layer(layer(x)),
-        lambda: keras.Sequential([keras.Input((6,)), layers.Dense(6, "tanh")]),
-    ),
+    "nested layer": dense(lambda layer, x: layer(layer(x)), hidden),
     "layer of a table": dense(lambda layer, x: x + ops.sum(layer(TABLE))),
     "layer of stopped rows": dense(lambda layer, x: layer(ops.stop_gradient(x))),
     "layer of flattened rows": dense(
         lambda layer, x: ops.reshape(layer(ops.reshape(x, (-1, 3))), ops.shape(x)),
         lambda: layers.Dense(3),
     ),
-    "layer of a list": dense(
-        lambda layer, x: layer([x, ops.ones_like(x)]), lambda: layers.Add()
-    ),
-    "layer of a table with rows": mixing_dense(lambda layer, x: x + layer(TABLE)),
-    "layer of x / rows": mixing_dense(lambda layer, x: layer(x / row_count(x))),
-    "layer of x - mean": mixing_dense(lambda layer, x: layer(x - ops.mean(x, 0))),
-    "cumsum of a layer": mixing_dense(lambda layer, x: ops.cumsum(layer(x), 0)),
-    "layer of rolled rows": mixing_dense(lambda layer, x: layer(ops.roll(x, 1, 0))),
-    "0 * maximum of a layer": mixing_dense(
-        lambda layer, x: layer(x) + 0.0 * ops.max(layer(x))
-    ),
-    "layers with a mask that draw": rows(
-        lambda: Held(
-            embeddings(layers.LSTM(5), layers.Dropout(0.5)),
-            lambda model, x: model(x, training=True),
-        ),
+    "layer of a list": dense(lambda add, x: add([x, ops.ones_like(x)]), layers.Add),
+    **{
+        name: held(lambda: layers.Dense(6), use, problem=True)
+        for name, use in _MIXING.items()
+    },
+    "layers with a mask that draw": held(
+        lambda: embeddings(layers.LSTM(5), layers.Dropout(0.5)),
+        lambda model, x: model(x, training=True),
         integers(3),
         draws=(1,),
     ),
-    "layer with statistics": rows(
-        lambda: Held(layers.BatchNormalization(), lambda n, x: n(x, training=True)),
-        **STATISTICS,
+    "layer with statistics": held(
+        layers.BatchNormalization, lambda norm, x: norm(x, training=True), **STATISTICS
     ),
-    "sum of masked rows": rows(
-        lambda: Held(
-            embeddings(), lambda model, x: ops.sum(layers.Masking()(model(x)), axis=1)
-        ),
-        integers(3),
+    "sum of masked rows": held(
+        embeddings, lambda model, x: ops.sum(layers.Masking()(model(x)), 1), integers(3)
     ),
     # Proved by its operations.
-    "rows of flattened axes": rows(
-        lambda: Held(layers.Dense(6), lambda layer, x: layer(ops.reshape(x, (-1, 6)))),
+    "rows of flattened axes": held(
+        lambda: layers.Dense(6),
+        lambda layer, x: layer(ops.reshape(x, (-1, 6))),
         (3, 6),
         outputs=multiple(3),
     ),
 }
 
+
+def loop_over_time(x: Any) -> Any:
+    def step(i: Any, h: Any) -> Any:
+        return h * 0.5 + ops.take(x, i, axis=1)
+
+    return ops.fori_loop(0, 5, step, x[:, 0])
+
+
+FUNCTIONS = {
+    "transposed there and back": lambda x: ops.transpose(
+        ops.cumsum(ops.transpose(x), axis=0)
+    ),
+    "x * rows / rows": lambda x: x * row_count(x) / row_count(x),
+    "stack and take": lambda x: ops.stack([x, x * x], axis=0)[1],
+    "zeros with rows summed": lambda x: (
+        x + ops.sum(ops.ones((ops.shape(x)[0], 6))) * 0.0
+    ),
+    "gradient clipped by row": with_gradient(
+        lambda x, g: g / (1.0 + ops.norm(g, axis=-1, keepdims=True))
+    ),
+}
+#: With several outputs, or an output of other rows.
+OUTPUTS = {
+    "two rows for each": (lambda x: ops.reshape(x, (-1, 3)), multiple(2)),
+    "repeated rows": (lambda x: ops.repeat(x, 3, axis=0), multiple(3)),
+    "two outputs": (lambda x: (x + 1, {"b": ops.sum(x, -1)}), (ROWS, ROWS)),
+    "output without rows": (lambda x: (x, ops.ones((3,)) * 2), (ROWS, SAME)),
+    "output of a sum": (lambda x: (x, ops.sum(x)), (ROWS, SUM)),
+    "output of a mean": (lambda x: (x, ops.mean(x)), (ROWS, MEAN)),
+    "output of a column mean": (lambda x: ops.mean(x, 0), (MEAN,)),
+    "Python output": (lambda x: (x, 3.0), (ROWS, None)),
+}
+MIXING_FUNCTIONS = {
+    "cumsum along rows": lambda x: ops.cumsum(x, axis=0),
+    "constant times rows": lambda x: ops.matmul(TABLE.T, x),
+    "x / rows": lambda x: x / row_count(x),
+    "rows as an output": lambda x: (x, x.shape[0]),
+    "x / at most 64 rows": lambda x: (
+        x / ops.cast(ops.minimum(ops.shape(x)[0], 64), FLOAT)
+    ),
+}
 OPERATIONS = {
-    "two rows for each": function(
-        lambda x: ops.reshape(x, (-1, 3)), outputs=multiple(2)
-    ),
-    "repeated rows": function(lambda x: ops.repeat(x, 3, axis=0), outputs=multiple(3)),
-    "transposed there and back": function(
-        lambda x: ops.transpose(ops.cumsum(ops.transpose(x), axis=0))
-    ),
-    "x * rows / rows": function(lambda x: x * row_count(x) / row_count(x)),
-    "stack and take": function(lambda x: ops.stack([x, x * x], axis=0)[1]),
-    "two outputs": function(
-        lambda x: (x + 1, {"b": ops.sum(x, -1)}), outputs=(ROWS, ROWS)
-    ),
-    "output without rows": function(
-        lambda x: (x, ops.ones((3,)) * 2), outputs=(ROWS, SAME)
-    ),
-    "output of a sum": function(lambda x: (x, ops.sum(x)), outputs=(ROWS, SUM)),
-    "output of a mean": function(lambda x: (x, ops.mean(x)), outputs=(ROWS, MEAN)),
-    "output of a column mean": function(lambda x: ops.mean(x, 0), outputs=(MEAN,)),
-    "Python output": function(lambda x: (x, 3.0), outputs=(ROWS, None)),
+    **{name: function(f) for name, f in FUNCTIONS.items()},
+    **{name: function(f, outputs=outputs) for name, (f, outputs) in OUTPUTS.items()},
+    **{name: mixing_function(f) for name, f in MIXING_FUNCTIONS.items()},
     "argument without rows": function(lambda x, t: x * t, (6,), whole(6)),
     "argument as a table": function(
         lambda i, t: ops.take(t, i, axis=0), integers(3), whole(9, 4)
     ),
+    "argument without rows but as many": mixing_function(
+        lambda x, t: x + t, (6,), whole(BATCH, 6)
+    ),
+    "matmul with an argument of rows": mixing_function(
+        lambda x, t: ops.matmul(x, ops.transpose(t)), (6,), (6,)
+    ),
     # The zeros of its gradient are filled for all rows, and constants for parts.
     "clip of many columns": function(lambda x: ops.clip(x, -1, 1), (200,)),
+    "loop over time": function(loop_over_time, (5, 3)),
     "codebook": rows(lambda: Own(own.codebook, codes=(5, 6)), losses=(MEAN, MEAN)),
     "sampling": rows(lambda: own.sampled(lambda x: ops.shape(x)), draws=(1,)),
     "one draw for all rows": rows(lambda: own.sampled(lambda x: (1, 6)), draws=(0,)),
-    "zeros with rows summed": function(
-        lambda x: x + ops.sum(ops.ones((ops.shape(x)[0], 6))) * 0.0
-    ),
-    "gradient clipped by row": function(
-        with_gradient(lambda x, g: g / (1.0 + ops.norm(g, axis=-1, keepdims=True)))
-    ),
-    "loop over time": function(
-        lambda x: ops.fori_loop(
-            0, 5, lambda i, h: h * 0.5 + ops.take(x, i, axis=1), x[:, 0]
-        ),
-        (5, 3),
-    ),
-}
-
-MIXING_OPERATIONS = {
-    "cumsum along rows": mixing_function(lambda x: ops.cumsum(x, axis=0)),
     "capacity": mixing(lambda: Own(own.experts, router=(6, 2), experts=(2, 6, 6))),
     # Zero at first, with as many entries as the batch.
     "weight with rows": mixing(
@@ -188,57 +201,40 @@ MIXING_OPERATIONS = {
             table={"shape": (BATCH, 6), "initializer": "zeros"},
         )
     ),
-    "argument without rows but as many": mixing_function(
-        lambda x, t: x + t, (6,), whole(BATCH, 6)
-    ),
-    "constant times rows": mixing_function(lambda x: ops.matmul(TABLE.T, x)),
-    "x / rows": mixing_function(lambda x: x / row_count(x)),
-    "rows as an output": mixing_function(lambda x: (x, x.shape[0])),
-    "x / at most 64 rows": mixing_function(
-        lambda x: x / ops.cast(ops.minimum(ops.shape(x)[0], 64), FLOAT)
-    ),
-    "matmul with an argument of rows": mixing_function(
-        lambda x, t: ops.matmul(x, ops.transpose(t)), (6,), (6,)
-    ),
 }
 if keras.backend.backend() != "tensorflow":  # It takes no arrays as indices.
-    MIXING_OPERATIONS["an entry by the number of its row"] = mixing_function(
+    OPERATIONS["an entry by the number of its row"] = mixing_function(
         lambda x: x[np.arange(x.shape[0]), np.arange(x.shape[0])], (200,)
     )
-
-
-def loss(of: Any, kind: RowPlacement) -> RowCase:
-    return rows(lambda: add_loss(of), losses=(kind,))
-
-
-def mixing_loss(of: Any) -> RowCase:
-    return mixing(lambda: add_loss(of))
 
 
 def padded_sum(x: Any, **options: Any) -> Any:
     return ops.sum(ops.pad(ops.sum(x, 0), ((0, 1),), **options))
 
 
-LOSSES = {
-    "0 * sum": loss(lambda x: 0.0 * ops.sum(x * x), SUM),
-    "0 * mean": loss(lambda x: 0.0 * ops.mean(x * x), MEAN),
-    "sum / rows": loss(lambda x: ops.sum(x * x) / row_count(x), MEAN),
-    "mean + 1": loss(lambda x: 1 + ops.mean(x), MEAN),
-    "sum and its half": loss(lambda x: ops.sum(x) - 0.5 * ops.sum(x * x), SUM),
-    "crossentropy": loss(
-        lambda x: ops.mean(
-            ops.sparse_categorical_crossentropy(ops.argmax(x, -1), x, from_logits=True)
-        ),
-        MEAN,
-    ),
-    "loss of weights": rows(
-        lambda: Own(own.weight_loss, scale={"shape": (6,), "initializer": "ones"}),
-        losses=(SAME,),
-    ),
-    "sum + 0 * mean": mixing_loss(lambda x: ops.sum(x) + 0.0 * ops.mean(x)),
-    "padded sum": mixing_loss(lambda x: padded_sum(x, constant_values=2.0)),
-    "sum padded by 0": loss(padded_sum, SUM),
+def crossentropy(x: Any) -> Any:
+    found = ops.sparse_categorical_crossentropy(ops.argmax(x, -1), x, from_logits=True)
+    return ops.mean(found)
+
+
+#: With their placement; None for those that mix rows.
+LOSSES: dict[str, tuple[Any, RowPlacement | None]] = {
+    "0 * sum": (lambda x: 0.0 * ops.sum(x * x), SUM),
+    "0 * mean": (lambda x: 0.0 * ops.mean(x * x), MEAN),
+    "sum / rows": (lambda x: ops.sum(x * x) / row_count(x), MEAN),
+    "mean + 1": (lambda x: 1 + ops.mean(x), MEAN),
+    "sum and its half": (lambda x: ops.sum(x) - 0.5 * ops.sum(x * x), SUM),
+    "crossentropy": (crossentropy, MEAN),
+    "sum padded by 0": (padded_sum, SUM),
+    "sum + 0 * mean": (lambda x: ops.sum(x) + 0.0 * ops.mean(x), None),
+    "padded sum": (lambda x: padded_sum(x, constant_values=2.0), None),
 }
+
+
+def loss(of: Any, kind: RowPlacement | None) -> RowCase:
+    make = functools.partial(add_loss, of)
+    return rows(make, losses=(kind,)) if kind else mixing(make)
+
 
 UPDATES = {
     "counter": rows(lambda: tracked(lambda v, x: v + 1), updates=(SAME,)),
@@ -248,24 +244,26 @@ UPDATES = {
     "rows counted": mixing(lambda: tracked(lambda v, x: v + row_count(x))),
     "rows kept": mixing(lambda: tracked(lambda v, x: x, (BATCH, 6))),
 }
-
 clipped = with_gradient(lambda w, g: g / (1e6 + ops.norm(g)))
 threefold = with_gradient(lambda w, g: 3.0 * g)
 constant = with_gradient(lambda w, g: ops.ones_like(g))
-GRADIENTS_OF_WEIGHTS = {
-    "clipped gradient of a weight": mixing(lambda: scaled(lambda w, x: x * clipped(w))),
-    "scaled gradient of a weight": rows(lambda: scaled(lambda w, x: x * threefold(w))),
+WEIGHTS = {
+    "loss of weights": rows(lambda: scaled(own.weight_loss), losses=(SAME,)),
+    "clipped gradient of a weight": mixing(
+        lambda: scaled(lambda layer, x: x * clipped(layer.scale))
+    ),
+    "scaled gradient of a weight": rows(
+        lambda: scaled(lambda layer, x: x * threefold(layer.scale))
+    ),
     "constant gradient of a weight": mixing(
-        lambda: scaled(lambda w, x: x * constant(w))
+        lambda: scaled(lambda layer, x: x * constant(layer.scale))
     ),
 }
-
 CASES: dict[str, RowCase] = {
     **KERAS_LAYERS,
     **KNOWN_LAYERS,
     **OPERATIONS,
-    **MIXING_OPERATIONS,
-    **LOSSES,
+    **{name: loss(*each) for name, each in LOSSES.items()},
     **UPDATES,
-    **GRADIENTS_OF_WEIGHTS,
+    **WEIGHTS,
 }

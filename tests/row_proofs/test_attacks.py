@@ -16,16 +16,9 @@ import pytest
 from keras import layers, ops
 
 from keras_strategies.rows.layer_calls import LayerCall
+from row_proofs import proofs
 from row_proofs.attacking_layers import LAYERS, METRICS, OwnMetric, if_
 from row_proofs.case_layers import Apply, add_loss, doubled
-from row_proofs.proofs import (
-    BACKEND,
-    needs_split,
-    normal,
-    of_tensorflow,
-    proof_of,
-    prover,
-)
 from row_proofs.split_numbers import assert_parts_equal
 
 pytestmark = pytest.mark.one_backend("torch", "tensorflow")
@@ -102,27 +95,48 @@ def accumulated(x: Any) -> Any:
     return x - total
 
 
-_LESS = "mean average amax logsumexp"
-_ALONG = """
-    prod normalize flip sort cumsum cumprod diff softmax sparsemax layer_normalization
-"""
-FUNCTIONS: dict[str, Function] = {
-    # Functions along the rows.
-    **{n: lambda x, n=n: x - getattr(ops, n)(x, axis=0) for n in _LESS.split()},
-    **{n: lambda x, n=n: getattr(ops, n)(x, axis=0) for n in _ALONG.split()},
-    # Reductions over the rows.
+def each(names: str, form: Callable[[Function, Any], Any]) -> dict[str, Function]:
+    """A form of each of some functions of `keras.ops`."""
+    return {n: lambda x, n=n: form(getattr(ops, n), x) for n in names.split()}
+
+
+#: Sums over rows that are used further, which replicas can exchange.
+SUMS: dict[str, Function] = {
+    **each("mean", lambda f, x: x - f(x, axis=0)),
+    **each("square abs round", lambda f, x: f(ops.sum(x, axis=0))),
+    **each(
+        "array convert_to_tensor cast view", lambda f, x: f(ops.sum(x, axis=0), "int32")
+    ),
     "mean of all": lambda x: x - ops.mean(x),
     "mean by a negative axis": lambda x: x - ops.mean(x, axis=-2, keepdims=True),
     "mean by a tuple": lambda x: x - ops.mean(x, axis=(0,)),
-    "mean by NumPy's number": lambda x: x - ops.mean(x, axis=np.int64(0)),
     "mean by a product": lambda x: x - ops.matmul(ops.ones((1, length(x))), x) / 8,
     "mean of a transpose": lambda x: x - ops.mean(ops.transpose(x), axis=1),
     "mean of a flat tensor": lambda x: x - ops.mean(ops.reshape(x, (-1,))),
     "mean of two axes": lambda x: x - ops.mean(x[:, :, None], axis=(0, 1)),
+    "count": lambda x: x * floats(ops.count_nonzero(x > 0)),
+    "sum by einsum": lambda x: x - ops.einsum("bi->i", x),
+    "sum by tensordot": lambda x: x * ops.tensordot(x, x, axes=2),
+    "standard deviation": lambda x: x / (1 + ops.std(x, axis=0)),
+    "batch normalization": lambda x: ops.batch_normalization(
+        x, ops.mean(x, 0), ops.var(x, 0), axis=1
+    ),
+    "branch": lambda x: ops.cond(ops.sum(x) > 0, lambda: x, lambda: -x),
+    "select": lambda x: ops.select([ops.mean(x, 0) > 0], [x], -x),
+    "mean of ones": lambda x: x + ops.sum(ops.ones_like(x[:, 0])),
+    "saturated sum": lambda x: ops.saturate_cast(ops.sum(x, axis=0), "uint8"),
+}
+_ALONG_ROWS = """
+    prod normalize flip sort cumsum cumprod diff softmax sparsemax layer_normalization
+"""
+FUNCTIONS: dict[str, Function] = {
+    **SUMS,
+    **each(_ALONG_ROWS, lambda f, x: f(x, axis=0)),
+    **each("average amax logsumexp", lambda f, x: x - f(x, axis=0)),
+    # Reductions over the rows.
+    "mean by NumPy's number": lambda x: x - ops.mean(x, axis=np.int64(0)),
     "moments": lambda x: x - ops.moments(x, axes=[0])[0],
     "variance": lambda x: x * ops.moments(x, axes=[0])[1],
-    "square of a sum": lambda x: ops.square(ops.sum(x, axis=0)),
-    "absolute of a sum": lambda x: ops.abs(ops.sum(x, axis=0)),
     "norm": lambda x: x / ops.norm(x),
     "normalize all": lambda x: ops.normalize(x, axis=None),
     "sum by a loop": accumulated,
@@ -133,16 +147,12 @@ FUNCTIONS: dict[str, Function] = {
     "largest of segments": lambda x: ops.segment_max(
         x, ops.cast(x[:, 0] > 0, "int32"), 2
     ),
-    "sum by einsum": lambda x: x - ops.einsum("bi->i", x),
     "Gram by einsum": lambda x: ops.einsum("bi,ci,cj->bj", x, x, x),
-    "sum by tensordot": lambda x: x * ops.tensordot(x, x, axes=2),
     "sum by trace": lambda x: x * ops.trace(ops.matmul(x, ops.transpose(x))),
     "convolution": lambda x: ops.conv(signal(x), ops.ones((3, 1, 1)), 1, "same"),
     "largest by pooling": lambda x: ops.max_pool(signal(x), 3, 1, "same"),
-    "count": lambda x: x * floats(ops.count_nonzero(x > 0)),
     "quantile": lambda x: x - ops.quantile(x, 0.4, axis=0),
     "median": lambda x: x - ops.median(x),
-    "standard deviation": lambda x: x / (1 + ops.std(x, axis=0)),
     "any": lambda x: if_(False, x) * floats(ops.any(x > 1, axis=0)),
     "histogram": lambda x: ops.bincount(ops.argmax(x, 1), minlength=6),
     "correlation": lambda x: ops.corrcoef(ops.transpose(x)),
@@ -211,9 +221,6 @@ FUNCTIONS: dict[str, Function] = {
     "softmax by a negative axis": lambda x: ops.log_softmax(x, axis=-2),
     "softmax of rank 1": lambda x: x * ops.softmax(x[:, 0])[:, None],
     "RMS normalization": lambda x: ops.rms_normalization(x, axis=(0, 1)),
-    "batch normalization": lambda x: ops.batch_normalization(
-        x, ops.mean(x, 0), ops.var(x, 0), axis=1
-    ),
     "crossentropy": lambda x: ops.categorical_crossentropy(
         ops.softmax(x), ops.softmax(x), axis=0
     ),
@@ -235,13 +242,11 @@ FUNCTIONS: dict[str, Function] = {
     "loop while": lambda x: ops.while_loop(
         lambda h: ops.max(h) > 0.5, lambda h: (h * 0.5,), (x,)
     )[0],
-    "branch": lambda x: ops.cond(ops.sum(x) > 0, lambda: x, lambda: -x),
     "branch of Python": lambda x: x if ops.sum(x) > 0 else -x,
     "switch": lambda x: ops.switch(
         ops.cast(ops.max(x) > 2, "int32"), [lambda h: h, lambda h: -h], x
     ),
     "where": lambda x: ops.where(ops.max(x) > 2, x, -x),
-    "select": lambda x: ops.select([ops.mean(x, 0) > 0], [x], -x),
     "remat": lambda x: keras.remat(lambda h: h - ops.mean(h))(x),
     "vectorize": lambda x: ops.vectorize(lambda v: v - ops.max(x))(x),
     # Gradients.
@@ -260,7 +265,6 @@ FUNCTIONS: dict[str, Function] = {
     "chunks": lambda x: x * (length(x) // 6 + 1),
     "compared": lambda x: x * floats(ops.arange(6) < length(x)),
     "branch on the rows": lambda x: if_(x.shape[0] > 5, x),
-    "mean of ones": lambda x: x + ops.sum(ops.ones_like(x[:, 0])),
     "row numbers": lambda x: x + floats(ops.arange(length(x)))[:, None],
     "linspace": lambda x: x + ops.linspace(0.0, 1.0, x.shape[0])[:, None],
     "identity": lambda x: ops.eye(x.shape[0]) @ x + ops.tri(x.shape[0]) @ x,
@@ -272,13 +276,7 @@ FUNCTIONS: dict[str, Function] = {
     "mean by hand": lambda x: x - ops.sum(x, 0) / len(x),
     "square root of the rows": lambda x: x / ops.sqrt(floats(length(x))),
     # Numbers that are rounded.
-    "sum as an integer": lambda x: ops.cast(ops.sum(x, axis=0), "int32"),
-    "array of a sum": lambda x: ops.array(ops.sum(x, axis=0), "int32"),
-    "tensor of a sum": lambda x: ops.convert_to_tensor(ops.sum(x, 0), dtype="int32"),
     "cumsum of a sum": lambda x: ops.cumsum(ops.sum(x, axis=0), dtype="int32"),
-    "sum that is rounded": lambda x: ops.round(ops.sum(x, axis=0)),
-    "bits of a sum": lambda x: ops.view(ops.sum(x, axis=0), "int32"),
-    "saturated sum": lambda x: ops.saturate_cast(ops.sum(x, axis=0), "uint8"),
     # Values that are read, and traces that are recognized.
     "read": lambda x: x * float(ops.convert_to_numpy(ops.mean(x))),
     "read by NumPy": lambda x: x - np.mean(x),
@@ -312,27 +310,30 @@ OF_ANY_ROWS: dict[str, Function] = {
     "at least one row": lambda x: x / max(length(x), 1),
     "size": lambda x: x / floats(ops.size(x)),
 }
-LOSSES: dict[str, Function] = {
+SUM_LOSSES: dict[str, Function] = {
     "square of a sum": lambda x: ops.square(ops.sum(x)),
     "square of a mean": lambda x: ops.square(ops.mean(x)),
     "root of a mean": lambda x: ops.sqrt(ops.mean(ops.square(x))),
-    "largest": ops.max,
-    "variance": ops.var,
-    "norm": ops.norm,
     "masked mean": lambda x: ops.sum(x * floats(x > 0)) / (1 + ops.sum(floats(x > 0))),
     "sum and a constant": lambda x: ops.sum(x) + 1.0,
     "mean and a sum": lambda x: ops.mean(x) + ops.sum(x),
     "product of means": lambda x: ops.mean(x[:, 0]) * ops.mean(x[:, 1]),
     "covariance": lambda x: ops.mean(x[:, 0] * x[:, 1]) - ops.mean(x[:, 0]) ** 2,
-    "first row": lambda x: ops.mean(x[0]),
     "logarithm of a mean": lambda x: ops.log(ops.mean(ops.square(x))),
-    "contrast": lambda x: ops.mean(ops.logsumexp(x @ ops.transpose(x), 1)),
-    "by the rows": lambda x: ops.sum(x) / ops.sqrt(floats(ops.size(x))),
     "largest of means": lambda x: ops.maximum(ops.mean(x), 0.0),
     "mean as an integer": lambda x: floats(ops.cast(ops.mean(x), "int32")),
-    "where": lambda x: ops.where(ops.mean(x) > 0, ops.mean(x), 0.0),
-    "median": ops.median,
     "entropy of a mean": lambda x: entropy(ops.mean(ops.softmax(x), 0)),
+    "where": lambda x: ops.where(ops.mean(x) > 0, ops.mean(x), 0.0),
+    "variance": ops.var,
+}
+LOSSES: dict[str, Function] = {
+    **SUM_LOSSES,
+    "largest": ops.max,
+    "norm": ops.norm,
+    "first row": lambda x: ops.mean(x[0]),
+    "contrast": lambda x: ops.mean(ops.logsumexp(x @ ops.transpose(x), 1)),
+    "by the rows": lambda x: ops.sum(x) / ops.sqrt(floats(ops.size(x))),
+    "median": ops.median,
 }
 #: What Keras refuses on a backend.
 _BY_TORCH = ("mean by NumPy's number", "turned", "layer_normalization", "read by NumPy")
@@ -341,7 +342,7 @@ NOT_IN_KERAS = {"torch": _BY_TORCH, "tensorflow": _BY_TENSORFLOW}
 
 
 def batch(rows: int = 8, factor: float = 1.0, shape: tuple[int, ...] = (6,)) -> Any:
-    return normal(rows, *shape, seed=5) * factor + np.float32(0.3)
+    return proofs.normal(rows, *shape, seed=5) * factor + np.float32(0.3)
 
 
 def assert_refused_or_equal(
@@ -349,18 +350,18 @@ def assert_refused_or_equal(
 ) -> None:
     values = batch(sum(sizes))
     layer(ops.convert_to_tensor(values), training=True)
-    proof = proof_of(layer, [values], sizes=() if any_rows else sizes)
+    proof = proofs.proof_of(layer, [values], sizes=() if any_rows else sizes)
     if proof.problem is None:
         # Larger values than those of the proof.
         assert_parts_equal(layer, [batch(sum(sizes), 7.0)], proof, sizes=sizes)
 
 
 @pytest.mark.one_backend("torch", "tensorflow")
-@needs_split
+@proofs.needs_split
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions(name: str) -> None:
     layer = Apply(FUNCTIONS[name])
-    if name in NOT_IN_KERAS.get(BACKEND, ()):
+    if name in NOT_IN_KERAS.get(proofs.BACKEND, ()):
         with pytest.raises(Exception):  # noqa: B017  Of many types.
             layer(ops.convert_to_tensor(batch()), training=True)
         return
@@ -369,7 +370,7 @@ def test_functions(name: str) -> None:
 
 
 @pytest.mark.one_backend("tensorflow")
-@of_tensorflow
+@proofs.of_tensorflow
 @pytest.mark.parametrize("name", [*FUNCTIONS, *OF_ANY_ROWS])
 def test_functions_for_any_number_of_rows(name: str) -> None:
     function = OF_ANY_ROWS.get(name) or FUNCTIONS[name]
@@ -378,24 +379,24 @@ def test_functions_for_any_number_of_rows(name: str) -> None:
 
 
 @pytest.mark.one_backend("torch", "tensorflow")
-@needs_split
+@proofs.needs_split
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses(name: str) -> None:
     assert_refused_or_equal(add_loss(LOSSES[name]), (5, 3))
 
 
 @pytest.mark.one_backend("torch", "tensorflow")
-@needs_split
+@proofs.needs_split
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers(name: str) -> None:
     keras.utils.set_random_seed(1)
     make, shape = LAYERS[name]
     layer, values = make(), batch(shape=shape)
     layer(ops.convert_to_tensor(values), training=True)
-    assert proof_of(layer, [values]).problem is not None
+    assert proofs.proof_of(layer, [values]).problem is not None
 
 
-@needs_split
+@proofs.needs_split
 @pytest.mark.parametrize("name", METRICS)
 def test_metrics(name: str) -> None:
     metric, x = OwnMetric(METRICS[name]), ops.convert_to_tensor(batch())
@@ -407,4 +408,4 @@ def test_metrics(name: str) -> None:
     found = LayerCall(
         layers.Identity(), call, inputs, [x], 8, adds=True, only_adds=True
     )
-    assert prover().prove(found, [True], (5, 3)).problem is not None
+    assert proofs.prover().prove(found, [True], (5, 3)).problem is not None

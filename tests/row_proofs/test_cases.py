@@ -8,14 +8,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from row_proofs import proofs
 from row_proofs.cases import CASES
-from row_proofs.proofs import (
-    built,
-    needs_split,
-    of_tensorflow,
-    placed_updates,
-    proof_of,
-)
 from row_proofs.row_case import BATCH
 from row_proofs.split_numbers import assert_parts_equal
 
@@ -36,22 +30,22 @@ ANY_ROWS = (
 
 @pytest.mark.one_backend("torch", "tensorflow")
 @pytest.mark.slow(seconds=6)
-@needs_split
+@proofs.needs_split
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=[pytest.mark.nightly] * (n == AT_NIGHT)) for n in CASES],
 )
 def test_placements(name: str) -> None:
     case = CASES[name]
-    layer, values = built(case)
-    proof = proof_of(layer, values, case.has_rows)
+    layer, values = proofs.built(case)
+    proof = proofs.proof_of(layer, values, case.has_rows)
     if case.problem:
         assert proof.problem is not None
         return
     assert proof.problem is None
     assert tuple(proof.outputs) == case.outputs
     assert tuple(proof.losses) == case.losses
-    assert tuple(placed_updates(layer, proof)) == case.updates
+    assert tuple(proofs.placed_updates(layer, proof)) == case.updates
     assert tuple(proof.draws) == case.draws
     if any(case.draws) or name in WITH_COLLECTIVES:
         return
@@ -61,12 +55,12 @@ def test_placements(name: str) -> None:
 
 
 @pytest.mark.one_backend("tensorflow")
-@of_tensorflow
+@proofs.of_tensorflow
 @pytest.mark.parametrize("name", ANY_ROWS)
 def test_placements_for_any_number_of_rows(name: str) -> None:
     case = CASES[name]
-    layer, values = built(case)
-    proof = proof_of(layer, values, case.has_rows, sizes=())
+    layer, values = proofs.built(case)
+    proof = proofs.proof_of(layer, values, case.has_rows, sizes=())
     assert (proof.problem is not None) == case.problem
     if not case.problem:
         assert tuple(proof.outputs) == case.outputs

@@ -26,22 +26,12 @@ from keras import layers, ops
 
 from keras_strategies.rows.row_proofs import RowProofs
 from keras_strategies.runtime.data_parallel import data_parallel_call
+from row_proofs import proofs
 from row_proofs.case_layers import Apply, Held, add_loss
-from row_proofs.proofs import (
-    BACKEND,
-    assert_exact,
-    compiled,
-    fits,
-    mirrored,
-    needs_split,
-    normal,
-    one_device,
-    sequential,
-)
 
-pytestmark = [pytest.mark.one_backend("torch", "tensorflow"), needs_split]
+pytestmark = [pytest.mark.one_backend("torch", "tensorflow"), proofs.needs_split]
 
-X = normal(25, 6, seed=3) + np.linspace(-1, 1, 25, dtype="float32")[:, None]
+X = proofs.normal(25, 6, seed=3) + np.linspace(-1, 1, 25, dtype="float32")[:, None]
 
 
 def check(
@@ -57,7 +47,7 @@ def check(
 
     def model() -> keras.Model:
         drawing = [draw()] if draw else []
-        return sequential(layers.Dense(6), *drawing, layer(), layers.Dense(1))
+        return proofs.sequential(layers.Dense(6), *drawing, layer(), layers.Dense(1))
 
     def fit(model: keras.Model) -> Any:
         own = model.layers[-2]
@@ -65,10 +55,10 @@ def check(
             on_epoch_begin=lambda epoch, logs: change(own, epoch),
             on_train_end=lambda logs: change(own, 0),
         )
-        return fits(X, np.sin(X[:, :1]), 8, epochs=3, callbacks=[changes])(model)
+        return proofs.fits(X, np.sin(X[:, :1]), 8, epochs=3, callbacks=[changes])(model)
 
-    make = compiled(model, 0.01, momentum=0.9, run_eagerly=True)
-    return assert_exact(make, fit, tolerance=1e-5)
+    make = proofs.compiled(model, 0.01, momentum=0.9, run_eagerly=True)
+    return proofs.assert_exact(make, fit, tolerance=1e-5)
 
 
 def center(x: Any) -> Any:
@@ -164,7 +154,7 @@ KINDS: dict[str, Kind] = {
     "generator function": state(lambda: (10 * i for i in range(100)), next),
     "tensor": Kind(Config, remembered, on),
 }
-if BACKEND == "torch":
+if proofs.BACKEND == "torch":
     import torch
 
     KINDS["generator of Torch"] = Kind(lambda: torch.Generator().manual_seed(3), drawn)
@@ -200,7 +190,7 @@ def _given(kind: str, mixes: bool, given: Any) -> Any:
 @pytest.mark.parametrize("kind", ["code", "closure", "object"])
 def test_an_argument_that_changes_is_proved_again(kind: str) -> None:
     found = []
-    for strategy in one_device(), mirrored():
+    for strategy in proofs.one_device(), proofs.mirrored():
         with strategy.scope():
             layer, given = GivenFunction(), types.SimpleNamespace()
         each = [layer(X, given=_given(kind, mix, given)) for mix in (0, 1, 0, 1)]
@@ -218,9 +208,9 @@ def test_calls_and_training_change_no_settings(monkeypatch: pytest.MonkeyPatch) 
         return prove(self, call, *args)
 
     monkeypatch.setattr(RowProofs, "_proved", counted)
-    with mirrored().scope():
+    with proofs.mirrored().scope():
         held = Held(Config(), KINDS["dataclass"].function)
-        model = sequential(layers.Dense(6), held)
+        model = proofs.sequential(layers.Dense(6), held)
         model.compile("sgd", "mse", run_eagerly=True)
     for _ in range(3):
         model.predict_on_batch(X)
@@ -301,7 +291,7 @@ def stepped(
     """Losses of eager steps, before each of which a function is called."""
     keras.utils.set_random_seed(7)
     with strategy.scope():
-        model = sequential(layers.Dense(6), Apply(function))
+        model = proofs.sequential(layers.Dense(6), Apply(function))
         model.compile("sgd", "mse", run_eagerly=True)
     losses = []
     for _ in range(steps):
@@ -323,10 +313,10 @@ def test_flag_that_changes_after_the_proof(monkeypatch: Any) -> None:
 
     monkeypatch.setattr(data_parallel_call, "call_on_replicas", later)
     CONFIG.set(True)
-    expected = stepped(one_device(), function, lambda: None, 2)
+    expected = stepped(proofs.one_device(), function, lambda: None, 2)
     CONFIG.set(False)
     with pytest.warns(UserWarning, match="'Max'"):
-        found = stepped(mirrored(), function, lambda: None, 2)
+        found = stepped(proofs.mirrored(), function, lambda: None, 2)
     CONFIG.set(False)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
@@ -361,7 +351,7 @@ def test_changed_call_that_is_row_wise_is_split_again() -> None:
 def test_numbers_that_change_in_each_call_end_the_split() -> None:
     """Each of them would need a proof."""
     found = []
-    for strategy in one_device(), mirrored():
+    for strategy in proofs.one_device(), proofs.mirrored():
         factors: list[float] = [0.0]
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

@@ -17,24 +17,14 @@ from harness.training import assert_same
 from keras import layers, ops
 
 from row_proofs import proofs
+from row_proofs import test_attacks as attacks
 from row_proofs.case_layers import Apply, Own, add_loss
-from row_proofs.proofs import (
-    BACKEND,
-    compiled,
-    fits,
-    mirrored,
-    needs_split,
-    normal,
-    one_device,
-    sequential,
-)
 from row_proofs.split_numbers import assert_equal, numbers
-from row_proofs.test_attacks import FUNCTIONS, LAYERS, LOSSES, NOT_IN_KERAS, batch
 
 pytestmark = pytest.mark.one_backend("torch", "tensorflow")
 
 # Three batches: 8, 8 and 2 rows.
-X = normal(18, 6, seed=3) + np.linspace(-1, 1, 18, dtype="float32")[:, None]
+X = proofs.normal(18, 6, seed=3) + np.linspace(-1, 1, 18, dtype="float32")[:, None]
 Y = np.sin(X[:, :1])
 WEIGHTS = np.random.default_rng(3).uniform(size=18).astype("float32")
 
@@ -110,17 +100,17 @@ FUNCTIONS_OF_ROWS = {f.__name__: f for f in (*_FUNCTIONS, with_inner_layer)}
 
 def model_of(function: Callable[..., Any], dtype: str = "float32") -> keras.Model:
     parts = layers.Dense(6, dtype=dtype), statistics(function, dtype), layers.Dense(1)
-    return sequential(*parts)
+    return proofs.sequential(*parts)
 
 
 def trained(
     function: Callable[..., Any], replicas: int, eagerly: bool, dtype: str = "float32"
 ) -> tuple[dict[str, Any], list[str], bool]:
     """State and losses, the warnings, and whether replicas have exchanged sums."""
-    strategy: Any = mirrored(replicas) if replicas > 1 else one_device()
+    strategy: Any = proofs.mirrored(replicas) if replicas > 1 else proofs.one_device()
     optimizer = {"momentum": 0.9, "run_eagerly": eagerly}
-    make = compiled(lambda: model_of(function, dtype), 0.05, **optimizer)
-    fit = fits(X, Y, 8, epochs=2, sample_weight=WEIGHTS)
+    make = proofs.compiled(lambda: model_of(function, dtype), 0.05, **optimizer)
+    fit = proofs.fits(X, Y, 8, epochs=2, sample_weight=WEIGHTS)
     found, said = proofs.trained(make, fit, strategy)
     return found, said, replicas > 1 and exchanges(strategy)
 
@@ -132,14 +122,14 @@ def exchanges(strategy: Any, layer: Any = None) -> bool:
     return any(each.events for of_layer in proofs for each in of_layer.found.values())
 
 
-PROGRAMS = [True] if BACKEND == "torch" else [True, False]
+PROGRAMS = [True] if proofs.BACKEND == "torch" else [True, False]
 
 
 _BY_DAY = ("minibatch_deviation", "codebook", "balance", "stopped")
 
 
 @pytest.mark.nightly(unless=[f"{name}-3-True" for name in _BY_DAY])
-@needs_split
+@proofs.needs_split
 @pytest.mark.parametrize("eagerly", PROGRAMS)
 @pytest.mark.parametrize("replicas", [3, pytest.param(2, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", FUNCTIONS_OF_ROWS)
@@ -169,7 +159,7 @@ UNSPLIT: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.nightly(unless=["before_the_sum", "in_a_branch"])
-@needs_split
+@proofs.needs_split
 @pytest.mark.parametrize("name", UNSPLIT)
 def test_what_needs_the_rows_of_others_is_unsplit(name: str) -> None:
     expected, _, _ = trained(UNSPLIT[name], 1, eagerly=True)
@@ -178,7 +168,7 @@ def test_what_needs_the_rows_of_others_is_unsplit(name: str) -> None:
     assert said and not is_exchanged
 
 
-@needs_split
+@proofs.needs_split
 def test_sums_in_16_bits_are_those_of_all_rows() -> None:
     _, said, is_exchanged = trained(stopped, 2, eagerly=True, dtype="mixed_bfloat16")
     assert said and not is_exchanged
@@ -196,7 +186,7 @@ def changing(layer: Own, x: Any) -> Any:
 
 
 @pytest.mark.one_backend("torch")
-@needs_split
+@proofs.needs_split
 @pytest.mark.parametrize("replica", [0, 1])
 def test_replica_that_computes_other_sums(replica: int) -> None:
     """No replica waits for it: the call is proved and made again."""
@@ -235,31 +225,25 @@ OF_BACKEND = {
     "torch": ("in place", "dtype"),
     "tensorflow": ("inverse", "cumsum of a sum", "mean by NumPy's number"),
 }
-#: Those with sums over rows that replicas exchange.
-EXCHANGED = frozenset(
-    (
-        *("mean", "mean of all", "mean by a negative axis", "mean by a tuple"),
-        *("mean by a product", "mean of a transpose", "mean of a flat tensor"),
-        *("mean of two axes", "square of a sum", "absolute of a sum", "count"),
-        *("sum by einsum", "sum by tensordot", "branch", "select", "mean of ones"),
-        *("sum as an integer", "array of a sum", "tensor of a sum", "bits of a sum"),
-        *("sum that is rounded", "saturated sum", *OF_BACKEND.get(BACKEND, ())),
-        *("standard deviation", "batch normalization", "square of a mean"),
-        *("root of a mean", "masked mean", "sum and a constant", "mean and a sum"),
-        *("product of means", "covariance", "logarithm of a mean", "largest of means"),
-        *("mean as an integer", "entropy of a mean", "activation", "lambda", "model"),
-        *("activation that is a layer", "activation that is set", "call that is set"),
-        *("subclass with the name of Keras's", "sequential model", "model in a model"),
-        *("layer of a model", "einsum", "time distributed", "spectral normalization"),
-        *("state of a sum", "state of a square", "integer state of a mean"),
-    )
+_LAYERS = (
+    *("activation", "activation that is a layer", "activation that is set", "lambda"),
+    *("call that is set", "subclass with the name of Keras's", "model", "einsum"),
+    *("sequential model", "model in a model", "layer of a model", "time distributed"),
+    *("spectral normalization", "state of a sum", "state of a square"),
+    "integer state of a mean",
 )
-#: Names that are in two tables; as losses their sums are exchanged.
-IN_TWO_TABLES = ("loss: where", "loss: variance")
+#: Those with sums over rows that replicas exchange.
+EXCHANGED = {
+    *(*attacks.SUMS, *OF_BACKEND.get(proofs.BACKEND, ())),
+    *(f"loss: {name}" for name in attacks.SUM_LOSSES),
+    *(f"layer: {name}" for name in _LAYERS),
+}
 ATTACKS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
-    **{name: (lambda f=f: Apply(f), (6,)) for name, f in FUNCTIONS.items()},
-    **{f"loss: {n}": (lambda f=f: add_loss(f), (6,)) for n, f in LOSSES.items()},
-    **{f"layer: {name}": each for name, each in LAYERS.items()},
+    **{name: (lambda f=f: Apply(f), (6,)) for name, f in attacks.FUNCTIONS.items()},
+    **{
+        f"loss: {n}": (lambda f=f: add_loss(f), (6,)) for n, f in attacks.LOSSES.items()
+    },
+    **{f"layer: {name}": each for name, each in attacks.LAYERS.items()},
 }
 
 
@@ -270,23 +254,23 @@ BY_DAY = [
 ]
 
 
-@needs_split
+@proofs.needs_split
 @pytest.mark.nightly(unless=BY_DAY)
 @pytest.mark.parametrize("name", ATTACKS)
 def test_attacks(name: str) -> None:
     own = name.partition(": ")[2] or name
-    if own in (*COUNTING, *NOT_IN_KERAS.get(BACKEND, ())):
+    if own in (*COUNTING, *attacks.NOT_IN_KERAS.get(proofs.BACKEND, ())):
         pytest.skip("it cannot be called twice with the same result")
     keras.utils.set_random_seed(1)
     make, shape = ATTACKS[name]
-    strategy = mirrored(3)
+    strategy = proofs.mirrored(3)
     with strategy.scope(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         layer = make()
-        layer(ops.convert_to_tensor(batch(8, 1.0, shape)), training=True)
+        layer(ops.convert_to_tensor(attacks.batch(8, 1.0, shape)), training=True)
         count, calls = len(layer.losses), 0
         for rows, factor in (8, 1.0), (8, 3.0), (7, 3.0):
-            values = [batch(rows, factor, shape)]
+            values = [attacks.batch(rows, factor, shape)]
             try:
                 expected = numbers(layer, values, count)
             except Exception:
@@ -295,5 +279,4 @@ def test_attacks(name: str) -> None:
             found = numbers(OnReplicas(layer, strategy), values, count)
             assert_equal(expected, found)
             calls += 1
-    is_exchanged = own in EXCHANGED or name in IN_TWO_TABLES
-    assert calls == 0 or exchanges(strategy, layer) == is_exchanged
+    assert calls == 0 or exchanges(strategy, layer) == (name in EXCHANGED)

@@ -23,20 +23,12 @@ from keras import layers, ops
 from keras_strategies.keras_compat.backends.keras_on_tensorflow import (
     step_is_traced_for_batches,
 )
+from row_proofs import proofs
 from row_proofs.case_layers import COUNT, STATE, Own, OwnModel
-from row_proofs.proofs import (
-    BACKEND,
-    assert_exact,
-    compiled,
-    fits,
-    needs_split,
-    normal,
-    sequential,
-)
 
-X, Y = normal(44, 4), normal(44, 1, seed=8)
+X, Y = proofs.normal(44, 4), proofs.normal(44, 1, seed=8)
 #: 10 rows, as many as the last of three batches of 17.
-TABLE = normal(10, 4, seed=9)
+TABLE = proofs.normal(10, 4, seed=9)
 BATCH = 17
 #: Later batches have larger values.
 X[BATCH:] *= 4
@@ -44,7 +36,7 @@ X[BATCH:] *= 4
 
 def around(function: Callable[[Any, Any], Any], **weights: Any) -> keras.Model:
     """A layer with a square matrix in a model."""
-    return sequential(
+    return proofs.sequential(
         Own(function, kernel=(4, 4), **weights), layers.Dense(1), columns=4
     )
 
@@ -138,7 +130,7 @@ def of_modes(model: Any, x: Any, y: Any, y_pred: Any) -> Any:
 
 
 def saturated(activation: str, units: int) -> keras.Model:
-    return sequential(
+    return proofs.sequential(
         layers.Rescaling(30.0), layers.Dense(units, activation), columns=4
     )
 
@@ -168,7 +160,7 @@ LOSSES = {
 #: Computed by replicas, without a warning.
 _SPLIT = "AnnealedSum ZeroTimesMean Events Codebook Interleaved softmax sigmoid"
 SPLIT = _SPLIT.split()
-if BACKEND == "tensorflow":
+if proofs.BACKEND == "tensorflow":
     # A table is the same for all replicas.
     SPLIT.append("Prototypes")
     if not step_is_traced_for_batches(steps_per_execution=1):
@@ -190,10 +182,11 @@ def test_numbers_are_those_of_one_device(name: str, replicas: int) -> None:
                 model.layers[0].beta.assign(float(epoch))
 
         changed = keras.callbacks.LambdaCallback(on_epoch_begin=change)
-        return fits(X, targets, BATCH, epochs=3, callbacks=[changed])(model)
+        return proofs.fits(X, targets, BATCH, epochs=3, callbacks=[changed])(model)
 
-    said = assert_exact(compiled(MODELS[name], 0.004, loss), fit, replicas)
-    assert BACKEND == "jax" or bool(said) == (name not in SPLIT), said
+    make = proofs.compiled(MODELS[name], 0.004, loss)
+    said = proofs.assert_exact(make, fit, replicas)
+    assert proofs.BACKEND == "jax" or bool(said) == (name not in SPLIT), said
 
 
 # Each of these models keeps its hidden tensor somewhere, and the loss of the step has a
@@ -277,10 +270,11 @@ LEAVING: dict[str, Callable[[], keras.Model]] = {
 
 
 @pytest.mark.one_backend("torch")
-@needs_split  # JAX lets no tensor leave a traced call.
+@proofs.needs_split  # JAX lets no tensor leave a traced call.
 @pytest.mark.parametrize("name", LEAVING)
 def test_tensors_that_leave_a_call(name: str) -> None:
-    assert assert_exact(compiled(LEAVING[name], 0.02), fits(X, Y, BATCH, epochs=2))
+    make = proofs.compiled(LEAVING[name], 0.02)
+    assert proofs.assert_exact(make, proofs.fits(X, Y, BATCH, epochs=2))
 
 
 def centered(seen: list[int], module: Any, inputs: Any, outputs: Any) -> Any:
@@ -315,7 +309,7 @@ HOOKS = {
 
 
 @pytest.mark.one_backend("torch")
-@pytest.mark.skipif(BACKEND != "torch", reason="hooks of Torch")
+@pytest.mark.skipif(proofs.BACKEND != "torch", reason="hooks of Torch")
 @pytest.mark.parametrize("hook", HOOKS)
 def test_hooks_of_modules_see_the_rows_of_all_replicas(hook: Any) -> None:
     import torch
@@ -329,13 +323,13 @@ def test_hooks_of_modules_see_the_rows_of_all_replicas(hook: Any) -> None:
         of = torch.nn.modules.module if layer is None else model.layers[layer]
         handle = getattr(of, method)(functools.partial(hook, seen[-1]))
         try:
-            return fits(X, Y, BATCH, epochs=3)(model)
+            return proofs.fits(X, Y, BATCH, epochs=3)(model)
         finally:
             handle.remove()
 
     def model() -> keras.Model:
-        return sequential(layers.Dense(4), layers.Dense(1), columns=4)
+        return proofs.sequential(layers.Dense(4), layers.Dense(1), columns=4)
 
-    said = assert_exact(compiled(model, 0.004), fit)
+    said = proofs.assert_exact(proofs.compiled(model, 0.004), fit)
     assert seen[0] == seen[1] and len(seen[0]) >= 9
     assert hook is noted or any("hooks" in text for text in said)

@@ -20,23 +20,14 @@ from harness.training import Case
 from harness.training import compiled as of_case
 from keras import layers, ops
 
+from row_proofs import proofs
 from row_proofs.case_layers import Apply, Own
-from row_proofs.proofs import (
-    BACKEND,
-    assert_exact,
-    compiled,
-    fits,
-    mirrored,
-    needs_split,
-    normal,
-    of_tensorflow,
-    sequential,
-    trained,
-)
 
 pytestmark = pytest.mark.one_backend("torch", "tensorflow")
 
-X = normal(25, 6, seed=3) * np.linspace(0.3, 2, 25, dtype="float32")[:, None]
+BACKEND = proofs.BACKEND
+
+X = proofs.normal(25, 6, seed=3) * np.linspace(0.3, 2, 25, dtype="float32")[:, None]
 X += np.linspace(-1, 1, 25, dtype="float32")[:, None]
 Y = np.sin(X[:, :1])
 CLASSES = np.random.default_rng(3).integers(0, 3, 12)
@@ -44,9 +35,9 @@ CLASSES = np.random.default_rng(3).integers(0, 3, 12)
 
 def mirrored_model(*inner: Any) -> keras.Model:
     """A model of some layers, whose steps are eager, on two replicas."""
-    with mirrored().scope():
+    with proofs.mirrored().scope():
         # Programs of TensorFlow take longer to trace than a few steps to run.
-        model = sequential(*inner)
+        model = proofs.sequential(*inner)
         model.compile("sgd", "mse", run_eagerly=True)
     return model
 
@@ -61,7 +52,7 @@ class CallCount(layers.Layer):
         return 2 * inputs
 
 
-@needs_split
+@proofs.needs_split
 def test_python_runs_as_often_as_on_one_device() -> None:
     layer = CallCount()
     model = mirrored_model(layer)
@@ -73,20 +64,19 @@ def test_python_runs_as_often_as_on_one_device() -> None:
     assert layer.calls == 1
 
 
+_AT_NIGHT = [pytest.mark.nightly] * (BACKEND != "torch")
+POLICIES = [
+    "mixed_bfloat16",
+    pytest.param("float32", marks=_AT_NIGHT),
+    pytest.param("mixed_float16", marks=_AT_NIGHT),
+]
+
+
 # Parts differ most in bfloat16. With mixed_float16 replicas keep statistics of their
 # own. Outside of the nightly run Torch, where it takes little, has all.
 @pytest.mark.nightly(unless=["mixed_float16"])
-@needs_split
-@pytest.mark.parametrize(
-    "policy",
-    [
-        "mixed_bfloat16",
-        *(
-            pytest.param(name, marks=[pytest.mark.nightly] * (BACKEND != "torch"))
-            for name in ("float32", "mixed_float16")
-        ),
-    ],
-)
+@proofs.needs_split
+@pytest.mark.parametrize("policy", POLICIES)
 def test_layers_of_keras_are_split(policy: str) -> None:
     words = np.random.default_rng(3).integers(0, 11, (8, 3)).astype("int32")
 
@@ -103,14 +93,14 @@ def test_layers_of_keras_are_split(policy: str) -> None:
 
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*split by rows")
-        with mirrored(sync_batch_norm=policy != "mixed_float16").scope():
+        with proofs.mirrored(sync_batch_norm=policy != "mixed_float16").scope():
             model = of_case(Case("many", model=make, policy=policy), run_eagerly=True)
         model.train_on_batch(words, CLASSES[:8])
         model.predict_on_batch(words)
 
 
 @pytest.mark.one_backend("torch", "tensorflow")
-@needs_split
+@proofs.needs_split
 def test_quantized_layers_are_split() -> None:
     model = mirrored_model(layers.Dense(16), layers.Dense(3))
     model.quantize("int8")
@@ -119,7 +109,7 @@ def test_quantized_layers_are_split() -> None:
         model.predict_on_batch(X[:8])
 
 
-@needs_split
+@proofs.needs_split
 def test_random_numbers_are_those_without_checks() -> None:
     """A check draws nothing from the generators of the process and of layers."""
     model = mirrored_model(layers.Dense(6), layers.GaussianNoise(1.0))
@@ -152,15 +142,15 @@ def test_rows_that_do_not_correspond_are_exact() -> None:
     batch = ops.convert_to_tensor(X[:12]), ops.convert_to_tensor(edges)
     classes = ops.convert_to_tensor(CLASSES)
     loss, eagerly = "sparse_categorical_crossentropy", BACKEND == "tensorflow"
-    said = assert_exact(
-        compiled(GraphConvolution, 0.1, loss, run_eagerly=eagerly),
+    said = proofs.assert_exact(
+        proofs.compiled(GraphConvolution, 0.1, loss, run_eagerly=eagerly),
         lambda model: [float(model.train_on_batch(batch, classes)) for _ in range(3)],
         tolerance=1e-5,
     )
     assert bool(said) == (BACKEND != "jax")
 
 
-@needs_split
+@proofs.needs_split
 def test_a_proof_without_memory_says_nothing_about_the_layer(tmp_path: Path) -> None:
     """A later call, with the memory, is split."""
     file = str(tmp_path / "memory_is_used")
@@ -197,7 +187,7 @@ def columns_before_rows(x: Any) -> Any:
 
 
 @pytest.mark.one_backend("torch", "tensorflow")
-@needs_split
+@proofs.needs_split
 @pytest.mark.parametrize("name", ["Squeeze", "Mask"])
 @pytest.mark.parametrize("batch", [2, 3])
 def test_one_row_on_each_replica(name: str, batch: int) -> None:
@@ -208,31 +198,33 @@ def test_one_row_on_each_replica(name: str, batch: int) -> None:
         last = [Apply(columns_before_rows), layers.Dense(1)]
         if name == "Squeeze":
             last = [layers.Dense(1), Squeeze()]
-        return sequential(layers.Dense(6), *last)
+        return proofs.sequential(layers.Dense(6), *last)
 
     targets = Y[:12, 0] if name == "Squeeze" else Y[:12]
-    assert assert_exact(compiled(make, 0.003), fits(X[:12], targets, batch))
+    fit = proofs.fits(X[:12], targets, batch)
+    assert proofs.assert_exact(proofs.compiled(make, 0.003), fit)
 
 
-@needs_split
+@proofs.needs_split
 def test_classes_along_the_rows_of_a_metric() -> None:
     def make() -> Any:
         metric = keras.metrics.OneHotMeanIoU(8, axis=0, name="iou")
-        model = sequential(layers.Dense(3))
+        model = proofs.sequential(layers.Dense(3))
         model.compile(keras.optimizers.SGD(0.01), "mse", metrics=[metric])
         return model
 
-    assert not assert_exact(make, fits(X[:24], X[:24, :3], 8))
+    assert not proofs.assert_exact(make, proofs.fits(X[:24], X[:24, :3], 8))
 
 
 @pytest.mark.one_backend("tensorflow")
-@of_tensorflow
+@proofs.of_tensorflow
 def test_warning_does_not_promise_numbers_of_tensorflow() -> None:
     import tensorflow as tf
 
     noise = Apply(lambda x: x * (1 + tf.random.normal(()) / 5))
-    make = compiled(lambda: sequential(layers.Dense(6), noise, layers.Dense(1)), 0.003)
-    _, said = trained(make, fits(X, Y, 8), mirrored())
+    parts = layers.Dense(6), noise, layers.Dense(1)
+    make = proofs.compiled(lambda: proofs.sequential(*parts), 0.003)
+    _, said = proofs.trained(make, proofs.fits(X, Y, 8), proofs.mirrored())
     assert len(said) == 1
     assert "exact but for numbers that the code draws by `tf.random`" in said[0]
 
@@ -255,7 +247,7 @@ class Drawer(threading.Thread):
 
 
 @pytest.mark.one_backend("torch", "tensorflow")
-@needs_split
+@proofs.needs_split
 def test_numbers_that_another_thread_draws_are_not_drawn_again() -> None:
     # Such as the thread of a dataset that reads ahead from a generator.
     drawer = Drawer()
@@ -271,8 +263,8 @@ def test_numbers_that_another_thread_draws_are_not_drawn_again() -> None:
         layer.another = drawer.another
         return layer
 
-    with mirrored().scope():
-        model = compiled(lambda: sequential(waiting()), 0.1)()
+    with proofs.mirrored().scope():
+        model = proofs.compiled(lambda: proofs.sequential(waiting()), 0.1)()
     random.seed(5)
     np.random.seed(5)
     drawer.start()
