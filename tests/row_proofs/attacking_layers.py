@@ -28,12 +28,19 @@ def center(x: Any) -> Any:
 registered = keras.saving.register_keras_serializable()(center)
 
 
-class OwnDense(layers.Dense):
-    def call(self, x: Any, training: bool = False) -> Any:
-        return center(super().call(x))
+def centered(kind: Any) -> Any:
+    """A subclass with the name of a layer of Keras."""
+
+    class Centered(kind):
+        def call(self, x: Any, training: bool = False, mask: Any = None) -> Any:
+            return center(super().call(x))
+
+    Centered.__name__ = Centered.__qualname__ = kind.__name__
+    return Centered
 
 
-OwnDense.__name__ = OwnDense.__qualname__ = "Dense"
+OwnDense, OwnModel = centered(layers.Dense), centered(keras.Model)
+OwnSequential = centered(keras.Sequential)
 
 
 class Cell(layers.Layer):
@@ -58,16 +65,6 @@ class OwnMask(layers.Layer):
 
     def compute_mask(self, x: Any, mask: Any = None) -> Any:
         return ops.roll(x[:, :, 0] > 0, 1, axis=0)
-
-
-class OwnModel(keras.Model):
-    def call(self, x: Any, training: bool = False) -> Any:
-        return center(super().call(x))
-
-
-class OwnSequential(keras.Sequential):
-    def call(self, x: Any, training: Any = None, mask: Any = None) -> Any:
-        return center(super().call(x))
 
 
 def functional(function: Function, kind: Any = keras.Model) -> Any:

@@ -25,7 +25,7 @@ _WITHOUT_ROWS = """
     tri unravel_index zeros
 """
 WITHOUT_ROWS = frozenset(_WITHOUT_ROWS.split())
-SQUARE, IMAGE = (4, 4), (8, 8, 3)
+SQUARE, IMAGE, LARGE = (4, 4), (8, 8, 3), (16, 16, 3)
 TWO = ((6,), (6,))
 TABLE = np.random.default_rng(3).normal(size=(6, 4)).astype(FLOAT)
 EDGES = np.array([-1.0, 0.0, 1.0], FLOAT)
@@ -96,43 +96,81 @@ def as_complex(x: Any) -> Any:
     return ops.view_as_complex(ops.reshape(x, (-1, 3, 2)))
 
 
-# Elementwise.
+def affine(x: Any) -> Any:
+    transform = np.array([1.0, 0.1, 0, 0.1, 1, 0, 0, 0], FLOAT)
+    each = ops.multiply(ops.ones_like(x[:, 0, 0, :1]), transform)
+    return ops.image.affine_transform(x, each)
+
+
+def perspective(x: Any) -> Any:
+    corners = np.array([[0, 0], [0, 7], [7, 0], [7, 7]], FLOAT)
+    each = ops.multiply(ops.ones_like(x[:, :4, :2, 0]), corners)
+    return ops.image.perspective_transform(x, each, each + 0.5)
+
+
+def rescaled(x: Any) -> Any:
+    scale, shift = np.array([0.5, 0.5], FLOAT), np.array([0.0, 0.0], FLOAT)
+    shape = (x.shape[0], 4, 4, 3)
+    return ops.image.scale_and_translate(x, shape, scale, shift, (1, 2), "linear")
+
+
+def sparse_crossentropy(labels: Any, x: Any) -> Any:
+    return ops.sparse_categorical_crossentropy(labels, x, from_logits=True)
+
+
+def ctc_decode(x: Any) -> Any:
+    lengths = ops.cast(ops.ones_like(x[:, 0, 0]) * 5, "int32")
+    return ops.ctc_decode(x, lengths, strategy="greedy")[0][0]
+
+
+def halved_three_times(x: Any) -> Any:
+    return ops.while_loop(lambda i, h: i < 3, lambda i, h: (i + 1, h * 0.5), (0, x))[1]
+
+
+def ctc_loss(labels: Any, x: Any) -> Any:
+    ones = ops.ones_like(labels[:, 0])
+    return ops.ctc_loss(labels + 1, x, 2 * ones, 8 * ones)
+
+
+_OF_ONE = """
+    abs absolute angle arcsinh arctan cbrt ceil celu conj conjugate copy cos cosh
+    deg2rad elu erf erfc exp exp2 expm1 fabs floor gelu hard_shrink hard_sigmoid
+    hard_silu hard_swish hard_tanh i0 isfinite isinf isnan isneginf isposinf isreal
+    leaky_relu log_sigmoid nan_to_num negative rad2deg real relu relu6 round selu
+    sigmoid sign signbit silu sin sinc sinh soft_shrink softplus softsign
+    sparse_plus sparse_sigmoid square squareplus stop_gradient swish tan tanh
+    tanh_shrink trunc convert_to_tensor zeros_like ones_like fliplr ravel
+"""
+_OF_TWO = """
+    add arctan2 equal fmax fmin greater greater_equal hypot isclose less less_equal
+    logaddexp logaddexp2 maximum minimum multiply nextafter not_equal subtract divide
+    divide_no_nan true_divide fmod mod power
+"""
+_INTEGERS = """
+    bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor gcd lcm
+    left_shift right_shift
+"""
+_ALONG = """
+    all any amax amin argmax argmin average count_nonzero logsumexp max mean median
+    min nanargmax nanargmin nanmax nanmean nanmedian nanmin nanprod nanstd nansum
+    nanvar norm prod ptp std sum var argsort cumprod cumsum diff flip log_softmax
+    nancumprod nancumsum softmax sort sparsemax trapezoid glu normalize
+"""
 FUNCTIONS: Cases = {
-    **plain("""
-        abs absolute angle arcsinh arctan cbrt ceil celu conj conjugate copy cos cosh
-        deg2rad elu erf erfc exp exp2 expm1 fabs floor gelu hard_shrink hard_sigmoid
-        hard_silu hard_swish hard_tanh i0 isfinite isinf isnan isneginf isposinf
-        isreal leaky_relu log_sigmoid nan_to_num negative rad2deg real relu relu6 round
-        selu sigmoid sign signbit silu sin sinc sinh soft_shrink softplus softsign
-        sparse_plus sparse_sigmoid square squareplus stop_gradient swish tan tanh
-        tanh_shrink trunc convert_to_tensor zeros_like ones_like
-    """),
+    # Elementwise.
+    **plain(_OF_ONE),
     **of_values(
         "arccosh log log10 log1p log2 reciprocal rsqrt sqrt", lambda x: positive(x) + 1
     ),
     **of_values("arccos arcsin arctanh erfinv", within),
-    **of_values(
-        """
-        add arctan2 equal fmax fmin greater greater_equal hypot isclose less
-        less_equal logaddexp logaddexp2 maximum minimum multiply nextafter not_equal
-        subtract divide divide_no_nan true_divide fmod mod power
-        """,
-        positive,
-        *TWO,
-    ),
+    **of_values(_OF_TWO, positive, *TWO),
     # Torch has no derivatives of them.
     **cases(
         "floor_divide heaviside",
         lambda f, x, y: f(ops.stop_gradient(x), ops.stop_gradient(positive(y))),
         *TWO,
     ),
-    **plain(
-        """
-        bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor gcd
-        lcm left_shift right_shift
-        """,
-        *[integers(6), integers(6)],
-    ),
+    **plain(_INTEGERS, integers(6), integers(6)),
     **plain("bitwise_invert bitwise_not", integers(6)),
     **plain("logical_and logical_or logical_xor", flags(6), flags(6)),
     **plain("logical_not", flags(6)),
@@ -148,19 +186,8 @@ FUNCTIONS: Cases = {
     "select": function(lambda x: ops.select([x > 1.0, x > 0.0], [x, 2 * x], 0.0)),
     "where": function(lambda x: ops.where(x > 0, x, 0.1 * x)),
     "allclose": mixing_function(lambda x, y: ops.allclose(x, y), *TWO),
-}
-
-# Along an axis.
-FUNCTIONS |= {
-    **calls(
-        """
-        all any amax amin argmax argmin average count_nonzero logsumexp max mean median
-        min nanargmax nanargmin nanmax nanmean nanmedian nanmin nanprod nanstd nansum
-        nanvar norm prod ptp std sum var argsort cumprod cumsum diff flip log_softmax
-        nancumprod nancumsum softmax sort sparsemax trapezoid glu normalize
-        """,
-        axis=-1,
-    ),
+    # Along an axis.
+    **calls(_ALONG, axis=-1),
     **calls("argpartition", 2, axis=-1),
     **calls("percentile nanpercentile", 30.0, axis=-1),
     **calls("quantile nanquantile", 0.3, axis=-1),
@@ -169,10 +196,7 @@ FUNCTIONS |= {
     **calls("rms_normalization", ONES, axis=-1),
     **calls("layer_normalization", ONES, ZEROS, axis=-1),
     **calls("batch_normalization", ZEROS, ONES, axis=-1),
-}
-
-# Shapes.
-FUNCTIONS |= {
+    # Shapes.
     "append": function(lambda x, y: ops.append(x, y, axis=1), (6,), (3,)),
     **calls("array_split split", 2, axis=1),
     "broadcast_to": function(lambda x: ops.broadcast_to(x, (3, *x.shape))[1]),
@@ -182,7 +206,6 @@ FUNCTIONS |= {
     **calls("dsplit", 2, on=SQUARE),
     "dstack": function(lambda x, y: ops.dstack([x, y]), SQUARE, SQUARE),
     **calls("expand_dims", 1),
-    **plain("fliplr ravel"),
     "flipud": mixing_function(ops.flipud),
     **calls("get_item", (slice(None), slice(1, 3))),
     **calls("hsplit", 2),
@@ -207,11 +230,7 @@ FUNCTIONS |= {
     "vstack": mixing_function(lambda x, y: ops.vstack([x, y]), *TWO),
     "nonzero": mixing_function(lambda x: ops.nonzero(x)[0]),
     "unique": mixing_function(ops.unique, integers(6)),
-}
-
-
-# Products.
-FUNCTIONS |= {
+    # Products.
     **plain("cdist", (5, 3), (4, 3)),
     "correlate": each_row(lambda row: ops.correlate(row, EDGES)),
     "corrcoef": mixing_function(ops.corrcoef),
@@ -224,10 +243,7 @@ FUNCTIONS |= {
     **calls("tensordot", TABLE, 1),
     "vdot": each_row(lambda row: ops.vdot(row, row)),
     **cases("dot_product_attention", lambda f, x: f(x, x, x), (5, 2, 4)),
-}
-
-# Gathers and scatters.
-FUNCTIONS |= {
+    # Gathers and scatters.
     "bincount": mixing_function(lambda i: ops.bincount(i, minlength=4), integers(6)),
     **calls("digitize isin", EDGES),
     **calls("extract_sequences", 4, 2, on=(12,)),
@@ -252,10 +268,7 @@ FUNCTIONS |= {
     "take_along_axis": function(
         lambda x, i: ops.take_along_axis(x, i, axis=1), (6,), integers(2)
     ),
-}
-
-# Linear algebra.
-FUNCTIONS |= {
+    # Linear algebra.
     **of_values("cholesky inv logdet matrix_rank pinv", definite, SQUARE),
     **of_values("cholesky_inverse", lambda x: ops.cholesky(definite(x)), SQUARE),
     **plain("det", SQUARE),
@@ -270,29 +283,7 @@ FUNCTIONS |= {
     ),
     "svd": function(lambda x: ops.svd(definite(x), compute_uv=False), SQUARE),
     "jvp": function(lambda x: ops.jvp(lambda y: ops.square(y), (x,), (2.0 * x,))[1]),
-}
-
-
-def affine(x: Any) -> Any:
-    transform = np.array([1.0, 0.1, 0, 0.1, 1, 0, 0, 0], FLOAT)
-    each = ops.multiply(ops.ones_like(x[:, 0, 0, :1]), transform)
-    return ops.image.affine_transform(x, each)
-
-
-def perspective(x: Any) -> Any:
-    corners = np.array([[0, 0], [0, 7], [7, 0], [7, 7]], FLOAT)
-    each = ops.multiply(ops.ones_like(x[:, :4, :2, 0]), corners)
-    return ops.image.perspective_transform(x, each, each + 0.5)
-
-
-def rescaled(x: Any) -> Any:
-    scale, shift = np.array([0.5, 0.5], FLOAT), np.array([0.0, 0.0], FLOAT)
-    shape = (x.shape[0], 4, 4, 3)
-    return ops.image.scale_and_translate(x, shape, scale, shift, (1, 2), "linear")
-
-
-# Images.
-FUNCTIONS |= {
+    # Images.
     **calls(
         "adaptive_average_pool adaptive_max_pool average_pool max_pool", 2, on=IMAGE
     ),
@@ -318,53 +309,23 @@ FUNCTIONS |= {
     **calls("image.resize", (4, 4), on=IMAGE),
     **plain("image.rgb_to_grayscale image.sobel_edges", IMAGE),
     "image.scale_and_translate": function(rescaled, IMAGE),
-    "image.ssim": function(
-        lambda x, y: ops.image.ssim(x, y, 1.0), (16, 16, 3), (16, 16, 3)
-    ),
-}
-
-# Signals.
-FUNCTIONS |= {
+    "image.ssim": function(lambda x, y: ops.image.ssim(x, y, 1.0), LARGE, LARGE),
+    # Signals.
     "fft": function(lambda x: ops.fft((x, x))[1], (8,)),
     **cases("fft2 ifft2", lambda f, x: f((x, x))[1], SQUARE),
     "rfft": function(lambda x: ops.rfft(x)[0], (8,)),
     "irfft": function(lambda x: ops.irfft((x, x), 6), (4,)),
     "stft": function(lambda x: ops.stft(x, 8, 4, 8)[0], (32,)),
     "istft": function(lambda x: ops.istft(ops.stft(x, 8, 4, 8), 8, 4, 8), (32,)),
-}
-
-
-def ctc_decode(x: Any) -> Any:
-    lengths = ops.cast(ops.ones_like(x[:, 0, 0]) * 5, "int32")
-    return ops.ctc_decode(x, lengths, strategy="greedy")[0][0]
-
-
-def ctc_loss(labels: Any, x: Any) -> Any:
-    ones = ops.ones_like(labels[:, 0])
-    return ops.ctc_loss(labels + 1, x, 2 * ones, 8 * ones)
-
-
-# Losses.
-FUNCTIONS |= {
-    "binary_crossentropy": function(
-        lambda x, y: ops.binary_crossentropy(ops.sigmoid(x), y, from_logits=True),
-        *TWO,
+    # Losses.
+    **cases("binary_crossentropy", lambda f, x, y: f(ops.sigmoid(x), y, True), *TWO),
+    **cases(
+        "categorical_crossentropy", lambda f, x, y: f(ops.softmax(x), y, True), *TWO
     ),
-    "categorical_crossentropy": function(
-        lambda x, y: ops.categorical_crossentropy(ops.softmax(x), y, from_logits=True),
-        *TWO,
-    ),
-    "sparse_categorical_crossentropy": function(
-        lambda i, x: ops.sparse_categorical_crossentropy(i, x, from_logits=True),
-        *[integers(), (6,)],
-    ),
+    "sparse_categorical_crossentropy": function(sparse_crossentropy, integers(), (6,)),
     "ctc_decode": function(ctc_decode, (5, 4)),
     "ctc_loss": function(ctc_loss, integers(2), (8, 6)),
-}
-
-
-# Control flow.
-FUNCTIONS |= {
+    # Control flow.
     "associative_scan": function(
         lambda x: ops.associative_scan(lambda a, b: a + b, x, axis=1)
     ),
@@ -380,11 +341,7 @@ FUNCTIONS |= {
     "switch": function(lambda x: ops.switch(1, [lambda y: y, lambda y: 2.0 * y], x)),
     "vectorize": function(lambda x: ops.vectorize(lambda v: v * 2.0)(x)),
     "vectorized_map": each_row(lambda row: row - ops.mean(row)),
-    "while_loop": function(
-        lambda x: ops.while_loop(
-            lambda i, h: i < 3, lambda i, h: (i + 1, h * 0.5), (0, x)
-        )[1]
-    ),
+    "while_loop": function(halved_three_times),
 }
 
 

@@ -10,21 +10,18 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-import numpy as np
 import pytest
-from keras import layers, ops
+from keras import ops
 
-from row_proofs.case_layers import with_gradient
-from row_proofs.proofs import needs_split, proof_of
+from row_proofs import proofs
+from row_proofs.case_layers import Own, with_gradient
 from row_proofs.row_case import SIZES
 from row_proofs.split_numbers import assert_parts_equal
 
 pytestmark = pytest.mark.one_backend("torch", "tensorflow")
 
-MATRIX = np.random.default_rng(2).normal(size=(6, 6)).astype("float32")
-
 Function = Callable[[Any], Any]
-
+MATRIX = proofs.normal(6, 6, seed=2)
 BY_ROWS: list[Function] = [
     lambda x: ops.relu(x) + 0.1 * x,
     lambda x: x - ops.mean(x, -1, keepdims=True),
@@ -40,7 +37,7 @@ BY_ROWS: list[Function] = [
     lambda x: ops.concatenate([x[:, :3], x[:, 3:] * 2], 1),
     lambda x: ops.stack([x, x * x], 0)[1],
     lambda x: x / ops.norm(x, axis=1, keepdims=True),
-    lambda x: with_gradient(lambda g: g / (1 + ops.norm(g, axis=1, keepdims=True)))(x),
+    with_gradient(lambda x, g: g / (1 + ops.norm(g, axis=1, keepdims=True))),
 ]
 MIXING: list[Function] = [
     lambda x: x - ops.mean(x),
@@ -55,8 +52,9 @@ MIXING: list[Function] = [
     lambda x: x + ops.cast(ops.arange(x.shape[0])[:, None], "float32"),
     lambda x: x / ops.cast(ops.max(ops.argmax(x, 1)) + 7, "float32"),
     lambda x: ops.roll(ops.reshape(x, (-1, 1)), 1, 0) * ops.ones((1, 6)),
-    lambda x: with_gradient(lambda g: g / ops.maximum(ops.norm(g), 1e6))(x),
+    with_gradient(lambda x, g: g / ops.maximum(ops.norm(g), 1e6)),
 ]
+#: With whether they can be split.
 LOSSES: list[tuple[Function, bool]] = [
     (lambda x: ops.sum(x), True),
     (lambda x: ops.mean(ops.square(x)), True),
@@ -69,45 +67,36 @@ LOSSES: list[tuple[Function, bool]] = [
 ]
 
 
-class Program(layers.Layer):
-    def __init__(self, functions: list[Function], loss: Function | None):
-        super().__init__()
-        self.functions, self.loss = functions, loss
-
-    def build(self, shape: Any) -> None:
-        self.matrix = self.add_weight(shape=(6, 6), initializer="random_normal")
-
-    def call(self, inputs: Any) -> Any:
-        for function in self.functions:
-            inputs = function(inputs)
-        outputs = ops.matmul(inputs, self.matrix)
-        if self.loss is not None:
-            self.add_loss(self.loss(outputs))
-        return outputs
-
-
-def program(seed: int) -> tuple[Program, bool]:
+def program(seed: int) -> tuple[Own, bool]:
     """A program, and whether it can be split by rows."""
     own = random.Random(seed)
     functions = own.choices(BY_ROWS, k=own.randint(1, 4))
     mixes = own.random() < 0.4
     if mixes:
         functions.insert(own.randint(0, len(functions)), own.choice(MIXING))
-    loss = own.choice(LOSSES) if own.random() < 0.5 else (None, True)
-    return Program(functions, loss[0]), not mixes and loss[1]
+    loss, is_split = own.choice(LOSSES) if own.random() < 0.5 else (None, True)
+
+    def run(layer: Own, x: Any) -> Any:
+        for function in functions:
+            x = function(x)
+        outputs = ops.matmul(x, layer.matrix)
+        if loss is not None:
+            layer.add_loss(loss(outputs))
+        return outputs
+
+    matrix = {"shape": (6, 6), "initializer": "random_normal"}
+    return Own(run, matrix=matrix), not mixes and is_split
 
 
-@needs_split
+@proofs.needs_split
 @pytest.mark.parametrize("sizes", [SIZES, (7, 1)], ids=str)
 @pytest.mark.parametrize("seed", range(16))
 def test_random_programs(seed: int, sizes: tuple[int, int]) -> None:
     keras.utils.set_random_seed(seed)
     layer, is_by_rows = program(seed)
-    values = [np.random.default_rng(seed).normal(size=(8, 6)).astype("float32") + 0.2]
+    values = [proofs.normal(8, 6, seed=seed) + 0.2]
     layer(ops.convert_to_tensor(values[0]))
-    proof = proof_of(layer, values, [True], sizes)
-    if not is_by_rows:
-        assert proof.problem is not None
-        return
-    assert proof.problem is None
-    assert_parts_equal(layer, values, proof, sizes=sizes)
+    proof = proofs.proof_of(layer, values, sizes=sizes)
+    assert (proof.problem is None) == is_by_rows
+    if is_by_rows:
+        assert_parts_equal(layer, values, proof, sizes=sizes)
