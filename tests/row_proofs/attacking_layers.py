@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 import scipy.stats
-from keras import layers, ops
+from keras import activations, layers, ops
 
 from row_proofs.case_layers import COUNT, STATE, Apply, Own
 
@@ -87,9 +87,7 @@ FLAT: dict[str, Callable[[], Any]] = {
     "activation": lambda: dense(activation=center),
     "activation that is a layer": lambda: dense(activation=Apply(center)),
     "activation of Keras": lambda: dense(activation=ops.flip),
-    "activation with an axis": lambda: dense(
-        activation=lambda x: keras.activations.softmax(x, 0)
-    ),
+    "activation by axis": lambda: dense(activation=lambda x: activations.softmax(x, 0)),
     "activation that is set": lambda: changed(dense(), "activation", center),
     "call that is set": lambda: changed(dense(), "call", lambda x, training: center(x)),
     "subclass with the name of Keras's": lambda: OwnDense(6),
@@ -114,12 +112,8 @@ FLAT: dict[str, Callable[[], Any]] = {
     "concatenation": lambda: functional(lambda x: layers.Concatenate(axis=0)([x, x])),
     "einsum": lambda: layers.EinsumDense("ab,bc->ac", 3, activation=center),
     "attention": lambda: functional(lambda x: layers.Attention()([x, x])),
-    "additive attention": lambda: functional(
-        lambda x: layers.AdditiveAttention()([x, x])
-    ),
-    "spectral normalization": lambda: layers.SpectralNormalization(
-        dense(activation=center)
-    ),
+    "added attention": lambda: functional(lambda x: layers.AdditiveAttention()([x, x])),
+    "spectral norm": lambda: layers.SpectralNormalization(dense(activation=center)),
     "rescaling": lambda: layers.Rescaling(np.arange(8.0)[:, None]),
 }
 #: Layers of sequences.
@@ -131,9 +125,7 @@ LONG: dict[str, Callable[[], Any]] = {
     "cells": lambda: layers.RNN([layers.SimpleRNNCell(3), Cell()]),
     "activation of a cell": lambda: layers.LSTM(3, activation=center),
     "recurrent activation": lambda: layers.GRU(3, recurrent_activation=center),
-    "bidirectional": lambda: layers.Bidirectional(
-        layers.SimpleRNN(3, activation=registered)
-    ),
+    "bidirectional": lambda: layers.Bidirectional(layers.SimpleRNN(3, registered)),
     "time distributed": lambda: layers.TimeDistributed(Apply(center)),
     "mask": OwnMask,
 }

@@ -38,19 +38,11 @@ class Held(Apply):
 class Own(Apply):
     """A function of the layer and its inputs; the first input where it returns None.
 
-    Args:
-        function: callable(layer, *inputs).
-        inner: other layers, if any.
-        dtype: as that of a layer.
-        weights: by name shapes, or arguments of `add_weight`.
+    It may have inner layers, and weights of shapes or with arguments of `add_weight`.
     """
 
     def __init__(
-        self,
-        function: Callable[..., Any],
-        inner: Any = None,
-        dtype: Any = None,
-        **weights: Any,
+        self, function: Any, inner: Any = None, dtype: Any = None, **weights: Any
     ):
         super().__init__(function, dtype=dtype)
         self.inner = inner
@@ -83,12 +75,9 @@ def scaled(function: Callable[[Any, Any], Any]) -> Own:
 
 
 class OwnModel(keras.Model):
-    """A subclassed model of two layers of Keras's.
+    """A subclassed model of two layers of Keras's and other attributes.
 
-    Args:
-        own_call: callable(model, inputs, *more), the call; None for both layers.
-        own_loss: callable(model, x, y, y_pred), the loss of a step.
-        parts: by name more attributes.
+    Its call and the loss of a step are functions of the model and of what they get.
     """
 
     def __init__(self, own_call: Any = None, own_loss: Any = None, **parts: Any):
@@ -117,17 +106,20 @@ def attend(attention: Any, x: Any) -> Any:
     return attention(x, x, use_causal_mask=True)
 
 
+def with_loss(use: Callable[[Any, Any], Any], inner: Any, factor: float) -> Own:
+    """A function of an inner layer and the input, whose mean square is a loss."""
+
+    def call(layer: Own, x: Any) -> Any:
+        found = use(layer.inner, x)
+        layer.add_loss(factor * ops.mean(ops.square(found)))
+        return found
+
+    return Own(call, inner)
+
+
 def regularized() -> Own:
-    """Adds the mean square of a batch-normalized product as a loss."""
-
-    def function(layer: Own, inputs: Any) -> Any:
-        outputs = layer.inner(inputs)
-        layer.add_loss(ops.mean(ops.square(outputs)))
-        return outputs
-
-    return Own(
-        function, keras.Sequential([layers.Dense(4), layers.BatchNormalization()])
-    )
+    norm = keras.Sequential([layers.Dense(4), layers.BatchNormalization()])
+    return with_loss(lambda inner, x: inner(x), norm, 1.0)
 
 
 def weight_loss(layer: Own, inputs: Any) -> Any:

@@ -31,17 +31,13 @@ from row_proofs.row_case import (
 )
 
 TABLE = np.random.default_rng(1).normal(size=(BATCH, 6)).astype(FLOAT)
-STATISTICS = {"updates": (SAME, SAME)}
+PAIR = {"updates": (SAME, SAME)}
 
 KERAS_LAYERS = {
-    "batch norm of images": rows(layers.BatchNormalization, (5, 5, 3), **STATISTICS),
-    "batch norm and a loss": rows(own.regularized, losses=(MEAN,), **STATISTICS),
-    "spectral norm": rows(
-        lambda: layers.SpectralNormalization(layers.Dense(4)), **STATISTICS
-    ),
-    "dropout shared by the batch": rows(
-        lambda: layers.Dropout(0.3, noise_shape=(1, 6)), draws=(0,)
-    ),
+    "batch norm of images": rows(layers.BatchNormalization, (5, 5, 3), **PAIR),
+    "batch norm and a loss": rows(own.regularized, losses=(MEAN,), **PAIR),
+    "spectral": rows(lambda: layers.SpectralNormalization(layers.Dense(4)), **PAIR),
+    "shared dropout": rows(lambda: layers.Dropout(0.3, noise_shape=(1, 6)), draws=(0,)),
     "conv2d dilated": rows(lambda: layers.Conv2D(4, 3, dilation_rate=2), (9, 9, 3)),
     "attention dropout": rows(
         lambda: Held(layers.MultiHeadAttention(2, 4, dropout=0.2), own.attend),
@@ -60,20 +56,9 @@ KERAS_LAYERS = {
 }
 
 
-def with_loss(use: Any) -> Any:
-    """A function of an inner layer and the input, whose mean is a loss."""
-
-    def call(layer: Own, x: Any) -> Any:
-        found = use(layer.inner, x)
-        layer.add_loss(0.0 * ops.mean(ops.square(found)))
-        return found
-
-    return call
-
-
 def dense(use: Any, inner: Any = lambda: layers.Dense(6)) -> RowCase:
     """A layer of Keras, which is one operation of a proof, in the code of users."""
-    return rows(lambda: Own(with_loss(use), inner()), losses=(MEAN,))
+    return rows(lambda: own.with_loss(use, inner(), 0.0), losses=(MEAN,))
 
 
 def held(make: Any, use: Any, *shapes: Any, **expected: Any) -> RowCase:
@@ -118,7 +103,7 @@ KNOWN_LAYERS = {
         draws=(1,),
     ),
     "layer with statistics": held(
-        layers.BatchNormalization, lambda norm, x: norm(x, training=True), **STATISTICS
+        layers.BatchNormalization, lambda norm, x: norm(x, training=True), **PAIR
     ),
     "sum of masked rows": held(
         embeddings, lambda model, x: ops.sum(layers.Masking()(model(x)), 1), integers(3)
@@ -141,14 +126,10 @@ def loop_over_time(x: Any) -> Any:
 
 
 FUNCTIONS = {
-    "transposed there and back": lambda x: ops.transpose(
-        ops.cumsum(ops.transpose(x), axis=0)
-    ),
+    "transposed twice": lambda x: ops.transpose(ops.cumsum(ops.transpose(x), axis=0)),
     "x * rows / rows": lambda x: x * row_count(x) / row_count(x),
     "stack and take": lambda x: ops.stack([x, x * x], axis=0)[1],
-    "zeros with rows summed": lambda x: (
-        x + ops.sum(ops.ones((ops.shape(x)[0], 6))) * 0.0
-    ),
+    "zeros summed": lambda x: x + ops.sum(ops.ones((ops.shape(x)[0], 6))) * 0.0,
     "gradient clipped by row": with_gradient(
         lambda x, g: g / (1.0 + ops.norm(g, axis=-1, keepdims=True))
     ),
@@ -169,24 +150,16 @@ MIXING_FUNCTIONS = {
     "constant times rows": lambda x: ops.matmul(TABLE.T, x),
     "x / rows": lambda x: x / row_count(x),
     "rows as an output": lambda x: (x, x.shape[0]),
-    "x / at most 64 rows": lambda x: (
-        x / ops.cast(ops.minimum(ops.shape(x)[0], 64), FLOAT)
-    ),
+    "x / <= 64 rows": lambda x: x / ops.cast(ops.minimum(ops.shape(x)[0], 64), FLOAT),
 }
 OPERATIONS = {
     **{name: function(f) for name, f in FUNCTIONS.items()},
     **{name: function(f, outputs=outputs) for name, (f, outputs) in OUTPUTS.items()},
     **{name: mixing_function(f) for name, f in MIXING_FUNCTIONS.items()},
     "argument without rows": function(lambda x, t: x * t, (6,), whole(6)),
-    "argument as a table": function(
-        lambda i, t: ops.take(t, i, axis=0), integers(3), whole(9, 4)
-    ),
-    "argument without rows but as many": mixing_function(
-        lambda x, t: x + t, (6,), whole(BATCH, 6)
-    ),
-    "matmul with an argument of rows": mixing_function(
-        lambda x, t: ops.matmul(x, ops.transpose(t)), (6,), (6,)
-    ),
+    "a table": function(lambda i, t: ops.take(t, i, 0), integers(3), whole(9, 4)),
+    "argument of as many": mixing_function(lambda x, t: x + t, (6,), whole(BATCH, 6)),
+    "x @ transpose(t)": mixing_function(lambda x, t: x @ ops.transpose(t), (6,), (6,)),
     # The zeros of its gradient are filled for all rows, and constants for parts.
     "clip of many columns": function(lambda x: ops.clip(x, -1, 1), (200,)),
     "loop over time": function(loop_over_time, (5, 3)),
@@ -244,20 +217,18 @@ UPDATES = {
     "rows counted": mixing(lambda: tracked(lambda v, x: v + row_count(x))),
     "rows kept": mixing(lambda: tracked(lambda v, x: x, (BATCH, 6))),
 }
-clipped = with_gradient(lambda w, g: g / (1e6 + ops.norm(g)))
-threefold = with_gradient(lambda w, g: 3.0 * g)
-constant = with_gradient(lambda w, g: ops.ones_like(g))
+
+
+def of_weight(gradient: Any) -> Any:
+    multiply = with_gradient(gradient)
+    return lambda: scaled(lambda layer, x: x * multiply(layer.scale))
+
+
 WEIGHTS = {
     "loss of weights": rows(lambda: scaled(own.weight_loss), losses=(SAME,)),
-    "clipped gradient of a weight": mixing(
-        lambda: scaled(lambda layer, x: x * clipped(layer.scale))
-    ),
-    "scaled gradient of a weight": rows(
-        lambda: scaled(lambda layer, x: x * threefold(layer.scale))
-    ),
-    "constant gradient of a weight": mixing(
-        lambda: scaled(lambda layer, x: x * constant(layer.scale))
-    ),
+    "clipped gradient": mixing(of_weight(lambda w, g: g / (1e6 + ops.norm(g)))),
+    "scaled gradient": rows(of_weight(lambda w, g: 3.0 * g)),
+    "constant gradient": mixing(of_weight(lambda w, g: ops.ones_like(g))),
 }
 CASES: dict[str, RowCase] = {
     **KERAS_LAYERS,

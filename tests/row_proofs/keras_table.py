@@ -73,13 +73,7 @@ def current() -> dict[str, dict[str, str]]:
 
 
 def read() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(RESULTS.read_text())
-    return found
-
-
-def page_text(results: Mapping[str, Any]) -> str:
-    """The generated part of the page."""
-    return "\n".join(_lines(results)) + "\n"
+    return dict(json.loads(RESULTS.read_text()))
 
 
 def _lines(results: Mapping[str, Any]) -> Iterator[str]:
@@ -89,10 +83,7 @@ def _lines(results: Mapping[str, Any]) -> Iterator[str]:
         yield "| | " + " | ".join(BACKENDS.values()) + " |"
         yield "|---|" + "---:|" * len(BACKENDS)
         for each, meaning in _MEANINGS.items():
-            counts = [
-                sum(v == each for v in results[backend][kind].values())
-                for backend in BACKENDS
-            ]
+            counts = [[*results[b][kind].values()].count(each) for b in BACKENDS]
             if any(counts):
                 yield f"| {meaning} | " + " | ".join(map(str, counts)) + " |"
         yield ""
@@ -114,10 +105,12 @@ def _named(verdicts: Mapping[str, str], wanted: str) -> str:
     return ", ".join(f"`{n}`" for n, v in sorted(verdicts.items()) if v == wanted)
 
 
-def with_table(text: str, table: str) -> str:
+def with_table(text: str, results: Mapping[str, Any]) -> str:
+    """The page with what is generated of the results."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}{table}{END}{after}"
+    table = "\n".join(_lines(results))
+    return f"{before}{BEGIN}{table}\n{END}{after}"
 
 
 def main() -> None:
@@ -125,7 +118,7 @@ def main() -> None:
     results[keras.backend.backend()] = current()
     RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
     with contextlib.suppress(KeyError):  # Until both backends have run.
-        PAGE.write_text(with_table(PAGE.read_text(), page_text(results)))
+        PAGE.write_text(with_table(PAGE.read_text(), results))
 
 
 if __name__ == "__main__":

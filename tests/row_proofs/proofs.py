@@ -80,13 +80,9 @@ def proof_of(
     has_rows: Sequence[bool] = (True,),
     sizes: Sequence[int] = SIZES,
 ) -> RowProof:
-    """The proof of `layer(*values, training=True)`.
+    """The proof of a call of a built layer with arrays, of which some have rows.
 
-    Args:
-        layer: a built layer.
-        values: arrays.
-        has_rows: for each array, whether replicas get slices of it.
-        sizes: the rows of each replica; none in a program for any number of rows.
+    Without sizes, the rows of replicas, it is that of a program for any number of rows.
     """
     call = call_of(layer, values, sum(sizes) or BATCH)
     with warnings.catch_warnings():
@@ -96,11 +92,8 @@ def proof_of(
 
 def placed_updates(layer: Any, proof: RowProof) -> list[RowPlacement]:
     """Placements of the assigned values in the order of variables, without seeds."""
-    return [
-        proof.updates[id(variable)]
-        for variable in layer.variables
-        if id(variable) in proof.updates and "seed" not in variable.path
-    ]
+    own = [id(v) for v in layer.variables if "seed" not in v.path]
+    return [proof.updates[each] for each in own if each in proof.updates]
 
 
 def sequential(*parts: Any, columns: int = 6) -> keras.Model:
@@ -108,13 +101,10 @@ def sequential(*parts: Any, columns: int = 6) -> keras.Model:
 
 
 def compiled(
-    make: Callable[[], Any],
-    rate: float,
-    loss: Any = "mse",
-    momentum: float = 0.0,
-    **options: Any,
+    make: Callable[[], Any], rate: float, loss: Any = "mse", **options: Any
 ) -> Callable[[], Any]:
     """What makes a model, and compiles it."""
+    momentum = options.pop("momentum", 0.0)
 
     def made() -> Any:
         model = make()
@@ -130,28 +120,17 @@ def fits(x: Any, y: Any, batch_size: int, **options: Any) -> Callable[[Any], Any
     return lambda model: model.fit(x, y, **options).history
 
 
-def unsplit(caught: Sequence[warnings.WarningMessage]) -> list[str]:
-    """Those of the warnings that say that a call is not split."""
-    return [str(w.message) for w in caught if "split by rows" in str(w.message)]
-
-
 def trained(
     make: Callable[[], Any], fit: Callable[[Any], Any], strategy: Any = None
 ) -> tuple[Any, list[str]]:
-    """The history and state of a training, and its warnings of unsplit calls.
-
-    Args:
-        make: returns the compiled model.
-        fit: trains it, and returns the history.
-        strategy: a strategy; None for none.
-    """
+    """The history and state of a training, and its warnings of unsplit calls."""
     keras.utils.set_random_seed(3)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with strategy.scope() if strategy else contextlib.nullcontext():
             model = make()
         found = {"history": as_arrays(fit(model)), **state_of(model)}
-    return found, unsplit(caught)
+    return found, [str(w.message) for w in caught if "split by rows" in str(w.message)]
 
 
 def assert_exact(
@@ -162,10 +141,7 @@ def assert_exact(
 ) -> list[str]:
     """Fails if replicas train otherwise than one device; returns their warnings.
 
-    Args:
-        make, fit: as in `trained`.
-        replicas: int, how many.
-        tolerance: float, relative to the largest magnitude of an array.
+    The tolerance is relative to the largest magnitude of an array.
     """
     expected, _ = trained(make, fit, one_device())
     found, said = trained(make, fit, mirrored(replicas))

@@ -37,17 +37,10 @@ class Argument:
 
 @dataclass(frozen=True)
 class RowCase:
-    """A layer call with the expected result of its proof.
+    """A call of a layer with the placements that its proof finds, or a problem.
 
-    Args:
-        make: returns the layer, not built.
-        arguments: the arguments of the call.
-        outputs: placements of the outputs.
-        losses: placements of the losses that the call adds.
-        updates: placements of the values that the call assigns to weights, in the
-            order of the layer's variables; without the states of seeds.
-        problem: bool, whether the call cannot be split.
-        draws: for each draw of random numbers, its entries for each row.
+    Updates are those of values that the call assigns, in the order of the layer's
+    variables without seeds; draws the entries of each draw for each row.
     """
 
     make: Callable[[], Any]

@@ -23,10 +23,7 @@ from row_proofs.row_case import SIZES
 
 @dataclass
 class Numbers:
-    """Arrays: outputs, losses, weights after the call, and gradients.
-
-    The gradients are those of the sum of all outputs and losses, with factors.
-    """
+    """Arrays; gradients are those of the sum of outputs and losses, with factors."""
 
     outputs: list[Any]
     losses: list[Any]
@@ -48,14 +45,9 @@ def numbers(
     factors: Sequence[Any] | None = None,
     loss_factors: Sequence[float] | None = None,
 ) -> Numbers:
-    """Calls a layer, and restores its weights.
+    """Calls a layer, which adds some number of losses, and restores its weights.
 
-    Args:
-        layer: the layer.
-        values: arrays, the arguments.
-        losses: int, how many losses the call adds.
-        factors: a factor for each output; None for `factors_of`.
-        loss_factors: one for each loss; None for ones.
+    Without factors, those of outputs are `factors_of`, and those of losses one.
     """
     before = _arrays(layer.variables)
     trained = [v for v in layer.trainable_variables if "float" in str(v.dtype)]
@@ -65,28 +57,22 @@ def numbers(
         leaves = keras.tree.flatten(layer(*tensors, training=True))
         outputs = found["outputs"] = [o for o in leaves if ops.is_tensor(o)]
         found["losses"] = list(layer.losses)[:losses]
+        pairs = zip(outputs, factors or factors_of(outputs), strict=True)
         terms = [
             ops.sum(output * ops.convert_to_tensor(factor, output.dtype))
-            for output, factor in zip(
-                outputs, factors or factors_of(outputs), strict=True
-            )
+            for output, factor in pairs
             if "float" in keras.backend.standardize_dtype(output.dtype)
         ]
-        terms += [
-            ops.cast(ops.sum(loss), "float32") * factor
-            for loss, factor in zip(
-                found["losses"], loss_factors or [1.0] * losses, strict=True
-            )
-        ]
+        pairs = zip(found["losses"], loss_factors or [1.0] * losses, strict=True)
+        terms += [ops.cast(ops.sum(loss), "float32") * factor for loss, factor in pairs]
         return sum(ops.cast(term, "float32") for term in terms)
 
     gradients = _gradients(objective, values, trained)
     after = _arrays(layer.variables)
     for variable, value in zip(layer.variables, before, strict=True):
         variable.assign(value)
-    return Numbers(
-        _arrays(found["outputs"]), _arrays(found["losses"]), after, *gradients
-    )
+    results = _arrays(found["outputs"]), _arrays(found["losses"])
+    return Numbers(*results, after, *gradients)
 
 
 def _arrays(tensors: Sequence[Any]) -> list[Any]:

@@ -16,14 +16,12 @@ from row_proofs.split_numbers import assert_parts_equal
 pytestmark = pytest.mark.one_backend("torch", "tensorflow")
 
 #: Parts of these need the statistics of all replicas.
-WITH_COLLECTIVES = (
-    *("batch norm of images", "batch norm and a loss", "layer with statistics"),
-)
+COLLECTIVES = ("batch norm of images", "batch norm and a loss", "layer with statistics")
 AT_NIGHT = "transformer of two blocks with dropout"
 #: Those of a program for any number of rows, one of each kind of rules.
 ANY_ROWS = (
     *("conv2d dilated", "masked LSTM", "x * rows / rows", "repeated rows"),
-    *("cumsum along rows", "capacity", "x / rows", "x / at most 64 rows"),
+    *("cumsum along rows", "capacity", "x / rows", "x / <= 64 rows"),
     *("sum / rows", "moving average of a mean", "loop over time"),
 )
 
@@ -47,7 +45,7 @@ def test_placements(name: str) -> None:
     assert tuple(proof.losses) == case.losses
     assert tuple(proofs.placed_updates(layer, proof)) == case.updates
     assert tuple(proof.draws) == case.draws
-    if any(case.draws) or name in WITH_COLLECTIVES:
+    if any(case.draws) or name in COLLECTIVES:
         return
     random = np.random.default_rng(23)
     later = [argument.value(BATCH, random) for argument in case.arguments]

@@ -126,9 +126,7 @@ def drawn(held: Any, x: Any) -> Any:
 KINDS: dict[str, Kind] = {
     "dataclass": setting(Config, lambda h: h.mixes, on),
     "slots": setting(Slots, lambda h: h.mixes, on),
-    "list of objects": setting(
-        lambda: [Config()], lambda h: h[0].mixes, lambda h: on(h[0])
-    ),
+    "list": setting(lambda: [Config()], lambda h: h[0].mixes, lambda h: on(h[0])),
     "array": setting(lambda: np.zeros(2), lambda h: h[1] > 0, lambda h: h.fill(1)),
     "nested lists": setting(
         lambda: [[[[[[[0]]]]]]],

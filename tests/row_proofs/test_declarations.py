@@ -162,10 +162,7 @@ _WRONG = r"declared with `ks.row_wise`, but its rows depend on one another"
 #: What makes a layer, and what warnings say of it.
 UNSPLIT: dict[str, tuple[Callable[[], Any], str]] = {
     "undeclared": (Raw, "or declare the layer with `ks.row_wise`"),
-    "wrong": (
-        lambda: Declared(centered),
-        rf"\(Declared\).*{_WRONG}.*differs by up to",
-    ),
+    "wrong": (lambda: Declared(centered), rf"\(Declared\).*{_WRONG}.*differs by up to"),
     "draws": (
         lambda: Declared(lambda layer, x: dense(layer, x) + 0.1 * dropout(x, 0.5)),
         "draws",
@@ -246,8 +243,6 @@ def test_declared_loss_is_split() -> None:
         ROWS.clear()
         return proofs.sequential(layers.Dense(6))
 
-    fit = proofs.fits(X, X, 21, epochs=3)
-    said = proofs.assert_exact(
-        proofs.compiled(model, 0.1, squares), fit, tolerance=1e-6
-    )
+    make, fit = proofs.compiled(model, 0.1, squares), proofs.fits(X, X, 21, epochs=3)
+    said = proofs.assert_exact(make, fit, tolerance=1e-6)
     assert not said and were_split(), ROWS

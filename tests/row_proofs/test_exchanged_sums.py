@@ -18,7 +18,7 @@ from keras import layers, ops
 
 from row_proofs import proofs
 from row_proofs import test_attacks as attacks
-from row_proofs.case_layers import Apply, Own, add_loss
+from row_proofs.case_layers import Own
 from row_proofs.split_numbers import assert_equal, numbers
 
 pytestmark = pytest.mark.one_backend("torch", "tensorflow")
@@ -118,13 +118,11 @@ def trained(
 def exchanges(strategy: Any, layer: Any = None) -> bool:
     """Whether replicas exchange sums of any layer, or of one."""
     every = strategy.drivers.fit._call._row_proofs._layers
-    proofs = every.values() if layer is None else [every[layer]]
-    return any(each.events for of_layer in proofs for each in of_layer.found.values())
+    of_layers = every.values() if layer is None else [every[layer]]
+    return any(each.events for of in of_layers for each in of.found.values())
 
 
 PROGRAMS = [True] if proofs.BACKEND == "torch" else [True, False]
-
-
 _BY_DAY = ("minibatch_deviation", "codebook", "balance", "stopped")
 
 
@@ -206,8 +204,7 @@ class OnReplicas:
     """A layer of `test_attacks` that is called on replicas."""
 
     def __init__(self, layer: Any, strategy: Any):
-        self.layer = layer
-        self._call = strategy.drivers.fit._call
+        self.layer, self._call = layer, strategy.drivers.fit._call
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.layer, name)
@@ -216,11 +213,6 @@ class OnReplicas:
         return self._call(self.layer, self.layer.__call__, args, kwargs)
 
 
-#: Those whose result depends on how often Python has called them.
-COUNTING = (
-    *("counter", "coin", "coin of NumPy", "coin of a generator"),
-    *("coin of a library", "coin of a distribution"),
-)
 OF_BACKEND = {
     "torch": ("in place", "dtype"),
     "tensorflow": ("inverse", "cumsum of a sum", "mean by NumPy's number"),
@@ -229,7 +221,7 @@ _LAYERS = (
     *("activation", "activation that is a layer", "activation that is set", "lambda"),
     *("call that is set", "subclass with the name of Keras's", "model", "einsum"),
     *("sequential model", "model in a model", "layer of a model", "time distributed"),
-    *("spectral normalization", "state of a sum", "state of a square"),
+    *("spectral norm", "state of a sum", "state of a square"),
     "integer state of a mean",
 )
 #: Those with sums over rows that replicas exchange.
@@ -238,15 +230,6 @@ EXCHANGED = {
     *(f"loss: {name}" for name in attacks.SUM_LOSSES),
     *(f"layer: {name}" for name in _LAYERS),
 }
-ATTACKS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
-    **{name: (lambda f=f: Apply(f), (6,)) for name, f in attacks.FUNCTIONS.items()},
-    **{
-        f"loss: {n}": (lambda f=f: add_loss(f), (6,)) for n, f in attacks.LOSSES.items()
-    },
-    **{f"layer: {name}": each for name, each in attacks.LAYERS.items()},
-}
-
-
 #: Arguments that mix rows, code of the framework, and numbers of rows.
 BY_DAY = [
     *("softmax of rank 1", "chunks", "compared", "layer: activation that is a layer"),
@@ -256,13 +239,13 @@ BY_DAY = [
 
 @proofs.needs_split
 @pytest.mark.nightly(unless=BY_DAY)
-@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.parametrize("name", attacks.ATTACKS)
 def test_attacks(name: str) -> None:
-    own = name.partition(": ")[2] or name
-    if own in (*COUNTING, *attacks.NOT_IN_KERAS.get(proofs.BACKEND, ())):
+    counts = name.startswith(("layer: coin", "layer: counter"))
+    if counts or name in attacks.NOT_IN_KERAS.get(proofs.BACKEND, ()):
         pytest.skip("it cannot be called twice with the same result")
     keras.utils.set_random_seed(1)
-    make, shape = ATTACKS[name]
+    make, shape = attacks.ATTACKS[name]
     strategy = proofs.mirrored(3)
     with strategy.scope(), warnings.catch_warnings():
         warnings.simplefilter("ignore")

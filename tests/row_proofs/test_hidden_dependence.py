@@ -34,11 +34,13 @@ BATCH = 17
 X[BATCH:] *= 4
 
 
+def model_of(*parts: Any) -> keras.Model:
+    return proofs.sequential(*parts, columns=4)
+
+
 def around(function: Callable[[Any, Any], Any], **weights: Any) -> keras.Model:
     """A layer with a square matrix in a model."""
-    return proofs.sequential(
-        Own(function, kernel=(4, 4), **weights), layers.Dense(1), columns=4
-    )
+    return model_of(Own(function, kernel=(4, 4), **weights), layers.Dense(1))
 
 
 def annealed_sum(layer: Own, x: Any) -> Any:
@@ -81,9 +83,7 @@ def loss_of_codes(model: Any, x: Any, y: Any, y_pred: Any) -> Any:
 
 
 def codebook() -> keras.Model:
-    model = OwnModel(
-        lambda model, x: (model.inner(x), model.codes * 1.0), loss_of_codes
-    )
+    model = OwnModel(lambda own, x: (own.inner(x), own.codes * 1.0), loss_of_codes)
     model.codes = model.add_weight(shape=(9, 4), name="codes")
     return model
 
@@ -129,12 +129,6 @@ def of_modes(model: Any, x: Any, y: Any, y_pred: Any) -> Any:
     return ops.mean(ops.square(model.head(found / 8) - y))
 
 
-def saturated(activation: str, units: int) -> keras.Model:
-    return proofs.sequential(
-        layers.Rescaling(30.0), layers.Dense(units, activation), columns=4
-    )
-
-
 ZEROS = {"shape": (4,), "initializer": "zeros"}
 MODELS: dict[str, Callable[[], keras.Model]] = {
     "AnnealedSum": lambda: around(annealed_sum, beta=STATE),
@@ -149,8 +143,8 @@ MODELS: dict[str, Callable[[], keras.Model]] = {
     "Interleaved": lambda: OwnModel(interleaved, contrast),
     "Prototypes": lambda: OwnModel(None, of_prototypes, attend=Attend()),
     "Modes": lambda: OwnModel(None, of_modes, mode=Mode()),
-    "softmax": lambda: saturated("softmax", 3),
-    "sigmoid": lambda: saturated("sigmoid", 1),
+    "softmax": lambda: model_of(layers.Rescaling(30.0), layers.Dense(3, "softmax")),
+    "sigmoid": lambda: model_of(layers.Rescaling(30.0), layers.Dense(1, "sigmoid")),
 }
 #: Losses, and numbers of classes.
 LOSSES = {
@@ -181,8 +175,8 @@ def test_numbers_are_those_of_one_device(name: str, replicas: int) -> None:
             if name == "AnnealedSum":
                 model.layers[0].beta.assign(float(epoch))
 
-        changed = keras.callbacks.LambdaCallback(on_epoch_begin=change)
-        return proofs.fits(X, targets, BATCH, epochs=3, callbacks=[changed])(model)
+        changes = [keras.callbacks.LambdaCallback(on_epoch_begin=change)]
+        return proofs.fits(X, targets, BATCH, epochs=3, callbacks=changes)(model)
 
     make = proofs.compiled(MODELS[name], 0.004, loss)
     said = proofs.assert_exact(make, fit, replicas)
@@ -202,10 +196,7 @@ class Outputs:
 def kept(put: Any, get: Any, given: Any = lambda: None) -> keras.Model:
     """A model that returns what `put` makes of the last and the hidden tensor.
 
-    Args:
-        put: callable(last, hidden), or with what is given.
-        get: callable(what `put` returned, given): the two tensors.
-        given: what makes an argument of the call.
+    `get` finds both in it, or in what is given to the call.
     """
 
     def call(model: Any, inputs: Any, *given: Any) -> Any:
@@ -263,9 +254,7 @@ LEAVING: dict[str, Callable[[], keras.Model]] = {
         lambda found, keep: (found, keep.__self__[0]),
         lambda: [].append,
     ),
-    "factor in an attribute": lambda: OwnModel(
-        with_factor, loss_with_factor, factor=None
-    ),
+    "in an attribute": lambda: OwnModel(with_factor, loss_with_factor, factor=None),
 }
 
 
@@ -327,9 +316,7 @@ def test_hooks_of_modules_see_the_rows_of_all_replicas(hook: Any) -> None:
         finally:
             handle.remove()
 
-    def model() -> keras.Model:
-        return proofs.sequential(layers.Dense(4), layers.Dense(1), columns=4)
-
-    said = proofs.assert_exact(proofs.compiled(model, 0.004), fit)
+    make = proofs.compiled(lambda: model_of(layers.Dense(4), layers.Dense(1)), 0.004)
+    said = proofs.assert_exact(make, fit)
     assert seen[0] == seen[1] and len(seen[0]) >= 9
     assert hook is noted or any("hooks" in text for text in said)

@@ -61,7 +61,7 @@ def test_the_page_has_the_results() -> None:
         for kind in BY_DAY:
             assert set(results[backend][kind]) == set(keras_table.CASES[kind])
     text = keras_table.PAGE.read_text()
-    assert text == keras_table.with_table(text, keras_table.page_text(results))
+    assert text == keras_table.with_table(text, results)
 
 
 @pytest.mark.one_backend("torch", "tensorflow")

@@ -13,6 +13,7 @@ import scipy.stats
 from keras import layers, ops
 
 import keras_strategies as ks
+from row_proofs.case_layers import Apply
 
 pytestmark = pytest.mark.one_backend
 NORMAL = scipy.stats.norm()
@@ -33,12 +34,11 @@ class Block(layers.Layer):
         if training:
             self.seen.assign(ops.mean(y))
         each = ops.repeat(y, 3, axis=0)
-        return self.dropout(y, training=training), ops.sum(y), each, ops.ones((2,))
+        return self.dropout(y), ops.sum(y), each, ops.ones((2,))
 
 
-class Center(layers.Layer):
-    def call(self, x: Any) -> Any:
-        return x - ops.flip(x, axis=0)
+def flipped(x: Any) -> Any:
+    return x - ops.flip(x, axis=0)
 
 
 def softmax_of_rows(x: Any) -> Any:
@@ -61,12 +61,7 @@ EXPECTED = ks.RowReport(
 
 @pytest.mark.parametrize(
     "argument",
-    [
-        (None, 8),
-        (6, 8),
-        np.ones((7, 8), "float32"),
-        keras.KerasTensor((None, 8)),
-    ],
+    [(None, 8), (6, 8), np.ones((7, 8), "float32"), keras.KerasTensor((None, 8))],
     ids=["any", "shape", "array", "symbolic"],
 )
 def test_results_of_a_layer(argument: Any) -> None:
@@ -96,23 +91,19 @@ def test_layer_is_as_before() -> None:
 
 @pytest.mark.parametrize("where", ["layer", "model"])
 def test_operation_at_fault(where: str) -> None:
-    layer = Center(name="center")
+    layer = Apply(flipped, name="center")
     model = keras.Sequential([keras.Input((8,)), layers.Dense(8), layer])
     report = ks.rulecheck(layer if where == "layer" else model, (None, 8))
-    line = inspect.getsourcelines(Center.call)[1] + 1
+    line = inspect.getsourcelines(flipped)[1] + 1
     assert not report.is_row_wise and report.problem is not None
     assert f"test_rulecheck.py:{line}" in report.problem
-    assert "'Flip' (in layer 'center' (Center)" in report.problem
+    assert "'Flip' (in layer 'center' (Apply)" in report.problem
     assert "cannot be split by rows: " in str(report)
     assert "or example to the loss" in str(report) and "`ks.row_wise`" in str(report)
 
 
 def test_sums_that_replicas_exchange_in_fit() -> None:
-    class Mean(layers.Layer):
-        def call(self, x: Any) -> Any:
-            return x - ops.mean(x, axis=0)
-
-    report = ks.rulecheck(Mean(), (None, 8))
+    report = ks.rulecheck(Apply(lambda x: x - ops.mean(x, axis=0)), (None, 8))
     assert report.problem is not None and "'Subtract'" in report.problem
     assert "Replicas exchange its sums over rows" in report.advice
 
