@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from keras import ops
 
-from row_proofs.case_layers import doubled
-from row_proofs.row_case import (
+from row_proofs.case_layers import (
     FLOAT,
     Argument,
     RowCase,
+    doubled,
     function,
     integers,
     mixing_function,

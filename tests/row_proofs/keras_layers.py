@@ -9,9 +9,8 @@ from keras import layers, ops
 from random_numbers.cases import image_layers as augmentations
 from random_numbers.cases import more_image_layers
 
-from row_proofs.case_layers import Held
+from row_proofs.case_layers import Argument, Held, RowCase, integers, mixing, rows
 from row_proofs.keras_functions import IMAGE, TWO
-from row_proofs.row_case import Argument, RowCase, integers, mixing, rows
 
 #: Bases, and layers of one framework that hold a program of the user's.
 _WITHOUT_EXAMPLE = """

@@ -19,11 +19,10 @@ from typing import Any
 import keras
 
 from keras_strategies.rows.row_proofs import RowProofs
-from row_proofs.case_layers import Held
+from row_proofs.case_layers import SIZES, Held, RowCase
 from row_proofs.keras_functions import FUNCTIONS
 from row_proofs.keras_layers import LAYERS
 from row_proofs.proofs import built, call_of, prover
-from row_proofs.row_case import SIZES, RowCase
 
 RESULTS = Path(__file__).with_suffix(".json")
 PAGE = Path(__file__).parents[2] / "docs" / "contributors" / "split-calls.md"

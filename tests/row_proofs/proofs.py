@@ -16,17 +16,13 @@ import keras_strategies as ks
 from keras_strategies.rows.layer_calls import LayerCall, argument_leaves
 from keras_strategies.rows.row_placements import RowPlacement, RowProof
 from keras_strategies.rows.row_prover import RowProver
-from row_proofs.row_case import BATCH, SIZES, RowCase
+from row_proofs.case_layers import BATCH, SIZES, RowCase
 
 BACKEND = keras.backend.backend()
 #: Backends on which layer calls are split; on JAX a step is one program.
 SPLITS = ("tensorflow", "torch")
-needs_split = pytest.mark.skipif(
-    BACKEND not in SPLITS, reason="this backend does not split calls"
-)
-of_tensorflow = pytest.mark.skipif(
-    BACKEND != "tensorflow", reason="programs and numbers of TensorFlow"
-)
+needs_split = pytest.mark.skipif(BACKEND not in SPLITS, reason="calls are not split")
+of_tensorflow = pytest.mark.skipif(BACKEND != "tensorflow", reason="of TensorFlow")
 
 
 def normal(*shape: int, seed: int = 7) -> Any:
@@ -42,9 +38,7 @@ def mirrored(replicas: int = 2, **options: Any) -> ks.MirroredStrategy:
 
 
 def prover() -> RowProver:
-    """The prover of a strategy on two devices; one without replicas on JAX."""
-    if BACKEND not in SPLITS:
-        return RowProver()
+    """The prover of a strategy on two devices."""
     strategy = mirrored()
     # Keras has been hooked before a strategy proves anything.
     with strategy.scope():

@@ -18,7 +18,7 @@ from keras_strategies.rows.row_placements import (
     RowPlacement,
     RowProof,
 )
-from row_proofs.row_case import SIZES
+from row_proofs.case_layers import SIZES
 
 
 @dataclass

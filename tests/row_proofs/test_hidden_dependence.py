@@ -20,9 +20,7 @@ import numpy as np
 import pytest
 from keras import layers, ops
 
-from keras_strategies.keras_compat.backends.keras_on_tensorflow import (
-    step_is_traced_for_batches,
-)
+from keras_strategies.keras_compat.backends import keras_on_tensorflow
 from row_proofs import proofs
 from row_proofs.case_layers import COUNT, STATE, Own, OwnModel
 
@@ -157,7 +155,7 @@ SPLIT = _SPLIT.split()
 if proofs.BACKEND == "tensorflow":
     # A table is the same for all replicas.
     SPLIT.append("Prototypes")
-    if not step_is_traced_for_batches(steps_per_execution=1):
+    if not keras_on_tensorflow.step_is_traced_for_batches(steps_per_execution=1):
         # A program for any number of rows sees None as their number.
         SPLIT.append("PythonOutput")
 

@@ -14,8 +14,7 @@ import pytest
 from keras import ops
 
 from row_proofs import proofs
-from row_proofs.case_layers import Own, with_gradient
-from row_proofs.row_case import SIZES
+from row_proofs.case_layers import SIZES, Own, with_gradient
 from row_proofs.split_numbers import assert_parts_equal
 
 pytestmark = pytest.mark.one_backend("torch", "tensorflow")
