@@ -197,12 +197,11 @@ def test_an_argument_that_changes_is_proved_again(kind: str) -> None:
 
 
 def test_calls_and_training_change_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    proofs = []
-    prove = RowProofs._proved
+    proved, prove = [], RowProofs._proved
 
     def counted(self: Any, call: Any, *args: Any) -> Any:
         if call.layer is model:  # Losses and metrics are proved, too.
-            proofs.append(call.layer)
+            proved.append(call.layer)
         return prove(self, call, *args)
 
     monkeypatch.setattr(RowProofs, "_proved", counted)
@@ -212,11 +211,11 @@ def test_calls_and_training_change_no_settings(monkeypatch: pytest.MonkeyPatch) 
         model.compile("sgd", "mse", run_eagerly=True)
     for _ in range(3):
         model.predict_on_batch(X)
-    assert len(proofs) == 1
+    assert len(proved) == 1
     for _ in range(3):
         model.train_on_batch(X, X)
     # `training` is another argument.
-    assert len(proofs) == 2
+    assert len(proved) == 2
 
 
 # Flags, where no proof looks for them.
