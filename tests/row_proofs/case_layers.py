@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,8 @@ from keras import layers, ops
 
 from keras_strategies.rows.row_placements import ROWS, RowKind, RowPlacement
 
+Function = Callable[..., Any]
+Make = Callable[[], Any]
 #: Arguments of `add_weight`.
 STATE = {"shape": (), "initializer": "zeros", "trainable": False}
 COUNT = {**STATE, "dtype": "int32"}
@@ -20,7 +23,7 @@ COUNT = {**STATE, "dtype": "int32"}
 class Apply(layers.Layer):
     """A function of the inputs."""
 
-    def __init__(self, function: Callable[..., Any], **options: Any):
+    def __init__(self, function: Function, **options: Any):
         super().__init__(**options)
         self.function = function
 
@@ -31,7 +34,7 @@ class Apply(layers.Layer):
 class Held(Apply):
     """A function of an object, such as another layer, and of the inputs."""
 
-    def __init__(self, held: Any, function: Callable[..., Any]):
+    def __init__(self, held: Any, function: Function):
         super().__init__(function)
         self.held = held
 
@@ -45,10 +48,8 @@ class Own(Apply):
     It may have inner layers, and weights of shapes or with arguments of `add_weight`.
     """
 
-    def __init__(
-        self, function: Any, inner: Any = None, dtype: Any = None, **weights: Any
-    ):
-        super().__init__(function, dtype=dtype)
+    def __init__(self, function: Function, inner: Any = None, **weights: Any):
+        super().__init__(function, dtype=weights.pop("dtype", None))
         self.inner = inner
         for name, given in weights.items():
             options = given if isinstance(given, dict) else {"shape": given}
@@ -59,23 +60,18 @@ class Own(Apply):
         return inputs[0] if found is None else found
 
 
-def add_loss(function: Callable[[Any], Any]) -> Own:
+def add_loss(function: Function) -> Own:
     """Returns its input and adds a function of it as a loss."""
     return Own(lambda layer, x: layer.add_loss(function(x)))
 
 
-def tracked(function: Callable[[Any, Any], Any], shape: Any = ()) -> Own:
+def tracked(function: Function, shape: Any = ()) -> Own:
     """Assigns a function of its state and its input to the state."""
 
     def assign(layer: Own, x: Any) -> None:
         layer.state.assign(function(layer.state, x))
 
     return Own(assign, state={**STATE, "shape": shape})
-
-
-def scaled(function: Callable[[Any, Any], Any]) -> Own:
-    """A function of a layer with a weight for each of six columns, and of the input."""
-    return Own(function, scale={"shape": (6,), "initializer": "ones"})
 
 
 class OwnModel(keras.Model):
@@ -106,11 +102,7 @@ class OwnModel(keras.Model):
         return {metric.name: metric.result() for metric in self.metrics}
 
 
-def attend(attention: Any, x: Any) -> Any:
-    return attention(x, x, use_causal_mask=True)
-
-
-def with_loss(use: Callable[[Any, Any], Any], inner: Any, factor: float) -> Own:
+def with_loss(use: Function, inner: Any, factor: float) -> Own:
     """A function of an inner layer and the input, whose mean square is a loss."""
 
     def call(layer: Own, x: Any) -> Any:
@@ -119,16 +111,6 @@ def with_loss(use: Callable[[Any, Any], Any], inner: Any, factor: float) -> Own:
         return found
 
     return Own(call, inner)
-
-
-def regularized() -> Own:
-    norm = keras.Sequential([layers.Dense(4), layers.BatchNormalization()])
-    return with_loss(lambda inner, x: inner(x), norm, 1.0)
-
-
-def weight_loss(layer: Own, inputs: Any) -> Any:
-    layer.add_loss(ops.sum(ops.square(layer.scale)))
-    return inputs * layer.scale
 
 
 def experts(layer: Own, inputs: Any) -> Any:
@@ -149,19 +131,8 @@ def codebook(layer: Own, inputs: Any) -> Any:
     return inputs + ops.stop_gradient(chosen - inputs)
 
 
-def sampled(shape_of: Callable[[Any], Any]) -> Held:
-    """The sampling of a variational autoencoder."""
-    return Held(
-        keras.random.SeedGenerator(5),
-        lambda seed, x: x + keras.random.normal(shape_of(x), seed=seed),
-    )
-
-
-def doubled(gradient: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
-    """A product whose gradient is a function of its input and of the output's gradient.
-
-    `keras.ops.custom_gradient` takes it.
-    """
+def doubled(gradient: Function) -> Function:
+    """A product with a gradient of its input and output's gradient, for `ops`."""
 
     def function(x: Any) -> Any:
         def grad(*args: Any, upstream: Any = None) -> Any:
@@ -172,29 +143,10 @@ def doubled(gradient: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
     return function
 
 
-def with_gradient(gradient: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
+def with_gradient(gradient: Function) -> Function:
     function = doubled(gradient)
     # On TensorFlow a variable itself would need another signature.
     return lambda inputs: ops.custom_gradient(function)(inputs * 1.0)
-
-
-def transformer(blocks: int, rate: float) -> keras.Model:
-    inputs = keras.Input((5,), dtype="int32")
-    x = layers.Embedding(50, 16)(inputs)
-    for _ in range(blocks):
-        y = layers.LayerNormalization()(x)
-        attention = layers.MultiHeadAttention(2, 8, dropout=rate)
-        x = x + attention(y, y, use_causal_mask=True)
-        y = layers.Dense(64, "gelu")(layers.LayerNormalization()(x))
-        x = x + layers.Dropout(rate)(layers.Dense(16)(y))
-    return keras.Model(inputs, layers.Dense(50)(x))
-
-
-def masked(inner: layers.Layer) -> keras.Model:
-    """A layer behind an embedding with a mask."""
-    inputs = keras.Input((5,), dtype="int32")
-    x = layers.Embedding(9, 8, mask_zero=True)(inputs)
-    return keras.Model(inputs, inner(x))
 
 
 #: Rows of the batch, and of each replica.
@@ -228,7 +180,7 @@ class RowCase:
     variables without seeds; draws the entries of each draw for each row.
     """
 
-    make: Callable[[], Any]
+    make: Make
     arguments: tuple[Argument, ...]
     outputs: tuple[RowPlacement | None, ...] = (ROWS,)
     losses: tuple[RowPlacement, ...] = ()
@@ -241,22 +193,18 @@ class RowCase:
         return [argument.has_rows for argument in self.arguments]
 
 
-def rows(make: Callable[[], Any], *shapes: Any, **expected: Any) -> RowCase:
+def rows(make: Make, *shapes: Any, **expected: Any) -> RowCase:
     """A case of arguments, or of their shapes without rows; of six columns if none."""
     each = (s if isinstance(s, Argument) else Argument(s) for s in shapes or [(6,)])
     return RowCase(make, tuple(each), **expected)
 
 
-def mixing(make: Callable[[], Any], *shapes: Any) -> RowCase:
-    return rows(make, *shapes, problem=True)
-
-
-def function(apply: Callable[..., Any], *shapes: Any, **expected: Any) -> RowCase:
+def function(apply: Function, *shapes: Any, **expected: Any) -> RowCase:
     return rows(lambda: Apply(apply), *shapes, **expected)
 
 
-def mixing_function(apply: Callable[..., Any], *shapes: Any) -> RowCase:
-    return function(apply, *shapes, problem=True)
+mixing = functools.partial(rows, problem=True)
+mixing_function = functools.partial(function, problem=True)
 
 
 def multiple(count: int) -> tuple[RowPlacement]:

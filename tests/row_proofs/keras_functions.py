@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
 from typing import Any
 
 import numpy as np
 from keras import ops
 
-from row_proofs.case_layers import (
-    FLOAT,
-    Argument,
-    RowCase,
-    doubled,
-    function,
-    integers,
-    mixing_function,
-)
+from row_proofs import case_layers as own
+from row_proofs.case_layers import FLOAT, Function, RowCase, function, integers
 
 #: They take no tensor of a batch, or return none: shapes, constants, tests of Python.
 _WITHOUT_ROWS = """
@@ -32,21 +25,18 @@ EDGES = np.array([-1.0, 0.0, 1.0], FLOAT)
 SEGMENTS = np.array([0, 0, 1, 1, 2, 2], "int32")
 KERNEL = np.random.default_rng(4).normal(size=(3, 3, 3, 2)).astype(FLOAT)
 ONES, ZEROS = np.ones(6, FLOAT), np.zeros(6, FLOAT)
-
+AFFINE = np.array([1.0, 0.1, 0, 0.1, 1, 0, 0, 0], FLOAT)
+CORNERS = np.array([[0, 0], [0, 7], [7, 0], [7, 7]], FLOAT)
+FLAGS = own.Argument((6,), "bool")
 Cases = dict[str, RowCase]
-
-
-def flags(*shape: int) -> Argument:
-    return Argument(shape, "bool")
 
 
 def positive(x: Any) -> Any:
     return ops.abs(x) + 0.5
 
 
-def within(x: Any) -> Any:
-    """Numbers between -1 and 1, as those of a sine."""
-    return 0.9 * ops.tanh(x)
+def over_one(x: Any) -> Any:
+    return ops.abs(x) + 1.5
 
 
 def definite(x: Any) -> Any:
@@ -56,11 +46,10 @@ def definite(x: Any) -> Any:
 
 def of(name: str) -> Any:
     """`conv` or `image.resize`."""
-    folder, _, name = name.rpartition(".")
-    return getattr(ops.image if folder else ops, name)
+    return operator.attrgetter(name)(ops)
 
 
-def cases(names: str, call: Callable[..., Any], *shapes: Any) -> Cases:
+def cases(names: str, call: Function, *shapes: Any) -> Cases:
     """A call of each of some functions, which is its first argument."""
     return {
         name: function(lambda *xs, name=name: call(of(name), *xs), *shapes)
@@ -78,16 +67,16 @@ def plain(names: str, *arguments: Any) -> Cases:
     return {name: function(of(name), *arguments) for name in names.split()}
 
 
-def of_values(names: str, change: Callable[[Any], Any], *shapes: Any) -> Cases:
+def of_values(names: str, change: Function, *shapes: Any) -> Cases:
     """Functions of changed arguments."""
     return cases(names, lambda f, *xs: f(*map(change, xs)), *shapes)
 
 
-def each_row(apply: Callable[[Any], Any], shape: Any = (6,)) -> RowCase:
+def each_row(apply: Function, shape: Any = (6,)) -> RowCase:
     return function(lambda x: ops.vectorized_map(apply, x), shape)
 
 
-def columns(apply: Callable[[Any], Any], shape: Any = (6,)) -> RowCase:
+def columns(apply: Function, shape: Any = (6,)) -> RowCase:
     """A function along the first axis, where columns are."""
     return function(lambda x: ops.transpose(apply(ops.transpose(x))), shape)
 
@@ -96,35 +85,19 @@ def as_complex(x: Any) -> Any:
     return ops.view_as_complex(ops.reshape(x, (-1, 3, 2)))
 
 
-def affine(x: Any) -> Any:
-    transform = np.array([1.0, 0.1, 0, 0.1, 1, 0, 0, 0], FLOAT)
-    each = ops.multiply(ops.ones_like(x[:, 0, 0, :1]), transform)
-    return ops.image.affine_transform(x, each)
-
-
 def perspective(x: Any) -> Any:
-    corners = np.array([[0, 0], [0, 7], [7, 0], [7, 7]], FLOAT)
-    each = ops.multiply(ops.ones_like(x[:, :4, :2, 0]), corners)
+    each = ops.multiply(ops.ones_like(x[:, :4, :2, 0]), CORNERS)
     return ops.image.perspective_transform(x, each, each + 0.5)
 
 
 def rescaled(x: Any) -> Any:
-    scale, shift = np.array([0.5, 0.5], FLOAT), np.array([0.0, 0.0], FLOAT)
-    shape = (x.shape[0], 4, 4, 3)
-    return ops.image.scale_and_translate(x, shape, scale, shift, (1, 2), "linear")
-
-
-def sparse_crossentropy(labels: Any, x: Any) -> Any:
-    return ops.sparse_categorical_crossentropy(labels, x, from_logits=True)
+    sizes = (x.shape[0], 4, 4, 3), 0.5 * ONES[:2], ZEROS[:2]
+    return ops.image.scale_and_translate(x, *sizes, (1, 2), "linear")
 
 
 def ctc_decode(x: Any) -> Any:
     lengths = ops.cast(ops.ones_like(x[:, 0, 0]) * 5, "int32")
     return ops.ctc_decode(x, lengths, strategy="greedy")[0][0]
-
-
-def halved_three_times(x: Any) -> Any:
-    return ops.while_loop(lambda i, h: i < 3, lambda i, h: (i + 1, h * 0.5), (0, x))[1]
 
 
 def ctc_loss(labels: Any, x: Any) -> Any:
@@ -159,10 +132,8 @@ _ALONG = """
 FUNCTIONS: Cases = {
     # Elementwise.
     **plain(_OF_ONE),
-    **of_values(
-        "arccosh log log10 log1p log2 reciprocal rsqrt sqrt", lambda x: positive(x) + 1
-    ),
-    **of_values("arccos arcsin arctanh erfinv", within),
+    **of_values("arccosh log log10 log1p log2 reciprocal rsqrt sqrt", over_one),
+    **of_values("arccos arcsin arctanh erfinv", lambda x: 0.9 * ops.tanh(x)),
     **of_values(_OF_TWO, positive, *TWO),
     # Torch has no derivatives of them.
     **cases(
@@ -172,8 +143,8 @@ FUNCTIONS: Cases = {
     ),
     **plain(_INTEGERS, integers(6), integers(6)),
     **plain("bitwise_invert bitwise_not", integers(6)),
-    **plain("logical_and logical_or logical_xor", flags(6), flags(6)),
-    **plain("logical_not", flags(6)),
+    **plain("logical_and logical_or logical_xor", FLAGS, FLAGS),
+    **plain("logical_not", FLAGS),
     **of_values("imag", lambda x: ops.cast(x, "complex64")),
     **plain("ldexp", (6,), integers(6)),
     **calls("cast", "float16"),
@@ -185,7 +156,7 @@ FUNCTIONS: Cases = {
     "polar": function(lambda x: ops.real(ops.polar(positive(x), x))),
     "select": function(lambda x: ops.select([x > 1.0, x > 0.0], [x, 2 * x], 0.0)),
     "where": function(lambda x: ops.where(x > 0, x, 0.1 * x)),
-    "allclose": mixing_function(lambda x, y: ops.allclose(x, y), *TWO),
+    "allclose": own.mixing_function(lambda x, y: ops.allclose(x, y), *TWO),
     # Along an axis.
     **calls(_ALONG, axis=-1),
     **calls("argpartition", 2, axis=-1),
@@ -206,7 +177,7 @@ FUNCTIONS: Cases = {
     **calls("dsplit", 2, on=SQUARE),
     "dstack": function(lambda x, y: ops.dstack([x, y]), SQUARE, SQUARE),
     **calls("expand_dims", 1),
-    "flipud": mixing_function(ops.flipud),
+    "flipud": own.mixing_function(ops.flipud),
     **calls("get_item", (slice(None), slice(1, 3))),
     **calls("hsplit", 2),
     "hstack": function(lambda x, y: ops.hstack([x, y]), (6,), (3,)),
@@ -226,14 +197,14 @@ FUNCTIONS: Cases = {
     **calls("unstack", axis=1),
     "view_as_complex": function(lambda x: ops.real(as_complex(x))),
     "view_as_real": function(lambda x: ops.view_as_real(as_complex(x))),
-    "vsplit": mixing_function(lambda x: ops.vsplit(x, 2)),
-    "vstack": mixing_function(lambda x, y: ops.vstack([x, y]), *TWO),
-    "nonzero": mixing_function(lambda x: ops.nonzero(x)[0]),
-    "unique": mixing_function(ops.unique, integers(6)),
+    "vsplit": own.mixing_function(lambda x: ops.vsplit(x, 2)),
+    "vstack": own.mixing_function(lambda x, y: ops.vstack([x, y]), *TWO),
+    "nonzero": own.mixing_function(lambda x: ops.nonzero(x)[0]),
+    "unique": own.mixing_function(ops.unique, integers(6)),
     # Products.
     **plain("cdist", (5, 3), (4, 3)),
     "correlate": each_row(lambda row: ops.correlate(row, EDGES)),
-    "corrcoef": mixing_function(ops.corrcoef),
+    "corrcoef": own.mixing_function(ops.corrcoef),
     "cross": function(lambda x, y: ops.cross(x, y, axis=-1), (3,), (3,)),
     **calls("dot matmul", TABLE),
     "einsum": function(lambda x: ops.einsum("bi,ij->bj", x, TABLE)),
@@ -244,10 +215,12 @@ FUNCTIONS: Cases = {
     "vdot": each_row(lambda row: ops.vdot(row, row)),
     **cases("dot_product_attention", lambda f, x: f(x, x, x), (5, 2, 4)),
     # Gathers and scatters.
-    "bincount": mixing_function(lambda i: ops.bincount(i, minlength=4), integers(6)),
+    "bincount": own.mixing_function(
+        lambda i: ops.bincount(i, minlength=4), integers(6)
+    ),
     **calls("digitize isin", EDGES),
     **calls("extract_sequences", 4, 2, on=(12,)),
-    "histogram": mixing_function(lambda x: ops.histogram(x[:, 0], bins=4)[0]),
+    "histogram": own.mixing_function(lambda x: ops.histogram(x[:, 0], bins=4)[0]),
     "in_top_k": function(lambda i, x: ops.in_top_k(i, x, 2), integers(), (6,)),
     **calls("multi_hot one_hot", 5, on=integers(6)),
     "scatter": columns(lambda c: ops.scatter([[4], [1]], c[:2], (6, c.shape[1]))),
@@ -288,11 +261,14 @@ FUNCTIONS: Cases = {
     **calls("conv_transpose", KERNEL.transpose(0, 1, 3, 2), 2, on=IMAGE),
     **calls("depth_to_space", 2, on=(4, 4, 4)),
     **calls("fold", (4, 4), 2, stride=2, on=(12, 4)),
-    "psnr": mixing_function(lambda x, y: ops.psnr(x, y, 1.0), IMAGE, IMAGE),
+    "psnr": own.mixing_function(lambda x, y: ops.psnr(x, y, 1.0), IMAGE, IMAGE),
     **calls("separable_conv", KERNEL, np.ones((1, 1, 6, 4), FLOAT), on=IMAGE),
     **calls("space_to_depth image.extract_patches", 2, on=IMAGE),
     **calls("unfold", 2, on=(3, 8, 8)),
-    "image.affine_transform": function(affine, IMAGE),
+    "image.affine_transform": function(
+        lambda x: ops.image.affine_transform(x, ops.ones_like(x[:, 0, 0, :1]) * AFFINE),
+        IMAGE,
+    ),
     **calls("image.crop_images", 1, 1, target_height=4, target_width=4, on=IMAGE),
     **calls("image.elastic_transform", seed=3, on=IMAGE),
     **calls("image.extract_patches_3d", 2, on=(4, 4, 4, 2)),
@@ -319,13 +295,15 @@ FUNCTIONS: Cases = {
     **cases(
         "categorical_crossentropy", lambda f, x, y: f(ops.softmax(x), y, True), *TWO
     ),
-    "sparse_categorical_crossentropy": function(sparse_crossentropy, integers(), (6,)),
+    "sparse_categorical_crossentropy": function(
+        lambda i, x: ops.sparse_categorical_crossentropy(i, x, True), integers(), (6,)
+    ),
     "ctc_decode": function(ctc_decode, (5, 4)),
     "ctc_loss": function(ctc_loss, integers(2), (8, 6)),
     # Control flow.
     **cases("associative_scan", lambda f, x: f(lambda a, b: a + b, x, axis=1)),
     "cond": function(lambda x: ops.cond(True, lambda: x, lambda: 2.0 * x)),
-    **cases("custom_gradient", lambda f, x: f(doubled(lambda x, g: g))(x)),
+    **cases("custom_gradient", lambda f, x: f(own.doubled(lambda x, g: g))(x)),
     "fori_loop": function(lambda x: ops.fori_loop(0, 3, lambda i, h: h * 0.5 + x, x)),
     "map": function(lambda x: ops.map(lambda row: row * 2.0, x)),
     "scan": columns(
@@ -334,15 +312,16 @@ FUNCTIONS: Cases = {
     "switch": function(lambda x: ops.switch(1, [lambda y: y, lambda y: 2.0 * y], x)),
     "vectorize": function(lambda x: ops.vectorize(lambda v: v * 2.0)(x)),
     "vectorized_map": each_row(lambda row: row - ops.mean(row)),
-    "while_loop": function(halved_three_times),
+    "while_loop": function(
+        lambda x: ops.while_loop(
+            lambda i, h: i < 3, lambda i, h: (i + 1, h * 0.5), (0, x)
+        )[1]
+    ),
 }
 
 
 def names_of_keras() -> set[str]:
     """The functions that Keras has."""
-
-    def functions(module: Any) -> set[str]:
-        named = vars(module).items()
-        return {n for n, value in named if not n.startswith("_") and callable(value)}
-
-    return functions(ops) | {f"image.{name}" for name in functions(ops.image)}
+    modules = {"": vars(ops).items(), "image.": vars(ops.image).items()}
+    every = ((m, n, value) for m, named in modules.items() for n, value in named)
+    return {m + n for m, n, value in every if n[0] != "_" and callable(value)}

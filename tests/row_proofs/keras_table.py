@@ -1,4 +1,4 @@
-"""Which layers of Keras and which functions of `keras.ops` are split, on each backend.
+"""A call with rows of every layer of Keras, and which layers and functions are split.
 
 KERAS_BACKEND=torch PYTHONPATH=tests python -m row_proofs.keras_table
 
@@ -9,6 +9,7 @@ writes what is so on a backend to `keras_table.json`, and the page of the docs, 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import warnings
@@ -17,12 +18,176 @@ from pathlib import Path
 from typing import Any
 
 import keras
+from keras import layers, ops
+from random_numbers.cases import image_layers as augmentations
+from random_numbers.cases import more_image_layers
 
 from keras_strategies.rows.row_proofs import RowProofs
-from row_proofs.case_layers import SIZES, Held, RowCase
-from row_proofs.keras_functions import FUNCTIONS
-from row_proofs.keras_layers import LAYERS
+from row_proofs import case_layers as own
+from row_proofs.case_layers import Make, RowCase, integers, mixing, rows
+from row_proofs.keras_functions import FUNCTIONS, IMAGE
 from row_proofs.proofs import built, call_of, prover
+
+#: Bases, and layers of one framework that hold a program of the user's.
+_WITHOUT_EXAMPLE = """
+    FlaxLayer InputLayer JaxLayer Layer TFSMLayer TorchModuleWrapper Wrapper
+"""
+WITHOUT_EXAMPLE = frozenset(_WITHOUT_EXAMPLE.split())
+VECTOR, SEQUENCE, VOLUME = (6,), (5, 4), (4, 4, 4, 2)
+WORDS = ["a", "b", "c"]
+PAIR: Any = {"on": [VECTOR, VECTOR], "call": lambda layer, x, y: layer([x, y])}
+TEXT, TEXTS = own.Argument((), "string"), own.Argument((2,), "string")
+
+
+def each(
+    names: str, *arguments: Any, on: Any = VECTOR, call: Any = None, **options: Any
+) -> dict[str, RowCase]:
+    """Layers with the same arguments, of a shape or a list of shapes without rows.
+
+    They are called by a function of the layer and its inputs.
+    """
+    found, shapes = {}, on if isinstance(on, list) else [on]
+    for name in names.split():
+        make: Any = functools.partial(getattr(layers, name), *arguments, **options)
+        held = functools.partial(lambda make: own.Held(make(), call), make)
+        found[name] = rows(held if call else make, *shapes)
+    return found
+
+
+def around(name: str, inner: Make, on: Any = SEQUENCE) -> dict[str, RowCase]:
+    """A layer that has another one."""
+    return {name: rows(lambda: getattr(layers, name)(inner()), on)}
+
+
+def attend(attention: Any, x: Any) -> Any:
+    return attention(x, x, use_causal_mask=True)
+
+
+VECTORS = {
+    **each("BatchNormalization ELU Identity LayerNormalization LeakyReLU PReLU"),
+    **each("RMSNormalization ReLU Softmax UnitNormalization"),
+    **each("Activation", "gelu"),
+    **each("ActivityRegularization", 0.1),
+    **each("AlphaDropout Dropout GaussianDropout GaussianNoise", 0.3),
+    **each("Dense", 3, "relu"),
+    **each("EinsumDense", "ab,bc->ac", 3),
+    **each("Lambda", lambda x: ops.square(x)),
+    **each("Normalization", mean=0.5, variance=2.0),
+    **each("RepeatVector", 3),
+    **each("Reshape", (2, 3)),
+    **around("SpectralNormalization", lambda: layers.Dense(3), on=VECTOR),
+    **each("Add Average Concatenate Maximum Minimum Multiply Subtract", **PAIR),
+    **each("Dot", 1, **PAIR),
+}
+
+SEQUENCES = {
+    **each("Flatten Masking", on=SEQUENCE),
+    **each("GroupNormalization", 2, on=SEQUENCE),
+    **each("Permute", (2, 1), on=SEQUENCE),
+    **each("GRU LSTM SimpleRNN", 3, on=SEQUENCE),
+    **each("Embedding ReversibleEmbedding", 9, 4, on=integers(5)),
+    **around("Bidirectional", lambda: layers.LSTM(3)),
+    **around("RNN", lambda: layers.LSTMCell(3)),
+    **around("TimeDistributed", lambda: layers.Dense(3)),
+    **each("GRUCell SimpleRNNCell", 3, call=lambda cell, x: cell(x, [x[:, :3]])[0]),
+    **each("LSTMCell", 3, call=lambda cell, x: cell(x, [x[:, :3]] * 2)[0]),
+    "StackedRNNCells": rows(
+        lambda: own.Held(
+            layers.StackedRNNCells([layers.GRUCell(3), layers.GRUCell(3)]),
+            lambda layer, x: layer(x, [x[:, :3], x[:, 3:]])[0],
+        )
+    ),
+    **each("Attention AdditiveAttention", on=SEQUENCE, call=lambda f, x: f([x, x])),
+    **each("MultiHeadAttention", 2, 3, on=SEQUENCE, call=attend),
+    **each("GroupQueryAttention", 2, 2, 1, on=SEQUENCE, call=lambda f, x: f(x, x)),
+    **each("STFTSpectrogram", frame_length=8, frame_step=4, on=(32, 1)),
+    "MelSpectrogram": mixing(
+        lambda: layers.MelSpectrogram(16, 8, None, "hann", 64, 4, 1, 30), (64,)
+    ),
+}
+
+
+_POSITIONS: dict[str, tuple[Any, ...]] = {
+    "AdaptiveAveragePooling AdaptiveMaxPooling AveragePooling": (2,),
+    "Conv SeparableConv": (3, 2),
+    "Cropping ZeroPadding": (1,),
+    "GlobalAveragePooling GlobalMaxPooling": (),
+    "MaxPooling UpSampling DepthwiseConv": (2,),
+    "SpatialDropout": (0.3,),
+}
+
+
+_VIDEOS = {"1D": (3, 6, 2), "2D": (3, 6, 6, 2), "3D": (2, 4, 4, 4, 2)}
+
+
+def _of_axes() -> dict[str, RowCase]:
+    """Layers for one, two and three axes of positions."""
+    found = {}
+    for axes, shape in {"1D": SEQUENCE, "2D": IMAGE, "3D": VOLUME}.items():
+        found |= each(f"Conv{axes}Transpose", 3, 2, on=shape)
+        found |= each(f"ConvLSTM{axes}", 2, 2, on=_VIDEOS[axes])
+        for names, arguments in _POSITIONS.items():
+            every = [name + axes for name in names.split()]
+            known = [name for name in every if hasattr(layers, name)]
+            found |= each(" ".join(known), *arguments, on=shape)
+    return found
+
+
+def of_boxes(layer: Any, x: Any, boxes: Any, labels: Any) -> Any:
+    given = {"images": x, "bounding_boxes": {"boxes": boxes, "labels": labels}}
+    return layer(given)["images"]
+
+
+def pipeline() -> layers.Layer:
+    return layers.Pipeline([layers.Rescaling(0.5), layers.CenterCrop(4, 4)])
+
+
+_CLAHE = "ContrastLimitedAdaptiveHistogramEqualization"
+BOXES: Any = {"on": [IMAGE, (5, 4), integers(5)], "call": of_boxes}
+
+
+def _of_images() -> dict[str, RowCase]:
+    found = {
+        name: rows(make, IMAGE)
+        for name, make in {**augmentations(), **more_image_layers()}.items()
+        # Others are models of several layers.
+        if hasattr(layers, name)
+    }
+    scale: Any = {"value_range": (0, 1), "on": IMAGE}
+    return found | {
+        "MixUp": mixing(lambda: layers.MixUp(seed=1), IMAGE),
+        "CutMix": mixing(found["CutMix"].make, IMAGE),
+        **each("AutoContrast Equalization", **scale),
+        **each("CenterCrop Resizing", 4, 4, on=IMAGE),
+        **each(_CLAHE, tile_grid_size=(2, 2), **scale),
+        **each("MaxNumBoundingBoxes", 3, bounding_box_format="xyxy", **BOXES),
+        **each("Rescaling", 0.5, on=IMAGE),
+        **each("Solarization", 0.1, **scale),
+        "Pipeline": rows(pipeline, IMAGE),
+    }
+
+
+LOOKUPS = {
+    **each("CategoryEncoding Hashing", 5, on=integers(6)),
+    **each("Discretization", bin_boundaries=[0.0, 1.0]),
+    **each("HashedCrossing", 5, on=[integers(1)] * 2, call=PAIR["call"]),
+    **each("IntegerLookup", vocabulary=[1, 2, 3], on=integers(6)),
+    **each("StringLookup", vocabulary=WORDS, on=TEXTS),
+    **each("TextVectorization", vocabulary=WORDS, output_sequence_length=3, on=TEXT),
+}
+
+LAYERS = {**VECTORS, **SEQUENCES, **_of_axes(), **_of_images(), **LOOKUPS}
+
+
+def layers_of_keras() -> set[str]:
+    """The names of Keras's layers, each class once."""
+    names: dict[Any, str] = {}
+    for name, value in vars(layers).items():
+        if isinstance(value, type) and issubclass(value, layers.Layer):
+            own = names.setdefault(value, name)
+            names[value] = name if name == value.__name__ else own
+    return set(names.values())
+
 
 RESULTS = Path(__file__).with_suffix(".json")
 PAGE = Path(__file__).parents[2] / "docs" / "contributors" / "split-calls.md"
@@ -54,21 +219,13 @@ def verdict(case: RowCase) -> str:
             return REFUSED
         call = call_of(layer, values)
         proofs = RowProofs(prover(), lambda *_: "", True, contextlib.nullcontext)
-        proof, _ = proofs.of(call, [*case.has_rows, False], SIZES)
+        proof, _ = proofs.of(call, [*case.has_rows, False], own.SIZES)
     if proof.problem is not None:
         return MIXES if case.problem else UNKNOWN
     by_type = proof.is_by_type
-    if isinstance(layer, Held):
+    if isinstance(layer, own.Held):
         by_type = is_row_wise(layer.held, [value.ndim for value in values])
     return TYPE if by_type else PROVED
-
-
-def current() -> dict[str, dict[str, str]]:
-    """The verdicts of all cases on the backend under test."""
-    return {
-        kind: {name: verdict(cases[name]) for name in sorted(cases)}
-        for kind, cases in CASES.items()
-    }
 
 
 def read() -> dict[str, Any]:
@@ -76,8 +233,7 @@ def read() -> dict[str, Any]:
 
 
 def _lines(results: Mapping[str, Any]) -> Iterator[str]:
-    titles = {"layers": "Layers", "functions": "Functions of `keras.ops`"}
-    for kind, title in titles.items():
+    for kind, title in ("layers", "Layers"), ("functions", "Functions of `keras.ops`"):
         yield f"## {title}\n"
         yield "| | " + " | ".join(BACKENDS.values()) + " |"
         yield "|---|" + "---:|" * len(BACKENDS)
@@ -114,7 +270,10 @@ def with_table(text: str, results: Mapping[str, Any]) -> str:
 
 def main() -> None:
     results = read() if RESULTS.exists() else {}
-    results[keras.backend.backend()] = current()
+    results[keras.backend.backend()] = {
+        kind: {name: verdict(cases[name]) for name in sorted(cases)}
+        for kind, cases in CASES.items()
+    }
     RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
     with contextlib.suppress(KeyError):  # Until both backends have run.
         PAGE.write_text(with_table(PAGE.read_text(), results))

@@ -19,7 +19,7 @@ from keras_strategies.rows.layer_calls import LayerCall
 from row_proofs import proofs
 from row_proofs.attacking_layers import LAYERS, METRICS, OwnMetric, if_
 from row_proofs.case_layers import Apply, add_loss, doubled
-from row_proofs.split_numbers import assert_parts_equal
+from row_proofs.proofs import assert_parts_equal
 
 pytestmark = pytest.mark.one_backend("torch", "tensorflow")
 

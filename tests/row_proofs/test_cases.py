@@ -2,12 +2,15 @@
 
 Values hide what the operations do: weights are zero, capacities are not reached, losses
 have a factor of zero. Where a call is proved, two uneven parts of a later batch give
-the numbers of the batch; cases of `mixing` are not split.
+the numbers of the batch; cases of `mixing` are not split. Random programs, chains of
+functions that keep the shape, are proved if and only if none of them mixes rows.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
+import random
 from typing import Any
 
 import keras
@@ -19,37 +22,74 @@ from keras_strategies.rows.row_placements import MEAN, ROWS, SAME, SUM, RowPlace
 from row_proofs import case_layers as own
 from row_proofs import proofs
 from row_proofs.case_layers import RowCase, function, mixing, mixing_function, rows
-from row_proofs.split_numbers import assert_parts_equal
+from row_proofs.proofs import assert_parts_equal
 
 pytestmark = pytest.mark.one_backend("torch", "tensorflow")
 
 TABLE = np.random.default_rng(1).normal(size=(own.BATCH, 6)).astype(own.FLOAT)
 PAIR = {"updates": (SAME, SAME)}
 
+
+def sampled(shape_of: own.Function) -> own.Held:
+    """The sampling of a variational autoencoder."""
+    draw = keras.random.normal
+    seed = keras.random.SeedGenerator(5)
+    return own.Held(seed, lambda seed, x: x + draw(shape_of(x), seed=seed))
+
+
+def transformer(blocks: int, rate: float) -> keras.Model:
+    inputs = keras.Input((5,), dtype="int32")
+    x = layers.Embedding(50, 16)(inputs)
+    for _ in range(blocks):
+        y = layers.LayerNormalization()(x)
+        attention = layers.MultiHeadAttention(2, 8, dropout=rate)
+        x = x + attention(y, y, use_causal_mask=True)
+        y = layers.Dense(64, "gelu")(layers.LayerNormalization()(x))
+        x = x + layers.Dropout(rate)(layers.Dense(16)(y))
+    return keras.Model(inputs, layers.Dense(50)(x))
+
+
+def masked(inner: layers.Layer) -> keras.Model:
+    """A layer behind an embedding with a mask."""
+    inputs = keras.Input((5,), dtype="int32")
+    return keras.Model(inputs, inner(layers.Embedding(9, 8, mask_zero=True)(inputs)))
+
+
+def regularized() -> own.Own:
+    norm = keras.Sequential([layers.Dense(4), layers.BatchNormalization()])
+    return own.with_loss(operator.call, norm, 1.0)
+
+
 KERAS_LAYERS = {
     "batch norm of images": rows(layers.BatchNormalization, (5, 5, 3), **PAIR),
-    "batch norm and a loss": rows(own.regularized, losses=(MEAN,), **PAIR),
+    "batch norm and a loss": rows(regularized, losses=(MEAN,), **PAIR),
     "spectral": rows(lambda: layers.SpectralNormalization(layers.Dense(4)), **PAIR),
     "shared dropout": rows(lambda: layers.Dropout(0.3, noise_shape=(1, 6)), draws=(0,)),
     "conv2d dilated": rows(lambda: layers.Conv2D(4, 3, dilation_rate=2), (9, 9, 3)),
     "attention dropout": rows(
-        lambda: own.Held(layers.MultiHeadAttention(2, 4, dropout=0.2), own.attend),
-        (5, 8),
+        lambda: own.Held(
+            layers.MultiHeadAttention(2, 4, dropout=0.2),
+            lambda attention, x: attention(x, x, use_causal_mask=True),
+        ),
+        *[(5, 8)],
         draws=(1,),
     ),
-    "masked LSTM": rows(lambda: own.masked(layers.LSTM(4)), own.integers(5)),
+    "masked LSTM": rows(lambda: masked(layers.LSTM(4)), own.integers(5)),
     "stateful GRU": mixing(lambda: layers.GRU(4, stateful=True), (5, 3)),
     "activity regularizer": rows(
         lambda: layers.Dense(3, activity_regularizer="l2"), losses=(MEAN,)
     ),
     "kernel regularizer": rows(lambda: layers.Dense(3, kernel_regularizer="l2")),
     "transformer of two blocks with dropout": rows(
-        lambda: own.transformer(2, rate=0.1), own.integers(5), draws=(1,) * 4
+        lambda: transformer(2, rate=0.1), own.integers(5), draws=(1,) * 4
     ),
 }
 
 
-def dense(use: Any, inner: Any = lambda: layers.Dense(6)) -> RowCase:
+dense6 = functools.partial(layers.Dense, 6)
+
+
+def dense(use: Any, inner: Any = dense6) -> RowCase:
     """A layer of Keras, which is one operation of a proof, in the code of users."""
     return rows(lambda: own.with_loss(use, inner(), 0.0), losses=(MEAN,))
 
@@ -62,8 +102,8 @@ def embeddings(*more: Any) -> keras.Model:
     return keras.Sequential([layers.Embedding(4, 6, mask_zero=True), *more])
 
 
-def hidden() -> keras.Model:
-    return keras.Sequential([keras.Input((6,)), layers.Dense(6, "tanh")])
+def tanh() -> keras.Model:
+    return proofs.sequential(layers.Dense(6, "tanh"))
 
 
 #: Functions of an inner layer and of the input that mix rows.
@@ -77,7 +117,7 @@ _MIXING = {
 }
 KNOWN_LAYERS = {
     "layer twice": dense(lambda layer, x: layer(x) + layer(x * x)),
-    "nested layer": dense(lambda layer, x: layer(layer(x)), hidden),
+    "nested layer": dense(lambda layer, x: layer(layer(x)), tanh),
     "layer of a table": dense(lambda layer, x: x + ops.sum(layer(TABLE))),
     "layer of stopped rows": dense(lambda layer, x: layer(ops.stop_gradient(x))),
     "layer of flattened rows": dense(
@@ -85,10 +125,7 @@ KNOWN_LAYERS = {
         lambda: layers.Dense(3),
     ),
     "layer of a list": dense(lambda add, x: add([x, ops.ones_like(x)]), layers.Add),
-    **{
-        name: held(lambda: layers.Dense(6), use, problem=True)
-        for name, use in _MIXING.items()
-    },
+    **{n: held(dense6, use, problem=True) for n, use in _MIXING.items()},
     "layers with a mask that draw": held(
         lambda: embeddings(layers.LSTM(5), layers.Dropout(0.5)),
         lambda model, x: model(x, training=True),
@@ -105,7 +142,7 @@ KNOWN_LAYERS = {
     ),
     # Proved by its operations.
     "rows of flattened axes": held(
-        lambda: layers.Dense(6),
+        dense6,
         lambda layer, x: layer(ops.reshape(x, (-1, 6))),
         (3, 6),
         outputs=own.multiple(3),
@@ -165,8 +202,8 @@ OPERATIONS = {
     "clip of many columns": function(lambda x: ops.clip(x, -1, 1), (200,)),
     "loop over time": function(loop_over_time, (5, 3)),
     "codebook": rows(lambda: own.Own(own.codebook, codes=(5, 6)), losses=(MEAN, MEAN)),
-    "sampling": rows(lambda: own.sampled(lambda x: ops.shape(x)), draws=(1,)),
-    "one draw for all rows": rows(lambda: own.sampled(lambda x: (1, 6)), draws=(0,)),
+    "sampling": rows(lambda: sampled(ops.shape), draws=(1,)),
+    "one draw for all rows": rows(lambda: sampled(lambda x: (1, 6)), draws=(0,)),
     "capacity": mixing(lambda: own.Own(own.experts, router=(6, 2), experts=(2, 6, 6))),
     # Zero at first, with as many entries as the batch.
     "weight with rows": mixing(
@@ -187,8 +224,7 @@ def padded_sum(x: Any, **options: Any) -> Any:
 
 
 def crossentropy(x: Any) -> Any:
-    found = ops.sparse_categorical_crossentropy(ops.argmax(x, -1), x, from_logits=True)
-    return ops.mean(found)
+    return ops.mean(ops.sparse_categorical_crossentropy(ops.argmax(x, -1), x, True))
 
 
 #: With their placement; None for those that mix rows.
@@ -210,23 +246,30 @@ def loss(of: Any, kind: RowPlacement | None) -> RowCase:
     return rows(make, losses=(kind,)) if kind else mixing(make)
 
 
-UPDATES = {
+def scaled(function: own.Function) -> own.Own:
+    """A function of a layer with a weight for each of six columns, and of the input."""
+    return own.Own(function, scale={"shape": (6,), "initializer": "ones"})
+
+
+def weight_loss(layer: own.Own, inputs: Any) -> Any:
+    layer.add_loss(ops.sum(ops.square(layer.scale)))
+    return inputs * layer.scale
+
+
+def of_weight(gradient: own.Function) -> own.Make:
+    multiply = own.with_gradient(gradient)
+    return lambda: scaled(lambda layer, x: x * multiply(layer.scale))
+
+
+#: Of weights, and of what is assigned.
+WEIGHTS = {
     "counter": rows(lambda: own.tracked(lambda v, x: v + 1), updates=(SAME,)),
     "moving average of a mean": rows(
         lambda: own.tracked(lambda v, x: 0.9 * v + 0.1 * ops.mean(x)), updates=(MEAN,)
     ),
     "rows counted": mixing(lambda: own.tracked(lambda v, x: v + own.row_count(x))),
     "rows kept": mixing(lambda: own.tracked(lambda v, x: x, (own.BATCH, 6))),
-}
-
-
-def of_weight(gradient: Any) -> Any:
-    multiply = own.with_gradient(gradient)
-    return lambda: own.scaled(lambda layer, x: x * multiply(layer.scale))
-
-
-WEIGHTS = {
-    "loss of weights": rows(lambda: own.scaled(own.weight_loss), losses=(SAME,)),
+    "loss of weights": rows(lambda: scaled(weight_loss), losses=(SAME,)),
     "clipped gradient": mixing(of_weight(lambda w, g: g / (1e6 + ops.norm(g)))),
     "scaled gradient": rows(of_weight(lambda w, g: 3.0 * g)),
     "constant gradient": mixing(of_weight(lambda w, g: ops.ones_like(g))),
@@ -236,7 +279,6 @@ CASES: dict[str, RowCase] = {
     **KNOWN_LAYERS,
     **OPERATIONS,
     **{name: loss(*each) for name, each in LOSSES.items()},
-    **UPDATES,
     **WEIGHTS,
 }
 
@@ -268,12 +310,14 @@ def test_placements(name: str) -> None:
     assert proof.problem is None
     assert tuple(proof.outputs) == case.outputs
     assert tuple(proof.losses) == case.losses
-    assert tuple(proofs.placed_updates(layer, proof)) == case.updates
+    variables = [id(v) for v in layer.variables if "seed" not in v.path]
+    updates = tuple(proof.updates[v] for v in variables if v in proof.updates)
+    assert updates == case.updates
     assert tuple(proof.draws) == case.draws
     if any(case.draws) or name in COLLECTIVES:
         return
-    random = np.random.default_rng(23)
-    later = [argument.value(own.BATCH, random) for argument in case.arguments]
+    draws = np.random.default_rng(23)
+    later = [argument.value(own.BATCH, draws) for argument in case.arguments]
     assert_parts_equal(layer, later, proof, case.has_rows)
 
 
@@ -288,3 +332,87 @@ def test_placements_for_any_number_of_rows(name: str) -> None:
     if not case.problem:
         assert tuple(proof.outputs) == case.outputs
         assert tuple(proof.losses) == case.losses
+
+
+MATRIX = proofs.normal(6, 6, seed=2)
+#: Functions of random programs.
+BY_ROWS: list[own.Function] = [
+    lambda x: ops.relu(x) + 0.1 * x,
+    lambda x: x - ops.mean(x, -1, keepdims=True),
+    lambda x: ops.cumsum(x, 1),
+    lambda x: ops.sort(x, 1),
+    lambda x: ops.matmul(x, MATRIX),
+    lambda x: ops.reshape(ops.tanh(ops.reshape(x, (-1, 3))), (-1, 6)),
+    lambda x: ops.transpose(ops.cumsum(ops.transpose(x), 0)),
+    lambda x: ops.pad(x, ((0, 0), (1, 0)))[:, 1:],
+    lambda x: ops.take_along_axis(x, ops.argsort(x, axis=1), axis=1),
+    lambda x: ops.take(ops.convert_to_tensor(MATRIX), ops.argmax(x, 1), axis=0) * x,
+    lambda x: ops.einsum("bi,bj->bij", x, x)[:, 0],
+    lambda x: ops.concatenate([x[:, :3], x[:, 3:] * 2], 1),
+    lambda x: ops.stack([x, x * x], 0)[1],
+    lambda x: x / ops.norm(x, axis=1, keepdims=True),
+    own.with_gradient(lambda x, g: g / (1 + ops.norm(g, axis=1, keepdims=True))),
+]
+MIXING: list[own.Function] = [
+    lambda x: x - ops.mean(x),
+    lambda x: ops.cumsum(x, 0),
+    lambda x: ops.flip(x, 0),
+    lambda x: x + x[:1],
+    lambda x: x * float(x.shape[0]),
+    lambda x: ops.reshape(ops.transpose(x), (-1, 6)),
+    lambda x: x + ops.tanh(ops.sum(x)) * 0.0,
+    lambda x: ops.matmul(ops.softmax(ops.matmul(x, ops.transpose(x))), x),
+    lambda x: ops.sort(x, 0),
+    lambda x: x + ops.cast(ops.arange(x.shape[0])[:, None], own.FLOAT),
+    lambda x: x / ops.cast(ops.max(ops.argmax(x, 1)) + 7, "float32"),
+    lambda x: ops.roll(ops.reshape(x, (-1, 1)), 1, 0) * ops.ones((1, 6)),
+    own.with_gradient(lambda x, g: g / ops.maximum(ops.norm(g), 1e6)),
+]
+#: With whether they can be split.
+LOSSES_OF_PROGRAMS: list[tuple[own.Function, bool]] = [
+    (lambda x: ops.sum(x), True),
+    (lambda x: ops.mean(ops.square(x)), True),
+    (lambda x: ops.sum(ops.mean(x, 0)), True),
+    (lambda x: ops.mean(ops.sum(x, 1)) + 2, True),
+    (lambda x: ops.sum(x) / ops.cast(ops.size(x), "float32"), True),
+    (lambda x: ops.sum(ops.square(ops.sum(x, 0))), False),
+    (lambda x: 0.0 * ops.max(x), False),
+    (lambda x: ops.sqrt(ops.mean(x * x)), False),
+]
+
+
+def program(seed: int) -> tuple[own.Own, bool]:
+    """A program, and whether it can be split by rows."""
+    draws = random.Random(seed)
+    functions = draws.choices(BY_ROWS, k=draws.randint(1, 4))
+    mixes = draws.random() < 0.4
+    if mixes:
+        functions.insert(draws.randint(0, len(functions)), draws.choice(MIXING))
+    loss, is_split = None, True
+    if draws.random() < 0.5:
+        loss, is_split = draws.choice(LOSSES_OF_PROGRAMS)
+
+    def run(layer: own.Own, x: Any) -> Any:
+        for each in functions:
+            x = each(x)
+        outputs = ops.matmul(x, layer.matrix)
+        if loss is not None:
+            layer.add_loss(loss(outputs))
+        return outputs
+
+    matrix = {"shape": (6, 6), "initializer": "random_normal"}
+    return own.Own(run, matrix=matrix), not mixes and is_split
+
+
+@proofs.needs_split
+@pytest.mark.parametrize("sizes", [own.SIZES, (7, 1)], ids=str)
+@pytest.mark.parametrize("seed", range(16))
+def test_random_programs(seed: int, sizes: tuple[int, int]) -> None:
+    keras.utils.set_random_seed(seed)
+    layer, is_by_rows = program(seed)
+    values = [proofs.normal(8, 6, seed=seed) + 0.2]
+    layer(ops.convert_to_tensor(values[0]))
+    proof = proofs.proof_of(layer, values, sizes=sizes)
+    assert (proof.problem is None) == is_by_rows
+    if is_by_rows:
+        assert_parts_equal(layer, values, proof, sizes=sizes)

@@ -12,10 +12,9 @@ import functools
 import itertools
 import random
 import types
-import warnings
-from collections.abc import Callable
+from collections import namedtuple
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
@@ -27,22 +26,18 @@ from keras import layers, ops
 from keras_strategies.rows.row_proofs import RowProofs
 from keras_strategies.runtime.data_parallel import data_parallel_call
 from row_proofs import proofs
-from row_proofs.case_layers import Apply, Held, add_loss
+from row_proofs.case_layers import Apply, Function, Held, Make, add_loss
 
 pytestmark = [pytest.mark.one_backend("torch", "tensorflow"), proofs.needs_split]
 
 X = proofs.normal(25, 6, seed=3) + np.linspace(-1, 1, 25, dtype="float32")[:, None]
 
 
-def check(
-    layer: Callable[[], Any], change: Callable[[Any, int], Any], draw: Any = None
-) -> list[str]:
-    """Fails if two replicas give other numbers; returns the warnings.
+def check(layer: Make, change: Function, draw: Make | None = None) -> list[str]:
+    """Warnings of two replicas, which give the numbers of one device.
 
-    Args:
-        layer: makes the layer.
-        change: callable(layer, epoch), before each epoch, and at the end with 0.
-        draw: makes a layer that draws before it; None for none.
+    The layer is changed before each epoch, and at the end as in epoch 0. Another layer
+    may draw before it.
     """
 
     def model() -> keras.Model:
@@ -65,9 +60,6 @@ def center(x: Any) -> Any:
     return x - ops.max(x, axis=0)
 
 
-# What layers hold.
-
-
 @dataclass
 class Config:
     mixes: bool = False
@@ -81,21 +73,15 @@ class Slots:
         self.mixes = False
 
 
-class Kind(NamedTuple):
-    """What a layer holds, what it computes, and what changes after an epoch."""
-
-    make: Callable[[], Any]
-    function: Callable[[Any, Any], Any]
-    change: Callable[[Any], Any] = lambda held: None
+#: What a layer holds, what it computes, and what changes after an epoch.
+Kind = namedtuple("Kind", "make function change", defaults=[lambda held: None])
 
 
-def setting(
-    make: Callable[[], Any], read: Callable[[Any], Any], change: Callable[[Any], Any]
-) -> Kind:
+def setting(make: Make, read: Function, change: Function) -> Kind:
     return Kind(make, lambda held, x: center(x) if read(held) else x, change)
 
 
-def state(make: Callable[[], Any], read: Callable[[Any], float]) -> Kind:
+def state(make: Make, read: Function) -> Kind:
     return Kind(make, lambda held, x: x * (1 + 0.02 * read(held)))
 
 
@@ -108,6 +94,10 @@ def grown(held: bytearray) -> int:
     return len(held)
 
 
+def normal(held: Any) -> float:
+    return 5 * float(held.normal())
+
+
 def remembered(held: Config, x: Any) -> Any:
     """Reads a tensor of the call before."""
     found = x if held.kept is None else x + 0.1 * held.kept
@@ -116,13 +106,7 @@ def remembered(held: Config, x: Any) -> Any:
     return found
 
 
-def drawn(held: Any, x: Any) -> Any:
-    """A draw of Torch by a generator of the layer's."""
-    import torch
-
-    return x + torch.rand(x.shape, generator=held)
-
-
+#: What layers hold.
 KINDS: dict[str, Kind] = {
     "dataclass": setting(Config, lambda h: h.mixes, on),
     "slots": setting(Slots, lambda h: h.mixes, on),
@@ -140,12 +124,8 @@ KINDS: dict[str, Kind] = {
     ),
     "bytes": state(bytearray, grown),
     "method": state(lambda: functools.partial(grown, bytearray()), lambda h: h()),
-    "generator of NumPy": state(
-        lambda: np.random.default_rng(1), lambda h: 5 * float(h.normal())
-    ),
-    "random state of NumPy": state(
-        lambda: np.random.RandomState(1), lambda h: 5 * float(h.normal())
-    ),
+    "generator of NumPy": state(lambda: np.random.default_rng(1), normal),
+    "random state of NumPy": state(lambda: np.random.RandomState(1), normal),
     "generator of Python": state(lambda: random.Random(1), lambda h: 5 * h.random()),
     "library": state(lambda: None, lambda h: 5 * float(scipy.stats.norm.rvs())),
     "iterator": state(itertools.count, next),
@@ -155,34 +135,31 @@ KINDS: dict[str, Kind] = {
 if proofs.BACKEND == "torch":
     import torch
 
-    KINDS["generator of Torch"] = Kind(lambda: torch.Generator().manual_seed(3), drawn)
+    KINDS["generator of Torch"] = Kind(
+        lambda: torch.Generator().manual_seed(3),
+        lambda held, x: x + torch.rand(x.shape, generator=held),
+    )
 
 
 @pytest.mark.one_backend("torch")
 @pytest.mark.parametrize("name", KINDS)
 def test_what_a_layer_holds(name: str) -> None:
     make, function, change = KINDS[name]
-    assert check(
-        lambda: Held(make(), function),
-        lambda layer, epoch: epoch and change(layer.held),
-    )
+    assert check(lambda: Held(make(), function), lambda o, e: e and change(o.held))
 
 
 class GivenFunction(layers.Layer):
-    """Applies a function, or the one of an object, that its call gets."""
-
     def call(self, x: Any, given: Any) -> Any:
         return given(x) if callable(given) else given.function(x)
 
 
 def _given(kind: str, mixes: bool, given: Any) -> Any:
     factor = 1.0 if mixes else 0.0
-    if kind == "code":
-        return (lambda h: h - ops.mean(h, 0)) if mixes else (lambda h: ops.tanh(h))
     if kind == "closure":
         return lambda h: h - ops.mean(h, 0) if factor > 0 else h
-    given.function = (lambda h: h - ops.mean(h, 0)) if mixes else ops.tanh
-    return given
+    code = (lambda h: h - ops.mean(h, 0)) if mixes else (lambda h: ops.tanh(h))
+    given.function = code
+    return code if kind == "code" else given
 
 
 @pytest.mark.parametrize("kind", ["code", "closure", "object"])
@@ -218,16 +195,8 @@ def test_calls_and_training_change_no_settings(monkeypatch: pytest.MonkeyPatch) 
     assert len(proved) == 2
 
 
-# Flags, where no proof looks for them.
-
-
-class Flag(NamedTuple):
-    """A flag anywhere: how it is assigned, and read by a layer."""
-
-    set: Callable[[bool], Any]
-    get: Callable[[], Any]
-
-
+#: A flag where no proof looks for it: how it is assigned, and read by a layer.
+Flag = namedtuple("Flag", "set get")
 CONFIG = Flag(
     lambda on: keras.config.set_epsilon(1e-5 if on else 1e-7),
     lambda: keras.config.epsilon() > 1e-6,
@@ -248,12 +217,12 @@ def unseeded() -> layers.Layer:
     return Apply(lambda x: x + keras.random.normal(ops.shape(x)))
 
 
-def flagged(layer: Callable[[], Any], flag: Flag = CONFIG, draw: Any = None) -> Any:
+def flagged(layer: Make, flag: Flag = CONFIG, draw: Make | None = None) -> Any:
     """As `check`; the flag is set in the second of three epochs."""
     return check(layer, lambda layer, epoch: flag.set(epoch == 1), draw)
 
 
-def toggled(flag: Flag, change: Callable[[Any], Any]) -> layers.Layer:
+def toggled(flag: Flag, change: Function) -> layers.Layer:
     return Apply(lambda x: change(x) if flag.get() else x * 0.5)
 
 
@@ -282,9 +251,7 @@ def test_what_a_flag_changes(kind: str, draw: Any) -> None:
     assert bool(texts) == (kind != "draws")
 
 
-def stepped(
-    strategy: Any, function: Callable[[Any], Any], before: Callable[[], Any], steps: int
-) -> list[float]:
+def stepped(strategy: Any, function: Function, before: Make, steps: int) -> list[float]:
     """Losses of eager steps, before each of which a function is called."""
     keras.utils.set_random_seed(7)
     with strategy.scope():
@@ -305,9 +272,7 @@ def test_flag_that_changes_after_the_proof(monkeypatch: Any) -> None:
         CONFIG.set(True)
         return split_call(*arguments)
 
-    def function(x: Any) -> Any:
-        return center(x) if CONFIG.get() else x * 0.5
-
+    function = toggled(CONFIG, center).function
     monkeypatch.setattr(data_parallel_call, "call_on_replicas", later)
     CONFIG.set(True)
     expected = stepped(proofs.one_device(), function, lambda: None, 2)
@@ -347,18 +312,16 @@ def test_changed_call_that_is_row_wise_is_split_again() -> None:
 @pytest.mark.one_backend("torch", "tensorflow")
 def test_numbers_that_change_in_each_call_end_the_split() -> None:
     """Each of them would need a proof."""
-    found = []
-    for strategy in proofs.one_device(), proofs.mirrored():
-        factors: list[float] = [0.0]
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            losses = stepped(
-                strategy,
-                lambda x, factors=factors: x * factors[-1],
-                lambda factors=factors: factors.append(factors[-1] + 0.01),
-                40,
-            )
-        found.append(losses)
-    text = "what else its code reads, change from call"
-    assert any(text in str(each.message) for each in caught)
-    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
+
+    def losses(strategy: Any) -> list[float]:
+        factors = [0.0]
+
+        def grow() -> None:
+            factors.append(factors[-1] + 0.01)
+
+        return stepped(strategy, lambda x: x * factors[-1], grow, 40)
+
+    expected = losses(proofs.one_device())
+    with pytest.warns(UserWarning, match="what else its code reads, change from call"):
+        found = losses(proofs.mirrored())
+    np.testing.assert_allclose(found, expected, rtol=1e-5)

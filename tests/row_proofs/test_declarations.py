@@ -6,7 +6,6 @@ Each is trained without a strategy and on two replicas with uneven rows.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -16,7 +15,7 @@ from keras import layers
 
 import keras_strategies as ks
 from row_proofs import proofs
-from row_proofs.case_layers import STATE, Own
+from row_proofs.case_layers import STATE, Function, Make, Own
 
 TORCH = proofs.BACKEND == "torch"
 if proofs.BACKEND == "jax":
@@ -31,12 +30,7 @@ if TORCH:
 else:
     import tensorflow as tf
 
-    tanh, matmul = tf.tanh, tf.matmul
-    dropout = tf.nn.dropout
-
-    def mean(x: Any, axis: Any = None, keepdims: bool = False) -> Any:
-        return tf.reduce_mean(x, axis, keepdims)
-
+    tanh, mean, matmul, dropout = tf.tanh, tf.reduce_mean, tf.matmul, tf.nn.dropout
 
 X = proofs.normal(21, 6, seed=5)
 Y = np.random.default_rng(5).integers(0, 3, 21)
@@ -48,15 +42,22 @@ def dense(layer: Own, x: Any) -> Any:
     return tanh(matmul(x, layer.kernel.value))
 
 
-def centered(layer: Own, x: Any) -> Any:
-    found = matmul(x, layer.kernel.value)
-    return found - mean(found, 0, True)
+def wrong_center(x: Any) -> Any:
+    return x - mean(x, 0, True)
+
+
+def wrong(layer: Own, x: Any) -> Any:
+    return wrong_center(matmul(x, layer.kernel.value))
+
+
+def drawing(layer: Own, x: Any) -> Any:
+    return dense(layer, x) + 0.1 * dropout(x, 0.5)
 
 
 class Raw(Own):
     """A dense layer, its regularizer and a running mean, by framework functions."""
 
-    def __init__(self, function: Callable[[Own, Any], Any] = dense) -> None:
+    def __init__(self, function: Function = dense) -> None:
         super().__init__(function, kernel=(6, 6), seen={**STATE, "shape": (6,)})
 
     def call(self, inputs: Any, training: bool = False) -> Any:
@@ -68,9 +69,7 @@ class Raw(Own):
         return found
 
 
-@ks.row_wise
-class Declared(Raw):
-    pass
+Declared = ks.row_wise(type("Declared", (Raw,), {}))
 
 
 @ks.row_wise
@@ -112,21 +111,14 @@ class Chain(keras.Model):
 
 
 def check(
-    make_layer: Callable[[], Any],
-    around: Callable[[Any], keras.Model] = model_of,
-    eagerly: bool = False,
-    tolerance: float = 1e-5,
+    make: Make, around: Any = model_of, eagerly: bool = False, tolerance: float = 1e-5
 ) -> list[str]:
     """Fails if two replicas give other numbers; returns the warnings."""
-
-    def make() -> keras.Model:
-        ROWS.clear()
-        return around(make_layer())
-
-    loss = "sparse_categorical_crossentropy"
-    made = proofs.compiled(make, 0.1, loss, momentum=0.9, run_eagerly=eagerly)
-    fit = proofs.fits(X, Y, 21, epochs=3)
-    return proofs.assert_exact(made, fit, tolerance=tolerance)
+    loss, more = "sparse_categorical_crossentropy", {"momentum": 0.9}
+    made = proofs.compiled(
+        lambda: ROWS.clear() or around(make()), 0.1, loss, run_eagerly=eagerly, **more
+    )
+    return proofs.assert_exact(made, proofs.fits(X, Y, 21, epochs=3), 2, tolerance)
 
 
 def were_split() -> bool:
@@ -141,17 +133,12 @@ def declared_tanh(x: Any) -> Any:
     return tanh(x)
 
 
-@ks.row_wise
-def wrong_center(x: Any) -> Any:
-    return x - mean(x, 0, True)
-
-
-FUNCTIONS: dict[str, Callable[[Any], Any]] = {
+FUNCTIONS: dict[str, Function] = {
     "activation": lambda f: layers.Dense(6, activation=f),
     "lambda": lambda f: layers.Lambda(f, output_shape=(6,)),
     "activation layer": layers.Activation,
 }
-SPLIT: dict[str, Callable[[], Any]] = {
+SPLIT: dict[str, Make] = {
     "layer": lambda: ks.row_wise(Raw()),
     "layer in a layer": lambda: Own(
         lambda layer, x: keras.ops.relu(layer.inner(x)) + x, Declared()
@@ -160,18 +147,15 @@ SPLIT: dict[str, Callable[[], Any]] = {
 }
 _WRONG = r"declared with `ks.row_wise`, but its rows depend on one another"
 #: What makes a layer, and what warnings say of it.
-UNSPLIT: dict[str, tuple[Callable[[], Any], str]] = {
+UNSPLIT: dict[str, tuple[Make, str]] = {
     "undeclared": (Raw, "or declare the layer with `ks.row_wise`"),
-    "wrong": (lambda: Declared(centered), rf"\(Declared\).*{_WRONG}.*differs by up to"),
-    "draws": (
-        lambda: Declared(lambda layer, x: dense(layer, x) + 0.1 * dropout(x, 0.5)),
-        "draws",
-    ),
+    "wrong": (lambda: Declared(wrong), rf"\(Declared\).*{_WRONG}.*differs by up to"),
+    "draws": (lambda: Declared(drawing), "draws"),
     "rows": (OneRow, "output 1 has 1 rows for 6 rows of the arguments"),
     "subclass": (WithCall, "is not Keras"),
     **{
-        name: (lambda of=of: of(wrong_center), f"'wrong_center'.*{_WRONG}")
-        for name, of in FUNCTIONS.items()
+        n: (lambda f=f: f(ks.row_wise(wrong_center)), f"'wrong_center'.*{_WRONG}")
+        for n, f in FUNCTIONS.items()
     },
 }
 if TORCH:
@@ -239,10 +223,8 @@ def squares(y_true: Any, y_pred: Any) -> Any:
 
 
 def test_declared_loss_is_split() -> None:
-    def model() -> keras.Model:
-        ROWS.clear()
-        return proofs.sequential(layers.Dense(6))
-
-    make, fit = proofs.compiled(model, 0.1, squares), proofs.fits(X, X, 21, epochs=3)
-    said = proofs.assert_exact(make, fit, tolerance=1e-6)
+    make = proofs.compiled(
+        lambda: ROWS.clear() or proofs.sequential(layers.Dense(6)), 0.1, squares
+    )
+    said = proofs.assert_exact(make, proofs.fits(X, X, 21, epochs=3), tolerance=1e-6)
     assert not said and were_split(), ROWS

@@ -19,7 +19,7 @@ from keras import layers, ops
 from row_proofs import proofs
 from row_proofs import test_attacks as attacks
 from row_proofs.case_layers import Own
-from row_proofs.split_numbers import assert_equal, numbers
+from row_proofs.proofs import assert_equal, numbers
 
 pytestmark = pytest.mark.one_backend("torch", "tensorflow")
 

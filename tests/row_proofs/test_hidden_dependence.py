@@ -11,8 +11,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import types
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 from typing import Any
 
 import keras
@@ -22,7 +21,7 @@ from keras import layers, ops
 
 from keras_strategies.keras_compat.backends import keras_on_tensorflow
 from row_proofs import proofs
-from row_proofs.case_layers import COUNT, STATE, Own, OwnModel
+from row_proofs.case_layers import COUNT, STATE, Apply, Function, Make, Own, OwnModel
 
 X, Y = proofs.normal(44, 4), proofs.normal(44, 1, seed=8)
 #: 10 rows, as many as the last of three batches of 17.
@@ -36,7 +35,7 @@ def model_of(*parts: Any) -> keras.Model:
     return proofs.sequential(*parts, columns=4)
 
 
-def around(function: Callable[[Any, Any], Any], **weights: Any) -> keras.Model:
+def around(function: Function, **weights: Any) -> keras.Model:
     """A layer with a square matrix in a model."""
     return model_of(Own(function, kernel=(4, 4), **weights), layers.Dense(1))
 
@@ -90,20 +89,14 @@ def contrast(model: Any, x: Any, y: Any, y_pred: Any) -> Any:
     return ops.mean(ops.square(ops.matmul(y_pred, ops.transpose(y_pred)) - 1))
 
 
-def two_views(model: Any, x: Any) -> Any:
-    """Two rows of output for each row."""
-    return model.inner(ops.concatenate([x, x * 0.9], 0))
-
-
-def interleaved(model: Any, x: Any) -> Any:
+def views(x: Any) -> Any:
     """Two rows of output for each row, beside each other."""
-    return model.inner(ops.reshape(ops.stack([x, x * 0.9], 1), (-1, 4)))
+    return ops.reshape(ops.stack([x, x * 0.9], 1), (-1, 4))
 
 
-class Attend(layers.Layer):
-    def call(self, inputs: Any, table: Any) -> Any:
-        near = ops.softmax(ops.matmul(inputs, ops.transpose(table)))
-        return inputs + ops.matmul(near, table)
+def attend(inputs: Any, table: Any) -> Any:
+    near = ops.softmax(ops.matmul(inputs, ops.transpose(table)))
+    return inputs + ops.matmul(near, table)
 
 
 class Mode(layers.Layer):
@@ -128,7 +121,7 @@ def of_modes(model: Any, x: Any, y: Any, y_pred: Any) -> Any:
 
 
 ZEROS = {"shape": (4,), "initializer": "zeros"}
-MODELS: dict[str, Callable[[], keras.Model]] = {
+MODELS: dict[str, Make] = {
     "AnnealedSum": lambda: around(annealed_sum, beta=STATE),
     "ZeroTimesMean": lambda: around(zero_times_mean, scale=ZEROS),
     "Capacity": lambda: around(capacity),
@@ -137,9 +130,11 @@ MODELS: dict[str, Callable[[], keras.Model]] = {
         lambda model, x: (model.head(model.inner(x)), x.shape[0]), loss_by_rows
     ),
     "Codebook": codebook,
-    "TwoViews": lambda: OwnModel(two_views, contrast),
-    "Interleaved": lambda: OwnModel(interleaved, contrast),
-    "Prototypes": lambda: OwnModel(None, of_prototypes, attend=Attend()),
+    "TwoViews": lambda: OwnModel(
+        lambda model, x: model.inner(ops.concatenate([x, x * 0.9], 0)), contrast
+    ),
+    "Interleaved": lambda: OwnModel(lambda model, x: model.inner(views(x)), contrast),
+    "Prototypes": lambda: OwnModel(None, of_prototypes, attend=Apply(attend)),
     "Modes": lambda: OwnModel(None, of_modes, mode=Mode()),
     "softmax": lambda: model_of(layers.Rescaling(30.0), layers.Dense(3, "softmax")),
     "sigmoid": lambda: model_of(layers.Rescaling(30.0), layers.Dense(1, "sigmoid")),
@@ -150,8 +145,7 @@ LOSSES = {
     "sigmoid": ("binary_crossentropy", 2),
 }
 #: Computed by replicas, without a warning.
-_SPLIT = "AnnealedSum ZeroTimesMean Events Codebook Interleaved softmax sigmoid"
-SPLIT = _SPLIT.split()
+SPLIT = ["AnnealedSum", "ZeroTimesMean", "Events", "Codebook", "Interleaved", *LOSSES]
 if proofs.BACKEND == "tensorflow":
     # A table is the same for all replicas.
     SPLIT.append("Prototypes")
@@ -169,32 +163,25 @@ def test_numbers_are_those_of_one_device(name: str, replicas: int) -> None:
     targets = (np.abs(X[:, 0]) * 7).astype("int32") % classes if classes else Y
 
     def fit(model: keras.Model) -> Any:
-        def change(epoch: int, logs: Any) -> None:
-            if name == "AnnealedSum":
-                model.layers[0].beta.assign(float(epoch))
-
-        changes = [keras.callbacks.LambdaCallback(on_epoch_begin=change)]
-        return proofs.fits(X, targets, BATCH, epochs=3, callbacks=changes)(model)
+        beta = [model.layers[0].beta] if name == "AnnealedSum" else []
+        changes = keras.callbacks.LambdaCallback(
+            lambda epoch, logs: [value.assign(float(epoch)) for value in beta]
+        )
+        return proofs.fits(X, targets, BATCH, epochs=3, callbacks=[changes])(model)
 
     make = proofs.compiled(MODELS[name], 0.004, loss)
     said = proofs.assert_exact(make, fit, replicas)
     assert proofs.BACKEND == "jax" or bool(said) == (name not in SPLIT), said
 
 
-# Each of these models keeps its hidden tensor somewhere, and the loss of the step has a
-# term with its mean over the rows of the batch.
-
-
-@dataclass
-class Outputs:
-    last: Any
-    hidden: Any
+Outputs = make_dataclass("Outputs", ["last", "hidden"])
 
 
 def kept(put: Any, get: Any, given: Any = lambda: None) -> keras.Model:
-    """A model that returns what `put` makes of the last and the hidden tensor.
+    """A model that keeps its hidden tensor, whose mean is a term of the step's loss.
 
-    `get` finds both in it, or in what is given to the call.
+    It returns what `put` makes of the last and the hidden tensor; `get` finds both in
+    that, or in what is given to the call.
     """
 
     def call(model: Any, inputs: Any, *given: Any) -> Any:
@@ -206,15 +193,10 @@ def kept(put: Any, get: Any, given: Any = lambda: None) -> keras.Model:
     def loss(model: Any, x: Any, y: Any, y_pred: Any) -> Any:
         own = given()
         last, hidden = get(model(x, given=own), own)
-        mean = ops.mean(hidden, axis=0)
-        return ops.mean(ops.square(y - last)) + ops.mean(ops.square(mean))
+        means = ops.square(ops.mean(hidden, axis=0))
+        return ops.mean(ops.square(y - last)) + ops.mean(means)
 
     return OwnModel(call, loss)
-
-
-def with_factor(model: Any, x: Any) -> Any:
-    hidden = model.inner(x)
-    return model.head(hidden if model.factor is None else hidden * model.factor)
 
 
 def loss_with_factor(model: Any, x: Any, y: Any, y_pred: Any) -> Any:
@@ -225,9 +207,14 @@ def loss_with_factor(model: Any, x: Any, y: Any, y_pred: Any) -> Any:
     return ops.mean(ops.square(y - outputs))
 
 
+def with_factor(model: Any, x: Any) -> Any:
+    hidden = model.inner(x)
+    return model.head(hidden if model.factor is None else hidden * model.factor)
+
+
 CONTEXT: Any = contextvars.ContextVar("CONTEXT")
 LAYER = layers.Identity()
-LEAVING: dict[str, Callable[[], keras.Model]] = {
+LEAVING: dict[str, Make] = {
     "context variable": lambda: kept(
         lambda last, hidden: CONTEXT.set(hidden) and None,
         lambda found, _: (found, CONTEXT.get()),

@@ -5,10 +5,9 @@ from __future__ import annotations
 import keras
 import pytest
 
-from row_proofs import keras_functions, keras_layers, keras_table
+from row_proofs import keras_functions, keras_table
 from row_proofs.keras_table import PROVED, TYPE
-from row_proofs.proofs import BACKEND, built, needs_split, proof_of
-from row_proofs.split_numbers import assert_parts_equal
+from row_proofs.proofs import BACKEND, assert_parts_equal, built, needs_split, proof_of
 
 pytestmark = pytest.mark.one_backend("torch", "tensorflow")
 
@@ -42,14 +41,14 @@ UNRELEASED = {"functions": {*_UNRELEASED.split()}, "layers": {"Mosaic", "Ternary
 
 
 def test_every_function_and_layer_has_a_call() -> None:
-    functions, layers = set(keras_functions.FUNCTIONS), set(keras_layers.LAYERS)
+    functions, layers = set(keras_functions.FUNCTIONS), set(keras_table.LAYERS)
     known = functions | keras_functions.WITHOUT_ROWS
     of_keras = keras_functions.names_of_keras()
     assert known | (UNRELEASED["functions"] & of_keras) == of_keras
-    of_keras = keras_layers.layers_of_keras()
+    of_keras = keras_table.layers_of_keras()
     # In Keras 3.16 `GroupQueryAttention` is a second name of its class.
     renamed = {getattr(keras.layers, name).__name__ for name in layers - of_keras}
-    known = (layers & of_keras) | renamed | keras_layers.WITHOUT_EXAMPLE
+    known = (layers & of_keras) | renamed | keras_table.WITHOUT_EXAMPLE
     assert known | (UNRELEASED["layers"] & of_keras) == of_keras
     for kind, names in BY_DAY.items():
         assert set(names) <= set(keras_table.CASES[kind])
