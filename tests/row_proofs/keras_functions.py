@@ -8,15 +8,13 @@ from typing import Any
 import numpy as np
 from keras import ops
 
-from row_proofs import case_layers as own
-from row_proofs.case_layers import FLOAT, Function, RowCase, function, integers
+from row_proofs import proofs as own
+from row_proofs.proofs import FLOAT, function, integers, mixing_function
 
 #: They take no tensor of a batch, or return none: shapes, constants, tests of Python.
-_WITHOUT_ROWS = """
-    arange array bartlett blackman convert_to_numpy dtype empty eye full geomspace
-    hamming hanning identity is_tensor kaiser linspace logspace ndim ones shape size
-    tri unravel_index zeros
-"""
+_WITHOUT_ROWS = """arange array bartlett blackman convert_to_numpy dtype empty eye full
+    geomspace hamming hanning identity is_tensor kaiser linspace logspace ndim ones
+    shape size tri unravel_index zeros"""
 WITHOUT_ROWS = frozenset(_WITHOUT_ROWS.split())
 SQUARE, IMAGE, LARGE = (4, 4), (8, 8, 3), (16, 16, 3)
 TWO = ((6,), (6,))
@@ -28,28 +26,23 @@ ONES, ZEROS = np.ones(6, FLOAT), np.zeros(6, FLOAT)
 AFFINE = np.array([1.0, 0.1, 0, 0.1, 1, 0, 0, 0], FLOAT)
 CORNERS = np.array([[0, 0], [0, 7], [7, 0], [7, 7]], FLOAT)
 FLAGS = own.Argument((6,), "bool")
-Cases = dict[str, RowCase]
+stop = ops.stop_gradient
+Cases = dict[str, own.RowCase]
 
 
 def positive(x: Any) -> Any:
     return ops.abs(x) + 0.5
 
 
-def over_one(x: Any) -> Any:
-    return ops.abs(x) + 1.5
-
-
 def definite(x: Any) -> Any:
-    """Positive definite matrices."""
     return ops.matmul(x, ops.swapaxes(x, -1, -2)) + 4.0 * ops.eye(x.shape[-1])
 
 
 def of(name: str) -> Any:
-    """`conv` or `image.resize`."""
     return operator.attrgetter(name)(ops)
 
 
-def cases(names: str, call: Function, *shapes: Any) -> Cases:
+def cases(names: str, call: own.Function, *shapes: Any) -> Cases:
     """A call of each of some functions, which is its first argument."""
     return {
         name: function(lambda *xs, name=name: call(of(name), *xs), *shapes)
@@ -63,20 +56,18 @@ def calls(names: str, *more: Any, on: Any = (6,), **options: Any) -> Cases:
 
 
 def plain(names: str, *arguments: Any) -> Cases:
-    """Functions themselves."""
     return {name: function(of(name), *arguments) for name in names.split()}
 
 
-def of_values(names: str, change: Function, *shapes: Any) -> Cases:
-    """Functions of changed arguments."""
+def of_values(names: str, change: own.Function, *shapes: Any) -> Cases:
     return cases(names, lambda f, *xs: f(*map(change, xs)), *shapes)
 
 
-def each_row(apply: Function, shape: Any = (6,)) -> RowCase:
+def each_row(apply: own.Function, shape: Any = (6,)) -> own.RowCase:
     return function(lambda x: ops.vectorized_map(apply, x), shape)
 
 
-def columns(apply: Function, shape: Any = (6,)) -> RowCase:
+def columns(apply: own.Function, shape: Any = (6,)) -> own.RowCase:
     """A function along the first axis, where columns are."""
     return function(lambda x: ops.transpose(apply(ops.transpose(x))), shape)
 
@@ -85,14 +76,22 @@ def as_complex(x: Any) -> Any:
     return ops.view_as_complex(ops.reshape(x, (-1, 3, 2)))
 
 
+def for_each(like: Any, values: Any) -> Any:
+    return ops.multiply(ops.ones_like(like), values)
+
+
 def perspective(x: Any) -> Any:
-    each = ops.multiply(ops.ones_like(x[:, :4, :2, 0]), CORNERS)
+    each = for_each(x[:, :4, :2, 0], CORNERS)
     return ops.image.perspective_transform(x, each, each + 0.5)
 
 
 def rescaled(x: Any) -> Any:
     sizes = (x.shape[0], 4, 4, 3), 0.5 * ONES[:2], ZEROS[:2]
     return ops.image.scale_and_translate(x, *sizes, (1, 2), "linear")
+
+
+def halve(i: Any, h: Any) -> Any:
+    return i + 1, h * 0.5
 
 
 def ctc_decode(x: Any) -> Any:
@@ -105,41 +104,33 @@ def ctc_loss(labels: Any, x: Any) -> Any:
     return ops.ctc_loss(labels + 1, x, 2 * ones, 8 * ones)
 
 
-_OF_ONE = """
-    abs absolute angle arcsinh arctan cbrt ceil celu conj conjugate copy cos cosh
-    deg2rad elu erf erfc exp exp2 expm1 fabs floor gelu hard_shrink hard_sigmoid
+_OF_ONE = """abs absolute angle arcsinh arctan cbrt ceil celu conj conjugate copy cos
+    cosh deg2rad elu erf erfc exp exp2 expm1 fabs floor gelu hard_shrink hard_sigmoid
     hard_silu hard_swish hard_tanh i0 isfinite isinf isnan isneginf isposinf isreal
     leaky_relu log_sigmoid nan_to_num negative rad2deg real relu relu6 round selu
-    sigmoid sign signbit silu sin sinc sinh soft_shrink softplus softsign
-    sparse_plus sparse_sigmoid square squareplus stop_gradient swish tan tanh
-    tanh_shrink trunc convert_to_tensor zeros_like ones_like fliplr ravel
-"""
-_OF_TWO = """
-    add arctan2 equal fmax fmin greater greater_equal hypot isclose less less_equal
-    logaddexp logaddexp2 maximum minimum multiply nextafter not_equal subtract divide
-    divide_no_nan true_divide fmod mod power
-"""
-_INTEGERS = """
-    bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor gcd lcm
-    left_shift right_shift
-"""
-_ALONG = """
-    all any amax amin argmax argmin average count_nonzero logsumexp max mean median
-    min nanargmax nanargmin nanmax nanmean nanmedian nanmin nanprod nanstd nansum
+    sigmoid sign signbit silu sin sinc sinh soft_shrink softplus softsign sparse_plus
+    sparse_sigmoid square squareplus stop_gradient swish tan tanh tanh_shrink trunc
+    convert_to_tensor zeros_like ones_like fliplr ravel"""
+_OF_TWO = """add arctan2 equal fmax fmin greater greater_equal hypot isclose less
+    less_equal logaddexp logaddexp2 maximum minimum multiply nextafter not_equal
+    subtract divide divide_no_nan true_divide fmod mod power"""
+_INTEGERS = """bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor
+    gcd lcm left_shift right_shift"""
+_ALONG = """all any amax amin argmax argmin average count_nonzero logsumexp max mean
+    median min nanargmax nanargmin nanmax nanmean nanmedian nanmin nanprod nanstd nansum
     nanvar norm prod ptp std sum var argsort cumprod cumsum diff flip log_softmax
-    nancumprod nancumsum softmax sort sparsemax trapezoid glu normalize
-"""
+    nancumprod nancumsum softmax sort sparsemax trapezoid glu normalize"""
 FUNCTIONS: Cases = {
     # Elementwise.
     **plain(_OF_ONE),
-    **of_values("arccosh log log10 log1p log2 reciprocal rsqrt sqrt", over_one),
+    **of_values(
+        "arccosh log log10 log1p log2 reciprocal rsqrt sqrt", lambda x: 1 + positive(x)
+    ),
     **of_values("arccos arcsin arctanh erfinv", lambda x: 0.9 * ops.tanh(x)),
     **of_values(_OF_TWO, positive, *TWO),
     # Torch has no derivatives of them.
     **cases(
-        "floor_divide heaviside",
-        lambda f, x, y: f(ops.stop_gradient(x), ops.stop_gradient(positive(y))),
-        *TWO,
+        "floor_divide heaviside", lambda f, x, y: f(stop(x), stop(positive(y))), *TWO
     ),
     **plain(_INTEGERS, integers(6), integers(6)),
     **plain("bitwise_invert bitwise_not", integers(6)),
@@ -156,7 +147,7 @@ FUNCTIONS: Cases = {
     "polar": function(lambda x: ops.real(ops.polar(positive(x), x))),
     "select": function(lambda x: ops.select([x > 1.0, x > 0.0], [x, 2 * x], 0.0)),
     "where": function(lambda x: ops.where(x > 0, x, 0.1 * x)),
-    "allclose": own.mixing_function(lambda x, y: ops.allclose(x, y), *TWO),
+    "allclose": mixing_function(lambda x, y: ops.allclose(x, y), *TWO),
     # Along an axis.
     **calls(_ALONG, axis=-1),
     **calls("argpartition", 2, axis=-1),
@@ -177,7 +168,7 @@ FUNCTIONS: Cases = {
     **calls("dsplit", 2, on=SQUARE),
     "dstack": function(lambda x, y: ops.dstack([x, y]), SQUARE, SQUARE),
     **calls("expand_dims", 1),
-    "flipud": own.mixing_function(ops.flipud),
+    "flipud": mixing_function(ops.flipud),
     **calls("get_item", (slice(None), slice(1, 3))),
     **calls("hsplit", 2),
     "hstack": function(lambda x, y: ops.hstack([x, y]), (6,), (3,)),
@@ -197,14 +188,14 @@ FUNCTIONS: Cases = {
     **calls("unstack", axis=1),
     "view_as_complex": function(lambda x: ops.real(as_complex(x))),
     "view_as_real": function(lambda x: ops.view_as_real(as_complex(x))),
-    "vsplit": own.mixing_function(lambda x: ops.vsplit(x, 2)),
-    "vstack": own.mixing_function(lambda x, y: ops.vstack([x, y]), *TWO),
-    "nonzero": own.mixing_function(lambda x: ops.nonzero(x)[0]),
-    "unique": own.mixing_function(ops.unique, integers(6)),
+    "vsplit": mixing_function(lambda x: ops.vsplit(x, 2)),
+    "vstack": mixing_function(lambda x, y: ops.vstack([x, y]), *TWO),
+    "nonzero": mixing_function(lambda x: ops.nonzero(x)[0]),
+    "unique": mixing_function(ops.unique, integers(6)),
     # Products.
     **plain("cdist", (5, 3), (4, 3)),
     "correlate": each_row(lambda row: ops.correlate(row, EDGES)),
-    "corrcoef": own.mixing_function(ops.corrcoef),
+    "corrcoef": mixing_function(ops.corrcoef),
     "cross": function(lambda x, y: ops.cross(x, y, axis=-1), (3,), (3,)),
     **calls("dot matmul", TABLE),
     "einsum": function(lambda x: ops.einsum("bi,ij->bj", x, TABLE)),
@@ -215,12 +206,10 @@ FUNCTIONS: Cases = {
     "vdot": each_row(lambda row: ops.vdot(row, row)),
     **cases("dot_product_attention", lambda f, x: f(x, x, x), (5, 2, 4)),
     # Gathers and scatters.
-    "bincount": own.mixing_function(
-        lambda i: ops.bincount(i, minlength=4), integers(6)
-    ),
+    "bincount": mixing_function(lambda i: ops.bincount(i, minlength=4), integers(6)),
     **calls("digitize isin", EDGES),
     **calls("extract_sequences", 4, 2, on=(12,)),
-    "histogram": own.mixing_function(lambda x: ops.histogram(x[:, 0], bins=4)[0]),
+    "histogram": mixing_function(lambda x: ops.histogram(x[:, 0], bins=4)[0]),
     "in_top_k": function(lambda i, x: ops.in_top_k(i, x, 2), integers(), (6,)),
     **calls("multi_hot one_hot", 5, on=integers(6)),
     "scatter": columns(lambda c: ops.scatter([[4], [1]], c[:2], (6, c.shape[1]))),
@@ -233,9 +222,7 @@ FUNCTIONS: Cases = {
     "slice": function(lambda x: ops.slice(x, (0, 1), (x.shape[0], 3))),
     # TensorFlow has no gradient of it.
     "slice_update": function(
-        lambda x: ops.slice_update(
-            ops.stop_gradient(x), (0, 1), ops.stop_gradient(2.0 * x[:, :3])
-        )
+        lambda x: ops.slice_update(stop(x), (0, 1), stop(2.0 * x[:, :3]))
     ),
     "take": function(lambda i: ops.take(TABLE, i, axis=0), integers(6)),
     **cases("take_along_axis", lambda f, x, i: f(x, i, axis=1), (6,), integers(2)),
@@ -261,13 +248,12 @@ FUNCTIONS: Cases = {
     **calls("conv_transpose", KERNEL.transpose(0, 1, 3, 2), 2, on=IMAGE),
     **calls("depth_to_space", 2, on=(4, 4, 4)),
     **calls("fold", (4, 4), 2, stride=2, on=(12, 4)),
-    "psnr": own.mixing_function(lambda x, y: ops.psnr(x, y, 1.0), IMAGE, IMAGE),
+    "psnr": mixing_function(lambda x, y: ops.psnr(x, y, 1.0), IMAGE, IMAGE),
     **calls("separable_conv", KERNEL, np.ones((1, 1, 6, 4), FLOAT), on=IMAGE),
     **calls("space_to_depth image.extract_patches", 2, on=IMAGE),
     **calls("unfold", 2, on=(3, 8, 8)),
     "image.affine_transform": function(
-        lambda x: ops.image.affine_transform(x, ops.ones_like(x[:, 0, 0, :1]) * AFFINE),
-        IMAGE,
+        lambda x: ops.image.affine_transform(x, for_each(x[:, 0, 0, :1], AFFINE)), IMAGE
     ),
     **calls("image.crop_images", 1, 1, target_height=4, target_width=4, on=IMAGE),
     **calls("image.elastic_transform", seed=3, on=IMAGE),
@@ -312,16 +298,11 @@ FUNCTIONS: Cases = {
     "switch": function(lambda x: ops.switch(1, [lambda y: y, lambda y: 2.0 * y], x)),
     "vectorize": function(lambda x: ops.vectorize(lambda v: v * 2.0)(x)),
     "vectorized_map": each_row(lambda row: row - ops.mean(row)),
-    "while_loop": function(
-        lambda x: ops.while_loop(
-            lambda i, h: i < 3, lambda i, h: (i + 1, h * 0.5), (0, x)
-        )[1]
-    ),
+    **cases("while_loop", lambda f, x: f(lambda i, h: i < 3, halve, (0, x))[1]),
 }
 
 
 def names_of_keras() -> set[str]:
-    """The functions that Keras has."""
     modules = {"": vars(ops).items(), "image.": vars(ops.image).items()}
     every = ((m, n, value) for m, named in modules.items() for n, value in named)
     return {m + n for m, n, value in every if n[0] != "_" and callable(value)}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import warnings
@@ -23,16 +24,13 @@ from random_numbers.cases import image_layers as augmentations
 from random_numbers.cases import more_image_layers
 
 from keras_strategies.rows.row_proofs import RowProofs
-from row_proofs import case_layers as own
-from row_proofs.case_layers import Make, RowCase, integers, mixing, rows
+from row_proofs import proofs as own
 from row_proofs.keras_functions import FUNCTIONS, IMAGE
-from row_proofs.proofs import built, call_of, prover
+from row_proofs.proofs import Make, RowCase, integers, mixing, rows
 
 #: Bases, and layers of one framework that hold a program of the user's.
-_WITHOUT_EXAMPLE = """
-    FlaxLayer InputLayer JaxLayer Layer TFSMLayer TorchModuleWrapper Wrapper
-"""
-WITHOUT_EXAMPLE = frozenset(_WITHOUT_EXAMPLE.split())
+_BASES = "FlaxLayer InputLayer JaxLayer Layer TFSMLayer TorchModuleWrapper Wrapper"
+WITHOUT_EXAMPLE = frozenset(_BASES.split())
 VECTOR, SEQUENCE, VOLUME = (6,), (5, 4), (4, 4, 4, 2)
 WORDS = ["a", "b", "c"]
 PAIR: Any = {"on": [VECTOR, VECTOR], "call": lambda layer, x, y: layer([x, y])}
@@ -55,7 +53,6 @@ def each(
 
 
 def around(name: str, inner: Make, on: Any = SEQUENCE) -> dict[str, RowCase]:
-    """A layer that has another one."""
     return {name: rows(lambda: getattr(layers, name)(inner()), on)}
 
 
@@ -121,7 +118,6 @@ _VIDEOS = {"1D": (3, 6, 2), "2D": (3, 6, 6, 2), "3D": (2, 4, 4, 4, 2)}
 
 
 def _of_axes() -> dict[str, RowCase]:
-    """Layers for one, two and three axes of positions."""
     found = {}
     for axes, shape in {"1D": SEQUENCE, "2D": IMAGE, "3D": VOLUME}.items():
         found |= each(f"Conv{axes}Transpose", 3, 2, on=shape)
@@ -184,8 +180,8 @@ def layers_of_keras() -> set[str]:
     names: dict[Any, str] = {}
     for name, value in vars(layers).items():
         if isinstance(value, type) and issubclass(value, layers.Layer):
-            own = names.setdefault(value, name)
-            names[value] = name if name == value.__name__ else own
+            known = names.get(value, name)
+            names[value] = name if name == value.__name__ else known
     return set(names.values())
 
 
@@ -211,25 +207,28 @@ def verdict(case: RowCase) -> str:
     from keras_strategies.keras_compat.models.row_wise_layers import is_row_wise
 
     keras.utils.set_random_seed(3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         try:
-            layer, values = built(case)
+            layer, values = own.built(case)
         except Exception:  # Of Keras, with one of many types.
             return REFUSED
-        call = call_of(layer, values)
-        proofs = RowProofs(prover(), lambda *_: "", True, contextlib.nullcontext)
+        call = own.call_of(layer, values)
+        proofs = RowProofs(own.prover(), lambda *_: "", True, contextlib.nullcontext)
         proof, _ = proofs.of(call, [*case.has_rows, False], own.SIZES)
     if proof.problem is not None:
         return MIXES if case.problem else UNKNOWN
-    by_type = proof.is_by_type
-    if isinstance(layer, own.Held):
-        by_type = is_row_wise(layer.held, [value.ndim for value in values])
+    is_held = isinstance(layer, own.Held)
+    ranks = [value.ndim for value in values]
+    by_type = is_row_wise(layer.held, ranks) if is_held else proof.is_by_type
     return TYPE if by_type else PROVED
 
 
 def read() -> dict[str, Any]:
     return dict(json.loads(RESULTS.read_text()))
+
+
+def _named(verdicts: Mapping[str, str], wanted: str) -> str:
+    return ", ".join(f"`{n}`" for n, v in sorted(verdicts.items()) if v == wanted)
 
 
 def _lines(results: Mapping[str, Any]) -> Iterator[str]:
@@ -242,41 +241,20 @@ def _lines(results: Mapping[str, Any]) -> Iterator[str]:
             if any(counts):
                 yield f"| {meaning} | " + " | ".join(map(str, counts)) + " |"
         yield ""
-        for backend, label in BACKENDS.items():
-            for each in (UNKNOWN, MIXES, REFUSED):
+        of_torch = _named(results["torch"][kind], TYPE)
+        for every in (UNKNOWN, MIXES, REFUSED), (TYPE,), (PROVED,):
+            for (backend, label), each in itertools.product(BACKENDS.items(), every):
                 names = _named(results[backend][kind], each)
-                if names:
+                is_known = (each, names) == (TYPE, of_torch) and backend != "torch"
+                if names and not is_known:
                     yield f"**{label}, {_MEANINGS[each]}:** {names}.\n"
-        by_type = {b: _named(results[b][kind], TYPE) for b in BACKENDS}
-        for backend, names in by_type.items():
-            if names and (backend == "torch" or names != by_type["torch"]):
-                yield f"**{BACKENDS[backend]}, {_MEANINGS[TYPE]}:** {names}.\n"
-        for backend, label in BACKENDS.items():
-            names = _named(results[backend][kind], PROVED)
-            yield f"**{label}, {_MEANINGS[PROVED]}:** {names}.\n"
-
-
-def _named(verdicts: Mapping[str, str], wanted: str) -> str:
-    return ", ".join(f"`{n}`" for n, v in sorted(verdicts.items()) if v == wanted)
 
 
 def with_table(text: str, results: Mapping[str, Any]) -> str:
-    """The page with what is generated of the results."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     table = "\n".join(_lines(results))
     return f"{before}{BEGIN}{table}\n{END}{after}"
-
-
-def main() -> None:
-    results = read() if RESULTS.exists() else {}
-    results[keras.backend.backend()] = {
-        kind: {name: verdict(cases[name]) for name in sorted(cases)}
-        for kind, cases in CASES.items()
-    }
-    RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
-    with contextlib.suppress(KeyError):  # Until both backends have run.
-        PAGE.write_text(with_table(PAGE.read_text(), results))
 
 
 if __name__ == "__main__":
@@ -284,4 +262,11 @@ if __name__ == "__main__":
     import keras_strategies as ks
 
     ks.set_virtual_cpu_devices(4)
-    main()
+    found = read() if RESULTS.exists() else {}
+    found[keras.backend.backend()] = {
+        kind: {name: verdict(cases[name]) for name in sorted(cases)}
+        for kind, cases in CASES.items()
+    }
+    RESULTS.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+    with contextlib.suppress(KeyError):  # Until both backends have run.
+        PAGE.write_text(with_table(PAGE.read_text(), found))

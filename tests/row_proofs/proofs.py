@@ -1,4 +1,4 @@
-"""Proofs of layer calls by the prover of the backend under test, and trainings.
+"""Cases, proofs of their calls on the backend under test, and trainings.
 
 Results of calls are compared: unsplit, and joined from parts by their placements.
 """
@@ -6,21 +6,225 @@ Results of calls are compared: unsplit, and joined from parts by their placement
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
 from harness.training import as_arrays, assert_same, state_of
-from keras import ops
+from keras import layers, ops
 
 import keras_strategies as ks
 from keras_strategies.rows.layer_calls import LayerCall, argument_leaves
 from keras_strategies.rows.row_placements import ROWS, SAME, SUM, RowKind, RowProof
 from keras_strategies.rows.row_prover import RowProver
-from row_proofs.case_layers import BATCH, SIZES, Function, Make, RowCase
+
+Function = Callable[..., Any]
+Make = Callable[[], Any]
+#: Arguments of `add_weight`.
+STATE = {"shape": (), "initializer": "zeros", "trainable": False}
+COUNT = {**STATE, "dtype": "int32"}
+
+
+class Apply(layers.Layer):
+    def __init__(self, function: Function, **options: Any):
+        super().__init__(**options)
+        self.function = function
+
+    def call(self, *inputs: Any) -> Any:
+        return self.function(*inputs)
+
+
+class Held(Apply):
+    def __init__(self, held: Any, function: Function):
+        super().__init__(function)
+        self.held = held
+
+    def call(self, *inputs: Any) -> Any:
+        return self.function(self.held, *inputs)
+
+
+class Own(Apply):
+    """A function of the layer and its inputs; the first input where it returns None.
+
+    It may have inner layers, and weights of shapes or with arguments of `add_weight`.
+    """
+
+    def __init__(self, function: Function, inner: Any = None, **weights: Any):
+        super().__init__(function, dtype=weights.pop("dtype", None))
+        self.inner = inner
+        for name, given in weights.items():
+            options = given if isinstance(given, dict) else {"shape": given}
+            setattr(self, name, self.add_weight(name=name, **options))
+
+    def call(self, *inputs: Any) -> Any:
+        found = self.function(self, *inputs)
+        return inputs[0] if found is None else found
+
+
+def add_loss(function: Function) -> Own:
+    return Own(lambda layer, x: layer.add_loss(function(x)))
+
+
+def tracked(function: Function, shape: Any = ()) -> Own:
+    def assign(layer: Own, x: Any) -> None:
+        layer.state.assign(function(layer.state, x))
+
+    return Own(assign, state={**STATE, "shape": shape})
+
+
+class OwnModel(keras.Model):
+    """A subclassed model of two layers of Keras's and other attributes.
+
+    Its call and the loss of a step are functions of the model and of what they get.
+    """
+
+    def __init__(self, own_call: Any = None, own_loss: Any = None, **parts: Any):
+        super().__init__()
+        self.own_call, self.own_loss = own_call, own_loss
+        self.inner, self.head = layers.Dense(4), layers.Dense(1)
+        self.inner.build((None, 4))
+        self.head.build((None, 4))
+        for name, part in parts.items():
+            setattr(self, name, part)
+        self.built = True
+
+    def call(self, inputs: Any, given: Any = None) -> Any:
+        if self.own_call is None:
+            return self.head(self.inner(inputs))
+        return self.own_call(self, inputs, *([] if given is None else [given]))
+
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, *_: Any, **__: Any) -> Any:
+        return self.own_loss(self, x, y, y_pred)
+
+    def compute_metrics(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
+def with_loss(use: Function, inner: Any, factor: float) -> Own:
+    """A function of an inner layer and the input, whose mean square is a loss."""
+
+    def call(layer: Own, x: Any) -> Any:
+        found = use(layer.inner, x)
+        layer.add_loss(factor * ops.mean(ops.square(found)))
+        return found
+
+    return Own(call, inner)
+
+
+def experts(layer: Own, inputs: Any) -> Any:
+    """Two experts that accept the first 100 rows, more than a small batch has."""
+    chances = ops.softmax(ops.matmul(inputs, layer.router))
+    chosen = ops.one_hot(ops.argmax(chances, axis=-1), 2)
+    place = ops.cumsum(chosen, axis=0) * chosen
+    kept = ops.where(place <= 100, chosen, 0.0) * chances
+    return ops.einsum("re,rd,edf->rf", kept, inputs, layer.experts)
+
+
+def codebook(layer: Own, inputs: Any) -> Any:
+    """A vector quantizer with straight-through gradients, as in VQ-VAE."""
+    distances = ops.sum(ops.square(inputs[:, None] - layer.codes[None]), -1)
+    chosen = ops.take(layer.codes, ops.argmin(distances, axis=-1), axis=0)
+    layer.add_loss(ops.mean(ops.square(ops.stop_gradient(chosen) - inputs)))
+    layer.add_loss(0.25 * ops.mean(ops.square(chosen - ops.stop_gradient(inputs))))
+    return inputs + ops.stop_gradient(chosen - inputs)
+
+
+def doubled(gradient: Function) -> Function:
+    """A product with a gradient of its input and output's gradient, for `ops`."""
+
+    def function(x: Any) -> Any:
+        def grad(*args: Any, upstream: Any = None) -> Any:
+            return gradient(x, args[0] if upstream is None else upstream)
+
+        return x * 2.0, grad
+
+    return function
+
+
+def with_gradient(gradient: Function) -> Function:
+    function = doubled(gradient)
+    # On TensorFlow a variable itself would need another signature.
+    return lambda inputs: ops.custom_gradient(function)(inputs * 1.0)
+
+
+#: Rows of the batch, and of each replica.
+BATCH = 8
+SIZES = (5, 3)
+FLOAT = "float32"
+
+
+@dataclasses.dataclass(frozen=True)
+class Argument:
+    """A positional argument of the call: its shape without rows, dtype, placement."""
+
+    shape: tuple[int, ...]
+    dtype: str = FLOAT
+    has_rows: bool = True
+
+    def value(self, rows: int, random: np.random.Generator) -> Any:
+        shape = (rows, *self.shape) if self.has_rows else self.shape
+        if self.dtype == FLOAT:
+            return random.normal(size=shape).astype(FLOAT)
+        if self.dtype == "string":
+            return random.choice(["a", "b", "z"], shape).astype(object)
+        return random.integers(0, 2 if self.dtype == "bool" else 4, shape, self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowCase:
+    """A call of a layer with the placements that its proof finds, or a problem.
+
+    Updates are those of values that the call assigns, in the order of the layer's
+    variables without seeds; draws the entries of each draw for each row.
+    """
+
+    make: Make
+    arguments: tuple[Argument, ...]
+    outputs: tuple[Any, ...] = (ROWS,)
+    losses: tuple[Any, ...] = ()
+    updates: tuple[Any, ...] = ()
+    problem: bool = False
+    draws: tuple[int, ...] = ()
+
+    @property
+    def has_rows(self) -> list[bool]:
+        return [argument.has_rows for argument in self.arguments]
+
+
+def rows(make: Make, *shapes: Any, **expected: Any) -> RowCase:
+    """A case of arguments, or of their shapes without rows; of six columns if none."""
+    each = (s if isinstance(s, Argument) else Argument(s) for s in shapes or [(6,)])
+    return RowCase(make, tuple(each), **expected)
+
+
+def function(apply: Function, *shapes: Any, **expected: Any) -> RowCase:
+    return rows(lambda: Apply(apply), *shapes, **expected)
+
+
+mixing = functools.partial(rows, problem=True)
+mixing_function = functools.partial(function, problem=True)
+
+
+def multiple(count: int) -> tuple[Any]:
+    return (dataclasses.replace(ROWS, multiple=count),)
+
+
+def integers(*shape: int) -> Argument:
+    return Argument(shape, "int32")
+
+
+def whole(*shape: int) -> Argument:
+    return Argument(shape, has_rows=False)
+
+
+def row_count(x: Any) -> Any:
+    return ops.cast(ops.shape(x)[0], FLOAT)
+
 
 BACKEND = keras.backend.backend()
 #: Backends on which layer calls are split; on JAX a step is one program.
@@ -33,6 +237,12 @@ def normal(*shape: int, seed: int = 7) -> Any:
     return np.random.default_rng(seed).normal(size=shape).astype("float32")
 
 
+def shifted(rows: int, factors: Any = 1.0) -> Any:
+    """Six columns of normal numbers with means from -1 in the first row to 1."""
+    means = np.linspace(-1, 1, rows, dtype="float32")[:, None]
+    return normal(rows, 6, seed=3) * factors + means
+
+
 def one_device() -> ks.OneDeviceStrategy:
     return ks.OneDeviceStrategy("cpu:0")
 
@@ -42,12 +252,10 @@ def mirrored(replicas: int = 2, **options: Any) -> ks.MirroredStrategy:
 
 
 def prover() -> RowProver:
-    """The prover of a strategy on two devices."""
-    strategy = mirrored()
+    strategy: Any = mirrored()
     # Keras has been hooked before a strategy proves anything.
     with strategy.scope():
-        call = strategy.drivers.fit._call
-    found = call._row_proofs._prover
+        found = strategy.drivers.fit._call._row_proofs._prover
     assert isinstance(found, RowProver)
     return found
 
@@ -57,19 +265,16 @@ def built(case: RowCase, rows: int = BATCH) -> tuple[Any, list[Any]]:
     layer = case.make()
     random = np.random.default_rng(7)
     values = [argument.value(rows, random) for argument in case.arguments]
-    with warnings.catch_warnings():
-        # Of Keras, for masks that a layer drops.
-        warnings.simplefilter("ignore")
+    # Keras warns of masks that a layer drops.
+    with warnings.catch_warnings(action="ignore"):
         layer(*map(ops.convert_to_tensor, values), training=True)
     return layer, values
 
 
 def call_of(layer: Any, values: Sequence[Any], rows: int = BATCH) -> LayerCall:
     """The call `layer(*values, training=True)`."""
-    tensors = tuple(map(ops.convert_to_tensor, values))
-    kwargs = {"training": True}
-    leaves = argument_leaves(tensors, kwargs)
-    return LayerCall(layer, layer.__call__, (tensors, kwargs), leaves, rows)
+    inputs = tuple(map(ops.convert_to_tensor, values)), {"training": True}
+    return LayerCall(layer, layer.__call__, inputs, argument_leaves(*inputs), rows)
 
 
 def proof_of(
@@ -80,8 +285,7 @@ def proof_of(
     Without sizes, the rows of replicas, it is that of a program for any number of rows.
     """
     call = call_of(layer, values, sum(sizes) or BATCH)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         return prover().prove(call, [*has_rows, False], sizes)
 
 
@@ -110,8 +314,7 @@ def fits(x: Any, y: Any, batch_size: int, **options: Any) -> Function:
 def trained(make: Make, fit: Function, strategy: Any) -> tuple[Any, list[str]]:
     """The history and state of a training, and its warnings of unsplit calls."""
     keras.utils.set_random_seed(3)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         with strategy.scope():
             model = make()
         found = {"history": as_arrays(fit(model)), **state_of(model)}
@@ -131,13 +334,11 @@ def assert_exact(
     return said
 
 
-#: Arrays by what they are; gradients are those of the sum of outputs and losses, with
-#: factors.
+#: Arrays by what they are; gradients are of a sum of outputs and losses with factors.
 Numbers = dict[str, list[Any]]
 
 
 def factors_of(outputs: Sequence[Any]) -> list[Any]:
-    """Factors of the outputs, for which gradients are computed."""
     random = np.random.default_rng(11)
     return [random.normal(size=np.shape(output)) for output in outputs]
 
@@ -146,14 +347,13 @@ def _arrays(tensors: Sequence[Any]) -> list[Any]:
     return [None if t is None else np.copy(ops.convert_to_numpy(t)) for t in tensors]
 
 
-def numbers(
-    layer: Any, values: Any, losses: int, factors: Any = None, loss_factors: Any = None
-) -> Numbers:
+def numbers(layer: Any, values: Any, losses: int, *given: Any, call: Any = None) -> Any:
     """Calls a layer, which adds some number of losses, and restores its weights.
 
-    Without factors, those of outputs are `factors_of`, and those of losses one.
-    Gradients are those of float arguments and of variables, or None.
+    Given are factors of outputs, by default those of `factors_of`, and of losses, by
+    default one. Gradients are those of float arguments and of variables, or None.
     """
+    factors, loss_factors = given or (None, [1.0] * losses)
     is_float = keras.backend.is_float_dtype
     before = _arrays(layer.variables)
     tensors = [ops.convert_to_tensor(value) for value in values]
@@ -167,14 +367,14 @@ def numbers(
     with context as tape:
         for tensor in floats:
             tape.watch(tensor) if tape else tensor.requires_grad_(True)
-        leaves = keras.tree.flatten(layer(*tensors, training=True))
+        leaves = keras.tree.flatten((call or layer)(*tensors, training=True))
         outputs = [leaf for leaf in leaves if ops.is_tensor(leaf)]
         added = list(layer.losses)[:losses]
         pairs = zip(outputs, factors or factors_of(outputs), strict=True)
         terms = [
             ops.sum(o * ops.cast(f, o.dtype)) for o, f in pairs if is_float(o.dtype)
         ]
-        pairs = zip(added, loss_factors or [1.0] * losses, strict=True)
+        pairs = zip(added, loss_factors, strict=True)
         terms += [ops.cast(ops.sum(loss), "float32") * factor for loss, factor in pairs]
         total = sum(ops.cast(term, "float32") for term in terms)
     gradients: Sequence[Any] = [None] * len(floats + trained)
@@ -199,7 +399,6 @@ def numbers(
 def split_numbers(
     layer: Any, values: Any, has_rows: Any, sizes: Any, proof: RowProof
 ) -> Numbers:
-    """The results joined from parts, as the placements of a proof say."""
     placed = [each for each in proof.outputs if each is not None]
     count, fractions = len(proof.losses), [size / sum(sizes) for size in sizes]
     # Factors of the unsplit outputs, of which parts get their shares.

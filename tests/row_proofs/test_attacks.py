@@ -1,57 +1,52 @@
-"""Code that mixes rows, or hides that it does.
-
-Each call is refused, or two uneven parts of a batch give the numbers of the batch.
-"""
+"""Calls that mix rows, or hide it, are refused, or parts give the batch's numbers."""
 
 from __future__ import annotations
 
+import functools
+import importlib
 import math
+import random
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
-from keras import layers, ops
+import scipy.stats
+from keras import activations, layers, ops
 
 from keras_strategies.rows.layer_calls import LayerCall
-from row_proofs import proofs
-from row_proofs.attacking_layers import LAYERS, METRICS, OwnMetric, if_
-from row_proofs.case_layers import Apply, add_loss, doubled
-from row_proofs.proofs import assert_parts_equal
+from row_proofs import proofs as own
+from row_proofs.proofs import Apply, Function, Make, Own, add_loss
 
 pytestmark = pytest.mark.one_backend("torch", "tensorflow")
 
-Function = Callable[[Any], Any]
 WITH_ROWS = np.linspace(-1, 1, 8, dtype="float32")[:, None]
 SEED = np.eye(6, dtype="float32")
+
+
+floats = functools.partial(ops.cast, dtype="float32")
+#: Rows as the height of an image.
+image = functools.partial(ops.reshape, newshape=(-1, 6, 1))
 
 
 def length(x: Any) -> Any:
     return ops.shape(x)[0]
 
 
-def floats(x: Any) -> Any:
-    return ops.cast(x, "float32")
-
-
-def image(x: Any) -> Any:
-    """Rows as the height of an image."""
-    return ops.reshape(x, (-1, 6, 1))
-
-
-def heads(x: Any) -> Any:
-    """Rows as the positions of a sequence."""
-    return ops.reshape(x, (1, -1, 2, 3))
-
-
 def signal(x: Any) -> Any:
-    """Rows as the positions of signals."""
     return ops.transpose(x)[:, :, None]
 
 
-def caught(x: Any, read: Callable[[Any], Any]) -> Any:
+def if_(mixes: Any, x: Any) -> Any:
+    return center(x) if mixes else x
+
+
+def center(x: Any) -> Any:
+    return x - ops.mean(x, axis=0, keepdims=True)
+
+
+def caught(x: Any, read: Function) -> Any:
     """Mixes rows where a value can be read."""
     try:
         read(x)
@@ -70,33 +65,16 @@ def in_place(x: Any, hidden: Any) -> Any:
     return hidden * 2.0
 
 
-def counted(carry: Any, row: Any) -> Any:
+def grown(carry: Any, row: Any) -> Any:
     return carry * 1.1, None
 
 
-def own_gradient(gradient: Callable[[Any, Any], Any]) -> Function:
+def own_gradient(gradient: Function) -> Function:
     """Made before replicas follow what is called."""
-    return ops.custom_gradient(doubled(gradient))
+    return ops.custom_gradient(own.doubled(gradient))
 
 
-def shuffled_repeats(x: Any) -> Any:
-    return ops.repeat(x, np.array([2, 0, *[1] * (x.shape[0] - 2)]), axis=0)
-
-
-def columns_by_rows(x: Any) -> Any:
-    order = [2, 0, 1, 1, 1, 1] if x.shape[0] > 5 else [0, 2, 1, 1, 1, 1]
-    return ops.repeat(x, np.array(order), axis=1)
-
-
-def accumulated(x: Any) -> Any:
-    total = ops.zeros((6,))
-    for row in x:
-        total = total + row
-    return x - total
-
-
-def each(names: str, form: Callable[[Function, Any], Any]) -> dict[str, Function]:
-    """A form of each of some functions of `keras.ops`."""
+def each(names: str, form: Function) -> dict[str, Function]:
     return {n: lambda x, n=n: form(getattr(ops, n), x) for n in names.split()}
 
 
@@ -124,9 +102,8 @@ SUMS: dict[str, Function] = {
     "mean of ones": lambda x: x + ops.sum(ops.ones_like(x[:, 0])),
     "saturated sum": lambda x: ops.saturate_cast(ops.sum(x, axis=0), "uint8"),
 }
-_ALONG_ROWS = """
-    prod normalize flip sort cumsum cumprod diff softmax sparsemax layer_normalization
-"""
+_ALONG_ROWS = """prod normalize flip sort cumsum cumprod diff softmax sparsemax
+    layer_normalization"""
 FUNCTIONS: dict[str, Function] = {
     **SUMS,
     **each(_ALONG_ROWS, lambda f, x: f(x, axis=0)),
@@ -137,7 +114,7 @@ FUNCTIONS: dict[str, Function] = {
     "variance": lambda x: x * ops.moments(x, axes=[0])[1],
     "norm": lambda x: x / ops.norm(x),
     "normalize all": lambda x: ops.normalize(x, axis=None),
-    "sum by a loop": accumulated,
+    "sum by a loop": lambda x: x - sum(x, ops.zeros((6,))),
     "sum by unstack": lambda x: x - sum(ops.unstack(x)),
     "segment sum": lambda x: ops.segment_sum(x, ops.zeros((length(x),), "int32"), 1),
     "segment max": lambda x: ops.segment_max(x, ops.cast(x[:, 0] > 0, "int32"), 2),
@@ -179,8 +156,12 @@ FUNCTIONS: dict[str, Function] = {
     "rearranged": lambda x: ops.rearrange(x, "(a b) c -> b (a c)", a=1) - x[:1],
     "tile": lambda x: ops.tile(x, (2, 1))[length(x) - 1 : -1],
     "repeat": lambda x: ops.repeat(x, 2, axis=0)[: length(x)],
-    "repeats for each row": shuffled_repeats,
-    "repeats by the number of rows": columns_by_rows,
+    "repeats for each row": lambda x: ops.repeat(
+        x, np.array([2, 0, *[1] * (x.shape[0] - 2)]), axis=0
+    ),
+    "repeats by the number of rows": lambda x: ops.repeat(
+        x, np.array([*([2, 0] if x.shape[0] > 5 else [0, 2]), 1, 1, 1, 1]), axis=1
+    ),
     "padded": lambda x: ops.pad(x, ((1, 0), (0, 0)))[:-1],
     "concatenated": lambda x: ops.concatenate([x[1:], x[:1]]),
     "split": lambda x: ops.concatenate(ops.split(x, [1])[::-1]),
@@ -208,18 +189,20 @@ FUNCTIONS: dict[str, Function] = {
     "distances": lambda x: ops.norm(x[:, None] - x[None], axis=-1),
     # Attention, and functions along an axis.
     "attention": lambda x: ops.softmax(x @ ops.transpose(x)) @ x,
-    "attention of Keras": lambda x: ops.dot_product_attention(*[heads(x)] * 3),
+    "attention of Keras": lambda x: ops.dot_product_attention(
+        *[ops.reshape(x, (1, -1, 2, 3))] * 3
+    ),
     "softmax of two axes": lambda x: ops.softmax(x, axis=(0, 1)),
     "softmax by a negative axis": lambda x: ops.log_softmax(x, axis=-2),
     "softmax of rank 1": lambda x: x * ops.softmax(x[:, 0])[:, None],
     "RMS normalization": lambda x: ops.rms_normalization(x, axis=(0, 1)),
     "crossentropy": lambda x: ops.categorical_crossentropy(
-        ops.softmax(x), ops.softmax(x), axis=0
+        *[ops.softmax(x)] * 2, axis=0
     ),
     "in top k": lambda x: floats(ops.in_top_k(ops.argmax(x, 0), ops.transpose(x), 1)),
     # Loops and branches.
     "scan": lambda x: ops.scan(lambda c, r: (c + r, c), ops.zeros((6,)), x)[1],
-    "scan that counts": lambda x: x * ops.scan(counted, ops.ones(()), x)[0],
+    "scan that counts": lambda x: x * ops.scan(grown, ops.ones(()), x)[0],
     "associative scan": lambda x: ops.associative_scan(ops.add, x, axis=0),
     "scan by a negative axis": lambda x: ops.associative_scan(ops.maximum, x, axis=-2),
     "map with all rows": lambda x: ops.vectorized_map(lambda r: r - ops.max(x), x),
@@ -228,7 +211,7 @@ FUNCTIONS: dict[str, Function] = {
     ),
     "loop": lambda x: ops.fori_loop(0, 3, lambda i, c: c - ops.mean(c), x),
     "loop over rows": lambda x: ops.fori_loop(0, length(x), lambda i, c: c * 1.1, x),
-    "loop over numbers": lambda x: ops.scan(counted, x, ops.arange(length(x)))[0],
+    "loop over numbers": lambda x: ops.scan(grown, x, ops.arange(length(x)))[0],
     "loop while": lambda x: ops.while_loop(
         lambda h: ops.max(h) > 0.5, lambda h: (h * 0.5,), (x,)
     )[0],
@@ -296,9 +279,7 @@ OF_ANY_ROWS: dict[str, Function] = {
     "number of rows as an integer": lambda x: if_(not isinstance(length(x), int), x),
     "number of rows that is read": lambda x: x * (int(length(x)) > 0),
     "number of rows that is rounded": lambda x: x * (math.floor(length(x)) > 0),
-    "columns at most the rows": lambda x: ops.sum(x[:, : length(x)], axis=1),
     "at least one row": lambda x: x / max(length(x), 1),
-    "size": lambda x: x / floats(ops.size(x)),
 }
 SUM_LOSSES: dict[str, Function] = {
     "square of a sum": lambda x: ops.square(ops.sum(x)),
@@ -325,61 +306,263 @@ LOSSES: dict[str, Function] = {
     "by the rows": lambda x: ops.sum(x) / ops.sqrt(floats(ops.size(x))),
     "median": ops.median,
 }
+dense = functools.partial(layers.Dense, 6)
+_COINS = np.random.default_rng(3)
+_NORMAL = scipy.stats.norm()
+_NORMAL.random_state = np.random.RandomState(2)
+ORTHOGONAL = keras.regularizers.OrthogonalRegularizer()
+_HELD: dict[str, Any] = {}
+normal = keras.random.normal
+
+
+def centered(kind: Any) -> Any:
+    """A subclass with the name of a layer of Keras."""
+
+    class Centered(kind):
+        def call(self, x: Any, training: bool = False, mask: Any = None) -> Any:
+            return center(super().call(x))
+
+    Centered.__name__ = Centered.__qualname__ = kind.__name__
+    return Centered
+
+
+registered = keras.saving.register_keras_serializable()(center)
+OwnDense, OwnModel = centered(layers.Dense), centered(keras.Model)
+OwnSequential = centered(keras.Sequential)
+
+
+class Cell(layers.Layer):
+    state_size = output_size = 3
+
+    def call(self, x: Any, states: Any) -> Any:
+        return center(x), [center(x)]
+
+
+class Squares(keras.regularizers.Regularizer):
+    def __call__(self, x: Any) -> Any:
+        return ops.square(ops.sum(x))
+
+
+class OwnMask(layers.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.supports_masking = True
+
+    def call(self, x: Any) -> Any:
+        return x * 1.0
+
+    def compute_mask(self, x: Any, mask: Any = None) -> Any:
+        return ops.roll(x[:, :, 0] > 0, 1, axis=0)
+
+
+def functional(function: Function, kind: Any = keras.Model) -> Any:
+    inputs = keras.Input((6,))
+    return kind(inputs, function(layers.Dense(6)(inputs)))
+
+
+def changed(name: str, value: Any) -> Any:
+    """A layer with an attribute that is set after it is built."""
+    layer = dense()
+    layer.build((None, 6))
+    setattr(layer, name, value)
+    return layer
+
+
+FLAT: dict[str, Make] = {
+    "activation": lambda: dense(activation=center),
+    "activation that is a layer": lambda: dense(activation=Apply(center)),
+    "activation of Keras": lambda: dense(activation=ops.flip),
+    "activation by axis": lambda: dense(activation=lambda x: activations.softmax(x, 0)),
+    "activation that is set": lambda: changed("activation", center),
+    "call that is set": lambda: changed("call", lambda x, training: center(x)),
+    "subclass with the name of Keras's": lambda: OwnDense(6),
+    "lambda": lambda: layers.Lambda(center),
+    "model": lambda: functional(lambda x: x, OwnModel),
+    "sequential model": lambda: OwnSequential([dense()]),
+    "function of a model": lambda: functional(lambda x: ops.flip(x, 0)),
+    "constant of a model": lambda: functional(lambda x: x + WITH_ROWS),
+    "layer of a model": lambda: functional(Apply(center)),
+    "model in a model": lambda: functional(functional(Apply(center))),
+    "regularizer": lambda: dense(activity_regularizer=Squares()),
+    "regularizer of Keras": lambda: dense(activity_regularizer=ORTHOGONAL),
+    "softmax": lambda: layers.Softmax(axis=0),
+    "softmax by a negative axis": lambda: layers.Softmax(axis=-2),
+    "softmax of two axes": lambda: layers.Softmax(axis=(0, 1)),
+    "softmax of all axes": lambda: layers.Softmax(axis=None),
+    "unit normalization": lambda: layers.UnitNormalization(axis=0),
+    "concatenation": lambda: functional(lambda x: layers.Concatenate(axis=0)([x, x])),
+    "einsum": lambda: layers.EinsumDense("ab,bc->ac", 3, activation=center),
+    "attention": lambda: functional(lambda x: layers.Attention()([x, x])),
+    "added attention": lambda: functional(lambda x: layers.AdditiveAttention()([x, x])),
+    "spectral norm": lambda: layers.SpectralNormalization(dense(activation=center)),
+    "rescaling": lambda: layers.Rescaling(np.arange(8.0)[:, None]),
+}
+#: Layers of sequences.
+LONG: dict[str, Make] = {
+    "attention over axis 0": lambda: stepping(
+        lambda layer, x: layers.Attention()([ops.swapaxes(x, 0, 1)] * 2)
+    ),
+    "cell": lambda: layers.RNN(Cell()),
+    "cells": lambda: layers.RNN([layers.SimpleRNNCell(3), Cell()]),
+    "activation of a cell": lambda: layers.LSTM(3, activation=center),
+    "recurrent activation": lambda: layers.GRU(3, recurrent_activation=center),
+    "bidirectional": lambda: layers.Bidirectional(layers.SimpleRNN(3, registered)),
+    "time distributed": lambda: layers.TimeDistributed(Apply(center)),
+    "mask": OwnMask,
+}
+
+
+def stepping(function: Function) -> Own:
+    """A function of a layer, with a float and an integer, and of its input."""
+    inner = dense()
+    inner.build((None, 6))
+    layer = Own(function, [inner], state=own.STATE, count=own.COUNT)
+    layer.number, layer.kept = 0, []
+    layer.supports_masking = True
+    return layer
+
+
+def counted(layer: Any, x: Any) -> Any:
+    layer.number += 1
+    return x * layer.number
+
+
+def for_large_batches(layer: Any, x: Any) -> None:
+    if x.shape[0] > 6:
+        layer.state.assign(layer.count.value)
+
+
+def assigned(function: Function, name: str = "state") -> Function:
+    def apply(layer: Any, x: Any) -> None:
+        getattr(layer, name).assign(function(x))
+
+    return apply
+
+
+def in_body(layer: Any, x: Any) -> Any:
+    def body(i: Any, carry: Any) -> Any:
+        layer.state.assign_add(ops.mean(carry))
+        return carry * 1.1
+
+    return ops.fori_loop(0, 2, body, x)
+
+
+def by_name_of_module(layer: Any, x: Any) -> Any:
+    name = keras.backend.backend()
+    framework = importlib.import_module(name)
+    return x + (framework.mean if name == "torch" else framework.reduce_mean)(x)
+
+
+STEPS: dict[str, Function] = {
+    "counter": counted,
+    "kept tensor": lambda layer, x: layer.kept.append(ops.mean(x)),
+    "attribute of a sublayer": lambda o, x: setattr(o.inner[0], "n", x.shape[0]),
+    "tensor in a global": lambda layer, x: _HELD.update(features=x * 2),
+    "coin": lambda layer, x: if_(random.random() < 0.5, x),
+    "coin of NumPy": lambda layer, x: if_(np.random.rand() < 0.5, x),
+    "coin of a generator": lambda layer, x: if_(_COINS.random() < 0.5, x),
+    "coin of a library": lambda layer, x: if_(scipy.stats.norm.rvs() < 0, x),
+    "coin of a distribution": lambda layer, x: if_(_NORMAL.rvs() < 0, x),
+    "framework by its name": by_name_of_module,
+    "state of large batches": for_large_batches,
+    "state of the largest": assigned(ops.max),
+    "state of a sum": assigned(ops.sum),
+    "state of a row": assigned(lambda x: x[0, 0]),
+    "state of a square": assigned(lambda x: ops.square(ops.mean(x))),
+    "integer state of a mean": assigned(ops.mean, "count"),
+    "state in a loop": in_body,
+    "draw of rows": lambda layer, x: x + ops.transpose(normal((6, x.shape[0]), seed=3)),
+    "shuffle": lambda layer, x: keras.random.shuffle(x, seed=3),
+}
+
+
+class OwnMetric(keras.metrics.Metric):
+    def __init__(self, function: Function):
+        super().__init__(name="own")
+        self.function = function
+        self.total = self.add_variable((), "zeros", name="total")
+        self.count = self.add_variable((), "zeros", dtype="int32", name="count")
+
+    def update_state(self, x: Any, sample_weight: Any = None) -> None:
+        self.function(self, x)
+
+
+def adding(function: Function, name: str = "total") -> Function:
+    return lambda metric, x: getattr(metric, name).assign_add(function(x))
+
+
+METRICS: dict[str, Function] = {
+    "largest": adding(ops.max),
+    "square of a sum": adding(lambda x: ops.square(ops.sum(x))),
+    "assigned": lambda m, x: m.total.assign(ops.sum(x)),
+    "maximum so far": lambda m, x: m.total.assign(ops.maximum(m.total, ops.max(x))),
+    "moving": lambda m, x: m.total.assign_add(0.1 * (ops.mean(x) - m.total)),
+    "integer of a sum": adding(ops.sum, "count"),
+    "integer of a mean": adding(lambda x: ops.cast(ops.mean(x), "int32"), "count"),
+    "first row": adding(lambda x: x[0, 0]),
+    "median": adding(ops.median),
+    "ranks": adding(lambda x: ops.sum(floats(ops.argsort(x[:, 0])) * x[:, 0])),
+    "sum and a constant": adding(lambda x: ops.sum(x) + 1.0),
+    "divided by a sum": adding(lambda x: ops.sum(x) / ops.sum(x[:, 0])),
+}
 #: What Keras refuses on a backend.
 _BY_TORCH = ("mean by NumPy's number", "turned", "layer_normalization", "read by NumPy")
 _BY_TENSORFLOW = ("rows by a tensor", "vectorize", "read by a list")
 NOT_IN_KERAS = {"torch": _BY_TORCH, "tensorflow": _BY_TENSORFLOW}
 
 
-def batch(rows: int = 8, factor: float = 1.0, shape: tuple[int, ...] = (6,)) -> Any:
-    return proofs.normal(rows, *shape, seed=5) * factor + np.float32(0.3)
+def batch(rows: int = 8, factor: float = 1.0, shape: Any = (6,)) -> Any:
+    return own.normal(rows, *shape, seed=5) * factor + np.float32(0.3)
 
 
 #: By name, what makes a layer, and the shape of a row of its input.
-ATTACKS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
+ATTACKS: dict[str, tuple[Make, tuple[int, ...]]] = {
     **{name: (lambda f=f: Apply(f), (6,)) for name, f in FUNCTIONS.items()},
     **{f"loss: {n}": (lambda f=f: add_loss(f), (6,)) for n, f in LOSSES.items()},
-    **{f"layer: {name}": each for name, each in LAYERS.items()},
+    **{f"layer: {name}": (make, (6,)) for name, make in FLAT.items()},
+    **{f"layer: {name}": (make, (4, 3)) for name, make in LONG.items()},
+    **{f"layer: {n}": (lambda f=f: stepping(f), (6,)) for n, f in STEPS.items()},
 }
 
 
-def assert_refused_or_equal(
-    layer: Any, shape: tuple[int, ...], sizes: tuple[int, ...], any_rows: bool = False
-) -> bool:
+def is_refused(layer: Any, shape: Any, sizes: Any, any_rows: bool = False) -> bool:
+    """Whether a call is refused; if not, its parts give the numbers of the batch."""
     values = batch(sum(sizes), 1.0, shape)
     layer(ops.convert_to_tensor(values), training=True)
-    proof = proofs.proof_of(layer, [values], sizes=() if any_rows else sizes)
+    proof = own.proof_of(layer, [values], sizes=() if any_rows else sizes)
     if proof.problem is None:
         # Larger values than those of the proof.
-        assert_parts_equal(layer, [batch(sum(sizes), 7.0, shape)], proof, sizes=sizes)
+        own.assert_parts_equal(
+            layer, [batch(sum(sizes), 7.0, shape)], proof, sizes=sizes
+        )
     return proof.problem is not None
 
 
 @pytest.mark.one_backend("torch", "tensorflow")
-@proofs.needs_split
+@own.needs_split
 @pytest.mark.parametrize("name", ATTACKS)
 def test_attacks(name: str) -> None:
     make, shape = ATTACKS[name]
-    if name in NOT_IN_KERAS.get(proofs.BACKEND, ()):
+    if name in NOT_IN_KERAS.get(own.BACKEND, ()):
         with pytest.raises(Exception):  # noqa: B017  Of many types.
             make()(ops.convert_to_tensor(batch()), training=True)
         return
     for sizes in (5, 3), (7, 1):
         keras.utils.set_random_seed(1)
-        is_refused = assert_refused_or_equal(make(), shape, sizes)
-        assert is_refused or not name.startswith("layer: ")
+        refused = is_refused(make(), shape, sizes)
+        assert refused or not name.startswith("layer: ")
 
 
 @pytest.mark.one_backend("tensorflow")
-@proofs.of_tensorflow
+@own.of_tensorflow
 @pytest.mark.parametrize("name", [*FUNCTIONS, *OF_ANY_ROWS])
 def test_functions_for_any_number_of_rows(name: str) -> None:
     function = OF_ANY_ROWS.get(name) or FUNCTIONS[name]
     if name not in NOT_IN_KERAS["tensorflow"]:
-        assert_refused_or_equal(Apply(function), (6,), (5, 3), any_rows=True)
+        is_refused(Apply(function), (6,), (5, 3), any_rows=True)
 
 
-@proofs.needs_split
+@own.needs_split
 @pytest.mark.parametrize("name", METRICS)
 def test_metrics(name: str) -> None:
     metric, x = OwnMetric(METRICS[name]), ops.convert_to_tensor(batch())
@@ -388,5 +571,5 @@ def test_metrics(name: str) -> None:
         metric.update_state(x)
 
     inputs = (x,), {}
-    own = LayerCall(layers.Identity(), call, inputs, [x], 8, adds=True, only_adds=True)
-    assert proofs.prover().prove(own, [True], (5, 3)).problem is not None
+    of = LayerCall(layers.Identity(), call, inputs, [x], 8, adds=True, only_adds=True)
+    assert own.prover().prove(of, [True], (5, 3)).problem is not None

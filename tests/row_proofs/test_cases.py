@@ -19,15 +19,19 @@ import pytest
 from keras import layers, ops
 
 from keras_strategies.rows.row_placements import MEAN, ROWS, SAME, SUM, RowPlacement
-from row_proofs import case_layers as own
-from row_proofs import proofs
-from row_proofs.case_layers import RowCase, function, mixing, mixing_function, rows
-from row_proofs.proofs import assert_parts_equal
+from row_proofs import proofs as own
+from row_proofs.proofs import RowCase, function, mixing, mixing_function, rows
 
 pytestmark = pytest.mark.one_backend("torch", "tensorflow")
 
 TABLE = np.random.default_rng(1).normal(size=(own.BATCH, 6)).astype(own.FLOAT)
 PAIR = {"updates": (SAME, SAME)}
+ZEROS = {"shape": (own.BATCH, 6), "initializer": "zeros"}
+IDS, AS_MANY = own.integers(3), own.whole(own.BATCH, 6)
+AT_NIGHT = "transformer of two blocks with dropout"
+CLIPPED = own.with_gradient(lambda x, g: g / (1 + ops.norm(g, axis=-1, keepdims=True)))
+dense6, dense3 = functools.partial(layers.Dense, 6), functools.partial(layers.Dense, 3)
+training = functools.partial(operator.call, training=True)
 
 
 def sampled(shape_of: own.Function) -> own.Held:
@@ -50,7 +54,6 @@ def transformer(blocks: int, rate: float) -> keras.Model:
 
 
 def masked(inner: layers.Layer) -> keras.Model:
-    """A layer behind an embedding with a mask."""
     inputs = keras.Input((5,), dtype="int32")
     return keras.Model(inputs, inner(layers.Embedding(9, 8, mask_zero=True)(inputs)))
 
@@ -60,17 +63,19 @@ def regularized() -> own.Own:
     return own.with_loss(operator.call, norm, 1.0)
 
 
+def held(make: Any, use: Any, *shapes: Any, **expected: Any) -> RowCase:
+    return rows(lambda: own.Held(make(), use), *shapes, **expected)
+
+
 KERAS_LAYERS = {
     "batch norm of images": rows(layers.BatchNormalization, (5, 5, 3), **PAIR),
     "batch norm and a loss": rows(regularized, losses=(MEAN,), **PAIR),
     "spectral": rows(lambda: layers.SpectralNormalization(layers.Dense(4)), **PAIR),
     "shared dropout": rows(lambda: layers.Dropout(0.3, noise_shape=(1, 6)), draws=(0,)),
     "conv2d dilated": rows(lambda: layers.Conv2D(4, 3, dilation_rate=2), (9, 9, 3)),
-    "attention dropout": rows(
-        lambda: own.Held(
-            layers.MultiHeadAttention(2, 4, dropout=0.2),
-            lambda attention, x: attention(x, x, use_causal_mask=True),
-        ),
+    "attention dropout": held(
+        lambda: layers.MultiHeadAttention(2, 4, dropout=0.2),
+        lambda attention, x: attention(x, x, use_causal_mask=True),
         *[(5, 8)],
         draws=(1,),
     ),
@@ -80,13 +85,8 @@ KERAS_LAYERS = {
         lambda: layers.Dense(3, activity_regularizer="l2"), losses=(MEAN,)
     ),
     "kernel regularizer": rows(lambda: layers.Dense(3, kernel_regularizer="l2")),
-    "transformer of two blocks with dropout": rows(
-        lambda: transformer(2, rate=0.1), own.integers(5), draws=(1,) * 4
-    ),
+    AT_NIGHT: rows(lambda: transformer(2, 0.1), own.integers(5), draws=(1,) * 4),
 }
-
-
-dense6 = functools.partial(layers.Dense, 6)
 
 
 def dense(use: Any, inner: Any = dense6) -> RowCase:
@@ -94,16 +94,12 @@ def dense(use: Any, inner: Any = dense6) -> RowCase:
     return rows(lambda: own.with_loss(use, inner(), 0.0), losses=(MEAN,))
 
 
-def held(make: Any, use: Any, *shapes: Any, **expected: Any) -> RowCase:
-    return rows(lambda: own.Held(make(), use), *shapes, **expected)
-
-
 def embeddings(*more: Any) -> keras.Model:
     return keras.Sequential([layers.Embedding(4, 6, mask_zero=True), *more])
 
 
 def tanh() -> keras.Model:
-    return proofs.sequential(layers.Dense(6, "tanh"))
+    return own.sequential(layers.Dense(6, "tanh"))
 
 
 #: Functions of an inner layer and of the input that mix rows.
@@ -121,40 +117,27 @@ KNOWN_LAYERS = {
     "layer of a table": dense(lambda layer, x: x + ops.sum(layer(TABLE))),
     "layer of stopped rows": dense(lambda layer, x: layer(ops.stop_gradient(x))),
     "layer of flattened rows": dense(
-        lambda layer, x: ops.reshape(layer(ops.reshape(x, (-1, 3))), ops.shape(x)),
-        lambda: layers.Dense(3),
+        lambda f, x: ops.reshape(f(ops.reshape(x, (-1, 3))), ops.shape(x)), dense3
     ),
     "layer of a list": dense(lambda add, x: add([x, ops.ones_like(x)]), layers.Add),
     **{n: held(dense6, use, problem=True) for n, use in _MIXING.items()},
     "layers with a mask that draw": held(
-        lambda: embeddings(layers.LSTM(5), layers.Dropout(0.5)),
-        lambda model, x: model(x, training=True),
-        own.integers(3),
+        *(lambda: embeddings(layers.LSTM(5), layers.Dropout(0.5)), training, IDS),
         draws=(1,),
     ),
-    "layer with statistics": held(
-        layers.BatchNormalization, lambda norm, x: norm(x, training=True), **PAIR
-    ),
+    "layer with statistics": held(layers.BatchNormalization, training, **PAIR),
     "sum of masked rows": held(
-        embeddings,
-        lambda model, x: ops.sum(layers.Masking()(model(x)), 1),
-        own.integers(3),
+        embeddings, lambda model, x: ops.sum(layers.Masking()(model(x)), 1), IDS
     ),
     # Proved by its operations.
     "rows of flattened axes": held(
-        dense6,
-        lambda layer, x: layer(ops.reshape(x, (-1, 6))),
-        (3, 6),
-        outputs=own.multiple(3),
+        dense6, lambda f, x: f(ops.reshape(x, (-1, 6))), (3, 6), outputs=own.multiple(3)
     ),
 }
 
 
 def loop_over_time(x: Any) -> Any:
-    def step(i: Any, h: Any) -> Any:
-        return h * 0.5 + ops.take(x, i, axis=1)
-
-    return ops.fori_loop(0, 5, step, x[:, 0])
+    return ops.fori_loop(0, 5, lambda i, h: h * 0.5 + ops.take(x, i, 1), x[:, 0])
 
 
 FUNCTIONS = {
@@ -162,9 +145,7 @@ FUNCTIONS = {
     "x * rows / rows": lambda x: x * own.row_count(x) / own.row_count(x),
     "stack and take": lambda x: ops.stack([x, x * x], axis=0)[1],
     "zeros summed": lambda x: x + ops.sum(ops.ones((ops.shape(x)[0], 6))) * 0.0,
-    "gradient clipped by row": own.with_gradient(
-        lambda x, g: g / (1.0 + ops.norm(g, axis=-1, keepdims=True))
-    ),
+    "gradient clipped by row": CLIPPED,
 }
 #: With several outputs, or an output of other rows.
 OUTPUTS = {
@@ -191,12 +172,8 @@ OPERATIONS = {
     **{name: function(f, outputs=outputs) for name, (f, outputs) in OUTPUTS.items()},
     **{name: mixing_function(f) for name, f in MIXING_FUNCTIONS.items()},
     "argument without rows": function(lambda x, t: x * t, (6,), own.whole(6)),
-    "a table": function(
-        lambda i, t: ops.take(t, i, 0), own.integers(3), own.whole(9, 4)
-    ),
-    "argument of as many": mixing_function(
-        lambda x, t: x + t, (6,), own.whole(own.BATCH, 6)
-    ),
+    "a table": function(lambda i, t: ops.take(t, i, 0), IDS, own.whole(9, 4)),
+    "argument of as many": mixing_function(lambda x, t: x + t, (6,), AS_MANY),
     "x @ transpose(t)": mixing_function(lambda x, t: x @ ops.transpose(t), (6,), (6,)),
     # The zeros of its gradient are filled for all rows, and constants for parts.
     "clip of many columns": function(lambda x: ops.clip(x, -1, 1), (200,)),
@@ -206,12 +183,7 @@ OPERATIONS = {
     "one draw for all rows": rows(lambda: sampled(lambda x: (1, 6)), draws=(0,)),
     "capacity": mixing(lambda: own.Own(own.experts, router=(6, 2), experts=(2, 6, 6))),
     # Zero at first, with as many entries as the batch.
-    "weight with rows": mixing(
-        lambda: own.Own(
-            lambda layer, x: x + layer.table,
-            table={"shape": (own.BATCH, 6), "initializer": "zeros"},
-        )
-    ),
+    "weight with rows": mixing(lambda: own.Own(lambda o, x: x + o.table, table=ZEROS)),
 }
 if keras.backend.backend() != "tensorflow":  # It takes no arrays as indices.
     OPERATIONS["an entry by the number of its row"] = mixing_function(
@@ -282,9 +254,10 @@ CASES: dict[str, RowCase] = {
     **WEIGHTS,
 }
 
+_NIGHTLY = {AT_NIGHT: [pytest.mark.nightly]}
+PARAMETERS = [pytest.param(name, marks=_NIGHTLY.get(name, [])) for name in CASES]
 #: Parts of these need the statistics of all replicas.
 COLLECTIVES = ("batch norm of images", "batch norm and a loss", "layer with statistics")
-AT_NIGHT = "transformer of two blocks with dropout"
 #: Those of a program for any number of rows, one of each kind of rules.
 ANY_ROWS = (
     *("conv2d dilated", "masked LSTM", "x * rows / rows", "repeated rows"),
@@ -295,15 +268,12 @@ ANY_ROWS = (
 
 @pytest.mark.one_backend("torch", "tensorflow")
 @pytest.mark.slow(seconds=6)
-@proofs.needs_split
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.nightly] * (n == AT_NIGHT)) for n in CASES],
-)
+@own.needs_split
+@pytest.mark.parametrize("name", PARAMETERS)
 def test_placements(name: str) -> None:
     case = CASES[name]
-    layer, values = proofs.built(case)
-    proof = proofs.proof_of(layer, values, case.has_rows)
+    layer, values = own.built(case)
+    proof = own.proof_of(layer, values, case.has_rows)
     if case.problem:
         assert proof.problem is not None
         return
@@ -318,23 +288,23 @@ def test_placements(name: str) -> None:
         return
     draws = np.random.default_rng(23)
     later = [argument.value(own.BATCH, draws) for argument in case.arguments]
-    assert_parts_equal(layer, later, proof, case.has_rows)
+    own.assert_parts_equal(layer, later, proof, case.has_rows)
 
 
 @pytest.mark.one_backend("tensorflow")
-@proofs.of_tensorflow
+@own.of_tensorflow
 @pytest.mark.parametrize("name", ANY_ROWS)
 def test_placements_for_any_number_of_rows(name: str) -> None:
     case = CASES[name]
-    layer, values = proofs.built(case)
-    proof = proofs.proof_of(layer, values, case.has_rows, sizes=())
+    layer, values = own.built(case)
+    proof = own.proof_of(layer, values, case.has_rows, sizes=())
     assert (proof.problem is not None) == case.problem
     if not case.problem:
         assert tuple(proof.outputs) == case.outputs
         assert tuple(proof.losses) == case.losses
 
 
-MATRIX = proofs.normal(6, 6, seed=2)
+MATRIX = own.normal(6, 6, seed=2)
 #: Functions of random programs.
 BY_ROWS: list[own.Function] = [
     lambda x: ops.relu(x) + 0.1 * x,
@@ -351,7 +321,7 @@ BY_ROWS: list[own.Function] = [
     lambda x: ops.concatenate([x[:, :3], x[:, 3:] * 2], 1),
     lambda x: ops.stack([x, x * x], 0)[1],
     lambda x: x / ops.norm(x, axis=1, keepdims=True),
-    own.with_gradient(lambda x, g: g / (1 + ops.norm(g, axis=1, keepdims=True))),
+    CLIPPED,
 ]
 MIXING: list[own.Function] = [
     lambda x: x - ops.mean(x),
@@ -404,15 +374,15 @@ def program(seed: int) -> tuple[own.Own, bool]:
     return own.Own(run, matrix=matrix), not mixes and is_split
 
 
-@proofs.needs_split
+@own.needs_split
 @pytest.mark.parametrize("sizes", [own.SIZES, (7, 1)], ids=str)
 @pytest.mark.parametrize("seed", range(16))
 def test_random_programs(seed: int, sizes: tuple[int, int]) -> None:
     keras.utils.set_random_seed(seed)
     layer, is_by_rows = program(seed)
-    values = [proofs.normal(8, 6, seed=seed) + 0.2]
+    values = [own.normal(8, 6, seed=seed) + 0.2]
     layer(ops.convert_to_tensor(values[0]))
-    proof = proofs.proof_of(layer, values, sizes=sizes)
+    proof = own.proof_of(layer, values, sizes=sizes)
     assert (proof.problem is None) == is_by_rows
     if is_by_rows:
-        assert_parts_equal(layer, values, proof, sizes=sizes)
+        own.assert_parts_equal(layer, values, proof, sizes=sizes)

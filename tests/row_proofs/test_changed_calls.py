@@ -1,9 +1,8 @@
 """Eager calls that compute something else than what was proved are exact.
 
 What a call depends on changes between epochs: flags anywhere, and settings and state in
-objects that layers hold, or that their calls get. It is proved again; a proof, which
-calls layers too, leaves it as it was. Layers are trained on one device and on two
-replicas, with an uneven last batch.
+objects that layers hold, or that their calls get. A proof, which calls layers too,
+leaves it as it was.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from keras import layers, ops
 from keras_strategies.rows.row_proofs import RowProofs
 from keras_strategies.runtime.data_parallel import data_parallel_call
 from row_proofs import proofs
-from row_proofs.case_layers import Apply, Function, Held, Make, add_loss
+from row_proofs.proofs import Apply, Function, Held, Make, add_loss
 
 pytestmark = [pytest.mark.one_backend("torch", "tensorflow"), proofs.needs_split]
 
-X = proofs.normal(25, 6, seed=3) + np.linspace(-1, 1, 25, dtype="float32")[:, None]
+X = proofs.shifted(25)
 
 
 def check(layer: Make, change: Function, draw: Make | None = None) -> list[str]:
@@ -99,7 +98,6 @@ def normal(held: Any) -> float:
 
 
 def remembered(held: Config, x: Any) -> Any:
-    """Reads a tensor of the call before."""
     found = x if held.kept is None else x + 0.1 * held.kept
     if held.mixes:  # Not while Keras computes shapes.
         held.kept = ops.stop_gradient(ops.mean(found, axis=0))
@@ -213,7 +211,6 @@ def tanh(x: Any) -> Any:
 
 
 def unseeded() -> layers.Layer:
-    """Draws from the generator of the framework."""
     return Apply(lambda x: x + keras.random.normal(ops.shape(x)))
 
 

@@ -1,7 +1,4 @@
-"""Layers with code of the framework that `ks.row_wise` declares are split, and exact.
-
-Each is trained without a strategy and on two replicas with uneven rows.
-"""
+"""Layers with code of the framework that `ks.row_wise` declares are split, exactly."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from keras import layers
 
 import keras_strategies as ks
 from row_proofs import proofs
-from row_proofs.case_layers import STATE, Function, Make, Own
+from row_proofs.proofs import STATE, Function, Make, Own
 
 TORCH = proofs.BACKEND == "torch"
 if proofs.BACKEND == "jax":
@@ -74,16 +71,12 @@ Declared = ks.row_wise(type("Declared", (Raw,), {}))
 
 @ks.row_wise
 class OneRow(Raw):
-    """Returns one row for all."""
-
     def call(self, inputs: Any) -> Any:
         kept = inputs + 0.0 * matmul(inputs, self.kernel.value)[:1]
         return kept, mean(dense(self, inputs), 0, True)
 
 
 class WithCall(Declared):
-    """A subclass with a `call` is not declared."""
-
     def call(self, inputs: Any, training: bool = False) -> Any:
         return super().call(inputs, training)
 
@@ -113,7 +106,6 @@ class Chain(keras.Model):
 def check(
     make: Make, around: Any = model_of, eagerly: bool = False, tolerance: float = 1e-5
 ) -> list[str]:
-    """Fails if two replicas give other numbers; returns the warnings."""
     loss, more = "sparse_categorical_crossentropy", {"momentum": 0.9}
     made = proofs.compiled(
         lambda: ROWS.clear() or around(make()), 0.1, loss, run_eagerly=eagerly, **more
@@ -160,27 +152,24 @@ UNSPLIT: dict[str, tuple[Make, str]] = {
 }
 if TORCH:
 
-    class Counted(torch.nn.Module):
-        """A small convolutional net; with batch normalization it mixes rows."""
-
-        def __init__(self, normalizes: bool) -> None:
-            super().__init__()
-            torch.manual_seed(4)
-            normalization = [torch.nn.BatchNorm1d(4)] * normalizes
-            parts = torch.nn.Conv1d(1, 4, 3, padding=1), torch.nn.ReLU(), *normalization
-            last = torch.nn.Linear(24, 6)
-            self.net = torch.nn.Sequential(*parts, torch.nn.Flatten(), last)
-
+    class Counted(torch.nn.Sequential):
         def forward(self, x: Any) -> Any:
             ROWS.append(x.shape[0])
-            return self.net(x[:, None])
+            return super().forward(x[:, None])
 
     def wrapped(normalizes: bool) -> Any:
-        net = Counted(normalizes)
+        """A small convolutional net; with batch normalization it mixes rows."""
+        torch.manual_seed(4)
+        normalization = [torch.nn.BatchNorm1d(4)] * normalizes
+        parts = torch.nn.Conv1d(1, 4, 3, padding=1), torch.nn.ReLU(), *normalization
+        net = Counted(*parts, torch.nn.Flatten(), torch.nn.Linear(24, 6))
         return ks.row_wise(layers.TorchModuleWrapper(net, output_shape=(None, 6)))
 
     SPLIT["module"] = lambda: wrapped(False)
     UNSPLIT["module"] = (lambda: wrapped(True), "depend on one another")
+
+
+REFUSED = [*((each, model_of) for each in UNSPLIT), ("wrong", Chain)]
 
 
 @pytest.mark.one_backend("torch")
@@ -200,9 +189,7 @@ def test_declared_is_split(name: str) -> None:
 
 
 @pytest.mark.one_backend("torch", "tensorflow")
-@pytest.mark.parametrize(
-    ("name", "around"), [*((each, model_of) for each in UNSPLIT), ("wrong", Chain)]
-)
+@pytest.mark.parametrize(("name", "around"), REFUSED)
 def test_others_are_refused(name: str, around: Any) -> None:
     make, text = UNSPLIT[name]
     # On TensorFlow two trainings draw other numbers, also on one device.

@@ -1,13 +1,11 @@
 """Sums over rows that a layer uses further are exchanged by replicas.
 
-Layers are trained on one device, and on replicas with uneven batches and weights. What
-needs the rows of others themselves stays unsplit.
+Batches and weights are uneven. What needs rows of others themselves stays unsplit.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -18,23 +16,20 @@ from keras import layers, ops
 
 from row_proofs import proofs
 from row_proofs import test_attacks as attacks
-from row_proofs.case_layers import Own
-from row_proofs.proofs import assert_equal, numbers
+from row_proofs.proofs import Function, Own, assert_equal, numbers
 
-pytestmark = pytest.mark.one_backend("torch", "tensorflow")
+pytestmark = [pytest.mark.one_backend("torch", "tensorflow"), proofs.needs_split]
 
-# Three batches: 8, 8 and 2 rows.
-X = proofs.normal(18, 6, seed=3) + np.linspace(-1, 1, 18, dtype="float32")[:, None]
+X = proofs.shifted(18)  # Three batches: 8, 8 and 2 rows.
 Y = np.sin(X[:, :1])
 WEIGHTS = np.random.default_rng(3).uniform(size=18).astype("float32")
 
 
-def statistics(function: Callable[[Any, Any], Any], dtype: str = "float32") -> Own:
-    """A function of a layer with weights, and of its input."""
+def statistics(function: Function, dtype: str = "float32") -> Own:
     inner = layers.Dense(6, kernel_initializer="orthogonal", dtype=dtype)
     inner.build((None, 6))
     average = {"shape": (6,), "initializer": "ones", "trainable": False}
-    return Own(function, inner, dtype, kernel=(6, 6), average=average)
+    return Own(function, inner, dtype=dtype, kernel=(6, 6), average=average)
 
 
 def masked_mean(layer: Own, x: Any) -> Any:
@@ -98,21 +93,27 @@ _FUNCTIONS = masked_mean, vicreg, minibatch_deviation, codebook, balance, stoppe
 FUNCTIONS_OF_ROWS = {f.__name__: f for f in (*_FUNCTIONS, with_inner_layer)}
 
 
-def model_of(function: Callable[..., Any], dtype: str = "float32") -> keras.Model:
+def model_of(function: Function, dtype: str = "float32") -> keras.Model:
     parts = layers.Dense(6, dtype=dtype), statistics(function, dtype), layers.Dense(1)
     return proofs.sequential(*parts)
 
 
 def trained(
-    function: Callable[..., Any], replicas: int, eagerly: bool, dtype: str = "float32"
-) -> tuple[dict[str, Any], list[str], bool]:
-    """State and losses, the warnings, and whether replicas have exchanged sums."""
-    strategy: Any = proofs.mirrored(replicas) if replicas > 1 else proofs.one_device()
-    optimizer = {"momentum": 0.9, "run_eagerly": eagerly}
-    make = proofs.compiled(lambda: model_of(function, dtype), 0.05, **optimizer)
+    function: Function, strategy: Any, eagerly: bool = True, dtype: str = "float32"
+) -> tuple[dict[str, Any], list[str]]:
+    options = {"momentum": 0.9, "run_eagerly": eagerly}
+    make = proofs.compiled(lambda: model_of(function, dtype), 0.05, **options)
     fit = proofs.fits(X, Y, 8, epochs=2, sample_weight=WEIGHTS)
-    found, said = proofs.trained(make, fit, strategy)
-    return found, said, replicas > 1 and exchanges(strategy)
+    return proofs.trained(make, fit, strategy)
+
+
+def compared(function: Function, replicas: int, eagerly: bool) -> tuple[Any, bool]:
+    """Warnings of replicas that train as one device, and whether they exchange sums."""
+    expected, _ = trained(function, proofs.one_device(), eagerly)
+    strategy = proofs.mirrored(replicas)
+    found, said = trained(function, strategy, eagerly)
+    assert_same(expected, found, 1e-5, f"{replicas} replicas")
+    return said, exchanges(strategy)
 
 
 def exchanges(strategy: Any, layer: Any = None) -> bool:
@@ -127,21 +128,18 @@ _BY_DAY = ("minibatch_deviation", "codebook", "balance", "stopped")
 
 
 @pytest.mark.nightly(unless=[f"{name}-3-True" for name in _BY_DAY])
-@proofs.needs_split
 @pytest.mark.parametrize("eagerly", PROGRAMS)
 @pytest.mark.parametrize("replicas", [3, pytest.param(2, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", FUNCTIONS_OF_ROWS)
 def test_numbers_are_those_of_one_device(
-    name: str, replicas: int, eagerly: bool
+    name: str, replicas: int, eagerly: Any
 ) -> None:
-    expected, _, _ = trained(FUNCTIONS_OF_ROWS[name], 1, eagerly)
-    found, said, is_exchanged = trained(FUNCTIONS_OF_ROWS[name], replicas, eagerly)
-    assert_same(expected, found, 1e-5, f"{replicas} replicas")
+    said, is_exchanged = compared(FUNCTIONS_OF_ROWS[name], replicas, eagerly)
     assert is_exchanged and not said, said
 
 
 #: What stays unsplit, besides many of the attacks below.
-UNSPLIT: dict[str, Callable[[Any, Any], Any]] = {
+UNSPLIT: dict[str, Function] = {
     "as_index": lambda layer, x: (
         x * ops.take(layer.kernel, ops.argmax(ops.max(x, axis=0)), axis=0)
     ),
@@ -157,19 +155,16 @@ UNSPLIT: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.nightly(unless=["before_the_sum", "in_a_branch"])
-@proofs.needs_split
 @pytest.mark.parametrize("name", UNSPLIT)
 def test_what_needs_the_rows_of_others_is_unsplit(name: str) -> None:
-    expected, _, _ = trained(UNSPLIT[name], 1, eagerly=True)
-    found, said, is_exchanged = trained(UNSPLIT[name], 2, eagerly=True)
-    assert_same(expected, found, 1e-5, "two replicas")
+    said, is_exchanged = compared(UNSPLIT[name], 2, eagerly=True)
     assert said and not is_exchanged
 
 
-@proofs.needs_split
 def test_sums_in_16_bits_are_those_of_all_rows() -> None:
-    _, said, is_exchanged = trained(stopped, 2, eagerly=True, dtype="mixed_bfloat16")
-    assert said and not is_exchanged
+    strategy = proofs.mirrored()
+    _, said = trained(stopped, strategy, dtype="mixed_bfloat16")
+    assert said and not exchanges(strategy)
 
 
 #: The rows of the calls of `changing`, and the call that differs.
@@ -184,45 +179,29 @@ def changing(layer: Own, x: Any) -> Any:
 
 
 @pytest.mark.one_backend("torch")
-@proofs.needs_split
 @pytest.mark.parametrize("replica", [0, 1])
 def test_replica_that_computes_other_sums(replica: int) -> None:
     """No replica waits for it: the call is proved and made again."""
     ROWS.clear()
-    CHANGED[0] = 0
-    expected, _, _ = trained(changing, 2, eagerly=True)
+    CHANGED[0], strategy = 0, proofs.mirrored()
+    expected, _ = trained(changing, proofs.mirrored())
     # The traces for 4 and 8 rows, then two replicas in each step; the second changes.
     before, last = len(ROWS), max(i for i, rows in enumerate(ROWS) if rows == 8)
     ROWS.clear()
     CHANGED[0] = last + 4 + replica
-    found, said, is_exchanged = trained(changing, 2, eagerly=True)
-    assert is_exchanged and not said and len(ROWS) > before
+    found, said = trained(changing, strategy)
+    assert exchanges(strategy) and not said and len(ROWS) > before
     assert_same(expected, found, 1e-6, "two replicas")
 
 
-class OnReplicas:
-    """A layer of `test_attacks` that is called on replicas."""
-
-    def __init__(self, layer: Any, strategy: Any):
-        self.layer, self._call = layer, strategy.drivers.fit._call
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.layer, name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(self.layer, self.layer.__call__, args, kwargs)
-
-
-OF_BACKEND = {
-    "torch": ("in place", "dtype"),
-    "tensorflow": ("inverse", "cumsum of a sum", "mean by NumPy's number"),
-}
+_TENSORFLOW = ("inverse", "cumsum of a sum", "mean by NumPy's number")
+OF_BACKEND = {"torch": ("in place", "dtype"), "tensorflow": _TENSORFLOW}
 _LAYERS = (
     *("activation", "activation that is a layer", "activation that is set", "lambda"),
     *("call that is set", "subclass with the name of Keras's", "model", "einsum"),
     *("sequential model", "model in a model", "layer of a model", "time distributed"),
-    *("spectral norm", "state of a sum", "state of a square"),
-    "integer state of a mean",
+    *("integer state of a mean", "state of a sum", "state of a square"),
+    "spectral norm",
 )
 #: Those with sums over rows that replicas exchange.
 EXCHANGED = {
@@ -237,7 +216,6 @@ BY_DAY = [
 ]
 
 
-@proofs.needs_split
 @pytest.mark.nightly(unless=BY_DAY)
 @pytest.mark.parametrize("name", attacks.ATTACKS)
 def test_attacks(name: str) -> None:
@@ -247,8 +225,11 @@ def test_attacks(name: str) -> None:
     keras.utils.set_random_seed(1)
     make, shape = attacks.ATTACKS[name]
     strategy = proofs.mirrored(3)
-    with strategy.scope(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return strategy.drivers.fit._call(layer, layer.__call__, args, kwargs)
+
+    with strategy.scope(), warnings.catch_warnings(action="ignore"):
         layer = make()
         layer(ops.convert_to_tensor(attacks.batch(8, 1.0, shape)), training=True)
         count, calls = len(layer.losses), 0
@@ -259,7 +240,7 @@ def test_attacks(name: str) -> None:
             except Exception:
                 # It has no gradient, or takes an even number of rows.
                 continue
-            found = numbers(OnReplicas(layer, strategy), values, count)
+            found = numbers(layer, values, count, call=call)
             assert_equal(expected, found)
             calls += 1
     assert calls == 0 or exchanges(strategy, layer) == (name in EXCHANGED)

@@ -2,8 +2,7 @@
 
 A term is zero in the first epoch, a capacity is not reached, a table has as many rows
 as the last batch; a step reads tensors of a call from elsewhere than from its outputs;
-hooks of Torch's modules see the rows. Each is trained on one device and on two or three
-replicas.
+hooks of Torch's modules see the rows.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from keras import layers, ops
 
 from keras_strategies.keras_compat.backends import keras_on_tensorflow
 from row_proofs import proofs
-from row_proofs.case_layers import COUNT, STATE, Apply, Function, Make, Own, OwnModel
+from row_proofs.proofs import COUNT, STATE, Apply, Function, Make, Own, OwnModel
 
 X, Y = proofs.normal(44, 4), proofs.normal(44, 1, seed=8)
 #: 10 rows, as many as the last of three batches of 17.
@@ -36,7 +35,6 @@ def model_of(*parts: Any) -> keras.Model:
 
 
 def around(function: Function, **weights: Any) -> keras.Model:
-    """A layer with a square matrix in a model."""
     return model_of(Own(function, kernel=(4, 4), **weights), layers.Dense(1))
 
 
@@ -60,7 +58,6 @@ def capacity(layer: Own, x: Any) -> Any:
 
 
 def events(layer: Own, x: Any) -> Any:
-    """Counts in a float and an integer variable."""
     found = ops.sum(ops.cast(x > 4.0, "int32"))
     layer.count.assign(layer.count + found)
     layer.total.assign(layer.total + ops.cast(found, "float32"))
@@ -216,18 +213,15 @@ CONTEXT: Any = contextvars.ContextVar("CONTEXT")
 LAYER = layers.Identity()
 LEAVING: dict[str, Make] = {
     "context variable": lambda: kept(
-        lambda last, hidden: CONTEXT.set(hidden) and None,
-        lambda found, _: (found, CONTEXT.get()),
+        lambda _, h: CONTEXT.set(h) and None, lambda y, _: (y, CONTEXT.get())
     ),
     "other layer": lambda: kept(
-        lambda last, hidden: setattr(LAYER, "hidden", hidden),
-        lambda found, _: (found, LAYER.hidden),
+        lambda _, h: setattr(LAYER, "hidden", h), lambda y, _: (y, LAYER.hidden)
     ),
     # No state that a proof knows of.
     "dataclass": lambda: kept(Outputs, lambda found, _: (found.last, found.hidden)),
     "function": lambda: kept(
-        lambda last, hidden: {"last": last, "mean": lambda: hidden},
-        lambda found, _: (found["last"], found["mean"]()),
+        lambda y, h: {"y": y, "h": lambda: h}, lambda d, _: (d["y"], d["h"]())
     ),
     "object that is given": lambda: kept(
         lambda last, hidden, into=None: into and setattr(into, "hidden", hidden),

@@ -13,7 +13,7 @@ import scipy.stats
 from keras import layers, ops
 
 import keras_strategies as ks
-from row_proofs.case_layers import Apply
+from row_proofs.proofs import Apply
 
 pytestmark = pytest.mark.one_backend
 NORMAL = scipy.stats.norm()
@@ -21,8 +21,6 @@ NORMAL.random_state = np.random.RandomState(2)
 
 
 class Block(layers.Layer):
-    """Results of each kind."""
-
     def __init__(self) -> None:
         super().__init__(name="block")
         self.dense, self.dropout = layers.Dense(3), layers.Dropout(0.5)
@@ -45,17 +43,13 @@ def softmax_of_rows(x: Any) -> Any:
     return ops.softmax(x, axis=0)
 
 
+ROWS, MEAN, SAME = "rows along axis 0", "a mean over rows", "the same for all rows"
 EXPECTED = ks.RowReport(
     "Layer 'block' (Block)",
-    outputs=(
-        "rows along axis 0",
-        "a sum over rows",
-        "rows along axis 0, 3 entries for each row",
-        "the same for all rows",
-    ),
-    losses=("a mean over rows",),
-    updates=(("block/seen", "a mean over rows"),),
-    draws=("rows along axis 0",),
+    outputs=(ROWS, "a sum over rows", f"{ROWS}, 3 entries for each row", SAME),
+    losses=(MEAN,),
+    updates=(("block/seen", MEAN),),
+    draws=(ROWS,),
 )
 
 
@@ -113,10 +107,9 @@ def test_function_and_losses() -> None:
     line = inspect.getsourcelines(softmax_of_rows)[1] + 1
     assert f"'Softmax' (test_rulecheck.py:{line}) goes along the rows" in str(report)
     assert "Function 'softmax_of_rows'" in str(report)
-    assert ks.rulecheck(ops.relu, (None, 4)).outputs == ("rows along axis 0",)
+    assert ks.rulecheck(ops.relu, (None, 4)).outputs == (ROWS,)
     for loss in (keras.losses.MeanSquaredError(), keras.losses.KLDivergence()):
-        found = ks.rulecheck(loss, (None, 4), (None, 4))
-        assert found.outputs == ("a mean over rows",), found
+        assert ks.rulecheck(loss, (None, 4), (None, 4)).outputs == (MEAN,)
     assert not ks.rulecheck(keras.losses.Dice(), (None, 4), (None, 4)).is_row_wise
 
 
@@ -140,10 +133,9 @@ def test_draws_that_are_not_of_keras(draw: Any) -> None:
 
 
 def test_shared_arguments() -> None:
-    report = ks.rulecheck(ops.matmul, (None, 4), (4, 3))
     # The first number is that of the rows.
-    assert not report.is_row_wise
-    assert ks.rulecheck(ops.matmul, (6, 4), (4, 3)).outputs == ("rows along axis 0",)
+    assert not ks.rulecheck(ops.matmul, (None, 4), (4, 3)).is_row_wise
+    assert ks.rulecheck(ops.matmul, (6, 4), (4, 3)).outputs == (ROWS,)
 
 
 @pytest.mark.parametrize(

@@ -21,20 +21,17 @@ from harness.training import compiled as of_case
 from keras import layers, ops
 
 from row_proofs import proofs
-from row_proofs.case_layers import Apply, Own
+from row_proofs.proofs import Apply, Own
 
 pytestmark = pytest.mark.one_backend("torch", "tensorflow")
 
 BACKEND = proofs.BACKEND
-
-X = proofs.normal(25, 6, seed=3) * np.linspace(0.3, 2, 25, dtype="float32")[:, None]
-X += np.linspace(-1, 1, 25, dtype="float32")[:, None]
+X = proofs.shifted(25, np.linspace(0.3, 2, 25, dtype="float32")[:, None])
 Y = np.sin(X[:, :1])
 CLASSES = np.random.default_rng(3).integers(0, 3, 12)
 
 
 def mirrored_model(*inner: Any) -> keras.Model:
-    """A model of some layers, whose steps are eager, on two replicas."""
     with proofs.mirrored().scope():
         # Programs of TensorFlow take longer to trace than a few steps to run.
         model = proofs.sequential(*inner)
@@ -43,8 +40,6 @@ def mirrored_model(*inner: Any) -> keras.Model:
 
 
 class CallCount(layers.Layer):
-    """Rows that do not depend on each other."""
-
     calls = 0
 
     def call(self, inputs: Any) -> Any:
@@ -64,18 +59,15 @@ def test_python_runs_as_often_as_on_one_device() -> None:
 
 
 _AT_NIGHT = [pytest.mark.nightly] * (BACKEND != "torch")
-POLICIES = [
-    "mixed_bfloat16",
-    pytest.param("float32", marks=_AT_NIGHT),
-    pytest.param("mixed_float16", marks=_AT_NIGHT),
-]
+POLICIES = [pytest.param(p, marks=_AT_NIGHT) for p in ("float32", "mixed_float16")]
 
 
 # Parts differ most in bfloat16. With mixed_float16 replicas keep statistics of their
 # own. Outside of the nightly run Torch, where it takes little, has all.
 @pytest.mark.nightly(unless=["mixed_float16"])
+@pytest.mark.filterwarnings("error:.*split by rows")
 @proofs.needs_split
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", *POLICIES])
 def test_layers_of_keras_are_split(policy: str) -> None:
     words = np.random.default_rng(3).integers(0, 11, (8, 3)).astype("int32")
 
@@ -90,22 +82,19 @@ def test_layers_of_keras_are_split(policy: str) -> None:
         first = keras.Input((3,), dtype="int32"), embedding
         return keras.Sequential([*first, *parts, *noise, *last])
 
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*split by rows")
-        with proofs.mirrored(sync_batch_norm=policy != "mixed_float16").scope():
-            model = of_case(Case("many", model=make, policy=policy), run_eagerly=True)
-        model.train_on_batch(words, CLASSES[:8])
-        model.predict_on_batch(words)
+    with proofs.mirrored(sync_batch_norm=policy != "mixed_float16").scope():
+        model = of_case(Case("many", model=make, policy=policy), run_eagerly=True)
+    model.train_on_batch(words, CLASSES[:8])
+    model.predict_on_batch(words)
 
 
 @pytest.mark.one_backend("torch", "tensorflow")
+@pytest.mark.filterwarnings("error:.*split by rows")
 @proofs.needs_split
 def test_quantized_layers_are_split() -> None:
     model = mirrored_model(layers.Dense(16), layers.Dense(3))
     model.quantize("int8")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*split by rows")
-        model.predict_on_batch(X[:8])
+    model.predict_on_batch(X[:8])
 
 
 @proofs.needs_split
@@ -120,8 +109,6 @@ def test_random_numbers_are_those_without_checks() -> None:
 
 
 class GraphConvolution(keras.Model):
-    """Nodes, and edges as pairs of indices into them."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = layers.Dense(5, "tanh"), layers.Dense(3, "softmax")
@@ -163,9 +150,8 @@ def test_a_proof_without_memory_says_nothing_about_the_layer(tmp_path: Path) -> 
 
     model = mirrored_model(Apply(large), layers.Dense(3))
     Path(file).touch()
-    with warnings.catch_warnings():
-        # That it cannot be split.
-        warnings.simplefilter("error", UserWarning)
+    # None says that it cannot be split.
+    with warnings.catch_warnings(action="error", category=UserWarning):
         with pytest.raises(MemoryError, match="cannot allocate 9 GiB"):
             model.predict_on_batch(X[:8])
         model.predict_on_batch(X[:8])
@@ -196,8 +182,7 @@ def test_one_row_on_each_replica(name: str, batch: int) -> None:
             last = [layers.Dense(1), Squeeze(ops.squeeze)]
         return proofs.sequential(layers.Dense(6), *last)
 
-    targets = Y[:12, 0] if name == "Squeeze" else Y[:12]
-    fit = proofs.fits(X[:12], targets, batch)
+    fit = proofs.fits(X[:12], Y[:12, 0] if name == "Squeeze" else Y[:12], batch)
     assert proofs.assert_exact(proofs.compiled(make, 0.003), fit)
 
 
@@ -225,55 +210,43 @@ def test_warning_does_not_promise_numbers_of_tensorflow() -> None:
     assert "exact but for numbers that the code draws by `tf.random`" in said[0]
 
 
-class Drawer(threading.Thread):
-    """Draws from the global generators of Python and NumPy."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.drawn: list[Any] = []
-        self.another = threading.Condition()
-        self.ends = threading.Event()
-
-    def run(self) -> None:
-        while not self.ends.wait(0.005):
-            numbers = random.random(), float(np.random.normal()), random.randrange(100)
-            self.drawn.append(numbers)
-            with self.another:
-                self.another.notify_all()
-
-
 @pytest.mark.one_backend("torch", "tensorflow")
+@pytest.mark.filterwarnings("error:.*cannot be split")
 @proofs.needs_split
 def test_numbers_that_another_thread_draws_are_not_drawn_again() -> None:
     # Such as the thread of a dataset that reads ahead from a generator.
-    drawer = Drawer()
+    drawn: list[Any] = []
+    another, ends = threading.Condition(), threading.Event()
+
+    def draw() -> None:
+        while not ends.wait(0.005):
+            drawn.append((random.random(), np.random.normal(), random.randrange(100)))
+            with another:
+                another.notify_all()
 
     def after_a_draw(layer: Any, x: Any) -> Any:
         with layer.another:
             layer.another.wait(0.1)
         return ops.tanh(x @ layer.kernel)
 
-    def waiting() -> Own:
+    def model() -> keras.Model:
         layer = Own(after_a_draw, kernel=(6, 2))
         # Not the numbers, whose changes a proof would follow.
-        layer.another = drawer.another
-        return layer
+        layer.another = another
+        return proofs.sequential(layer)
 
+    thread = threading.Thread(target=draw)
     with proofs.mirrored().scope():
-        model = proofs.compiled(lambda: proofs.sequential(waiting()), 0.1)()
+        made = proofs.compiled(model, 0.1)()
     random.seed(5)
     np.random.seed(5)
-    drawer.start()
+    thread.start()
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", ".*cannot be split")
-            model.fit(X[:7], np.ones((7, 2)), batch_size=7, verbose=0)
+        made.fit(X[:7], np.ones((7, 2)), batch_size=7, verbose=0)
     finally:
-        drawer.ends.set()
-        drawer.join()
+        ends.set()
+        thread.join()
     python, numpy = random.Random(5), np.random.RandomState(5)
-    assert drawer.drawn == [
-        (python.random(), float(numpy.normal()), python.randrange(100))
-        for _ in drawer.drawn
-    ]
-    assert drawer.drawn
+    for numbers in drawn:
+        assert numbers == (python.random(), numpy.normal(), python.randrange(100))
+    assert drawn
