@@ -68,7 +68,6 @@ def each_row(apply: own.Function, shape: Any = (6,)) -> own.RowCase:
 
 
 def columns(apply: own.Function, shape: Any = (6,)) -> own.RowCase:
-    """A function along the first axis, where columns are."""
     return function(lambda x: ops.transpose(apply(ops.transpose(x))), shape)
 
 
@@ -121,7 +120,6 @@ _ALONG = """all any amax amin argmax argmin average count_nonzero logsumexp max 
     nanvar norm prod ptp std sum var argsort cumprod cumsum diff flip log_softmax
     nancumprod nancumsum softmax sort sparsemax trapezoid glu normalize"""
 FUNCTIONS: Cases = {
-    # Elementwise.
     **plain(_OF_ONE),
     **of_values(
         "arccosh log log10 log1p log2 reciprocal rsqrt sqrt", lambda x: 1 + positive(x)
@@ -148,7 +146,6 @@ FUNCTIONS: Cases = {
     "select": function(lambda x: ops.select([x > 1.0, x > 0.0], [x, 2 * x], 0.0)),
     "where": function(lambda x: ops.where(x > 0, x, 0.1 * x)),
     "allclose": mixing_function(lambda x, y: ops.allclose(x, y), *TWO),
-    # Along an axis.
     **calls(_ALONG, axis=-1),
     **calls("argpartition", 2, axis=-1),
     **calls("percentile nanpercentile", 30.0, axis=-1),
@@ -158,7 +155,6 @@ FUNCTIONS: Cases = {
     **calls("rms_normalization", ONES, axis=-1),
     **calls("layer_normalization", ONES, ZEROS, axis=-1),
     **calls("batch_normalization", ZEROS, ONES, axis=-1),
-    # Shapes.
     "append": function(lambda x, y: ops.append(x, y, axis=1), (6,), (3,)),
     **calls("array_split split", 2, axis=1),
     "broadcast_to": function(lambda x: ops.broadcast_to(x, (3, *x.shape))[1]),
@@ -192,7 +188,6 @@ FUNCTIONS: Cases = {
     "vstack": mixing_function(lambda x, y: ops.vstack([x, y]), *TWO),
     "nonzero": mixing_function(lambda x: ops.nonzero(x)[0]),
     "unique": mixing_function(ops.unique, integers(6)),
-    # Products.
     **plain("cdist", (5, 3), (4, 3)),
     "correlate": each_row(lambda row: ops.correlate(row, EDGES)),
     "corrcoef": mixing_function(ops.corrcoef),
@@ -205,7 +200,6 @@ FUNCTIONS: Cases = {
     **calls("tensordot", TABLE, 1),
     "vdot": each_row(lambda row: ops.vdot(row, row)),
     **cases("dot_product_attention", lambda f, x: f(x, x, x), (5, 2, 4)),
-    # Gathers and scatters.
     "bincount": mixing_function(lambda i: ops.bincount(i, minlength=4), integers(6)),
     **calls("digitize isin", EDGES),
     **calls("extract_sequences", 4, 2, on=(12,)),
@@ -226,7 +220,6 @@ FUNCTIONS: Cases = {
     ),
     "take": function(lambda i: ops.take(TABLE, i, axis=0), integers(6)),
     **cases("take_along_axis", lambda f, x, i: f(x, i, axis=1), (6,), integers(2)),
-    # Linear algebra.
     **of_values("cholesky inv logdet matrix_rank pinv", definite, SQUARE),
     **of_values("cholesky_inverse", lambda x: ops.cholesky(definite(x)), SQUARE),
     **plain("det", SQUARE),
@@ -241,7 +234,6 @@ FUNCTIONS: Cases = {
     ),
     "svd": function(lambda x: ops.svd(definite(x), compute_uv=False), SQUARE),
     "jvp": function(lambda x: ops.jvp(lambda y: ops.square(y), (x,), (2.0 * x,))[1]),
-    # Images.
     **calls("adaptive_average_pool adaptive_max_pool", 2, on=IMAGE),
     **calls("average_pool max_pool", 2, on=IMAGE),
     **calls("conv depthwise_conv", KERNEL, on=IMAGE),
@@ -269,14 +261,12 @@ FUNCTIONS: Cases = {
     **plain("image.rgb_to_grayscale image.sobel_edges", IMAGE),
     "image.scale_and_translate": function(rescaled, IMAGE),
     "image.ssim": function(lambda x, y: ops.image.ssim(x, y, 1.0), LARGE, LARGE),
-    # Signals.
     "fft": function(lambda x: ops.fft((x, x))[1], (8,)),
     **cases("fft2 ifft2", lambda f, x: f((x, x))[1], SQUARE),
     "rfft": function(lambda x: ops.rfft(x)[0], (8,)),
     "irfft": function(lambda x: ops.irfft((x, x), 6), (4,)),
     "stft": function(lambda x: ops.stft(x, 8, 4, 8)[0], (32,)),
     "istft": function(lambda x: ops.istft(ops.stft(x, 8, 4, 8), 8, 4, 8), (32,)),
-    # Losses.
     **cases("binary_crossentropy", lambda f, x, y: f(ops.sigmoid(x), y, True), *TWO),
     **cases(
         "categorical_crossentropy", lambda f, x, y: f(ops.softmax(x), y, True), *TWO
@@ -286,7 +276,6 @@ FUNCTIONS: Cases = {
     ),
     "ctc_decode": function(ctc_decode, (5, 4)),
     "ctc_loss": function(ctc_loss, integers(2), (8, 6)),
-    # Control flow.
     **cases("associative_scan", lambda f, x: f(lambda a, b: a + b, x, axis=1)),
     "cond": function(lambda x: ops.cond(True, lambda: x, lambda: 2.0 * x)),
     **cases("custom_gradient", lambda f, x: f(own.doubled(lambda x, g: g))(x)),

@@ -1,7 +1,4 @@
-"""Cases, proofs of their calls on the backend under test, and trainings.
-
-Results of calls are compared: unsplit, and joined from parts by their placements.
-"""
+"""Cases, proofs of their calls, results joined from parts of calls, and trainings."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from keras import layers, ops
 
 import keras_strategies as ks
 from keras_strategies.rows.layer_calls import LayerCall, argument_leaves
-from keras_strategies.rows.row_placements import ROWS, SAME, SUM, RowKind, RowProof
+from keras_strategies.rows.row_placements import ROWS, SAME, SUM, RowKind
 from keras_strategies.rows.row_prover import RowProver
 
 Function = Callable[..., Any]
@@ -49,10 +46,7 @@ class Held(Apply):
 
 
 class Own(Apply):
-    """A function of the layer and its inputs; the first input where it returns None.
-
-    It may have inner layers, and weights of shapes or with arguments of `add_weight`.
-    """
+    """A function of the layer and its inputs; the first input where it returns None."""
 
     def __init__(self, function: Function, inner: Any = None, **weights: Any):
         super().__init__(function, dtype=weights.pop("dtype", None))
@@ -78,10 +72,7 @@ def tracked(function: Function, shape: Any = ()) -> Own:
 
 
 class OwnModel(keras.Model):
-    """A subclassed model of two layers of Keras's and other attributes.
-
-    Its call and the loss of a step are functions of the model and of what they get.
-    """
+    """Its call and loss of a step are functions of the model and of what they get."""
 
     def __init__(self, own_call: Any = None, own_loss: Any = None, **parts: Any):
         super().__init__()
@@ -177,10 +168,9 @@ class Argument:
 
 @dataclasses.dataclass(frozen=True)
 class RowCase:
-    """A call of a layer with the placements that its proof finds, or a problem.
+    """A call with the placements that its proof finds, or a problem.
 
-    Updates are those of values that the call assigns, in the order of the layer's
-    variables without seeds; draws the entries of each draw for each row.
+    Updates are in the order of variables; draws the entries of each draw for each row.
     """
 
     make: Make
@@ -277,9 +267,7 @@ def call_of(layer: Any, values: Sequence[Any], rows: int = BATCH) -> LayerCall:
     return LayerCall(layer, layer.__call__, inputs, argument_leaves(*inputs), rows)
 
 
-def proof_of(
-    layer: Any, values: Any, has_rows: Any = (True,), sizes: Any = SIZES
-) -> Any:
+def proof_of(layer: Any, values: Any, has_rows: Any = (True,), sizes: Any = SIZES):
     """The proof of a call of a built layer with arrays, of which some have rows.
 
     Without sizes, the rows of replicas, it is that of a program for any number of rows.
@@ -294,7 +282,6 @@ def sequential(*parts: Any, columns: int = 6) -> keras.Model:
 
 
 def compiled(make: Make, rate: float, loss: Any = "mse", **options: Any) -> Make:
-    """What makes a model, and compiles it."""
     momentum = options.pop("momentum", 0.0)
 
     def made() -> Any:
@@ -321,9 +308,7 @@ def trained(make: Make, fit: Function, strategy: Any) -> tuple[Any, list[str]]:
     return found, [str(w.message) for w in caught if "split by rows" in str(w.message)]
 
 
-def assert_exact(
-    make: Make, fit: Function, replicas: int = 2, tolerance: float = 2e-5
-) -> list[str]:
+def assert_exact(make: Make, fit: Any, replicas: int = 2, tolerance: Any = 2e-5) -> Any:
     """Fails if replicas train otherwise than one device; returns their warnings.
 
     The tolerance is relative to the largest magnitude of an array.
@@ -371,9 +356,8 @@ def numbers(layer: Any, values: Any, losses: int, *given: Any, call: Any = None)
         outputs = [leaf for leaf in leaves if ops.is_tensor(leaf)]
         added = list(layer.losses)[:losses]
         pairs = zip(outputs, factors or factors_of(outputs), strict=True)
-        terms = [
-            ops.sum(o * ops.cast(f, o.dtype)) for o, f in pairs if is_float(o.dtype)
-        ]
+        each = ((o, ops.cast(f, o.dtype)) for o, f in pairs if is_float(o.dtype))
+        terms = [ops.sum(output * factor) for output, factor in each]
         pairs = zip(added, loss_factors, strict=True)
         terms += [ops.cast(ops.sum(loss), "float32") * factor for loss, factor in pairs]
         total = sum(ops.cast(term, "float32") for term in terms)
@@ -396,9 +380,7 @@ def numbers(layer: Any, values: Any, losses: int, *given: Any, call: Any = None)
     }
 
 
-def split_numbers(
-    layer: Any, values: Any, has_rows: Any, sizes: Any, proof: RowProof
-) -> Numbers:
+def split_numbers(layer: Any, values: Any, has_rows: Any, sizes: Any, proof: Any):
     placed = [each for each in proof.outputs if each is not None]
     count, fractions = len(proof.losses), [size / sum(sizes) for size in sizes]
     # Factors of the unsplit outputs, of which parts get their shares.
@@ -460,13 +442,7 @@ def assert_equal(expected: Numbers, found: Numbers, tolerance: float = 1e-4) -> 
             np.testing.assert_allclose(other, one, tolerance, atol, err_msg=message)
 
 
-def assert_parts_equal(
-    layer: Any,
-    values: Any,
-    proof: RowProof,
-    has_rows: Any = (True,),
-    sizes: Any = SIZES,
-) -> None:
+def assert_parts_equal(layer, values, proof, has_rows=(True,), sizes=SIZES) -> None:
     """Fails if the results joined from parts are not those of the unsplit call."""
     expected = numbers(layer, values, len(proof.losses))
     assert_equal(expected, split_numbers(layer, values, has_rows, sizes, proof))

@@ -108,7 +108,6 @@ FUNCTIONS: dict[str, Function] = {
     **SUMS,
     **each(_ALONG_ROWS, lambda f, x: f(x, axis=0)),
     **each("average amax logsumexp", lambda f, x: x - f(x, axis=0)),
-    # Reductions over the rows.
     "mean by NumPy's number": lambda x: x - ops.mean(x, axis=np.int64(0)),
     "moments": lambda x: x - ops.moments(x, axes=[0])[0],
     "variance": lambda x: x * ops.moments(x, axes=[0])[1],
@@ -127,7 +126,6 @@ FUNCTIONS: dict[str, Function] = {
     "any": lambda x: if_(False, x) * floats(ops.any(x > 1, axis=0)),
     "histogram": lambda x: ops.bincount(ops.argmax(x, 1), minlength=6),
     "correlation": lambda x: ops.corrcoef(ops.transpose(x)),
-    # Rows that move to other rows.
     "first row": lambda x: x + x[0],
     "last row": lambda x: x + x[-1:],
     "turned": lambda x: x[::-1],
@@ -187,7 +185,6 @@ FUNCTIONS: dict[str, Function] = {
     "fitted": lambda x: ops.lstsq(x, x[:, :1]),
     "whitened": lambda x: ops.matmul(x, ops.cholesky(ops.outer(x[0], x[0]) + SEED)),
     "distances": lambda x: ops.norm(x[:, None] - x[None], axis=-1),
-    # Attention, and functions along an axis.
     "attention": lambda x: ops.softmax(x @ ops.transpose(x)) @ x,
     "attention of Keras": lambda x: ops.dot_product_attention(
         *[ops.reshape(x, (1, -1, 2, 3))] * 3
@@ -200,7 +197,6 @@ FUNCTIONS: dict[str, Function] = {
         *[ops.softmax(x)] * 2, axis=0
     ),
     "in top k": lambda x: floats(ops.in_top_k(ops.argmax(x, 0), ops.transpose(x), 1)),
-    # Loops and branches.
     "scan": lambda x: ops.scan(lambda c, r: (c + r, c), ops.zeros((6,)), x)[1],
     "scan that counts": lambda x: x * ops.scan(grown, ops.ones(()), x)[0],
     "associative scan": lambda x: ops.associative_scan(ops.add, x, axis=0),
@@ -222,7 +218,6 @@ FUNCTIONS: dict[str, Function] = {
     "where": lambda x: ops.where(ops.max(x) > 2, x, -x),
     "remat": lambda x: keras.remat(lambda h: h - ops.mean(h))(x),
     "vectorize": lambda x: ops.vectorize(lambda v: v - ops.max(x))(x),
-    # Gradients.
     "gradient of a mean": own_gradient(lambda x, g: g - ops.mean(g)),
     "gradient by other rows": own_gradient(lambda x, g: ops.flip(g, 0) * 2.0),
     "gradient by the rows": own_gradient(lambda x, g: g * ops.max(x)),
@@ -230,7 +225,6 @@ FUNCTIONS: dict[str, Function] = {
     "gradient that is clipped": own_gradient(
         lambda x, g: g * ops.minimum(1.0, 0.1 / ops.norm(g))
     ),
-    # The number of rows.
     "divided by the rows": lambda x: x / floats(length(x)),
     "divided by the size": lambda x: x / floats(ops.size(x)),
     "length": lambda x: x * len(x),
@@ -248,7 +242,6 @@ FUNCTIONS: dict[str, Function] = {
     "one hot of the rows": lambda x: x * ops.one_hot(x.shape[0] % 6, 6),
     "mean by hand": lambda x: x - ops.sum(x, 0) / len(x),
     "square root of the rows": lambda x: x / ops.sqrt(floats(length(x))),
-    # Numbers that are rounded.
     "cumsum of a sum": lambda x: ops.cumsum(ops.sum(x, axis=0), dtype="int32"),
     # Values that are read, and traces that are recognized.
     "read": lambda x: x * float(ops.convert_to_numpy(ops.mean(x))),
@@ -316,8 +309,6 @@ normal = keras.random.normal
 
 
 def centered(kind: Any) -> Any:
-    """A subclass with the name of a layer of Keras."""
-
     class Centered(kind):
         def call(self, x: Any, training: bool = False, mask: Any = None) -> Any:
             return center(super().call(x))
@@ -361,7 +352,6 @@ def functional(function: Function, kind: Any = keras.Model) -> Any:
 
 
 def changed(name: str, value: Any) -> Any:
-    """A layer with an attribute that is set after it is built."""
     layer = dense()
     layer.build((None, 6))
     setattr(layer, name, value)
@@ -397,8 +387,7 @@ FLAT: dict[str, Make] = {
     "spectral norm": lambda: layers.SpectralNormalization(dense(activation=center)),
     "rescaling": lambda: layers.Rescaling(np.arange(8.0)[:, None]),
 }
-#: Layers of sequences.
-LONG: dict[str, Make] = {
+LONG: dict[str, Make] = {  # Layers of sequences.
     "attention over axis 0": lambda: stepping(
         lambda layer, x: layers.Attention()([ops.swapaxes(x, 0, 1)] * 2)
     ),
@@ -413,7 +402,6 @@ LONG: dict[str, Make] = {
 
 
 def stepping(function: Function) -> Own:
-    """A function of a layer, with a float and an integer, and of its input."""
     inner = dense()
     inner.build((None, 6))
     layer = Own(function, [inner], state=own.STATE, count=own.COUNT)

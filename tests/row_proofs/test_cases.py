@@ -1,9 +1,7 @@
 """Each layer call of the table: placements of its results, or that it is not split.
 
 Values hide what the operations do: weights are zero, capacities are not reached, losses
-have a factor of zero. Where a call is proved, two uneven parts of a later batch give
-the numbers of the batch; cases of `mixing` are not split. Random programs, chains of
-functions that keep the shape, are proved if and only if none of them mixes rows.
+have a factor of zero. Random programs are chains of functions that keep the shape.
 """
 
 from __future__ import annotations
@@ -36,8 +34,7 @@ training = functools.partial(operator.call, training=True)
 
 def sampled(shape_of: own.Function) -> own.Held:
     """The sampling of a variational autoencoder."""
-    draw = keras.random.normal
-    seed = keras.random.SeedGenerator(5)
+    draw, seed = keras.random.normal, keras.random.SeedGenerator(5)
     return own.Held(seed, lambda seed, x: x + draw(shape_of(x), seed=seed))
 
 
@@ -98,10 +95,6 @@ def embeddings(*more: Any) -> keras.Model:
     return keras.Sequential([layers.Embedding(4, 6, mask_zero=True), *more])
 
 
-def tanh() -> keras.Model:
-    return own.sequential(layers.Dense(6, "tanh"))
-
-
 #: Functions of an inner layer and of the input that mix rows.
 _MIXING = {
     "layer of a table with rows": lambda layer, x: x + layer(TABLE),
@@ -113,7 +106,7 @@ _MIXING = {
 }
 KNOWN_LAYERS = {
     "layer twice": dense(lambda layer, x: layer(x) + layer(x * x)),
-    "nested layer": dense(lambda layer, x: layer(layer(x)), tanh),
+    "nested layer": dense(lambda f, x: f(f(x)), lambda: own.sequential(dense6("tanh"))),
     "layer of a table": dense(lambda layer, x: x + ops.sum(layer(TABLE))),
     "layer of stopped rows": dense(lambda layer, x: layer(ops.stop_gradient(x))),
     "layer of flattened rows": dense(
@@ -219,7 +212,6 @@ def loss(of: Any, kind: RowPlacement | None) -> RowCase:
 
 
 def scaled(function: own.Function) -> own.Own:
-    """A function of a layer with a weight for each of six columns, and of the input."""
     return own.Own(function, scale={"shape": (6,), "initializer": "ones"})
 
 
@@ -305,7 +297,6 @@ def test_placements_for_any_number_of_rows(name: str) -> None:
 
 
 MATRIX = own.normal(6, 6, seed=2)
-#: Functions of random programs.
 BY_ROWS: list[own.Function] = [
     lambda x: ops.relu(x) + 0.1 * x,
     lambda x: x - ops.mean(x, -1, keepdims=True),
@@ -352,7 +343,6 @@ LOSSES_OF_PROGRAMS: list[tuple[own.Function, bool]] = [
 
 
 def program(seed: int) -> tuple[own.Own, bool]:
-    """A program, and whether it can be split by rows."""
     draws = random.Random(seed)
     functions = draws.choices(BY_ROWS, k=draws.randint(1, 4))
     mixes = draws.random() < 0.4

@@ -201,8 +201,7 @@ CONFIG = Flag(
 )
 VALUES = np.zeros(400_000, "float32")
 ARRAY = Flag(lambda on: VALUES.__setitem__(7, on), lambda: VALUES[7] > 0)
-#: The rows of the calls of `tanh`.
-ROWS: list[Any] = []
+ROWS: list[Any] = []  # Of the calls of `tanh`.
 
 
 def tanh(x: Any) -> Any:
@@ -249,7 +248,6 @@ def test_what_a_flag_changes(kind: str, draw: Any) -> None:
 
 
 def stepped(strategy: Any, function: Function, before: Make, steps: int) -> list[float]:
-    """Losses of eager steps, before each of which a function is called."""
     keras.utils.set_random_seed(7)
     with strategy.scope():
         model = proofs.sequential(layers.Dense(6), Apply(function))

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from keras import layers
+from keras import layers, ops
 
 import keras_strategies as ks
 from row_proofs import proofs
@@ -31,8 +31,7 @@ else:
 
 X = proofs.normal(21, 6, seed=5)
 Y = np.random.default_rng(5).integers(0, 3, 21)
-#: The rows of the calls of layers; None in a program for any number.
-ROWS: list[Any] = []
+ROWS: list[Any] = []  # Of the calls of layers; None in a program for any number.
 
 
 def dense(layer: Own, x: Any) -> Any:
@@ -132,9 +131,7 @@ FUNCTIONS: dict[str, Function] = {
 }
 SPLIT: dict[str, Make] = {
     "layer": lambda: ks.row_wise(Raw()),
-    "layer in a layer": lambda: Own(
-        lambda layer, x: keras.ops.relu(layer.inner(x)) + x, Declared()
-    ),
+    "layer in a layer": lambda: Own(lambda o, x: ops.relu(o.inner(x)) + x, Declared()),
     **{n: (lambda of=of: of(declared_tanh)) for n, of in FUNCTIONS.items()},
 }
 _WRONG = r"declared with `ks.row_wise`, but its rows depend on one another"

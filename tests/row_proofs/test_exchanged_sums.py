@@ -98,11 +98,9 @@ def model_of(function: Function, dtype: str = "float32") -> keras.Model:
     return proofs.sequential(*parts)
 
 
-def trained(
-    function: Function, strategy: Any, eagerly: bool = True, dtype: str = "float32"
-) -> tuple[dict[str, Any], list[str]]:
+def trained(function: Function, strategy: Any, eagerly: bool = True, *dtype: str):
     options = {"momentum": 0.9, "run_eagerly": eagerly}
-    make = proofs.compiled(lambda: model_of(function, dtype), 0.05, **options)
+    make = proofs.compiled(lambda: model_of(function, *dtype), 0.05, **options)
     fit = proofs.fits(X, Y, 8, epochs=2, sample_weight=WEIGHTS)
     return proofs.trained(make, fit, strategy)
 
@@ -117,7 +115,6 @@ def compared(function: Function, replicas: int, eagerly: bool) -> tuple[Any, boo
 
 
 def exchanges(strategy: Any, layer: Any = None) -> bool:
-    """Whether replicas exchange sums of any layer, or of one."""
     every = strategy.drivers.fit._call._row_proofs._layers
     of_layers = every.values() if layer is None else [every[layer]]
     return any(each.events for of in of_layers for each in of.found.values())
@@ -140,17 +137,13 @@ def test_numbers_are_those_of_one_device(
 
 #: What stays unsplit, besides many of the attacks below.
 UNSPLIT: dict[str, Function] = {
-    "as_index": lambda layer, x: (
-        x * ops.take(layer.kernel, ops.argmax(ops.max(x, axis=0)), axis=0)
-    ),
+    "as_index": lambda o, x: x * ops.take(o.kernel, ops.argmax(ops.max(x, 0)), 0),
     "before_the_sum": lambda layer, x: x * ops.sum(x / ops.norm(x, axis=0), axis=0),
     "in_a_branch": lambda layer, x: ops.cond(
         layer.average[0] > 0, lambda: x - ops.mean(x, axis=0), lambda: x * 1.0
     ),
     # A number of rows that is that of a replica.
-    "by_hand": lambda layer, x: (
-        x * ops.square(ops.sum(x, axis=0) / ops.cast(ops.shape(x)[0], "float32"))
-    ),
+    "by_hand": lambda o, x: x * ops.square(ops.sum(x, axis=0) / proofs.row_count(x)),
 }
 
 
@@ -163,7 +156,7 @@ def test_what_needs_the_rows_of_others_is_unsplit(name: str) -> None:
 
 def test_sums_in_16_bits_are_those_of_all_rows() -> None:
     strategy = proofs.mirrored()
-    _, said = trained(stopped, strategy, dtype="mixed_bfloat16")
+    _, said = trained(stopped, strategy, True, "mixed_bfloat16")
     assert said and not exchanges(strategy)
 
 
