@@ -303,7 +303,6 @@ dense = functools.partial(layers.Dense, 6)
 _COINS = np.random.default_rng(3)
 _NORMAL = scipy.stats.norm()
 _NORMAL.random_state = np.random.RandomState(2)
-ORTHOGONAL = keras.regularizers.OrthogonalRegularizer()
 _HELD: dict[str, Any] = {}
 normal = keras.random.normal
 
@@ -374,7 +373,9 @@ FLAT: dict[str, Make] = {
     "layer of a model": lambda: functional(Apply(center)),
     "model in a model": lambda: functional(functional(Apply(center))),
     "regularizer": lambda: dense(activity_regularizer=Squares()),
-    "regularizer of Keras": lambda: dense(activity_regularizer=ORTHOGONAL),
+    "regularizer of Keras": lambda: dense(
+        activity_regularizer=keras.regularizers.OrthogonalRegularizer()
+    ),
     "softmax": lambda: layers.Softmax(axis=0),
     "softmax by a negative axis": lambda: layers.Softmax(axis=-2),
     "softmax of two axes": lambda: layers.Softmax(axis=(0, 1)),
