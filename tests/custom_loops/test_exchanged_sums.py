@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from harness.training import assert_same
 from keras import ops
+from row_proofs.proofs import mirrored
 from row_proofs.test_exchanged_sums import (
-    DEVICES,
     FUNCTIONS_OF_ROWS,
     WEIGHTS,
-    Statistics,
     X,
     Y,
     model_of,
+    statistics,
 )
 
 import keras_strategies as ks
@@ -30,7 +30,7 @@ BATCH = 9 if BACKEND == "jax" else 8
 ROWS = 6 if BACKEND == "jax" else 5
 
 
-def moving_average(layer: Statistics, x: Any) -> Any:
+def moving_average(layer: Any, x: Any) -> Any:
     """A mean that replicas assign, each of its own rows without an exchange."""
     h = x @ layer.kernel
     layer.average.assign(0.9 * layer.average + 0.1 * ops.mean(h, axis=0))
@@ -79,7 +79,7 @@ def check(function: Callable[..., Any], compiled: bool) -> None:
     expected = trained(ks.OneDeviceStrategy("cpu:0"), function, compiled)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=f".*{NAMED}")
-        found = trained(ks.MirroredStrategy(DEVICES), function, compiled)
+        found = trained(mirrored(3), function, compiled)
     assert_same(expected, found, 2e-5, "three replicas")
 
 
@@ -98,17 +98,16 @@ def test_loop_is_that_of_one_device(name: str, compiled: bool) -> None:
 CHANGED: list[bool] = []
 
 
-def changing(layer: Statistics, x: Any) -> Any:
+def changing(layer: Any, x: Any) -> Any:
     h = x @ layer.kernel
     return h if CHANGED else h - ops.mean(h, axis=0)
 
 
 def outputs(function: Callable[..., Any], **options: Any) -> Callable[[], Any]:
     """A function that calls a layer on three replicas."""
-    strategy = ks.MirroredStrategy(DEVICES, **options)
+    strategy = mirrored(3, **options)
     with strategy.scope():
-        layer = Statistics(function)
-        layer.build((None, 6))
+        layer = statistics(function)
     batches = strategy.experimental_distribute_dataset(X[:ROWS], batch_size=ROWS)
     (x,) = batches
     return lambda: strategy.run(lambda x: layer(x), args=(x,))
@@ -137,10 +136,10 @@ def test_statistics_of_replicas_by_choice() -> None:
         np.testing.assert_allclose(mean, 0, atol=1e-5)
 
 
-def in_order(layer: Statistics, x: Any) -> Any:
+def in_order(layer: Any, x: Any) -> Any:
     return x - ops.sort(x, axis=0)
 
 
 def test_layer_that_needs_rows_of_others_is_named() -> None:
-    with pytest.warns(UserWarning, match=f"statistics.*{NAMED}"):
+    with pytest.warns(UserWarning, match=rf"Layer 'own\w*' \(Own\).*{NAMED}"):
         outputs(in_order)()

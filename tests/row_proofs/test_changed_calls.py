@@ -1,51 +1,207 @@
 """Eager calls that compute something else than what was proved are exact.
 
-A flag is read by `call` from where no proof looks for it. A callback changes it between
-epochs, so that rows depend on one another. Layers are trained on one device and on two
-replicas, with an uneven last batch.
+What a call depends on changes between epochs: flags anywhere, and settings and state in
+objects that layers hold, or that their calls get. A proof, which calls layers too,
+leaves it as it was.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import functools
+import itertools
+import random
+import types
+from collections import namedtuple
+from dataclasses import dataclass
+from typing import Any
 
 import keras
 import numpy as np
 import pytest
+import scipy.stats
+from harness.training import as_arrays, assert_same
 from keras import layers, ops
 
-import keras_strategies as ks
+from keras_strategies.rows.row_proofs import RowProofs
 from keras_strategies.runtime.data_parallel import data_parallel_call
-from row_proofs.case_layers import AddLoss, Apply
-from row_proofs.proofs import assert_exact, needs_split
+from row_proofs import proofs
+from row_proofs.proofs import Apply, Function, Held, Make, add_loss
 
-pytestmark = [pytest.mark.one_backend("torch", "tensorflow"), needs_split]
+pytestmark = [pytest.mark.one_backend("torch", "tensorflow"), proofs.needs_split]
 
-RANDOM = np.random.default_rng(3)
-X = RANDOM.normal(size=(25, 6)).astype("float32") + np.linspace(-1, 1, 25)[:, None]
-Y = np.sin(X[:, :1])
-DEVICES = ["cpu:0", "cpu:1"]
+X = proofs.shifted(25)
 
 
-class Flag(NamedTuple):
-    """A flag anywhere: how it is assigned, and read by a layer."""
+def check(layer: Make, change: Function, draw: Make | None = None) -> list[str]:
+    """Warnings of two replicas, which give the numbers of one device.
 
-    set: Callable[[bool], Any]
-    get: Callable[[], Any]
+    The layer is changed before each epoch, and at the end as in epoch 0. Another layer
+    may draw before it.
+    """
+
+    def model() -> keras.Model:
+        drawing = [draw()] if draw else []
+        return proofs.sequential(layers.Dense(6), *drawing, layer(), layers.Dense(1))
+
+    def fit(model: keras.Model) -> Any:
+        own = model.layers[-2]
+        changes = keras.callbacks.LambdaCallback(
+            on_epoch_begin=lambda epoch, logs: change(own, epoch),
+            on_train_end=lambda logs: change(own, 0),
+        )
+        return proofs.fits(X, np.sin(X[:, :1]), 8, epochs=3, callbacks=[changes])(model)
+
+    make = proofs.compiled(model, 0.01, momentum=0.9, run_eagerly=True)
+    return proofs.assert_exact(make, fit, tolerance=1e-5)
 
 
+def center(x: Any) -> Any:
+    return x - ops.max(x, axis=0)
+
+
+@dataclass
+class Config:
+    mixes: bool = False
+    kept: Any = None
+
+
+class Slots:
+    __slots__ = ("mixes",)
+
+    def __init__(self) -> None:
+        self.mixes = False
+
+
+#: What a layer holds, what it computes, and what changes after an epoch.
+Kind = namedtuple("Kind", "make function change", defaults=[lambda held: None])
+
+
+def setting(make: Make, read: Function, change: Function) -> Kind:
+    return Kind(make, lambda held, x: center(x) if read(held) else x, change)
+
+
+def state(make: Make, read: Function) -> Kind:
+    return Kind(make, lambda held, x: x * (1 + 0.02 * read(held)))
+
+
+def on(held: Any) -> None:
+    held.mixes = True
+
+
+def grown(held: bytearray) -> int:
+    held.append(1)
+    return len(held)
+
+
+def normal(held: Any) -> float:
+    return 5 * float(held.normal())
+
+
+def remembered(held: Config, x: Any) -> Any:
+    found = x if held.kept is None else x + 0.1 * held.kept
+    if held.mixes:  # Not while Keras computes shapes.
+        held.kept = ops.stop_gradient(ops.mean(found, axis=0))
+    return found
+
+
+#: What layers hold.
+KINDS: dict[str, Kind] = {
+    "dataclass": setting(Config, lambda h: h.mixes, on),
+    "slots": setting(Slots, lambda h: h.mixes, on),
+    "list": setting(lambda: [Config()], lambda h: h[0].mixes, lambda h: on(h[0])),
+    "array": setting(lambda: np.zeros(2), lambda h: h[1] > 0, lambda h: h.fill(1)),
+    "nested lists": setting(
+        lambda: [[[[[[[0]]]]]]],
+        lambda h: h[0][0][0][0][0][0][0] > 0,
+        lambda h: h[0][0][0][0][0][0].__setitem__(0, 1),
+    ),
+    "argument of a partial function": setting(
+        lambda: functools.partial(dict.get, {"a": 0}, "a"),
+        lambda h: h(),
+        lambda h: h.args[0].update({"a": 1}),
+    ),
+    "bytes": state(bytearray, grown),
+    "method": state(lambda: functools.partial(grown, bytearray()), lambda h: h()),
+    "generator of NumPy": state(lambda: np.random.default_rng(1), normal),
+    "random state of NumPy": state(lambda: np.random.RandomState(1), normal),
+    "generator of Python": state(lambda: random.Random(1), lambda h: 5 * h.random()),
+    "library": state(lambda: None, lambda h: 5 * float(scipy.stats.norm.rvs())),
+    "iterator": state(itertools.count, next),
+    "generator function": state(lambda: (10 * i for i in range(100)), next),
+    "tensor": Kind(Config, remembered, on),
+}
+if proofs.BACKEND == "torch":
+    import torch
+
+    KINDS["generator of Torch"] = Kind(
+        lambda: torch.Generator().manual_seed(3),
+        lambda held, x: x + torch.rand(x.shape, generator=held),
+    )
+
+
+@pytest.mark.one_backend("torch")
+@pytest.mark.parametrize("name", KINDS)
+def test_what_a_layer_holds(name: str) -> None:
+    make, function, change = KINDS[name]
+    assert check(lambda: Held(make(), function), lambda o, e: e and change(o.held))
+
+
+class GivenFunction(layers.Layer):
+    def call(self, x: Any, given: Any) -> Any:
+        return given(x) if callable(given) else given.function(x)
+
+
+def _given(kind: str, mixes: bool, given: Any) -> Any:
+    factor = 1.0 if mixes else 0.0
+    if kind == "closure":
+        return lambda h: h - ops.mean(h, 0) if factor > 0 else h
+    code = (lambda h: h - ops.mean(h, 0)) if mixes else (lambda h: ops.tanh(h))
+    given.function = code
+    return code if kind == "code" else given
+
+
+@pytest.mark.parametrize("kind", ["code", "closure", "object"])
+def test_an_argument_that_changes_is_proved_again(kind: str) -> None:
+    found = []
+    for strategy in proofs.one_device(), proofs.mirrored():
+        with strategy.scope():
+            layer, given = GivenFunction(), types.SimpleNamespace()
+        each = [layer(X, given=_given(kind, mix, given)) for mix in (0, 1, 0, 1)]
+        found.append(as_arrays(each))
+    assert_same(found[0], found[1], 2e-5, kind)
+
+
+def test_calls_and_training_change_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    proved, prove = [], RowProofs._proved
+
+    def counted(self: Any, call: Any, *args: Any) -> Any:
+        if call.layer is model:  # Losses and metrics are proved, too.
+            proved.append(call.layer)
+        return prove(self, call, *args)
+
+    monkeypatch.setattr(RowProofs, "_proved", counted)
+    with proofs.mirrored().scope():
+        held = Held(Config(), KINDS["dataclass"].function)
+        model = proofs.sequential(layers.Dense(6), held)
+        model.compile("sgd", "mse", run_eagerly=True)
+    for _ in range(3):
+        model.predict_on_batch(X)
+    assert len(proved) == 1
+    for _ in range(3):
+        model.train_on_batch(X, X)
+    # `training` is another argument.
+    assert len(proved) == 2
+
+
+#: A flag where no proof looks for it: how it is assigned, and read by a layer.
+Flag = namedtuple("Flag", "set get")
 CONFIG = Flag(
     lambda on: keras.config.set_epsilon(1e-5 if on else 1e-7),
     lambda: keras.config.epsilon() > 1e-6,
 )
 VALUES = np.zeros(400_000, "float32")
 ARRAY = Flag(lambda on: VALUES.__setitem__(7, on), lambda: VALUES[7] > 0)
-
-
-#: The rows of the calls of `tanh`.
-ROWS: list[Any] = []
+ROWS: list[Any] = []  # Of the calls of `tanh`.
 
 
 def tanh(x: Any) -> Any:
@@ -53,19 +209,17 @@ def tanh(x: Any) -> Any:
     return ops.tanh(x)
 
 
-class Unseeded(layers.Layer):
-    """Draws from the generator of the framework."""
-
-    def call(self, x: Any) -> Any:
-        return x + keras.random.normal(ops.shape(x))
+def unseeded() -> layers.Layer:
+    return Apply(lambda x: x + keras.random.normal(ops.shape(x)))
 
 
-def toggled(flag: Flag, change: Callable[[Any], Any]) -> layers.Layer:
+def flagged(layer: Make, flag: Flag = CONFIG, draw: Make | None = None) -> Any:
+    """As `check`; the flag is set in the second of three epochs."""
+    return check(layer, lambda layer, epoch: flag.set(epoch == 1), draw)
+
+
+def toggled(flag: Flag, change: Function) -> layers.Layer:
     return Apply(lambda x: change(x) if flag.get() else x * 0.5)
-
-
-def center(x: Any) -> Any:
-    return x - ops.max(x, axis=0)
 
 
 CHANGES = {
@@ -77,51 +231,26 @@ CHANGES = {
 }
 
 
-def check(flag: Flag, layer: Callable[[], Any], draw: Any = None) -> list[str]:
-    """Fails if two replicas give other numbers; returns the warnings."""
-
-    def make() -> keras.Model:
-        drawing = [draw()] if draw else []
-        parts = [layers.Dense(6), *drawing, layer(), layers.Dense(1)]
-        model = keras.Sequential([keras.Input((6,)), *parts])
-        model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse", run_eagerly=True)
-        return model
-
-    def fit(model: keras.Model) -> Any:
-        toggle = keras.callbacks.LambdaCallback(
-            on_epoch_begin=lambda epoch, logs: flag.set(epoch == 1),
-            on_train_end=lambda logs: flag.set(False),
-        )
-        options = {"epochs": 3, "shuffle": False, "verbose": 0, "callbacks": [toggle]}
-        return model.fit(X, Y, batch_size=8, **options)
-
-    return assert_exact(make, fit, tolerance=1e-5)
-
-
 @pytest.mark.one_backend("torch", "tensorflow")
 @pytest.mark.parametrize("flag", [CONFIG, ARRAY], ids=["config", "array"])
 def test_flag_of_other_objects(flag: Flag) -> None:
-    (text,) = check(flag, lambda: toggled(flag, center))
+    (text,) = flagged(lambda: toggled(flag, center), flag)
     assert "'Max' (in layer" in text
 
 
 @pytest.mark.one_backend("torch")
 @pytest.mark.parametrize("kind", CHANGES)
-@pytest.mark.parametrize("draw", [None, lambda: layers.Dropout(0.5), Unseeded])
+@pytest.mark.parametrize("draw", [None, lambda: layers.Dropout(0.5), unseeded])
 def test_what_a_flag_changes(kind: str, draw: Any) -> None:
     """Random numbers that replicas drew before are drawn again."""
-    texts = check(CONFIG, lambda: toggled(CONFIG, CHANGES[kind]), draw)
+    texts = flagged(lambda: toggled(CONFIG, CHANGES[kind]), draw=draw)
     assert bool(texts) == (kind != "draws")
 
 
-def stepped(
-    strategy: Any, function: Callable[[Any], Any], before: Callable[[], Any], steps: int
-) -> list[float]:
-    """Losses of eager steps, before each of which a function is called."""
+def stepped(strategy: Any, function: Function, before: Make, steps: int) -> list[float]:
     keras.utils.set_random_seed(7)
     with strategy.scope():
-        parts = [layers.Dense(6), Apply(function)]
-        model = keras.Sequential([keras.Input((6,)), *parts])
+        model = proofs.sequential(layers.Dense(6), Apply(function))
         model.compile("sgd", "mse", run_eagerly=True)
     losses = []
     for _ in range(steps):
@@ -132,23 +261,20 @@ def stepped(
 
 def test_flag_that_changes_after_the_proof(monkeypatch: Any) -> None:
     """As by another thread: what replicas call first is not what was proved."""
-    flag = CONFIG
     split_call = data_parallel_call.call_on_replicas
 
     def later(*arguments: Any) -> Any:
-        flag.set(True)
+        CONFIG.set(True)
         return split_call(*arguments)
 
-    def function(x: Any) -> Any:
-        return center(x) if flag.get() else x * 0.5
-
+    function = toggled(CONFIG, center).function
     monkeypatch.setattr(data_parallel_call, "call_on_replicas", later)
-    flag.set(True)
-    expected = stepped(ks.OneDeviceStrategy("cpu:0"), function, lambda: None, 2)
-    flag.set(False)
+    CONFIG.set(True)
+    expected = stepped(proofs.one_device(), function, lambda: None, 2)
+    CONFIG.set(False)
     with pytest.warns(UserWarning, match="'Max'"):
-        found = stepped(ks.MirroredStrategy(DEVICES), function, lambda: None, 2)
-    flag.set(False)
+        found = stepped(proofs.mirrored(), function, lambda: None, 2)
+    CONFIG.set(False)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
@@ -159,7 +285,7 @@ def test_conversion_that_rounds() -> None:
         found = ops.mean(ops.square(x)) * 37.0
         return ops.cast(ops.cast(found, "int32"), "float32") if CONFIG.get() else found
 
-    assert not check(CONFIG, lambda: AddLoss(loss))
+    assert not flagged(lambda: add_loss(loss))
 
 
 def test_number_of_rows_in_an_array() -> None:
@@ -169,30 +295,28 @@ def test_number_of_rows_in_an_array() -> None:
         factor = x.shape[0] / 16 if CONFIG.get() else 0.5
         return ops.multiply(x, np.array([factor], "float32"))
 
-    assert check(CONFIG, lambda: Apply(scaled))
+    assert flagged(lambda: Apply(scaled))
 
 
 def test_changed_call_that_is_row_wise_is_split_again() -> None:
     ROWS.clear()
-    assert not check(CONFIG, lambda: toggled(CONFIG, tanh))
+    assert not flagged(lambda: toggled(CONFIG, tanh))
     assert {4, 1} <= set(ROWS) and ROWS.count(8) <= 4, ROWS
 
 
 @pytest.mark.one_backend("torch", "tensorflow")
 def test_numbers_that_change_in_each_call_end_the_split() -> None:
     """Each of them would need a proof."""
-    found = []
-    for strategy in ks.OneDeviceStrategy("cpu:0"), ks.MirroredStrategy(DEVICES):
-        factors: list[float] = [0.0]
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            losses = stepped(
-                strategy,
-                lambda x, factors=factors: x * factors[-1],
-                lambda factors=factors: factors.append(factors[-1] + 0.01),
-                40,
-            )
-        found.append(losses)
-    text = "what else its code reads, change from call"
-    assert any(text in str(each.message) for each in caught)
-    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
+
+    def losses(strategy: Any) -> list[float]:
+        factors = [0.0]
+
+        def grow() -> None:
+            factors.append(factors[-1] + 0.01)
+
+        return stepped(strategy, lambda x: x * factors[-1], grow, 40)
+
+    expected = losses(proofs.one_device())
+    with pytest.warns(UserWarning, match="what else its code reads, change from call"):
+        found = losses(proofs.mirrored())
+    np.testing.assert_allclose(found, expected, rtol=1e-5)

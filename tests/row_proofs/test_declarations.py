@@ -1,25 +1,21 @@
-"""Layers with code of the framework that `ks.row_wise` declares are split, and exact.
-
-Each is trained without a strategy and on two replicas with uneven rows.
-"""
+"""Layers with code of the framework that `ks.row_wise` declares are split, exactly."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
-from keras import layers
+from keras import layers, ops
 
 import keras_strategies as ks
-from row_proofs.proofs import assert_exact
+from row_proofs import proofs
+from row_proofs.proofs import STATE, Function, Make, Own
 
-BACKEND = keras.backend.backend()
-TORCH = BACKEND == "torch"
-if BACKEND == "jax":
+TORCH = proofs.BACKEND == "torch"
+if proofs.BACKEND == "jax":
     pytest.skip("JAX does not split layer calls", allow_module_level=True)
 
 pytestmark = pytest.mark.one_backend("torch", "tensorflow")
@@ -31,93 +27,62 @@ if TORCH:
 else:
     import tensorflow as tf
 
-    tanh, matmul = tf.tanh, tf.matmul
-    dropout = tf.nn.dropout
+    tanh, mean, matmul, dropout = tf.tanh, tf.reduce_mean, tf.matmul, tf.nn.dropout
 
-    def mean(x: Any, axis: Any = None, keepdims: bool = False) -> Any:
-        return tf.reduce_mean(x, axis, keepdims)
-
-
-RANDOM = np.random.default_rng(5)
-X = RANDOM.normal(size=(21, 6)).astype("float32")
-Y = RANDOM.integers(0, 3, 21)
+X = proofs.normal(21, 6, seed=5)
+Y = np.random.default_rng(5).integers(0, 3, 21)
+ROWS: list[Any] = []  # Of the calls of layers; None in a program for any number.
 
 
-#: The rows of the calls of layers; None in a program for any number.
-ROWS: list[Any] = []
+def dense(layer: Own, x: Any) -> Any:
+    return tanh(matmul(x, layer.kernel.value))
 
 
-class Raw(layers.Layer):
+def wrong_center(x: Any) -> Any:
+    return x - mean(x, 0, True)
+
+
+def wrong(layer: Own, x: Any) -> Any:
+    return wrong_center(matmul(x, layer.kernel.value))
+
+
+def drawing(layer: Own, x: Any) -> Any:
+    return dense(layer, x) + 0.1 * dropout(x, 0.5)
+
+
+class Raw(Own):
     """A dense layer, its regularizer and a running mean, by framework functions."""
 
-    def build(self, shape: Any) -> None:
-        self.kernel = self.add_weight(shape=(shape[-1], 6), name="kernel")
-        self.seen = self.add_weight(
-            shape=(6,), name="seen", trainable=False, initializer="zeros"
-        )
-
-    def compute(self, inputs: Any) -> Any:
-        return tanh(matmul(inputs, self.kernel.value))
+    def __init__(self, function: Function = dense) -> None:
+        super().__init__(function, kernel=(6, 6), seen={**STATE, "shape": (6,)})
 
     def call(self, inputs: Any, training: bool = False) -> Any:
         ROWS.append(inputs.shape[0])
-        found = self.compute(inputs)
+        found = self.function(self, inputs)
         if training:
             self.add_loss(0.1 * mean(found * found))
             self.seen.assign(0.9 * self.seen.value + 0.1 * mean(found, 0))
         return found
 
 
-@ks.row_wise
-class Declared(Raw):
-    pass
-
-
-@ks.row_wise
-class Wrong(Raw):
-    def compute(self, inputs: Any) -> Any:
-        found = matmul(inputs, self.kernel.value)
-        return found - mean(found, 0, True)
-
-
-@ks.row_wise
-class Drawing(Raw):
-    def compute(self, inputs: Any) -> Any:
-        return super().compute(inputs) + 0.1 * dropout(inputs, 0.5)
+Declared = ks.row_wise(type("Declared", (Raw,), {}))
 
 
 @ks.row_wise
 class OneRow(Raw):
-    """Returns one row for all."""
-
-    def compute(self, inputs: Any) -> Any:
-        return mean(super().compute(inputs), 0, True)
-
     def call(self, inputs: Any) -> Any:
-        ROWS.append(inputs.shape[0])
-        return inputs + 0.0 * matmul(inputs, self.kernel.value)[:1], self.compute(
-            inputs
-        )
+        kept = inputs + 0.0 * matmul(inputs, self.kernel.value)[:1]
+        return kept, mean(dense(self, inputs), 0, True)
 
 
-class Outer(layers.Layer):
-    """A layer of a user's around a declared one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Declared()
-
-    def build(self, shape: Any) -> None:
-        self.inner.build(shape)
-
+class WithCall(Declared):
     def call(self, inputs: Any, training: bool = False) -> Any:
-        return keras.ops.relu(self.inner(inputs, training=training)) + inputs
+        return super().call(inputs, training)
 
 
 def model_of(layer: Any) -> keras.Model:
     inputs = keras.Input((6,))
-    x = layers.Dense(6, activation="tanh")(inputs)
-    x = layer(x)
+    x = layer(layers.Dense(6, activation="tanh")(inputs))
     x = x[0] + x[1] if isinstance(x, (list, tuple)) else x
     return keras.Model(inputs, layers.Dense(3, activation="softmax")(x))
 
@@ -127,47 +92,30 @@ class Chain(keras.Model):
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
-        self.first, self.layer = layers.Dense(6, activation="tanh"), layer
-        self.last = layers.Dense(3, activation="softmax")
-
-    def build(self, shape: Any) -> None:
-        self.first.build(shape)
-        self.layer.build(shape)
-        self.last.build(shape)
+        self.parts = layers.Dense(6, "tanh"), layer, layers.Dense(3, "softmax")
+        for part in self.parts:
+            part.build((None, 6))
         self.built = True
 
     def call(self, inputs: Any, training: bool = False) -> Any:
-        return self.last(self.layer(self.first(inputs), training=training))
+        first, layer, last = self.parts
+        return last(layer(first(inputs), training=training))
 
 
 def check(
-    make_layer: Callable[[], Any],
-    around: Callable[[Any], keras.Model] = model_of,
-    eagerly: bool = False,
-    tolerance: float = 1e-5,
+    make: Make, around: Any = model_of, eagerly: bool = False, tolerance: float = 1e-5
 ) -> list[str]:
-    """Fails if two replicas give other numbers; returns the warnings."""
-
-    def make() -> keras.Model:
-        ROWS.clear()
-        model = around(make_layer())
-        model.build((None, 6))
-        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
-        loss = "sparse_categorical_crossentropy"
-        model.compile(optimizer, loss, run_eagerly=eagerly)
-        return model
-
-    def fit(model: keras.Model) -> Any:
-        return model.fit(X, Y, batch_size=21, epochs=3, shuffle=False, verbose=0)
-
-    return assert_exact(make, fit, tolerance=tolerance)
+    loss, more = "sparse_categorical_crossentropy", {"momentum": 0.9}
+    made = proofs.compiled(
+        lambda: ROWS.clear() or around(make()), 0.1, loss, run_eagerly=eagerly, **more
+    )
+    return proofs.assert_exact(made, proofs.fits(X, Y, 21, epochs=3), 2, tolerance)
 
 
 def were_split() -> bool:
     """Whether replicas were called, and all rows at most twice: to build."""
-    if None in ROWS:
-        return True  # Unsplit calls warn.
-    return {10, 11} <= set(ROWS) and ROWS.count(21) <= 2
+    # Unsplit calls warn.
+    return None in ROWS or ({10, 11} <= set(ROWS) and ROWS.count(21) <= 2)
 
 
 @ks.row_wise
@@ -176,64 +124,49 @@ def declared_tanh(x: Any) -> Any:
     return tanh(x)
 
 
-@ks.row_wise
-def wrong_center(x: Any) -> Any:
-    return x - mean(x, 0, True)
-
-
-class WithCall(Declared):
-    """A subclass with a `call` is not declared."""
-
-    def call(self, inputs: Any, training: bool = False) -> Any:
-        return super().call(inputs, training)
-
-
-FUNCTIONS: dict[str, Callable[[Any], Any]] = {
+FUNCTIONS: dict[str, Function] = {
     "activation": lambda f: layers.Dense(6, activation=f),
     "lambda": lambda f: layers.Lambda(f, output_shape=(6,)),
     "activation layer": layers.Activation,
 }
-SPLIT: dict[str, Callable[[], Any]] = {
+SPLIT: dict[str, Make] = {
     "layer": lambda: ks.row_wise(Raw()),
-    "layer in a layer": Outer,
-    **{n: (lambda of=of: of(declared_tanh)) for n, of in FUNCTIONS.items()},  # type: ignore[misc]
+    "layer in a layer": lambda: Own(lambda o, x: ops.relu(o.inner(x)) + x, Declared()),
+    **{n: (lambda of=of: of(declared_tanh)) for n, of in FUNCTIONS.items()},
 }
 _WRONG = r"declared with `ks.row_wise`, but its rows depend on one another"
 #: What makes a layer, and what warnings say of it.
-UNSPLIT: dict[str, tuple[Callable[[], Any], str]] = {
+UNSPLIT: dict[str, tuple[Make, str]] = {
     "undeclared": (Raw, "or declare the layer with `ks.row_wise`"),
-    "wrong": (Wrong, rf"\(Wrong\).*{_WRONG}.*differs by up to"),
-    "draws": (Drawing, "draws"),
+    "wrong": (lambda: Declared(wrong), rf"\(Declared\).*{_WRONG}.*differs by up to"),
+    "draws": (lambda: Declared(drawing), "draws"),
     "rows": (OneRow, "output 1 has 1 rows for 6 rows of the arguments"),
     "subclass": (WithCall, "is not Keras"),
     **{
-        name: (lambda of=of: of(wrong_center), f"'wrong_center'.*{_WRONG}")  # type: ignore[misc]
-        for name, of in FUNCTIONS.items()
+        n: (lambda f=f: f(ks.row_wise(wrong_center)), f"'wrong_center'.*{_WRONG}")
+        for n, f in FUNCTIONS.items()
     },
 }
 if TORCH:
 
-    class Counted(torch.nn.Module):
-        """A small convolutional net; with batch normalization it mixes rows."""
-
-        def __init__(self, normalizes: bool) -> None:
-            super().__init__()
-            torch.manual_seed(4)
-            normalization = [torch.nn.BatchNorm1d(4)] * normalizes
-            parts = torch.nn.Conv1d(1, 4, 3, padding=1), torch.nn.ReLU(), *normalization
-            last = torch.nn.Linear(24, 6)
-            self.net = torch.nn.Sequential(*parts, torch.nn.Flatten(), last)
-
+    class Counted(torch.nn.Sequential):
         def forward(self, x: Any) -> Any:
             ROWS.append(x.shape[0])
-            return self.net(x[:, None])
+            return super().forward(x[:, None])
 
     def wrapped(normalizes: bool) -> Any:
-        net = Counted(normalizes)
+        """A small convolutional net; with batch normalization it mixes rows."""
+        torch.manual_seed(4)
+        normalization = [torch.nn.BatchNorm1d(4)] * normalizes
+        parts = torch.nn.Conv1d(1, 4, 3, padding=1), torch.nn.ReLU(), *normalization
+        net = Counted(*parts, torch.nn.Flatten(), torch.nn.Linear(24, 6))
         return ks.row_wise(layers.TorchModuleWrapper(net, output_shape=(None, 6)))
 
     SPLIT["module"] = lambda: wrapped(False)
     UNSPLIT["module"] = (lambda: wrapped(True), "depend on one another")
+
+
+REFUSED = [*((each, model_of) for each in UNSPLIT), ("wrong", Chain)]
 
 
 @pytest.mark.one_backend("torch")
@@ -253,9 +186,7 @@ def test_declared_is_split(name: str) -> None:
 
 
 @pytest.mark.one_backend("torch", "tensorflow")
-@pytest.mark.parametrize(
-    ("name", "around"), [*((each, model_of) for each in UNSPLIT), ("wrong", Chain)]
-)
+@pytest.mark.parametrize(("name", "around"), REFUSED)
 def test_others_are_refused(name: str, around: Any) -> None:
     make, text = UNSPLIT[name]
     # On TensorFlow two trainings draw other numbers, also on one device.
@@ -276,15 +207,8 @@ def squares(y_true: Any, y_pred: Any) -> Any:
 
 
 def test_declared_loss_is_split() -> None:
-    def losses(strategy: Any) -> Any:
-        keras.utils.set_random_seed(3)
-        with strategy.scope():
-            model = keras.Sequential([keras.Input((6,)), layers.Dense(6)])
-            model.compile(keras.optimizers.SGD(0.1), squares)
-            return [float(model.train_on_batch(X, X)) for _ in range(3)]
-
-    expected = losses(ks.OneDeviceStrategy("cpu:0"))
-    ROWS.clear()
-    found = losses(ks.MirroredStrategy(["cpu:0", "cpu:1"]))
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
-    assert {10, 11} <= set(ROWS) or None in ROWS, ROWS
+    make = proofs.compiled(
+        lambda: ROWS.clear() or proofs.sequential(layers.Dense(6)), 0.1, squares
+    )
+    said = proofs.assert_exact(make, proofs.fits(X, X, 21, epochs=3), tolerance=1e-6)
+    assert not said and were_split(), ROWS

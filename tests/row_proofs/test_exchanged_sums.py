@@ -1,66 +1,45 @@
 """Sums over rows that a layer uses further are exchanged by replicas.
 
-Layers are trained on one device, and on replicas with uneven batches and weights. What
-needs the rows of others themselves stays unsplit.
+Batches and weights are uneven. What needs rows of others themselves stays unsplit.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
-from harness.training import assert_same, state_of
+from harness.training import assert_same
 from keras import layers, ops
 
-import keras_strategies as ks
-from row_proofs.attacking_layers import Step
-from row_proofs.case_layers import AddLoss, Apply
-from row_proofs.proofs import needs_split
-from row_proofs.split_numbers import assert_equal, numbers
-from row_proofs.test_attacks import FUNCTIONS, LAYERS, LOSSES, NOT_IN_KERAS, batch
+from row_proofs import proofs
+from row_proofs import test_attacks as attacks
+from row_proofs.proofs import Function, Own, assert_equal, numbers
 
-pytestmark = pytest.mark.one_backend("torch", "tensorflow")
+pytestmark = [pytest.mark.one_backend("torch", "tensorflow"), proofs.needs_split]
 
-BACKEND = keras.backend.backend()
-DEVICES = ["cpu:0", "cpu:1", "cpu:2"]
-RANDOM = np.random.default_rng(3)
-# Three batches: 8, 8 and 2 rows.
-X = (RANDOM.normal(size=(18, 6)) + np.linspace(-1, 1, 18)[:, None]).astype("float32")
+X = proofs.shifted(18)  # Three batches: 8, 8 and 2 rows.
 Y = np.sin(X[:, :1])
-WEIGHTS = RANDOM.uniform(size=18).astype("float32")
+WEIGHTS = np.random.default_rng(3).uniform(size=18).astype("float32")
 
 
-class Statistics(layers.Layer):
-    """A function of the layer and its input, with weights."""
-
-    def __init__(self, function: Callable[[Any, Any], Any], **options: Any):
-        super().__init__(**options)
-        self.function = function
-
-    def build(self, shape: Any) -> None:
-        self.kernel = self.add_weight(shape=(6, 6), name="kernel")
-        self.average = self.add_weight(
-            shape=(6,), initializer="ones", trainable=False, name="average"
-        )
-        self.inner = layers.Dense(6, kernel_initializer="orthogonal")
-        self.inner.build(shape)
-
-    def call(self, x: Any) -> Any:
-        return self.function(self, x)
+def statistics(function: Function, dtype: str = "float32") -> Own:
+    inner = layers.Dense(6, kernel_initializer="orthogonal", dtype=dtype)
+    inner.build((None, 6))
+    average = {"shape": (6,), "initializer": "ones", "trainable": False}
+    return Own(function, inner, dtype=dtype, kernel=(6, 6), average=average)
 
 
-def masked_mean(layer: Statistics, x: Any) -> Any:
+def masked_mean(layer: Own, x: Any) -> Any:
     kept = ops.cast(x[:, 0] > 0, "float32")
     each = ops.sum(ops.square(x @ layer.kernel), axis=-1)
     layer.add_loss(0.1 * ops.sum(kept * each) / ops.maximum(ops.sum(kept), 1))
     return x
 
 
-def vicreg(layer: Statistics, x: Any) -> Any:
+def vicreg(layer: Own, x: Any) -> Any:
     """Variance and covariance penalties of Bardes, Ponce and LeCun (2022)."""
     z = ops.matmul(x, layer.kernel)
     z = z - ops.mean(z, axis=0)
@@ -72,14 +51,14 @@ def vicreg(layer: Statistics, x: Any) -> Any:
     return z
 
 
-def minibatch_deviation(layer: Statistics, x: Any) -> Any:
+def minibatch_deviation(layer: Own, x: Any) -> Any:
     """The last layer of StyleGAN's critic, with the batch as one group."""
     h = x @ layer.kernel
     feature = ops.mean(ops.sqrt(ops.var(h, axis=0) + 1e-8))
     return ops.concatenate([h, ops.ones_like(h[:, :1]) * feature], axis=1)
 
 
-def codebook(layer: Statistics, x: Any) -> Any:
+def codebook(layer: Own, x: Any) -> Any:
     """Codes that are averages of the rows that choose them, as in VQ-VAE."""
     distances = ops.square(x[:, :, None] - layer.kernel[None])
     chosen = ops.one_hot(ops.argmin(ops.sum(distances, axis=1), axis=-1), 6)
@@ -90,7 +69,7 @@ def codebook(layer: Statistics, x: Any) -> Any:
     return x + ops.stop_gradient(chosen @ ops.transpose(layer.kernel) - x)
 
 
-def balance(layer: Statistics, x: Any) -> Any:
+def balance(layer: Own, x: Any) -> Any:
     """The loss of a mixture of experts: a product of means."""
     chances = ops.softmax(x @ layer.kernel)
     chosen = ops.one_hot(ops.argmax(chances, axis=-1), 6)
@@ -99,12 +78,12 @@ def balance(layer: Statistics, x: Any) -> Any:
     return ops.concatenate([x, chances], axis=-1)
 
 
-def stopped(layer: Statistics, x: Any) -> Any:
+def stopped(layer: Own, x: Any) -> Any:
     h = x @ layer.kernel
     return h - ops.stop_gradient(ops.mean(h, axis=0))
 
 
-def with_inner_layer(layer: Statistics, x: Any) -> Any:
+def with_inner_layer(layer: Own, x: Any) -> Any:
     """A layer of Keras that contains sums, too, before and after."""
     h = layer.inner(x)
     return layer.inner(h - ops.mean(h, axis=0)) @ layer.kernel
@@ -114,93 +93,71 @@ _FUNCTIONS = masked_mean, vicreg, minibatch_deviation, codebook, balance, stoppe
 FUNCTIONS_OF_ROWS = {f.__name__: f for f in (*_FUNCTIONS, with_inner_layer)}
 
 
-def model_of(function: Callable[..., Any], dtype: str = "float32") -> keras.Model:
-    inputs = keras.Input((6,))
-    x = Statistics(function, dtype=dtype)(layers.Dense(6, dtype=dtype)(inputs))
-    return keras.Model(inputs, layers.Dense(1)(x))
+def model_of(function: Function, dtype: str = "float32") -> keras.Model:
+    parts = layers.Dense(6, dtype=dtype), statistics(function, dtype), layers.Dense(1)
+    return proofs.sequential(*parts)
 
 
-def trained(
-    function: Callable[..., Any], replicas: int, eagerly: bool, dtype: str = "float32"
-) -> tuple[dict[str, Any], list[str], bool]:
-    """State and losses, the warnings, and whether replicas have exchanged sums."""
-    keras.utils.set_random_seed(7)
-    strategy: Any = ks.OneDeviceStrategy("cpu:0")
-    if replicas > 1:
-        strategy = ks.MirroredStrategy(DEVICES[:replicas])
-    with strategy.scope(), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        model = model_of(function, dtype)
-        optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
-        model.compile(optimizer, "mse", run_eagerly=eagerly)
-        options = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
-        history = model.fit(X, Y, sample_weight=WEIGHTS, **options)
-    found = {**state_of(model), "loss": np.array(history.history["loss"])}
-    said = [str(w.message) for w in caught if "split by rows" in str(w.message)]
-    return found, said, replicas > 1 and exchanges(strategy)
+def trained(function: Function, strategy: Any, eagerly: bool = True, *dtype: str):
+    options = {"momentum": 0.9, "run_eagerly": eagerly}
+    make = proofs.compiled(lambda: model_of(function, *dtype), 0.05, **options)
+    fit = proofs.fits(X, Y, 8, epochs=2, sample_weight=WEIGHTS)
+    return proofs.trained(make, fit, strategy)
+
+
+def compared(function: Function, replicas: int, eagerly: bool) -> tuple[Any, bool]:
+    """Warnings of replicas that train as one device, and whether they exchange sums."""
+    expected, _ = trained(function, proofs.one_device(), eagerly)
+    strategy = proofs.mirrored(replicas)
+    found, said = trained(function, strategy, eagerly)
+    assert_same(expected, found, 1e-5, f"{replicas} replicas")
+    return said, exchanges(strategy)
 
 
 def exchanges(strategy: Any, layer: Any = None) -> bool:
-    """Whether replicas exchange sums of any layer, or of one."""
     every = strategy.drivers.fit._call._row_proofs._layers
-    proofs = every.values() if layer is None else [every[layer]]
-    return any(each.events for of_layer in proofs for each in of_layer.found.values())
+    of_layers = every.values() if layer is None else [every[layer]]
+    return any(each.events for of in of_layers for each in of.found.values())
 
 
-PROGRAMS = [True] if BACKEND == "torch" else [True, False]
+PROGRAMS = [True] if proofs.BACKEND == "torch" else [True, False]
+_BY_DAY = ("minibatch_deviation", "codebook", "balance", "stopped")
 
 
-@pytest.mark.nightly(
-    unless=[
-        "minibatch_deviation-3-True",
-        "codebook-3-True",
-        "balance-3-True",
-        "stopped-3-True",
-    ]
-)
-@needs_split
+@pytest.mark.nightly(unless=[f"{name}-3-True" for name in _BY_DAY])
 @pytest.mark.parametrize("eagerly", PROGRAMS)
 @pytest.mark.parametrize("replicas", [3, pytest.param(2, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", FUNCTIONS_OF_ROWS)
 def test_numbers_are_those_of_one_device(
-    name: str, replicas: int, eagerly: bool
+    name: str, replicas: int, eagerly: Any
 ) -> None:
-    expected, _, _ = trained(FUNCTIONS_OF_ROWS[name], 1, eagerly)
-    found, said, is_exchanged = trained(FUNCTIONS_OF_ROWS[name], replicas, eagerly)
-    assert_same(expected, found, 1e-5, f"{replicas} replicas")
+    said, is_exchanged = compared(FUNCTIONS_OF_ROWS[name], replicas, eagerly)
     assert is_exchanged and not said, said
 
 
 #: What stays unsplit, besides many of the attacks below.
-UNSPLIT: dict[str, Callable[[Any, Any], Any]] = {
-    "as_index": lambda layer, x: (
-        x * ops.take(layer.kernel, ops.argmax(ops.max(x, axis=0)), axis=0)
-    ),
+UNSPLIT: dict[str, Function] = {
+    "as_index": lambda o, x: x * ops.take(o.kernel, ops.argmax(ops.max(x, 0)), 0),
     "before_the_sum": lambda layer, x: x * ops.sum(x / ops.norm(x, axis=0), axis=0),
     "in_a_branch": lambda layer, x: ops.cond(
         layer.average[0] > 0, lambda: x - ops.mean(x, axis=0), lambda: x * 1.0
     ),
     # A number of rows that is that of a replica.
-    "by_hand": lambda layer, x: (
-        x * ops.square(ops.sum(x, axis=0) / ops.cast(ops.shape(x)[0], "float32"))
-    ),
+    "by_hand": lambda o, x: x * ops.square(ops.sum(x, axis=0) / proofs.row_count(x)),
 }
 
 
 @pytest.mark.nightly(unless=["before_the_sum", "in_a_branch"])
-@needs_split
 @pytest.mark.parametrize("name", UNSPLIT)
 def test_what_needs_the_rows_of_others_is_unsplit(name: str) -> None:
-    expected, _, _ = trained(UNSPLIT[name], 1, eagerly=True)
-    found, said, is_exchanged = trained(UNSPLIT[name], 2, eagerly=True)
-    assert_same(expected, found, 1e-5, "two replicas")
+    said, is_exchanged = compared(UNSPLIT[name], 2, eagerly=True)
     assert said and not is_exchanged
 
 
-@needs_split
 def test_sums_in_16_bits_are_those_of_all_rows() -> None:
-    _, said, is_exchanged = trained(stopped, 2, eagerly=True, dtype="mixed_bfloat16")
-    assert said and not is_exchanged
+    strategy = proofs.mirrored()
+    _, said = trained(stopped, strategy, True, "mixed_bfloat16")
+    assert said and not exchanges(strategy)
 
 
 #: The rows of the calls of `changing`, and the call that differs.
@@ -208,97 +165,43 @@ ROWS: list[int] = []
 CHANGED = [0]
 
 
-def changing(layer: Statistics, x: Any) -> Any:
+def changing(layer: Own, x: Any) -> Any:
     ROWS.append(x.shape[0])
-    if len(ROWS) == CHANGED[0]:
-        return x @ layer.kernel
-    return centered(layer, x)
+    h = x @ layer.kernel
+    return h if len(ROWS) == CHANGED[0] else h - ops.mean(h, axis=0)
 
 
 @pytest.mark.one_backend("torch")
-@needs_split
 @pytest.mark.parametrize("replica", [0, 1])
 def test_replica_that_computes_other_sums(replica: int) -> None:
     """No replica waits for it: the call is proved and made again."""
     ROWS.clear()
-    CHANGED[0] = 0
-    expected, _, _ = trained(changing, 2, eagerly=True)
+    CHANGED[0], strategy = 0, proofs.mirrored()
+    expected, _ = trained(changing, proofs.mirrored())
     # The traces for 4 and 8 rows, then two replicas in each step; the second changes.
     before, last = len(ROWS), max(i for i, rows in enumerate(ROWS) if rows == 8)
     ROWS.clear()
     CHANGED[0] = last + 4 + replica
-    found, said, is_exchanged = trained(changing, 2, eagerly=True)
-    assert is_exchanged and not said and len(ROWS) > before
+    found, said = trained(changing, strategy)
+    assert exchanges(strategy) and not said and len(ROWS) > before
     assert_same(expected, found, 1e-6, "two replicas")
 
 
-def centered(layer: Statistics, x: Any) -> Any:
-    h = x @ layer.kernel
-    return h - ops.mean(h, axis=0)
-
-
-# The calls of `test_attacks`, by replicas.
-
-
-class OnReplicas:
-    """A layer that is called on three replicas."""
-
-    def __init__(self, layer: Any, strategy: Any):
-        self.layer = layer
-        self._call = strategy.drivers.fit._call
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.layer, name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(self.layer, self.layer.__call__, args, kwargs)
-
-
-#: Those whose result depends on how often Python has called them.
-COUNTING = (
-    *("counter", "coin", "coin of NumPy", "coin of a generator"),
-    *("coin of a library", "coin of a distribution"),
+_TENSORFLOW = ("inverse", "cumsum of a sum", "mean by NumPy's number")
+OF_BACKEND = {"torch": ("in place", "dtype"), "tensorflow": _TENSORFLOW}
+_LAYERS = (
+    *("activation", "activation that is a layer", "activation that is set", "lambda"),
+    *("call that is set", "subclass with the name of Keras's", "model", "einsum"),
+    *("sequential model", "model in a model", "layer of a model", "time distributed"),
+    *("integer state of a mean", "state of a sum", "state of a square"),
+    "spectral norm",
 )
-OF_BACKEND = {
-    "torch": ("in place", "dtype"),
-    "tensorflow": ("inverse", "cumsum of a sum", "mean by NumPy's number"),
-}
 #: Those with sums over rows that replicas exchange.
-EXCHANGED = frozenset(
-    [
-        *("mean", "mean of all", "mean by a negative axis", "mean by a tuple"),
-        *("mean by a product", "mean of a transpose", "mean of a flat tensor"),
-        *("mean of two axes", "square of a sum", "absolute of a sum", "count"),
-        *("sum by einsum", "sum by tensordot", "branch", "select"),
-        *("mean of ones", "sum as an integer", "array of a sum"),
-        *("tensor of a sum", "sum that is rounded", "bits of a sum"),
-        *OF_BACKEND.get(BACKEND, ()),
-        *(
-            "standard deviation",
-            "batch normalization",
-            "saturated sum",
-            "square of a mean",
-            "root of a mean",
-            "masked mean",
-        ),
-        *("sum and a constant", "mean and a sum", "product of means", "covariance"),
-        *("logarithm of a mean", "largest of means", "mean as an integer"),
-        *("entropy of a mean", "activation", "activation that is a layer"),
-        *("activation that is set", "call that is set", "lambda", "model"),
-        *("subclass with the name of Keras's", "sequential model", "model in a model"),
-        *("layer of a model", "einsum", "time distributed", "spectral normalization"),
-        *("state of a sum", "state of a square", "integer state of a mean"),
-    ]
-)
-#: Names that are in two tables; as losses their sums are exchanged.
-IN_TWO_TABLES = ("loss: where", "loss: variance")
-ATTACKS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
-    **{name: (lambda f=f: Apply(f), (6,)) for name, f in FUNCTIONS.items()},  # type: ignore[misc]
-    **{f"loss: {n}": (lambda f=f: AddLoss(f), (6,)) for n, f in LOSSES.items()},  # type: ignore[misc]
-    **{f"layer: {name}": each for name, each in LAYERS.items()},
+EXCHANGED = {
+    *(*attacks.SUMS, *OF_BACKEND.get(proofs.BACKEND, ())),
+    *(f"loss: {name}" for name in attacks.SUM_LOSSES),
+    *(f"layer: {name}" for name in _LAYERS),
 }
-
-
 #: Arguments that mix rows, code of the framework, and numbers of rows.
 BY_DAY = [
     *("softmax of rank 1", "chunks", "compared", "layer: activation that is a layer"),
@@ -306,33 +209,31 @@ BY_DAY = [
 ]
 
 
-@needs_split
 @pytest.mark.nightly(unless=BY_DAY)
-@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.parametrize("name", attacks.ATTACKS)
 def test_attacks(name: str) -> None:
-    own = name.partition(": ")[2] or name
-    if own in (*COUNTING, *NOT_IN_KERAS.get(BACKEND, ())):
+    counts = name.startswith(("layer: coin", "layer: counter"))
+    if counts or name in attacks.NOT_IN_KERAS.get(proofs.BACKEND, ()):
         pytest.skip("it cannot be called twice with the same result")
     keras.utils.set_random_seed(1)
-    make, shape = ATTACKS[name]
-    strategy = ks.MirroredStrategy(DEVICES)
-    with strategy.scope(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    make, shape = attacks.ATTACKS[name]
+    strategy = proofs.mirrored(3)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return strategy.drivers.fit._call(layer, layer.__call__, args, kwargs)
+
+    with strategy.scope(), warnings.catch_warnings(action="ignore"):
         layer = make()
-        if isinstance(layer, Step):
-            layer.inner[0].build((None, 6))
-        layer(ops.convert_to_tensor(batch(8, 1.0, shape)), training=True)
+        layer(ops.convert_to_tensor(attacks.batch(8, 1.0, shape)), training=True)
         count, calls = len(layer.losses), 0
         for rows, factor in (8, 1.0), (8, 3.0), (7, 3.0):
-            values = [batch(rows, factor, shape)]
+            values = [attacks.batch(rows, factor, shape)]
             try:
                 expected = numbers(layer, values, count)
             except Exception:
                 # It has no gradient, or takes an even number of rows.
                 continue
-            split = OnReplicas(layer, strategy)
-            found = numbers(split, values, count)
+            found = numbers(layer, values, count, call=call)
             assert_equal(expected, found)
             calls += 1
-    is_exchanged = own in EXCHANGED or name in IN_TWO_TABLES
-    assert calls == 0 or exchanges(strategy, layer) == is_exchanged
+    assert calls == 0 or exchanges(strategy, layer) == (name in EXCHANGED)

@@ -13,6 +13,7 @@ import scipy.stats
 from keras import layers, ops
 
 import keras_strategies as ks
+from row_proofs.proofs import Apply
 
 pytestmark = pytest.mark.one_backend
 NORMAL = scipy.stats.norm()
@@ -20,8 +21,6 @@ NORMAL.random_state = np.random.RandomState(2)
 
 
 class Block(layers.Layer):
-    """Results of each kind."""
-
     def __init__(self) -> None:
         super().__init__(name="block")
         self.dense, self.dropout = layers.Dense(3), layers.Dropout(0.5)
@@ -33,40 +32,30 @@ class Block(layers.Layer):
         if training:
             self.seen.assign(ops.mean(y))
         each = ops.repeat(y, 3, axis=0)
-        return self.dropout(y, training=training), ops.sum(y), each, ops.ones((2,))
+        return self.dropout(y), ops.sum(y), each, ops.ones((2,))
 
 
-class Center(layers.Layer):
-    def call(self, x: Any) -> Any:
-        return x - ops.flip(x, axis=0)
+def flipped(x: Any) -> Any:
+    return x - ops.flip(x, axis=0)
 
 
 def softmax_of_rows(x: Any) -> Any:
     return ops.softmax(x, axis=0)
 
 
+ROWS, MEAN, SAME = "rows along axis 0", "a mean over rows", "the same for all rows"
 EXPECTED = ks.RowReport(
     "Layer 'block' (Block)",
-    outputs=(
-        "rows along axis 0",
-        "a sum over rows",
-        "rows along axis 0, 3 entries for each row",
-        "the same for all rows",
-    ),
-    losses=("a mean over rows",),
-    updates=(("block/seen", "a mean over rows"),),
-    draws=("rows along axis 0",),
+    outputs=(ROWS, "a sum over rows", f"{ROWS}, 3 entries for each row", SAME),
+    losses=(MEAN,),
+    updates=(("block/seen", MEAN),),
+    draws=(ROWS,),
 )
 
 
 @pytest.mark.parametrize(
     "argument",
-    [
-        (None, 8),
-        (6, 8),
-        np.ones((7, 8), "float32"),
-        keras.KerasTensor((None, 8)),
-    ],
+    [(None, 8), (6, 8), np.ones((7, 8), "float32"), keras.KerasTensor((None, 8))],
     ids=["any", "shape", "array", "symbolic"],
 )
 def test_results_of_a_layer(argument: Any) -> None:
@@ -96,23 +85,19 @@ def test_layer_is_as_before() -> None:
 
 @pytest.mark.parametrize("where", ["layer", "model"])
 def test_operation_at_fault(where: str) -> None:
-    layer = Center(name="center")
+    layer = Apply(flipped, name="center")
     model = keras.Sequential([keras.Input((8,)), layers.Dense(8), layer])
     report = ks.rulecheck(layer if where == "layer" else model, (None, 8))
-    line = inspect.getsourcelines(Center.call)[1] + 1
+    line = inspect.getsourcelines(flipped)[1] + 1
     assert not report.is_row_wise and report.problem is not None
     assert f"test_rulecheck.py:{line}" in report.problem
-    assert "'Flip' (in layer 'center' (Center)" in report.problem
+    assert "'Flip' (in layer 'center' (Apply)" in report.problem
     assert "cannot be split by rows: " in str(report)
     assert "or example to the loss" in str(report) and "`ks.row_wise`" in str(report)
 
 
 def test_sums_that_replicas_exchange_in_fit() -> None:
-    class Mean(layers.Layer):
-        def call(self, x: Any) -> Any:
-            return x - ops.mean(x, axis=0)
-
-    report = ks.rulecheck(Mean(), (None, 8))
+    report = ks.rulecheck(Apply(lambda x: x - ops.mean(x, axis=0)), (None, 8))
     assert report.problem is not None and "'Subtract'" in report.problem
     assert "Replicas exchange its sums over rows" in report.advice
 
@@ -122,37 +107,30 @@ def test_function_and_losses() -> None:
     line = inspect.getsourcelines(softmax_of_rows)[1] + 1
     assert f"'Softmax' (test_rulecheck.py:{line}) goes along the rows" in str(report)
     assert "Function 'softmax_of_rows'" in str(report)
-    assert ks.rulecheck(ops.relu, (None, 4)).outputs == ("rows along axis 0",)
+    assert ks.rulecheck(ops.relu, (None, 4)).outputs == (ROWS,)
     for loss in (keras.losses.MeanSquaredError(), keras.losses.KLDivergence()):
-        found = ks.rulecheck(loss, (None, 4), (None, 4))
-        assert found.outputs == ("a mean over rows",), found
+        assert ks.rulecheck(loss, (None, 4), (None, 4)).outputs == (MEAN,)
     assert not ks.rulecheck(keras.losses.Dice(), (None, 4), (None, 4)).is_row_wise
 
 
 def test_values_are_not_read() -> None:
-    def branching(x: Any) -> Any:
-        return x if float(ops.sum(x)) > 0 else -x
-
-    assert "reads the value of a tensor" in str(ks.rulecheck(branching, (None, 4)))
+    report = ks.rulecheck(lambda x: x if float(ops.sum(x)) > 0 else -x, (None, 4))
+    assert "reads the value of a tensor" in str(report)
 
 
 @pytest.mark.parametrize("draw", [random.random, np.random.rand, NORMAL.rvs])
 def test_draws_that_are_not_of_keras(draw: Any) -> None:
     """Nothing is drawn: the generators are those of another thread, too."""
-
-    def noisy(x: Any) -> Any:
-        return x if draw() < 0.5 else -x
-
     before = random.getstate(), str(np.random.get_state())
-    assert "may draw random numbers" in str(ks.rulecheck(noisy, (None, 4)))
+    report = ks.rulecheck(lambda x: x if draw() < 0.5 else -x, (None, 4))
+    assert "may draw random numbers" in str(report)
     assert (random.getstate(), str(np.random.get_state())) == before
 
 
 def test_shared_arguments() -> None:
-    report = ks.rulecheck(ops.matmul, (None, 4), (4, 3))
     # The first number is that of the rows.
-    assert not report.is_row_wise
-    assert ks.rulecheck(ops.matmul, (6, 4), (4, 3)).outputs == ("rows along axis 0",)
+    assert not ks.rulecheck(ops.matmul, (None, 4), (4, 3)).is_row_wise
+    assert ks.rulecheck(ops.matmul, (6, 4), (4, 3)).outputs == (ROWS,)
 
 
 @pytest.mark.parametrize(
