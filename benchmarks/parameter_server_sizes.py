@@ -32,9 +32,11 @@ from parameter_server_contestants import tensorflow_strategy
 from tables import markdown_table
 
 PEER = "tf.distribute"
-COLUMNS, IDS, BATCH, SNAPSHOT_SECONDS = 32, 8, 128, 3.0
+COLUMNS, IDS, BATCH = 32, 8, 128
 #: Of a call of `fit`: it ends when either has passed.
 STEPS, SECONDS = 2500, 12.0
+#: Seconds between snapshots, and of `fit` with them: a full one, then changed rows.
+SNAPSHOT_SECONDS, SECONDS_WITH_SNAPSHOTS = 60.0, 150.0
 PIECE_BYTES = 64 << 20
 SIZES = (10, 1024, 3072)
 
@@ -83,7 +85,9 @@ def strategy_of(**options: Any) -> Any:
     )
 
 
-def trained(model: Any, rows: int) -> tuple[float, float]:
+def trained(
+    model: Any, rows: int, steps: int = STEPS, most: float = SECONDS
+) -> tuple[float, float]:
     """Steps per second of `fit`, and the longest gap between two in seconds."""
     import keras
 
@@ -91,9 +95,9 @@ def trained(model: Any, rows: int) -> tuple[float, float]:
 
     def end(batch: int, logs: Any) -> None:
         times.append(time.perf_counter())
-        model.stop_training = times[-1] - times[0] > SECONDS
+        model.stop_training = times[-1] - times[0] > most
 
-    x, y = data(rows)
+    x, y = data(rows, steps)
     note = keras.callbacks.LambdaCallback(on_train_batch_end=end)
     model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[note])
     found = np.array(times[20:])
@@ -143,10 +147,12 @@ def with_snapshots(rows: int) -> dict[str, Any]:
     with strategy_of(snapshot_seconds=SNAPSHOT_SECONDS) as strategy:
         with strategy.scope():
             model = compiled(keras, rows)
-        found["steps/s, snapshots"], gap = trained(model, rows)
+        steps = int(STEPS * SECONDS_WITH_SNAPSHOTS / SECONDS)
+        found["steps/s, snapshots"], gap = trained(
+            model, rows, steps, SECONDS_WITH_SNAPSHOTS
+        )
         found["longest gap, snapshots, ms"] = 1000 * gap
         found["of a server, snapshots, MB"] = megabytes(server_pids(strategy)[0])
-        time.sleep(2 * SNAPSHOT_SECONDS)
         victim = server_pids(strategy)[0]
         killer = threading.Timer(2.0, os.kill, (victim, signal.SIGKILL))
         killer.start()
