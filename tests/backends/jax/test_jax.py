@@ -8,18 +8,10 @@ import itertools
 import textwrap
 import threading
 
+import jax
 import keras
 import numpy as np
 import pytest
-from harness.forker import run_code
-from keras import layers
-
-import keras_strategies as ks
-
-if keras.backend.backend() != "jax":
-    pytest.skip("tests of the JAX backend", allow_module_level=True)
-
-import jax
 from backends.jax.jax_training import (
     STRATEGIES,
     assert_same,
@@ -29,15 +21,13 @@ from backends.jax.jax_training import (
     small_model,
     trained,
 )
+from harness.forker import run_code
+from keras import layers
 
+import keras_strategies as ks
 from keras_strategies.engines.jax.fit import central_storage_trainer, compiled_steps
 from keras_strategies.engines.jax.fit.compiled_steps import CompiledStep
 from keras_strategies.engines.jax.function import compiled_program
-
-ks.set_virtual_cpu_devices(4)
-
-
-# --- Central storage: one copy of the variables, steps in two programs -------------
 
 
 def test_central_storage_whose_device_computes_is_exact():
@@ -142,9 +132,6 @@ def test_trainable_changes_without_compile(name):
     np.testing.assert_array_equal(model.layers[1].kernel.numpy(), frozen)
 
 
-# --- Programs -------------------------------------------------------------------
-
-
 @pytest.mark.nightly(unless=["mirrored_2", "one_device"])
 @on_each_kind
 def test_one_program_for_each_shape_of_a_batch(name):
@@ -237,9 +224,6 @@ def test_steps_before_a_failing_batch_are_done():
         model.fit(batches(), verbose=0)
     assert int(model.optimizer.iterations) == 6
     assert all(np.isfinite(each).all() for each in model.get_weights())
-
-
-# --- Interrupted loops ----------------------------------------------------------
 
 
 def assert_usable(model, weights):
@@ -376,9 +360,6 @@ def test_ctrl_c_while_the_state_of_a_loop_is_recorded(monkeypatch):
             step()
     step()
     np.testing.assert_array_equal(sums, [3.0, 6.0, 9.0])
-
-
-# --- Scopes ---------------------------------------------------------------------
 
 
 def test_a_strategy_makes_the_devices_it_names(tmp_path):

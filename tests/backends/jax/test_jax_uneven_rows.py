@@ -5,29 +5,18 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax
 import keras
 import numpy as np
 import pytest
-from keras import layers, ops
-
-import keras_strategies as ks
-
-if keras.backend.backend() != "jax":
-    pytest.skip("tests of the JAX backend", allow_module_level=True)
-
-import jax
 from backends.jax.jax_training import STRATEGIES, assert_same
 from harness.strategies import MODEL_PARALLEL
+from keras import layers, ops
 
 from keras_strategies.engines.jax.fit.compiled_steps import CompiledStep
 from keras_strategies.engines.jax.fit.hlo_collectives import sent_bytes
 
-ks.set_virtual_cpu_devices(4)
-
 CLASSES = 5
-
-
-# --- Models ---------------------------------------------------------------------
 
 
 def convolutions() -> keras.Model:

@@ -5,19 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import jax
 import keras
 import numpy as np
 import pytest
-
-if keras.backend.backend() != "jax":
-    pytest.skip("tests of the JAX backend", allow_module_level=True)
-
-import jax
 from keras import layers, ops
 
 import keras_strategies as ks
 
-ks.set_virtual_cpu_devices(4)
 X = np.random.default_rng(3).normal(size=(13, 4)).astype("float32")
 Y = X.sum(1, keepdims=True)
 CPUS = [f"cpu:{i}" for i in range(4)]

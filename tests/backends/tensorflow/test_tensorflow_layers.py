@@ -7,13 +7,6 @@ import warnings
 import keras
 import numpy as np
 import pytest
-from keras import layers, ops
-
-import keras_strategies as ks
-
-if keras.backend.backend() != "tensorflow":
-    pytest.skip("tests of the TensorFlow backend", allow_module_level=True)
-
 import tensorflow as tf
 from backends.tensorflow.tensorflow_training import (
     assert_close,
@@ -23,11 +16,9 @@ from backends.tensorflow.tensorflow_training import (
     rows,
     two,
 )
+from keras import layers, ops
 
-ks.set_virtual_cpu_devices(4)
-
-
-# --- Collectives in layers ----------------------------------------------------
+import keras_strategies as ks
 
 
 class Center(layers.Layer):
@@ -72,9 +63,6 @@ def test_collectives_in_layers_have_gradients(eager):
     assert_same(two(), make, train)
 
 
-# --- What cannot be split is called whole -------------------------------------
-
-
 def test_a_layer_with_variables_of_tensorflow_is_exact():
     class Foreign(layers.Layer):
         def __init__(self):
@@ -107,9 +95,6 @@ def test_batch_normalization_is_split_over_replicas():
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*cannot be split by rows")
         model.fit(x, y, batch_size=8, verbose=0)
-
-
-# --- Gradients that cross the replicas ---------------------------------------------
 
 
 class Gradients(keras.Model):

@@ -7,15 +7,11 @@ import threading
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers
 
 import keras_strategies as ks
 from keras_strategies import errors
-
-if keras.backend.backend() != "tensorflow":
-    pytest.skip("tests of the TensorFlow backend", allow_module_level=True)
-
-import tensorflow as tf
 
 ks.set_virtual_cpu_devices(4)
 
@@ -143,9 +139,6 @@ def test_a_wrong_shape_changes_no_copy(variable):
     assert_everywhere(variable, START + 1)
 
 
-# --- XLA ----------------------------------------------------------------------
-
-
 def test_an_xla_program_cannot_leave_copies_behind(variable):
     @tf.function(jit_compile=True)
     def program():
@@ -154,9 +147,6 @@ def test_an_xla_program_cannot_leave_copies_behind(variable):
     with pytest.raises(errors.ContextError, match=r"mirrored on .*jit_compile=False"):
         program()
     assert_everywhere(variable, START)
-
-
-# --- Who reads what -----------------------------------------------------------
 
 
 def poison(variable, device: str) -> None:

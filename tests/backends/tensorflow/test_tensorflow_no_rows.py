@@ -7,16 +7,10 @@ import functools
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers, ops
 
 import keras_strategies as ks
-
-if keras.backend.backend() != "tensorflow":
-    pytest.skip("tests of the TensorFlow backend", allow_module_level=True)
-
-import tensorflow as tf
-
-ks.set_virtual_cpu_devices(4)
 
 SEQUENCE, IMAGE, VOLUME = (6, 3), (6, 6, 3), (4, 4, 4, 3)
 LAYERS = {

@@ -5,13 +5,6 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
-from keras import layers, ops
-
-import keras_strategies as ks
-
-if keras.backend.backend() != "tensorflow":
-    pytest.skip("tests of the TensorFlow backend", allow_module_level=True)
-
 import tensorflow as tf
 from backends.tensorflow import tensorflow_training
 from backends.tensorflow.tensorflow_training import (
@@ -27,15 +20,13 @@ from backends.tensorflow.tensorflow_training import (
     two,
     under,
 )
+from keras import layers, ops
 
-ks.set_virtual_cpu_devices(4)
+import keras_strategies as ks
 
 
 def test_fit_is_exact_with_variables_apart_from_the_only_replica():
     assert_same(STRATEGIES["central_of_one"](), small_model, fit(16))
-
-
-# --- Programs -----------------------------------------------------------------
 
 
 # 25: the last batch has fewer rows than there are replicas; 22: more, split unevenly.
@@ -145,9 +136,6 @@ def test_jit_compile_is_said_not_to_apply_and_changes_nothing():
     assert said.filename == tensorflow_training.__file__
     assert "but for random numbers" in str(said.message)
     assert_close(expected, found)
-
-
-# --- Data and functions -------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_inner", [False, True])

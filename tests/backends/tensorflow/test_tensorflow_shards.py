@@ -5,10 +5,6 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
-
-if keras.backend.backend() != "tensorflow":
-    pytest.skip("tests of the TensorFlow backend", allow_module_level=True)
-
 import tensorflow as tf
 from harness.data import classes
 from harness.strategies import MODEL_PARALLEL
@@ -34,8 +30,6 @@ def variable(name: str):
 def table(request):
     return variable(request.param)
 
-
-# --- Reads and assignments, eager and in programs ---------------------------------
 
 ROWS = tf.IndexedSlices(tf.ones((3, 8)), tf.constant([7, 0, 7]))
 CHANGES = {
@@ -103,9 +97,6 @@ def test_the_gradient_is_that_of_the_unsharded_value(table, loss, wrap) -> None:
         return tape.gradient(value, table)
 
     np.testing.assert_allclose(gradient(), 2 * START, rtol=1e-6)
-
-
-# --- Training ----------------------------------------------------------------------
 
 
 def trained(strategy, optimizer, model):

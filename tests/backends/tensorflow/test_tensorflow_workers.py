@@ -8,15 +8,11 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from harness.forker import Forker
 from harness.worker_pool import WorkerPool
 
 import keras_strategies as ks
-
-if keras.backend.backend() != "tensorflow":
-    pytest.skip("tests of the TensorFlow backend", allow_module_level=True)
-
-import tensorflow as tf
 
 
 @pytest.fixture(scope="module")

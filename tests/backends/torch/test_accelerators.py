@@ -5,19 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import keras
 import pytest
+import torch
 from harness.devices import VARIABLE
 from harness.forker import Forker
 from harness.marks import ROTATION
 from harness.training import alone, assert_same, train
 from harness.worker_pool import WorkerPool
 from multi_worker.worker_cases import WORKER_CASES
-
-if keras.backend.backend() != "torch":
-    pytest.skip("tests of the Torch backend", allow_module_level=True)
-
-import torch
 
 import keras_strategies as ks
 from keras_strategies.engines.torch.nccl_works import check_own_gpus

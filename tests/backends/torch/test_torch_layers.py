@@ -5,14 +5,10 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
+import torch
 from keras import layers
 
 import keras_strategies as ks
-
-if keras.backend.backend() != "torch":
-    pytest.skip("tests of the Torch backend", allow_module_level=True)
-
-import torch
 
 ALONE, REPLICAS = ["cpu:0"], ["cpu:0", "cpu:1"]
 

@@ -12,10 +12,6 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-
-if keras.backend.backend() != "torch":
-    pytest.skip("tests of the Torch backend", allow_module_level=True)
-
 from backends.torch import nccl_training
 from backends.torch.nccl_training import STEPS, VICTIM_STEP
 from harness.forker import Forked, Forker

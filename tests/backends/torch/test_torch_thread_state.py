@@ -10,13 +10,9 @@ from typing import Any, ClassVar
 import keras
 import numpy as np
 import pytest
+import torch
 from harness.data import classes
 from harness.strategies import STRATEGIES
-
-if keras.backend.backend() != "torch":
-    pytest.skip("tests of the Torch backend", allow_module_level=True)
-
-import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
