@@ -101,14 +101,9 @@ def test_an_accelerator_and_a_cpu_equal_one_device(names) -> None:
 
 
 def noisy() -> keras.Model:
-    return keras.Sequential(
-        [
-            keras.Input((6,)),
-            keras.layers.Dropout(0.4),
-            keras.layers.GaussianNoise(0.5, seed=3),
-            keras.layers.Dense(3, "softmax"),
-        ]
-    )
+    noise = [keras.layers.Dropout(0.4), keras.layers.GaussianNoise(0.5, seed=3)]
+    last = keras.layers.Dense(3, "softmax")
+    return keras.Sequential([keras.Input((6,)), *noise, last])
 
 
 def weights_of_noisy(strategy: Any) -> Any:
@@ -245,9 +240,8 @@ def _waits_of_loop(strategy: Any) -> list[list[str]]:
         def loss() -> Any:
             found = model(x, training=True)
             metric.update_state(y, found)
-            return ks.compute_average_loss(
-                keras.ops.sparse_categorical_crossentropy(y, found)
-            )
+            losses = keras.ops.sparse_categorical_crossentropy(y, found)
+            return ks.compute_average_loss(losses)
 
         _, gradients = ks.value_and_grad(loss, weights)()
         model.optimizer.apply(gradients, weights)

@@ -20,9 +20,6 @@ def assert_trains_as_one_device(train) -> None:
         np.testing.assert_allclose(own, expected, rtol=1e-5, atol=1e-6)
 
 
-# Memory.
-
-
 class Large(layers.Layer):
     """A layer whose call needs more memory than there is from some batch on."""
 

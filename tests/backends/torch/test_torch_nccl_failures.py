@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,37 +30,24 @@ def start(forker: Forker, folder: Path, count: int, *options: str) -> list[Forke
     return forker.start_workers(logs, nccl_training.__file__, str(folder), *options)
 
 
-@pytest.fixture(scope="module")
-def forker() -> Iterator[Forker]:
-    with Forker() as forker:
-        yield forker
-
-
-def trained(
-    forker: Forker, folder: Path, *options: str
-) -> tuple[int, str, dict[int, Any]]:
+def trained(forker: Forker, folder: Path, *options: str) -> tuple[int, str, Any]:
     """The exit code and the output of worker 0, and the weights by worker."""
     processes = [each for n in (2, 1) for each in start(forker, folder, n, *options)]
     codes = [process.wait(SECONDS)[0] for process in processes]
-    text = processes[0].text()
     assert codes[1] in (-signal.SIGKILL, 128 + signal.SIGKILL), processes[1].text()
     assert codes[2] == 0, processes[2].text()
-    return (
-        codes[0],
-        text,
-        {index: dict(np.load(folder / f"weights{index}.npz")) for index in (0, -1)},
-    )
+    weights = [dict(np.load(folder / f"weights{index}.npz")) for index in (0, -1)]
+    return codes[0], processes[0].text(), weights
 
 
 @pytest.mark.slow(seconds=7)
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("kind", [[], ["loop"]], ids=["fit", "loop"])
 def test_partial_sums_of_a_lost_worker_are_not_applied(forker, tmp_path, kind):
-    code, text, weights = trained(forker, tmp_path, *kind)
+    code, text, (own, alone) = trained(forker, tmp_path, *kind)
     assert code == 1
     assert "Worker 1 (127.0.0.1, process" in text
     assert kind or f"This is worker 0, at step {VICTIM_STEP} of fit." in text
-    own, alone = weights[0], weights[-1]
     assert max(map(int, own.keys() - {"end"})) == VICTIM_STEP - 1
     last = str(VICTIM_STEP - 1)
     np.testing.assert_allclose(own[last], alone[last], 1e-5, 1e-6)
@@ -85,12 +71,10 @@ def test_the_host_waits_for_no_device_before_the_end_of_a_step(forker, tmp_path,
 
 @pytest.mark.multiprocess
 def test_an_elastic_group_repeats_the_step(forker, tmp_path):
-    code, text, weights = trained(forker, tmp_path, "elastic")
+    code, text, (own, alone) = trained(forker, tmp_path, "elastic")
     assert code == 0, text
     for step in (*range(1, STEPS + 1), "end"):
-        np.testing.assert_allclose(
-            weights[0][str(step)], weights[-1][str(step)], 1e-5, 1e-6
-        )
+        np.testing.assert_allclose(own[str(step)], alone[str(step)], 1e-5, 1e-6)
 
 
 class Group:

@@ -57,42 +57,52 @@ class Noting(keras.layers.Layer):
         return torch.tanh(x * x)
 
 
+class Model(keras.Model):
+    """A layer, trained by `step(model, x)`."""
+
+    def __init__(self, layer: keras.layers.Layer, step: Any) -> None:
+        super().__init__()
+        self.layer, self.step = layer, step
+        self.build((None, 6))
+
+    def build(self, shape: Any) -> None:
+        self.layer.build(shape)
+        self.built = True
+
+    def call(self, x: Any) -> Any:
+        return self.layer(x)
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        return {"loss": self.step(self, batch[0])}
+
+
+def fitted(name: str, layer: keras.layers.Layer, step: Any) -> keras.Model:
+    with STRATEGIES[name].make().scope():
+        model = Model(layer, step)
+        model.compile(keras.optimizers.SGD(0.1))
+    rows = classes(7)
+    model.fit(rows.x, rows.y, batch_size=7, shuffle=False, verbose=0)
+    return model
+
+
 def trained(name: str, layer: keras.layers.Layer, context: Any) -> list[Any]:
     """Weights and outputs after a step in a context, within a custom `train_step`."""
     outputs = []
 
-    class Model(keras.Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = layer
-            self.build((None, 6))
+    def step(model: keras.Model, x: Any) -> Any:
+        model.zero_grad()
+        with context():
+            found = model(x * 0.01, training=True)
+            loss = found.float().square().sum()
+            loss.backward()
+        outputs.append(found.detach())
+        variables = model.trainable_weights
+        gradients = [variable.value.grad for variable in variables]
+        with torch.no_grad():
+            model.optimizer.apply(gradients, variables)
+        return loss
 
-        def build(self, shape: Any) -> None:
-            self.layer.build(shape)
-            self.built = True
-
-        def call(self, x: Any) -> Any:
-            return self.layer(x)
-
-        def train_step(self, batch: Any) -> dict[str, Any]:
-            x, _ = batch
-            self.zero_grad()
-            with context():
-                found = self(x * 0.01, training=True)
-                loss = found.float().square().sum()
-                loss.backward()
-            outputs.append(found.detach())
-            variables = self.trainable_weights
-            gradients = [variable.value.grad for variable in variables]
-            with torch.no_grad():
-                self.optimizer.apply(gradients, variables)
-            return {"loss": loss}
-
-    with STRATEGIES[name].make().scope():
-        model = Model()
-        model.compile(keras.optimizers.SGD(0.1))
-    rows = classes(7)
-    model.fit(rows.x, rows.y, batch_size=7, shuffle=False, verbose=0)
+    model = fitted(name, layer, step)
     return [outputs[0].dtype, outputs[0].float(), *model.get_weights()]
 
 
@@ -214,30 +224,16 @@ def test_state_of_the_caller(name) -> None:
 
 
 def test_a_layer_in_a_transform_is_not_split() -> None:
-    with STRATEGIES["mirrored_2"].make().scope():
-        layer = Noting()
-        layer.build((None, 6))
-
-        class Model(keras.Model):
-            def __init__(self) -> None:
-                super().__init__()
-                self.layer = layer
-                self.built = True
-
-            def train_step(self, batch: Any) -> dict[str, Any]:
-                x = batch[0]
-                derivatives.append(
-                    torch.func.jvp(lambda x: self.layer(x), (x,), (x * 0 + 1,))[1]
-                )
-                derivatives.append(torch.func.vjp(self.layer, x)[1](x[:, :3])[0])
-                return {"loss": 0.0}
-
-        model = Model()
-        model.compile()
     derivatives: list[torch.Tensor] = []
-    rows = classes(7)
-    model.fit(rows.x, rows.y, batch_size=7, shuffle=False, verbose=0)
-    x = torch.tensor(rows.x)
+
+    def step(model: Any, x: Any) -> float:
+        forward = torch.func.jvp(lambda x: model.layer(x), (x,), (x * 0 + 1,))
+        backward = torch.func.vjp(model.layer, x)[1](x[:, :3])
+        derivatives.extend([forward[1], backward[0]])
+        return 0.0
+
+    fitted("mirrored_2", Noting(), step)
+    x = torch.tensor(classes(7).x)
     outputs = x.sum(1, keepdim=True)
     slope = 2 * outputs * (1 - torch.tanh(outputs**2) ** 2)
     found = [each.detach().cpu() for each in derivatives]
