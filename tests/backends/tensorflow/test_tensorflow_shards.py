@@ -96,20 +96,12 @@ def test_the_gradient_is_that_of_the_unsharded_value(table, loss, wrap) -> None:
 
 
 def test_a_weight_assigned_after_the_forward_pass_has_the_gradient_of_before() -> None:
-    class Assigning(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.up = layers.Dense(16, name="up")
-            self.down = layers.Dense(8, name="down")
-
-        def call(self, x):
-            return self.down(self.up(x))
-
+    class Assigning(keras.Sequential):
         def train_step(self, data):
             x, _ = data
             with tf.GradientTape() as tape:
                 loss = tf.reduce_mean(self(x, training=True) ** 2)
-            kernel = self.down.kernel
+            kernel = self.layers[-1].kernel
             kernel.assign(kernel * 2.0)
             gradients = tape.gradient(loss, self.trainable_variables)
             self.optimizer.apply(gradients, self.trainable_variables)
@@ -120,8 +112,8 @@ def test_a_weight_assigned_after_the_forward_pass_has_the_gradient_of_before() -
     for strategy in (ks.OneDeviceStrategy("cpu:0"), MODEL_PARALLEL["fsdp_2x2"].make()):
         keras.utils.set_random_seed(1)
         with strategy.scope():
-            model = Assigning()
-            model.build((None, 4))
+            dense = [layers.Dense(16, name="up"), layers.Dense(8, name="down")]
+            model = Assigning([keras.Input((4,)), *dense])
             model.compile(optimizers.SGD(0.1))
         model.fit(x, x, batch_size=8, shuffle=False, verbose=0)
         found.append(model.get_weights())

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -77,44 +79,23 @@ def test_an_elastic_group_repeats_the_step(forker, tmp_path):
         np.testing.assert_allclose(own[str(step)], alone[str(step)], 1e-5, 1e-6)
 
 
-class Group:
-    """Stands in for a `WorkerGroup`."""
-
-    def __init__(self, error: Exception | None = None):
-        self.error = error
-
-    def check(self) -> None:
-        if self.error is not None:
-            raise self.error
-
-
-class Work:
-    """A collective that ends after some looks at it."""
-
-    def __init__(self, looks: int = 0, error: Exception | None = None):
-        self.looks, self.error = looks, error
-
-    def is_completed(self) -> bool:
-        self.looks -= 1
-        return self.looks < 0
-
-    def wait(self) -> None:
-        if self.error is not None:
-            raise self.error
-
-
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_weights_are_spoiled_by_aborted_sums_and_not_by_interruptions(is_lost):
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     workers = TorchCommunicator.__new__(TorchCommunicator)
-    workers.group = Group(WorkerError("Worker 1 was lost.") if is_lost else None)
+    lost = WorkerError("Worker 1 was lost.") if is_lost else None
+    workers.group = mock.Mock(spec=["check"], **{"check.side_effect": lost})
     workers._works = NcclWorks()
+    # A collective that ends after some looks at it.
+    looks = itertools.chain([False] * 3, itertools.repeat(True))
+    work = mock.Mock(spec=["is_completed", "wait"])
+    work.is_completed.side_effect = looks
     with (
         pytest.raises(KeyboardInterrupt),
         confirmed(lambda: written_by_steps(model), workers),
     ):
-        workers._works.add(Work(3))
+        workers._works.add(work)
         workers._works.use()
         raise KeyboardInterrupt
     assert workers.has_used_unconfirmed == is_lost
@@ -124,16 +105,13 @@ def test_weights_are_spoiled_by_aborted_sums_and_not_by_interruptions(is_lost):
 def test_torch_leaves_errors_to_this_package(monkeypatch):
     """Under torchrun, Torch's watchdog would end the process."""
     found: dict[str, str | None] = {}
-
-    class Nccl:
-        class Options:
-            pass
-
-        def __init__(self, *given: Any):
-            found.update({name: os.environ.get(name) for name in names})
-
     names = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT")
-    monkeypatch.setattr(nccl_works.dist, "ProcessGroupNCCL", Nccl, raising=False)
+
+    def create(*given: Any) -> None:
+        found.update({name: os.environ.get(name) for name in names})
+
+    nccl = mock.Mock(side_effect=create)
+    monkeypatch.setattr(nccl_works.dist, "ProcessGroupNCCL", nccl, raising=False)
     monkeypatch.setenv(names[0], "1")
     monkeypatch.delenv(names[1], raising=False)
     nccl_works.create_nccl_group(None, 0, 2, None)  # type: ignore[arg-type]
