@@ -26,9 +26,7 @@ class Normalized(layers.Layer):
         for norm in self.norms:
             norm.build((*shape[:-1], 3))
         self.kernel = self.add_weight(shape=(shape[-1], 3), name="kernel")
-        self.calls = self.add_weight(
-            shape=(), name="calls", trainable=False, initializer="zeros"
-        )
+        self.calls = self.add_weight((), "zeros", trainable=False, name="calls")
 
     def call(self, x, training=None):
         x = self.between(self.norms[0](x @ self.kernel, training=training))

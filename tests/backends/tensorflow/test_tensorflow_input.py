@@ -8,9 +8,7 @@ import pytest
 import tensorflow as tf
 
 import keras_strategies as ks
-from keras_strategies.engines.tensorflow.epoch_datasets import (
-    EpochDatasets,
-)
+from keras_strategies.engines.tensorflow.epoch_datasets import EpochDatasets
 
 X = np.random.default_rng(0).normal(size=(11, 3)).astype("float32")
 Y = X.sum(1, keepdims=True)

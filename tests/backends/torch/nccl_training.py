@@ -165,12 +165,8 @@ def loop(strategy: Any, model: Any, data: Any, callbacks: list[Any]) -> None:
         _, gradients = ks.value_and_grad(loss, variables)()
         model.optimizer.apply(gradients, variables)
 
-    def check(step: int) -> None:
-        assert int(model.optimizer.iterations) == step
-        assert float(error.count) == step * BATCH
-
     for waits in callbacks[1:]:
-        waits.until_confirmed(check)
+        waits.until_confirmed(lambda step: _check(model, error, step))
     dataset = strategy.experimental_distribute_dataset(data, batch_size=BATCH)
     for i, batch in enumerate(dataset):
         for each in callbacks:
@@ -182,11 +178,10 @@ def loop(strategy: Any, model: Any, data: Any, callbacks: list[Any]) -> None:
         each.on_train_end()
 
 
-def _check(model: Any, step: int) -> None:
-    """Updates and metrics of a step of `fit` have been launched."""
+def _check(model: Any, metric: Any, step: int) -> None:
+    """Updates and metrics of a step have been launched."""
     assert int(model.optimizer.iterations) == step
-    [*_, compiled] = model.metrics
-    assert float(compiled.metrics[0].count) == step * BATCH
+    assert float(metric.count) == step * BATCH
 
 
 def main(folder: Path, options: set[str]) -> None:
@@ -230,7 +225,9 @@ def main(folder: Path, options: set[str]) -> None:
             loop(strategy, model, (x, y), callbacks)
         else:
             for waits in callbacks[1:]:
-                waits.until_confirmed(lambda step: _check(model, step))
+                waits.until_confirmed(
+                    lambda step: _check(model, model.metrics[-1].metrics[0], step)
+                )
             given = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
             model.fit(x, y, callbacks=callbacks, **given)
     finally:

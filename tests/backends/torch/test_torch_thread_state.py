@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import threading
-from typing import Any, ClassVar
+from typing import Any
 
 import keras
 import numpy as np
@@ -23,19 +23,8 @@ pytestmark = pytest.mark.filterwarnings("error:.*cannot be split by rows")
 WORD = contextvars.ContextVar("word", default="")
 
 
-class Notes:
-    """A list outside of the layer: layers that change what they hold are not split."""
-
-    found: ClassVar[dict[int, list[Any]]] = {}
-
-    def __init__(self) -> None:
-        self.found[id(self)] = []
-
-    def append(self, note: Any) -> None:
-        self.found[id(self)].append(note)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.found[id(self)][index]
+#: Of the newest layer: layers that change what they hold are not split.
+NOTES: list[Any] = []
 
 
 @ks.row_wise
@@ -45,7 +34,7 @@ class Noting(keras.layers.Layer):
     def __init__(self, note: Any = lambda: None) -> None:
         super().__init__()
         self.note = note
-        self.notes = Notes()
+        NOTES.clear()
 
     def build(self, shape: Any) -> None:
         self.kernel = self.add_weight(shape=(shape[-1], 3), initializer="ones")
@@ -53,7 +42,7 @@ class Noting(keras.layers.Layer):
     def call(self, x: Any) -> Any:
         x = torch.matmul(x, self.kernel.value)
         if not isinstance(x, FakeTensor):  # The call that is only recorded.
-            self.notes.append((threading.get_ident(), self.note()))
+            NOTES.append((threading.get_ident(), self.note()))
         return torch.tanh(x * x)
 
 
@@ -116,11 +105,10 @@ def assert_as_one_device(context: Any, rtol: float = 1e-6) -> None:
 
 def noted(note: Any, context: Any) -> set[Any]:
     """What each of two replicas notes, beside their threads, which differ."""
-    layer = Noting(note)
-    trained("mirrored_2", layer, context)
+    trained("mirrored_2", Noting(note), context)
     # The last two calls are those of the replicas; others probe the layer.
-    assert len({thread for thread, _ in layer.notes[-2:]}) == 2
-    return {found for _, found in layer.notes[-2:]}
+    assert len({thread for thread, _ in NOTES[-2:]}) == 2
+    return {found for _, found in NOTES[-2:]}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -168,7 +156,7 @@ def test_inference_mode_and_no_grad() -> None:
     with torch.inference_mode():
         found = [model.predict(x, verbose=0) for model in model_of.values()]
     np.testing.assert_allclose(*found, rtol=1e-6)
-    assert [note for _, note in layer.notes[-2:]] == [True, True]
+    assert [note for _, note in NOTES[-2:]] == [True, True]
 
 
 class _Functions(TorchFunctionMode):
