@@ -5,14 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import jax
 import keras
 import numpy as np
 import pytest
+
+if keras.backend.backend() != "jax":
+    pytest.skip("tests of the JAX backend", allow_module_level=True)
+
+import jax
 from keras import layers, ops
 
 import keras_strategies as ks
 
+ks.set_virtual_cpu_devices(4)
 X = np.random.default_rng(3).normal(size=(13, 4)).astype("float32")
 Y = X.sum(1, keepdims=True)
 CPUS = [f"cpu:{i}" for i in range(4)]
@@ -29,8 +34,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_uneven_replicas_that_need_each_other_are_refused(mirrored, kind: str) -> None:
-    with mirrored.scope():
+def test_uneven_replicas_that_need_each_other_are_refused(kind: str) -> None:
+    strategy = ks.MirroredStrategy(CPUS[:2])
+    with strategy.scope():
         weight = keras.Variable(np.ones(4, "float32"))
         normalization = layers.BatchNormalization()
         normalization.build((None, 4))
@@ -57,10 +63,10 @@ def test_uneven_replicas_that_need_each_other_are_refused(mirrored, kind: str) -
             loss = loss + 0 * ops.sum(weight)
         return loss
 
-    dataset = mirrored.experimental_distribute_dataset([X[:5], X[:4]])
+    dataset = strategy.experimental_distribute_dataset([X[:5], X[:4]])
     uneven, even = dataset
     with pytest.raises(ks.errors.ReplicaMismatchError) as caught:
-        mirrored.run(replica_step, args=(uneven,))
+        strategy.run(replica_step, args=(uneven,))
     text = str(caught.value)
     assert f"have 3, 2 rows, and {REFUSED[kind]}" in text
     assert "replica_step' (" in text
@@ -68,8 +74,9 @@ def test_uneven_replicas_that_need_each_other_are_refused(mirrored, kind: str) -
     assert "that 2 replicas divide" in text
     np.testing.assert_array_equal(np.asarray(weight), np.ones(4))
     # And the strategy can be used again.
-    loss = mirrored.reduce("SUM", mirrored.run(replica_step, (even,)))
-    assert np.isfinite(float(loss))
+    assert np.isfinite(
+        float(strategy.reduce("SUM", strategy.run(replica_step, (even,))))
+    )
 
 
 def branching(number: Any) -> Any:
@@ -84,13 +91,15 @@ def shaping(number: Any) -> Any:
 
 @pytest.mark.parametrize("rows", [4, 5])
 @pytest.mark.parametrize("use", [branching, shaping])
-def test_python_that_depends_on_the_replica_is_refused(mirrored, use, rows) -> None:
+def test_python_that_depends_on_the_replica_is_refused(use: Any, rows: int) -> None:
+    strategy = ks.MirroredStrategy(CPUS[:2])
+
     def replica_step(x: Any) -> Any:
         return use(ks.get_replica_context().replica_id_in_sync_group)
 
-    [batch] = mirrored.experimental_distribute_dataset([X[:rows]])
+    [batch] = strategy.experimental_distribute_dataset([X[:rows]])
     with pytest.raises(ks.errors.ReplicaMismatchError) as caught:
-        mirrored.run(replica_step, args=(batch,))
+        strategy.run(replica_step, args=(batch,))
     text = str(caught.value)
     line = use.__code__.co_firstlineno + 1
     assert f"replica_step' ({__file__}:{line}) depends on the replica" in text
@@ -98,9 +107,8 @@ def test_python_that_depends_on_the_replica_is_refused(mirrored, use, rows) -> N
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_an_error_of_the_function_is_raised_as_it_is_and_once(
-    mirrored, compiled
-) -> None:
+def test_an_error_of_the_function_is_raised_as_it_is_and_once(compiled: bool) -> None:
+    strategy = ks.MirroredStrategy(CPUS[:2])
     calls = []
 
     def replica_step(x: Any) -> Any:
@@ -108,14 +116,14 @@ def test_an_error_of_the_function_is_raised_as_it_is_and_once(
         raise KeyError("boom")
 
     def step(x: Any) -> Any:
-        return mirrored.run(replica_step, args=(x,))
+        return strategy.run(replica_step, args=(x,))
 
     step = ks.function(step) if compiled else step
     with pytest.raises(KeyError, match="boom"):
         step(ks.PerReplica([X[:2], X[2:4]]))
     assert len(calls) == 1
     with pytest.raises(jax.errors.TracerBoolConversionError):
-        mirrored.run(lambda x: 1 if x[0, 0] > 0 else 2, (ks.PerReplica([X, X]),))
+        strategy.run(lambda x: 1 if x[0, 0] > 0 else 2, (ks.PerReplica([X, X]),))
 
 
 @pytest.mark.parametrize(
@@ -126,15 +134,17 @@ def test_an_error_of_the_function_is_raised_as_it_is_and_once(
         (("a", "b"), "the values 'a', 'b'"),
     ],
 )
-def test_arguments_that_differ_otherwise_are_refused(mirrored, parts, reason) -> None:
+def test_arguments_that_differ_otherwise_are_refused(parts: Any, reason: str) -> None:
+    strategy = ks.MirroredStrategy(CPUS[:2])
     with pytest.raises(ks.errors.ReplicaMismatchError) as caught:
-        mirrored.run(lambda x: x, args=(ks.PerReplica(parts),))
+        strategy.run(lambda x: x, args=(ks.PerReplica(parts),))
     assert f"differ in more than their number of rows: {reason}" in str(caught.value)
 
 
-def test_devices_of_a_replica_and_uneven_rows_of_several_are_refused(mirrored) -> None:
+def test_devices_of_a_replica_and_uneven_rows_of_several_are_refused() -> None:
+    strategy = ks.MirroredStrategy(CPUS[:2])
     with pytest.raises(ks.errors.ReplicaMismatchError, match="devices` differs"):
-        mirrored.run(lambda: len(ks.get_replica_context().devices))
+        strategy.run(lambda: len(ks.get_replica_context().devices))
     strategy = ks.ModelParallelStrategy("auto", CPUS, 2)
     with pytest.raises(ks.errors.ReplicaMismatchError, match="has several devices"):
         strategy.run(lambda x: x, args=(ks.PerReplica([X[:2], X[:1]]),))
@@ -154,6 +164,7 @@ def test_rows_are_on_the_device_of_their_replica_only(compiled: bool) -> None:
     assert strategy.experimental_local_results(rows) == (3, 3, 2, 2)
     parts = strategy.experimental_local_results(outputs)
     assert [part.shape for part in parts] == [(3, 1), (3, 1), (2, 1), (2, 1)]
-    places = [str(*part.devices()) for part in parts]
-    assert places == [str(device) for device in jax.devices("cpu")[:4]]
+    assert [str(*part.devices()) for part in parts] == [
+        str(device) for device in jax.devices("cpu")[:4]
+    ]
     np.testing.assert_allclose(np.concatenate(parts), 2 * X[:10, :1] + Y[:10], 1e-6)

@@ -69,14 +69,16 @@ def trained(layer: Noting) -> None:
 
 
 def test_the_current_device_is_that_of_the_replica() -> None:
-    trained(Noting())
+    layer = Noting()
+    trained(layer)
     assert {found[0] for found, _ in FORWARD[-2:]} == {0, 1}
     assert {found[0] for found in BACKWARD} == {0, 1}
 
 
 def test_the_callers_streams_are_those_of_replicas_forward_and_backward() -> None:
+    layer = Noting()
     with torch.Stream(DEVICES[1]) as one, torch.Stream(DEVICES[0]) as zero:
-        trained(Noting())
+        trained(layer)
     current = (zero.stream_id, one.stream_id)
     assert 0 not in current
     assert {found[1:] for found, _ in FORWARD[-2:]} == {current}
@@ -85,8 +87,9 @@ def test_the_callers_streams_are_those_of_replicas_forward_and_backward() -> Non
 
 
 def test_a_default_device_is_that_of_the_replica() -> None:
+    layer = Noting(lambda: torch.empty(1).device)
     with DEVICES[0]:
-        trained(Noting(lambda: torch.empty(1).device))
+        trained(layer)
     assert {device for _, device in FORWARD[-2:]} == set(DEVICES)
 
 
@@ -98,9 +101,14 @@ def test_an_accelerator_and_a_cpu_equal_one_device(names) -> None:
 
 
 def noisy() -> keras.Model:
-    noise = [keras.layers.Dropout(0.4), keras.layers.GaussianNoise(0.5, seed=3)]
-    last = keras.layers.Dense(3, "softmax")
-    return keras.Sequential([keras.Input((6,)), *noise, last])
+    return keras.Sequential(
+        [
+            keras.Input((6,)),
+            keras.layers.Dropout(0.4),
+            keras.layers.GaussianNoise(0.5, seed=3),
+            keras.layers.Dense(3, "softmax"),
+        ]
+    )
 
 
 def weights_of_noisy(strategy: Any) -> Any:
@@ -237,8 +245,9 @@ def _waits_of_loop(strategy: Any) -> list[list[str]]:
         def loss() -> Any:
             found = model(x, training=True)
             metric.update_state(y, found)
-            losses = keras.ops.sparse_categorical_crossentropy(y, found)
-            return ks.compute_average_loss(losses)
+            return ks.compute_average_loss(
+                keras.ops.sparse_categorical_crossentropy(y, found)
+            )
 
         _, gradients = ks.value_and_grad(loss, weights)()
         model.optimizer.apply(gradients, weights)
