@@ -9,21 +9,13 @@ from keras import layers
 
 import keras_strategies as ks
 
-STRATEGIES = {
-    "one_device": lambda: ks.OneDeviceStrategy("cpu:1"),
-    "mirrored_2": lambda: ks.MirroredStrategy(["cpu:0", "cpu:1"]),
-    "mirrored_4": lambda: ks.MirroredStrategy([f"cpu:{i}" for i in range(4)]),
-    "central": lambda: ks.CentralStorageStrategy(["cpu:1", "cpu:2"], "cpu:0"),
-    "central_of_one": lambda: ks.CentralStorageStrategy(["cpu:1"], "cpu:0"),
-}
-
 
 def two():
-    return STRATEGIES["mirrored_2"]()
+    return ks.MirroredStrategy(["cpu:0", "cpu:1"])
 
 
 def four():
-    return STRATEGIES["mirrored_4"]()
+    return ks.MirroredStrategy([f"cpu:{i}" for i in range(4)])
 
 
 def rows(count: int, features: int = 6):
@@ -36,14 +28,8 @@ def rows(count: int, features: int = 6):
 
 def small_model(optimizer="sgd", **compile_arguments):
     """A model of few operations, for what does not depend on its layers."""
-    model = keras.Sequential(
-        [
-            keras.Input((6,)),
-            layers.Dense(3, use_bias=False),
-            layers.BatchNormalization(),
-        ]
-    )
-    model.add(layers.Dense(1))
+    hidden = [layers.Dense(3, use_bias=False), layers.BatchNormalization()]
+    model = keras.Sequential([keras.Input((6,)), *hidden, layers.Dense(1)])
     model.compile(optimizer, "mse", **compile_arguments)
     return model
 

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import keras
 import numpy as np
-import pytest
+import tensorflow as tf
 
 import keras_strategies as ks
-
-if keras.backend.backend() != "tensorflow":
-    pytest.skip("tests of the TensorFlow backend", allow_module_level=True)
-
-import tensorflow as tf
 
 
 def by_replica(dtype="float32"):

@@ -5,16 +5,10 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers, ops
 
 import keras_strategies as ks
-
-if keras.backend.backend() != "tensorflow":
-    pytest.skip("tests of the TensorFlow backend", allow_module_level=True)
-
-import tensorflow as tf
-
-ks.set_virtual_cpu_devices(4)
 
 
 class Normalized(layers.Layer):
@@ -32,9 +26,7 @@ class Normalized(layers.Layer):
         for norm in self.norms:
             norm.build((*shape[:-1], 3))
         self.kernel = self.add_weight(shape=(shape[-1], 3), name="kernel")
-        self.calls = self.add_weight(
-            shape=(), name="calls", trainable=False, initializer="zeros"
-        )
+        self.calls = self.add_weight((), "zeros", trainable=False, name="calls")
 
     def call(self, x, training=None):
         x = self.between(self.norms[0](x @ self.kernel, training=training))

@@ -5,19 +5,10 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
-
-import keras_strategies as ks
-
-if keras.backend.backend() != "tensorflow":
-    pytest.skip("tests of the TensorFlow backend", allow_module_level=True)
-
 import tensorflow as tf
 
-from keras_strategies.engines.tensorflow.epoch_datasets import (
-    EpochDatasets,
-)
-
-ks.set_virtual_cpu_devices(4)
+import keras_strategies as ks
+from keras_strategies.engines.tensorflow.epoch_datasets import EpochDatasets
 
 X = np.random.default_rng(0).normal(size=(11, 3)).astype("float32")
 Y = X.sum(1, keepdims=True)

@@ -7,27 +7,21 @@ import warnings
 import keras
 import numpy as np
 import pytest
-from keras import layers, ops
-
-import keras_strategies as ks
-
-if keras.backend.backend() != "tensorflow":
-    pytest.skip("tests of the TensorFlow backend", allow_module_level=True)
-
 import tensorflow as tf
 from backends.tensorflow.tensorflow_training import (
+    SEEN,
+    Rows,
     assert_close,
     assert_same,
     fit,
     four,
     rows,
+    small_model,
     two,
 )
+from keras import layers, ops
 
-ks.set_virtual_cpu_devices(4)
-
-
-# --- Collectives in layers ----------------------------------------------------
+import keras_strategies as ks
 
 
 class Center(layers.Layer):
@@ -56,11 +50,9 @@ def test_collectives_in_layers_have_gradients(eager):
         first = Center("gather")(layers.Dense(5, activation="tanh")(inputs))
         second = Center("reduce")(layers.Dense(5, activation="tanh")(inputs))
         # History is compared by the names of outputs.
-        outputs = [
-            layers.Dense(1, name="gathered")(first),
-            layers.Dense(1, name="reduced")(second),
-        ]
-        model = keras.Model(inputs, outputs)
+        gathered = layers.Dense(1, name="gathered")(first)
+        reduced = layers.Dense(1, name="reduced")(second)
+        model = keras.Model(inputs, [gathered, reduced])
         model.compile(keras.optimizers.SGD(0.1), ["mse", "mse"], run_eagerly=eager)
         return model
 
@@ -70,9 +62,6 @@ def test_collectives_in_layers_have_gradients(eager):
         return model.fit(x, [y, y], **given).history
 
     assert_same(two(), make, train)
-
-
-# --- What cannot be split is called whole -------------------------------------
 
 
 def test_a_layer_with_variables_of_tensorflow_is_exact():
@@ -99,17 +88,11 @@ def test_a_layer_with_variables_of_tensorflow_is_exact():
 def test_batch_normalization_is_split_over_replicas():
     """With the statistics of one replica it would be exact, too, but unsplit."""
     with two().scope():
-        model = keras.Sequential(
-            [keras.Input((6,)), layers.BatchNormalization(), layers.Dense(1)]
-        )
-        model.compile("sgd", "mse")
+        model = small_model()
     x, y, _ = rows(8)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*cannot be split by rows")
         model.fit(x, y, batch_size=8, verbose=0)
-
-
-# --- Gradients that cross the replicas ---------------------------------------------
 
 
 class Gradients(keras.Model):
@@ -146,21 +129,6 @@ def test_a_loop_has_more_than_one_gradient():
     random = np.random.default_rng(1)
     x = random.normal(size=(7, 3, 2)).astype("float32")
     y = x[..., 0]
-    replicas = []
-
-    class Notes:
-        # Not compared before and after calls: layers with it are split.
-        __slots__ = ()
-
-        def add(self, replica):
-            replicas.append(replica)
-
-    notes = Notes()
-
-    class Noting(layers.Layer):
-        def call(self, x):
-            notes.add(ks.has_strategy() and ks.get_replica_context())
-            return x
 
     class Repeated(keras.Model):
         def train_step(self, data):
@@ -169,29 +137,25 @@ def test_a_loop_has_more_than_one_gradient():
                 outputs = self(x, training=True)
                 losses = [ops.mean(ops.square(outputs - y)), ops.mean(outputs)]
             values = [variable.value for variable in self.trainable_variables]
-            names = ("first", "second", "again")
-            return {
-                name: keras.tree.map_structure(
-                    tf.convert_to_tensor, tape.gradient(loss, values)
-                )
-                for name, loss in zip(names, (*losses, losses[0]), strict=True)
-            }
+            found = [tape.gradient(loss, values) for loss in (*losses, losses[0])]
+            found = keras.tree.map_structure(tf.convert_to_tensor, found)
+            return dict(zip(("first", "second", "again"), found, strict=True))
 
     def make():
         # The layer with the fewest operations in its loop.
         inputs = keras.Input((3, 2))
-        model = Repeated(inputs, layers.SimpleRNN(3)(Noting()(inputs)))
+        model = Repeated(inputs, layers.SimpleRNN(3)(Rows()(inputs)))
         model.compile()
         return model
 
     def train(model):
-        replicas.clear()
+        SEEN.clear()
         logs = model.train_on_batch(x, y, return_dict=True)
         assert_close(logs["first"], logs["again"])
         return logs["first"], logs["second"]
 
     assert_same(two(), make, train)
-    assert any(replicas)
+    assert any(replica is not None for _, replica in SEEN)
 
 
 def test_a_layer_that_is_called_in_a_function_of_its_user_is_exact():

@@ -7,36 +7,26 @@ import functools
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers, ops
 
 import keras_strategies as ks
 
-if keras.backend.backend() != "tensorflow":
-    pytest.skip("tests of the TensorFlow backend", allow_module_level=True)
-
-import tensorflow as tf
-
-ks.set_virtual_cpu_devices(4)
-
 SEQUENCE, IMAGE, VOLUME = (6, 3), (6, 6, 3), (4, 4, 4, 3)
+
+
+def network():
+    first = [layers.Conv2D(4, 3), layers.BatchNormalization(), layers.MaxPooling2D(2)]
+    return keras.Sequential([*first, layers.Flatten(), layers.Dense(2)])
+
+
 LAYERS = {
     "conv3d": (lambda: layers.Conv3D(4, 3), VOLUME),
     "conv1d_transpose": (lambda: layers.Conv1DTranspose(4, 3), SEQUENCE),
     "max2d": (lambda: layers.MaxPooling2D(2), IMAGE),
     "average2d": (lambda: layers.AveragePooling2D(2), IMAGE),
     "own_kernels": (lambda: Kernels(), IMAGE),
-    "network": (
-        lambda: keras.Sequential(
-            [
-                layers.Conv2D(4, 3),
-                layers.BatchNormalization(),
-                layers.MaxPooling2D(2),
-                layers.Flatten(),
-                layers.Dense(2),
-            ]
-        ),
-        IMAGE,
-    ),
+    "network": (network, IMAGE),
 }
 
 
@@ -62,11 +52,13 @@ def train(strategy, make, x, compiled):
     with strategy.scope():
         layer = make()
         layer.build((None, *x[0].shape[1:]))
+    has_training = "training" in layer._call_signature.parameters
+    options = {"training": True} if has_training else {}
 
     def fn(x):
         with tf.GradientTape() as tape:
             tape.watch(x)
-            y = layer(x, training=True) if "training" in _arguments(layer) else layer(x)
+            y = layer(x, **options)
             loss = tf.reduce_sum(y**2)
         weights = [weight.value for weight in layer.trainable_weights]
         by_x, *gradients = tape.gradient(loss, [x, *weights])
@@ -84,16 +76,8 @@ def train(strategy, make, x, compiled):
     else:
         outputs, by_x, summed = run(x[0] if len(x) == 1 else ks.PerReplica(tuple(x)))
     local = strategy.experimental_local_results
-    return (
-        [np.asarray(y) for y in local(outputs)],
-        [np.asarray(g) for g in local(by_x)],
-        [np.asarray(local(g)[0]) for g in summed],
-        layer.get_weights(),
-    )
-
-
-def _arguments(layer):
-    return layer._call_signature.parameters
+    outputs, by_x = (list(map(np.asarray, local(each))) for each in (outputs, by_x))
+    return outputs, by_x, [np.asarray(local(g)[0]) for g in summed], layer.get_weights()
 
 
 def three_rows(name):
@@ -164,9 +148,8 @@ def test_replicas_without_rows_add_nothing_in_fit(inner):
         losses = []
         keras.utils.set_random_seed(1)
         with strategy.scope():
-            model = FirstRows(
-                [keras.Input(IMAGE), inner(), layers.Flatten(), layers.Dense(3)]
-            )
+            last = [layers.Flatten(), layers.Dense(3)]
+            model = FirstRows([keras.Input(IMAGE), inner(), *last])
             model.compile(keras.optimizers.SGD(0.1), "mse")
         note = keras.callbacks.LambdaCallback(
             on_train_batch_end=lambda batch, logs: losses.append(logs["loss"])

@@ -5,18 +5,10 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
-from keras import layers, ops
-
-import keras_strategies as ks
-
-if keras.backend.backend() != "tensorflow":
-    pytest.skip("tests of the TensorFlow backend", allow_module_level=True)
-
 import tensorflow as tf
 from backends.tensorflow import tensorflow_training
 from backends.tensorflow.tensorflow_training import (
     SEEN,
-    STRATEGIES,
     Rows,
     assert_close,
     assert_same,
@@ -27,15 +19,14 @@ from backends.tensorflow.tensorflow_training import (
     two,
     under,
 )
+from keras import layers, ops
 
-ks.set_virtual_cpu_devices(4)
+import keras_strategies as ks
 
 
 def test_fit_is_exact_with_variables_apart_from_the_only_replica():
-    assert_same(STRATEGIES["central_of_one"](), small_model, fit(16))
-
-
-# --- Programs -----------------------------------------------------------------
+    central = ks.CentralStorageStrategy(["cpu:1"], "cpu:0")
+    assert_same(central, small_model, fit(16))
 
 
 # 25: the last batch has fewer rows than there are replicas; 22: more, split unevenly.
@@ -75,16 +66,15 @@ def test_the_first_step_is_traced_once():
 class AnyRank(keras.Model):
     """A prediction for each row, of inputs with any number of axes."""
 
-    def __init__(self, noted=lambda x: x):
+    def __init__(self):
         super().__init__()
-        self.noted = noted
         self.dense = layers.Dense(6)
 
     def build(self, shape):
         self.dense.build(shape)
 
     def call(self, x):
-        hidden = ops.tanh(self.dense(self.noted(x)))
+        hidden = ops.tanh(self.dense(x))
         return ops.mean(hidden, axis=tuple(range(1, len(x.shape))))[:, None]
 
 
@@ -145,9 +135,6 @@ def test_jit_compile_is_said_not_to_apply_and_changes_nothing():
     assert said.filename == tensorflow_training.__file__
     assert "but for random numbers" in str(said.message)
     assert_close(expected, found)
-
-
-# --- Data and functions -------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_inner", [False, True])

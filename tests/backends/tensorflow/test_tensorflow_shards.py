@@ -5,10 +5,6 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
-
-if keras.backend.backend() != "tensorflow":
-    pytest.skip("tests of the TensorFlow backend", allow_module_level=True)
-
 import tensorflow as tf
 from harness.data import classes
 from harness.strategies import MODEL_PARALLEL
@@ -25,17 +21,11 @@ ks.set_virtual_cpu_devices(4)
 START = np.arange(64, dtype="float32").reshape(8, 8) / 8
 
 
-def variable(name: str):
-    with MODEL_PARALLEL[name].make().scope():
-        return keras.Variable(START, name="table").value
-
-
 @pytest.fixture(params=["fsdp_4", "model_2x2", "fsdp_2x2"])
 def table(request):
-    return variable(request.param)
+    with MODEL_PARALLEL[request.param].make().scope():
+        return keras.Variable(START, name="table").value
 
-
-# --- Reads and assignments, eager and in programs ---------------------------------
 
 ROWS = tf.IndexedSlices(tf.ones((3, 8)), tf.constant([7, 0, 7]))
 CHANGES = {
@@ -105,45 +95,13 @@ def test_the_gradient_is_that_of_the_unsharded_value(table, loss, wrap) -> None:
     np.testing.assert_allclose(gradient(), 2 * START, rtol=1e-6)
 
 
-# --- Training ----------------------------------------------------------------------
-
-
-def trained(strategy, optimizer, model):
-    keras.utils.set_random_seed(1)
-    with strategy.scope():
-        made = model()
-        made.compile(optimizer(), "sparse_categorical_crossentropy")
-    rows = classes(22)
-    made.fit(rows.x, rows.y, batch_size=8, epochs=2, shuffle=False, verbose=0)
-    return made
-
-
-def dense():
-    return keras.Sequential(
-        [
-            keras.Input((classes(2).x.shape[1],)),
-            layers.Dense(16, "relu", name="up"),
-            layers.Dense(16, "relu", name="between"),
-            layers.Dense(8, "softmax", name="down"),
-        ]
-    )
-
-
 def test_a_weight_assigned_after_the_forward_pass_has_the_gradient_of_before() -> None:
-    class Assigning(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.up = layers.Dense(16, name="up")
-            self.down = layers.Dense(8, name="down")
-
-        def call(self, x):
-            return self.down(self.up(x))
-
+    class Assigning(keras.Sequential):
         def train_step(self, data):
             x, _ = data
             with tf.GradientTape() as tape:
                 loss = tf.reduce_mean(self(x, training=True) ** 2)
-            kernel = self.down.kernel
+            kernel = self.layers[-1].kernel
             kernel.assign(kernel * 2.0)
             gradients = tape.gradient(loss, self.trainable_variables)
             self.optimizer.apply(gradients, self.trainable_variables)
@@ -154,8 +112,8 @@ def test_a_weight_assigned_after_the_forward_pass_has_the_gradient_of_before() -
     for strategy in (ks.OneDeviceStrategy("cpu:0"), MODEL_PARALLEL["fsdp_2x2"].make()):
         keras.utils.set_random_seed(1)
         with strategy.scope():
-            model = Assigning()
-            model.build((None, 4))
+            dense = [layers.Dense(16, name="up"), layers.Dense(8, name="down")]
+            model = Assigning([keras.Input((4,)), *dense])
             model.compile(optimizers.SGD(0.1))
         model.fit(x, x, batch_size=8, shuffle=False, verbose=0)
         found.append(model.get_weights())
@@ -164,9 +122,13 @@ def test_a_weight_assigned_after_the_forward_pass_has_the_gradient_of_before() -
 
 
 def test_files_of_tensorflow(tmp_path) -> None:
-    strategy = MODEL_PARALLEL["fsdp_2x2"].make()
-    model = trained(strategy, lambda: optimizers.Adam(0.01), dense)
-    x = classes(8).x
+    widths = ((16, "relu"), (16, "relu"), (8, "softmax"))
+    with MODEL_PARALLEL["fsdp_2x2"].make().scope():
+        dense = [layers.Dense(*each) for each in widths]
+        model = keras.Sequential([keras.Input((6,)), *dense])
+        model.compile(optimizers.Adam(0.01), "sparse_categorical_crossentropy")
+    rows, x = classes(22), classes(8).x
+    model.fit(rows.x, rows.y, batch_size=8, epochs=2, shuffle=False, verbose=0)
     expected = model.predict(x, verbose=0)
     model.export(tmp_path / "exported", verbose=False)
     loaded = tf.saved_model.load(tmp_path / "exported")

@@ -2,49 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
 from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
-from harness.forker import Forker
+import tensorflow as tf
 from harness.worker_pool import WorkerPool
 
 import keras_strategies as ks
 
-if keras.backend.backend() != "tensorflow":
-    pytest.skip("tests of the TensorFlow backend", allow_module_level=True)
-
-import tensorflow as tf
-
-
-@pytest.fixture(scope="module")
-def forker():
-    with Forker() as made:
-        yield made
-
 
 @pytest.fixture(scope="module")
 def pool(forker):
-    pool = WorkerPool(forker, 2)
-    yield pool.cluster(1)
-    pool.close()
-
-
-# Collectives.
+    with contextlib.closing(WorkerPool(forker, 2)) as pool:
+        yield pool.cluster(1)
 
 
 def test_rows_that_only_the_running_program_knows_are_gathered(pool):
     def program(strategy):
         workers, index = strategy.workers, strategy.workers.group.index
 
-        @tf.function(
-            input_signature=[
-                tf.TensorSpec([None, None], "float32"),
-                tf.TensorSpec([2], "int32"),
-            ]
-        )
+        spec = [tf.TensorSpec([None, None], "float32"), tf.TensorSpec([2], "int32")]
+
+        @tf.function(input_signature=spec)
         def gathered(own, rows):
             told = workers.gather_rows(own, tf.unstack(rows, 2))
             asked = workers.gather_rows(own, [None, None])
@@ -91,9 +75,6 @@ def test_strategies_of_one_process_have_one_table_of_keys(pool):
         assert found == expected
 
 
-# Training.
-
-
 def test_rows_of_a_table_travel_as_rows(pool):
     def program(strategy):
         ids = np.arange(15).reshape(5, 3) % 9
@@ -124,8 +105,6 @@ def test_rows_of_a_table_travel_as_rows(pool):
 
 def test_the_servers_of_one_machine_accept_nobody_elses_connections(pool):
     def program(strategy):
-        import os
-
         found = []
         for name in os.listdir("/proc/self/fd"):
             try:
@@ -144,9 +123,6 @@ def test_the_servers_of_one_machine_accept_nobody_elses_connections(pool):
         assert servers
         for host, device in servers:
             assert host == "127.0.0.1" or device == b"lo", servers
-
-
-# Threads.
 
 
 def _collectives(strategy):
